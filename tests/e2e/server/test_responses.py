@@ -140,3 +140,14 @@ def test_an_unsupported_text_format_is_an_error_that_names_text(sdk: OpenAI) -> 
         with pytest.raises(openai.BadRequestError) as caught:
             sdk.responses.create(model="demo", input="x", text=form, stream=stream)
         assert caught.value.param == "text"
+
+
+def test_log_probabilities_belong_to_the_tokens_of_the_text(sdk: OpenAI) -> None:
+    ask: dict[str, Any] = {"model": "demo", "input": QUESTION, "temperature": 0, "top_logprobs": 2}
+    answer = sdk.responses.create(**ask, include=["message.output_text.logprobs"])
+    part = answer.output[0].content[0]  # type: ignore[union-attr, index]
+    assert b"".join(bytes(each.bytes) for each in part.logprobs).decode() == part.text  # type: ignore[union-attr]
+    assert all(len(each.top_logprobs) >= 2 for each in part.logprobs)  # type: ignore[union-attr]
+    events = list(sdk.responses.create(**ask, stream=True))
+    deltas = [event.logprobs for event in events if event.type == "response.output_text.delta"]
+    assert [each.token for entries in deltas for each in entries] == [each.token for each in part.logprobs]  # type: ignore

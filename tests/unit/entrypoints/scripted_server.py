@@ -160,6 +160,7 @@ class Server:
         finally:
             engine.shutdown()
             tokenizer_pool.close()
+            await state.close()
 
     def post(self, body: dict[str, Any], path: str = "/v1/chat/completions") -> httpx.Response:
         [answer] = self.exchange(("POST", path, body))

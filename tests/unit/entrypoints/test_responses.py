@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mvllm.entrypoints.openai.common.chat_prompt_renderer import MAX_TOOLS
-from mvllm.entrypoints.openai.common.errors import APIError
-from mvllm.entrypoints.openai.responses.input_items import MAX_ITEMS, items_to_messages
-from mvllm.entrypoints.openai.responses.store import ResponseStore, StoredResponse
-from mvllm.entrypoints.openai.server.authentication import Caller, Role
+from mvllm.entrypoints.openai.responses.input_items import MessageBuilder, items_to_messages
+from mvllm.entrypoints.openai.responses.items import MAX_ITEMS
 from mvllm.errors import RequestError
 from mvllm.messages.requests import FinishReason
 from tests.unit.entrypoints.builders import TOKENIZER, save_model_folder
@@ -45,7 +42,7 @@ def events(text: str) -> list[dict[str, Any]]:
 
 def without_ids(value: Any) -> Any:
     if isinstance(value, dict):
-        hidden = ("id", "item_id", "call_id", "created_at")
+        hidden = ("id", "item_id", "call_id", "created_at", "completed_at")
         return {key: without_ids(inner) for key, inner in value.items() if key not in hidden}
     return [without_ids(inner) for inner in value] if isinstance(value, list) else value
 
@@ -214,11 +211,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
     ({"tool_choice": "required", "tools": None}, "tool_choice"),
     ({"tool_choice": {"type": "function", "name": "weather", "x": json.loads("[" * 200 + "]" * 200)}}, "tool_choice"),
-    ({"include": ["message.output_text.logprobs"]}, "include"),
-    ({"top_logprobs": 3}, "top_logprobs"),
-    ({"truncation": "auto"}, "truncation"),
-    ({"background": True}, "background"),
-    ({"conversation": "conv_1"}, "conversation"),
+    ({"include": ["everything"]}, "include"),
+    ({"top_logprobs": 21}, "top_logprobs"),
+    ({"truncation": "middle"}, "truncation"),
+    ({"background": True, "store": False}, "background"),
+    ({"conversation": {"name": "x"}}, "conversation"),
+    ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "conversation"),
+    ({"max_tool_calls": 0}, "max_tool_calls"),
+    ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools"),
+    ({"tool_choice": {"type": "mcp", "server_label": "x"}}, "tool_choice"),
+    ({"input": [{"type": "mcp_approval_response", "approval_request_id": "x", "approve": True}]}, "input"),
+    ({"input": [{"type": "mcp_call", "server_label": "x", "name": "y"}]}, "input"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt"),
     ({"reasoning": {"effort": 5}}, "reasoning"),
     ({"text": {"format": {"type": "text", "extra": json.loads('{"a":' * 200 + "1" + "}" * 200)}}}, "text"),
@@ -273,8 +276,8 @@ def test_items_of_one_turn_are_one_message() -> None:
     assert turn["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
     assert one == {"role": "tool", "tool_call_id": "c1", "content": "1"} and two["content"] == "2"
     assert again["content"] is None and again["tool_calls"][0]["id"] == "c3" and "reasoning" not in again
-    with pytest.raises(RequestError, match=r"input\[0\] has the type 'mcp_call'"):
-        items_to_messages([{"type": "mcp_call"}])
+    with pytest.raises(RequestError, match=r"input\[0\] has the type 'web_search_call'"):
+        items_to_messages([{"type": "web_search_call"}])
 
 
 def test_a_response_is_not_found_with_another_key(folder: str) -> None:
@@ -303,41 +306,12 @@ def test_a_response_is_not_found_with_another_key(folder: str) -> None:
     assert mine.json() == boss.json() == made.json() and more.status_code == 200
 
 
-CALLER = Caller(Role.USER, b"a key")
-
-
-class TestStore:
-    def test_a_running_response_belongs_to_its_owner(self) -> None:
-        store = ResponseStore(2, 1 << 20)
-        store.add_running("a", SimpleNamespace(snapshot=lambda: b"half", cancel=lambda: None), CALLER)
-        for use in (store.body, store.cancel, store.delete, store.conversation):
-            with pytest.raises(APIError) as raised:
-                use("a", Caller(Role.USER, b"another"))
-            assert raised.value.code in ("response_not_found", "previous_response_not_found")
-            assert "still" not in str(raised.value)
-        assert store.body("a", CALLER) == store.cancel("a", Caller(Role.ADMIN, b"boss")) == b"half"
-
-    def test_the_least_recently_used_is_evicted_first(self) -> None:
-        store = ResponseStore(2, 1 << 20)
-        for name in ("a", "b"):
-            store.finish(name, StoredResponse(name.encode(), b"[]", owner=CALLER.key))
-        assert store.body("a", CALLER) == b"a"
-        store.finish("c", StoredResponse(b"c", b"[]", owner=CALLER.key))
-        assert (store.body("a", CALLER), store.body("c", CALLER), len(store)) == (b"a", b"c", 2)
-        with pytest.raises(APIError):
-            store.body("b", CALLER)
-
-    def test_stored_bytes_are_bounded_and_a_too_large_response_evicts_nothing(self) -> None:
-        store = ResponseStore(1000, 10_000)
-        store.finish("small", StoredResponse(b"x", b"[]"))
-        store.finish("huge", StoredResponse(b"x" * 20_000, b"[]"))
-        assert len(store) == 1 and store.num_bytes < 10_000
-        for i in range(50):
-            store.finish(str(i), StoredResponse(b"x" * 1000, b"[]", owner=CALLER.key))
-            assert store.num_bytes <= 10_000
-        for name in [str(i) for i in range(50)]:
-            try:
-                store.delete(name, CALLER)
-            except APIError as e:
-                assert e.status == 404  # evicted before
-        assert (len(store), store.num_bytes) == (0, 0)
+def test_a_call_of_a_tool_server_is_a_call_and_its_result_under_the_name_that_the_model_knows() -> None:
+    call = {"type": "mcp_call", "id": "mcp_1", "server_label": "a", "name": "find", "arguments": "{}", "output": "x"}
+    builder = MessageBuilder()
+    builder.add([call])
+    builder.set_function_names({("a", "find"): "a__find"})
+    builder.add([{**call, "id": "mcp_2", "error": {"type": "http_error", "code": 404, "message": "gone"}}])
+    first, result, second, error = builder.messages
+    assert [each["tool_calls"][0]["function"]["name"] for each in (first, second)] == ["a__find", "a__find"]
+    assert (result["content"], error["content"]) == ("x", "Error: gone")

@@ -19,6 +19,7 @@ from mvllm.entrypoints.cli.chat_arguments import (
     add_parser_arguments,
     load_chat_template,
 )
+from mvllm.entrypoints.cli.responses_arguments import add_responses_arguments, responses_settings
 from mvllm.entrypoints.openai.server.authentication import KeyLimits, read_api_keys, read_key_limits
 from mvllm.entrypoints.openai.server.settings import DEFAULT_PORT, ServerSettings, UnknownFieldsPolicy
 from mvllm.entrypoints.shutdown_signals import ignore_shutdown_signals, remove_on_exit
@@ -152,14 +153,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_seconds(limits, "send-timeout", "that a client may leave a stream unread before its request is aborted")
 
-    limits.add_argument(
-        "--max-stored-responses",
-        type=int,
-        default=None,
-        metavar="N",
-        help="Responses of /v1/responses that are stored in memory, for retrieval and continuation; 0 stores none. "
-        f"Default: {defaults.max_stored_responses}; 0 with several API servers, which do not share memory.",
-    )
+    add_responses_arguments(parser)
 
     chat = parser.add_argument_group("chat")
     add_chat_template_argument(chat)
@@ -219,14 +213,16 @@ def run(args: argparse.Namespace) -> int:
         listener = listen_unix(settings.uds)
         remove_on_exit(Path(settings.uds))
     try:
+        from mvllm.entrypoints.openai.responses.store_file import hold_store_file, store_limits
         from mvllm.entrypoints.openai.server.api_server import require_tokenizer, run_server
 
         require_tokenizer(engine)
-        if args.api_server_count == 1 and engine.data_parallel_size == 1:
-            return run_server(engine, settings, listener)
-        from mvllm.entrypoints.openai.server.process_manager import run_multi_api_server
+        with hold_store_file(settings.responses_store, store_limits(settings)):
+            if args.api_server_count == 1 and engine.data_parallel_size == 1:
+                return run_server(engine, settings, listener)
+            from mvllm.entrypoints.openai.server.process_manager import run_multi_api_server
 
-        return run_multi_api_server(engine, settings, listener, args.api_server_count)
+            return run_multi_api_server(engine, settings, listener, args.api_server_count)
     finally:
         ignore_shutdown_signals()
         listener.close()
@@ -278,16 +274,6 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         raise ConfigError(f"--api-server-count is {args.api_server_count}; it must be from 1 to {MOST_API_SERVERS}.")
     if args.max_body_bytes < 1:
         raise ConfigError(f"--max-body-bytes is {args.max_body_bytes}; it must be at least 1.")
-    stored = args.max_stored_responses
-    if stored is None:
-        stored = ServerSettings.max_stored_responses if args.api_server_count == 1 else 0
-    if stored < 0:
-        raise ConfigError(f"--max-stored-responses is {stored}; it must be at least 0.")
-    if stored and args.api_server_count > 1:
-        raise ConfigError(
-            f"--max-stored-responses is {stored} with --api-server-count {args.api_server_count}; API servers do not "
-            "share stored responses. Leave one of the options out."
-        )
     for name in args.http_plugins:
         plugin_groups.require(plugin_groups.HTTP, name)  # checked before a process is started
     user = _keys(args.api_key, args.api_key_file, KEY_VARIABLE)
@@ -320,7 +306,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         api_server_timeout=args.api_server_timeout,
         shutdown_timeout=args.shutdown_timeout,
         access_log=args.access_log,
-        max_stored_responses=stored,
+        **responses_settings(args),
         http_plugins=tuple(args.http_plugins),
         lora_modules=tuple(_adapter(text) for text in args.lora_modules),
         runtime_lora_loading=args.api_server_count == 1,

@@ -267,6 +267,12 @@ class ResponsesRequest(ClientRequest, kw_only=True):
         instructions: A system message at the beginning; not stored for later turns.
         previous_response_id: Continue the conversation that ended with this response.
         store: Whether to store the response, so that it can be read and continued later.
+        background: Answer at once, and generate the response without a client.
+        conversation: A conversation, or its id: its items come before the input, and it gets input and output.
+        include: Further contents of the response; of these there are the log-probabilities of the text.
+        max_tool_calls: Most calls of tool servers.
+        top_logprobs: Alternatives to report for each token of the text.
+        truncation: `auto` leaves out the oldest messages of a conversation that is too long, `disabled` refuses it.
         cache_salt: By default that of the previous response.
     """
 
@@ -285,6 +291,12 @@ class ResponsesRequest(ClientRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
+    background: bool | None = None
+    conversation: str | dict[str, Any] | None = None
+    include: list[str] | None = None
+    max_tool_calls: int | None = None
+    top_logprobs: int | None = None
+    truncation: str | None = None
 
     # Fields of other engines, as in GenerationRequest.
     top_k: int | None = None
@@ -307,17 +319,35 @@ class ResponsesRequest(ClientRequest, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: str | None = None
-    max_tool_calls: int | None = None
 
     # Unsupported.
-    background: bool | None = None
-    conversation: str | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
-    include: list[str] | None = None
-    top_logprobs: int | None = None
-    truncation: str | None = None
     context_management: list[dict[str, Any]] | None = None
     moderation: dict[str, Any] | None = None
+
+
+class ConversationRequest(ModelRequest, kw_only=True):
+    """Body of `POST /v1/conversations`.
+
+    Attributes:
+        items: The first items.
+        metadata: Names and texts of the client.
+    """
+
+    items: list[dict[str, Any]] | None = None
+    metadata: dict[str, str] | None = None
+
+
+class ConversationUpdateRequest(ModelRequest, kw_only=True):
+    """Body of `POST /v1/conversations/{id}`."""
+
+    metadata: dict[str, str] | None = None
+
+
+class ConversationItemsRequest(ModelRequest, kw_only=True):
+    """Body of `POST /v1/conversations/{id}/items`."""
+
+    items: list[dict[str, Any]] | None = None
 
 
 class TokenizeRequest(ModelRequest, kw_only=True):
@@ -347,9 +377,7 @@ _UNSUPPORTED = {
     "function_call": "it is deprecated; send tool_choice",
     "documents": "put them into a message",
     "audio": "the server generates only text; omit the field",
-    "background": "omit it; for long responses send stream=true",
-    "conversation": "send previous_response_id",
-    "context_management": "prompts are not truncated; shorten the input",
+    "context_management": "send truncation='auto', or shorten the input",
     "moderation": "the server has no moderation; omit the field",
 }
 """Unsupported fields, with the reason or an alternative. Null and empty values are accepted."""
@@ -368,8 +396,22 @@ class UnloadLoRAAdapterRequest(ModelRequest, kw_only=True):
     lora_name: str | None = None
 
 
-_ACCEPTED_INCLUDES = frozenset({"reasoning.encrypted_content"})
-"""Values of `include` that are accepted without effect: reasoning is always sent as plain text."""
+_INCLUDES = frozenset(
+    {
+        "message.output_text.logprobs",
+        "reasoning.encrypted_content",
+        "file_search_call.results",
+        "web_search_call.results",
+        "web_search_call.action.sources",
+        "message.input_image.image_url",
+        "computer_call_output.output.image_url",
+        "code_interpreter_call.outputs",
+    }
+)
+"""Values of `include`. All but the first have no effect: reasoning is always sent as plain text, and the server has no
+items of the other kinds."""
+
+_MAX_TOP_LOGPROBS = 20
 
 
 def reject_unsupported_fields(request: ModelRequest) -> None:
@@ -394,14 +436,13 @@ def _reject_unsupported_of_responses(request: ResponsesRequest) -> None:
         raise RequestError(
             "prompt is not supported: the server stores no prompt templates; send input.", parameter="prompt"
         )
-    unknown = [name for name in request.include or () if name not in _ACCEPTED_INCLUDES]
+    unknown = [name for name in request.include or () if name not in _INCLUDES]
     if unknown:
-        raise RequestError(f"include: {ascii(unknown[0])[:60]} is not supported.", parameter="include")
-    if request.top_logprobs:
         raise RequestError(
-            "top_logprobs is not supported here: send the request to /v1/chat/completions.", parameter="top_logprobs"
+            f"include: {ascii(unknown[0])[:60]} is not supported; allowed are {', '.join(sorted(_INCLUDES))}.",
+            parameter="include",
         )
-    if request.truncation not in (None, "disabled"):
-        raise RequestError(
-            "truncation must be 'disabled': prompts are not truncated; shorten the input.", parameter="truncation"
-        )
+    if not 0 <= (request.top_logprobs or 0) <= _MAX_TOP_LOGPROBS:
+        raise RequestError(f"top_logprobs must be from 0 to {_MAX_TOP_LOGPROBS}.", parameter="top_logprobs")
+    if request.truncation not in (None, "auto", "disabled"):
+        raise RequestError("truncation must be 'auto' or 'disabled'.", parameter="truncation")

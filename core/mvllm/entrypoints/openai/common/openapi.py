@@ -22,6 +22,9 @@ from mvllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     ClassificationRequest,
     CompletionRequest,
+    ConversationItemsRequest,
+    ConversationRequest,
+    ConversationUpdateRequest,
     DetokenizeRequest,
     EmbeddingRequest,
     LoadLoRAAdapterRequest,
@@ -75,7 +78,7 @@ _ERRORS = {
 
 
 TAGS = {
-    "generation": "Chat completions, completions, responses and messages.",
+    "generation": "Chat completions, completions, responses, conversations and messages.",
     "embeddings": "Embeddings, classes, scores and ranks.",
     "models": "The models that requests may name.",
     "tokens": "Text to token ids, and back.",
@@ -96,6 +99,9 @@ _EXAMPLES: dict[type[msgspec.Struct], dict[str, Any]] = {
     },
     CompletionRequest: {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0},
     ResponsesRequest: {"input": "What is the capital of France?", "max_output_tokens": 32, "temperature": 0},
+    ConversationRequest: {"metadata": {"topic": "cities"}},
+    ConversationUpdateRequest: {"metadata": {"topic": "rivers"}},
+    ConversationItemsRequest: {"items": [{"role": "user", "content": "What is the capital of France?"}]},
     EmbeddingRequest: {"input": [_TEXT], "encoding_format": "float"},
     PoolingRequest: {"input": _TEXT},
     ClassificationRequest: {"input": _TEXT},

@@ -1,8 +1,9 @@
 """Base classes of request handlers: one HTTP request, run by the engine, and its response.
 
-RequestHandler            id, start, close                                pooling/serving_base.py
-└─ GenerationHandler      sampling parameters, usage                      chat/serving_base.py
-   └─ ChoicesHandler      response and stream of `choices`                chat/serving.py, completions/serving.py
+Handler                      what routes run                                 responses/serving.py
+└─ RequestHandler            its requests to the engine                      pooling/serving_base.py
+   └─ GenerationHandler      sampling parameters, usage                      chat/serving_base.py
+      └─ ChoicesHandler      response and stream of `choices`                chat/serving.py, completions/serving.py
 """
 
 from __future__ import annotations
@@ -30,14 +31,8 @@ from mvllm.messages.pooling_params import PoolingParams
 from mvllm.messages.sampling_params import SamplingParams
 
 
-class RequestHandler(ABC):
+class Handler(ABC):
     """Answers one HTTP request: `start`, then `full_response` or `stream`, and `close` however it ends.
-
-    Args:
-        context: The engine, and what handlers share.
-        model: The model's name in the response.
-        id_prefix: Beginning of the response's id.
-        priority: The request's; None is 0.
 
     Attributes:
         lora_request: The LoRA adapter that the request names, to be set before `start`.
@@ -46,6 +41,61 @@ class RequestHandler(ABC):
 
     lora_request: LoRARequest | None = None
     is_streaming = False
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Adds the request's prompts to the engine.
+
+        Raises:
+            RequestError: The request is not acceptable.
+            UnavailableError, EngineDeadError: The engine does not accept requests.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Aborts what has not finished in the engine. Idempotent."""
+
+    @property
+    @abstractmethod
+    def num_tokens(self) -> int:
+        """Tokens of its prompts and of what was generated so far."""
+
+    @abstractmethod
+    async def full_response(self) -> bytes:
+        """The body of the response, when all of it is there.
+
+        Raises:
+            APIError: A sequence failed in the engine.
+            EngineDeadError: The engine has stopped.
+        """
+
+
+class StreamingHandler(Handler):
+    """A handler whose response can be streamed.
+
+    Attributes:
+        stream_format: Format of what `stream` yields.
+        connection: The connection of the request, if `stream` may write parts to it while its caller waits for more.
+    """
+
+    stream_format: ClassVar[StreamFormat] = SERVER_SENT_EVENTS
+    connection: RequestConnection | None = None
+
+    @abstractmethod
+    def stream(self) -> AsyncGenerator[bytes, None]:
+        """The response part by part, in `stream_format`. An error while it is generated is a part, too."""
+
+
+class RequestHandler(Handler):
+    """Answers a request with the outputs of prompts that it adds to the engine.
+
+    Args:
+        context: The engine, and what handlers share.
+        model: The model's name in the response.
+        id_prefix: Beginning of the response's id.
+        priority: The request's; None is 0.
+    """
+
     _constraint: OutputConstraint | None = None
 
     def __init__(self, context: ServingContext, model: str, id_prefix: str, priority: int | None) -> None:
@@ -58,12 +108,7 @@ class RequestHandler(ABC):
         self._started: EngineRequests | None = None
 
     async def start(self) -> None:
-        """Adds the request's prompts to the engine.
-
-        Raises:
-            RequestError: The request is not acceptable.
-            UnavailableError, EngineDeadError: The engine does not accept requests.
-        """
+        """Adds the request's prompts to the engine. See Handler."""
         prompts, params = await self._build_engine_inputs()
         self._started = await EngineRequests.start(
             self._engine, self._id, prompts, params, self._priority, self._constraint, self.lora_request
@@ -78,15 +123,6 @@ class RequestHandler(ABC):
     def num_tokens(self) -> int:
         """Tokens of its prompts and of what was generated so far."""
         return 0 if self._started is None else self._started.num_tokens
-
-    @abstractmethod
-    async def full_response(self) -> bytes:
-        """The body of the response, when all of it is there.
-
-        Raises:
-            APIError: A sequence failed in the engine.
-            EngineDeadError: The engine has stopped.
-        """
 
     @abstractmethod
     async def _build_engine_inputs(self) -> tuple[Sequence[PromptType], SamplingParams | Sequence[PoolingParams]]:
@@ -106,7 +142,7 @@ class RequestHandler(ABC):
         return self._started
 
 
-class GenerationHandler(RequestHandler):
+class GenerationHandler(RequestHandler, StreamingHandler):
     """Answers a request that generates text.
 
     Args:
@@ -114,14 +150,7 @@ class GenerationHandler(RequestHandler):
         request: The body of the HTTP request.
         params: Sampling parameters.
         constraint: Structured output that the request asks for.
-
-    Attributes:
-        stream_format: Format of what `stream` yields.
-        connection: The connection of the request, if `stream` may write parts to it while its caller waits for more.
     """
-
-    stream_format: ClassVar[StreamFormat] = SERVER_SENT_EVENTS
-    connection: RequestConnection | None = None
 
     def __init__(
         self,
@@ -138,10 +167,6 @@ class GenerationHandler(RequestHandler):
         self._params = params
         self._constraint = constraint
         self._usage = UsageCounter()
-
-    @abstractmethod
-    def stream(self) -> AsyncGenerator[bytes, None]:
-        """The response part by part, in `stream_format`. An error while it is generated is a part, too."""
 
     @abstractmethod
     async def _build_prompts(self) -> Sequence[PromptType]:

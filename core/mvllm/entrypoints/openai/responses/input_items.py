@@ -1,6 +1,6 @@
 """Converts a request of the Responses API to a chat completion request: items to messages, tools to their other format.
 
-    input           "text"  |  [message | reasoning | function_call | function_call_output, ...]
+    input           "text"  |  [message | reasoning | function_call | function_call_output | mcp_call ..., ...]
                        │             └── an assistant's turn: several items, one message ──┐
     messages        instructions, the previous conversation, and these
 
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mvllm.entrypoints.openai.protocol import ChatCompletionRequest, ResponsesRequest
+from mvllm.entrypoints.openai.responses.items import ID_PREFIXES, Item, check_metadata
 from mvllm.errors import RequestError
 from mvllm.messages.structured_outputs import MAX_NESTING
 
@@ -35,20 +36,18 @@ _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Types of content parts with text, and the field of the text."""
 
-MAX_ITEMS = 1 << 16
-"""Most items of an input."""
-
-_MAX_METADATA = (16, 64, 512)
-"""Most entries of `metadata`, characters of a name, and characters of a value, as in the OpenAI API."""
-
 Message = dict[str, Any]
 
 
-def to_chat_request(request: ResponsesRequest, messages: Sequence[Message]) -> ChatCompletionRequest:
+def to_chat_request(
+    request: ResponsesRequest, messages: Sequence[Message], more_tools: Sequence[Mapping[str, Any]] = ()
+) -> ChatCompletionRequest:
     """The equivalent chat completion request.
 
     Args:
         messages: The conversation.
+        more_tools: Tools of tool servers, in the format of chat completions. Those servers themselves, among the tools
+            of the request, are left out.
 
     Raises:
         RequestError: A field is not valid.
@@ -56,87 +55,186 @@ def to_chat_request(request: ResponsesRequest, messages: Sequence[Message]) -> C
     for name in ("tools", "tool_choice", "text"):
         if _nests_deeper(getattr(request, name), MAX_NESTING):  # the response repeats it
             raise RequestError(f"{name} nests deeper than {MAX_NESTING} levels.", parameter=name)
-    _check_metadata(request.metadata or {})
+    check_metadata(request.metadata)
     effort = (request.reasoning or {}).get("effort")
     if not isinstance(effort, str | None):
         raise RequestError("reasoning.effort must be a text.", parameter="reasoning")
     if request.instructions is not None:
         messages = [{"role": "system", "content": request.instructions}, *messages]
+    functions: list[Mapping[str, Any]] = [
+        _tool(i, tool) for i, tool in enumerate(request.tools or ()) if tool.get("type") != "mcp"
+    ]
     return ChatCompletionRequest(
         messages=list(messages),
         max_tokens=request.max_output_tokens,
         response_format=_response_format(request.text),
-        tools=None if request.tools is None else [_tool(i, tool) for i, tool in enumerate(request.tools)],
+        tools=[dict(tool) for tool in (*functions, *more_tools)] or None,
         tool_choice=_tool_choice(request.tool_choice),
         reasoning_effort=effort,
         **{name: getattr(request, name) for name in _SHARED_FIELDS},
     )
 
 
-def input_messages(value: str | Sequence[Mapping[str, Any]] | None) -> list[Message]:
-    """The messages of `input`.
+class MessageBuilder:
+    """Turns items into messages, a list of items after the other.
 
-    Raises:
-        RequestError: The input is missing, or an item is not valid.
+    Reasoning, text and function calls of one assistant's turn are one message. A call of a tool server is in its item
+    with its output: it is the assistant's call and the tool's message. So calls that the model made at once follow
+    each other, in the conversation that a response continues as in those that continue the response.
+
+    Args:
+        checks_approvals: Whether an approval must have its request before it.
+
+    Attributes:
+        messages: The messages so far.
+        listed_tools: The last `mcp_list_tools` item of each server label.
     """
-    if value is None:
-        raise RequestError("input is missing.", parameter="input")
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    if not value:
-        raise RequestError("input is an empty list.", parameter="input")
-    if len(value) > MAX_ITEMS:
-        raise RequestError(f"input may have {MAX_ITEMS} items; found {len(value)}.", parameter="input")
-    return items_to_messages(value)
+
+    def __init__(self, *, checks_approvals: bool = True) -> None:
+        self._checks_approvals = checks_approvals
+        self.messages: list[Message] = []
+        self.listed_tools: dict[str, Item] = {}
+        self._turn: Message | None = None  # the assistant's message that calls are added to
+        self._reasoning: list[str] = []  # belongs to the next item
+        self._approval_requests: dict[str, Item] = {}
+        self._approvals: dict[str, Item] = {}
+        self._function_names: Mapping[tuple[str, str], str] = {}
+        self._functions: list[tuple[tuple[str, str], Message]] = []  # of the calls of tool servers
+
+    def set_function_names(self, names: Mapping[tuple[str, str], str]) -> None:
+        """Names the functions of all calls of tool servers as the model knows them.
+
+        Args:
+            names: By server label and name of the tool. Others keep the name of the tool.
+        """
+        self._function_names = names
+        for key, function in self._functions:
+            function["name"] = names.get(key, key[1])
+
+    def take_approved_calls(self) -> list[Item]:
+        """The `mcp_approval_request` items that have been approved and not been called since."""
+        approved = [self._approval_requests[each] for each in self._approvals]
+        self._approvals = {}
+        return approved
+
+    def add(self, items: Iterable[Item], where: str = "input") -> None:
+        """Adds items.
+
+        Args:
+            where: What the items are, for errors.
+
+        Raises:
+            RequestError: An item is not valid.
+        """
+        for i, item in enumerate(items):
+            self._add(f"{where}[{i}]", item)
+
+    def _add(self, where: str, item: Item) -> None:
+        match item.get("type", "message"):
+            case "reasoning":
+                self._reasoning.append(_reasoning_text(where, item))
+                return
+            case "mcp_list_tools":
+                self.listed_tools[_string(where, item, "server_label")] = item
+                return
+            case "mcp_approval_request":
+                _string(where, item, "name"), _string(where, item, "arguments"), _string(where, item, "server_label")
+                self._approval_requests[_string(where, item, "id")] = item
+                return
+            case "mcp_approval_response":
+                self._add_approval(where, item)
+                return
+            case "mcp_call":
+                self._add_finished_call(where, item)
+            case "function_call":
+                self._append_call(_call(where, item, _string(where, item, "call_id")))
+            case "function_call_output":
+                self.messages.append(_output_of_call(where, item))
+                self._turn = None
+            case "message":
+                message = _message(where, item)
+                self.messages.append(message)
+                self._turn = message if message["role"] == "assistant" else None
+                self._use_reasoning()
+            case kind:
+                raise RequestError(
+                    f"{where} has the type {ascii(kind)[:60]}; allowed are {', '.join(ID_PREFIXES)}.",
+                    parameter="input",
+                )
+        self._reasoning = []
+
+    def _append_call(self, call: Message) -> None:
+        if self._turn is None or self._reasoning:
+            self._turn = {"role": "assistant", "content": None}
+            self.messages.append(self._turn)
+        self._turn.setdefault("tool_calls", []).append(call)
+        self._use_reasoning()
+
+    def _use_reasoning(self) -> None:
+        if self._reasoning and self._turn is not None:
+            self._turn["reasoning"] = "\n".join(self._reasoning)
+
+    def _add_finished_call(self, where: str, item: Item) -> None:
+        call_id = _string(where, item, "id")
+        request_id = item.get("approval_request_id")
+        if isinstance(request_id, str):
+            self._approvals.pop(request_id, None)
+        call = _call(where, item, call_id)
+        key = _string(where, item, "server_label"), call["function"]["name"]
+        call["function"]["name"] = self._function_names.get(key, key[1])
+        self._functions.append((key, call["function"]))
+        self._append_call(call)
+        output = item.get("output") if item.get("error") is None else f"Error: {error_text(item['error'])}"
+        self.messages.append(
+            {"role": "tool", "tool_call_id": call_id, "content": output if isinstance(output, str) else ""}
+        )
+        self._turn = None
+
+    def _add_approval(self, where: str, item: Item) -> None:
+        request_id = _string(where, item, "approval_request_id")
+        request = self._approval_requests.get(request_id)
+        if request is None and not self._checks_approvals:
+            return
+        if request is None:
+            raise RequestError(
+                f"{where}.approval_request_id is not the id of an mcp_approval_request before it. Send the response "
+                "with previous_response_id, its conversation, or all earlier items.",
+                parameter="input",
+            )
+        if not isinstance(item.get("approve"), bool):
+            raise RequestError(f"{where}.approve must be true or false.", parameter="input")
+        if item["approve"]:
+            self._approvals[request_id] = item
+            return
+        self._append_call(_call(where, request, request_id))
+        reason = item.get("reason")
+        text = "The user has not allowed this call." + (f" {reason}" if isinstance(reason, str) else "")
+        self.messages.append({"role": "tool", "tool_call_id": request_id, "content": text})
+        self._turn, self._reasoning = None, []
 
 
-def items_to_messages(items: Iterable[Mapping[str, Any]]) -> list[Message]:
-    """Items as messages. Reasoning, text and function calls of one assistant's turn are one message.
+def items_to_messages(items: Iterable[Item]) -> list[Message]:
+    """Items as messages. See MessageBuilder.
 
     Raises:
         RequestError: An item is not valid.
     """
-    messages: list[Message] = []
-    turn: Message | None = None  # the assistant's message that function calls are added to
-    reasoning: list[str] = []  # belongs to the next item
-    for i, item in enumerate(items):
-        where = f"input[{i}]"
-        kind = item.get("type", "message")
-        if kind == "reasoning":
-            reasoning.append(_reasoning_text(where, item))
-            continue
-        if kind == "function_call_output":
-            messages.append(_output_of_call(where, item))
-            turn = None
-        elif kind == "function_call":
-            if turn is None or reasoning:
-                turn = {"role": "assistant", "content": None}
-                messages.append(turn)
-            turn.setdefault("tool_calls", []).append(_call(where, item))
-        elif kind == "message":
-            message = _message(where, item)
-            messages.append(message)
-            turn = message if message["role"] == "assistant" else None
-        else:
-            raise RequestError(
-                f"{where} has the type {ascii(kind)[:60]}; allowed are message, reasoning, function_call and "
-                "function_call_output.",
-                parameter="input",
-            )
-        if reasoning and turn is not None:
-            turn["reasoning"] = "\n".join(reasoning)
-        reasoning = []
-    return messages
+    builder = MessageBuilder()
+    builder.add(items)
+    return builder.messages
 
 
-def _check_metadata(metadata: Mapping[str, str]) -> None:
-    max_entries, max_name, max_value = _MAX_METADATA
-    lengths = len(metadata), max(map(len, metadata), default=0), max(map(len, metadata.values()), default=0)
-    if lengths[0] > max_entries or lengths[1] > max_name or lengths[2] > max_value:
-        raise RequestError(
-            f"metadata may have {max_entries} entries, with names of {max_name} characters and values of {max_value}.",
-            parameter="metadata",
-        )
+def error_text(error: object) -> str:
+    """The text of the error of an `mcp_call`, for the model."""
+    if not isinstance(error, Mapping):
+        return str(error)
+    message = error.get("message")
+    if isinstance(message, str):
+        return message
+    content = error.get("content")
+    parts = content if isinstance(content, list) else []
+    texts = [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+    return "\n".join(texts) or "The tool has failed."
 
 
 def _nests_deeper(value: object, levels: int) -> bool:
@@ -157,9 +255,9 @@ def _message(where: str, item: Mapping[str, Any]) -> Message:
     return {"role": "system" if role == "developer" else role, "content": _text(f"{where}.content", item, "content")}
 
 
-def _call(where: str, item: Mapping[str, Any]) -> Message:
+def _call(where: str, item: Mapping[str, Any], call_id: str) -> Message:
     function = {name: _string(where, item, name) for name in ("name", "arguments")}
-    return {"id": _string(where, item, "call_id"), "type": "function", "function": function}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 def _output_of_call(where: str, item: Mapping[str, Any]) -> Message:
@@ -231,8 +329,8 @@ def _tool(i: int, tool: Mapping[str, Any]) -> dict[str, Any]:
     """A function in the format of chat completions, where it is an object within the tool."""
     if tool.get("type") != "function":
         raise RequestError(
-            f"tools[{i}] has the type {ascii(tool.get('type'))[:60]}; this server runs no tools itself, so only "
-            "'function' is allowed.",
+            f"tools[{i}] has the type {ascii(tool.get('type'))[:60]}; allowed are 'function', which the client runs, "
+            "and 'mcp', which this server runs.",
             parameter="tools",
         )
     return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
@@ -243,7 +341,8 @@ def _tool_choice(choice: str | Mapping[str, Any] | None) -> str | dict[str, Any]
         return choice
     if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
         raise RequestError(
-            'tool_choice must be "none", "auto", "required" or {"type": "function", "name": ...}.',
+            'tool_choice must be "none", "auto", "required", {"type": "function", "name": ...} or '
+            '{"type": "mcp", "server_label": ..., "name": ...}.',
             parameter="tool_choice",
         )
     return {"type": "function", "function": {"name": choice["name"]}}

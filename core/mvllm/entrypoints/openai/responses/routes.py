@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.entrypoints.openai.common.json_response import json_response
-from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.protocol import ResponsesRequest
-from mvllm.entrypoints.openai.responses.serving import ResponsesHandler
+from mvllm.entrypoints.openai.responses.background import BackgroundResponses
+from mvllm.entrypoints.openai.responses.conversations import ConversationsRoutes, check_page
+from mvllm.entrypoints.openai.responses.items import Item, page_of
+from mvllm.entrypoints.openai.responses.mcp.toolbox import MCPServers
+from mvllm.entrypoints.openai.responses.serving import History, ResponsesHandler, check_combinations
 from mvllm.entrypoints.openai.responses.store import ResponseStore
+from mvllm.entrypoints.openai.responses.store_file import store_limits
+from mvllm.entrypoints.openai.server.authentication import Caller
 from mvllm.entrypoints.openai.server.body_routes import BodyRoutes
 from mvllm.entrypoints.openai.server.middleware import request_caller
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.errors import RequestError
 
+_MAX_EVENT = 1 << 62
+
 
 class ResponsesRoutes:
-    """The routes, and the responses that the server stores.
+    """The routes, the responses and conversations that the server stores, and its tool servers.
 
     Args:
         settings: The server's.
@@ -27,37 +36,98 @@ class ResponsesRoutes:
 
     def __init__(self, settings: ServerSettings, body_routes: BodyRoutes) -> None:
         self._body_routes = body_routes
-        self._store = ResponseStore(settings.max_stored_responses, settings.max_stored_bytes)
+        self._store = ResponseStore(settings.responses_store, store_limits(settings))
+        self._conversations = ConversationsRoutes(self._store, body_routes)
+        self._background = BackgroundResponses(self._store, body_routes.send_timeout)
+        self._mcp_servers = MCPServers(settings.mcp)
 
     def add_to(self, router: APIRouter) -> None:
         """Adds the routes to a router."""
         summary = "Generate the next response of a conversation."
         self._body_routes.add(router, "/v1/responses", ResponsesRequest, self.create, summary)
-        path = "/v1/responses/{response_id}"
-        router.add_api_route(path, self.get_response, methods=["GET"], summary="A stored or running response.")
-        router.add_api_route(path, self.delete_response, methods=["DELETE"], summary="Delete a stored response.")
-        router.add_api_route(f"{path}/cancel", self.cancel_response, methods=["POST"], summary="Cancel a response.")
+        add, path = router.add_api_route, "/v1/responses/{response_id}"
+        add(path, self.get_response, methods=["GET"], summary="A stored or running response.")
+        add(path, self.delete_response, methods=["DELETE"], summary="Delete a stored response.")
+        add(f"{path}/cancel", self.cancel_response, methods=["POST"], summary="Cancel a response.")
+        add(f"{path}/input_items", self.list_input_items, methods=["GET"], summary="The items before its output.")
+        self._conversations.add_to(router)
+
+    async def close(self) -> None:
+        """Ends the tool servers and the store, when no response runs any more."""
+        await self._mcp_servers.close()
+        await self._store.close()
 
     async def create(self, request: Request) -> Response:
         """Generates the next response of a conversation."""
+        context, model, body = await self._body_routes.decode_for_model(request, ResponsesRequest)
+        check_combinations(body)
         caller = request_caller(request.scope)
+        history = await self._history(body, caller)
+        toolbox = self._mcp_servers.toolbox(body.tools)
+        handler = ResponsesHandler(context, model, body, self._store, caller, history, toolbox)
+        if not body.background:
+            return await self._body_routes.run(request, handler, model)
+        if not self._store.is_enabled:
+            raise RequestError(
+                "background needs the response to be stored, but this server stores none (--max-stored-responses 0).",
+                parameter="background",
+            )
+        return await self._background.start(request, handler, self._body_routes.admit(request, handler, model))
 
-        def make_handler(context: ServingContext, model: str, body: ResponsesRequest) -> ResponsesHandler:
-            return ResponsesHandler(context, model, body, self._store, caller)
-
-        return await self._body_routes.run_handler(request, ResponsesRequest, make_handler)
-
-    async def get_response(self, request: Request, response_id: str, stream: bool = False) -> Response:
-        """A response that has ended or is being generated."""
-        if stream:
-            raise RequestError("stream is not possible here: ask for the response again later.", parameter="stream")
-        return json_response(self._store.body(response_id, request_caller(request.scope)))
+    async def get_response(
+        self, request: Request, response_id: str, stream: bool = False, starting_after: int = -1
+    ) -> Response:
+        """A response that has ended or is being generated, or its events after number `starting_after`."""
+        caller = request_caller(request.scope)
+        if not stream:
+            return json_response(await self._store.body(response_id, caller))
+        if not (await self._store.response(response_id, caller)).is_streamed:
+            raise RequestError(
+                "stream is not possible here: only responses that were started with background and stream can be "
+                "streamed again. Ask for the response without stream.",
+                parameter="stream",
+            )
+        return self._background.stream(response_id, max(-1, min(starting_after, _MAX_EVENT)))
 
     async def delete_response(self, request: Request, response_id: str) -> Response:
         """Deletes a stored response."""
-        self._store.delete(response_id, request_caller(request.scope))
+        await self._store.delete(response_id, request_caller(request.scope))
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel_response(self, request: Request, response_id: str) -> Response:
         """Cancels a response that is being generated."""
-        return json_response(self._store.cancel(response_id, request_caller(request.scope)))
+        return json_response(await self._store.cancel(response_id, request_caller(request.scope)))
+
+    async def list_input_items(
+        self, request: Request, response_id: str, after: str | None = None, limit: int = 20, order: str = "desc"
+    ) -> Response:
+        """A page of the items before the output of a response: of earlier turns and of its input."""
+        stored = await self._store.response(response_id, request_caller(request.scope))
+        is_descending = check_page(limit, order)
+        items = msgspec.json.decode(stored.context, type=list[Item])
+        if is_descending:
+            items.reverse()
+        first = 0
+        if after is not None:
+            first = 1 + next((i for i, item in enumerate(items) if item["id"] == after), len(items))
+            if first > len(items):
+                raise APIError(400, "after is not the id of an item.", param="after")
+        return json_response(page_of(items[first : first + limit], has_more=len(items) > first + limit))
+
+    async def _history(self, body: ResponsesRequest, caller: Caller) -> History:
+        """What a response continues.
+
+        Raises:
+            RequestError: `conversation` is not valid.
+            APIError: The previous response or the conversation is not known.
+        """
+        if body.previous_response_id is not None:
+            return History(*await self._store.previous(body.previous_response_id, caller))
+        if body.conversation is None:
+            return History()
+        given = body.conversation
+        conversation_id = given if isinstance(given, str) else given.get("id")
+        if not isinstance(conversation_id, str):
+            raise RequestError("conversation must be an id, or an object with one.", parameter="conversation")
+        await self._store.conversation(conversation_id, caller)
+        return History(await self._store.items(conversation_id), conversation_id=conversation_id)

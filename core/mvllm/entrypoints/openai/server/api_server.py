@@ -258,6 +258,8 @@ class APIServer:
             if self._tokenizer_trial is not None:
                 self._tokenizer_trial.close()
             await asyncio.wait([serving], timeout=_FINAL_RESPONSES_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._state.close(), _FINAL_RESPONSES_SECONDS)
             if engine is not None:
                 engine.shutdown()
             if self._tracer is not None:

@@ -12,19 +12,19 @@ from starlette.responses import Response
 from mvllm.entrypoints.openai.common.json_response import json_response
 from mvllm.entrypoints.openai.common.openapi import request_body_schema
 from mvllm.entrypoints.openai.common.request_body import BodyDecoder, BodyReader
-from mvllm.entrypoints.openai.common.serving_base import GenerationHandler, RequestHandler
+from mvllm.entrypoints.openai.common.serving_base import Handler, StreamingHandler
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.common.streaming_response import EventStreamResponse, cancel_on_disconnect
 from mvllm.entrypoints.openai.protocol import ModelRequest, reject_unsupported_fields
 from mvllm.entrypoints.openai.server.middleware import request_caller
-from mvllm.entrypoints.openai.server.rate_limits import RateLimiter
+from mvllm.entrypoints.openai.server.rate_limits import RateLimiter, RunningRequest
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 
 R = TypeVar("R", bound=ModelRequest)
 Endpoint = Callable[[Request], Awaitable[Response]]
-MakeHandler = Callable[[ServingContext, str, R], RequestHandler]
+MakeHandler = Callable[[ServingContext, str, R], Handler]
 """Makes the handler of a request from the context, the model's name in the response and the body."""
 
 
@@ -39,6 +39,7 @@ class BodyRoutes:
 
     Attributes:
         reader: Reads bodies within the server's limits.
+        send_timeout: Seconds for which a client may leave a stream unread.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class BodyRoutes:
         self._state = state
         self._models = models
         self._rate_limiter = rate_limiter
-        self._send_timeout = settings.send_timeout
+        self.send_timeout = settings.send_timeout
         self._decoders: dict[type[ModelRequest], BodyDecoder[Any]] = {}
 
     def add(
@@ -121,7 +122,7 @@ class BodyRoutes:
         context, model, body = await self.decode_for_model(request, body_type, with_adapters=with_adapters)
         return await self.run(request, make_handler(context, model, body), model)
 
-    async def run(self, request: Request, handler: RequestHandler, model: str) -> Response:
+    async def run(self, request: Request, handler: Handler, model: str) -> Response:
         """As `run_handler`, with the handler of a body that has been read.
 
         Args:
@@ -130,32 +131,60 @@ class BodyRoutes:
         Raises:
             As the handler.
         """
-        handler.lora_request = self._models.lora_request(model)
-        limiter = self._rate_limiter
-        counted = limiter.start(request.scope, request_caller(request.scope)) if limiter is not None else None
-        self._state.request_started()
-
-        def end() -> None:
-            handler.close()
-            self._state.request_finished()
-            if counted is not None:
-                counted.end(handler.num_tokens)
-
+        admitted = self.admit(request, handler, model)
         is_streaming = False
         try:
             async with cancel_on_disconnect(request.receive):
                 await handler.start()
-                if counted is not None:
-                    counted.add_tokens(handler.num_tokens)
-                if not (isinstance(handler, GenerationHandler) and handler.is_streaming):
+                admitted.count_tokens()
+                if not (isinstance(handler, StreamingHandler) and handler.is_streaming):
                     body_bytes = await handler.full_response()
-                    if counted is not None:
-                        counted.add_tokens(handler.num_tokens)  # before the headers of the response
+                    admitted.count_tokens()  # before the headers of the response
                     return json_response(body_bytes)
             is_streaming = True
             handler.connection = request.scope.get("mvllm.connection")
             # It calls `end`, however it ends.
-            return EventStreamResponse(handler.stream(), self._send_timeout, end, handler.stream_format)
+            return EventStreamResponse(handler.stream(), self.send_timeout, admitted.end, handler.stream_format)
         finally:
             if not is_streaming:
-                end()
+                admitted.end()
+
+    def admit(self, request: Request, handler: Handler, model: str) -> AdmittedRequest:
+        """Counts a request as in flight, for its key and for the server, until it is ended.
+
+        Args:
+            model: As for `run`.
+
+        Raises:
+            APIError: The key has used up a limit (429).
+        """
+        handler.lora_request = self._models.lora_request(model)
+        limiter = self._rate_limiter
+        counted = limiter.start(request.scope, request_caller(request.scope)) if limiter is not None else None
+        return AdmittedRequest(self._state, handler, counted)
+
+
+class AdmittedRequest:
+    """A request in flight. To be ended, however its handler ends.
+
+    Args:
+        counted: The request of its key; None without limits.
+    """
+
+    def __init__(self, state: ServerState, handler: Handler, counted: RunningRequest | None) -> None:
+        self._state = state
+        self._handler = handler
+        self._counted = counted
+        state.request_started()
+
+    def count_tokens(self) -> None:
+        """Counts the tokens so far for the request's key."""
+        if self._counted is not None:
+            self._counted.add_tokens(self._handler.num_tokens)
+
+    def end(self) -> None:
+        """Closes the handler. To be called once."""
+        self._handler.close()
+        self._state.request_finished()
+        if self._counted is not None:
+            self._counted.end(self._handler.num_tokens)

@@ -98,7 +98,9 @@ class Routes:
 
         for route in _GENERATION:
             body_routes.add_handler(generation, *route)
-        ResponsesRoutes(settings, body_routes).add_to(generation)
+        responses = ResponsesRoutes(settings, body_routes)
+        responses.add_to(generation)
+        state.add_closer(responses.close)
         AnthropicRoutes(body_routes).add_to(generation)
         self.direct_routes = [
             route

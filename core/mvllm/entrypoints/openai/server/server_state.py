@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
+from collections.abc import Awaitable, Callable
 
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.entrypoints.openai.common.errors import APIError
@@ -48,6 +49,17 @@ class ServerState:
         self._heartbeat_timeout = heartbeat_timeout
         self._shared_metrics = shared_metrics
         self._context: ServingContext | None = None
+        self._closers: list[Callable[[], Awaitable[None]]] = []
+
+    def add_closer(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Adds what `close` calls: the end of something that routes use."""
+        self._closers.append(close)
+
+    async def close(self) -> None:
+        """Ends what routes use, after the last response."""
+        for close in self._closers:
+            await close()
+        self._closers.clear()
 
     def set_ready(self, context: ServingContext) -> None:
         """Requests are accepted from now on."""

@@ -13,6 +13,49 @@ UnknownFieldsPolicy = Literal["warn", "refuse", "ignore"]
 """What the server does with request fields that it does not know."""
 
 
+MCPRequestURLs = Literal["none", "public", "any"]
+"""Which URLs of tool servers requests may give: none, those of public addresses, or any."""
+
+
+@dataclass(frozen=True)
+class MCPServerConfig:
+    """A tool server (Model Context Protocol) that the operator allows.
+
+    Attributes:
+        label: Its name in requests.
+        url: Its URL, for the transport Streamable HTTP; None for a command.
+        command: The program that is started and talks over stdin and stdout, with its arguments.
+    """
+
+    label: str
+    url: str | None = None
+    command: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MCPSettings:
+    """The tool servers that responses may use, and limits of their calls.
+
+    Attributes:
+        servers: Servers that requests name by their label.
+        request_urls: Which other servers requests may name by URL.
+        max_calls: Most calls of one response.
+        timeout: Seconds for connecting, and for each call.
+        max_result_bytes: Bytes of a result that the model sees; the rest is cut off.
+    """
+
+    servers: tuple[MCPServerConfig, ...] = ()
+    request_urls: MCPRequestURLs = "none"
+    max_calls: int = 32
+    timeout: float = 60.0
+    max_result_bytes: int = 128 << 10
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether requests may use any server."""
+        return bool(self.servers) or self.request_urls != "none"
+
+
 @dataclass(frozen=True)
 class ServerSettings:
     """The server's settings.
@@ -42,8 +85,11 @@ class ServerSettings:
         access_log: Whether to log a line for each response.
         metrics_prefixes: Beginnings of metric names; with several, each metric has several names.
         otlp_traces_endpoint: URL of the OpenTelemetry collector; None for no tracing.
-        max_stored_responses: Responses of `/v1/responses` to store; 0 for none.
-        max_stored_bytes: Bytes of all stored responses together.
+        responses_store: File that stores responses and conversations; None stores them in memory.
+        max_stored_responses: Responses and conversations to store; 0 for none.
+        max_stored_bytes: Bytes of all of them together.
+        max_stored_seconds: Seconds after their last use when they are deleted; None for never.
+        mcp: Tool servers that responses may use.
         http_plugins: Names of plugins whose routes are added under `/plugins/<name>`.
         lora_modules: Names and folders of the LoRA adapters to load at the start.
         runtime_lora_loading: Whether administrators may load and unload adapters.
@@ -75,6 +121,9 @@ class ServerSettings:
     otlp_traces_endpoint: str | None = None
     max_stored_responses: int = 1000
     max_stored_bytes: int = 64 << 20
+    responses_store: str | None = None
+    max_stored_seconds: float | None = None
+    mcp: MCPSettings = field(default_factory=MCPSettings)
     http_plugins: tuple[str, ...] = ()
     lora_modules: tuple[tuple[str, str], ...] = ()
     runtime_lora_loading: bool = True

@@ -1,0 +1,64 @@
+"""The file of the store, held by one server at a time. What a server leaves unfinished is ended at the next start."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+
+from mvllm.entrypoints.openai.responses.database import ResponseDatabase, StoreLimits
+from mvllm.entrypoints.openai.server.settings import ServerSettings
+from mvllm.errors import ConfigError
+from mvllm.logging import get_logger
+
+logger = get_logger(__name__)
+
+INTERRUPTED = "The server ended before the response was complete. Send the request again."
+"""The error of a background response whose server has ended."""
+
+
+@contextlib.contextmanager
+def hold_store_file(path: str | None, limits: StoreLimits) -> Iterator[None]:
+    """Holds the file for the processes of one server, and ends the responses that an earlier server left running.
+
+    Args:
+        path: None has no effect.
+
+    Raises:
+        ConfigError: The file cannot be used, or another server holds it.
+    """
+    if path is None:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+            stack.callback(os.close, lock)  # the lock is the descriptor's: it ends with this process, however it ends
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            raise ConfigError(
+                f"Another server uses the store of responses {path!r}. Name another file (--responses-store), or end "
+                "that server; the API servers of one server (--api-server-count) share a file."
+            ) from e
+        except OSError as e:
+            raise ConfigError(
+                f"The store of responses {path!r} cannot be used: {e}. Name a file that this server may create and "
+                "write (--responses-store)."
+            ) from e
+        with contextlib.closing(ResponseDatabase(path, limits)) as database:
+            num = database.fail_interrupted(INTERRUPTED)
+            num_objects, num_bytes = database.totals()
+        logger.info(
+            "The store of responses %s has %d responses and conversations in %.1f MB; %d were interrupted.",
+            path,
+            num_objects,
+            num_bytes / 1e6,
+            num,
+        )
+        yield
+
+
+def store_limits(settings: ServerSettings) -> StoreLimits:
+    """The limits of the store."""
+    return StoreLimits(settings.max_stored_responses, settings.max_stored_bytes, settings.max_stored_seconds)

@@ -1,0 +1,168 @@
+"""One turn of the model within a response: a chat completion whose output becomes items."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from mvllm.engine.frontend.outputs import CompletionOutput
+from mvllm.entrypoints.openai.chat.serving_base import ChatHandler
+from mvllm.entrypoints.openai.common.json_response import encode_json
+from mvllm.entrypoints.openai.common.logprobs import TokenFormatter, chat_logprobs
+from mvllm.entrypoints.openai.common.serving_context import ServingContext
+from mvllm.entrypoints.openai.protocol import ChatCompletionRequest
+from mvllm.entrypoints.openai.responses.input_items import CHAT_TO_RESPONSES_FIELDS, Message
+from mvllm.entrypoints.openai.responses.output_items import OutputItems
+from mvllm.errors import RequestError
+from mvllm.messages.inputs import PromptType
+
+
+class ResponseTurn(ChatHandler):
+    """One turn. See the module.
+
+    Args:
+        context, model: As for RequestHandler.
+        request: The equivalent chat completion request.
+        turn_id: Id of its request to the engine.
+        items: Gets the turn's items.
+        truncates: Whether to leave out the oldest messages if the conversation is too long for the model.
+
+    Attributes:
+        finish_reason: Why the turn has ended; None before, and if it was aborted.
+        num_reasoning_tokens: Generated tokens that belong to the reasoning, known at the end.
+    """
+
+    field_names = CHAT_TO_RESPONSES_FIELDS
+
+    def __init__(
+        self,
+        context: ServingContext,
+        model: str,
+        request: ChatCompletionRequest,
+        turn_id: str,
+        items: OutputItems,
+        *,
+        truncates: bool,
+    ) -> None:
+        super().__init__(context, model, "", request)
+        self._id = turn_id
+        self._items = items
+        self._truncates = truncates
+        self.finish_reason: str | None = None
+        self.num_reasoning_tokens = 0
+
+    async def full_response(self) -> bytes:
+        """The items of the response so far, as JSON."""
+        async for _ in self.stream():
+            pass
+        return encode_json(self._items.items)
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Reads the turn to its end, and yields the events of its items; first nothing, when it has begun.
+
+        Raises:
+            RequestError, APIError: The turn failed in the engine.
+            EngineDeadError: The engine has stopped.
+        """
+        has_begun = False
+        prompt: str | None = None
+        token_ids: list[int] = []
+        first_item = len(self._items.items)
+        async with contextlib.aclosing(self._read_deltas()) as outputs:
+            async for output, deltas in outputs:
+                if not has_begun:
+                    has_begun = True
+                    yield b""  # events of the caller come before those of the first output
+                prompt = output.prompt
+                entries: list[dict[str, Any]] = []
+                for sequence in output.outputs:  # there is one
+                    token_ids += sequence.token_ids
+                    self.finish_reason = sequence.finish_reason
+                    entries = self._logprobs(sequence)
+                yield self._items.append(deltas, entries)
+        written = self._items.finish("completed" if self.finish_reason == "stop" else "incomplete")
+        if any(item["type"] == "reasoning" for item in self._items.items[first_item:]):
+            self.num_reasoning_tokens = await self._context.tokenizer_pool.run(
+                lambda: self._count_reasoning_tokens(token_ids, prompt)
+            )
+        yield written
+
+    def usage(self) -> dict[str, Any]:
+        """The tokens so far, in the format of the API."""
+        return self._usage.to_response_usage(self.num_reasoning_tokens)
+
+    @property
+    def is_started(self) -> bool:
+        """Whether its prompt is in the engine."""
+        return self._started is not None
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether its output has a constraint, which is compiled while it starts."""
+        return self._constraint is not None
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens that the model has generated so far."""
+        return self._usage.num_completion_tokens
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters that a response shows."""
+        return {"temperature": self._params.temperature, "top_p": self._params.top_p}
+
+    @cached_property
+    def _token_formatter(self) -> TokenFormatter:
+        return TokenFormatter(self._engine.tokenizer, as_ids=False, skip_special=self._params.skip_special_tokens)
+
+    def _logprobs(self, sequence: CompletionOutput) -> list[dict[str, Any]]:
+        if not self._request.logprobs or sequence.logprobs is None:
+            return []
+        num_top = self._request.top_logprobs or 0
+        found: list[dict[str, Any]] = chat_logprobs(
+            self._token_formatter, sequence.token_ids, sequence.logprobs, num_top
+        )["content"]
+        is_shown = map(self._token_formatter.text_bytes, sequence.token_ids)
+        return [entry for entry, shown in zip(found, is_shown, strict=False) if shown]
+
+    async def _build_prompts(self) -> Sequence[PromptType]:
+        if self._truncates:
+            self._request = await self._truncated()
+        return await super()._build_prompts()
+
+    async def _truncated(self) -> ChatCompletionRequest:
+        """The request without the oldest messages, so that it fits into the context with room for an answer.
+
+        The system messages at the beginning stay. The others are left out up to a message of the user, so that no
+        output of a tool is without its call.
+        """
+        messages = self._request.messages or []
+        num_system = next((i for i, each in enumerate(messages) if each["role"] != "system"), len(messages))
+        starts = [i for i in range(num_system + 1, len(messages)) if messages[i]["role"] == "user"]
+        lengths = [num_system, *starts]  # where the rest may begin
+        low, high = 0, len(lengths) - 1
+        while low < high:  # the first that fits
+            middle = (low + high) // 2
+            if await self._fits([*messages[:num_system], *messages[lengths[middle] :]]):
+                high = middle
+            else:
+                low = middle + 1
+        kept = messages[lengths[low] :] if lengths else []
+        return msgspec.structs.replace(self._request, messages=[*messages[:num_system], *kept])
+
+    async def _fits(self, messages: list[Message]) -> bool:
+        limit: int = self._engine.model_config.max_model_len
+        room = min(self._request.max_tokens or limit // 8, limit // 4) or 1
+        try:
+            prompt = await self._context.prompt_renderer.render(
+                msgspec.structs.replace(self._request, messages=messages)
+            )
+        except RequestError as e:
+            if "max_model_len" in str(e):
+                return False
+            raise
+        return len(prompt["prompt_token_ids"]) <= limit - room
