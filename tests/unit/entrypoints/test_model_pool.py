@@ -1,4 +1,4 @@
-"""The models of a router: loads, least-recently-used unloads, drains, limits and failures, with servers that are fakes."""
+"""The models of a router: loads, least-recently-used unloads, drains, limits and failures, with fakes as servers."""
 
 from __future__ import annotations
 
@@ -32,6 +32,10 @@ class FakeServer:
         self.die = on_death
         self.num_bytes = rig.bytes_of.get(name, 0)
 
+    async def check(self) -> None:
+        if self.name in self._rig.missing:
+            raise ModelError("there are no such files")
+
     async def start(self) -> None:
         self._rig.events.append(f"load {self.name}")
         if (gate := self._rig.gates.get(self.name)) is not None:
@@ -57,6 +61,7 @@ class Rig:
         self.gates: dict[str, asyncio.Event] = {}
         self.failures: dict[str, list[Exception | None]] = {}
         self.bytes_of: dict[str, int] = {}
+        self.missing: set[str] = set()
         self.servers: list[FakeServer] = []
         self.pool = ModelPool(limits or PoolLimits(max_loaded_models=2), self._make)
         for name in names:
@@ -86,7 +91,7 @@ class Rig:
         return asyncio.create_task(self.ask(name, end.wait())), end
 
     async def states(self, expected: str) -> None:
-        """Waits until the states of all models, in order, are these: u(nloaded), L(oading), l(oaded), d, U(nloading)."""
+        """Waits until the states of all models, in order, are these: u(nloaded), L(oading), l(oaded), ..."""
         letters = {ModelState.UNLOADED: "u", ModelState.LOADING: "L", ModelState.LOADED: "l"}
         letters |= {ModelState.DRAINING: "d", ModelState.UNLOADING: "U"}
         found = ""
@@ -196,7 +201,9 @@ def test_pinned_models_are_loaded_at_the_start_and_stay() -> None:
 
 def test_too_many_pinned_models_are_refused() -> None:
     entries = [ModelEntry(name, EngineArgs(model="demo"), ServerSettings(), is_pinned=name != "c") for name in "abc"]
-    with pytest.raises(ValueError, match="2 models are pinned, so at least 3 have to be loaded at once, but the limit is 2"):
+    with pytest.raises(
+        ValueError, match="2 models are pinned, so at least 3 have to be loaded at once, but the limit is 2"
+    ):
         check_pinned(entries, PoolLimits(max_loaded_models=2))
     assert check_pinned(entries, PoolLimits(max_loaded_models=3)) == ["a", "b"]
 
@@ -250,6 +257,17 @@ def test_a_model_that_does_not_fit_into_the_memory_takes_the_place_of_another() 
         rig.failures["a"] = [CacheError("the KV cache does not fit")] * 5
         await refused([rig.ask("a")])
         assert rig.running == []  # it did not fit alone either
+
+    run(test)
+
+
+def test_a_model_that_cannot_be_loaded_takes_no_place() -> None:
+    async def test() -> None:
+        rig = Rig(limits=PoolLimits(max_loaded_models=1))
+        await rig.ask("b")
+        rig.missing.add("a")
+        await refused([rig.ask("a")])
+        assert rig.running == ["b"]
 
     run(test)
 
@@ -411,7 +429,9 @@ def test_other_times_are_refused(value: object) -> None:
 
 
 def test_an_alias_names_the_model() -> None:
-    rig_entry = ModelEntry("a", EngineArgs(model="demo"), ServerSettings(lora_modules=(("tuned", "/x"),)), aliases=("x",))
+    rig_entry = ModelEntry(
+        "a", EngineArgs(model="demo"), ServerSettings(lora_modules=(("tuned", "/x"),)), aliases=("x",)
+    )
     pool = ModelPool(PoolLimits(), lambda *unused: SimpleNamespace())  # type: ignore[arg-type,return-value]
     pool.add(PooledModel(rig_entry))
     assert [pool.find(name) is not None for name in ("a", "x", "tuned", "y")] == [True, True, True, False]

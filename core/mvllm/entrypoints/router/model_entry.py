@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,7 +31,8 @@ class ModelEntry:
         aliases: Other names in requests.
         is_pinned: Loaded at the start, and never unloaded for another model.
         keep_alive: Seconds without requests after which it is unloaded; None for never.
-        max_concurrent_requests: Requests that it may have at once, with those that wait for its load; None for no limit.
+        max_concurrent_requests: Requests that it may have at once, including those that wait for its load; None for
+            no limit.
         memory_bytes: The memory that it takes when loaded; None if the user did not say.
         environment: Environment variables of its processes.
     """
@@ -65,10 +67,8 @@ def parse_keep_alive(value: object) -> float | None:
             seconds = sum(float(number) * _UNIT_SECONDS[unit] for number, unit in parts)
             return None if value.startswith("-") else min(seconds, _MAX_SECONDS)
     if isinstance(value, str):
-        try:
+        with contextlib.suppress(ValueError):
             value = float(value)
-        except ValueError:
-            pass
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise ValueError("must be seconds, or a duration such as '5m', '1h30m' or '-1' for ever")
     return None if value < 0 else min(float(value), _MAX_SECONDS)

@@ -68,6 +68,9 @@ class ModelServer(Protocol):
     def num_bytes(self) -> int:
         """The memory that it takes, once it is loaded; 0 if it is not known."""
 
+    async def check(self) -> None:
+        """Raises if the model surely cannot be loaded, before others are unloaded for it."""
+
     async def start(self) -> None:
         """Loads the model. Raises why it cannot be loaded."""
 
@@ -202,7 +205,7 @@ class ModelPool:
 
     @contextlib.asynccontextmanager
     async def use(
-        self, model: PooledModel, num_bytes: int = 0, keep_alive: float | None | KeepAlive = KeepAlive.OF_ENTRY
+        self, model: PooledModel, num_bytes: int = 0, keep_alive: float | KeepAlive | None = KeepAlive.OF_ENTRY
     ) -> AsyncIterator[ModelServer]:
         """The server of a model, which stays loaded within the context. Waits until it is loaded.
 
@@ -338,19 +341,30 @@ class ModelPool:
                 await self._wait_until(lambda: model.state is not ModelState.DRAINING)
                 await self._wait_until(lambda: model.state is not ModelState.UNLOADING)
                 continue
-            if not await self._make_room(model):
-                self._queue.pop(model, None)  # nobody waits any more
-                return
-            if await self._load_in_room(model):
+            server = self._new_server(model)
+            try:
+                await server.check()
+                if not await self._make_room(model):
+                    self._queue.pop(model, None)  # nobody waits any more
+                    return
+                is_loaded = await self._load_in_room(model, server)
+            finally:
+                if model.server is not server:
+                    await server.stop()
+            if is_loaded:
                 break
         self._grant_waiting(model)
         self._unload_if_over_budget(model)
 
-    async def _load_in_room(self, model: PooledModel) -> bool:
+    def _new_server(self, model: PooledModel) -> ModelServer:
+        server = self._make_server(model.entry, lambda error: self._on_death(model, server, error))
+        return server
+
+    async def _load_in_room(self, model: PooledModel, server: ModelServer) -> bool:
         """Loads a model; returns False if one had to be unloaded because both did not fit. Raises any other failure."""
         started = time.monotonic()
         logger.info("Loading the model %s.", model.entry.name)
-        server = model.server = self._make_server(model.entry, lambda error: self._on_death(model, server, error))
+        model.server = server
         model.state = ModelState.LOADING
         try:
             await server.start()
