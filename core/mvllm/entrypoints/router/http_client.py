@@ -49,6 +49,7 @@ class ModelConnection(asyncio.Protocol):
         self._parts: list[bytes] = []
         self._num_unread = 0
         self._is_complete = False
+        self._stays_open = False
 
     # --- requests
 
@@ -94,7 +95,7 @@ class ModelConnection(asyncio.Protocol):
     @property
     def is_reusable(self) -> bool:
         """Whether it can send another request."""
-        return self._is_complete and not self._is_lost and self._parser.should_keep_alive() and not self._parts
+        return self._is_complete and self._stays_open and not self._is_lost and not self._parts
 
     def abort(self) -> None:
         """Ends the connection at once, at which the model server aborts the request. Idempotent."""
@@ -143,6 +144,7 @@ class ModelConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._is_complete = bool(self._status)
+        self._stays_open = self._parser.should_keep_alive()
 
 
 class ModelClient:
