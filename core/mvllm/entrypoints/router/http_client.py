@@ -23,6 +23,7 @@ _MAX_UNREAD_BYTES = 256 << 10
 _MAX_IDLE_SECONDS = 20.0
 """Less than the time after which a model server closes an idle connection."""
 _MAX_IDLE_CONNECTIONS = 1024
+_FETCH_SECONDS = 10.0
 _RETRY_SECONDS = 0.005
 _FIRST_FINAL_STATUS = 200
 
@@ -179,7 +180,8 @@ class ModelClient:
                 connection.abort()
 
     async def fetch(self, path: str, body: Any = None) -> bytes | None:
-        """The body of the response to a request of the router itself; None if it is an error or the server has ended.
+        """The body of the response to a request of the router itself; None if it is an error, late, or the server has
+        ended.
 
         Args:
             body: Sent as JSON with POST; without it the method is GET.
@@ -188,8 +190,8 @@ class ModelClient:
         head = b"%s %s HTTP/1.1\r\n%s" % (b"GET" if body is None else b"POST", path.encode(), self._internal_head)
         if data:
             head += b"content-type: application/json\r\ncontent-length: %d\r\n" % len(data)
-        with contextlib.suppress(ModelServerLost, OSError):
-            async with self.connection() as connection:
+        with contextlib.suppress(ModelServerLost, OSError, TimeoutError):
+            async with asyncio.timeout(_FETCH_SECONDS), self.connection() as connection:
                 connection.send(head + b"\r\n", data)
                 status, _ = await connection.read_head()
                 content = b"".join([part async for part in connection.read_body()])

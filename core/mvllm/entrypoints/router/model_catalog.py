@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
@@ -94,8 +93,10 @@ class ModelCatalog:
             return False
         self._scanned = time.monotonic()
         new = [entry for entry in await run_in_thread(self._scan) if self._pool.find(entry.name) is None]
+        sizes = await self._weight_bytes(new)
         for entry in new:
-            self._pool.add(PooledModel(entry, weight_bytes(entry.engine.model)))
+            if self._pool.find(entry.name) is None:
+                self._pool.add(PooledModel(entry, sizes[entry.engine.model]))
         return bool(new)
 
     async def refresh_adapters(self, model: PooledModel) -> None:
@@ -152,14 +153,15 @@ class ModelCatalog:
 
     async def ollama_tags(self) -> list[dict[str, Any]]:
         """The entries of `/api/tags`. Details are known of models that are or were loaded."""
-        found = []
-        for model in list(self._pool.models.values()):
+        found, models = [], list(self._pool.models.values())
+        sizes = await self._weight_bytes([model.entry for model in models])
+        for model in models:
             entries = await self._fetch_models(model, "/api/tags")
             if entries:
                 self._ollama_entries[model.entry.name] = entries
             known = self._ollama_entries.get(model.entry.name)
             if known is None:
-                size = await self._weight_bytes(model.entry)
+                size = sizes[model.entry.engine.model]
                 known = [list_entry(card, None, size) for card in self.cards_of(model)]
             found += known
         return found
@@ -197,7 +199,8 @@ class ModelCatalog:
         entries: list[dict[str, Any]] = [] if data is None else msgspec.json.decode(data)["models"]
         return entries
 
-    async def _weight_bytes(self, entry: ModelEntry) -> int:
-        if entry.name not in self._sizes:
-            self._sizes[entry.name] = await asyncio.to_thread(weight_bytes, entry.engine.model)
-        return self._sizes[entry.name]
+    async def _weight_bytes(self, entries: Iterable[ModelEntry]) -> dict[str, int]:
+        models = [entry.engine.model for entry in entries]
+        if new := [model for model in models if model not in self._sizes]:
+            self._sizes |= await run_in_thread(lambda: weight_bytes(new))
+        return self._sizes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -74,8 +74,17 @@ def parse_keep_alive(value: object) -> float | None:
     return None if value < 0 else min(float(value), _MAX_SECONDS)
 
 
-def weight_bytes(model: str) -> int:
-    """Bytes of the weight files of a model on this machine; 0 if it is not there. Reads folders."""
+def weight_bytes(models: Iterable[str]) -> dict[str, int]:
+    """Bytes of the weight files of models on this machine; 0 for those that are not there. Reads folders."""
+    found = {model: _bytes_at(model) for model in models}
+    if unknown := [model for model, num_bytes in found.items() if num_bytes is None]:
+        cached = {each.name: each.num_bytes for each in list_cached_models()}  # reads the whole cache, so once for all
+        found |= {model: cached.get(model, 0) for model in unknown}
+    return {model: num_bytes or 0 for model, num_bytes in found.items()}
+
+
+def _bytes_at(model: str) -> int | None:
+    """Bytes of the weights at a path; None if there is none."""
     path = Path(model).expanduser()
     try:
         if model == DEMO and not path.exists():
@@ -84,6 +93,6 @@ def weight_bytes(model: str) -> int:
             return path.stat().st_size
         if path.is_dir():
             return sum(each.stat().st_size for each in path.iterdir() if each.suffix in _WEIGHTS)
-        return next((each.num_bytes for each in list_cached_models() if each.name == model), 0)
     except (OSError, ModelError):
         return 0
+    return None

@@ -158,6 +158,7 @@ class ModelPool:
         self._queue: dict[PooledModel, None] = {}  # models with waiting requests, by the first of them
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._keepers: list[asyncio.Task[None]] = []
         self._is_closed = False
 
     def start(self) -> None:
@@ -165,7 +166,12 @@ class ModelPool:
         self._spawn(self._load_wanted_models())
         for model in self.models.values():
             if model.entry.is_pinned:
-                self._spawn(self._keep_loaded(model))
+                self._keepers.append(self._spawn(self._keep_loaded(model)))
+
+    def stop_keeping(self) -> None:
+        """From now on only requests load models, and pinned models are not loaded again."""
+        for task in self._keepers:
+            task.cancel()
 
     async def close(self, *, abort: bool = False) -> None:
         """Unloads all models; requests that wait get an error.
@@ -177,7 +183,7 @@ class ModelPool:
         for task in self._tasks:
             task.cancel()
         for model in self.models.values():
-            self._fail_waiting(model, _shutting_down)
+            self._fail_waiting(model, shutting_down_error)
         servers = [model.server for model in self.models.values() if model.server is not None]
         await asyncio.gather(*(server.stop(abort=abort) for server in servers), return_exceptions=True)
 
@@ -227,7 +233,7 @@ class ModelPool:
 
     async def _acquire(self, model: PooledModel, num_bytes: int) -> None:
         if self._is_closed:
-            raise _shutting_down()
+            raise shutting_down_error()
         limit = model.entry.max_concurrent_requests
         if limit is not None and model.num_in_flight + model.num_waiting >= limit:
             raise APIError(
@@ -502,6 +508,12 @@ class ModelPool:
         await self._wait_until(lambda: model.state is not ModelState.UNLOADING)
         return True
 
+    async def unload_when_idle(self, model: PooledModel) -> None:
+        """Unloads a model now if no request uses it, else after its requests, unless a later one keeps it."""
+        model.keep_alive = 0.0
+        if model.is_loaded and model.is_idle:
+            await self._stop(model, "request")
+
     def seconds_until_expiry(self, model: PooledModel) -> float | None:
         """Seconds until a loaded model is unloaded if no request comes; None for never."""
         if model.keep_alive is None or model.entry.is_pinned:
@@ -619,5 +631,6 @@ def check_pinned(entries: Iterable[ModelEntry], limits: PoolLimits) -> Sequence[
     return pinned
 
 
-def _shutting_down() -> APIError:
+def shutting_down_error() -> APIError:
+    """The error of requests while the server shuts down."""
     return APIError(503, "The server is shutting down.", code="shutting_down", retry_after=5)

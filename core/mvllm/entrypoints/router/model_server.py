@@ -119,6 +119,7 @@ class ModelServerProcess:
                 await run_in_thread(process.launch)
         process.on_failure(lambda error: _call_in_loop(loop, self._on_failure, error))
         await run_in_thread(lambda: process.wait_handshake(self._entry.engine.start_timeout))
+        process.check()  # it may have died since
         self._is_ready = True
         self._watch = asyncio.create_task(self._watch_heartbeats(process))
 

@@ -28,7 +28,7 @@ from mvllm.entrypoints.openai.common.streaming_response import (
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.router.model_catalog import ModelCatalog
 from mvllm.entrypoints.router.model_entry import parse_keep_alive
-from mvllm.entrypoints.router.model_pool import KeepAlive, ModelPool, PooledModel
+from mvllm.entrypoints.router.model_pool import KeepAlive, ModelPool, PooledModel, shutting_down_error
 from mvllm.entrypoints.router.model_server import ModelServerProcess
 from mvllm.entrypoints.router.proxy import Proxy
 
@@ -134,7 +134,7 @@ class RouterApp:
             await self._fallback(scope, receive, send)
             return
         if self.is_draining:
-            raise APIError(503, "The server is shutting down.", code="shutting_down", retry_after=5)
+            raise shutting_down_error()
         scope["route"] = route
         await self._forward(request, query, send)
 
@@ -212,10 +212,13 @@ class RouterApp:
             )
 
     async def _unload(self, model: PooledModel, path: str) -> Response | None:
-        """Ollama's request to unload a model: without content, and with `keep_alive` 0. None for pinned models."""
+        """Ollama's request to unload a model: without content, and with `keep_alive` 0. None for pinned models.
+
+        It needs no administrator, so others' requests do not wait for it.
+        """
         if model.entry.is_pinned:
             return None
-        await self._pool.unload(model)
+        await self._pool.unload_when_idle(model)
         return self._catalog.unloaded_response(model, is_chat=path == "/api/chat")
 
 

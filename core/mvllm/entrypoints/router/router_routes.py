@@ -21,7 +21,7 @@ from mvllm.entrypoints.openai.server.http_metrics import CONTENT_TYPE
 from mvllm.entrypoints.openai.server.middleware import request_caller, require_admin
 from mvllm.entrypoints.router.merged_metrics import merge_metrics
 from mvllm.entrypoints.router.model_catalog import ModelCatalog
-from mvllm.entrypoints.router.model_pool import ModelPool, ModelState, PooledModel
+from mvllm.entrypoints.router.model_pool import ModelPool, ModelState, PooledModel, shutting_down_error
 from mvllm.entrypoints.router.model_server import ModelServerProcess
 from mvllm.entrypoints.router.router_app import ONE_MODEL_PREFIX, Endpoint
 from mvllm.version import __version__
@@ -164,6 +164,8 @@ class ModelRoutes:
     async def load(self, request: Request) -> Response:
         """Loads a model, if it is not loaded; responds when it is."""
         model = await self._named_by_admin(request)
+        if self._phase() != "ready":
+            raise shutting_down_error()
         async with cancel_on_disconnect(request.receive):
             await self._pool.load(model)
         return json_response({"success": True, "model": model.entry.name, "status": self._catalog.status(model)})

@@ -25,6 +25,7 @@ from mvllm.entrypoints.openai.common.request_body import BodyReader
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.server.api_server import HTTPServer, run_in_loop, warn_if_public
 from mvllm.entrypoints.openai.server.app import add_middleware, build_fastapi_app
+from mvllm.entrypoints.openai.server.connections import ConnectionTable, default_max_connections
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
 from mvllm.entrypoints.openai.server.http_protocol import uvicorn_settings
 from mvllm.entrypoints.openai.server.listener import listener_url
@@ -34,7 +35,7 @@ from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.router.model_catalog import ModelCatalog
 from mvllm.entrypoints.router.model_entry import ModelEntry, weight_bytes
 from mvllm.entrypoints.router.model_pool import ModelPool, ModelState, PooledModel, PoolLimits
-from mvllm.entrypoints.router.model_server import ModelServerProcess
+from mvllm.entrypoints.router.model_server import ModelServerProcess, run_in_thread
 from mvllm.entrypoints.router.pool_metrics import PoolCollector
 from mvllm.entrypoints.router.router_app import RouterApp
 from mvllm.entrypoints.router.router_routes import ModelRoutes
@@ -97,8 +98,10 @@ class RouterServer:
         """Serves until a signal ends the router; returns the exit status."""
         settings = self._config.settings
         pool = self._pool = ModelPool(self._config.limits, self._make_server)
+        models = [entry.engine.model for entry in self._config.entries]
+        sizes = await run_in_thread(lambda: weight_bytes(models)) if self._config.limits.max_loaded_bytes else {}
         for entry in self._config.entries:
-            pool.add(PooledModel(entry, await asyncio.to_thread(weight_bytes, entry.engine.model)))
+            pool.add(PooledModel(entry, sizes.get(entry.engine.model, 0)))
         catalog = ModelCatalog(pool, self._config.scan)
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)
@@ -112,6 +115,7 @@ class RouterServer:
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients cause them by sending invalid HTTP
         config = uvicorn.Config(app=app, timeout_graceful_shutdown=2, **uvicorn_settings())
         http = HTTPServer(config, is_shared=False, heartbeat=lambda: None)
+        http.server_state = ConnectionTable(default_max_connections() // 2)  # each has one to a model server, too
         loop = asyncio.get_running_loop()
         for number in shutdown_signals():
             loop.add_signal_handler(number, self._on_signal, number)
@@ -156,6 +160,7 @@ class RouterServer:
     async def _drain(self) -> None:
         timeout = self._config.settings.shutdown_timeout
         self._app.is_draining = True
+        self._pool.stop_keeping()
         logger.info(
             "%s: no new requests are accepted; %d running requests may take %g s.",
             signal.Signals(self._signals[0]).name,
