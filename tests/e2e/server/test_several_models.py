@@ -211,6 +211,7 @@ def test_ollamas_clients_load_and_unload_with_keep_alive(client: httpx.Client) -
 
 def test_administrators_load_and_unload_by_name(client: httpx.Client) -> None:
     load_only(client)
+    assert client.get("/metrics?model=small").status_code == 503  # a look loads nothing
     assert client.post("/models/load", json={"model": "small"}).status_code == 403
     assert client.post("/models/load", json={"model": "gpt-4o"}, headers=ADMIN).json()["success"]
     assert loaded(client) == {"small"}

@@ -224,9 +224,9 @@ class ModelPool:
                 (503).
         """
         await self._acquire(model, num_bytes)
-        server = model.server
-        assert server is not None
         try:
+            if (server := model.server) is None:  # it died at that moment
+                raise load_error(model, model.failure or MvllmError("its server has stopped"), 1.0)
             yield server
         finally:
             self._release(model, model.entry.keep_alive if keep_alive is KeepAlive.OF_ENTRY else keep_alive)
@@ -330,7 +330,8 @@ class ModelPool:
 
     async def _load_wanted_models(self) -> None:
         while True:
-            model = next(iter(self._queue), None)
+            leaving = (ModelState.DRAINING, ModelState.UNLOADING)  # needed again before they are unloaded
+            model = next((each for each in self._queue if each.state not in leaving), None)
             if model is None:
                 self._changed.clear()
                 await self._changed.wait()
@@ -341,12 +342,7 @@ class ModelPool:
                 self._on_load_failure(model, e)
 
     async def _load_for_waiting(self, model: PooledModel) -> None:
-        await self._wait_until(lambda: model.state is not ModelState.UNLOADING)
         while model.state is not ModelState.LOADED:
-            if model.state is ModelState.DRAINING:  # it is needed again before its last request has ended
-                await self._wait_until(lambda: model.state is not ModelState.DRAINING)
-                await self._wait_until(lambda: model.state is not ModelState.UNLOADING)
-                continue
             server = self._new_server(model)
             try:
                 await server.check()

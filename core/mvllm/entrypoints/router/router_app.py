@@ -37,6 +37,9 @@ ONE_MODEL_PREFIX = "/v1/models/"
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
+_OF_ALL_OR_ONE = ("/metrics", "/load", "/server_info")
+"""Own routes that are forwarded if the query names a model."""
+_OF_A_LOADED_MODEL = ("/sleep", "/wake_up", "/reset_prefix_cache")
 _LORA_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _STORED_RESPONSES = "/v1/responses/"
 _PLUGINS = "/plugins/"
@@ -125,7 +128,7 @@ class RouterApp:
         method, path = scope["method"], scope["path"]
         query = _model_in_query(scope)
         own = self._own_routes.get((method, ONE_MODEL_PREFIX if path.startswith(ONE_MODEL_PREFIX) else path))
-        if own is not None and query is None:
+        if own is not None and (query is None or path not in _OF_ALL_OR_ONE):
             scope["route"] = OwnRoute("/v1/models/{model_id:path}" if path.startswith(ONE_MODEL_PREFIX) else path)
             await (await own(request))(scope, receive, send)
             return
@@ -164,6 +167,13 @@ class RouterApp:
             body = b""
         model = await self._catalog.resolve(name, path)
         self._check_lora_name(model, path, fields)
+        if not model.is_loaded and (scope["method"] in ("GET", "HEAD", "DELETE") or path in _OF_A_LOADED_MODEL):
+            raise APIError(
+                503,
+                f"The model `{model.entry.name}` is not loaded, and this request does not load it.",
+                code="not_loaded",
+                retry_after=10,
+            )
         keep_alive = _keep_alive(path, fields)
         if keep_alive == 0 and path in ("/api/generate", "/api/chat") and not fields.has_content:
             if (response := await self._unload(model, path)) is not None:
