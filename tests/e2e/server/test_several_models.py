@@ -154,16 +154,17 @@ def test_the_least_recently_used_model_makes_room_and_its_processes_end(
 
 
 def test_a_model_in_use_is_not_unloaded_and_its_stream_is_complete(server: ServerProcess, client: httpx.Client) -> None:
-    load_only(client, "small", "other")
+    load_only(client, "small", "random")
     with client.stream("POST", "/v1/completions", json=LONG | {"model": "small"}) as stream:
         lines = stream.iter_lines()
         next(lines)
-        complete(client, "random")  # `other` was used last, but is idle
-        assert loaded(client) == {"small", "random"}
+        complete(client, "other")  # `random` was used last, but is idle
+        assert loaded(client) == {"small", "other"}
         events = [line for line in lines if line]
     assert events[-1] == "data: [DONE]" and len(events) > 100
 
 
+@pytest.mark.exhaustive  # the unit tests of the pool have it, with fakes
 def test_a_busy_model_drains_for_another_whose_request_waits(server: ServerProcess, client: httpx.Client) -> None:
     load_only(client, "small", "other")
     bodies = [LONG | {"model": name, "stream": False} for name in ("small", "other")]
@@ -188,6 +189,24 @@ def test_a_model_that_cannot_be_loaded_says_why_and_leaves_the_others_alone(clie
     [card] = [card for card in client.get("/v1/models").json()["data"] if card["id"] == "wrong"]
     assert card["status"]["failed"] and "max_model_len" in card["status"]["error"]
     complete(client, "small")
+
+
+def test_metrics_and_the_list_have_every_model(client: httpx.Client) -> None:
+    load_only(client, "small", "other")
+    families = {each.name: each for each in text_string_to_metric_families(client.get("/metrics").text)}
+    tokens = {each.labels["model_name"] for each in families["mvllm:generation_tokens"].samples}
+    assert tokens == {"small", "other"}
+    state = {each.labels["model_name"]: each.value for each in families["mvllm:model_loaded"].samples}
+    assert state == {"small": 1, "other": 1, "random": 0, "broken": 0, "wrong": 0}
+    reasons = {each.labels["reason"] for each in families["mvllm:model_unloads"].samples}
+    assert {"room", "request"} <= reasons
+    cards = {card["id"]: card for card in client.get("/v1/models").json()["data"]}
+    assert list(cards) == ["small", "gpt-4o", "other", "random", "broken", "wrong"]
+    assert cards["random"]["max_model_len"] == 256 and cards["gpt-4o"]["root"] == "demo"
+    assert client.get("/v1/models/gpt-4o").json() == cards["gpt-4o"]
+    assert client.get("/v1/models/none").status_code == 404
+    entry = client.get("/v1/models/small", headers={"anthropic-version": "2023-06-01"}).json()
+    assert entry["type"] == "model" and entry["max_input_tokens"] == cards["small"]["max_model_len"]
 
 
 def test_ollamas_clients_load_and_unload_with_keep_alive(client: httpx.Client) -> None:
@@ -223,24 +242,7 @@ def test_administrators_load_and_unload_by_name(client: httpx.Client) -> None:
     assert client.post("/models/unload", json={"model": "none"}, headers=ADMIN).status_code == 404
 
 
-def test_metrics_and_the_list_have_every_model(client: httpx.Client) -> None:
-    load_only(client, "small", "random")
-    families = {each.name: each for each in text_string_to_metric_families(client.get("/metrics").text)}
-    tokens = {each.labels["model_name"] for each in families["mvllm:generation_tokens"].samples}
-    assert tokens == {"small", "random"}
-    state = {each.labels["model_name"]: each.value for each in families["mvllm:model_loaded"].samples}
-    assert state == {"small": 1, "other": 0, "random": 1, "broken": 0, "wrong": 0}
-    reasons = {each.labels["reason"] for each in families["mvllm:model_unloads"].samples}
-    assert {"room", "request"} <= reasons
-    cards = {card["id"]: card for card in client.get("/v1/models").json()["data"]}
-    assert list(cards) == ["small", "gpt-4o", "other", "random", "broken", "wrong"]
-    assert cards["random"]["max_model_len"] == 256 and cards["gpt-4o"]["root"] == "demo"
-    assert client.get("/v1/models/gpt-4o").json() == cards["gpt-4o"]
-    assert client.get("/v1/models/none").status_code == 404
-    entry = client.get("/v1/models/small", headers={"anthropic-version": "2023-06-01"}).json()
-    assert entry["type"] == "model" and entry["max_input_tokens"] == cards["small"]["max_model_len"]
-
-
+@pytest.mark.exhaustive
 def test_a_model_has_its_own_limit_of_requests(client: httpx.Client) -> None:
     load_only(client, "other")
     body = {"model": "other", "prompt": "x", "max_tokens": 400, "ignore_eos": True}
@@ -308,7 +310,6 @@ def test_a_model_that_dies_ends_its_streams_with_an_error_and_only_these(
     complete(client, "small")
     core.kill()  # of the other one, only the engine
     wait_until(lambda: "other" not in loaded(client), 20, "the death is noticed")
-    complete(client, "other")
     assert client.get("/health").status_code == 200 and "death" in client.get("/metrics").text
 
 
