@@ -13,13 +13,8 @@ from mvllm.config.engine_args import EngineArgs
 from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.router.model_entry import ModelEntry, parse_keep_alive
-from mvllm.entrypoints.router.model_pool import (
-    ModelPool,
-    ModelState,
-    PooledModel,
-    PoolLimits,
-    check_pinned,
-)
+from mvllm.entrypoints.router.model_pool import ModelPool
+from mvllm.entrypoints.router.pooled_model import ModelState, PooledModel, PoolLimits, check_pinned
 from mvllm.errors import CacheError, ModelError
 
 

@@ -318,6 +318,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         served_model_names=tuple(args.served_model_name),
         allowed_origins=tuple(args.allowed_origins),
         max_body_bytes=args.max_body_bytes,
+        send_timeout=args.send_timeout,
         heartbeat_timeout=args.heartbeat_timeout,
         api_server_timeout=args.api_server_timeout,
         shutdown_timeout=args.shutdown_timeout,

@@ -89,7 +89,7 @@ def router(
     """
     from mvllm.entrypoints.cli.models_file import ModelsReader, check_names, keep_alive_argument
     from mvllm.entrypoints.openai.server.api_server import require_tokenizer
-    from mvllm.entrypoints.router.model_pool import PoolLimits, check_pinned
+    from mvllm.entrypoints.router.pooled_model import PoolLimits, check_pinned
     from mvllm.entrypoints.router.router_server import MAX_MODELS, RouterConfig, run_router
 
     if getattr(args, "model", None) is not None:

@@ -14,8 +14,9 @@ from mvllm.entrypoints.ollama.models import DEFAULT_TAG, list_entry
 from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.entrypoints.openai.common.json_response import json_response
 from mvllm.entrypoints.router.model_entry import ModelEntry, weight_bytes
-from mvllm.entrypoints.router.model_pool import ModelPool, ModelState, PooledModel
+from mvllm.entrypoints.router.model_pool import ModelPool
 from mvllm.entrypoints.router.model_server import ModelServerProcess, run_in_thread
+from mvllm.entrypoints.router.pooled_model import ModelState, PooledModel
 
 _SCAN_SECONDS = 1.0
 _MAX_NAMES_IN_ERROR = 50

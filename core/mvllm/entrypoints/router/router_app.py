@@ -28,8 +28,9 @@ from mvllm.entrypoints.openai.common.streaming_response import (
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.router.model_catalog import ModelCatalog
 from mvllm.entrypoints.router.model_entry import parse_keep_alive
-from mvllm.entrypoints.router.model_pool import KeepAlive, ModelPool, PooledModel, shutting_down_error
+from mvllm.entrypoints.router.model_pool import ModelPool
 from mvllm.entrypoints.router.model_server import ModelServerProcess
+from mvllm.entrypoints.router.pooled_model import KeepAlive, PooledModel, shutting_down_error
 from mvllm.entrypoints.router.proxy import Proxy
 
 ONE_MODEL_PREFIX = "/v1/models/"

@@ -21,8 +21,9 @@ from mvllm.entrypoints.openai.server.http_metrics import CONTENT_TYPE
 from mvllm.entrypoints.openai.server.middleware import request_caller, require_admin
 from mvllm.entrypoints.router.merged_metrics import merge_metrics
 from mvllm.entrypoints.router.model_catalog import ModelCatalog
-from mvllm.entrypoints.router.model_pool import ModelPool, ModelState, PooledModel, shutting_down_error
+from mvllm.entrypoints.router.model_pool import ModelPool
 from mvllm.entrypoints.router.model_server import ModelServerProcess
+from mvllm.entrypoints.router.pooled_model import ModelState, PooledModel, shutting_down_error
 from mvllm.entrypoints.router.router_app import ONE_MODEL_PREFIX, Endpoint
 from mvllm.version import __version__
 

@@ -34,9 +34,10 @@ from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.router.model_catalog import ModelCatalog
 from mvllm.entrypoints.router.model_entry import ModelEntry, weight_bytes
-from mvllm.entrypoints.router.model_pool import ModelPool, ModelState, PooledModel, PoolLimits
+from mvllm.entrypoints.router.model_pool import ModelPool
 from mvllm.entrypoints.router.model_server import ModelServerProcess, run_in_thread
 from mvllm.entrypoints.router.pool_metrics import PoolCollector
+from mvllm.entrypoints.router.pooled_model import ModelState, PooledModel, PoolLimits
 from mvllm.entrypoints.router.router_app import RouterApp
 from mvllm.entrypoints.router.router_routes import ModelRoutes
 from mvllm.entrypoints.shutdown_signals import SHUTDOWN_SECONDS, force_exit_after, shutdown_signals
