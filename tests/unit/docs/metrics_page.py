@@ -16,6 +16,7 @@ from prometheus_client.core import Metric
 from mvllm.engine.metrics.prometheus import EngineCollector
 from mvllm.engine.metrics.stats import EngineMetrics
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
+from mvllm.entrypoints.router.pool_metrics import PoolCollector, PoolMetrics
 from mvllm.messages.requests import SchedulerStats
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
@@ -54,6 +55,8 @@ def families() -> Iterator[tuple[Metric, tuple[str, ...]]]:
     for family in EngineCollector(cast(Any, engine), model_name="model").collect():
         yield family, tuple(getattr(family, "_labelnames", ()))
     for family in HTTPMetrics(CollectorRegistry()).collect():
+        yield family, tuple(getattr(family, "_labelnames", ()))
+    for family in PoolCollector(tuple, PoolMetrics()).collect():
         yield family, tuple(getattr(family, "_labelnames", ()))
 
 

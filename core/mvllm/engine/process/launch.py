@@ -7,7 +7,7 @@ handshake, notices its exit, and ends it as it would end workers. The errors dif
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from mvllm.config.engine_config import EngineConfig, ParallelConfig
 from mvllm.engine.process.core_handshake import CoreHandshake, CoreReady, EngineCoreStartArgs
@@ -68,15 +68,18 @@ class ChildProcess(ChildProcessGroup):
         start: Its start arguments; the parent's state is added.
         fds: The descriptors that it inherits for them.
         kind: The class of its handle, which names its program.
+        env: Environment variables to set.
 
     Attributes:
         activity_table: The table of one row to which it writes its activity.
     """
 
-    def __init__(self, start: ChildStartArgs, fds: Sequence[int], kind: type[CoreHandle]) -> None:
+    def __init__(
+        self, start: ChildStartArgs, fds: Sequence[int], kind: type[CoreHandle], env: Mapping[str, str] | None = None
+    ) -> None:
         self.activity_table = ActivityTable.create(1)
         start = start.with_parent_state(self.activity_table.fd)
-        launch = ProcessLaunch(start, {}, (start.stack_fd, self.activity_table.fd, *fds), kind)
+        launch = ProcessLaunch(start, env or {}, (start.stack_fd, self.activity_table.fd, *fds), kind)
         super().__init__([launch], self.activity_table)
 
     def wait_handshake(self, timeout: float) -> CoreReady | None:

@@ -45,7 +45,7 @@ def expand_config(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> 
         ConfigError: The file cannot be read, or an entry is invalid; the message names the file and the option.
     """
     command, rest = find_subcommand(parser, list(arguments))
-    options = _options(command)
+    options = option_table(command)
     if "config" not in options:
         return list(arguments)
     path = _value_of(FLAG, rest)
@@ -65,14 +65,14 @@ def expand_config(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> 
         ):
             continue
         try:
-            extra += _as_arguments(action, value)
+            extra += as_arguments(action, value)
         except (ValueError, TypeError, argparse.ArgumentTypeError) as e:
             raise ConfigError(f"{path}: {key}: {e}") from e
     end = arguments.index("--") if "--" in arguments else len(arguments)
     return [*arguments[:end], *extra, *arguments[end:]]
 
 
-def _options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+def option_table(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     """A command's options by all their names, with `_` for `-`."""
     names: dict[str, argparse.Action] = {}
     for action in parser._actions:
@@ -135,7 +135,7 @@ def _unknown(path: str, key: str, command: str, options: Mapping[str, argparse.A
     return f"{path}: {key} is not an option of `{command}`. {suggestion}"
 
 
-def _as_arguments(action: argparse.Action, value: Any) -> list[str]:
+def as_arguments(action: argparse.Action, value: Any) -> list[str]:
     """The command-line arguments for one entry of the file.
 
     Raises:

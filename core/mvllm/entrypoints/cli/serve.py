@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import os
+import socket
 import sys
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,6 +22,7 @@ from mvllm.entrypoints.cli.chat_arguments import (
     load_chat_template,
 )
 from mvllm.entrypoints.cli.responses_arguments import add_responses_arguments, responses_settings
+from mvllm.entrypoints.cli.serve_models import add_models_arguments, router
 from mvllm.entrypoints.openai.server.authentication import KeyLimits, read_api_keys, read_key_limits
 from mvllm.entrypoints.openai.server.settings import DEFAULT_PORT, ServerSettings, UnknownFieldsPolicy
 from mvllm.entrypoints.shutdown_signals import ignore_shutdown_signals, remove_on_exit
@@ -165,6 +168,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Allow templates in requests. They run in a sandbox with a time limit.",
     )
     chat.add_argument("--enable-auto-tool-choice", action="store_true", help=argparse.SUPPRESS)  # vLLM's; no effect
+    add_models_arguments(parser)
     add_engine_arguments(parser, model_required=False)
 
 
@@ -193,10 +197,13 @@ def _add_keys(group: Any, option: str, what: str, variable: str) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the server until a signal ends it. The port is bound first, so that a used port is reported at once."""
     hide_keys(sys.argv)
-    engine = _engine(args)
-    settings = _settings(args)
-    if settings.lora_modules and not engine.enable_lora:
-        raise ConfigError("--lora-modules needs --enable-lora. Add it, or leave --lora-modules out.")
+    serve: Callable[[socket.socket], int]
+    if args.models is not None or args.models_dir is not None:
+        settings = _settings(args)
+        serve = router(args, settings, add_arguments, _model)
+    else:
+        engine, settings = _model(args, _settings(args))
+        serve = functools.partial(_serve_model, engine, settings, args.api_server_count)
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -213,21 +220,25 @@ def run(args: argparse.Namespace) -> int:
         listener = listen_unix(settings.uds)
         remove_on_exit(Path(settings.uds))
     try:
-        from mvllm.entrypoints.openai.responses.store_file import hold_store_file, store_limits
-        from mvllm.entrypoints.openai.server.api_server import require_tokenizer, run_server
-
-        require_tokenizer(engine)
-        with hold_store_file(settings.responses_store, store_limits(settings)):
-            if args.api_server_count == 1 and engine.data_parallel_size == 1:
-                return run_server(engine, settings, listener)
-            from mvllm.entrypoints.openai.server.process_manager import run_multi_api_server
-
-            return run_multi_api_server(engine, settings, listener, args.api_server_count)
+        return serve(listener)
     finally:
         ignore_shutdown_signals()
         listener.close()
         if settings.uds is not None:
             Path(settings.uds).unlink(missing_ok=True)
+
+
+def _serve_model(engine: EngineArgs, settings: ServerSettings, num_servers: int, listener: socket.socket) -> int:
+    from mvllm.entrypoints.openai.responses.store_file import hold_store_file, store_limits
+    from mvllm.entrypoints.openai.server.api_server import require_tokenizer, run_server
+
+    require_tokenizer(engine)
+    with hold_store_file(settings.responses_store, store_limits(settings)):
+        if num_servers == 1 and engine.data_parallel_size == 1:
+            return run_server(engine, settings, listener)
+        from mvllm.entrypoints.openai.server.process_manager import run_multi_api_server
+
+        return run_multi_api_server(engine, settings, listener, num_servers)
 
 
 def hide_keys(argv: Sequence[str]) -> None:
@@ -256,9 +267,18 @@ def hide_keys(argv: Sequence[str]) -> None:
     os.execve(sys.executable, command, environment)  # noqa: S606  (this program itself)
 
 
+def _model(args: argparse.Namespace, settings: ServerSettings) -> tuple[EngineArgs, ServerSettings]:
+    """The engine's arguments, and `settings` with those of the model's server."""
+    engine = _engine(args)
+    settings = replace(settings, **_settings_of_model(args))
+    if settings.lora_modules and not engine.enable_lora:
+        raise ConfigError("--lora-modules needs --enable-lora. Add it, or leave --lora-modules out.")
+    return engine, settings
+
+
 def _engine(args: argparse.Namespace) -> EngineArgs:
     if getattr(args, "model", None) is None:
-        raise ConfigError("No model is given. Name one, as in `mvllm serve MODEL`.")
+        raise ConfigError("No model is given. Name one, as in `mvllm serve MODEL`, or several with --models FILE.")
     engine = engine_args(args)
     if engine.max_queued_requests is None:
         engine.max_queued_requests = SERVER_MAX_QUEUED_REQUESTS
@@ -274,8 +294,6 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         raise ConfigError(f"--api-server-count is {args.api_server_count}; it must be from 1 to {MOST_API_SERVERS}.")
     if args.max_body_bytes < 1:
         raise ConfigError(f"--max-body-bytes is {args.max_body_bytes}; it must be at least 1.")
-    for name in args.http_plugins:
-        plugin_groups.require(plugin_groups.HTTP, name)  # checked before a process is started
     user = _keys(args.api_key, args.api_key_file, KEY_VARIABLE)
     admin = _keys(args.admin_api_key, args.admin_api_key_file, ADMIN_KEY_VARIABLE)
     if set(user) & set(admin):
@@ -294,26 +312,35 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         key_limits=limits,
         limits_of_keys=limits_of_keys,
         served_model_names=tuple(args.served_model_name),
-        chat_template=load_chat_template(args.chat_template),
-        trust_request_chat_template=args.trust_request_chat_template,
-        tool_call_parser=args.tool_call_parser,
-        reasoning_parser=args.reasoning_parser,
         allowed_origins=tuple(args.allowed_origins),
         max_body_bytes=args.max_body_bytes,
-        unknown_fields=args.unknown_fields,
         send_timeout=args.send_timeout,
         heartbeat_timeout=args.heartbeat_timeout,
         api_server_timeout=args.api_server_timeout,
         shutdown_timeout=args.shutdown_timeout,
         access_log=args.access_log,
-        **responses_settings(args),
-        http_plugins=tuple(args.http_plugins),
-        lora_modules=tuple(_adapter(text) for text in args.lora_modules),
         runtime_lora_loading=args.api_server_count == 1,
         docs=args.docs,
         metrics_prefixes=prefixes,
         otlp_traces_endpoint=args.otlp_traces_endpoint,
     )
+
+
+def _settings_of_model(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings of a server that concern its model."""
+    for name in args.http_plugins:
+        plugin_groups.require(plugin_groups.HTTP, name)  # checked before a process is started
+    return {
+        "chat_template": load_chat_template(args.chat_template),
+        "trust_request_chat_template": args.trust_request_chat_template,
+        "tool_call_parser": args.tool_call_parser,
+        "reasoning_parser": args.reasoning_parser,
+        "unknown_fields": args.unknown_fields,
+        "send_timeout": args.send_timeout,
+        **responses_settings(args),
+        "http_plugins": tuple(args.http_plugins),
+        "lora_modules": tuple(_adapter(text) for text in args.lora_modules),
+    }
 
 
 def _adapter(text: str) -> tuple[str, str]:

@@ -17,10 +17,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import uvicorn
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -40,18 +40,15 @@ from mvllm.entrypoints.openai.server.heartbeat_monitor import HEARTBEAT_INTERVAL
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
 from mvllm.entrypoints.openai.server.http_protocol import LimitedHttpProtocol, uvicorn_settings
 from mvllm.entrypoints.openai.server.listener import is_public, listener_url
-from mvllm.entrypoints.openai.server.rate_limits import RateLimiter
+from mvllm.entrypoints.openai.server.rate_limits import KeyCounters, RateLimiter
 from mvllm.entrypoints.openai.server.server_state import ServerPhase, ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.entrypoints.openai.server.shared_metrics import ServerMetricsSnapshot
+from mvllm.entrypoints.openai.server.shared_metrics import ServerMetricsSnapshot, SharedServerMetrics
 from mvllm.entrypoints.openai.server.tokenizer_trial import TokenizerTrial
 from mvllm.entrypoints.shutdown_signals import SHUTDOWN_SECONDS, exit_now, force_exit_after, shutdown_signals
 from mvllm.errors import ConfigError
 from mvllm.executor.process.process_utils import freeze_garbage_collection
 from mvllm.logging import get_logger
-
-if TYPE_CHECKING:
-    from mvllm.entrypoints.openai.server.api_server_proc import ServerGroupMember
 
 logger = get_logger(__name__)
 
@@ -59,6 +56,29 @@ _POLL_SECONDS = 0.5
 _FINAL_RESPONSES_SECONDS = 5.0
 _ACCEPT_RETRY_SECONDS = 0.5
 _MAX_ACCEPTS_PER_TURN = 16
+
+
+class ServerParent(Protocol):
+    """What an API server needs of the process that has started it.
+
+    Attributes:
+        index: Index of the server among those of its parent.
+        shared_metrics: The metrics of all API servers of the engine.
+        key_counters: The counters of rate limits of all API servers; None without limits.
+    """
+
+    index: int
+    shared_metrics: SharedServerMetrics
+    key_counters: KeyCounters | None
+
+    def start_receiving(self, loop: asyncio.AbstractEventLoop, on_signal: Callable[[int], None]) -> None:
+        """Handles the parent's messages in `loop`, and passes the signals that it received to `on_signal`."""
+
+    def report_ready(self) -> None:
+        """Tells the parent that this server accepts requests."""
+
+    def heartbeat(self) -> None:
+        """Shows the parent that the event loop runs."""
 
 
 def run_server(args: EngineArgs, settings: ServerSettings, listener: socket.socket) -> int:
@@ -92,6 +112,11 @@ def run_in_event_loop(server: APIServer) -> int:
 def log_listening(listener: socket.socket, settings: ServerSettings) -> None:
     """Logs the server's URL, and warns if other machines can use it without a key."""
     logger.info("Listening at %s; loading the model.", listener_url(listener))
+    warn_if_public(listener, settings)
+
+
+def warn_if_public(listener: socket.socket, settings: ServerSettings) -> None:
+    """Warns if other machines can use the server without a key."""
     if is_public(listener) and not settings.api_keys:
         logger.warning(
             "Other machines can use this server without a key: it listens beyond the loopback address, and no API key "
@@ -99,7 +124,7 @@ def log_listening(listener: socket.socket, settings: ServerSettings) -> None:
         )
 
 
-class _HTTPServer(uvicorn.Server):
+class HTTPServer(uvicorn.Server):
     """uvicorn's server, without its signal handlers and with a limit on connections.
 
     Args:
@@ -189,7 +214,7 @@ class APIServer:
         model: The model as the user named it.
         settings: The server's.
         listener: The listening socket; closed at the end.
-        group: Connection to the other API servers and their parent, if the server is one of several.
+        group: Connection to its parent, if the server is one of several or behind a router.
         tokenizer_trial: Started by `load`; the server waits for its result before it is ready.
     """
 
@@ -199,7 +224,7 @@ class APIServer:
         model: str,
         settings: ServerSettings,
         listener: socket.socket,
-        group: ServerGroupMember | None = None,
+        group: ServerParent | None = None,
         tokenizer_trial: TokenizerTrial | None = None,
     ) -> None:
         self._make_engine = load
@@ -236,7 +261,7 @@ class APIServer:
         config: dict[str, Any] = {"app": app, "timeout_graceful_shutdown": 2, **uvicorn_settings()}
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients cause them by sending invalid HTTP
         heartbeat = group.heartbeat if group is not None else lambda: None
-        self._http = _HTTPServer(uvicorn.Config(**config), is_shared=group is not None, heartbeat=heartbeat)
+        self._http = HTTPServer(uvicorn.Config(**config), is_shared=group is not None, heartbeat=heartbeat)
         loop = asyncio.get_running_loop()
         for number in shutdown_signals():
             loop.add_signal_handler(number, self._on_signal, number)
@@ -355,7 +380,7 @@ class APIServer:
             source = "--chat-template" if given else str(folder)
             await self._chat_template_renderer.check(template, read_special_tokens(folder), source)
 
-    def _start_sharing_metrics(self, engine: AsyncLLM, group: ServerGroupMember) -> None:
+    def _start_sharing_metrics(self, engine: AsyncLLM, group: ServerParent) -> None:
         def collect() -> ServerMetricsSnapshot:
             return ServerMetricsSnapshot(self._state.num_in_flight, self._metrics.snapshot(), engine.metrics.snapshot())
 

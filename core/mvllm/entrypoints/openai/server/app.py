@@ -48,6 +48,11 @@ def build_app(
     app: ASGIApp = DirectRoutes(_build_fastapi_app(state, models, settings, routes), routes.direct_routes)
     if tracer is not None:
         app = TracingMiddleware(app, tracer)
+    return add_middleware(app, metrics, settings)
+
+
+def add_middleware(app: ASGIApp, metrics: HTTPMetrics, settings: ServerSettings) -> ASGIApp:
+    """An application with the middleware of every request."""
     keys = APIKeys(settings.api_keys, settings.admin_api_keys)
     app = RequestMiddleware(app, keys, metrics.observe, access_log=settings.access_log)
     if settings.allowed_origins:

@@ -53,6 +53,11 @@ class KeyCounters(SharedMemory):
         """The sum of a key's counter over all servers."""
         return sum(self._cells[key * _NUM_COUNTERS + counter :: num_keys * _NUM_COUNTERS])
 
+    def clear_in_flight(self, server: int, num_keys: int) -> None:
+        """The requests of a server that has ended are no longer in flight."""
+        for key in range(num_keys):
+            self._cells[(server * num_keys + key) * _NUM_COUNTERS + _IN_FLIGHT] = 0
+
     def close(self) -> None:
         """Idempotent."""
         if self.fd >= 0:

@@ -1,0 +1,150 @@
+"""`mvllm serve --models FILE`: the options for several models behind one server."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from collections.abc import Callable
+
+from mvllm.config.engine_args import EngineArgs
+from mvllm.config.human_readable_int import human_readable_int
+from mvllm.entrypoints.openai.server.settings import ServerSettings
+from mvllm.errors import ConfigError
+
+MakeModel = Callable[[argparse.Namespace, ServerSettings], tuple[EngineArgs, ServerSettings]]
+"""Makes the settings of one model from parsed options and the settings of the whole server."""
+
+_MAX_LOADED_MODELS = 4
+_MAX_WAITING_REQUESTS = 512
+_LOAD_TIMEOUT = 300.0
+
+
+def add_models_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options for several models."""
+    group = parser.add_argument_group(
+        "several models", "Each model has a process of its own, which the first request starts."
+    )
+    group.add_argument(
+        "--models",
+        metavar="FILE",
+        help="YAML or TOML file with the models by name: path, aliases, pinned, keep-alive, max-concurrent-requests, "
+        "memory, env, and options of this command. Other options of the command line are the defaults.",
+    )
+    group.add_argument(
+        "--models-dir", metavar="FOLDER", help="Serve every model folder and GGUF file in this folder, by its name."
+    )
+    group.add_argument(
+        "--max-loaded-models",
+        "--models-max",
+        type=_not_negative,
+        default=_MAX_LOADED_MODELS,
+        metavar="N",
+        help="Models that are loaded at once; the least recently used one makes room. 0 for no limit. "
+        f"Default: {_MAX_LOADED_MODELS}.",
+    )
+    group.add_argument(
+        "--max-loaded-bytes",
+        type=_positive,
+        metavar="N",
+        help="Memory of weights and KV caches of the loaded models together. Default: no limit.",
+    )
+    group.add_argument(
+        "--keep-alive",
+        default="-1",
+        metavar="TIME",
+        help="Time without requests after which a model is unloaded, such as 300, 5m or 1h; -1 for never. Default: -1.",
+    )
+    group.add_argument(
+        "--load-timeout",
+        type=_seconds,
+        default=_LOAD_TIMEOUT,
+        metavar="S",
+        help=f"Seconds that a request waits for its model to be loaded. Default: {_LOAD_TIMEOUT:g}.",
+    )
+    group.add_argument(
+        "--max-waiting-requests",
+        type=_not_negative,
+        default=_MAX_WAITING_REQUESTS,
+        metavar="N",
+        help=f"Requests that wait for models to be loaded; further ones get 503. Default: {_MAX_WAITING_REQUESTS}.",
+    )
+
+
+def router(
+    args: argparse.Namespace,
+    settings: ServerSettings,
+    add_arguments: Callable[[argparse.ArgumentParser], None],
+    make_model: MakeModel,
+) -> Callable[[socket.socket], int]:
+    """What serves the models on a listening socket.
+
+    Args:
+        args: The parsed command line.
+        settings: The settings of the whole server.
+        add_arguments: Adds the options of `mvllm serve` to a parser.
+        make_model: Makes the settings of one model.
+
+    Raises:
+        ConfigError: The options, or the entry of a model, are invalid.
+    """
+    from mvllm.entrypoints.cli.models_file import ModelsReader, check_names, keep_alive_argument
+    from mvllm.entrypoints.openai.server.api_server import require_tokenizer
+    from mvllm.entrypoints.router.pooled_model import PoolLimits, check_pinned
+    from mvllm.entrypoints.router.router_server import MAX_MODELS, RouterConfig, run_router
+
+    if getattr(args, "model", None) is not None:
+        raise ConfigError(f"--model {args.model!r} is given with --models or --models-dir. Add it to the file instead.")
+    if args.served_model_name:
+        raise ConfigError("--served-model-name is for one model. Models of --models have `aliases`.")
+    if args.api_server_count > 1:
+        raise ConfigError(
+            "--api-server-count is for one model. Each model of --models has a server process of its own."
+        )
+    if args.responses_store is not None:
+        raise ConfigError(
+            f"--responses-store {args.responses_store!r} is for one model. Models of --models store their responses in "
+            "memory. Leave it out."
+        )
+    try:
+        keep_alive = keep_alive_argument(args.keep_alive)
+    except argparse.ArgumentTypeError as e:
+        raise ConfigError(f"--keep-alive {e}.") from None
+    reader = ModelsReader(args, add_arguments, lambda options: make_model(options, settings), keep_alive)
+    entries = [] if args.models is None else reader.read_file(args.models)
+    entries += [] if args.models_dir is None else reader.read_folder(args.models_dir)
+    check_names(entries)
+    for entry in entries:
+        require_tokenizer(entry.engine)
+    if len(entries) > MAX_MODELS:
+        raise ConfigError(f"{len(entries)} models are given; one server may have {MAX_MODELS}.")
+    if not entries and args.models is None:
+        raise ConfigError(f"The folder {args.models_dir!r} of --models-dir has no model folder and no GGUF file.")
+    limits = PoolLimits(args.max_loaded_models, args.max_loaded_bytes, args.max_waiting_requests, args.load_timeout)
+    try:
+        check_pinned(entries, limits)
+    except ValueError as e:
+        raise ConfigError(str(e)) from None
+    scan = None if args.models_dir is None else lambda: reader.read_folder(args.models_dir)
+    config = RouterConfig(entries, limits, settings, scan)
+    return lambda listener: run_router(config, listener)
+
+
+def _not_negative(text: str) -> int:
+    number = human_readable_int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError("must be at least 0")
+    return number
+
+
+def _positive(text: str) -> int:
+    number = human_readable_int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < 1e9:
+        raise argparse.ArgumentTypeError("must be a positive number of seconds")
+    return seconds
