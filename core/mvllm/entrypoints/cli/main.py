@@ -27,7 +27,7 @@ COMMANDS = {
     "run": "talk with a model, or answer one message: `mvllm run MODEL [PROMPT]`",
     "complete": "continue text, prompt by prompt",
     "run-batch": "answer a file of requests in the format of OpenAI batches",
-    "bench": "measure throughput, latency, startup, or a running server",
+    "bench": "measure throughput, latency, startup or a running server, or find the fastest settings",
     "list": "list the models in the local caches",
     "pull": "fetch a model from the hub into its cache",
     "rm": "remove models from the hub's cache",
