@@ -51,8 +51,7 @@ def test_every_link_of_the_site_names_a_file_of_the_site(site: Path) -> None:
 
 def test_every_page_of_the_documentation_is_in_the_table_of_contents(site: Path) -> None:
     listed = {"index"}
-    for index in ("index.md", "decisions/index.md"):
-        page = site / index
+    for page in (site / "index.md", site / "decisions" / "index.md"):
         for block in re.findall(
             r"^```\{toctree\}\n.*?\n\n(.*?)\n```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE
         ):

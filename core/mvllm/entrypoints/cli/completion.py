@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         import shtab
     except ImportError as e:
         raise ConfigError("`mvllm completion` needs the package shtab. Run: pip install 'mvllm[completion]'") from e
-    print(shtab.complete(complete_parser(shtab.FILE), shell=args.shell))
+    print(shtab.complete(complete_parser(shtab.FILE), args.shell))
     return 0
 
 
