@@ -35,7 +35,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-import docs_site
 import published
 import tpu_lane
 from environments import UNFINISHED, Environment, Stamp, StepFailed, Steps, only_one, pinned
@@ -432,10 +431,10 @@ def main(argv: Sequence[str]) -> int:
             return conform(rest)
         if options.command == "bench":
             return bench(rest)
-        if options.command == "docs":
-            return docs_site.build()
-        if options.command == "changelog":
-            return docs_site.changelog(options.version)
+        if options.command in ("docs", "changelog"):
+            import docs_site
+
+            return docs_site.build() if options.command == "docs" else docs_site.changelog(options.version)
         return build()
     except StepFailed as failure:
         print(f"\n{failure}", file=sys.stderr)
