@@ -94,7 +94,8 @@ def candidates(axes: Mapping[str, Sequence[Any]], settings: EngineArgs) -> list[
             continue
         found.append(Candidate(tuple(chosen.items())))
     if not found:
-        raise ConfigError(f"No combination of the values is left to measure: {error or 'all are the default settings'}")
+        reason = error or "all are the default settings. Name other values with --vary."
+        raise ConfigError(f"No combination of the values is left to measure: {reason}")
     return found
 
 

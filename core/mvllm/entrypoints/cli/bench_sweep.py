@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from mvllm.entrypoints.bench.client import require_aiohttp
 from mvllm.entrypoints.bench.datasets import BenchmarkTokenizer
 from mvllm.entrypoints.bench.sweep import Journal, Measured, Start, SweepResult, count_starts, sweep
 from mvllm.entrypoints.bench.sweep_settings import (
@@ -42,42 +43,35 @@ def run_sweep(args: argparse.Namespace, limits: Mapping[str, float] | None, igno
         ignore_eos: Whether outputs have their full length.
     """
     load = {"request_rate": args.request_rate, "max_concurrency": args.max_concurrency}
-    is_loaded = limits is not None or any(value is not None for value in load.values())
-    server = args.measure == "server" or (args.measure is None and is_loaded)
-    if is_loaded and not server:
-        raise ConfigError("--goodput, --request-rate and --max-concurrency need --measure server.")
-    concurrency = args.max_concurrency or (_DEFAULT_CONCURRENCY if args.request_rate is None else args.num_prompts)
-    if args.output.exists() and not args.overwrite:
-        raise ConfigError(f"{args.output} exists. Name another file with --output, or add --overwrite.")
+    server = _measures_server(args, limits is not None or any(value is not None for value in load.values()))
+    _check_output(args)
     settings = engine_args(args)
     settings.create_model_config()  # reports invalid settings before the first start
+    fixed = fixed_settings(settings)
+    concurrency = args.max_concurrency or (_DEFAULT_CONCURRENCY if args.request_rate is None else args.num_prompts)
     axes = read_axes(args.vary, server=server)
     if not axes:
-        given = fixed_settings(settings)
         most = min(args.num_prompts, concurrency) if server else args.num_prompts
-        axes = {name: values for name, values in default_axes(most).items() if name not in given}
+        axes = {name: values for name, values in default_axes(most).items() if name not in fixed}
     compared = candidates(axes, settings)
     workload = _workload(args, ignore_eos)
     tokenizer = BenchmarkTokenizer(settings.tokenizer or settings.model)
     check_workload(workload, tokenizer)
-    fixed = fixed_settings(settings)
+    trial: EngineTrial | ServerTrial
     if server:
-        from mvllm.entrypoints.bench.client import require_aiohttp
-
         require_aiohttp()
-    trial = (
-        ServerTrial(
+        rate = args.request_rate or math.inf
+        trial = ServerTrial(
             fixed,
             workload,
             args.trial_timeout,
             limits=limits,
-            request_rate=args.request_rate or math.inf,
+            request_rate=rate,
             max_concurrency=concurrency,
             tokenizer=tokenizer,
         )
-        if server
-        else EngineTrial(fixed, workload, args.trial_timeout)
-    )
+    else:
+        trial = EngineTrial(fixed, workload, args.trial_timeout)
     header = {
         "mvllm": __version__,
         "model and settings": fixed,
@@ -104,6 +98,20 @@ def run_sweep(args: argparse.Namespace, limits: Mapping[str, float] | None, igno
             print("\nThe same command with --resume continues.", file=sys.stderr)
             raise
     return _report(args, result, fixed, trial.platform, limits)
+
+
+def _measures_server(args: argparse.Namespace, is_loaded: bool) -> bool:
+    if is_loaded and args.measure == "engine":
+        raise ConfigError("--goodput, --request-rate and --max-concurrency need --measure server.")
+    return is_loaded or args.measure == "server"
+
+
+def _check_output(args: argparse.Namespace) -> None:
+    """Reports an output file that cannot be written before anything is measured."""
+    if args.output.exists() and not args.overwrite:
+        raise ConfigError(f"{args.output} exists. Name another file with --output, or add --overwrite.")
+    if not args.output.absolute().parent.is_dir():
+        raise ConfigError(f"The folder of --output {args.output} does not exist. Create it first.")
 
 
 def _report(
@@ -162,7 +170,8 @@ class _Progress:
         self._begin = 0.0
         self._is_recorded = False
         recorded = f", {len(journal)} of them recorded" if len(journal) else ""
-        print(f"{num_candidates} candidates, up to {self._total} starts{recorded}.", file=sys.stderr)
+        candidates = "1 candidate" if num_candidates == 1 else f"{num_candidates} candidates"
+        print(f"{candidates}, up to {self._total} starts{recorded}.", file=sys.stderr)
 
     def on_start(self, start: Start) -> None:
         """Prints what is measured, without ending the line."""
