@@ -8,6 +8,8 @@
     python3 ci/dev.py bench    compare with other engines and the machine's limits: bench cpu
     python3 ci/dev.py setup    only the environment: .venv in the repository, pinned by ci/constraints
     python3 ci/dev.py lint     ruff, mypy, import-linter, and that the core names no hardware
+    python3 ci/dev.py docs     the documentation as a site, into build/site
+    python3 ci/dev.py changelog    the notes of the next release, from docs/changes
     python3 ci/dev.py build    wheels and source archives of every distribution, into dist/
 
 The environment depends on a few files only (each pyproject.toml, setup.py, the C++ sources, the constraints); see
@@ -366,7 +368,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         prog="ci/dev.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="setup | run | lint | test | conform | bench | build"
+        dest="command", required=True, metavar="setup | run | lint | test | conform | bench | docs | changelog | build"
     )
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
@@ -390,6 +392,10 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     add("conform", "the whole conformance suite on a platform; other arguments go to `mvllm conformance`")
     add("bench", "compare with other engines and limits; other arguments go to the benchmark")
+    add("docs", "build the documentation as a site into build/site, and check its links")
+    add("changelog", "print the notes of the next release").add_argument(
+        "version", nargs="?", help="write them to CHANGELOG.md as those of this version, and delete docs/changes/*"
+    )
     add("build", "build wheels and source archives into dist/")
     options, rest = parser.parse_known_args(argv)
     if rest and options.command not in ("run", "test", "conform", "bench"):
@@ -425,6 +431,10 @@ def main(argv: Sequence[str]) -> int:
             return conform(rest)
         if options.command == "bench":
             return bench(rest)
+        if options.command in ("docs", "changelog"):
+            import docs_site
+
+            return docs_site.build() if options.command == "docs" else docs_site.changelog(options.version)
         return build()
     except StepFailed as failure:
         print(f"\n{failure}", file=sys.stderr)

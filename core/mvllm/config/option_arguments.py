@@ -33,8 +33,11 @@ def option_flags(setting: Option) -> list[str]:
 
 def option_help(setting: Option) -> str:
     """The setting's help and default, for argparse."""
-    shown = setting.default not in (None, "") and not isinstance(setting.default, bool) and setting.name != "model"
-    return setting.help.replace("%", "%%") + (f" Default: {setting.default}." if shown else "")
+    default = setting.default
+    shown = default not in (None, "") and setting.name != "model"
+    if isinstance(default, bool):
+        default = "on" if default else "off"
+    return setting.help.replace("%", "%%") + (f" Default: {default}." if shown else "")
 
 
 def add_option(group: Any, setting: Option, default: Any = argparse.SUPPRESS) -> None:

@@ -97,7 +97,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_links_are_valid():
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     for page in pages:
         for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
             target, _, anchor = link.partition("#")

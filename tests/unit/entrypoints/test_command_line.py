@@ -71,6 +71,14 @@ class TestHelp:
         assert "--enable-prefix-caching" in text
         assert "--temperature" not in text
 
+    def test_help_names_the_groups_of_options_and_the_defaults_of_switches(self, capsys):
+        with pytest.raises(SystemExit):
+            main(["serve", "--help"])
+        text = " ".join(capsys.readouterr().out.split())
+        assert "Groups of options: server, access, limits, chat, model, KV cache, scheduler," in text
+        assert "`mvllm serve --help=server` prints one group" in text
+        assert "Reuse the KV of equal prompt prefixes. Default: on." in text
+
     def test_help_with_a_word_includes_subcommands(self, capsys):
         with pytest.raises(SystemExit):
             main(["bench", "--help=burst"])

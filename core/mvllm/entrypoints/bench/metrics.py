@@ -93,7 +93,7 @@ def calculate_metrics(
         "total_input_tokens": num_input,
         "total_output_tokens": num_output,
         "request_throughput": len(done) / duration,
-        "request_goodput": None if goodput is None else sum(_is_good(t, goodput) for t in done) / duration,
+        "request_goodput": None if goodput is None else sum(meets_limits(t, goodput) for t in done) / duration,
         "output_throughput": num_output / duration,
         "total_token_throughput": (num_input + num_output) / duration,
         "max_output_tokens_per_s": _peak_token_throughput(done),
@@ -153,7 +153,8 @@ def _statistics(name: str, seconds: Sequence[float], percentiles: Sequence[float
     return statistics | {f"{percentile_key(p)}_{name}_ms": interpolated_percentile(ordered, p) for p in percentiles}
 
 
-def _is_good(request: RequestResult, limits: Mapping[str, float]) -> bool:
+def meets_limits(request: RequestResult, limits: Mapping[str, float]) -> bool:
+    """Whether a request keeps every limit, in milliseconds by metric."""
     found = {"ttft": request.ttft, "tpot": request.tpot, "e2el": request.latency}
     return all(1000 * found[name] <= limit for name, limit in limits.items())
 

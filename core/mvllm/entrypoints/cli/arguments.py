@@ -56,7 +56,9 @@ def add_engine_arguments(
     """
     add_config_argument(parser)
     parser.set_defaults(own_seed=own_seed)
-    add_positional_model(parser)
+    add_positional_model(
+        parser, "Model folder, GGUF file, name on the Hugging Face hub, or 'demo'; the same as --model."
+    )
     if model_required:
         parser.set_defaults(needs_model=True)
     groups: dict[str, Any] = {}

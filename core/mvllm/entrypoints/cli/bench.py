@@ -1,4 +1,4 @@
-"""`mvllm bench`: benchmarks of an engine (throughput, latency, startup) and of a running server."""
+"""`mvllm bench`: benchmarks of an engine, of a running server, and of settings (sweep)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from mvllm.entrypoints.cli.bench_arguments import (
     add_latency_arguments,
     add_serve_arguments,
     add_startup_arguments,
+    add_sweep_arguments,
     add_throughput_arguments,
 )
 from mvllm.entrypoints.openai_client import authorization_headers
@@ -171,6 +172,13 @@ def _run_serve(args: argparse.Namespace) -> int:
     return 0 if result["completed"] else 1
 
 
+def _run_sweep(args: argparse.Namespace) -> int:
+    from mvllm.entrypoints.cli.bench_sweep import run_sweep
+
+    goodput = None if args.goodput is None else _limits(args.goodput)
+    return run_sweep(args, goodput, _ignores_eos(args))
+
+
 _Add = Callable[[argparse.ArgumentParser], None]
 _Run = Callable[[argparse.Namespace], int]
 _BENCHMARKS: dict[str, tuple[str, _Add, _Run]] = {
@@ -178,6 +186,7 @@ _BENCHMARKS: dict[str, tuple[str, _Add, _Run]] = {
     "throughput": ("measure the tokens per second of an engine", add_throughput_arguments, _run_throughput),
     "latency": ("measure the latency of a batch", add_latency_arguments, _run_latency),
     "startup": ("measure the startup time of an engine", add_startup_arguments, _run_startup),
+    "sweep": ("find the fastest settings on this machine and write them to a file", add_sweep_arguments, _run_sweep),
 }
 
 

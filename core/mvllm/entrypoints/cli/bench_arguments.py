@@ -183,7 +183,61 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_argument(parser)
 
 
-def _add_dataset(parser: argparse.ArgumentParser) -> None:
+def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `mvllm bench sweep`."""
+    group = parser.add_argument_group("sweep")
+    group.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE,...",
+        help="Values to compare of one setting of the engine, of api_server_count, or of an environment variable (in "
+        "capitals); may be given several times, for all combinations. "
+        "Default: max_num_seqs and max_num_batched_tokens.",
+    )
+    group.add_argument(
+        "--measure",
+        choices=("engine", "server"),
+        help="Measure an engine that gets all requests at once, or a server under load. Default: server with --goodput "
+        "or an option of the load, else engine.",
+    )
+    group.add_argument(
+        "--goodput",
+        nargs="+",
+        metavar="METRIC:MS",
+        help="Maximize the output tokens per second of requests within these limits in milliseconds, of "
+        f"{', '.join(GOODPUT_METRICS)}; such as ttft:500 tpot:50. Default: those of all requests.",
+    )
+    _add_number(
+        group, "--request-rate", help="Server: requests per second. Default: --max-concurrency at a time.", type=float
+    )
+    _add_number(group, "--max-concurrency", help="Server: limit of concurrent requests. Default: 64.")
+    _add_number(
+        group,
+        "--trial-timeout",
+        help="Seconds that the start of one candidate may take, and each of its rounds.",
+        default=1800.0,
+        type=float,
+        metavar="S",
+    )
+    _add_dataset(parser, num_prompts=200)
+    result = parser.add_argument_group("result")
+    result.add_argument(
+        "--output",
+        type=Path,
+        default=Path("serve.yaml"),
+        metavar="FILE",
+        help="Config file to write, for `mvllm serve --config FILE`. Default: serve.yaml.",
+    )
+    result.add_argument(
+        "--journal", type=Path, metavar="FILE", help="File with every measured round. Default: OUTPUT.journal."
+    )
+    result.add_argument("--resume", action="store_true", help="Continue the sweep of the journal.")
+    result.add_argument("--overwrite", action="store_true", help="Replace an existing config file and journal.")
+    add_engine_arguments(parser, own_seed=True)
+
+
+def _add_dataset(parser: argparse.ArgumentParser, num_prompts: int = 1000) -> None:
     group = parser.add_argument_group("requests")
     group.add_argument(
         "--dataset-name",
@@ -193,7 +247,7 @@ def _add_dataset(parser: argparse.ArgumentParser) -> None:
         "few prefixes; builtin: 16 fixed prompts. Default: random.",
     )
     group.add_argument("--dataset-path", type=Path, metavar="FILE", help="File of the dataset sharegpt.")
-    _add_number(group, "--num-prompts", help="Number of requests.", default=1000)
+    _add_number(group, "--num-prompts", help="Number of requests.", default=num_prompts)
     _add_number(
         group,
         "--input-len",

@@ -5,11 +5,25 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 
+_FEW_GROUPS = 3
+
 
 def add_help_about(parser: argparse.ArgumentParser) -> None:
     """Adds the hidden option behind `--help=WORD` to a command and its subcommands."""
     for each in (parser, *subcommands(parser).values()):
         each.add_argument("--help-about", metavar="WORD", action=_FilteredHelp, help=argparse.SUPPRESS)
+
+
+def list_groups(parser: argparse.ArgumentParser) -> None:
+    """Ends the help of commands with many options with the names of their groups."""
+    for each in (parser, *subcommands(parser).values()):
+        titles = [str(group.title) for group in each._action_groups if group._group_actions][2:]
+        if each.epilog is None and len(titles) > _FEW_GROUPS:
+            word = next((title for title in titles if " " not in title), "WORD")
+            each.epilog = (
+                f"Groups of options: {', '.join(titles)}. `{each.prog} --help={word}` prints one group, "
+                "--help=WORD all options about a word."
+            ).replace("%", "%%")
 
 
 def expand_help(arguments: Sequence[str]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import cast
 from mvllm.config.env import describe_unknown, unknown_variables
 from mvllm.entrypoints.cli.argument_parser import CommandLineParser, check_model, find_subcommand, shorten_usage
 from mvllm.entrypoints.cli.config_file import expand_config
-from mvllm.entrypoints.cli.help import add_help_about, expand_help
+from mvllm.entrypoints.cli.help import add_help_about, expand_help, list_groups
 from mvllm.entrypoints.shutdown_signals import exit_on_signals, exit_program
 from mvllm.errors import ConfigError, MvllmError
 from mvllm.logging import configure_logging, get_logger
@@ -27,7 +27,7 @@ COMMANDS = {
     "run": "talk with a model, or answer one message: `mvllm run MODEL [PROMPT]`",
     "complete": "continue text, prompt by prompt",
     "run-batch": "answer a file of requests in the format of OpenAI batches",
-    "bench": "measure throughput, latency, startup, or a running server",
+    "bench": "measure throughput, latency, startup or a running server, or find the fastest settings",
     "list": "list the models in the local caches",
     "pull": "fetch a model from the hub into its cache",
     "rm": "remove models from the hub's cache",
@@ -39,6 +39,7 @@ COMMANDS = {
     "ops": "list the operations and their providers on a platform",
     "plugin": "create a platform plugin from a template: `mvllm plugin new NAME`",
     "contract": "print the platform contract, or its changes",
+    "completion": "print a script for the shell that completes commands and options",
 }
 """Commands and their summaries. Each is a module of this package (`_` for `-`) with `add_arguments(parser)` and
 `run(args) -> exit status`."""
@@ -150,6 +151,7 @@ def _make_parser(
         if command == name and module is not None:
             module.add_arguments(sub)
             add_help_about(sub)
+            list_groups(sub)
     shorten_usage(parser)
     return parser
 

@@ -91,13 +91,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--access-log",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="Log a line for each response: path, status, time and request id, without content.",
+        help="Log a line for each response: path, status, time and request id, without content. Default: on.",
     )
     server.add_argument(
         "--docs",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="Serve /docs, /openapi.json and the page at /.",
+        help="Serve /docs, /openapi.json and the page at /. Default: on.",
     )
     server.add_argument(
         "--http-plugins",
@@ -165,7 +165,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trust-request-chat-template",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="Allow templates in requests. They run in a sandbox with a time limit.",
+        help="Allow templates in requests. They run in a sandbox with a time limit. Default: off.",
     )
     chat.add_argument("--enable-auto-tool-choice", action="store_true", help=argparse.SUPPRESS)  # vLLM's; no effect
     add_models_arguments(parser)

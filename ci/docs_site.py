@@ -1,0 +1,129 @@
+"""Builds the documentation as a static site in build/site, in the environment .venv-docs.
+
+    python3 ci/dev.py docs         the site; warnings are errors, and every link is followed
+    python3 ci/dev.py changelog    prints the notes of the next release; with a version, writes them to CHANGELOG.md
+
+Sphinx warns about pages that the index does not name, and about links within pages. The finished pages are checked
+once more, since themes and generated pages have links, too.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from environments import UNFINISHED, Environment, Stamp, StepFailed, Steps, only_one
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "ci" / "site"))
+import stage  # noqa: E402
+
+DOCS = Environment(ROOT, ROOT / ".venv-docs")
+CONSTRAINTS = ROOT / "ci" / "constraints" / "docs.txt"
+SOURCE = ROOT / "build" / "site-source"
+SITE = ROOT / "build" / "site"
+CHANGELOG = ROOT / "CHANGELOG.md"
+NOTES_BEGIN = "<!-- towncrier release notes start -->\n"
+
+
+def setup() -> None:
+    """Creates or updates .venv-docs; returns at once if it is up to date.
+
+    Raises:
+        StepFailed: A command failed.
+    """
+    wanted = Stamp(DOCS.hash_of([CONSTRAINTS]))
+    with only_one():
+        if DOCS.read_stamp() == wanted and DOCS.has(("sphinx-build", "towncrier")):
+            return
+        DOCS.remove()
+        DOCS.write_stamp(UNFINISHED)
+        steps = Steps(DOCS, total=2)
+        steps.run("virtual environment for the documentation", [sys.executable, "-m", "venv", DOCS.folder])
+        pip = [DOCS.python, "-m", "pip", "install", "--quiet", "--progress-bar", "off", "--no-deps"]
+        steps.run("Sphinx and its theme (120 MB)", [*pip, "-r", CONSTRAINTS])
+        DOCS.write_stamp(wanted)
+
+
+def build() -> int:
+    """Builds the site; returns 1 if a page has a dead link, or is missing in the index."""
+    setup()
+    for folder in (SOURCE, SITE):
+        shutil.rmtree(folder, ignore_errors=True)
+    notes = draft()
+    pages = stage.stage(SOURCE, {CHANGELOG: lambda text: text.replace(NOTES_BEGIN, notes)})
+    steps = Steps(DOCS, total=1)
+    steps.run(
+        f"Sphinx, {len(pages)} pages",
+        [
+            *(DOCS.bin / "sphinx-build", "--fail-on-warning", "--keep-going", "--quiet", "--jobs", "auto"),
+            *("-c", ROOT / "ci" / "site", "-d", ROOT / "build" / "site-doctrees", SOURCE, SITE),
+        ],
+    )
+    dead = dead_links(SITE)
+    for page, link in dead:
+        print(f"error: {page} has a dead link: {link}")
+    print(f"{SITE.relative_to(ROOT)}/index.html: {len(pages)} pages, {len(dead)} dead links", flush=True)
+    return 1 if dead else 0
+
+
+def changelog(version: str | None) -> int:
+    """Prints the notes of the next release. With a version, writes them and removes the fragments."""
+    setup()
+    if version is None:
+        print(draft())
+        return 0
+    command = [DOCS.bin / "towncrier", "build", "--yes", "--version", version]
+    Steps(DOCS, total=1).run(f"CHANGELOG.md, {version}", command)
+    return 0
+
+
+def draft() -> str:
+    """The notes of the changes since the last release, in Markdown.
+
+    Raises:
+        StepFailed: towncrier failed.
+    """
+    output, status = DOCS.capture([DOCS.bin / "towncrier", "build", "--draft", "--version", "Not released"])
+    if status != 0:
+        raise StepFailed(f"error: towncrier failed:\n{output}")
+    return output[output.find("## ") :] if "## " in output else ""
+
+
+class _Links(HTMLParser):
+    """Collects the links of a page, and the names that links may have behind `#`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.names: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Reads one tag."""
+        for name, value in attrs:
+            if name in ("href", "src") and value and tag != "link":
+                self.links.append(value)
+            elif name in ("id", "name") and value:
+                self.names.add(value)
+
+
+def dead_links(site: Path) -> list[tuple[str, str]]:
+    """Links between pages of a site whose file or heading does not exist, as (page, link)."""
+    pages: dict[Path, _Links] = {}
+    for path in sorted(site.rglob("*.html")):
+        pages[path] = _Links()
+        pages[path].feed(path.read_text(encoding="utf-8"))
+    dead = []
+    for path, page in pages.items():
+        for link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            named = target not in pages or not parts.fragment or unquote(parts.fragment) in pages[target].names
+            if not target.exists() or not named:
+                dead.append((str(path.relative_to(site)), link))
+    return dead
