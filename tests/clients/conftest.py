@@ -67,7 +67,12 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServe
     folder = tmp_path_factory.mktemp("scripted")
     shutil.copytree(demo_model_path(), folder / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((folder / "model" / "config.json").read_text(encoding="utf-8"))
-    size = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 1 << 17}
+    size = {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 1 << 17,
+    }
     (folder / "model" / "config.json").write_text(json.dumps({**config, **size}), encoding="utf-8")
     replies = folder / "replies.json"
     replies.write_text("[]", encoding="utf-8")

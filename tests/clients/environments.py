@@ -1,7 +1,7 @@
 """The environments of clients: one per client, made from its file in `requirements/` when a test first needs it.
 
     requirements/NAME.txt           a virtual environment: every package that the client needs, with its version
-    requirements/NAME/package.json  a folder with node_modules; beside it package-lock.json
+    requirements/NAME/package.json  a folder with node_modules; with package-lock.json, unless it names all there is
 
 They are kept in build/clients, or in the folder that the variable CLIENTS_FOLDER names, until their file changes.
 """
@@ -53,13 +53,16 @@ def node_environment(name: str) -> Path:
     Raises:
         NotInstalled: There is no npm, or it has failed.
     """
-    folder, requirements = folder_of(name), REQUIREMENTS / name / "package-lock.json"
+    folder, requirements = folder_of(name), REQUIREMENTS / name / "package.json"
+    lock = requirements.with_name("package-lock.json")
+    requirements = lock if lock.exists() else requirements
     if shutil.which("npm") is None or shutil.which("node") is None:
         raise NotInstalled("there is no node and npm on this machine")
     if _is_new(folder, requirements):
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(REQUIREMENTS / name, folder)
-        _run(["npm", "ci", "--no-audit", "--no-fund", "--loglevel", "error"], cwd=folder)
+        command = "ci" if lock.exists() else "install"
+        _run(["npm", command, "--no-audit", "--no-fund", "--loglevel", "error"], cwd=folder)
         _finish(folder, requirements)
     return folder
 

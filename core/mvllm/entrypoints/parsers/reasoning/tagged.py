@@ -4,7 +4,7 @@ White space next to the tags is layout and dropped. Only the first pair of tags 
 content.
 
     prompt ends with the opening tag    the output begins inside the reasoning; it may repeat the tag
-    prompt ends with the closing tag    reasoning is switched off: the output is content
+    prompt ends with the closing tag    reasoning is switched off: the output is content, without leading white space
     otherwise                           the output has reasoning if it begins with the opening tag; models that always
                                         reason may leave the tag out
     the closing tag is missing          everything after the opening tag is reasoning
@@ -55,7 +55,7 @@ class TaggedReasoning(ReasoningStream):
         self._before = (*self._starts, *self._closers) if opened else tuple(self._starts)
         self._pattern = compile_markers(self._closers)
         self._opened = opened
-        self._state = _CONTENT if closed else _BEFORE
+        self._state = _AFTER if closed else _BEFORE
         self._tail = ""  # the end of the last piece, if it may begin a tag
         self._space: list[str] = []  # white space that is layout, or belongs to the following text
         self._has_emitted = False
