@@ -9,6 +9,7 @@ import json
 import random
 import re
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 
@@ -33,6 +34,11 @@ def gpt_oss(calls):
     return "".join(call.format(name=name, json=formats.as_json(arguments)) for name, arguments in calls)
 
 
+@cache
+def parser_class(name, find=tool_parser):
+    return find(name)
+
+
 @dataclass
 class Layout:
     """How a template writes a turn.
@@ -54,9 +60,9 @@ class Layout:
     closed: str | None
     text: str
 
-    def parser(self, single_call=False):
-        tools, reasoning = tool_parser(self.tools)(TOOLS), reasoning_parser(self.reasoning)()
-        return OutputParser(tools=tools, reasoning=reasoning, single_call=single_call)
+    def parser(self, tools=TOOLS, single_call=False):
+        found = parser_class(self.tools)(tools), parser_class(self.reasoning, reasoning_parser)()
+        return OutputParser(tools=found[0], reasoning=found[1], single_call=single_call)
 
 
 LAYOUTS = {
@@ -170,18 +176,14 @@ def test_odd_and_truncated_outputs_raise_nothing_and_do_not_depend_on_the_split(
     layout, rng = LAYOUTS[family], random.Random(family)
     declared = {"text": formats.STRING, "any": {}, "obj": {"type": "object"}}
     layout_tools = [formats.function("odd", **declared), *TOOLS]
-    for round_ in range(120):
+    for round_ in range(80):
         calls = [rng.choice([W, T, ("odd", {"text": odd_value(rng), "any": odd_value(rng), "obj": odd_value(rng)})])]
         calls += rng.choices([W, T, RICH], k=rng.randrange(3))
         turn = rng.choice([layout.thought.format(THOUGHT), "", "<think>"]) + rng.choice(["", layout.text.format(TEXT)])
         turn += layout.write(calls) + rng.choice(["", "", "\nDone.", layout.write([T])])
         if round_ % 2:
             turn = turn[: rng.randrange(len(turn) + 1)]
-        parser = OutputParser(
-            tools=tool_parser(layout.tools)(layout_tools),
-            reasoning=reasoning_parser(layout.reasoning)(),
-            single_call=rng.random() < 0.3,
-        )
+        parser = layout.parser(layout_tools, single_call=rng.random() < 0.3)
         prompt = rng.choice([layout.prompt, layout.closed or layout.prompt, None])
         whole = without_ids(parser.parse(turn, prompt))
         for size in (1, 3, 15):
@@ -197,15 +199,15 @@ def test_enforced_calls_after_reasoning_are_found_however_the_stream_is_cut(fami
     calls = [W, T] if choice == "required" else [W]
     body = [{"name": name, "arguments": arguments} for name, arguments in calls]
     text = json.dumps(body if choice == "required" else W[1])
-    after = layout.thought.format(THOUGHT)
+    parser, after = layout.parser(), layout.thought.format(THOUGHT)
     if layout.reasoning == "gpt_oss":
         after += "<|start|>assistant<|channel|>final<|message|>"
     turn = after + text
-    for end in (len(turn), *(rng.randrange(len(turn)) for _ in range(40))):
+    for end in (len(turn), *(rng.randrange(len(turn)) for _ in range(20))):
         cut = turn[:end]
         results = []
         for pieces in ([cut], list(cut), random_cuts(rng, cut, 8)):
-            stream = layout.parser().stream(layout.prompt, tool_choice.stream())
+            stream = parser.stream(layout.prompt, tool_choice.stream())
             deltas = [delta for piece in pieces for delta in stream.feed(piece)] + stream.finish()
             results.append(without_ids(formats.merge_deltas(deltas)))
         assert results[0] == results[1] == results[2]
