@@ -64,14 +64,16 @@ def one_call_per_message(messages: Sequence[Message]) -> list[Message]:
         while i < len(messages) and messages[i]["role"] == "tool":
             results.append(messages[i])
             i += 1
+        by_call: dict[str, list[Message]] = {}
+        for result in results:
+            by_call.setdefault(str(result.get("tool_call_id")), []).append(result)
         for number, call in enumerate(calls):
             if number:
                 message = {"role": message["role"], "content": ""}
             adjusted.append({**message, "tool_calls": [call]})
-            own = [result for result in results if result.get("tool_call_id") == call.get("id")]
-            adjusted += own
-            results = [result for result in results if not any(result is each for each in own)]
-        adjusted += results
+            adjusted += by_call.pop(str(call.get("id")), ())
+        for others in by_call.values():
+            adjusted += others
     return adjusted
 
 
@@ -80,11 +82,11 @@ def _split_calls(messages: list[Message], tools: Tools | None) -> tuple[list[Mes
 
 
 def _describe_tools(messages: list[Message], tools: Tools | None) -> tuple[list[Message], Tools | None]:
-    return messages, [
+    return messages, tools and [
         {**tool, "function": {**tool["function"], "description": tool["function"].get("description") or ""}}
         if isinstance(tool.get("function"), Mapping)
         else tool
-        for tool in tools or ()
+        for tool in tools
     ]
 
 
