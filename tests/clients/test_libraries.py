@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from tests.clients.conftest import RunProgram
 
 ANSWER = "The capital of Italy is Rome."
-RunProgram = Callable[[str], dict[str, Any]]
 
 
 def test_openai(run_program: RunProgram) -> None:
-    assert run_program("openai_program") == {
+    assert run_program("openai") == {
         "answer": ANSWER,
         "models": ["demo"],
         "stream": [ANSWER, True],
+        "usage, streamed": True,
         "parse": "City",
         "calls": [["City", "tool_calls"], ["City", "stop"]],
         "call, streamed": True,
         "after the call": "assistant",
+        "completions": [" Paris."] * 2,
+        "embeddings": [True, True],
+        "responses": [ANSWER, "completed"],
         "async": [ANSWER, "City", ANSWER],
+        "retries": [1, True],
         "errors": [
             ["AuthenticationError", "AuthenticationError"],
             ["NotFoundError", "NotFoundError"],
@@ -27,8 +30,63 @@ def test_openai(run_program: RunProgram) -> None:
     }
 
 
+def test_openai_of_npm(run_program: RunProgram) -> None:
+    assert run_program("openai_npm") == {
+        "answer": [ANSWER, "stop"],
+        "models": ["demo"],
+        "stream": [ANSWER, True],
+        "stream helper": ANSWER,
+        "form": ["on", "x"],
+        "call": ["point", ["on", "x"], "tool_calls"],
+        "call, streamed": True,
+        "after the call": "assistant",
+        "tool runner": "point",
+        "embeddings": [True, True],
+        "response": ANSWER,
+        "abort": "ended",
+        "retries": [300, 300],
+        "errors": [
+            ["AuthenticationError", 401, "AuthenticationError"],
+            ["NotFoundError", 404, "NotFoundError"],
+            ["BadRequestError", 400, "BadRequestError"],
+        ],
+    }
+
+
+def test_pydantic_ai(run_program: RunProgram) -> None:
+    assert run_program("pydantic_ai") == {
+        "openai": [ANSWER, ANSWER, True, 4, "City"],
+        "anthropic": [ANSWER, ANSWER, True, 4, "City"],
+        "native": "City",
+        "errors": [401, 401, 404, 404],
+    }
+
+
+def test_instructor(run_program: RunProgram) -> None:
+    assert run_program("instructor") == {
+        "TOOLS": ["City", True],
+        "JSON_SCHEMA": ["City", True],
+        "TOOLS_STRICT": ["City", True],
+        "partial": [True, True],
+        "error": True,
+    }
+
+
+def test_huggingface_hub(run_program: RunProgram) -> None:
+    assert run_program("huggingface_hub", HF_HUB_OFFLINE="0") == {
+        "chat": [ANSWER, True],
+        "same": ANSWER,
+        "stream": [ANSWER, True],
+        "call": ["point", ["on", "x"]],
+        "form": ["on", "x"],
+        "logprobs": [2, 2, 2],
+        "async": [ANSWER] * 4,
+        "errors": [401, 404, 400],
+    }
+
+
 def test_litellm(run_program: RunProgram) -> None:
-    found = run_program("litellm_program")
+    found = run_program("litellm")
     for provider in ("openai", "hosted_vllm"):
         text, reason, num_tokens = found.pop(provider)
         assert (text, reason) == (ANSWER, "stop") and num_tokens > 10
@@ -43,7 +101,7 @@ def test_litellm(run_program: RunProgram) -> None:
 
 
 def test_langchain(run_program: RunProgram) -> None:
-    found = run_program("langchain_program")
+    found = run_program("langchain")
     text, num_tokens, reason = found.pop("invoke")
     assert (text, reason) == (ANSWER, "stop") and found.pop("usage") == num_tokens > 3
     assert found == {
@@ -62,7 +120,7 @@ def test_langchain(run_program: RunProgram) -> None:
 
 
 def test_anthropic(run_program: RunProgram) -> None:
-    assert run_program("anthropic_program") == {
+    assert run_program("anthropic") == {
         "answer": [ANSWER, "end_turn", True],
         "count": True,
         "stop": "Italy",
@@ -84,7 +142,7 @@ def test_anthropic(run_program: RunProgram) -> None:
 
 
 def test_ollama(run_program: RunProgram) -> None:
-    assert run_program("ollama_program") == {
+    assert run_program("ollama") == {
         "chat": [ANSWER, "stop", True, True],
         "stream": [ANSWER, True, True],
         "raw": [" Paris.", "length"],

@@ -33,7 +33,7 @@ def evaluate(
         settings = {"model": "demo", "base_url": server.url + path, "max_length": 1024, **settings}
         arguments = ",".join(f"{name}={value}" for name, value in settings.items())
         run_client(
-            *("-m", "lm_eval", "run", "--model", model, "--model_args", arguments, "--tasks", tasks),
+            *("lm_eval", "-m", "lm_eval", "run", "--model", model, "--model_args", arguments, "--tasks", tasks),
             *("--include_path", str(TASKS), "--output_path", str(folder), "--log_samples", *more),
             cwd=TASKS,
         )

@@ -25,7 +25,7 @@ def examine(run_client: RunClient, server: ServerProcess, key: str, max_examples
         *("--seed", "1", "--no-color", "--suppress-health-check", "all", "--continue-on-failure"),
         *("--header", f"Authorization: Bearer {key}", *more),
     ]
-    return run_client("-c", START, "run", f"{server.url}/openapi.json", *options).stdout
+    return run_client("schemathesis", "-c", START, "run", f"{server.url}/openapi.json", *options).stdout
 
 
 @pytest.mark.timeout(600)

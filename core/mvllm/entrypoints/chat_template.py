@@ -3,9 +3,11 @@
 Messages have the format of the chat completions API, and are converted to the format that templates expect:
 
     arguments of a tool call    JSON text           -> object
-    content                     null                -> empty text
+    content of the assistant    null                -> empty text
     content                     list of text parts  -> text
     reasoning                   reasoning           -> reasoning_content
+
+What a template still cannot render is adjusted to it (`template_adjustments`).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 from mvllm.config.hf_config import read_json_object
 from mvllm.engine.tokenizer.folder_template import FolderTemplate
 from mvllm.engine.tokenizer.tokenizer import Tokenizer
+from mvllm.entrypoints.template_adjustments import MAX_ATTEMPTS, adjust_to_error, adjust_to_template
 from mvllm.errors import ModelError, RequestError
 
 _RESERVED = (
@@ -105,19 +108,35 @@ def render_chat(
     if not messages:
         raise RequestError("The conversation has no messages; pass at least one.", parameter="messages")
     conversation = [_check_message(i, message) for i, message in enumerate(messages)]
-    try:
-        text = tokenizer.template_renderer.apply_chat_template(
-            conversation,
-            tools=list(tools) if tools else None,
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tokenize=False,
-            **extra,
-        )
-    except Exception as e:
-        raise RequestError(f"The chat template failed: {type(e).__name__}: {e}", parameter="messages") from e
-    return str(text)
+    settings = {
+        "chat_template": chat_template,
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+        "tokenize": False,
+        **extra,
+    }
+    return _render(tokenizer, conversation, [dict(tool) for tool in tools] if tools else None, settings)
+
+
+def _render(
+    tokenizer: Tokenizer,
+    conversation: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    settings: Mapping[str, Any],
+) -> str:
+    renderer, template = tokenizer.template_renderer, settings["chat_template"]
+    with contextlib.suppress(Exception):  # rendering reports it
+        template = renderer.get_chat_template(template, tools)
+    conversation = adjust_to_template(conversation, template if isinstance(template, str) else "")
+    for _ in range(MAX_ATTEMPTS):
+        try:
+            return str(renderer.apply_chat_template(conversation, tools=tools, **settings))
+        except Exception as e:
+            adjusted = adjust_to_error(e, conversation, tools)
+            if adjusted == (conversation, tools):
+                raise RequestError(f"The chat template failed: {type(e).__name__}: {e}", parameter="messages") from e
+            conversation, tools = adjusted
+    raise AssertionError("each attempt makes an adjustment that is not made twice")
 
 
 def uses_transformers_template(tokenizer: Tokenizer) -> bool:
@@ -214,11 +233,11 @@ def _check_message(i: int, message: Mapping[str, Any]) -> dict[str, Any]:
         )
     elif content is None and not set(message) - {"role", "content"}:
         raise RequestError(f"Message {i} has no 'content'.", parameter="messages")
+    elif content is None and role == "assistant":
+        checked["content"] = ""  # templates concatenate it or search in it
     calls = checked.pop("tool_calls", None)
     if calls:
         checked["tool_calls"] = _check_calls(i, calls)
-        if content is None:
-            checked["content"] = ""  # templates concatenate it or search in it
     reasoning = message.get("reasoning")
     if isinstance(reasoning, str) and message.get("reasoning_content") is None:
         checked["reasoning_content"] = reasoning

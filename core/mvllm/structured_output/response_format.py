@@ -19,7 +19,8 @@ def parse_response_format(response_format: Mapping[str, Any] | None) -> Structur
     Args:
         response_format: None, or `{"type": "text"}`, `{"type": "json_object"}`,
             `{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}, "strict": ...}}`, or
-            `{"type": "structural_tag", "structures": [...], "triggers": [...]}`.
+            `{"type": "structural_tag", "structures": [...], "triggers": [...]}`. A `json_object` may have a schema, as
+            `schema` (llama.cpp and others) or as `value` (huggingface_hub, whatever its caller writes).
 
     Raises:
         RequestError: It is none of these, or the schema is not supported; its parameter is `response_format`.
@@ -32,7 +33,8 @@ def parse_response_format(response_format: Mapping[str, Any] | None) -> Structur
             case "text":
                 return None
             case "json_object":
-                return StructuredOutputsParams(json_object=True)
+                schema = response_format.get("schema", response_format.get("value"))
+                return StructuredOutputsParams(json_object=True) if schema is None else _json_schema({"schema": schema})
             case "json_schema":
                 return _json_schema(response_format.get("json_schema"))
             case "structural_tag":

@@ -1,4 +1,4 @@
-"""What somebody does with the newest OpenAI SDK that its own requirements allow. Prints what came back as JSON."""
+"""What somebody does with the openai package. Prints what came back as JSON."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ from typing import Literal
 import openai
 from pydantic import BaseModel
 
-URL, KEY = sys.argv[1], "a-key"
+URL, KEY, BUSY_KEY = sys.argv[1], "a-key", "busy-key"
 ASK = {"model": "demo", "messages": [{"role": "user", "content": "What is the capital of Italy?"}], "temperature": 0}
 found = {}
 
@@ -19,11 +19,14 @@ class City(BaseModel):
 
 
 sdk = openai.OpenAI(base_url=URL, api_key=KEY, max_retries=0)
-found["answer"] = sdk.chat.completions.create(**ASK).choices[0].message.content
+answer = sdk.chat.completions.create(**ASK)
+found["answer"] = answer.choices[0].message.content
 found["models"] = [model.id for model in sdk.models.list()]
 with sdk.chat.completions.stream(**ASK) as stream:
     kinds = {event.type for event in stream}
     found["stream"] = [stream.get_final_completion().choices[0].message.content, "content.delta" in kinds]
+chunks = list(sdk.chat.completions.create(**ASK, stream=True, stream_options={"include_usage": True}, logprobs=True))
+found["usage, streamed"] = chunks[-1].usage == answer.usage and chunks[-1].choices == []
 parsed = sdk.chat.completions.parse(**ASK, max_tokens=600, response_format=City).choices[0].message.parsed
 found["parse"] = type(parsed).__name__
 
@@ -40,12 +43,17 @@ found["call, streamed"] = streamed.function.name == "City" and sorted(json.loads
     "is_big",
     "kind",
 ]
-message = {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]}
 result = {"role": "tool", "tool_call_id": call.id, "content": "Rome"}
-turns = [*ASK["messages"], message, result]
+turns = [{"role": "developer", "content": "Be brief."}, *ASK["messages"], answer.message.to_dict(), result]
 found["after the call"] = (
     sdk.chat.completions.create(**{**ASK, "messages": turns}, max_tokens=8).choices[0].message.role
 )
+text = sdk.completions.create(model="demo", prompt=["The capital of France is"] * 2, max_tokens=2, temperature=0)
+found["completions"] = [choice.text for choice in text.choices]
+vectors = sdk.embeddings.create(model="demo", input=["a", "b"]).data  # asks for base64, and decodes it
+found["embeddings"] = [len(vector.embedding) > 8 and isinstance(vector.embedding[0], float) for vector in vectors]
+response = sdk.responses.create(model="demo", input=ASK["messages"][0]["content"], temperature=0, store=False)
+found["responses"] = [response.output_text, response.status]
 
 
 async def several():
@@ -60,7 +68,17 @@ async def several():
         return [text, type(parsed.choices[0].message.parsed).__name__, final]
 
 
+async def retried():
+    """Two requests at once with a key that may have one: the other is refused, and tried again."""
+    async with openai.AsyncOpenAI(base_url=URL, api_key=BUSY_KEY, max_retries=5) as sdk:
+        ask = {**ASK, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
+        answers = await asyncio.gather(*(sdk.chat.completions.with_raw_response.create(**ask) for _ in range(2)))
+        texts = {answer.parse().choices[0].message.content for answer in answers}
+        return [len(texts), sum(answer.retries_taken for answer in answers) > 0]
+
+
 found["async"] = asyncio.run(several())
+found["retries"] = asyncio.run(retried())
 found["errors"] = []
 for key, more in (("other", {}), (KEY, {"model": "nobody"}), (KEY, {"temperature": -1})):
     try:

@@ -91,6 +91,8 @@ def test_response_formats_of_the_openai_interface() -> None:
     assert parse_response_format(None) is None and parse_response_format({"type": "text"}) is None
     assert parse_response_format({"type": "json_object"}) == StructuredOutputsParams(json_object=True)
     assert parse_response_format(wanted) == StructuredOutputsParams(json=schema)
+    for name in ("schema", "value"):  # those of llama.cpp and of huggingface_hub
+        assert parse_response_format({"type": "json_object", name: schema}) == StructuredOutputsParams(json=schema)
     for wrong in ({}, {"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": 3}, "text"):
         with pytest.raises(RequestError) as refused:
             parse_response_format(wrong)

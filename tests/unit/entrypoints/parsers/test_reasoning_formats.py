@@ -56,7 +56,7 @@ CASES: dict[str, list[tuple[str | None, str, str | None, str]]] = {
     ],
     "glm45": [
         ("<|assistant|>", "\n<think>I add.</think>\n4", "I add.", "4"),
-        ("<|assistant|>\n<think></think>", "\n4", None, "\n4"),  # enable_thinking false
+        ("<|assistant|>\n<think></think>", "\n4", None, "4"),  # enable_thinking false
         ("<|assistant|>", f"<think>I call.</think>{GLM_CALL}", "I call.", GLM_CALL),
     ],
     "glm47": [

@@ -35,6 +35,7 @@ class TaggedReasoning(ReasoningStream):
         end: The closing tag, or several variants.
         opened: Whether the text begins inside the reasoning.
         closed: Whether the prompt has closed the reasoning, so that all text is content.
+        at_tag: Whether a closed prompt ends with the tag itself, so that white space is still layout.
         implicit_ends: Texts that close the reasoning and belong to the content, for instance the beginning of a tool
             call.
     """
@@ -46,6 +47,7 @@ class TaggedReasoning(ReasoningStream):
         *,
         opened: bool,
         closed: bool = False,
+        at_tag: bool = False,
         implicit_ends: tuple[str, ...] = (),
     ) -> None:
         starts = (start,) if isinstance(start, str) else start
@@ -55,7 +57,7 @@ class TaggedReasoning(ReasoningStream):
         self._before = (*self._starts, *self._closers) if opened else tuple(self._starts)
         self._pattern = compile_markers(self._closers)
         self._opened = opened
-        self._state = _CONTENT if closed else _BEFORE
+        self._state = (_AFTER if at_tag else _CONTENT) if closed else _BEFORE
         self._tail = ""  # the end of the last piece, if it may begin a tag
         self._space: list[str] = []  # white space that is layout, or belongs to the following text
         self._has_emitted = False
@@ -172,6 +174,7 @@ class TaggedReasoningParser(ReasoningParser):
             ends,
             opened=self.always_reasons or any(ends_with_tag(prompt, start) for start in starts),
             closed=any(ends_with_tag(prompt, end) for end in ends),
+            at_tag=prompt is not None and prompt.endswith(ends),
             implicit_ends=self.implicit_ends,
         )
 

@@ -1,6 +1,7 @@
 """Tool calls of gpt-oss: messages in the harmony format with a function as their recipient.
 
     <|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
+     to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Paris"}<|call|>
 
 The text of all other messages is content, without their headers. The reasoning parser `gpt_oss` separates the
 reasoning before, and passes on the messages that call functions unchanged.
@@ -9,6 +10,7 @@ reasoning before, and passes on the messages that call functions unchanged.
 from __future__ import annotations
 
 from mvllm.entrypoints.parsers.harmony import (
+    CHANNEL,
     CONSTRAIN,
     FUNCTIONS,
     MARKERS,
@@ -42,8 +44,9 @@ class GptOssToolParser(ToolParser):
 
     def call_syntax(self, name: str) -> tuple[CallSyntax, ...]:
         trigger = f" to={FUNCTIONS}"
-        begin = f"{trigger}{name} {CONSTRAIN}json{MESSAGE}"
-        return (CallSyntax(trigger, begin, "", special_tokens=MARKERS),)
+        # The recipient stands in the channel, or before it, as the chat template renders earlier calls.
+        headers = (f" {CONSTRAIN}json{MESSAGE}", f"{CHANNEL}commentary json{MESSAGE}")
+        return tuple(CallSyntax(trigger, trigger + name + header, "", special_tokens=MARKERS) for header in headers)
 
 
 class _Stream(ToolStream):
