@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from mvllm.entrypoints.bench.client import require_aiohttp
 from mvllm.entrypoints.bench.datasets import BenchmarkTokenizer
 from mvllm.entrypoints.bench.sweep import Journal, Measured, Start, SweepResult, count_starts, sweep
 from mvllm.entrypoints.bench.sweep_settings import (
@@ -59,7 +58,6 @@ def run_sweep(args: argparse.Namespace, limits: Mapping[str, float] | None, igno
     check_workload(workload, tokenizer)
     trial: EngineTrial | ServerTrial
     if server:
-        require_aiohttp()
         rate = args.request_rate or math.inf
         trial = ServerTrial(
             fixed,

@@ -21,9 +21,9 @@ import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, ProcessCollector
 
+from mvllm.entrypoints.event_loop import run_in_event_loop
 from mvllm.entrypoints.openai.common.request_body import BodyReader
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
-from mvllm.entrypoints.event_loop import run_in_event_loop
 from mvllm.entrypoints.openai.server.api_server import HTTPServer, warn_if_public
 from mvllm.entrypoints.openai.server.app import add_middleware, build_fastapi_app
 from mvllm.entrypoints.openai.server.connections import ConnectionTable, default_max_connections
