@@ -57,7 +57,6 @@ class ModelConfig:
     head_size: int
     sliding_window: int | None = None
     max_logprobs: int = 20
-    logprobs_mode: str = "raw_logprobs"
     generation_defaults: dict[str, Any] = field(default_factory=dict)
     eos_token_ids: tuple[int, ...] = ()
     trust_remote_code: bool = False
@@ -69,6 +68,7 @@ class ModelConfig:
     kind: ModelKind = field(default_factory=ModelKind)
     pooler_config: dict[str, Any] = field(default_factory=dict)
     seed_is_random: bool = False
+    logprobs_mode: str = "raw_logprobs"
 
     @property
     def weights_seed(self) -> int:

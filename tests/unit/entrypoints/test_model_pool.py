@@ -219,6 +219,8 @@ def test_idle_models_are_unloaded_after_their_time_and_a_request_may_change_it()
         assert rig.running == ["a"]
         await rig.ask("b", keep_alive=0.0)
         await rig.states("luu")
+        await rig.pool.load(rig["b"])  # as its entry says, not as the last request before it was unloaded
+        assert rig.pool.seconds_until_expiry(rig["b"]) is None
 
     run(test)
 

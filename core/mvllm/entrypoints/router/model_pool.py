@@ -223,7 +223,9 @@ class ModelPool:
 
     async def load(self, model: PooledModel) -> None:
         """Loads a model, if it is not. Raises as `use`."""
-        async with self.use(model, keep_alive=model.keep_alive):
+        # The request that had it unloaded at once does not concern the next load.
+        keep_alive = model.keep_alive if model.is_loaded else model.entry.keep_alive
+        async with self.use(model, keep_alive=keep_alive):
             pass
 
     async def _load_wanted_models(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
@@ -160,6 +161,7 @@ class MCPConnection:
         await asyncio.to_thread(_import_client)  # takes a second
         import httpx2
         import mcp
+        from mcp.client.stdio import stdio_client
         from mcp.client.streamable_http import streamable_http_client
 
         from mvllm.entrypoints.openai.responses.mcp.public_addresses import LimitedTransport
@@ -167,7 +169,10 @@ class MCPConnection:
         server, seconds = self._tool.server, self._settings.timeout
         transport: Any
         if server.url is None:
-            transport = mcp.StdioServerParameters(command=server.command[0], args=list(server.command[1:]))
+            program = mcp.StdioServerParameters(command=server.command[0], args=list(server.command[1:]))
+            # What the program writes to stderr goes to the server's. The client's default is the `sys.stderr` of its
+            # import, which may be closed by now.
+            transport = stdio_client(program, errlog=sys.__stderr__ or sys.stderr)
         else:
             public_only = not self._tool.is_operators and self._settings.request_urls != "any"
             http = httpx2.AsyncClient(
