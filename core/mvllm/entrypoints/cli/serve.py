@@ -21,6 +21,7 @@ from mvllm.entrypoints.cli.chat_arguments import (
     add_parser_arguments,
     load_chat_template,
 )
+from mvllm.entrypoints.cli.number_arguments import positive_int, seconds
 from mvllm.entrypoints.cli.responses_arguments import add_responses_arguments, responses_settings
 from mvllm.entrypoints.cli.serve_models import add_models_arguments, router
 from mvllm.entrypoints.openai.server.authentication import KeyLimits, read_api_keys, read_key_limits
@@ -144,7 +145,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for field in fields(KeyLimits):
         limits.add_argument(
-            f"--key-{field.name.replace('_', '-')}", type=_positive, metavar="N", help=_KEY_LIMITS[field.name]
+            f"--key-{field.name.replace('_', '-')}", type=positive_int, metavar="N", help=_KEY_LIMITS[field.name]
         )
     limits.add_argument(
         "--unknown-fields",
@@ -176,7 +177,7 @@ def _add_seconds(group: Any, option: str, what: str) -> None:
     """Adds an option in seconds; the default is that of the setting with the same name."""
     default = getattr(ServerSettings(), option.replace("-", "_"))
     group.add_argument(
-        f"--{option}", type=_seconds, default=default, metavar="S", help=f"Seconds {what}. Default: {default:g}."
+        f"--{option}", type=seconds, default=default, metavar="S", help=f"Seconds {what}. Default: {default:g}."
     )
 
 
@@ -352,17 +353,3 @@ def _adapter(text: str) -> tuple[str, str]:
 
 def _keys(given: Sequence[str], files: Sequence[str], variable: str) -> list[str]:
     return read_api_keys(given, files, variable, os.environ.pop(variable, None))  # child processes must not inherit it
-
-
-def _positive(text: str) -> int:
-    number = human_readable_int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 <= seconds < 1e9:
-        raise argparse.ArgumentTypeError("must be a number of seconds from 0 on")
-    return seconds

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 
 from mvllm.config.engine_args import EngineArgs
-from mvllm.config.human_readable_int import human_readable_int
+from mvllm.entrypoints.cli.number_arguments import non_negative_int, positive_int, positive_seconds
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.errors import ConfigError
 
@@ -36,7 +36,7 @@ def add_models_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-loaded-models",
         "--models-max",
-        type=_not_negative,
+        type=non_negative_int,
         default=_MAX_LOADED_MODELS,
         metavar="N",
         help="Models that are loaded at once; the least recently used one makes room. 0 for no limit. "
@@ -44,7 +44,7 @@ def add_models_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--max-loaded-bytes",
-        type=_positive,
+        type=positive_int,
         metavar="N",
         help="Memory of weights and KV caches of the loaded models together. Default: no limit.",
     )
@@ -56,14 +56,14 @@ def add_models_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--load-timeout",
-        type=_seconds,
+        type=positive_seconds,
         default=_LOAD_TIMEOUT,
         metavar="S",
         help=f"Seconds that a request waits for its model to be loaded. Default: {_LOAD_TIMEOUT:g}.",
     )
     group.add_argument(
         "--max-waiting-requests",
-        type=_not_negative,
+        type=non_negative_int,
         default=_MAX_WAITING_REQUESTS,
         metavar="N",
         help=f"Requests that wait for models to be loaded; further ones get 503. Default: {_MAX_WAITING_REQUESTS}.",
@@ -127,24 +127,3 @@ def router(
     scan = None if args.models_dir is None else lambda: reader.read_folder(args.models_dir)
     config = RouterConfig(entries, limits, settings, scan)
     return lambda listener: run_router(config, listener)
-
-
-def _not_negative(text: str) -> int:
-    number = human_readable_int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError("must be at least 0")
-    return number
-
-
-def _positive(text: str) -> int:
-    number = human_readable_int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < 1e9:
-        raise argparse.ArgumentTypeError("must be a positive number of seconds")
-    return seconds
