@@ -24,16 +24,17 @@ from mvllm.config.engine_config import (
     SchedulerConfig,
 )
 from mvllm.config.foreign_keywords import FOREIGN_KEYWORDS
+from mvllm.config.generation_config import find_generation_folder
 from mvllm.config.hub import find_model, find_tokenizer
 from mvllm.config.keyword_arguments import accepts_every_name
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_builder import DTYPE_ALIASES, DTYPES, build_model_config
+from mvllm.config.model_limits import DEFAULT_NUM_BATCHED_TOKENS, check_parallel_sizes, token_budget
 from mvllm.config.option import Option, option, options_of
 from mvllm.config.option_arguments import add_foreign_options, add_option
 from mvllm.config.speculative import SpeculativeConfig, read_speculative_config
 from mvllm.errors import ConfigError
 
-DEFAULT_NUM_BATCHED_TOKENS = 2048
 MODEL_IMPLS = ("auto", "native", "transformers")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 SERVER_MAX_QUEUED_REQUESTS = 1024
@@ -438,9 +439,11 @@ class EngineArgs:
         self.validate()
         model = self.create_model_config()
         speculative = self._speculative_config(model)
-        self._check_parallel(model, self.pipeline_parallel_size)
-        if speculative is not None and speculative.model is not None:
-            self._check_parallel(speculative.model, 1)  # the last stage holds it whole
+        tp = self.tensor_parallel_size
+        check_parallel_sizes(model, tp, self.pipeline_parallel_size)
+        if (draft := None if speculative is None else speculative.model) is not None:
+            # The last stage holds it whole.
+            check_parallel_sizes(draft, tp, 1, "the model's" if draft.model == self.model else f"{draft.model}'s")
         # Encoders attend bidirectionally: a prompt is computed in one step, without KV cache.
         is_encoder = model.kind.is_encoder
         return EngineConfig(
@@ -455,7 +458,12 @@ class EngineArgs:
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,
-                max_num_batched_tokens=self._token_budget(model),
+                max_num_batched_tokens=token_budget(
+                    model,
+                    self.max_num_batched_tokens,
+                    self.max_num_seqs,
+                    enable_chunked_prefill=self.enable_chunked_prefill,
+                ),
                 enable_chunked_prefill=self.enable_chunked_prefill and not is_encoder,
                 long_prefill_token_threshold=self.long_prefill_token_threshold,
                 max_long_partial_prefills=self.max_long_partial_prefills,
@@ -512,7 +520,7 @@ class EngineArgs:
             dtype=self.dtype,
             max_model_len=self.max_model_len,
             hf_overrides=self.hf_overrides,
-            generation_config=self._generation_folder(folder),
+            generation_config=find_generation_folder(self.generation_config, folder),
             max_logprobs=self.max_logprobs,
             logprobs_mode=self.logprobs_mode,
             trust_remote_code=self.trust_remote_code,
@@ -566,53 +574,6 @@ class EngineArgs:
             self.tokenizer, revision=revision, token=self.hf_token, trust_remote_code=self.trust_remote_code
         )
         return str(found)
-
-    def _generation_folder(self, model_folder: Path) -> Path | None:
-        if self.generation_config == "auto":
-            return model_folder
-        if self.generation_config == "none":
-            return None
-        folder = Path(self.generation_config).expanduser()
-        if not (folder / "generation_config.json").is_file():
-            raise ConfigError(
-                "generation_config must be 'auto', 'none', or a folder with a generation_config.json, found "
-                f"{self.generation_config!r}."
-            )
-        return folder
-
-    def _token_budget(self, model: ModelConfig) -> int:
-        """`max_num_batched_tokens`, given or derived; without chunked prefill it must hold the longest prompt."""
-        chunks = self.enable_chunked_prefill and not model.kind.is_encoder
-        needed = self.max_num_seqs if chunks else max(self.max_num_seqs, model.max_model_len)
-        given = self.max_num_batched_tokens
-        if given is None:
-            return max(DEFAULT_NUM_BATCHED_TOKENS, needed)
-        if given < needed:
-            reason = "with an encoder" if model.kind.is_encoder else "without chunked prefill"
-            remedy = "" if model.kind.is_encoder else ", or set enable_chunked_prefill=True"
-            raise ConfigError(
-                f"max_num_batched_tokens is {given}, but {reason} it must be at least max_model_len "
-                f"({model.max_model_len}): a prompt is computed in one step. Raise the one, or lower the other{remedy}."
-            )
-        return given
-
-    def _check_parallel(self, model: ModelConfig, pp: int) -> None:
-        tp = self.tensor_parallel_size
-        whose = "the model's" if model.model == self.model else f"{model.model}'s"
-        if model.num_heads % tp:
-            raise ConfigError(
-                f"tensor_parallel_size is {tp}, which does not divide {whose} {model.num_heads} attention heads. "
-                "Choose a divisor of them."
-            )
-        if model.num_kv_heads % tp and tp % model.num_kv_heads:
-            raise ConfigError(
-                f"tensor_parallel_size is {tp}, which neither divides {whose} {model.num_kv_heads} key-value heads "
-                "nor is a multiple of them. Choose another size."
-            )
-        if pp > model.num_layers:
-            raise ConfigError(
-                f"pipeline_parallel_size is {pp}, but must be at most the number of layers ({model.num_layers})."
-            )
 
 
 def _names(text: str | None) -> tuple[str, ...]:

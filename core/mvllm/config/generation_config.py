@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mvllm.config.hf_config import HFConfig, read_json_object
-from mvllm.errors import ModelError
+from mvllm.errors import ConfigError, ModelError
 from mvllm.logging import get_logger
 
 logger = get_logger(__name__)
@@ -88,3 +88,24 @@ def end_token_ids(generation: HFConfig, hf_config: HFConfig, vocab_size: int) ->
 def describe_defaults(defaults: Mapping[str, Any]) -> str:
     """`temperature=0.6, top_p=0.9`, for the log."""
     return ", ".join(f"{name}={value}" for name, value in defaults.items())
+
+
+def find_generation_folder(setting: str, model_folder: Path) -> Path | None:
+    """The folder of the `generation_config.json` with sampling defaults; None for no defaults.
+
+    Args:
+        setting: 'auto' for the model's, 'none', or a folder.
+
+    Raises:
+        ConfigError: The folder has no such file.
+    """
+    if setting == "auto":
+        return model_folder
+    if setting == "none":
+        return None
+    folder = Path(setting).expanduser()
+    if not (folder / "generation_config.json").is_file():
+        raise ConfigError(
+            f"generation_config must be 'auto', 'none', or a folder with a generation_config.json, found {setting!r}."
+        )
+    return folder

@@ -9,8 +9,9 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mvllm.config.engine_args import DEFAULT_NUM_BATCHED_TOKENS, EngineArgs
+from mvllm.config.engine_args import EngineArgs
 from mvllm.config.human_readable_int import human_readable_int
+from mvllm.config.model_limits import DEFAULT_NUM_BATCHED_TOKENS
 from mvllm.config.option import Option
 from mvllm.entrypoints.bench.sweep import Candidate, SweepResult
 from mvllm.entrypoints.bench.sweep_trial import split_settings
