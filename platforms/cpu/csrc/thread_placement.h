@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 #if defined(__linux__)
@@ -47,6 +48,13 @@ class ThreadHandle {
 
   private:
     void move(int cpu, bool there) const {
+        // One at a time: a second one would read the mask of the first as the thread's own, and restore that.
+        if (is_moving_.exchange(true, std::memory_order_acquire)) return;
+        move_alone(cpu, there);
+        is_moving_.store(false, std::memory_order_release);
+    }
+
+    void move_alone(int cpu, bool there) const {
         cpu_set_t allowed, chosen;
         if (cpu < 0 || cpu >= CPU_SETSIZE || sched_getaffinity(id_, sizeof(allowed), &allowed) != 0) return;
         if (!CPU_ISSET(size_t(cpu), &allowed)) return;
@@ -60,6 +68,7 @@ class ThreadHandle {
     pid_t id_;
     clockid_t clock_{};
     bool has_clock_;
+    mutable std::atomic<bool> is_moving_{false};
 #else
     int64_t running_time() const { return -1; }
     void move_to(int) const {}
