@@ -39,6 +39,9 @@ class Executor(ABC):
     """Whether the executor, if it is named by its entry point, runs only on platforms that list that name in
     `LaunchTopology.executors`."""
 
+    has_local_worker: ClassVar[bool] = False
+    """Whether the only worker runs in this process, so that functions can be passed to it."""
+
     @classmethod
     def is_preferred(cls, topology: LaunchTopology, count_devices: Callable[[], int | None]) -> bool:
         """Whether this executor should run an engine of several workers for which the user named no executor.

@@ -28,6 +28,8 @@ class InProcessExecutor(Executor):
             Otherwise `collect_output` is called for the rest.
     """
 
+    has_local_worker = True
+
     def __init__(
         self, config: EngineConfig, platform: Platform, ctx: WorkerContext, *, output_is_complete: bool = True
     ) -> None:

@@ -261,9 +261,9 @@ class BatchPlan:
         """Grammar masks and `allowed_token_ids` of the masked rows, combined."""
         in_batch = self.work.indices[is_masked]
         rows, masks, allowed = self.rows[in_batch], self._masks, self.state.allowed
-        has_grammar = np.zeros(len(rows), dtype=bool) if masks is None else masks.covers(rows)
-        words = np.empty((0, 0), dtype=np.uint16)
+        has_grammar, words = np.zeros(len(rows), dtype=bool), np.empty((0, 0), dtype=np.uint16)
         if masks is not None:
+            has_grammar = masks.covers(rows)
             num_drafts = self._seq_lens[in_batch] - self._history.num_tokens[rows]
             words = masks.words(rows[has_grammar], num_drafts[has_grammar])
         is_allowed = [row for row in rows.tolist() if row in allowed]

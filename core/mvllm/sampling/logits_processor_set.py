@@ -20,23 +20,19 @@ logger = get_logger(__name__)
 
 
 class LogitsProcessorSet:
-    """The processors named by the setting `logits_processors`, in that order.
+    """The processors named by the setting `logits_processors`, in that order, then the functions of requests.
 
     Args:
         names: The setting's value.
         context: Passed to each processor.
-        runs_functions: Requests may have functions, see RequestFunctions. These run last.
 
     Raises:
         ConfigError: A processor cannot be created; the message names its package.
     """
 
-    def __init__(self, names: Iterable[str], context: LogitsProcessorContext, *, runs_functions: bool = False) -> None:
+    def __init__(self, names: Iterable[str], context: LogitsProcessorContext) -> None:
         classes = processor_classes(names)
-        if runs_functions:
-            classes.append(
-                (PluginSource("functions of the request", "logits_processors", "mvllm", ""), RequestFunctions)
-            )
+        classes.append((PluginSource("functions of the request", "logits_processors", "mvllm", ""), RequestFunctions))
         self._processors = [_make(source, cls, context) for source, cls in classes]
         self._rows: dict[int, list[int]] = {}  # row -> indices of the processors that act on it
         self._failures: dict[int, str] = {}

@@ -1,7 +1,7 @@
 """Logits processors that are functions of one request: AdapterLogitsProcessor, and RequestFunctions for its parameters.
 
-It is the base of logits processors whose logic knows one request at a time. `new_req_logits_processor` returns the
-function for a request, which is then called once per token.
+AdapterLogitsProcessor is the base of logits processors whose logic knows one request at a time. Its
+`new_req_logits_processor` returns the function for a request, which is then called once per token.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class AdapterLogitsProcessor(LogitsProcessor):
         function = self.new_req_logits_processor(params)
         if function is None:
             return False
-        if len(inspect.signature(function).parameters) > 2:
+        if _takes_prompt(function):
             function = partial(function, tokens.prompt.tolist())
         self._functions[row] = function, tokens
         return True
@@ -74,7 +74,7 @@ class RequestFunctions(AdapterLogitsProcessor):
     def new_req_logits_processor(self, params: SamplingParams) -> Callable[..., torch.Tensor] | None:
         if not params.logits_processors:
             return None
-        functions = [(each, len(inspect.signature(each).parameters) > 2) for each in params.logits_processors]
+        functions = [(each, _takes_prompt(each)) for each in params.logits_processors]
 
         def run_all(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
             for function, takes_prompt in functions:
@@ -82,3 +82,7 @@ class RequestFunctions(AdapterLogitsProcessor):
             return logits
 
         return run_all
+
+
+def _takes_prompt(function: Callable[..., Any]) -> bool:
+    return len(inspect.signature(function).parameters) > 2

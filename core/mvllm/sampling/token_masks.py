@@ -66,11 +66,6 @@ class TokenMasks:
         """
         return self._words[self._order[np.searchsorted(self._rows, rows, sorter=self._order) + num_drafts]]
 
-    @property
-    def num_words(self) -> int:
-        """Words per mask."""
-        return self._words.shape[1]
-
 
 def unpack_masks(words: torch.Tensor, num_rows: int, vocab_size: int) -> torch.Tensor:
     """Unpacks masks on the device.

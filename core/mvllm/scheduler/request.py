@@ -229,9 +229,7 @@ class Request:
                 break
             self.token_ids.append(token)
             appended.append(token)
-            stop = self.check_stop(token)
-            if self.grammar is not None:
-                stop = self.advance_grammar(token, stop)
+            stop = self.advance(token)
         if self.logprobs is not None and len(appended) < len(tokens):
             del self.logprobs[len(appended) - len(tokens) :]
         self.num_tokens += len(appended)
@@ -239,20 +237,14 @@ class Request:
             self.num_computed_tokens += len(appended)
         return appended, stop
 
-    def advance_grammar(
-        self, token: int, stop: tuple[FinishReason, int | None] | None
-    ) -> tuple[FinishReason, int | None] | None:
-        """Advances the grammar by the newest token, `token`, unless an end token has stopped the request.
-
-        Args:
-            stop: What `check_stop` returned.
+    def advance(self, token: int) -> tuple[FinishReason, int | None] | None:
+        """Advances the grammar, if there is one, by the newest token, `token`, unless that is an end token.
 
         Returns:
-            How the request ends, if it does: `stop`, or because the grammar is complete.
+            How the request ends, if it does: what `check_stop` returns, or because the grammar is complete.
         """
-        grammar = self.grammar
-        assert grammar is not None
-        if stop is not None and stop[0] is FinishReason.STOP:
+        stop, grammar = self.check_stop(token), self.grammar
+        if grammar is None or (stop is not None and stop[0] is FinishReason.STOP):
             return stop
         grammar.accept(token, blocking=self.has_token_in_flight)  # a step waits for it
         return (FinishReason.STOP, None) if grammar.is_complete else stop

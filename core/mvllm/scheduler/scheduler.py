@@ -342,9 +342,7 @@ class Scheduler:
             token_ids.append(token)
             grammar = request.grammar
             if grammar is not None or token in request.stop_ids or len(token_ids) >= request.max_num_tokens:
-                stop = request.check_stop(token)
-                if grammar is not None:
-                    stop = request.advance_grammar(token, stop)
+                stop = request.advance(token)
             if accepted and position in accepted:
                 appended, stop = request.append_accepted(accepted[position], stop)
                 new += appended

@@ -121,7 +121,7 @@ class MaskWorker:
         self._numbers: Iterator[int] = itertools.count()
         self._failed: SimpleQueue[MaskJob] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._deferred: deque[MaskJob] = deque()
+        self._deferred: list[MaskJob] = []
         self._num_helpers = min(MAX_THREADS, _num_cores() // 2) - 1
         self._helpers: ThreadPoolExecutor | None = None
 
@@ -168,7 +168,7 @@ class MaskWorker:
 
     def run_deferred(self) -> None:
         """Computes the masks of `defer`, on several threads if they take long together."""
-        jobs, self._deferred = self._deferred, deque()
+        jobs, self._deferred = self._deferred, []
         if not jobs:
             return
         waiting = deque(jobs)

@@ -112,31 +112,34 @@ class SequenceGrammar:
             tokens: Draft tokens that would follow the sequence.
         """
         self._leave_draft()
-        worker, mask, must_end = self._worker, self.mask, self._must_end
-        matcher = None
+        mask, must_end = self.mask, self._must_end
         for token in tokens:
             if must_end or token in self._end_ids or not _has_bit(mask, token):
                 break
-            if worker is not None and not worker.has_draft_time(self.expected_seconds):
+            if self._worker is not None and not self._worker.has_draft_time(self.expected_seconds):
                 break
-            if matcher is None:  # errors are final: the sequence's own matcher must not see those of other tokens
-                matcher = self._matcher.deep_copy()  # takes a microsecond
-            start = time.thread_time()
-            bits = matcher.compute_bitmask() if matcher.consume_token(token) else b""
-            state = None
-            if not matcher.is_error():
-                state = self._state_of(matcher, bits, self._num_tokens + len(self._drafted) + 1)
-            seconds = time.thread_time() - start
-            if worker is not None:
-                worker.spend_draft_time(seconds)
-                self.expected_seconds = max(seconds, 0.8 * self.expected_seconds)
+            if self._draft_matcher is None:  # errors are final: the sequence's own matcher must not see other tokens'
+                self._draft_matcher = self._matcher.deep_copy()  # takes a microsecond
+            state = self._draft_state(self._draft_matcher, token)
             if state is None:  # if the token is sampled, `accept` says why
-                matcher = None
+                self._draft_matcher = None
                 break
-            mask, must_end = state
-            self._drafted.append(_DraftState(token, mask, must_end, seconds))
-        self._draft_matcher = matcher
+            mask, must_end = state.mask, state.must_end
+            self._drafted.append(state)
         return [state.mask for state in self._drafted]
+
+    def _draft_state(self, matcher: Any, token: int) -> _DraftState | None:
+        """The state behind one more draft token, which `matcher` consumes; None if the grammar refuses it."""
+        start = time.thread_time()
+        bits = matcher.compute_bitmask() if matcher.consume_token(token) else b""
+        state = None
+        if not matcher.is_error():
+            state = self._state_of(matcher, bits, self._num_tokens + len(self._drafted) + 1)
+        seconds = time.thread_time() - start
+        if self._worker is not None:
+            self._worker.spend_draft_time(seconds)
+            self._expect(seconds)
+        return None if state is None else _DraftState(token, *state, seconds)
 
     def _accept_drafted(self) -> None:
         """Advances by the first draft token, whose mask is known."""
@@ -163,8 +166,8 @@ class SequenceGrammar:
         start = time.thread_time()
         self._advance()
         seconds = time.thread_time() - start
-        if self._worker is not None:  # a slow mask is mostly followed by slow ones
-            self.expected_seconds = max(seconds, 0.8 * self.expected_seconds)
+        if self._worker is not None:
+            self._expect(seconds)
         budget = self._budget
         if budget is not None and self.error is None:
             budget.add_token(seconds)
@@ -174,6 +177,10 @@ class SequenceGrammar:
                     f"{budget.num_tokens} tokens. Write the grammar so that fewer of its rules match the same text"
                 )
         self.is_ready = True
+
+    def _expect(self, seconds: float) -> None:
+        """Estimates the time of the next mask from that of the last: a slow mask is mostly followed by slow ones."""
+        self.expected_seconds = max(seconds, 0.8 * self.expected_seconds)
 
     def _advance(self) -> None:
         matcher, token = self._matcher, self._last_token

@@ -233,7 +233,7 @@ class ModelRunner:
             return None
         max_rows, vocab_size = self._config.scheduler.max_num_seqs, self._config.model.vocab_size
         context = LogitsProcessorContext(vocab_size, max_rows, self._runtime.device)
-        return LogitsProcessorSet(self._config.logits_processors, context, runs_functions=True)
+        return LogitsProcessorSet(self._config.logits_processors, context)
 
     def _compile_models(self) -> None:
         """Compiles the model, and makes the proposer. The KV cache must be allocated."""

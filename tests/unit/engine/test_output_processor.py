@@ -353,8 +353,6 @@ class _Picky:
     def token_text(self, token_id):
         return self.decode([token_id])
 
-    complete_text = token_text
-
 
 @kinds
 def test_undecodable_tokens_end_their_sequence_only(kind):

@@ -24,7 +24,6 @@ from mvllm.engine.core.lora_manager import LoRAManager
 from mvllm.engine.core.sleep import KV_CACHE, SLEEP_LEVELS, TAGS, WEIGHTS, check_sleep_level
 from mvllm.errors import ConfigError, EngineDeadError, EngineSleepingError, RequestError
 from mvllm.executor.factory import can_sample_later, make_executor
-from mvllm.executor.uniproc import InProcessExecutor
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager, NullKVCacheManager
 from mvllm.logging import get_logger
 from mvllm.messages.core_protocol import UtilityArg
@@ -190,7 +189,7 @@ class EngineCore:
     @property
     def has_local_worker(self) -> bool:
         """Whether the worker runs in this process."""
-        return isinstance(self._executor, InProcessExecutor)
+        return self._executor.has_local_worker
 
     def make_stats(self) -> SchedulerStats:
         """The scheduler's current state."""

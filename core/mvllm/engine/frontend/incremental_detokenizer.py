@@ -40,17 +40,16 @@ class IncrementalDetokenizer:
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._byte_ids = tokenizer.byte_ids
         self._needs_context = not tokenizer.decodes_bytewise
-        self._text_of = tokenizer.complete_text if tokenizer.decodes_bytewise else None
         self._context: list[int] = []
         self._context_text = ""
         self._pending: list[int] = []
 
     def append(self, token_ids: Sequence[int]) -> str:
         """Appends tokens. Returns the text that no later token can change, often empty."""
-        if self._text_of is not None and not self._pending:
-            texts = [self._text_of(i) for i in token_ids if i not in self._skipped]
-            if None not in texts:
-                return "".join(texts)  # type: ignore[arg-type]
+        if not self._needs_context and not self._pending:  # most tokens are whole characters
+            text = "".join([self._tokenizer.token_text(i) for i in token_ids if i not in self._skipped])
+            if _INCOMPLETE not in text:
+                return text
         self._pending += [i for i in token_ids if i not in self._skipped] if self._skipped else token_ids
         if not self._pending or self._pending[-1] in self._byte_ids:
             return ""

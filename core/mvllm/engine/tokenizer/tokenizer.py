@@ -49,7 +49,6 @@ class Tokenizer:
         if plain is None and getattr(self.hf, "is_fast", False):
             self._fast = getattr(self.hf, "backend_tokenizer", None)
         self._token_texts: dict[int, str] = {}
-        self._complete_texts: dict[int, str | None] = {}
 
     @cached_property
     def hf(self) -> Any:
@@ -259,17 +258,6 @@ class Tokenizer:
     def decodes_bytewise(self) -> bool:
         """Whether decoding concatenates the bytes of the tokens, so that their bytes do not depend on other tokens."""
         return self._fast is not None and type(self._fast.decoder).__name__ == "ByteLevel"
-
-    def complete_text(self, token_id: int) -> str | None:
-        """The text of a token that begins and ends with whole characters; None for others.
-
-        For a tokenizer that `decodes_bytewise`: the text of several such tokens is the concatenation of theirs.
-        """
-        text = self._complete_texts.get(token_id, "")
-        if text == "":  # not known, or a token without text
-            decoded = self.decode([token_id], skip_special_tokens=False)
-            text = self._complete_texts[token_id] = None if "\ufffd" in decoded else decoded
-        return text
 
     @property
     def eos_token_id(self) -> int | None:

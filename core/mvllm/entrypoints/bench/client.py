@@ -7,7 +7,6 @@ find the end of the line, decode a few fields, record the time at which it was r
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -67,7 +66,7 @@ class StreamError(MvllmError):
     """A response is an error, or a stream is incomplete."""
 
 
-_FAILURES = (HTTPError, OSError, TimeoutError, ssl.SSLError, StreamError, msgspec.DecodeError, ValueError)
+_FAILURES = (HTTPError, OSError, StreamError, msgspec.DecodeError, ValueError)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ Multi-Armed Bandits" (2013).
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import statistics
@@ -80,6 +79,11 @@ class Start:
     stage: int
     first_round: int
     num_rounds: int
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """Identifies the start within a sweep."""
+        return self.candidate.name, self.stage, self.first_round
 
 
 @dataclass
@@ -156,23 +160,22 @@ class Journal:
         Raises:
             MvllmError: The settings do not work; this is recorded, too.
         """
-        key = (start.candidate.name, start.stage, start.first_round)
-        entry = self._done.get(key)
+        entry = self._done.get(start.key)
         if entry is None:
-            entry = {"candidate": key[0], "stage": key[1], "first_round": key[2]}
+            entry = {"candidate": start.candidate.name, "stage": start.stage, "first_round": start.first_round}
             try:
                 entry["rounds"] = [{"score": each.score, "metrics": dict(each.metrics)} for each in measure(start)]
             except MvllmError as e:
                 entry["error"] = str(e)
             self._write(entry, "a")
-            self._done[key] = entry
+            self._done[start.key] = entry
         if "error" in entry:
             raise MvllmError(entry["error"])
         return [Round(each["score"], each["metrics"]) for each in entry["rounds"]]
 
     def is_done(self, start: Start) -> bool:
         """Whether the file has this start."""
-        return (start.candidate.name, start.stage, start.first_round) in self._done
+        return start.key in self._done
 
     def _read(self) -> list[dict[str, Any]]:
         lines = self._path.read_text(encoding="utf-8").splitlines()
@@ -246,8 +249,11 @@ class SweepResult:
 
 def count_starts(num_candidates: int) -> int:
     """Starts of a sweep in which no candidate fails."""
-    stages = list(itertools.takewhile(lambda n: n > 1, _stage_sizes(num_candidates)))
-    return sum(size + 1 for size in stages) + (2 * _FINAL_STARTS if num_candidates else 0)
+    num_starts = 2 * _FINAL_STARTS if num_candidates else 0
+    while num_candidates > 1:
+        num_starts += num_candidates + 1  # and the defaults
+        num_candidates = math.ceil(num_candidates / 2)
+    return num_starts
 
 
 def sweep(
@@ -299,12 +305,6 @@ def sweep(
     best = next((measured[each] for each in left if measured[each].error is None), None)
     ranking = [*left, *reversed(order)]
     return SweepResult([measured[each] for each in ranking], measured[DEFAULT], best, _noise(measured.values()))
-
-
-def _stage_sizes(num_candidates: int) -> Iterable[int]:
-    while num_candidates > 0:
-        yield num_candidates
-        num_candidates = math.ceil(num_candidates / 2) if num_candidates > 1 else 0
 
 
 def _noise(measured: Iterable[Measured]) -> float | None:

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import difflib
 import itertools
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -137,7 +138,7 @@ def format_result(result: SweepResult, unit: str) -> str:
             rows.append((each.candidate.name, f"failed: {each.error[:100]}", "", *("" for _ in titles), ""))
             continue
         error = result.error_of(each)
-        means = [sum(r.metrics.get(title, 0.0) for r in each.reported) / len(each.reported) for title in titles]
+        means = [statistics.fmean(r.metrics.get(title, 0.0) for r in each.reported) for title in titles]
         rows.append(
             (
                 each.candidate.name,
@@ -153,7 +154,7 @@ def format_result(result: SweepResult, unit: str) -> str:
     for row in rows:
         cells = [row[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True))]
         lines.append("  ".join(cells).rstrip())
-    lines.insert(1, "-" * max(map(len, lines[:1])))
+    lines.insert(1, "-" * len(lines[0]))
     return "\n".join(lines)
 
 

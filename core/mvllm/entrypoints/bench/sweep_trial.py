@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -110,7 +110,10 @@ class EngineTrial:
                 raise MvllmError(_last_lines(log) or f"exit status {status}")
             found = json.loads(result.read_text(encoding="utf-8"))
         self.platform = found["platform"]
-        return [Round(each["output_tokens_per_second"], _titles(each)) for each in found["rounds"]]
+        return [
+            Round(each["output_tokens_per_second"], {"requests/s": each["requests_per_second"]})
+            for each in found["rounds"]
+        ]
 
 
 class ServerTrial:
@@ -195,7 +198,7 @@ class ServerTrial:
             timeout=self._timeout,
             verify=True,
         )
-        target = ServerEndpoint(**{**vars(target), "model": await get_first_model(target)})
+        target = replace(target, model=await get_first_model(target))
         rounds = []
         for number in numbers:
             samples = self._workload.samples(self._tokenizer, number)
@@ -246,10 +249,6 @@ def _process(command: list[str], log: IO[bytes], environment: Mapping[str, str])
             if process.stdin is not None:
                 with contextlib.suppress(OSError):
                     process.stdin.close()
-
-
-def _titles(result: Mapping[str, Any]) -> dict[str, float]:
-    return {"requests/s": result["requests_per_second"]}
 
 
 def _last_lines(log: IO[bytes]) -> str:
