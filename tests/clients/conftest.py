@@ -1,7 +1,8 @@
 """Servers, and programs that use them in environments of their own.
 
 What clients require contradicts what we do, and one another, so that each has its environment (`environments`). A
-client that cannot be installed on this machine is skipped, with the installer's reason.
+client that cannot be installed on this machine is skipped, with the installer's reason; with the variable
+CLIENTS_REQUIRED, as `ci/matrix.py run clients` sets it, its tests fail.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from mvllm.demo import demo_model_path
-from tests.clients.environments import ROOT, NotInstalled, node_environment, python_environment
+from tests.clients.environments import REQUIRED, ROOT, NotInstalled, node_environment, python_environment
 from tests.clients.scripted_replies import VARIABLE
 from tests.helpers.processes import assert_nothing_left, shared_memory_names
 from tests.helpers.server import SMALL, ServerProcess
@@ -117,7 +118,7 @@ def run_client(client_environment: dict[str, str]) -> RunClient:
         try:
             python = python_environment(name)
         except NotInstalled as e:
-            pytest.skip(f"{name} cannot be installed here: {e}")
+            not_installed(name, e)
         path = f"{python.parent}{os.pathsep}{client_environment['PATH']}"
         command: Sequence[str | Path] = arguments
         if not arguments or str(arguments[0]).startswith("-") or str(arguments[0]).endswith(".py"):
@@ -139,7 +140,7 @@ def run_node(client_environment: dict[str, str]) -> RunClient:
         try:
             folder = node_environment(name)
         except NotInstalled as e:
-            pytest.skip(f"{name} cannot be installed here: {e}")
+            not_installed(name, e)
         first = arguments[0]
         if isinstance(first, Path):  # a module finds its packages beside itself
             shutil.copy(first, folder / first.name)
@@ -149,6 +150,14 @@ def run_node(client_environment: dict[str, str]) -> RunClient:
         return check(command, cwd, {**client_environment, **variables}, seconds)
 
     return run
+
+
+def not_installed(name: str, reason: NotInstalled) -> NoReturn:
+    """Skips the test of a client that cannot be installed, or fails it where every client has to be tested."""
+    message = f"{name} cannot be installed here: {reason}"
+    if os.environ.get(REQUIRED):
+        pytest.fail(message, pytrace=False)
+    pytest.skip(message)
 
 
 def check(

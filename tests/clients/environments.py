@@ -19,6 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 REQUIREMENTS = Path(__file__).parent / "requirements"
 INSTALL_SECONDS = 540
+REQUIRED = "CLIENTS_REQUIRED"
+"""Variable with which a client that cannot be installed is a failure; `ci/matrix.py run clients` sets it."""
 
 
 class NotInstalled(Exception):
@@ -40,9 +42,9 @@ def python_environment(name: str) -> Path:
     python = folder / "bin" / "python"
     if _is_new(folder, requirements):
         _run([sys.executable, "-m", "venv", "--clear", str(folder)])
-        # The file names every package, so pip has nothing to resolve.
+        # The file names every package, so pip has nothing to resolve. Some have no wheel and are built.
         pip = (str(python), "-m", "pip", "install", "--quiet", "--progress-bar", "off", "--no-deps")
-        _run([*pip, "--only-binary", ":all:", "-r", str(requirements)])
+        _run([*pip, "--prefer-binary", "-r", str(requirements)])
         _finish(folder, requirements)
     return python
 

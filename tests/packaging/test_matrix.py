@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from mvllm.plugin_api import CONTRACT
+from tests.clients.environments import REQUIRED
 from tests.packaging.conftest import CONSTRAINTS, REPOSITORY
 
 
@@ -119,6 +120,10 @@ class TestRunningHere:
         assert matrix.run_lane(lane(does="xla"), start=lambda command, cwd: 77) == 77
         printed = capsys.readouterr().out
         assert "acme: NOT RUN" in printed and "passed" not in printed and "FAILED" not in printed
+
+    def test_the_lane_of_clients_fails_if_one_cannot_be_installed(self):
+        [clients] = [one for one in LANES if one.does == "clients"]
+        assert f"{REQUIRED}=1" in matrix.commands_of(clients)[-1]
 
     def test_an_xla_lane_is_run_by_the_command_that_creates_its_environment(self):
         [xla] = [one for one in LANES if one.does == "xla"]

@@ -219,6 +219,10 @@ def test_models_version_load_and_health(client: httpx.Client) -> None:
     document = client.get("/openapi.json").json()
     assert "prompt" in document["components"]["schemas"]["CompletionRequest"]["properties"]
     assert "/v1/completions" in document["paths"]
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            declared = {one["name"] for one in operation.get("parameters", []) if one["in"] == "path"}
+            assert declared == set(re.findall(r"{(\w+)}", path)), path
 
 
 def test_an_idle_server_uses_less_than_one_percent_of_a_cpu(server: ServerProcess, client: httpx.Client) -> None:

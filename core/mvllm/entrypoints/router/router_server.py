@@ -74,7 +74,7 @@ def run_router(config: RouterConfig, listener: socket.socket) -> int:
     Args:
         listener: The listening socket; closed at the end.
     """
-    logger.info("Listening at %s; %d models are loaded on demand.", listener_url(listener), len(config.entries))
+    logger.info("Listening at %s; models that are loaded on demand: %d.", listener_url(listener), len(config.entries))
     warn_if_public(listener, config.settings)
     return run_in_event_loop(RouterServer(config, listener).run())
 

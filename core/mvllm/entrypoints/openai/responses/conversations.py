@@ -74,9 +74,8 @@ class ConversationsRoutes:
         found = await self._store.conversation(conversation_id, request_caller(request.scope))
         return json_response(found.body)
 
-    async def update(self, request: Request) -> Response:
+    async def update(self, request: Request, conversation_id: str) -> Response:
         """Replaces the metadata of a conversation."""
-        conversation_id = request.path_params["conversation_id"]
         body = await self._body_routes.decode(request, ConversationUpdateRequest)
         check_metadata(body.metadata)
         found = await self._store.conversation(conversation_id, request_caller(request.scope))
@@ -105,9 +104,8 @@ class ConversationsRoutes:
         items = await self._store.items(conversation_id, after, limit + 1, descending=is_descending)
         return json_response(page_of(items[:limit], has_more=len(items) > limit))
 
-    async def create_items(self, request: Request) -> Response:
+    async def create_items(self, request: Request, conversation_id: str) -> Response:
         """Adds items to the end of a conversation."""
-        conversation_id = request.path_params["conversation_id"]
         body = await self._body_routes.decode(request, ConversationItemsRequest)
         await self._store.conversation(conversation_id, request_caller(request.scope))
         items = _checked_items(body.items)

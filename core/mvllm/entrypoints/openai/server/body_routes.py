@@ -23,7 +23,8 @@ from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 
 R = TypeVar("R", bound=ModelRequest)
-Endpoint = Callable[[Request], Awaitable[Response]]
+Endpoint = Callable[..., Awaitable[Response]]
+"""Called with the request and the parameters of its path."""
 MakeHandler = Callable[[ServingContext, str, R], Handler]
 """Makes the handler of a request from the context, the model's name in the response and the body."""
 
