@@ -61,6 +61,26 @@ def read_events(events: Iterable[dict[str, Any]]) -> Timeline:
     return Timeline(busy, tuple(gaps), waits, launches)
 
 
+def longest_kernels(events: Iterable[dict[str, Any]], most: int = 15) -> list[tuple[str, int, float]]:
+    """Name, launches and total microseconds of the kernels that take most time, the longest first."""
+    found: dict[str, tuple[int, float]] = {}
+    for event in events:
+        if event.get("ph") == "X" and event.get("cat") in DEVICE_KINDS:
+            launches, total = found.get(str(event["name"]), (0, 0.0))
+            found[str(event["name"])] = launches + 1, total + float(event["dur"])
+    ranked = sorted(found.items(), key=lambda entry: -entry[1][1])[:most]
+    return [(name, launches, total) for name, (launches, total) in ranked]
+
+
+def kernel_table(kernels: Sequence[tuple[str, int, float]], steps: int) -> str:
+    """A Markdown table of `longest_kernels` of a trace of `steps` steps."""
+    lines = ["| kernel | launches a step | µs a launch | µs a step |", "| --- | --- | --- | --- |"]
+    for name, launches, total in kernels:
+        short = name if len(name) <= 90 else f"{name[:87]}..."
+        lines.append(f"| `{short}` | {launches / steps:.1f} | {total / launches:.1f} | {total / steps:.1f} |")
+    return "\n".join(lines) + "\n"
+
+
 def merge(spans: Sequence[tuple[float, float]]) -> tuple[float, list[float]]:
     """Length of the union of spans that are sorted by their beginnings, and the gaps in it."""
     busy, gaps, end = 0.0, [], None
@@ -100,7 +120,9 @@ def measure_trace(llm: LLM, name: str, plan: Plan, size: Size, settings: Setting
     steps.close()
     profiler.export_chrome_trace(str(path))
     with gzip.open(path, "rt") as file:
-        timeline = read_events(json.load(file)["traceEvents"])
+        events = json.load(file)["traceEvents"]
+    timeline = read_events(events)
+    (settings.out / f"kernels-{name}.md").write_text(kernel_table(longest_kernels(events), count))
     figures: dict[str, float] = {
         "step_ms": statistics.median(walls) * 1e3,
         "caller_cpu_ms": statistics.median(own) * 1e3,

@@ -1,10 +1,11 @@
-"""Attention by FlashAttention and FlashInfer if these packages are installed; neither is required.
+"""Attention by FlashAttention, FlashInfer and torch's cuDNN, if they are installed; none is required.
 
-Both read the cache that the Triton kernels write, so each step may use either. The layers that a package supports are
-derived from the parameters of its functions and from its documentation of sizes and dtypes.
+All read the cache that the Triton kernels write, so each step may use any of them. The layers that a package supports
+are derived from the parameters of its functions and from its documentation of sizes and dtypes.
 
     flash_attn   reads the block table on the device; blocks are multiples of 256 tokens
     flashinfer   needs a plan made on the host from the host's tables; not for steps that a graph replays
+    cudnn        long prompts; see cudnn_attention.py
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -21,67 +21,20 @@ import numpy as np
 import torch
 
 from mvllm.plugin_api import AttentionSpec, BatchLayout, get_logger
+from mvllm_torch_gpu.attention_library import DTYPES, AttentionLibrary
+from mvllm_torch_gpu.cudnn_attention import CudnnAttention
 from mvllm_torch_gpu.paged_metadata import PagedMetadata
 
 logger = get_logger("mvllm.torch_gpu.attention_libraries")
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 WORKSPACE_BYTES = 128 << 20
 """Size of FlashInfer's workspace for split sums, as its documentation recommends; shared by all layers."""
-
-
-class AttentionLibrary(ABC):
-    """Attention of one layer by one package.
-
-    Args:
-        module: The package.
-        spec: The layer; `refusals` is empty for it.
-    """
-
-    name: str
-
-    def __init__(self, module: ModuleType, spec: AttentionSpec) -> None:
-        self.module, self.spec = module, spec
-
-    @classmethod
-    def refusals(cls, module: ModuleType, spec: AttentionSpec) -> list[str]:
-        """Reasons why the package does not support a layer; empty if it does."""
-        reasons = []
-        if spec.dtype not in DTYPES:
-            reasons.append(f"{cls.name} computes in {' and '.join(DTYPES)}, not in {spec.dtype}")
-        if spec.kv_dtype != spec.dtype:
-            reasons.append(f"{cls.name} reads a cache of the compute dtype, not of {spec.kv_dtype}")
-        if spec.sinks:
-            reasons.append(f"{cls.name} has no sinks")
-        if spec.values_in_keys or spec.value_size != spec.head_size:
-            reasons.append(f"{cls.name} needs values of the keys' size, stored separately")
-        return reasons + spec.contradictions()
-
-    @abstractmethod
-    def takes(self, metadata: PagedMetadata) -> bool:
-        """Whether the package supports such steps."""
-
-    def plan(self, batch: BatchLayout, device: torch.device) -> Any:
-        """Prepares a step for `attend` from the host's arrays, without waiting for the device."""
-        return None
-
-    @abstractmethod
-    def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: PagedMetadata, plan: Any
-    ) -> torch.Tensor:
-        """Attention output [T, heads, size] for a query [T, heads, size]; finite for padding tokens.
-
-        Args:
-            query: The step's.
-            keys, values: [num_blocks, block_size, num_kv_heads, size].
-            metadata, plan: Of the step.
-        """
 
 
 class FlashAttention(AttentionLibrary):
     """The package `flash_attn`."""
 
-    name = "flash_attn"
+    name = module_name = "flash_attn"
 
     @classmethod
     def refusals(cls, module: ModuleType, spec: AttentionSpec) -> list[str]:
@@ -128,7 +81,7 @@ class FlashAttention(AttentionLibrary):
 class FlashInfer(AttentionLibrary):
     """The package `flashinfer`, for steps with prompt tokens."""
 
-    name = "flashinfer"
+    name = module_name = "flashinfer"
     _workspaces: Mapping[torch.device, torch.Tensor] = {}
 
     def __init__(self, module: ModuleType, spec: AttentionSpec) -> None:
@@ -196,7 +149,7 @@ class FlashInfer(AttentionLibrary):
         return self._wrappers[0]
 
 
-LIBRARIES: tuple[type[AttentionLibrary], ...] = (FlashAttention, FlashInfer)
+LIBRARIES: tuple[type[AttentionLibrary], ...] = (FlashAttention, FlashInfer, CudnnAttention)
 
 
 def libraries_for(spec: AttentionSpec, names: tuple[str, ...]) -> tuple[list[AttentionLibrary], list[str]]:
@@ -206,7 +159,7 @@ def libraries_for(spec: AttentionSpec, names: tuple[str, ...]) -> tuple[list[Att
     for kind in LIBRARIES:
         if kind.name not in names:
             continue
-        module = _installed(kind.name)
+        module = _installed(kind.module_name)
         refused = [f"{kind.name} is not installed"] if module is None else kind.refusals(module, spec)
         reasons += refused
         if module is not None and not refused:

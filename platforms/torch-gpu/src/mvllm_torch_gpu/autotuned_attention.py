@@ -17,7 +17,7 @@ import torch
 
 from mvllm.plugin_api import AttentionSpec, BatchLayout, KVLayout, get_logger
 from mvllm_torch_gpu.attention import Cache, TritonAttention
-from mvllm_torch_gpu.attention_libraries import AttentionLibrary
+from mvllm_torch_gpu.attention_library import UNSUPPORTED, AttentionLibrary
 from mvllm_torch_gpu.paged_metadata import PagedMetadata
 
 logger = get_logger("mvllm.torch_gpu.autotuned_attention")
@@ -78,9 +78,11 @@ class AutotunedAttention(TritonAttention):
         chosen = self._chosen.get(_kind_of(step, step.num_tokens))
         device = step.slot_mapping.device
         plans = {
-            name: library.plan(batch, device)
+            name: plan
             for name, library in self._libraries.items()
-            if chosen in (None, name) and library.takes(step)
+            if chosen in (None, name)
+            and library.takes(step)
+            and (plan := library.plan(batch, device)) is not UNSUPPORTED
         }
         return AutotunedMetadata(**{**vars(step), "plans": plans})
 

@@ -1,0 +1,198 @@
+"""Attention of long prompts by cuDNN, which torch contains.
+
+cuDNN reads dense tensors. So the blocks of a prompt are gathered first, which takes a few percent of the time of the
+attention itself. Decodes of the same step use the Triton kernels.
+
+Torch's function masks causally from the upper left corner only, and prepares an execution plan for every new shape. So
+a prompt is computed in two parts that are merged by their log-sum-exps, and sizes are rounded up:
+
+    keys     0 ......................... base ................ length ... base + size
+    prompt   | not masked: base keys     | causal: size x size            |
+                                         | recomputed | new tokens | zeros |
+
+`base` is the largest multiple of CONTEXT_STEP tokens before the new ones. Rows between `base` and the first new token
+have arbitrary queries, and their results are dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from mvllm.plugin_api import AttentionSpec, BatchLayout
+from mvllm_torch_gpu.attention_library import UNSUPPORTED, AttentionLibrary
+from mvllm_torch_gpu.paged_metadata import PagedMetadata
+from mvllm_triton.attention import paged_attention
+from mvllm_triton.merge import merge_attention
+
+LEAST_TOKENS = 512
+"""Tokens of the shortest prompt: shorter ones are not worth the gathering."""
+CONTEXT_STEP = 1024
+ROW_STEP = 256
+GATHERED_BYTES = 1 << 30
+"""Memory limit for the gathered keys and values of one prompt."""
+
+FIRST_DEVICE = (9, 0)
+"""Compute capability from which cuDNN's kernels are faster than portable ones."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """New tokens of one request.
+
+    Attributes:
+        request: Row of the block table.
+        first: Index of its first token in the step.
+        num_tokens: New tokens.
+        length: Tokens of the sequence, the new ones included.
+    """
+
+    request: int
+    first: int
+    num_tokens: int
+    length: int
+
+
+@dataclass(frozen=True)
+class PromptStep:
+    """A step: the decodes come first.
+
+    Attributes:
+        num_decodes: Requests of one token each.
+        prompts: The others.
+        num_tokens: Tokens of the step without padding.
+    """
+
+    num_decodes: int
+    prompts: tuple[Prompt, ...]
+    num_tokens: int
+
+
+class CudnnAttention(AttentionLibrary):
+    """Attention of prompts of at least LEAST_TOKENS tokens."""
+
+    name = "cudnn"
+    module_name = "torch"
+
+    @classmethod
+    def refusals(cls, module: ModuleType, spec: AttentionSpec) -> list[str]:
+        reasons = super().refusals(module, spec)
+        if not has_cudnn(module):
+            reasons.append(f"{cls.name} needs a device of compute capability {FIRST_DEVICE[0]}.{FIRST_DEVICE[1]}")
+        if spec.head_size > 128 or spec.head_size % 8:
+            reasons.append(f"{cls.name} is used for head sizes up to 128 in multiples of 8, not {spec.head_size}")
+        if spec.sliding_window is not None or spec.soft_cap is not None:
+            reasons.append(f"{cls.name} has no sliding window and no soft cap")
+        return reasons
+
+    def takes(self, metadata: PagedMetadata) -> bool:
+        return metadata.max_query_len >= LEAST_TOKENS and CONTEXT_STEP % metadata.block_size == 0
+
+    def plan(self, batch: BatchLayout, device: torch.device) -> Any:
+        real = int(np.count_nonzero(batch.seq_lens))  # padding comes last
+        starts, lengths = batch.query_start_loc[: real + 1], batch.seq_lens[:real]
+        counts = np.diff(starts)
+        longer = np.flatnonzero(counts > 1)
+        decodes = int(longer[0]) if len(longer) else real
+        spec = self.spec
+        row_bytes = 2 * spec.num_kv_heads * spec.head_size * 2
+        if counts[decodes:].min(initial=LEAST_TOKENS) < LEAST_TOKENS or lengths.max() * row_bytes > GATHERED_BYTES:
+            return UNSUPPORTED
+        prompts = tuple(
+            Prompt(row, int(starts[row]), int(counts[row]), int(lengths[row])) for row in range(decodes, real)
+        )
+        return PromptStep(decodes, prompts, int(starts[real]))
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: PagedMetadata, plan: PromptStep
+    ) -> torch.Tensor:
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        out[plan.num_tokens :] = 0.0
+        if decodes := plan.num_decodes:
+            paged_attention(
+                query[:decodes],
+                keys,
+                values,
+                metadata.block_table[:decodes],
+                metadata.query_start_loc[: decodes + 1],
+                metadata.seq_lens[:decodes],
+                scale=self.spec.scale,
+                max_query_len=1,
+                max_seq_len=metadata.max_seq_len,
+                out=out[:decodes],
+            )
+        for prompt in plan.prompts:
+            tokens = slice(prompt.first, prompt.first + prompt.num_tokens)
+            self._attend_prompt(query[tokens], keys, values, metadata.block_table[prompt.request], prompt, out[tokens])
+        return out
+
+    def _attend_prompt(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        table: torch.Tensor,
+        prompt: Prompt,
+        out: torch.Tensor,
+    ) -> None:
+        """Attention of one prompt's new tokens: `query` and `out` [num_tokens, heads, size], `table` [pages]."""
+        block_size, scale = keys.shape[1], self.spec.scale
+        context = prompt.length - prompt.num_tokens
+        base = context // CONTEXT_STEP * CONTEXT_STEP
+        size = -(-(prompt.length - base) // ROW_STEP) * ROW_STEP
+        before = context - base
+        rows = query
+        if size != prompt.num_tokens:
+            rows = query.new_zeros((size, *query.shape[1:]))
+            rows[before : before + prompt.num_tokens] = query
+        first, last = base // block_size, -(-prompt.length // block_size)
+        own = [_gathered(part, table[first:last], size) for part in (keys, values)]
+        found, sums = dense_attention(rows, own[0], own[1], scale=scale, causal=True)
+        new = slice(before, before + prompt.num_tokens)
+        if not base:
+            out.copy_(found[new])
+            return
+        earlier = [_gathered(part, table[:first], base) for part in (keys, values)]
+        found_earlier, sums_earlier = dense_attention(rows, earlier[0], earlier[1], scale=scale, causal=False)
+        merge_attention(out, found[new], sums[:, new], found_earlier[new], sums_earlier[:, new])
+
+
+def has_cudnn(module: ModuleType) -> bool:
+    """Whether `module`, which is torch, has cuDNN for the current device."""
+    if module.version.cuda is None or not module.backends.cudnn.is_available():
+        return False
+    return bool(module.cuda.is_available() and module.cuda.get_device_capability() >= FIRST_DEVICE)
+
+
+def dense_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one sequence by cuDNN.
+
+    Args:
+        query: [rows, heads, size].
+        key, value: [columns, kv_heads, size].
+        scale: Factor on query-key products.
+        causal: Row i sees columns up to i; otherwise all.
+
+    Returns:
+        The result [rows, heads, size], and the natural logarithms of the sums of exponentials, float32 [heads, rows].
+    """
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *(x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)), None, True, 0.0, causal, scale=scale
+    )
+    return found[0].squeeze(0).transpose(0, 1), found[1].reshape(query.shape[1], query.shape[0])
+
+
+def _gathered(cache: torch.Tensor, blocks: torch.Tensor, size: int) -> torch.Tensor:
+    """The tokens of `blocks`, [size, kv_heads, head_size]; zeros after them."""
+    num_tokens = len(blocks) * cache.shape[1]
+    gathered = cache.new_empty((max(size, num_tokens), *cache.shape[2:]))
+    whole = gathered[:num_tokens].view(len(blocks), *cache.shape[1:])
+    torch.index_select(cache, 0, blocks, out=whole)
+    gathered[num_tokens:] = 0.0
+    return gathered[:size]
