@@ -154,9 +154,9 @@ def engine_arguments(name: str, settings: Settings, plan: Plan) -> dict[str, Any
 
 def _engine(name: str, folder: Path, load_format: str, item: str, settings: Settings, result_log: ResultLog) -> None:
     from mvllm import LLM
-    from tests.gpu.trace import measure_trace
+    from tests.gpu.trace import trace_prompt, trace_steps
 
-    copied, multiplied = ceilings(settings, result_log)
+    limits = ceilings(settings, result_log)
     plan, size = plan_of(settings), Size.of(CONFIGS[name])
     begin = time.perf_counter()
     with LLM(
@@ -170,9 +170,10 @@ def _engine(name: str, folder: Path, load_format: str, item: str, settings: Sett
         start = {"start_s": time.perf_counter() - begin}
         result_log.add(Row("bench", item, f"{name}: start", MEASURED, start, str(llm.llm_engine.cache_summary)))
         measures: list[tuple[str, Callable[[], tuple[dict[str, float], str]]]] = [
-            *((f"decode, batch {batch}", partial(_decode, llm, batch, plan, size, copied)) for batch in plan.batches),
-            *((f"prompt of {length}", partial(_prompt, llm, length, size, multiplied)) for length in plan.prompts),
-            (f"steps at batch {plan.trace_batch}", partial(measure_trace, llm, name, plan, size, settings)),
+            *((f"decode, batch {batch}", partial(_decode, llm, batch, plan, size, limits)) for batch in plan.batches),
+            *((f"prompt of {length}", partial(_prompt, llm, length, size, limits[1])) for length in plan.prompts),
+            (f"trace of a prompt of {plan.prompts[-1]}", partial(trace_prompt, llm, name, plan, size, settings)),
+            (f"steps at batch {plan.trace_batch}", partial(trace_steps, llm, name, plan, size, settings)),
             ("offline throughput", partial(_offline, llm, plan, size)),
             ("the same as transformers", partial(_same_as_peer, llm, plan, size)),
         ]
@@ -186,16 +187,17 @@ def _engine(name: str, folder: Path, load_format: str, item: str, settings: Sett
                 result_log.add(Row("bench", item, f"{name}: {title}", MEASURED, figures, note))
 
 
-def _decode(llm: LLM, batch: int, plan: Plan, size: Size, copied: float) -> tuple[dict[str, float], str]:
+def _decode(llm: LLM, batch: int, plan: Plan, size: Size, limits: tuple[float, float]) -> tuple[dict[str, float], str]:
     for _ in decoding_steps(llm, batch, plan.context, 4, size.vocab):
         pass  # what is compiled late is compiled now
     seconds, context = decode_seconds(llm, batch, plan, size.vocab)
-    floor = size.step_bytes(batch, context) / copied
+    floor = size.step_seconds(batch, context, *limits)
     figures = {
         "step_ms": seconds * 1e3,
         "tokens_s": batch / seconds,
         "floor_ms": floor * 1e3,
-        "of_bandwidth": floor / seconds,
+        "of_floor": floor / seconds,
+        "of_bandwidth": size.step_bytes(batch, context) / limits[0] / seconds,
     }
     return figures, f"context {context:.0f}"
 

@@ -25,18 +25,25 @@ def items(settings: Settings) -> list[Item]:
 
 def run(item: str, settings: Settings, result_log: ResultLog) -> None:
     """See the module."""
+    only = QUICK_ONLY if settings.quick else None
+    run_suite("conformance", item, settings, result_log, only=only, limit=items(settings)[0].limit)
+
+
+def run_suite(
+    part: str, item: str, settings: Settings, result_log: ResultLog, *, only: str | None, limit: float
+) -> None:
+    """Runs the suite, or the clauses of `only`, for at most `limit` seconds, and adds its rows to `part`."""
     from mvllm.testing.run import Settings as Run
     from mvllm.testing.run import arguments
 
-    report, log = settings.out / "conformance-report.json", settings.out / "logs" / "conformance-suite.log"
+    report, log = settings.out / f"{part}-report.json", settings.out / "logs" / f"{part}-suite.log"
     report.unlink(missing_ok=True)
     further = ["-v", *_side_by_side(settings)]
-    only = QUICK_ONLY if settings.quick else None
     command = [
         *(sys.executable, "-m", "pytest"),
         *arguments(Run(settings.platform, report, only=only, quick=settings.quick, pytest_arguments=further)),
     ]
-    limit = max(1.0, min(settings.seconds_left(), items(settings)[0].limit) - 15)
+    limit = max(1.0, min(settings.seconds_left(), limit) - 15)
     stopped = ""
     with log.open("wb") as output:
         try:
@@ -44,12 +51,12 @@ def run(item: str, settings: Settings, result_log: ResultLog) -> None:
         except subprocess.TimeoutExpired:
             stopped = f"stopped after {limit:.0f} s; see {log.name}"
     if report.exists():
-        _add_rows(report, settings, result_log)
+        _add_rows(part, item, report, result_log)
     else:
         counts = counts_in(log)
         name = "stopped suite" if stopped else "suite"
         note = stopped or f"it wrote no report; see {log.name}"
-        result_log.add(Row("conformance", item, name, FAILED, counts, note))
+        result_log.add(Row(part, item, name, FAILED, counts, note))
 
 
 def counts_in(log: Path) -> dict[str, int]:
@@ -64,7 +71,7 @@ def _side_by_side(settings: Settings) -> list[str]:
     return ["-n", str(SIDE_BY_SIDE)]
 
 
-def _add_rows(path: Path, settings: Settings, result_log: ResultLog) -> None:
+def _add_rows(part: str, item: str, path: Path, result_log: ResultLog) -> None:
     from mvllm.testing.report import Status, from_json
 
     report = from_json(path)
@@ -73,11 +80,11 @@ def _add_rows(path: Path, settings: Settings, result_log: ResultLog) -> None:
     verdict = "conformant" if report.conformant else report.verdict()
     status = FAILED if report.failures else OK
     tests = {"tests": len(report.outcomes)}
-    result_log.add(Row("conformance", "suite", "suite", status, {**tests, **counts}, verdict))
+    result_log.add(Row(part, item, "suite", status, {**tests, **counts}, verdict))
     seen = set()
     for outcome in report.outcomes:
         for clause in outcome.clauses:
             if outcome.status is Status.FAILED and clause not in seen:
                 seen.add(clause)
                 note = f"{outcome.test}: {outcome.reason}"
-                result_log.add(Row("conformance", "suite", clause, FAILED, {}, note))
+                result_log.add(Row(part, item, clause, FAILED, {}, note))

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from mvllm.platform.checked_calls import call_checked
 from mvllm.platform.choose import choose_platform
 from mvllm.platform.phases import Phase, enter_phase
-from mvllm.plugin_api import DeviceRuntime, WorkerContext
+from mvllm.plugin_api import DeviceRuntime, GraphBackend, WorkerContext
 
 
 @contextmanager
@@ -37,6 +37,21 @@ def seconds_of(runtime: DeviceRuntime, work: Callable[[], object], *, calls: int
         runtime.synchronize()
         found.append((time.perf_counter() - begin) / calls)
     return statistics.median(found)
+
+
+def graph_seconds_of(
+    runtime: DeviceRuntime, graphs: GraphBackend | None, work: Callable[[], object], *, calls: int
+) -> float:
+    """As `seconds_of`, with the time of launching the work left out where the platform captures graphs."""
+    if graphs is None:
+        return seconds_of(runtime, work, calls=calls)
+
+    def step() -> None:
+        for _ in range(calls):
+            work()
+
+    work()
+    return seconds_of(runtime, graphs.capture(step), calls=1) / calls
 
 
 def copy_bandwidth(runtime: DeviceRuntime, num_bytes: int, calls: int = 10) -> float:

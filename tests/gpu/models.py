@@ -111,6 +111,7 @@ class Size:
         kv: Elements of keys and values per token, over all layers.
         pair: Multiply-adds per pair of a query and a key, over all layers.
         vocab: Number of token ids.
+        matrices: (inner, outer) sizes of the weights of a step that are read whole, experts left out.
     """
 
     dense: int
@@ -121,6 +122,7 @@ class Size:
     kv: int
     pair: int
     vocab: int
+    matrices: tuple[Shape, ...] = ()
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Size:
@@ -139,6 +141,7 @@ class Size:
             kv=2 * depth * config["num_key_value_heads"] * size,
             pair=2 * depth * config["num_attention_heads"] * size,
             vocab=config["vocab_size"],
+            matrices=tuple(shape for name, shape in matrices.items() if len(shape) == 2 and ".experts." not in name),
         )
 
     def step_bytes(self, batch: int, context: float) -> float:
@@ -149,6 +152,18 @@ class Size:
         touched = 1 - (1 - self.experts_per_token / self.num_experts) ** batch
         weights = self.dense + self.head + self.experts * touched
         return BFLOAT16 * (weights + batch * context * self.kv)
+
+    def step_seconds(self, batch: int, context: float, bytes_per_second: float, operations_per_second: float) -> float:
+        """Lower bound of the time of such a step: of each product its bytes or its operations, whichever take longer.
+
+        Attention is bound by its bytes. The bound of experts is that of their bytes.
+        """
+        products = sum(
+            max(BFLOAT16 * math.prod(shape) / bytes_per_second, 2 * batch * math.prod(shape) / operations_per_second)
+            for shape in self.matrices
+        )
+        rest = self.step_bytes(batch, context) - BFLOAT16 * sum(math.prod(shape) for shape in self.matrices)
+        return products + rest / bytes_per_second
 
     def prompt_operations(self, length: int) -> float:
         """Operations (a multiply-add is two) for a prompt: each token sees itself and those before it."""

@@ -8,7 +8,7 @@ from typing import Protocol, cast
 from tests.gpu.result_log import ResultLog
 from tests.gpu.settings import Item, Settings
 
-PARTS = ("environment", "conformance", "parity", "graphs", "oom", "bench")
+PARTS = ("environment", "graphs", "kernels", "bench", "parity", "oom", "conformance")
 
 
 class Part(Protocol):

@@ -1,6 +1,7 @@
 """ResultLog: the rows that a run has found so far, written to disk one by one.
 
     OUT/rows.jsonl     a row per line, append-only, written by the parent and by its children
+    OUT/items.txt      a line per item that is done: part and name
     OUT/PART.json      the rows of one part
     OUT/table.md       all of them as one table, rewritten with each row
 
@@ -13,12 +14,18 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from tests.gpu.compiler_cache import ARCHIVE
+from tests.gpu.settings import Item
+
 OK, FAILED, MEASURED, NOT_RUN = "ok", "failed", "measured", "not run"
+ROWS = "rows.jsonl"
+DONE = "items.txt"
 Value = float | int | str | bool | None
 
 
@@ -55,7 +62,7 @@ class ResultLog:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = folder / "rows.jsonl"
+        self._file = folder / ROWS
 
     def add(self, row: Row) -> None:
         """Keeps a row, prints it, and writes the files anew."""
@@ -78,8 +85,27 @@ class ResultLog:
         """Puts the rows of an earlier run aside."""
         if self._file.exists():
             self._file.replace(self.folder / "rows-before.jsonl")
-        for file in self.folder.glob("*.json"):
-            file.unlink()
+        for file in (*self.folder.glob("*.json"), self.folder / DONE):
+            file.unlink(missing_ok=True)
+
+    def continue_from(self, folder: Path) -> None:
+        """Takes over the rows, the done items and the compiled kernels of an earlier run's folder."""
+        if folder == self.folder:
+            return
+        for name in (ROWS, DONE, ARCHIVE):
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, self.folder / name)
+
+    def mark_done(self, part: str, item: str) -> None:
+        """An item has been run to its end, with or without failures."""
+        with (self.folder / DONE).open("a") as file:
+            file.write(f"{part}\t{item}\n")
+
+    def is_done(self, part: str, item: Item) -> bool:
+        """Whether an item was run to its end, and none of its rows failed."""
+        done = self.folder / DONE
+        failed = any(row.status == FAILED for row in self.rows() if (row.part, row.item) == (part, item.name))
+        return not failed and done.is_file() and f"{part}\t{item.name}" in done.read_text().splitlines()
 
     def rows(self) -> list[Row]:
         """All of them, in the order in which they came."""

@@ -88,6 +88,9 @@ def _run_in_turn(part: str, items: Sequence[Item], settings: Settings, result_lo
         done_file.write_text("")
         status, problem = _run_child(part, batch, settings, done_file, lane)
         done = set(done_file.read_text().splitlines())
+        for item in left:
+            if item.name in done:
+                result_log.mark_done(part, item.name)
         left = [item for item in left if item.name not in done]
         if problem and left and left[0] in batch:
             result_log.add(Row(part, left[0].name, left[0].name, status, note=problem))

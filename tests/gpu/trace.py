@@ -12,8 +12,10 @@ import gzip
 import json
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.gpu.settings import Settings
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 DEVICE_KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
 LONG_GAP = 50.0  # microseconds
 TRACED_STEPS = 24
+WARM_STEPS = 2
+"""Steps at the beginning of a trace that are left out: the profiler slows them down."""
+BEGIN = "begin of the measured steps"
 
 
 @dataclass(frozen=True)
@@ -94,10 +99,8 @@ def merge(spans: Sequence[tuple[float, float]]) -> tuple[float, list[float]]:
     return busy, gaps
 
 
-def measure_trace(llm: LLM, name: str, plan: Plan, size: Size, settings: Settings) -> tuple[dict[str, float], str]:
+def trace_steps(llm: LLM, name: str, plan: Plan, size: Size, settings: Settings) -> tuple[dict[str, float], str]:
     """Traces decode steps, and times as many without the profiler: figures, and a note."""
-    from torch.profiler import profile, supported_activities
-
     from tests.gpu.bench import decoding_steps
 
     batch = plan.trace_batch
@@ -112,15 +115,15 @@ def measure_trace(llm: LLM, name: str, plan: Plan, size: Size, settings: Setting
             own.append(now_used - used)
         wall, used = now, now_used
     path = settings.out / f"trace-{name}.json.gz"
-    steps = decoding_steps(llm, batch, plan.context, count + 1, size.vocab)
+    steps = decoding_steps(llm, batch, plan.context, count + WARM_STEPS + 1, size.vocab)
     next(steps)
-    with profile(activities=supported_activities(), acc_events=True) as profiler:
-        for _ in range(count):
+    with _traced(path) as begin:
+        for number in range(count + WARM_STEPS):
+            if number == WARM_STEPS:
+                begin()
             next(steps)
     steps.close()
-    profiler.export_chrome_trace(str(path))
-    with gzip.open(path, "rt") as file:
-        events = json.load(file)["traceEvents"]
+    events = _events(path)
     timeline = read_events(events)
     (settings.out / f"kernels-{name}.md").write_text(kernel_table(longest_kernels(events), count))
     figures: dict[str, float] = {
@@ -140,3 +143,43 @@ def measure_trace(llm: LLM, name: str, plan: Plan, size: Size, settings: Setting
         }
         note = f"{count} steps in {path.name}; the profiler itself takes time of the host"
     return figures, note
+
+
+def trace_prompt(llm: LLM, name: str, plan: Plan, size: Size, settings: Settings) -> tuple[dict[str, float], str]:
+    """Traces two of the longest prompts: figures, and a note."""
+    from tests.gpu.bench import prompt_seconds
+
+    length = plan.prompts[-1]
+    path = settings.out / f"trace-prompt-{name}.json.gz"
+    with _traced(path) as begin:
+        begin()
+        prompt_seconds(llm, length, size.vocab, rounds=1)
+    events = _events(path)
+    timeline = read_events(events)
+    (settings.out / f"kernels-prompt-{name}.md").write_text(kernel_table(longest_kernels(events), 2))
+    if not timeline.busy:
+        return {}, "the trace knows no device"
+    span = timeline.busy + sum(timeline.gaps)
+    return {"device_busy": timeline.busy / span, "longest_gap_us": max(timeline.gaps, default=0.0)}, path.name
+
+
+@contextmanager
+def _traced(path: Path) -> Iterator[Callable[[], None]]:
+    """Writes a trace of what happens in this context; from the call of its function on it is part of the results."""
+    from torch.profiler import profile, record_function, supported_activities
+
+    def begin() -> None:
+        with record_function(BEGIN):
+            pass
+
+    with profile(activities=supported_activities(), acc_events=True) as profiler:
+        yield begin
+    profiler.export_chrome_trace(str(path))
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    """The events of a trace after the mark BEGIN."""
+    with gzip.open(path, "rt") as file:
+        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    since = max((float(event["ts"]) for event in events if event.get("name") == BEGIN), default=0.0)
+    return [event for event in events if event.get("ph") == "X" and float(event["ts"]) >= since]

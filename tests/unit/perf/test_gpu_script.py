@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import tarfile
 import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -16,13 +17,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.gpu import __main__ as script
 from tests.gpu import installed
 from tests.gpu.bench import FULL, alike_requests, chat_requests
+from tests.gpu.compiler_cache import ARCHIVE, VARIABLE, kept_compiler_cache
 from tests.gpu.models import CONFIGS, Size, prepare_model, tensors
 from tests.gpu.result_log import FAILED, MEASURED, NOT_RUN, OK, ResultLog, Row
 from tests.gpu.runner import run_items
-from tests.gpu.settings import ROOT, Settings
-from tests.gpu.trace import read_events
+from tests.gpu.settings import ROOT, Item, Settings
+from tests.gpu.trace import kernel_table, longest_kernels, read_events
 from tests.gpu.zoo import zoo_checkpoint
 from tests.helpers.processes import wait_until
 from tests.unit.perf import gpu_part
@@ -147,6 +150,54 @@ def test_without_a_time_budget_nothing_is_started_and_all_items_are_reported_as_
     assert [(row.name, row.status) for row in result_log.rows()] == [("asserts", NOT_RUN), ("dies", NOT_RUN)]
 
 
+def test_a_resumed_run_skips_done_items_and_repeats_failed_ones(tmp_path: Path) -> None:
+    first, second = ResultLog(tmp_path / "first"), ResultLog(tmp_path / "second")
+    for name, status in (("whole", OK), ("failed", FAILED)):
+        first.add(Row("parity", name, name, status))
+        first.mark_done("parity", name)
+    first.add(Row("parity", "cut off", "cut off", OK))
+    second.continue_from(first.folder)
+    assert [row.name for row in second.rows()] == ["whole", "failed", "cut off"]
+    names = ("whole", "failed", "cut off", "new")
+    assert [second.is_done("parity", Item(name, 1, 1)) for name in names] == [True, False, False, False]
+
+
+def test_compiled_kernels_are_kept_while_a_run_goes_on_and_used_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    first, second = tmp_path / "first", tmp_path / "second"
+    with kept_compiler_cache(first, tmp_path, seconds=0.02):
+        assert os.environ[VARIABLE] == str(first)
+        (first / "kernel").mkdir()
+        (first / "kernel" / "attend.cubin").write_bytes(b"code")
+
+        def kept() -> bool:
+            path = tmp_path / ARCHIVE
+            return path.exists() and "kernel/attend.cubin" in tarfile.open(path).getnames()
+
+        wait_until(kept, 60, "not copied while the run goes on")
+    assert VARIABLE not in os.environ
+    with kept_compiler_cache(second, tmp_path):
+        assert (second / "kernel" / "attend.cubin").read_bytes() == b"code"
+
+
+@pytest.mark.parametrize("arguments", [["--budget", "581"], ["--budget", "0"], ["--resume", "/nowhere"], ["speed"]])
+def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        script.parse(arguments)
+    assert arguments[-1] in capsys.readouterr().err
+
+
+def test_wheels_are_found_in_the_usual_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    (tmp_path / "wheels").mkdir()
+    assert script.default_wheels() is None
+    (tmp_path / ".whl").mkdir()
+    (tmp_path / ".whl" / "a-1-py3-none-any.whl").touch()
+    assert script.default_wheels() == tmp_path / ".whl"
+
+
 # ------------------------------------------------------------------------------------------------- limits of the device
 
 
@@ -171,6 +222,16 @@ def test_a_decode_step_reads_the_weights_the_kv_cache_and_the_expected_number_of
     experts = [(sparse.step_bytes(batch, 0) / 2 - sparse.dense - sparse.head) / sparse.experts for batch in (1, 2, 256)]
     assert experts[0] == pytest.approx(8 / 128) and experts[1] == pytest.approx(1 - (120 / 128) ** 2)
     assert experts[2] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_the_bound_of_a_step_is_that_of_each_product() -> None:
+    size = Size.of(CONFIGS["llama-3.1-8b"])
+    copied, multiplied = 4e12, 8e14
+    few, many = size.step_seconds(1, 500, copied, multiplied), size.step_seconds(4096, 0, copied, multiplied)
+    assert few == pytest.approx(size.step_bytes(1, 500) / copied), "products of few rows read their weights"
+    assert many == pytest.approx(2 * 4096 * (size.dense + size.head) / multiplied, rel=1e-3), "of many rows compute"
+    between = size.step_seconds(256, 500, copied, multiplied)
+    assert between > size.step_bytes(256, 500) / copied
 
 
 def test_a_prompt_has_two_operations_per_weight_and_token_plus_attention() -> None:
@@ -218,6 +279,15 @@ def test_device_idle_time_and_host_wait_time_are_read_from_a_trace() -> None:
         ]
     )
     assert found.busy == 160 and found.gaps == (100,) and found.waits == 70 and found.launches == 1
+
+
+def test_the_longest_kernels_are_listed_per_step() -> None:
+    events = [{"ph": "X", "cat": "kernel", "name": name, "ts": 0, "dur": us} for name, us in [("a", 4), ("b", 9)] * 4]
+    events.append({"ph": "X", "cat": "cpu_op", "name": "host", "ts": 0, "dur": 100})
+    kernels = longest_kernels(events)
+    assert kernels == [("b", 4, 36.0), ("a", 4, 16.0)]
+    assert "| `b` | 2.0 | 9.0 | 18.0 |" in kernel_table(kernels, steps=2)
+    assert longest_kernels(events, most=1) == kernels[:1]
 
 
 # ---------------------------------------------------------------------------------------------------------- platforms

@@ -1,0 +1,62 @@
+"""Keeps what Triton has compiled in the output folder, because the machine may be gone after the call.
+
+OUT/compiler-cache.tar.gz   written every 25 s and at the end, read at the beginning
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tarfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+ARCHIVE = "compiler-cache.tar.gz"
+SECONDS = 25.0
+VARIABLE = "TRITON_CACHE_DIR"
+
+
+@contextlib.contextmanager
+def kept_compiler_cache(folder: Path, out: Path, seconds: float = SECONDS) -> Iterator[None]:
+    """Processes that are started in this context compile into `folder`, which is copied to `out`.
+
+    Args:
+        folder: Filled from the archive in `out`, if there is one.
+        out: Where the archive is.
+        seconds: Between two copies.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if (out / ARCHIVE).is_file():
+        with contextlib.suppress(tarfile.TarError, OSError), tarfile.open(out / ARCHIVE) as archive:
+            archive.extractall(folder, filter="data")
+    before, os.environ[VARIABLE] = os.environ.get(VARIABLE), str(folder)
+    ended = threading.Event()
+
+    def keep() -> None:
+        while not ended.wait(seconds):
+            pack(folder, out)
+
+    thread = threading.Thread(target=keep, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        pack(folder, out)
+        if before is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = before
+
+
+def pack(folder: Path, out: Path) -> None:
+    """Replaces the archive; files that compilers are just writing are left out."""
+    draft = out / f"{ARCHIVE}.new"
+    with tarfile.open(draft, "w:gz", compresslevel=1) as archive:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and ".tmp" not in path.name:
+                with contextlib.suppress(OSError):
+                    archive.add(path, str(path.relative_to(folder)))
+    draft.replace(out / ARCHIVE)
