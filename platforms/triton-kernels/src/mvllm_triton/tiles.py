@@ -9,7 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TILE_BYTES = 16 << 10
-MAX_SPLITS = 64
+LEAST_SHARED_MEMORY = 64 << 10
+LARGE_SHARED_MEMORY = 128 << 10
+"""Shared memory of a program from which on tiles of keys and values are larger, and more of them are in flight."""
+
+PROGRAMS_PER_PROCESSOR = 4
+LEAST_SHORT = 2
+"""Tiles of keys that a program of a short launch takes at least."""
+
+LEAST_LONG = 8
+"""Tiles of keys from which on a tile of queries may have several programs."""
+
 MOST_DRAFTED = 8
 """Maximum query tokens of a decode: one token, and the draft tokens to verify."""
 
@@ -54,6 +64,7 @@ def attention_tiles(
     *,
     latent: bool = False,
     narrow: bool = False,
+    shared_memory: int = LEAST_SHARED_MEMORY,
 ) -> AttentionTiles:
     """Tiles of attention.
 
@@ -65,40 +76,111 @@ def attention_tiles(
         max_query_len: Maximum query tokens of a request.
         latent: Whether values are parts of their keys.
         narrow: Whether the cache has 8-bit elements; widening them takes registers.
+        shared_memory: Bytes of shared memory of a program at most.
     """
-    row_bytes = power_of_two(head_size, 16) * itemsize
-    columns = max(32 if latent else 16, min(128, TILE_BYTES // row_bytes))
+    size = power_of_two(head_size, 16)
+    row_bytes = size * itemsize
+    large = shared_memory >= LARGE_SHARED_MEMORY and itemsize == 2
+    tile_bytes = (2 if large and size > 128 else 1) * TILE_BYTES
+    columns = max(32 if latent else 16, min(128, tile_bytes // row_bytes))
     while columns > max(block_size, 64):  # more keys per iteration need more block_table lookups
         columns //= 2
-    most_rows = max(16, min(128, (2 if itemsize == 2 else 1) * TILE_BYTES // row_bytes))
+    most_rows = max(16, min(128, (2 if itemsize == 2 else 1) * tile_bytes // row_bytes))
     rows = min(most_rows, power_of_two(group * max_query_len, 16))
     if narrow and rows >= 64:
         columns = min(columns, 32)
     heads = min(group, rows)
-    held = rows * power_of_two(head_size, 16) * max(itemsize, 2) // 2  # elements that a program keeps in registers
+    held = rows * size * max(itemsize, 2) // 2  # elements that a program keeps in registers
     num_warps = 8 if rows >= 128 or held >= 1 << 14 else 4
-    num_stages = 2 if itemsize > 2 or rows >= 64 or latent else 3
+    if large:
+        num_stages = 3
+    else:
+        num_stages = 2 if itemsize > 2 or rows >= 64 or latent else 3
     return AttentionTiles(rows, columns, heads, rows // heads, num_warps, num_stages)
 
 
-def num_splits(num_programs: int, num_keys: int, columns: int, processors: int, partial_bytes: int) -> int:
-    """Number of programs among which the keys of each tile are split, so that all processors have work.
+@dataclass(frozen=True)
+class AttentionWork:
+    """How the keys of one launch of attention are divided among programs; the programs compute the division.
+
+    Attributes:
+        grid: Programs of a launch, for each tile of heads.
+        programs: Programs among which the tiles of keys are divided.
+        least: Tiles of keys of a program at least, if it has part of the keys of a tile of queries.
+        slots: Partial results that may exist; 0 if no tile of queries may have several programs.
+        divided_tiles: Tiles of queries that may have several programs.
+    """
+
+    grid: int
+    programs: int
+    least: int
+    slots: int
+    divided_tiles: int
+
+
+def short_work(
+    num_requests: int, head_tiles: int, most_tiles: int, processors: int, slot_bytes: int, programs: int | None = None
+) -> AttentionWork:
+    """Work of a short launch: as many programs as keep the processors busy take equal shares of all tiles of keys.
 
     Args:
-        num_programs: Programs without splits that have work.
-        num_keys: Maximum keys of a tile.
-        columns: Keys per iteration.
+        num_requests: Requests of the step.
+        head_tiles: Tiles of heads; each has all the programs.
+        most_tiles: Estimate of the tiles of keys of a request.
         processors: Multiprocessors of the device.
-        partial_bytes: Memory that each split takes.
+        slot_bytes: Bytes of a partial result.
+        programs: Number of programs, for each tile of heads; None chooses.
     """
-    wanted = 2 * processors // max(num_programs, 1)
-    useful = num_keys // (2 * columns)  # a split has at least two tiles of keys
-    return max(1, min(wanted, useful, MAX_SPLITS, PARTIAL_BYTES // max(partial_bytes, 1)))
+    least = 1 if programs else LEAST_SHORT
+    if programs is None:
+        wanted = -(-PROGRAMS_PER_PROCESSOR * processors // head_tiles)
+        useful = -(-num_requests * most_tiles // least)
+        programs = max(1, min(wanted, useful, PARTIAL_BYTES // (2 * head_tiles * slot_bytes)))
+    divided = programs > 1
+    return AttentionWork(programs, programs, least, 2 * programs if divided else 0, programs - 1)
 
 
-def combining_warps(elements: int) -> int:
-    """Warps of a program that reduces `elements` of all splits, a power of two: at most 64 elements per thread."""
-    return max(1, min(16, elements // 2048))
+def long_work(
+    num_tokens: int,
+    num_requests: int,
+    tile_tokens: int,
+    head_tiles: int,
+    most_tiles: int,
+    processors: int,
+    slot_bytes: int,
+    programs: int | None = None,
+) -> AttentionWork:
+    """Work of a long launch: a program for each tile of queries, several for those with many keys.
+
+    Args:
+        num_tokens: Tokens of the step.
+        tile_tokens: Tokens of a tile of queries.
+
+    The other arguments are those of `short_work`.
+    """
+    query_tiles = num_tokens // tile_tokens + num_requests  # the second term is for partly filled last tiles
+    least = 1 if programs else LEAST_LONG
+    if programs is None:
+        programs = max(1, min(-(-processors // head_tiles), PARTIAL_BYTES // (2 * head_tiles * slot_bytes)))
+        share = least
+        if num_requests == 1:
+            share = max(least, -(-(-(-num_tokens // tile_tokens) * most_tiles) // programs))
+        if most_tiles <= share:
+            programs = 1
+    # A divided tile has at least two parts. Parts are more than half a share on average, so there are fewer than two
+    # for each program. One program of the grid more than there are pieces stores zeros for padding.
+    if programs == 1:
+        return AttentionWork(query_tiles + 1, 1, least, 0, 0)
+    return AttentionWork(query_tiles + programs + 1, programs, least, 2 * programs, programs)
+
+
+def combining_tile(value_size: int, most_rows: int) -> tuple[int, int]:
+    """Rows and partial results per iteration of a program that reduces these; `value_size` is a power of two.
+
+    A program holds at most 64 elements per thread.
+    """
+    rows = min(8, power_of_two(most_rows), max(1, 1024 // value_size))
+    return rows, max(2, 8192 // (rows * value_size))
 
 
 def write_heads(num_heads: int, size: int) -> int:
