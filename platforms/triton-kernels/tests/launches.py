@@ -18,6 +18,7 @@ import torch
 from mvllm_triton.activation import silu_and_mul
 from mvllm_triton.argmax import argmax
 from mvllm_triton.attention import latent_attention, paged_attention
+from mvllm_triton.dense_linear import few_rows_linear
 from mvllm_triton.float8_linear import float8_linear
 from mvllm_triton.kv_write import write_kv, write_latent
 from mvllm_triton.moe import clamped_moe, moe
@@ -97,6 +98,11 @@ def _clamped_experts(tokens: int) -> None:
     )  # fmt: skip
 
 
+def _few_rows(tokens: int, out_features: int = 4096, in_features: int = 4096, *, bias: bool = False) -> None:
+    weight = torch.empty(out_features, in_features, dtype=BF16)
+    few_rows_linear(torch.empty(tokens, in_features, dtype=BF16), weight, weight[:, 0] if bias else None)
+
+
 def _integer_product(tokens: int, bits: int, int8_activations: bool, group_size: int = 128) -> None:
     data = torch.empty(4096, 4096 * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8)
     scales = torch.empty(4096, 4096 // group_size)
@@ -145,6 +151,11 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "experts-prefill": lambda: _experts(2048),
     "experts-float32": lambda: _experts(64, F32),
     "clamped-experts": lambda: _clamped_experts(16),
+    "few-rows-1": lambda: _few_rows(1),
+    "few-rows-8": lambda: _few_rows(8),
+    "few-rows-16": lambda: _few_rows(16),
+    "few-rows-64": lambda: _few_rows(64),
+    "few-rows-uneven": lambda: _few_rows(16, 4104, 4112, bias=True),
     "int8-decode": lambda: _integer_product(8, 8, False),
     "int4-decode": lambda: _integer_product(8, 4, False),
     "int4-prefill": lambda: _integer_product(2048, 4, False),
