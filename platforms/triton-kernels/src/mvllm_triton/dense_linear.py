@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mvllm_triton.device import processors
+from mvllm_triton.device import processors, shared_memory
 from mvllm_triton.kernels import dense_linear as kernels
 from mvllm_triton.tiles import MOST_FEW_ROWS, FewRowsTiles, few_rows_tiles
 
@@ -28,7 +28,12 @@ def is_supported(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def few_rows_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, tiles: FewRowsTiles | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    tiles: FewRowsTiles | None = None,
+    overlap: int = 0,
 ) -> torch.Tensor:
     """x · weightᵀ + bias, accumulated in float32 and rounded once.
 
@@ -40,6 +45,8 @@ def few_rows_linear(
         weight: [out_features, in_features], x's dtype; its last dimension is contiguous.
         bias: [out_features] or None.
         tiles: None for those of `few_rows_tiles`.
+        overlap: Columns of the weight, a power of two >= 64 and at most those of a part, that are fetched while the
+            previous launch still runs; 0 to start after it. CUDA only, from compute capability 9.0.
 
     Returns:
         [..., out_features], x's dtype.
@@ -48,7 +55,9 @@ def few_rows_linear(
     rows = x.reshape(-1, in_features)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     num_rows = rows.shape[0]
-    tiles = tiles or few_rows_tiles(num_rows, out_features, in_features, processors(x.device))
+    if tiles is None:
+        limits = processors(x.device), shared_memory(x.device)
+        tiles = few_rows_tiles(num_rows, out_features, in_features, *limits)
     num_tiles, iterations = -(-out_features // tiles.columns), -(-in_features // tiles.inner)
     counters = _counters_of(weight, num_tiles) if tiles.parts > 1 else None
     per_part = -(-iterations // tiles.parts) if counters is not None else iterations
@@ -67,6 +76,8 @@ def few_rows_linear(
         "EVEN_K": in_features % tiles.inner == 0,
         "BLOCK_N": tiles.columns,
         "BLOCK_K": tiles.inner,
+        "OVERLAP": overlap,
+        **({"launch_pdl": True} if overlap else {}),
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
     }

@@ -195,7 +195,9 @@ MOST_FEW_ROWS = 64
 """Maximum rows of the products that `few_rows_tiles` divides."""
 
 
-def few_rows_tiles(num_rows: int, out_features: int, in_features: int, processors: int) -> FewRowsTiles:
+def few_rows_tiles(
+    num_rows: int, out_features: int, in_features: int, processors: int, shared_memory: int
+) -> FewRowsTiles:
     """Tiles for products of at most MOST_FEW_ROWS rows with 16-bit weights: all multiprocessors read all the time.
 
     A multiprocessor needs about 48 KiB on their way from memory. One row is multiplied by threads as they read; more
@@ -210,7 +212,8 @@ def few_rows_tiles(num_rows: int, out_features: int, in_features: int, processor
     else:
         rows, columns, inner, num_warps, num_stages, programs = power_of_two(num_rows), 64, 128, 4, 4, 1
     inner = min(inner, power_of_two(in_features, 16))
+    num_stages = min(num_stages, shared_memory // (2 * inner * (columns + rows)))
     num_tiles, iterations = -(-out_features // columns), -(-in_features // inner)
     wanted = programs * processors // num_tiles  # programs that run at once, if there are so many
-    parts = max(1, min(wanted, iterations // num_stages, 8))
+    parts = max(1, min(wanted, iterations // 4, 8))
     return FewRowsTiles(rows, columns, inner, parts, num_warps, num_stages)
