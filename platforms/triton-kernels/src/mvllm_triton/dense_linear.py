@@ -10,8 +10,14 @@ from mvllm_triton.tiles import MOST_FEW_ROWS, FewRowsTiles, few_rows_tiles
 
 DTYPES = (torch.bfloat16, torch.float16)
 
-_counters: dict[tuple[torch.device, int], torch.Tensor] = {}
-"""Counters of finished programs of a weight's tiles, zeros between launches, by device and address of the weight."""
+_LEAST_COLUMNS = 4
+"""Minimum `columns` of tiles of a product that is split."""
+
+_counters: dict[tuple[torch.device, int, int], torch.Tensor] = {}
+"""Counters of finished programs of a weight's tiles, zeros between launches, by the weight's device, address and rows.
+
+They are never replaced, because captured graphs contain their addresses.
+"""
 
 
 def is_supported(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -59,7 +65,7 @@ def few_rows_linear(
         limits = processors(x.device), shared_memory(x.device)
         tiles = few_rows_tiles(num_rows, out_features, in_features, *limits)
     num_tiles, iterations = -(-out_features // tiles.columns), -(-in_features // tiles.inner)
-    counters = _counters_of(weight, num_tiles) if tiles.parts > 1 else None
+    counters = _counters_of(weight) if tiles.parts > 1 else None
     per_part = -(-iterations // tiles.parts) if counters is not None else iterations
     parts = -(-iterations // per_part)
     out = torch.empty((num_rows, out_features), dtype=x.dtype, device=x.device)
@@ -93,17 +99,15 @@ def few_rows_linear(
     return out.view(*x.shape[:-1], out_features)
 
 
-def _counters_of(weight: torch.Tensor, num_tiles: int) -> torch.Tensor | None:
+def _counters_of(weight: torch.Tensor) -> torch.Tensor | None:
     """Zeros, one for each tile; None if they do not exist and cannot be created, because a graph is captured.
 
     Zeros that are created in a capture exist only when that graph is replayed.
     """
-    key = weight.device, weight.data_ptr()
+    key = weight.device, weight.data_ptr(), weight.shape[0]
     counters = _counters.get(key)
-    if counters is None or len(counters) < num_tiles:
-        if _is_capturing(weight.device):
-            return None
-        counters = torch.zeros(num_tiles, dtype=torch.int32, device=weight.device)
+    if counters is None and not _is_capturing(weight.device):
+        counters = torch.zeros(-(-weight.shape[0] // _LEAST_COLUMNS), dtype=torch.int32, device=weight.device)
         _counters[key] = counters
     return counters
 

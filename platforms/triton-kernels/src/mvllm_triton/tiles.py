@@ -202,6 +202,11 @@ def few_rows_tiles(
 
     A multiprocessor needs about 48 KiB on their way from memory. One row is multiplied by threads as they read; more
     rows by matrix instructions, whose tile of rows is read again for each tile of the weight, so these are larger.
+
+    Args:
+        num_rows, out_features, in_features: Sizes of the product.
+        processors: Multiprocessors of the device.
+        shared_memory: Bytes that a program can have.
     """
     if num_rows == 1:
         rows, columns, inner, num_warps, num_stages, programs = 1, 8, 512, 4, 4, 4
