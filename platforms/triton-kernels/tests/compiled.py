@@ -76,18 +76,23 @@ class Launch:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Resources of a compiled kernel. `registers` and `spilled` bytes per thread are None if no tool reports them."""
+    """Resources of a compiled kernel. `registers` and `spilled` bytes per thread are None if no tool reports them.
+
+    `copies` are its instructions that copy 16 bytes from memory to shared memory asynchronously; None if the target's
+    text is not PTX.
+    """
 
     name: str
     target: str
     shared: int
     registers: int | None
     spilled: int | None
+    copies: int | None
 
     def __str__(self) -> str:
         return (
             f"{self.name:28} {self.target:7} shared {self.shared / 1024:6.1f} KiB  "
-            f"registers {self.registers}  spilled {self.spilled}"
+            f"registers {self.registers}  spilled {self.spilled}  copies {self.copies}"
         )
 
 
@@ -138,7 +143,7 @@ def compile_for(launch: Launch, target: str) -> Compiled:
     """Compiles one launch for one target."""
     source = ASTSource(launch.function, launch.signature, launch.constants, launch.aligned)
     kernel = triton.compile(source, target=TARGETS[target], options=launch.options)
-    registers = spilled = None
+    registers = spilled = copies = None
     if "cubin" in kernel.asm:
         with tempfile.TemporaryDirectory() as folder:
             binary = Path(folder) / "kernel.cubin"
@@ -147,8 +152,9 @@ def compile_for(launch: Launch, target: str) -> Compiled:
             text = subprocess.run([tool, "--dump-resource-usage", binary], capture_output=True, text=True).stdout
         if match := re.search(r"REG:(\d+) STACK:(\d+)", text):
             registers, spilled = int(match[1]), int(match[2])
+        copies = len(re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*, 0x10", kernel.asm["ptx"]))
     else:
         text = kernel.asm["amdgcn"]
         registers = int(re.search(r"\.vgpr_count:\s+(\d+)", text)[1])
         spilled = int(re.search(r"\.private_segment_fixed_size:\s+(\d+)", text)[1])
-    return Compiled(launch.function.__name__, target, kernel.metadata.shared, registers, spilled)
+    return Compiled(launch.function.__name__, target, kernel.metadata.shared, registers, spilled, copies)

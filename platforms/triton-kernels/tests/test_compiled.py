@@ -38,6 +38,14 @@ def test_a_decode_compiles_for_two_vendors(tmp_path):
     assert [line.split()[1:3] for line in lines] == [["attend", "sm_90"], ["attend", "gfx942"]]
 
 
+def test_products_of_few_rows_are_read_16_bytes_at_a_time_and_nothing_is_spilled(tmp_path):
+    lines = compile_launches(tmp_path, "sm_90", "few-rows-1", "few-rows-16").splitlines()
+    assert [line.split()[:2] for line in lines] == [["few-rows-1", "multiply_row"], ["few-rows-16", "multiply"]]
+    for line in lines:
+        *_, spilled, _, copies = line.split()
+        assert spilled == "0" and int(copies) >= 16, line
+
+
 def test_attention_has_few_compiled_variants():
     command = [sys.executable, "-m", "platforms.triton-kernels.tests.variants"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}

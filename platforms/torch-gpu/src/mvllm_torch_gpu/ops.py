@@ -1,6 +1,7 @@
 """Op providers of the shared Triton kernels: one or a few launches instead of torch's many.
 
-Linear layers with unquantized weights use torch, whose library has the fastest kernels.
+Linear layers with unquantized weights use torch, whose library has the fastest kernels for many rows, or with few rows
+a kernel if that is faster (autotuned_linear.py).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 
 from mvllm.plugin_api import OpCase, OpProvider
+from mvllm_torch_gpu.autotuned_linear import MEASURED, AutotunedLinear
+from mvllm_torch_gpu.device_module import CUDA, DeviceModule
 from mvllm_triton import activation, argmax, float8_weight, moe, norm, quantized_linear, rotary, sampling
 
 PROVIDER = "mvllm_triton"
@@ -38,14 +41,23 @@ def supports_float8(case: OpCase) -> list[str]:
     return supports(case) + float8_weight.refusals(case.facts["in_features"], case.facts["block_columns"])
 
 
-def providers(float8: str = "float8_e4m3fn", *, multiplies_float8: bool = False) -> Sequence[OpProvider]:
+def providers(
+    float8: str = "float8_e4m3fn",
+    *,
+    multiplies_float8: bool = False,
+    linear: str = MEASURED,
+    module: DeviceModule = CUDA,
+) -> Sequence[OpProvider]:
     """One provider per operation.
 
     Args:
         float8: Float8 format of the devices, one of FLOAT8.
         multiplies_float8: Whether the devices multiply in that format; otherwise codes are widened before the product.
+        linear: How unquantized products of few rows are computed, one of settings.LINEAR.
+        module: Torch's module for the devices.
     """
     functions: dict[str, Callable[..., Any]] = {
+        "linear": AutotunedLinear(linear, module).linear,
         "argmax": argmax.argmax,
         "filtered_draw": sampling.filtered_draw,
         "rms_norm": norm.rms_norm,

@@ -106,6 +106,7 @@ class TorchGpuPlatform(Platform):
             self.settings.compile_mode(),
             self.settings.custom_all_reduce(),
             self.settings.attention(),
+            self.settings.linear(),
         )  # invalid values raise here, not in a worker
         refusals = [
             Refusal(field, f"{name} is not supported on this platform", f"Use one of: auto, {', '.join(supported)}.")
@@ -202,7 +203,12 @@ class TorchGpuPlatform(Platform):
         except ImportError as e:
             logger.warning("Operations run in plain torch: their kernels cannot be imported (%s).", e)
             return ()
-        return providers(self.float8, multiplies_float8=self.multiplies_float8)
+        return providers(
+            self.float8,
+            multiplies_float8=self.multiplies_float8,
+            linear=self.settings.linear(),
+            module=self.module,
+        )
 
     def graphs(self, device: torch.device) -> GraphBackend | None:
         from mvllm_torch_gpu.graphs import DeviceGraphs

@@ -9,6 +9,9 @@
               is faster for the kind of step
               triton: the Triton kernels
               flash_attn, flashinfer, cudnn: that library for every step that it supports
+..._LINEAR    measured (default): unquantized products of few rows use torch's library or a Triton kernel, whichever is
+              faster for the shape
+              torch, triton: always one of them
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from mvllm.plugin_api import ConfigError
 
 COMPILE_MODES = ("graphs", "inductor", "none")
 ATTENTION = ("measured", "triton", "flash_attn", "flashinfer", "cudnn")
+LINEAR = ("measured", "torch", "triton")
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,14 @@ class Settings:
             ConfigError: The variable has another value.
         """
         return _one_of(f"{self.prefix}_ATTENTION", self.attentions)
+
+    def linear(self) -> str:
+        """One of LINEAR.
+
+        Raises:
+            ConfigError: The variable has another value.
+        """
+        return _one_of(f"{self.prefix}_LINEAR", LINEAR)
 
     def custom_all_reduce(self) -> bool:
         """Whether CustomAllReduce adds small tensors.

@@ -251,3 +251,56 @@ def float8_tiles(num_rows: int, out_features: int, in_features: int, group_size:
 def sampled_block(size: int) -> int:
     """Tokens per block: a power of two near the square root of the vocabulary size, like the number of blocks."""
     return 1 << (size.bit_length() + 1) // 2
+
+
+@dataclass(frozen=True)
+class FewRowsTiles:
+    """How a product of few rows with a weight [n, k] is divided among programs.
+
+    Attributes:
+        rows: Rows of the tile that matrix instructions multiply; 1 for one row with multiply-adds.
+        columns: Rows of the weight per program.
+        inner: Columns of the weight per iteration.
+        parts: Programs among which the columns of a tile are split.
+        num_warps, num_stages: Of a program.
+    """
+
+    rows: int
+    columns: int
+    inner: int
+    parts: int
+    num_warps: int
+    num_stages: int
+
+
+MOST_FEW_ROWS = 64
+"""Maximum rows of the products that `few_rows_tiles` divides."""
+
+
+def few_rows_tiles(
+    num_rows: int, out_features: int, in_features: int, processors: int, shared_memory: int
+) -> FewRowsTiles:
+    """Tiles for products of at most MOST_FEW_ROWS rows with 16-bit weights: all multiprocessors read all the time.
+
+    A multiprocessor needs about 48 KiB on their way from memory. One row is multiplied by threads as they read; more
+    rows by matrix instructions, whose tile of rows is read again for each tile of the weight, so these are larger.
+
+    Args:
+        num_rows, out_features, in_features: Sizes of the product.
+        processors: Multiprocessors of the device.
+        shared_memory: Bytes that a program can have.
+    """
+    if num_rows == 1:
+        rows, columns, inner, num_warps, num_stages, programs = 1, 8, 512, 4, 4, 4
+    elif num_rows <= 8:
+        rows, columns, inner, num_warps, num_stages, programs = 16, 32, 256, 2, 4, 3
+    elif num_rows <= 16:
+        rows, columns, inner, num_warps, num_stages, programs = 16, 64, 128, 4, 4, 2
+    else:
+        rows, columns, inner, num_warps, num_stages, programs = power_of_two(num_rows), 64, 128, 4, 4, 1
+    inner = min(inner, power_of_two(in_features, 16))
+    num_stages = min(num_stages, shared_memory // (2 * inner * (columns + rows)))
+    num_tiles, iterations = -(-out_features // columns), -(-in_features // inner)
+    wanted = programs * processors // num_tiles  # programs that run at once, if there are so many
+    parts = max(1, min(wanted, iterations // 4, 8))
+    return FewRowsTiles(rows, columns, inner, parts, num_warps, num_stages)

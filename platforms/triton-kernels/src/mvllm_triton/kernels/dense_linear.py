@@ -1,0 +1,170 @@
+"""Kernels of products of few rows with 16-bit weights, which read the weight once, as fast as memory delivers it.
+
+    weight  [OUT, IN]  rows as in the checkpoint        program (tile, part): BLOCK_N rows of the weight, and of their
+                                                        columns the part's
+
+A program keeps several tiles of the weight on their way from memory to shared memory (num_stages). The columns are
+split among programs if there are too few rows for all multiprocessors. The program of a tile that finishes last adds
+the partial sums, in the order of the parts, so the result does not depend on which one that is. It also resets the
+tile's counter for the next launch, so a captured graph can be replayed.
+
+With OVERLAP (CUDA only) the launch may start while the previous one of its stream still runs. Programs then fetch the
+first columns of their weight into the L2 cache before they wait for the previous launch, which computes x.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def finished_last(counters, tile, num_parts):
+    """Whether this program is the last of its tile; what the others stored before their call is then visible."""
+    tl.debug_barrier()  # all threads of this program have stored their partial sums
+    arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
+    is_last = arrived == num_parts - 1
+    if is_last:
+        tl.store(counters + tile, 0)
+    return is_last
+
+
+@triton.jit
+def start_early(weight, stride, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr):
+    """Fetches COLUMNS columns of BLOCK_N rows into the L2 cache, and then waits for the previous launch."""
+    tl.extra.cuda.gdc_launch_dependents()
+    lines = weight + tl.arange(0, BLOCK_N)[:, None] * stride + 64 * tl.arange(0, COLUMNS // 64)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
+    )
+    tl.extra.cuda.gdc_wait()
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_parts", "out_features"])
+def multiply(
+    out,  # [num_rows, out_features], contiguous
+    x,  # [num_rows, IN]
+    weight,  # [out_features, IN]
+    bias,  # [out_features], with BIAS
+    partial_sums,  # [tiles, num_parts, BLOCK_N, BLOCK_M] float32, with SPLIT
+    counters,  # [tiles] int32, zeros before and after, with SPLIT
+    num_rows,
+    out_features,
+    in_features,
+    num_parts,
+    part_size,  # columns per part, a multiple of BLOCK_K
+    x_stride,
+    weight_stride,
+    BIAS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EVEN_N: tl.constexpr,  # BLOCK_N divides out_features
+    EVEN_K: tl.constexpr,  # BLOCK_K divides in_features
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,  # columns that are fetched before the previous launch has finished; 0 to start after it
+):
+    """Tiles of the weight times the transposed rows, with matrix instructions."""
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    tile, part = tl.program_id(0), tl.program_id(1)
+    row, place, inner = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    column = tile * BLOCK_N + place
+    is_row, is_column = row < num_rows, column < out_features
+    first = part * part_size
+    stop = tl.minimum(first + part_size, in_features)
+    weight += tile.to(tl.int64) * BLOCK_N * weight_stride
+    if OVERLAP:
+        start_early(weight + first, weight_stride, BLOCK_N, OVERLAP)
+    w_at = weight + place[:, None] * weight_stride + inner[None, :]
+    x_at = x + row[None, :] * x_stride + inner[:, None]
+    total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for start in tl.range(first, stop, BLOCK_K):
+        if EVEN_K:
+            x_mask = is_row[None, :]
+            w_mask = None if EVEN_N else is_column[:, None]
+        else:
+            is_inner = start + inner < in_features
+            x_mask = is_row[None, :] & is_inner[:, None]
+            w_mask = is_inner[None, :] if EVEN_N else is_column[:, None] & is_inner[None, :]
+        if EVEN_K and EVEN_N:
+            w = tl.load(w_at + start)
+        else:
+            w = tl.load(w_at + start, mask=w_mask, other=0.0)
+        total = tl.dot(w, tl.load(x_at + start, mask=x_mask, other=0.0), total)
+    if SPLIT:
+        sums = partial_sums + tile * num_parts * BLOCK_N * BLOCK_M + place[:, None] * BLOCK_M + row[None, :]
+        tl.store(sums + part * BLOCK_N * BLOCK_M, total)
+        if finished_last(counters, tile, num_parts):
+            total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+            for each in tl.range(0, num_parts):
+                total += tl.load(sums + each * BLOCK_N * BLOCK_M, cache_modifier=".cg")
+            if BIAS:
+                total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
+            target = out + row[None, :] * out_features + column[:, None]
+            tl.store(target, total.to(DTYPE), mask=is_row[None, :] & is_column[:, None])
+    else:
+        if BIAS:
+            total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
+        target = out + row[None, :] * out_features + column[:, None]
+        tl.store(target, total.to(DTYPE), mask=is_row[None, :] & is_column[:, None])
+
+
+@triton.jit(do_not_specialize=["num_parts", "out_features"])
+def multiply_row(
+    out,  # [out_features]
+    x,  # [in_features]
+    weight,  # [out_features, in_features]
+    bias,  # [out_features], with BIAS
+    partial_sums,  # [tiles, num_parts, BLOCK_N] float32, with SPLIT
+    counters,  # [tiles] int32, zeros before and after, with SPLIT
+    out_features,
+    in_features,
+    num_parts,
+    part_size,
+    weight_stride,
+    BIAS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Tiles of the weight times one row, with multiply-adds; the sums of each thread are added at the end."""
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    tile, part = tl.program_id(0), tl.program_id(1)
+    place, inner = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    column = tile * BLOCK_N + place
+    is_column = column < out_features
+    first = part * part_size
+    stop = tl.minimum(first + part_size, in_features)
+    weight += tile.to(tl.int64) * BLOCK_N * weight_stride
+    if OVERLAP:
+        start_early(weight + first, weight_stride, BLOCK_N, OVERLAP)
+    w_at = weight + place[:, None] * weight_stride + inner[None, :]
+    sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    for start in tl.range(first, stop, BLOCK_K, num_stages=STAGES):
+        if EVEN_K and EVEN_N:
+            w = tl.load(w_at + start)
+            value = tl.load(x + start + inner)
+        else:
+            is_inner = start + inner < in_features
+            w = tl.load(w_at + start, mask=is_column[:, None] & is_inner[None, :], other=0.0)
+            value = tl.load(x + start + inner, mask=is_inner, other=0.0)
+        sums += w.to(tl.float32) * value.to(tl.float32)[None, :]
+    total = tl.sum(sums, 1)
+    if SPLIT:
+        found = partial_sums + tile * num_parts * BLOCK_N + place
+        tl.store(found + part * BLOCK_N, total)
+        if finished_last(counters, tile, num_parts):
+            total = tl.zeros([BLOCK_N], dtype=tl.float32)
+            for each in tl.range(0, num_parts):
+                total += tl.load(found + each * BLOCK_N, cache_modifier=".cg")
+            if BIAS:
+                total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
+            tl.store(out + column, total.to(DTYPE), mask=is_column)
+    else:
+        if BIAS:
+            total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
+        tl.store(out + column, total.to(DTYPE), mask=is_column)
