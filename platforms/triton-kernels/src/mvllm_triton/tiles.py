@@ -133,6 +133,27 @@ def argmax_piece(num_rows: int, size: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
+class HistogramTiles:
+    """How the tokens of a row are divided among the programs that count them.
+
+    Attributes:
+        piece: Tokens per program.
+        block: Tokens per iteration.
+        copies: Histograms of a row, each for some of its programs.
+    """
+
+    piece: int
+    block: int
+    copies: int
+
+
+def histogram_tiles(num_rows: int, size: int) -> HistogramTiles:
+    """Pieces of at least 1024 tokens, and about 1024 programs. With few rows, fewer programs share a histogram."""
+    piece, block = argmax_piece(num_rows, size)
+    return HistogramTiles(piece, block, max(1, min(8, 32 // num_rows, -(-size // piece))))
+
+
+@dataclass(frozen=True)
 class ProductTiles:
     """Tile sizes of a product of matrices [m, k] and [k, n]: `rows` of m, `columns` of n, `inner` of k."""
 
