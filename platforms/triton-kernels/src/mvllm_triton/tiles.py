@@ -172,6 +172,11 @@ def expert_tiles(num_entries: int, num_experts: int, itemsize: int) -> ProductTi
     return ProductTiles(rows, columns, inner, 8 if rows >= 128 else 4, 2 if rows >= 128 or itemsize > 2 else 3)
 
 
+def routed_entries(num_experts: int) -> int:
+    """Entries that one program sorts by expert: it compares each with every expert, `num_experts`, a power of two."""
+    return max(16, min(256, 8192 // num_experts))
+
+
 def quantized_tiles(num_rows: int, out_features: int, itemsize: int) -> ProductTiles:
     """Tiles for products with integers; the weight sets `inner`. Few rows get narrow tiles, for more programs."""
     rows = min(128 if itemsize == 2 else 64, power_of_two(num_rows, 16))
