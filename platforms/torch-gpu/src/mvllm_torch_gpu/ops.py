@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mvllm.plugin_api import OpCase, OpProvider
-from mvllm_triton import activation, argmax, float8_weight, moe, norm, quantized_linear, rotary, sampling
+from mvllm_triton import activation, argmax, float8_weight, lora, moe, norm, quantized_linear, rotary, sampling
 
 PROVIDER = "mvllm_triton"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -56,6 +56,7 @@ def providers(float8: str = "float8_e4m3fn", *, multiplies_float8: bool = False)
         "gelu_tanh_and_mul": activation.gelu_tanh_and_mul,
         "moe": moe.moe,
         "clamped_moe": moe.clamped_moe,
+        "add_lora_by_slot": lora.add_lora_by_slot,
     }
     quantized = OpProvider(
         "quantized_linear",

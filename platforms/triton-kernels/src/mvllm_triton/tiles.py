@@ -177,6 +177,29 @@ def routed_entries(num_experts: int) -> int:
     return max(16, min(256, 8192 // num_experts))
 
 
+def lora_tiles(num_tokens: int, out_features: int, itemsize: int) -> ProductTiles:
+    """Tiles for the products of adapters. With few tokens, tiles are small, because adjacent tokens differ in adapter."""
+    rows = 16 if num_tokens <= 256 else 32 if itemsize > 2 else 64
+    columns = 32 if itemsize > 2 else 128 if out_features >= 4096 else 64
+    inner = 64 if itemsize > 2 or rows > 16 else 128
+    return ProductTiles(rows, columns, inner, 8 if rows >= 64 else 4, 2)
+
+
+def lora_splits(num_programs: int, in_features: int, inner: int, processors: int) -> tuple[int, int]:
+    """Number of parts of the input, and their size, so that all processors have work.
+
+    Args:
+        num_programs: Programs without splits.
+        in_features: Columns of the input.
+        inner: Columns per iteration.
+        processors: Multiprocessors of the device.
+    """
+    iterations = -(-in_features // inner)
+    wanted = max(1, min(iterations, 2 * processors // num_programs, 16))
+    size = -(-iterations // wanted) * inner
+    return -(-in_features // size), size
+
+
 def quantized_tiles(num_rows: int, out_features: int, itemsize: int) -> ProductTiles:
     """Tiles for products with integers; the weight sets `inner`. Few rows get narrow tiles, for more programs."""
     rows = min(128 if itemsize == 2 else 64, power_of_two(num_rows, 16))
