@@ -20,6 +20,7 @@ from mvllm_triton.argmax import argmax
 from mvllm_triton.attention import latent_attention, paged_attention
 from mvllm_triton.dense_linear import few_rows_linear
 from mvllm_triton.float8_linear import float8_linear
+from mvllm_triton.lora import add_lora_by_slot
 from mvllm_triton.kv_write import write_kv, write_latent
 from mvllm_triton.moe import clamped_moe, moe
 from mvllm_triton.norm import add_rms_norm, rms_norm
@@ -122,6 +123,13 @@ def _float8_product(
     float8_linear(torch.empty(tokens, 4096, dtype=BF16), weight, scale, block=block, **options)
 
 
+def _adapters(tokens: int, rank: int, dtype: torch.dtype = BF16) -> None:
+    bands = ((0, 4096, 0), (4096, 5120, 1), (5120, 6144, 2))
+    down, up = torch.empty(8, 3, rank, 4096, dtype=dtype), torch.empty(8, 6144, rank, dtype=dtype)
+    y, x = torch.empty(tokens, 6144, dtype=dtype), torch.empty(tokens, 4096, dtype=dtype)
+    add_lora_by_slot(y, x, down, up, _integers(tokens), bands)
+
+
 def _sample(rows: int) -> None:
     each = torch.ones(rows)
     sample(torch.empty(rows, 151936), each, each, _integers(rows), each, each, each)
@@ -150,6 +158,9 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "rows": lambda: _rows(BF16),
     "rows-float32": lambda: _rows(F32),
     "sample": lambda: _sample(16),
+    "adapters-decode": lambda: _adapters(64, 16),
+    "adapters-prefill": lambda: _adapters(2048, 64),
+    "adapters-float32": lambda: _adapters(512, 8, F32),
     "experts-decode": lambda: _experts(8),
     "experts-prefill": lambda: _experts(2048),
     "experts-float32": lambda: _experts(64, F32),

@@ -15,7 +15,7 @@ import torch
 from mvllm.plugin_api import OpCase, OpProvider
 from mvllm_torch_gpu.autotuned_linear import MEASURED, AutotunedLinear
 from mvllm_torch_gpu.device_module import CUDA, DeviceModule
-from mvllm_triton import activation, argmax, float8_weight, moe, norm, quantized_linear, rotary, sampling
+from mvllm_triton import activation, argmax, float8_weight, lora, moe, norm, quantized_linear, rotary, sampling
 
 PROVIDER = "mvllm_triton"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -68,6 +68,7 @@ def providers(
         "gelu_tanh_and_mul": activation.gelu_tanh_and_mul,
         "moe": moe.moe,
         "clamped_moe": moe.clamped_moe,
+        "add_lora_by_slot": lora.add_lora_by_slot,
     }
     quantized = OpProvider(
         "quantized_linear",

@@ -215,6 +215,27 @@ def argmax_piece(num_rows: int, size: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
+class HistogramTiles:
+    """How the tokens of a row are divided among the programs that count them.
+
+    Attributes:
+        piece: Tokens per program.
+        block: Tokens per iteration.
+        copies: Histograms of a row, each for some of its programs.
+    """
+
+    piece: int
+    block: int
+    copies: int
+
+
+def histogram_tiles(num_rows: int, size: int) -> HistogramTiles:
+    """Pieces of at least 1024 tokens, and about 1024 programs. With few rows, fewer programs share a histogram."""
+    piece, block = argmax_piece(num_rows, size)
+    return HistogramTiles(piece, block, max(1, min(8, 32 // num_rows, -(-size // piece))))
+
+
+@dataclass(frozen=True)
 class ProductTiles:
     """Tile sizes of a product of matrices [m, k] and [k, n]: `rows` of m, `columns` of n, `inner` of k."""
 
@@ -231,6 +252,34 @@ def expert_tiles(num_entries: int, num_experts: int, itemsize: int) -> ProductTi
     inner = 64 if itemsize == 2 else 32
     columns = 64 if rows <= 64 and itemsize == 2 else 32 if itemsize > 2 else 128
     return ProductTiles(rows, columns, inner, 8 if rows >= 128 else 4, 2 if rows >= 128 or itemsize > 2 else 3)
+
+
+def routed_entries(num_experts: int) -> int:
+    """Entries that one program sorts by expert: it compares each with every expert, `num_experts`, a power of two."""
+    return max(16, min(256, 8192 // num_experts))
+
+
+def lora_tiles(num_tokens: int, out_features: int, itemsize: int) -> ProductTiles:
+    """Tiles for the products of adapters. With few tokens, tiles are small, because adjacent tokens differ in adapter."""
+    rows = 16 if num_tokens <= 256 else 32 if itemsize > 2 else 64
+    columns = 32 if itemsize > 2 else 128 if out_features >= 4096 else 64
+    inner = 64 if itemsize > 2 or rows > 16 else 128
+    return ProductTiles(rows, columns, inner, 8 if rows >= 64 else 4, 2)
+
+
+def lora_splits(num_programs: int, in_features: int, inner: int, processors: int) -> tuple[int, int]:
+    """Number of parts of the input, and their size, so that all processors have work.
+
+    Args:
+        num_programs: Programs without splits.
+        in_features: Columns of the input.
+        inner: Columns per iteration.
+        processors: Multiprocessors of the device.
+    """
+    iterations = -(-in_features // inner)
+    wanted = max(1, min(iterations, 2 * processors // num_programs, 16))
+    size = -(-iterations // wanted) * inner
+    return -(-in_features // size), size
 
 
 def quantized_tiles(num_rows: int, out_features: int, itemsize: int) -> ProductTiles:
