@@ -23,6 +23,7 @@ from mvllm_triton.kernels import packed_experts as kernels
 from mvllm_triton.packed_experts import (
     FLOAT8,
     INT4,
+    MXFP4_GROUP,
     FloatExperts,
     IntegerExperts,
     Mxfp4Experts,
@@ -30,6 +31,20 @@ from mvllm_triton.packed_experts import (
 )
 from mvllm_triton.quantized_linear import rounded_rows
 from mvllm_triton.tiles import InnerSplits, ProductTiles, inner_splits, most_splits, packed_expert_tiles, power_of_two
+
+
+def refusals(in_features: int, formats: Sequence[str]) -> list[str]:
+    """Reasons why a weight of quantized blocks cannot be packed; empty if it can.
+
+    Args:
+        in_features: Its columns.
+        formats: The formats of its rows.
+    """
+    others = sorted(set(formats) - {"mxfp4"})
+    reasons = [f"experts of quantized blocks have the format mxfp4, not {name}" for name in others]
+    if in_features % MXFP4_GROUP:
+        reasons.append(f"{in_features} columns are no multiple of the {MXFP4_GROUP} of a block of mxfp4")
+    return reasons
 
 
 def pack(
