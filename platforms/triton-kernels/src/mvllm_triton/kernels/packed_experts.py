@@ -160,7 +160,7 @@ def multiply(
                 x_mask, w_mask = is_entry[:, None], is_column[None, :]
                 if IN % BLOCK_K != 0:
                     x_mask = x_mask & (k < IN)[None, :]
-                row = tl.load(x_row + k[None, :], mask=x_mask, other=0)
+                row = tl.load(x_row + k[None, :], mask=x_mask, other=0.0)
                 w_at = w_row + k[:, None]
                 if KIND == INT8:
                     w = tl.load(w_at, mask=w_mask, other=0)
