@@ -11,16 +11,19 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+
+from mvllm_triton import float8_linear, quantized_linear, quantized_moe
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -80,6 +83,7 @@ class Compiled:
 
     `copies` are its instructions that copy 16 bytes from memory to shared memory asynchronously; None if the target's
     text is not PTX.
+    `text` is its PTX or its AMD assembly.
     """
 
     name: str
@@ -88,6 +92,7 @@ class Compiled:
     registers: int | None
     spilled: int | None
     copies: int | None
+    text: str = field(repr=False, default="")
 
     def __str__(self) -> str:
         return (
@@ -139,6 +144,15 @@ def launches() -> Iterator[list[Launch]]:
         JITFunction.__getitem__ = original
 
 
+@contextmanager
+def multiprocessors(count: int) -> Iterator[None]:
+    """Launches inside the block are for a device with this many multiprocessors."""
+    with ExitStack() as stack:
+        for module in (float8_linear, quantized_linear, quantized_moe):
+            stack.enter_context(mock.patch.object(module, "processors", lambda _: count))
+        yield
+
+
 def compile_for(launch: Launch, target: str) -> Compiled:
     """Compiles one launch for one target."""
     source = ASTSource(launch.function, launch.signature, launch.constants, launch.aligned)
@@ -157,4 +171,5 @@ def compile_for(launch: Launch, target: str) -> Compiled:
         text = kernel.asm["amdgcn"]
         registers = int(re.search(r"\.vgpr_count:\s+(\d+)", text)[1])
         spilled = int(re.search(r"\.private_segment_fixed_size:\s+(\d+)", text)[1])
-    return Compiled(launch.function.__name__, target, kernel.metadata.shared, registers, spilled, copies)
+    text = kernel.asm["ptx" if "ptx" in kernel.asm else "amdgcn"]
+    return Compiled(launch.function.__name__, target, kernel.metadata.shared, registers, spilled, copies, text)

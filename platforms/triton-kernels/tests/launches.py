@@ -20,11 +20,13 @@ from mvllm_triton.argmax import argmax
 from mvllm_triton.attention import latent_attention, paged_attention
 from mvllm_triton.dense_linear import few_rows_linear
 from mvllm_triton.float8_linear import float8_linear
-from mvllm_triton.lora import add_lora_by_slot
 from mvllm_triton.kv_write import write_kv, write_latent
+from mvllm_triton.lora import add_lora_by_slot
 from mvllm_triton.moe import clamped_moe, moe
 from mvllm_triton.norm import add_rms_norm, rms_norm
+from mvllm_triton.packed_experts import FLOAT8, INT4, INT8, MXFP4, PackedExperts
 from mvllm_triton.quantized_linear import PackedIntegers, quantized_linear
+from mvllm_triton.quantized_moe import quantized_moe
 from mvllm_triton.rotary import rotary
 from mvllm_triton.sampling import sample
 from mvllm_triton.tiles import few_rows_tiles
@@ -107,6 +109,31 @@ def _few_rows(tokens: int, sizes: tuple[int, int] = (4096, 4096), *, memory: int
     few_rows_linear(torch.empty(tokens, sizes[1], dtype=BF16), weight, bias, tiles=tiles)
 
 
+def _packed_experts(tokens: int, kind: int, *, rounded: bool = False, native: bool = True, dtype: Any = BF16) -> None:
+    """Experts of the sizes of GPT-OSS for MXFP4, else of Qwen3-30B-A3B."""
+    hidden, inner, experts, top_k = (2880, 2880, 128, 4) if kind == MXFP4 else (2048, 768, 128, 8)
+
+    def weight(rows: int, columns: int) -> PackedExperts:
+        if kind == MXFP4:
+            data = torch.empty(experts, rows, columns // 2, dtype=torch.uint8)
+            scales = torch.empty(experts, -(-columns // 128), rows, dtype=torch.int32)
+            return PackedExperts(kind, data, scales, None, 32, 1, 128, columns, rows)
+        stored = {INT4: torch.uint8, INT8: torch.int8, FLOAT8: NATIVE}[kind]
+        data = torch.empty(experts, rows, columns // 2 if kind == INT4 else columns, dtype=stored)
+        scales = torch.empty(experts, columns // 128, rows // 128 if kind == FLOAT8 else rows)
+        zeros = torch.empty(scales.shape, dtype=torch.int8) if kind == INT4 else None
+        sizes = 128, 128 if kind == FLOAT8 else 1, 128, columns, rows
+        return PackedExperts(kind, data, scales, zeros, *sizes, rounded=rounded, native=native)
+
+    clamped = kind == MXFP4
+    biases = [torch.empty(experts, size, dtype=dtype) if clamped else None for size in (2 * inner, hidden)]
+    quantized_moe(
+        torch.empty(tokens, hidden, dtype=dtype), weight(2 * inner, hidden), biases[0], weight(hidden, inner),
+        biases[1], torch.zeros(tokens, top_k, dtype=torch.int64), torch.ones(tokens, top_k),
+        *((1.702, 7.0) if clamped else (None, None)),
+    )  # fmt: skip
+
+
 def _integer_product(tokens: int, bits: int, int8_activations: bool, group_size: int = 128) -> None:
     data = torch.empty(4096, 4096 * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8)
     scales = torch.empty(4096, 4096 // group_size)
@@ -186,6 +213,20 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "float8-weights-prefill": lambda: _float8_product(2048, None, rounded=False),
     "float8-codes-prefill": lambda: _float8_product(2048, None, native=False),
     "float8-codes": lambda: _float8_product(64, (128, 128), native=False),
+    "int4-one": lambda: _integer_product(1, 4, False),
+    "mxfp4-experts-decode": lambda: _packed_experts(1, MXFP4),
+    "mxfp4-experts-batch": lambda: _packed_experts(64, MXFP4),
+    "mxfp4-experts-prefill": lambda: _packed_experts(8192, MXFP4),
+    "mxfp4-experts-float32": lambda: _packed_experts(8, MXFP4, dtype=F32),
+    "float8-experts-decode": lambda: _packed_experts(1, FLOAT8, rounded=True),
+    "float8-experts-prefill": lambda: _packed_experts(8192, FLOAT8, rounded=True),
+    "float8-codes-experts-decode": lambda: _packed_experts(1, FLOAT8, rounded=True, native=False),
+    "float8-codes-experts-prefill": lambda: _packed_experts(8192, FLOAT8, rounded=True, native=False),
+    "float8-weights-experts-decode": lambda: _packed_experts(1, FLOAT8, native=False),
+    "int4-experts-decode": lambda: _packed_experts(1, INT4),
+    "int4-experts-prefill": lambda: _packed_experts(8192, INT4),
+    "int8-experts-decode": lambda: _packed_experts(1, INT8, rounded=True),
+    "int8-experts-prefill": lambda: _packed_experts(8192, INT8, rounded=True),
 }
 
 _OCP = frozenset({"sm_89", "sm_90", "sm_100", "sm_120", "gfx950", "gfx1201"})
@@ -197,6 +238,8 @@ TAKEN_BY = {
     "float8-decode": _OCP,
     "float8-prefill": _OCP,
     "float8-blocks": _OCP,
+    "float8-experts-decode": _OCP,
+    "float8-experts-prefill": _OCP,
     "float8-other-codes": frozenset({"gfx942"}),
 }
 """Targets of some launches: with float8 dtypes those that support these (others use codes in uint8), with much shared
@@ -210,8 +253,8 @@ def main(targets: list[str], names: list[str]) -> int:
     compiled = import_module("platforms.triton-kernels.tests.compiled")
     failed = 0
     for name in names or LAUNCHES:
-        with compiled.launches() as caught, torch.device("meta"):  # tensors without content
-            LAUNCHES[name]()
+        with compiled.launches() as caught, torch.device("meta"), compiled.multiprocessors(132):
+            LAUNCHES[name]()  # on tensors without content
         for target in targets:
             if target not in TAKEN_BY.get(name, {target}):
                 continue

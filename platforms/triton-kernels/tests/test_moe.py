@@ -39,7 +39,7 @@ def test_partial_tiles_and_unused_experts(hidden_size, inner_size):
 def test_entries_are_ordered_by_expert_and_runs_fill_whole_tiles():
     ids = torch.tensor([[3, 1], [3, 0], [1, 3]] * 8)
     tiles = expert_tiles(ids.numel(), 5, 4)
-    order, experts = moe._ordered(ids, 5, 8, tiles)
+    order, experts = moe.ordered(ids, 5, 8, tiles)
     assert tiles.rows == 16
     assert experts.tolist() == [0, 1, 3, 3, -1, -1, -1, -1]
     for tile, expert in enumerate(experts.tolist()[:4]):

@@ -15,7 +15,18 @@ import torch
 from mvllm.plugin_api import OpCase, OpProvider
 from mvllm_torch_gpu.autotuned_linear import MEASURED, AutotunedLinear
 from mvllm_torch_gpu.device_module import CUDA, DeviceModule
-from mvllm_triton import activation, argmax, float8_weight, lora, moe, norm, quantized_linear, rotary, sampling
+from mvllm_triton import (
+    activation,
+    argmax,
+    float8_weight,
+    lora,
+    moe,
+    norm,
+    quantized_linear,
+    quantized_moe,
+    rotary,
+    sampling,
+)
 
 PROVIDER = "mvllm_triton"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -39,6 +50,23 @@ def supports_quantized(case: OpCase) -> list[str]:
 def supports_float8(case: OpCase) -> list[str]:
     """Reasons why the kernel for 8-bit float weights does not support a case."""
     return supports(case) + float8_weight.refusals(case.facts["in_features"], case.facts["block_columns"])
+
+
+def supports_quantized_experts(case: OpCase) -> list[str]:
+    """Reasons why the kernels for packed experts do not support a case."""
+    linear, hidden, inner = (case.facts[name] for name in ("linear", "hidden_size", "intermediate_size"))
+    reasons = supports(case)
+    for name, in_features in (("gate_up", hidden), ("down", inner)):
+        facts = dict(case.facts[name])
+        if linear == "quantized_linear":
+            reasons += quantized_linear.refusals(in_features, facts["group_size"], facts["bits"])
+        elif linear == "float8_linear":
+            reasons += float8_weight.refusals(in_features, facts["block_columns"])
+        elif linear == "block_quantized_linear":
+            reasons += quantized_moe.refusals(in_features, facts["formats"])
+        else:
+            reasons.append(f"experts of {linear} have no kernel")
+    return list(dict.fromkeys(reasons))
 
 
 def providers(
@@ -84,4 +112,13 @@ def providers(
         supports_float8,
         prepare=partial(float8_weight.pack, float8=FLOAT8[float8], native=multiplies_float8),
     )
-    return [*(OpProvider(op, PROVIDER, function, supports) for op, function in functions.items()), quantized, narrow]
+    experts = OpProvider(
+        "quantized_moe",
+        PROVIDER,
+        quantized_moe.quantized_moe,
+        supports_quantized_experts,
+        prepare=partial(quantized_moe.pack, float8=FLOAT8[float8], native=multiplies_float8),
+        rounds_inputs=False,
+    )
+    plain = [OpProvider(op, PROVIDER, function, supports) for op, function in functions.items()]
+    return [*plain, quantized, narrow, experts]

@@ -78,16 +78,12 @@ def pack(weight: Float8Weight, float8: torch.dtype = torch.float8_e4m3fn, *, nat
     Raises:
         ValueError: The weight cannot be packed; see `refusals`.
     """
-    codes, scales, input_scale = weight.codes, weight.scales.float(), weight.input_scale
-    out_features, in_features = codes.shape
+    out_features, in_features = weight.codes.shape
     reasons = refusals(in_features, weight.block_columns)
     if reasons:
         raise ValueError(f"This weight cannot be packed: {'; '.join(reasons)}.")
     block = (weight.block_rows, weight.block_columns)
-    scales = _with_nan(codes, scales, block)
-    if float8 == torch.float8_e4m3fnuz:
-        codes = codes.masked_fill(codes == 0x80, 0)  # minus zero, whose code is NaN in e4m3fnuz
-        scales, input_scale = scales * 2, None if input_scale is None else input_scale * 2
+    codes, scales, input_scale = in_format(weight, float8)
     whole = weight.block_columns >= in_features
     if whole and scales.numel() > 1:
         scales = scales.repeat_interleave(weight.block_rows, 0)[:out_features]
@@ -95,10 +91,20 @@ def pack(weight: Float8Weight, float8: torch.dtype = torch.float8_e4m3fn, *, nat
         codes.contiguous().view(float8),
         scales.contiguous(),
         None if whole else block,
-        input_scale if weight.inputs == "static" else None,
+        input_scale,
         weight.inputs != "floats",
         native,
     )
+
+
+def in_format(weight: Float8Weight, float8: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Codes, scales and the static scale of inputs for the format `float8`, as for `pack`."""
+    codes, input_scale = weight.codes, weight.input_scale if weight.inputs == "static" else None
+    scales = _with_nan(codes, weight.scales.float(), (weight.block_rows, weight.block_columns))
+    if float8 == torch.float8_e4m3fnuz:
+        codes = codes.masked_fill(codes == 0x80, 0)  # minus zero, whose code is NaN in e4m3fnuz
+        scales, input_scale = scales * 2, None if input_scale is None else input_scale * 2
+    return codes, scales, input_scale
 
 
 def float8_product(x: torch.Tensor, weight: PackedFloat8, bias: torch.Tensor | None) -> torch.Tensor:

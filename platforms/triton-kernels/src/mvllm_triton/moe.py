@@ -80,7 +80,7 @@ def _experts(
     num_entries = num_tokens * top_k
     tiles = expert_tiles(num_entries, num_experts, x.element_size())
     max_tiles = min(num_entries, num_entries // tiles.rows + num_experts)
-    order, experts = _ordered(expert_ids.contiguous(), num_experts, max_tiles, tiles)
+    order, experts = ordered(expert_ids.contiguous(), num_experts, max_tiles, tiles)
 
     inner = torch.empty((num_entries, inner_size), dtype=x.dtype, device=x.device)
     parts = torch.empty((num_entries, hidden_size), dtype=x.dtype, device=x.device)
@@ -112,7 +112,7 @@ def _experts(
     return out
 
 
-def _ordered(
+def ordered(
     expert_ids: torch.Tensor, num_experts: int, max_tiles: int, tiles: ProductTiles
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Entries ordered by expert, and the expert of each tile; see kernels/moe.py."""

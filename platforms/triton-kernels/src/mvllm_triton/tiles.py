@@ -282,19 +282,81 @@ def lora_splits(num_programs: int, in_features: int, inner: int, processors: int
     return -(-in_features // size), size
 
 
+def packed_expert_tiles(num_entries: int, num_experts: int, itemsize: int, *, gated: bool) -> ProductTiles:
+    """Tiles for experts whose weights are widened in registers; the weight sets `inner`.
+
+    Args:
+        num_entries, num_experts: As for `expert_tiles`, whose `rows` these have.
+        itemsize: Bytes of an element of the compute dtype.
+        gated: Whether there are accumulators of both gate and up.
+    """
+    rows = expert_tiles(num_entries, num_experts, itemsize).rows
+    columns = 32 if itemsize > 2 else 128 if rows >= 128 and not gated else 64
+    return ProductTiles(rows, columns, 0, 8 if rows >= 128 else 4, _stages(rows, itemsize))
+
+
 def quantized_tiles(num_rows: int, out_features: int, itemsize: int) -> ProductTiles:
-    """Tiles for products with integers; the weight sets `inner`. Few rows get narrow tiles, for more programs."""
+    """Tiles for products with integers; the weight sets `inner`."""
     rows = min(128 if itemsize == 2 else 64, power_of_two(num_rows, 16))
-    columns = 32 if rows <= 16 or itemsize > 2 else 64 if rows <= 64 or out_features < 4096 else 128
-    return ProductTiles(rows, columns, 0, 8 if rows >= 128 else 4, 2 if rows >= 64 or itemsize > 2 else 3)
+    columns = 32 if itemsize > 2 else _columns(rows, out_features)
+    return ProductTiles(rows, columns, 0, 8 if rows >= 128 else 4, _stages(rows, itemsize))
 
 
 def float8_tiles(num_rows: int, out_features: int, in_features: int, group_size: int) -> ProductTiles:
     """Tiles for products of float8 with float8; `inner` divides a group if there are several."""
     rows = min(128, power_of_two(num_rows, 16))
-    columns = 32 if rows <= 16 else 64 if rows <= 64 or out_features < 4096 else 128
     inner = min(128, group_size) if group_size < in_features else 128
-    return ProductTiles(rows, columns, inner, 8 if rows >= 128 else 4, 3 if rows < 128 else 2)
+    return ProductTiles(rows, _columns(rows, out_features), inner, 8 if rows >= 128 else 4, 3 if rows < 128 else 2)
+
+
+def _columns(rows: int, out_features: int) -> int:
+    """Each tile of columns reads all rows again, so few and small matrices alone get narrow tiles."""
+    if rows <= 16:
+        return 32 if out_features < 2048 else 64
+    return 64 if rows <= 64 or out_features < 4096 else 128
+
+
+def _stages(rows: int, itemsize: int) -> int:
+    """Pipeline stages of products that read few bytes per tile."""
+    return 2 if rows >= 128 or itemsize > 2 else 4 if rows <= 16 else 3
+
+
+@dataclass(frozen=True)
+class InnerSplits:
+    """How the inner dimension of a product is divided: `num` programs with `size` columns each, the last with fewer."""
+
+    num: int
+    size: int
+
+
+def inner_splits(
+    num_programs: int, in_features: int, inner: int, processors: int, *, most: int = MAX_SPLITS
+) -> InnerSplits:
+    """Number of programs among which the inner dimension is split, so that every multiprocessor has two programs.
+
+    Args:
+        num_programs: Programs without splits.
+        in_features: Columns of the weight.
+        inner: Columns per iteration.
+        processors: Multiprocessors of the device.
+        most: Limit for the memory of partial results.
+    """
+    iterations = -(-in_features // inner)
+    wanted = -(-2 * processors // max(1, num_programs))
+    num = max(1, min(wanted, iterations // 2, most, MAX_SPLITS))
+    size = -(-iterations // num)
+    return InnerSplits(-(-iterations // size), size * inner)
+
+
+def most_splits(rows: int, out_features: int, weight_bytes: int) -> int:
+    """Splits whose float32 partial results have at most half as many bytes as the weight that is read; 1 for many rows.
+
+    Args:
+        rows: Rows of a tile.
+        out_features: Columns of the result.
+        weight_bytes: Bytes of the weight.
+    """
+    return 1 if rows > 64 else max(1, weight_bytes // (8 * rows * out_features))
 
 
 def sampled_block(size: int) -> int:
