@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mvllm.plugin_api import AttentionSpec, BatchLayout, StepKind, get_logger
+from mvllm.plugin_api import AttentionSpec, BatchLayout, get_logger
 from mvllm_torch_gpu.paged_metadata import PagedMetadata
 
 logger = get_logger("mvllm.torch_gpu.attention_libraries")
@@ -148,7 +148,7 @@ class FlashInfer(AttentionLibrary):
         return reasons
 
     def takes(self, metadata: PagedMetadata) -> bool:
-        return metadata.kind is not StepKind.DECODE and not metadata.capture
+        return metadata.max_query_len > 1 and not metadata.capture
 
     def plan(self, batch: BatchLayout, device: torch.device) -> Any:
         spec, size = self.spec, batch.block_size

@@ -43,7 +43,7 @@ class PagedMetadata:
 
     def is_decode(self, num_tokens: int) -> bool:
         """Whether the step has `num_tokens` requests with one token each, padding included."""
-        return self.kind is StepKind.DECODE and len(self.seq_lens) == self.num_tokens == num_tokens
+        return self.max_query_len == 1 and len(self.seq_lens) == self.num_tokens == num_tokens
 
     def static_buffers(self, table: torch.Tensor) -> PagedMetadata:
         """Input buffers of a graph for steps with this number of requests; block tables are copied into `table`."""
