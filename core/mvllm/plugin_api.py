@@ -38,7 +38,7 @@ from mvllm.platform.interface import Platform
 from mvllm.platform.op_provider import OpCase, OpProvider
 from mvllm.platform.phases import Phase, current_phase, require_phase
 from mvllm.platform.runtime import DeviceRuntime, Event, FinishedHostCopy, HostCopy, MemoryInfo, NullEvent
-from mvllm.platform.shapes import ShapePolicy
+from mvllm.platform.shapes import CaptureShapes, ShapePolicy, StepKind
 from mvllm.platform.spec import (
     CONTRACT,
     Check,
@@ -84,6 +84,7 @@ __all__ = [
     "BlockQuantizedWeight",
     "CacheConfig",
     "Capabilities",
+    "CaptureShapes",
     "Check",
     "CheckStatus",
     "Communicator",
@@ -140,6 +141,7 @@ __all__ = [
     "SchedulerOutput",
     "ShapePolicy",
     "SpeculativeConfig",
+    "StepKind",
     "StructuredOutputsParams",
     "ThinkingTokens",
     "TorchCommunicator",

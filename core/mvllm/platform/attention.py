@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mvllm.platform import tensor_caches
+from mvllm.platform.shapes import StepKind
 
 if TYPE_CHECKING:
     import numpy as np
@@ -100,10 +101,13 @@ class BatchLayout:
     number of real tokens) and have slot -1. Host arrays are core's buffers: they keep this step's values until
     `build_metadata` and `forward` have returned.
 
+    Decode rows come first (since contract 1.1): requests with one token that is not a draft token precede all others.
+
     Attributes:
         num_requests: R.
         num_tokens: T.
-        max_query_len: Most new tokens of one request.
+        max_query_len: Most new tokens of one request. If `capture` is set, the most that a step of this kind and shape
+            can have: 1, the number of draft tokens + 1, or T.
         max_seq_len: Longest sequence, new tokens included.
         block_size: Tokens per block.
         query_start_loc: Host, [R + 1]: tokens of request r are [query_start_loc[r], query_start_loc[r + 1]).
@@ -112,6 +116,9 @@ class BatchLayout:
             entries of blocks that no query of the step sees are unspecified too, but are valid block numbers.
         slot_mapping: Host, [T]: slot in which each token's key and value are stored; -1 stores nothing (padding).
         query_start_loc_device, seq_lens_device, block_table_device, slot_mapping_device: The same on the device.
+        kind: What the requests compute; since contract 1.1.
+        num_decodes: Number of decode rows, which come first; since contract 1.1.
+        capture: T and R are one of the shapes of `ShapePolicy.capture`; since contract 1.1.
     """
 
     num_requests: int
@@ -127,6 +134,9 @@ class BatchLayout:
     seq_lens_device: torch.Tensor
     block_table_device: torch.Tensor
     slot_mapping_device: torch.Tensor
+    kind: StepKind = StepKind.MIXED
+    num_decodes: int = 0
+    capture: bool = False
 
 
 KVCache = Any

@@ -11,6 +11,7 @@ from mvllm.layers.context import ForwardStep
 from mvllm.platform.attention import AttentionMetadata
 from mvllm.platform.graphs import CompileBackend
 from mvllm.worker.kv_cache_layers import AttentionGroups
+from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
 from mvllm.worker.step_inputs import StepInputs
 
 if TYPE_CHECKING:
@@ -23,11 +24,16 @@ class DecoderForward:
     Args:
         model: The model, with its weights.
         attention_groups: The attention backends of its layers.
+
+    Attributes:
+        token_buffer: Replaces placeholders among the token ids as part of the compiled function; None if token ids
+            have no placeholders.
     """
 
     def __init__(self, model: CausalLM, attention_groups: AttentionGroups) -> None:
         self.model = model
         self.attention_groups = attention_groups
+        self.token_buffer: SampledTokenBuffer | None = None
         self._compiled: Callable[..., torch.Tensor] | None = None
 
     def compile(self, compiler: CompileBackend) -> None:
@@ -58,6 +64,8 @@ class DecoderForward:
         *metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """The function that is compiled. `metadata` is in the order of `attention_groups`."""
+        if self.token_buffer is not None:
+            token_ids = self.token_buffer.replace_placeholders(token_ids)
         step = ForwardStep(dict(zip(self.attention_groups, metadata, strict=True)), prompt_lens)
         hidden: torch.Tensor = self.model(token_ids, positions, step, intermediate)
         return hidden

@@ -15,12 +15,13 @@ import torch
 
 from mvllm.logging import get_logger
 from mvllm.messages.sampling_params import SamplingParams
-from mvllm.platform.shapes import ShapePolicy
+from mvllm.platform.shapes import ShapePolicy, StepKind
 from mvllm.platform.tokens_on_device import keeps_sampled_tokens_on_device
 from mvllm.sampling.batch_plan import warm_up_params
 from mvllm.sampling.penalties import DeviceTokenCounts
 from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.sampling_state import SamplingState, TokenHistory
+from mvllm.worker.capture_shapes import reachable_shapes, warm_up_shapes
 from mvllm.worker.model_forward import ModelForward
 from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
 from mvllm.worker.step_inputs import BufferLayout, StepInputs
@@ -35,6 +36,8 @@ class StepShape:
     Attributes:
         tokens, requests, pages: Padded sizes.
         num_tokens, num_requests: Tokens and requests of the step before padding.
+        kind: Kind of the step.
+        captured_query_len: `max_query_len` of a captured step; None for other steps.
     """
 
     tokens: int
@@ -42,6 +45,8 @@ class StepShape:
     pages: int
     num_tokens: int
     num_requests: int
+    kind: StepKind = StepKind.MIXED
+    captured_query_len: int | None = None
 
 
 def profile_step(
@@ -92,6 +97,7 @@ def warm_up(
     """Runs steps before the first request, so that no request waits for a compilation.
 
         static_shapes           a step of every shape, and every kind of sampling for each number of requests
+        graphs, with `capture`  a step of many of these shapes, which is captured, see CaptureShapes
         graphs, with buckets    a decode step of each size, which is captured
         compile alone           a few steps, with which the compiler makes programs for any size
 
@@ -106,6 +112,9 @@ def warm_up(
     if forward.is_static:
         all_shapes = step_shapes(shapes, **limits, max_pages=max_pages, block_size=block_size)
         _warm_up_sampling(forward, sampler, buffer, _run_all_shapes(forward, buffer, all_shapes, block_size))
+    elif shapes.capture is not None:
+        captured = capture_shapes(forward, shapes, **limits, block_size=block_size)
+        _run_models(forward, captured, block_size, with_sample_rows=buffer is not None)
     elif forward.is_compiled and forward.platform.capabilities.graphs and shapes.requests is not None:
         _run_models(forward, decode_shapes(shapes, max_rows=scheduler.max_num_seqs), block_size)
     elif forward.is_compiled and forward.needs_warm_up:
@@ -117,11 +126,18 @@ def warm_up(
     forward.runtime.end_warm_up()
 
 
-def _run_models(forward: ModelForward, shapes: Iterable[StepShape], block_size: int) -> None:
-    """Runs the model alone for steps of these shapes."""
+def _run_models(
+    forward: ModelForward, shapes: Iterable[StepShape], block_size: int, *, with_sample_rows: bool = False
+) -> None:
+    """Runs the model for steps of these shapes, and the head if the platform captures it."""
+    num_groups = len(forward.layers.groups)
     for shape in shapes:
-        inputs = dummy_inputs(forward, shape, block_size=block_size, num_groups=len(forward.layers.groups))
-        forward.run(inputs, forward.pipeline.zero_hidden_states(len(inputs.token_ids)))
+        inputs = dummy_inputs(
+            forward, shape, block_size=block_size, num_groups=num_groups, with_sample_rows=with_sample_rows
+        )
+        hidden = forward.run(inputs, forward.pipeline.zero_hidden_states(len(inputs.token_ids)))
+        if forward.head is not None and inputs.layout.capture:
+            forward.head.sample(hidden, inputs)
         forward.runtime.step_mark()
 
 
@@ -198,7 +214,7 @@ def dummy_inputs(
     layout = BufferLayout(
         tokens=shape.tokens,
         requests=shape.requests,
-        logits_rows=shape.requests,
+        logits_rows=shape.tokens if shape.kind is StepKind.VERIFY else shape.requests,
         pages=shape.pages,
         prompt_lens=shape.tokens if with_prompt_lens else 0,
         sample_rows=shape.requests if with_sample_rows else 0,
@@ -210,10 +226,23 @@ def dummy_inputs(
     positions[:] = np.arange(shape.tokens) % query_len
     query_start_loc[:] = np.minimum(np.arange(shape.requests + 1, dtype=np.int32) * query_len, num_tokens)
     seq_lens[:] = np.diff(query_start_loc)
-    logits_indices[:] = np.maximum(query_start_loc[1:] - 1, 0)
+    if shape.kind is not StepKind.VERIFY:  # otherwise zeros
+        logits_indices[:] = np.maximum(query_start_loc[1:] - 1, 0)
     for slot_mapping_index, _ in layout.slot_and_table_indices:
         parts[slot_mapping_index][:] = -1
+    if with_sample_rows:
+        parts[8][:] = forward.config.scheduler.max_num_seqs  # the row of padding
     views = layout.parts(forward.runtime.from_numpy(buffer))
+    layouts = layout.layouts(
+        parts,
+        views,
+        block_size=block_size,
+        max_query_len=shape.captured_query_len or query_len,
+        max_seq_len=query_len,
+        kind=shape.kind,
+        num_decodes=num_requests if query_len == 1 else 0,
+        capture=shape.captured_query_len is not None,
+    )
     return StepInputs(
         rows=np.arange(num_requests),
         num_scheduled=seq_lens[:num_requests],
@@ -223,7 +252,7 @@ def dummy_inputs(
         token_ids=views[0],
         positions=views[1],
         logits_indices=views[5],
-        layouts=layout.layouts(parts, views, block_size=block_size, max_query_len=query_len, max_seq_len=query_len),
+        layouts=layouts,
         prompt_lens=views[7] if with_prompt_lens else None,
         sample_rows=views[8] if with_sample_rows else None,
     )
@@ -252,6 +281,23 @@ def step_shapes(
         if over_tokens < room and over_requests < tokens:
             num_tokens = min(tokens, room)
             yield StepShape(tokens, requests, pages, num_tokens, min(requests, num_tokens))
+
+
+def capture_shapes(
+    forward: ModelForward, shapes: ShapePolicy, *, max_tokens: int, max_rows: int, block_size: int
+) -> Iterator[StepShape]:
+    """The captured steps that the warm-up runs, with as many requests and tokens as the limits allow."""
+    assert shapes.capture is not None
+    speculative = forward.config.speculative
+    num_draft_tokens = 0 if speculative is None else speculative.num_speculative_tokens
+    reachable = reachable_shapes(
+        shapes.capture, max_tokens=max_tokens, max_rows=max_rows, num_draft_tokens=num_draft_tokens
+    )
+    for shape in warm_up_shapes(reachable):
+        count = min(shape.requests, max_rows)
+        query_len = min(shape.tokens // shape.requests, forward.config.model.max_model_len)
+        tokens, pages = count * query_len, ShapePolicy.pad(-(-query_len // block_size), shapes.pages)
+        yield StepShape(shape.tokens, shape.requests, pages, tokens, count, shape.kind, shape.max_query_len)
 
 
 def decode_shapes(shapes: ShapePolicy, *, max_rows: int) -> Iterator[StepShape]:

@@ -27,7 +27,7 @@ from mvllm.plugin_api import (
 )
 from mvllm_cpu.runtime import CPURuntime
 from mvllm_cuda.platform import CUDAPlatform
-from mvllm_torch_gpu.decode_graphs import DecodeGraphBackend
+from mvllm_torch_gpu.step_graphs import StepGraphBackend
 
 MOST_TOKENS = 1 << 10
 """Maximum tokens of a sequence in a captured step. `paged_attention` below computes the full width of a table."""
@@ -79,10 +79,10 @@ class HostedPlatform(CUDAPlatform):
     def ops(self) -> tuple[OpProvider, ...]:
         return self.provided
 
-    def compiler(self) -> DecodeGraphBackend:
+    def compiler(self) -> StepGraphBackend:
         graphs = HostGraphs()
         self.graphs_made.append(graphs)
-        return DecodeGraphBackend(lambda: graphs, "host", table_tokens=MOST_TOKENS)
+        return StepGraphBackend(lambda: graphs, "host", table_tokens=MOST_TOKENS)
 
 
 def paged_attention(

@@ -59,7 +59,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class HostGraphs:
-    """GraphCapturer for `DecodeGraphBackend` on the host.
+    """GraphCapturer for `StepGraphBackend` on the host.
 
     Args:
         refuses: Text of the error that forbid_synchronization raises; None for no error.
@@ -67,12 +67,17 @@ class HostGraphs:
 
     Attributes:
         captures, replays: Number of captures and of replays.
+        tries: Number of calls of `capture`.
     """
 
     def __init__(self, *, refuses: str | None = None, refuses_capture: BaseException | None = None) -> None:
         self._refuses = refuses
         self._refuses_capture = refuses_capture
-        self.captures = self.replays = 0
+        self.captures = self.replays = self.tries = 0
+
+    def permit(self) -> None:
+        """From now on nothing raises."""
+        self._refuses = self._refuses_capture = None
 
     @contextmanager
     def forbid_synchronization(self) -> Iterator[None]:
@@ -83,6 +88,7 @@ class HostGraphs:
             raise PlatformError(self._refuses)
 
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        self.tries += 1
         if self._refuses_capture is not None:
             raise self._refuses_capture
         self.captures += 1

@@ -91,6 +91,8 @@ class TritonAttention(AttentionBackend):
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
             block_size=batch.block_size,
+            kind=batch.kind,
+            capture=batch.capture,
         )
 
     def write_kv(self, kv: Cache, key: torch.Tensor, value: torch.Tensor, metadata: PagedMetadata) -> None:

@@ -101,7 +101,7 @@ class FlashInfer(AttentionLibrary):
         return reasons
 
     def takes(self, metadata: PagedMetadata) -> bool:
-        return metadata.max_query_len > 1
+        return metadata.max_query_len > 1 and not metadata.capture
 
     def plan(self, batch: BatchLayout, device: torch.device) -> Any:
         spec, size = self.spec, batch.block_size

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from mvllm.plugin_api import StepKind
+
 
 @dataclass(frozen=True)
 class PagedMetadata:
@@ -16,6 +18,7 @@ class PagedMetadata:
         query_start_loc, seq_lens, block_table, slot_mapping: Those of BatchLayout, int32 on the device.
         max_query_len, max_seq_len: As in BatchLayout, or larger.
         block_size: Tokens per block.
+        kind, capture: As in BatchLayout.
     """
 
     query_start_loc: torch.Tensor
@@ -25,6 +28,8 @@ class PagedMetadata:
     max_query_len: int
     max_seq_len: int
     block_size: int
+    kind: StepKind = StepKind.MIXED
+    capture: bool = False
 
     @property
     def num_tokens(self) -> int:
