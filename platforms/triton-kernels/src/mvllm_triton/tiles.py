@@ -26,6 +26,9 @@ MOST_DRAFTED = 8
 LONGEST = 1 << 20
 """Query tokens of a prompt that fills its tiles in any case."""
 
+MAX_INNER_SPLITS = 64
+"""Maximum programs among which the inner dimension of a product is split."""
+
 PARTIAL_BYTES = 64 << 20
 """Memory limit for the partial sums of splits."""
 
@@ -330,7 +333,7 @@ class InnerSplits:
 
 
 def inner_splits(
-    num_programs: int, in_features: int, inner: int, processors: int, *, most: int = MAX_SPLITS
+    num_programs: int, in_features: int, inner: int, processors: int, *, most: int = MAX_INNER_SPLITS
 ) -> InnerSplits:
     """Number of programs among which the inner dimension is split, so that every multiprocessor has two programs.
 
@@ -343,7 +346,7 @@ def inner_splits(
     """
     iterations = -(-in_features // inner)
     wanted = -(-2 * processors // max(1, num_programs))
-    num = max(1, min(wanted, iterations // 2, most, MAX_SPLITS))
+    num = max(1, min(wanted, iterations // 2, most, MAX_INNER_SPLITS))
     size = -(-iterations // num)
     return InnerSplits(-(-iterations // size), size * inner)
 
