@@ -5,10 +5,10 @@
               none: neither; `--enforce-eager` does the same on any platform
 ..._SUMS      the vendor's library of collectives (default)
               direct: all-reduce of small tensors through memory that ranks map from each other, if that works
-..._ATTENTION measured (default): the Triton kernels, or flash_attn or flashinfer if installed, whichever is faster for
-              the kind of step
+..._ATTENTION measured (default): the Triton kernels, or an installed library (flash_attn, varlen_attn, flashinfer),
+              whichever is fastest for the kind of step
               triton: the Triton kernels
-              flash_attn, flashinfer: that library for every step that it supports
+              flash_attn, varlen_attn, flashinfer: that library for every step that it supports
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from mvllm.plugin_api import ConfigError
 
 COMPILE_MODES = ("graphs", "inductor", "none")
-ATTENTION = ("measured", "triton", "flash_attn", "flashinfer")
+ATTENTION = ("measured", "triton", "flash_attn", "varlen_attn", "flashinfer")
 
 
 @dataclass(frozen=True)
