@@ -149,7 +149,8 @@ def test_steps_that_a_library_does_not_support_use_the_kernels(calls):
     assert calls[-1] == TRITON, "longer than a graph's table"
 
 
-def test_the_choice_is_made_once_for_each_kind_of_step_on_steps_of_realistic_length(calls):
+def test_the_choice_is_made_once_for_each_kind_of_step_on_steps_of_realistic_length(calls, monkeypatch):
+    monkeypatch.setattr(flashinfer_attention, "TABLE_TOKENS", 4096)
     spec, clock = make_spec(dtype="bfloat16"), Clock("flashinfer", "flash_attn")
     backend = chosen(spec, clock)
     check(backend, MIXED, block_size=256)
@@ -164,7 +165,7 @@ def test_the_choice_is_made_once_for_each_kind_of_step_on_steps_of_realistic_len
     check(backend, DECODES, block_size=256, **EVENLY)
     (_, step), *others = [(name, step) for name, step in clock.timed[timed:] if len(step.seq_lens) == 4]
     assert len(others) == 2 and calls[-1] == "run decode"
-    assert step.is_decode(4) and step.block_table.shape == (4, 5), "sequences that use every block of the cache"
+    assert step.is_decode(4) and step.block_table.shape == (4, 7), "sequences that use every block of the cache"
     calls.clear()
     check(backend, [(4, 1), (0, 1), (1, 1)], block_size=256, **EVENLY)
     assert calls[-1] == "run decode" and TRITON not in calls, "the lengths at hand do not matter"
