@@ -214,6 +214,24 @@ class LlamaForCausalLM(CausalLM):
         eps = norm_eps(config, options)
         self.norm = options.norm(ctx, "model.norm", config.hidden_size, eps) if self.stage.is_last else None
         self.lm_head = self._build_head(ctx, "model.embed_tokens", config.hidden_size, self.embed_tokens)
+        if ctx.tp.fuses_add_rms_norm and type(self).forward is LlamaForCausalLM.forward:
+            self._sum_in_norms()
+
+    def _sum_in_norms(self) -> None:
+        """Lets the norm after a block add up the ranks' results of the block, where nothing else reads them."""
+        layers = [layer for layer in self.layers if isinstance(layer, LlamaLayer)]
+        for layer, following in zip(layers, [*layers[1:], None], strict=True):
+            after_mlp = self.norm if following is None else following.input_norm
+            for block, result_norm, norm in (
+                (layer.attention, layer.attention_result_norm, layer.mlp_norm),
+                (layer.mlp, layer.mlp_result_norm, after_mlp),
+            ):
+                # By type, because a derived class may change the result.
+                last = {LlamaAttention: "output", GatedMLP: "down"}.get(type(block))
+                if last is None or result_norm is not None or layer.residual_scale != 1.0:
+                    continue
+                if isinstance(norm, RMSNorm):
+                    norm.sum_results_of(getattr(block, last))
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:

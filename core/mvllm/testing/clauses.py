@@ -256,7 +256,12 @@ _ALL = (
     Clause(
         "COM-02", "If an operation has the same result on all ranks, the results are bit-identical.", "torch_device"
     ),
-    Clause("COM-03", "`all_reduce` sums over ranks.", "collectives:all_reduce"),
+    Clause(
+        "COM-03",
+        "`all_reduce` sums over ranks; `all_reduce_add_rms_norm`, if it returns a result, gives that of `all_reduce` "
+        "and `fused_add_rms_norm`.",
+        "collectives:all_reduce",
+    ),
     Clause("COM-04", "`all_gather` concatenates along any dimension, in rank order.", "collectives:all_gather"),
     Clause("COM-05", "`reduce_scatter` gives each rank its share of the sum.", "collectives:reduce_scatter"),
     Clause("COM-06", "`broadcast` gives every rank the values of the source.", "collectives:broadcast"),

@@ -5,10 +5,10 @@
               none: neither; `--enforce-eager` does the same on any platform
 ..._SUMS      the vendor's library of collectives (default)
               direct: all-reduce of small tensors through memory that ranks map from each other, if that works
-..._ATTENTION measured (default): the Triton kernels, or flash_attn, flashinfer or torch's cudnn if installed, whichever
-              is faster for the kind of step
+..._ATTENTION measured (default): the Triton kernels, or an installed library (flash_attn, varlen_attn, flashinfer,
+              torch's cudnn), whichever is fastest for the kind of step
               triton: the Triton kernels
-              flash_attn, flashinfer, cudnn: that library for every step that it supports
+              flash_attn, varlen_attn, flashinfer, cudnn: that library for every step that it supports
 ..._LINEAR    measured (default): unquantized products of few rows use torch's library or a Triton kernel, whichever is
               faster for the shape
               torch, triton: always one of them
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from mvllm.plugin_api import ConfigError
 
 COMPILE_MODES = ("graphs", "inductor", "none")
-ATTENTION = ("measured", "triton", "flash_attn", "flashinfer", "cudnn")
+ATTENTION = ("measured", "triton", "flash_attn", "varlen_attn", "flashinfer", "cudnn")
 LINEAR = ("measured", "torch", "triton")
 
 
