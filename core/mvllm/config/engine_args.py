@@ -297,6 +297,11 @@ class EngineArgs:
         help="Run scheduler and executor in a process of their own, EngineCore; by default they run in the caller's.",
         group="parallel",
     )
+    worker_extension_cls: str | None = option(
+        None,
+        help="A class whose methods `collective_rpc` can call on every worker, as `module:class` or `module.class`.",
+        group="parallel",
+    )
 
     load_format: str = option(
         "auto",
@@ -485,6 +490,7 @@ class EngineArgs:
                 mq_slot_bytes=self.mq_slot_bytes,
                 mq_spin_seconds=self.mq_spin_seconds,
                 engine_core_process=self.engine_core_process,
+                worker_extension_cls=self.worker_extension_cls,
             ),
             load=LoadConfig(load_format=self.load_format, use_tqdm=self.use_tqdm_on_load),
             lora=self._lora_config(),

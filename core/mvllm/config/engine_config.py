@@ -86,6 +86,7 @@ class ParallelConfig:
         mq_slot_bytes: Largest message to them that goes through shared memory; a reply's slot is a quarter of it.
         mq_spin_seconds: Longest busy wait for a message before sleeping; 0 for none.
         engine_core_process: Whether the engine core has a process of its own; None to choose.
+        worker_extension_cls: A class whose methods are added to the worker's class, as `module:class` or dotted path.
     """
 
     tensor_parallel_size: int = 1
@@ -99,6 +100,7 @@ class ParallelConfig:
     mq_slot_bytes: int = 1 << 20
     mq_spin_seconds: float = 100e-6
     engine_core_process: bool | None = None
+    worker_extension_cls: str | None = None
 
     @property
     def world_size(self) -> int:

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.core.sleep import check_sleep_level, check_wake_up_tags
+from mvllm.engine.async_rollouts import AsyncRollouts
 from mvllm.engine.frontend.admission import AdmissionControl
 from mvllm.engine.frontend.engine_frontend import EngineFrontend
 from mvllm.engine.frontend.input_processor import ProcessedRequest
@@ -51,7 +52,7 @@ _DRAIN_POLL_SECONDS = 0.05
 _T = TypeVar("_T")
 
 
-class AsyncLLM(EngineFrontend[AsyncEngineCoreClient]):
+class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient]):
     """An engine for use in an event loop. The engine core runs in its own process.
 
     The constructor loads the model; call it in any thread, with or without a running loop. All methods must then be

@@ -90,6 +90,7 @@ class Linear(nn.Module):
         if matrix is None:
             self._op = ctx.op("linear", in_features=self.layout.num_columns, out_features=out_features, bias=bias)
         self._linear: Product = unloaded_linear_op if self._op is None else self._op.function
+        self._around: Callable[[Product], Product] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in on this rank] to [..., out on this rank]."""
@@ -139,7 +140,12 @@ class Linear(nn.Module):
 
     def wrap_linear_op(self, around: Callable[[Product], Product]) -> None:
         """Replaces the linear op by `around(op)`. After `prepare_weights`."""
+        self._around = around
         self._linear = around(self._linear)
+
+    def replace_linear_op(self, product: Product) -> None:
+        """Replaces the linear op of a loaded layer, inside the wrapper of `wrap_linear_op`."""
+        self._linear = product if self._around is None else self._around(product)
 
 
 class ColumnParallelLinear(Linear):

@@ -245,6 +245,14 @@ class ModelRunner:
             self._forward.compile_model(self._argmax, self._sampled_token_buffer)
             self._proposer = make_proposer(self._forward, self.rows, self._make_sampler, self._block_size)
 
+    def drop_captured_steps(self) -> None:
+        """Compiles the model anew, after weights have moved to other memory. `warm_up` follows."""
+        self._runtime.synchronize()
+        if self._forward.decoder is not None and not self._layers.has_missing_caches:
+            self._forward.decoder.drop_compiled()
+            self._proposer = None
+            self._compile_models()
+
     # ------------------------------------------------------------------------------------------------ sleep and end
 
     def sleep(self, *, drop_weights: bool) -> None:

@@ -37,6 +37,7 @@ from mvllm.messages.core_protocol import (
     CallUtility,
     Command,
     DropClient,
+    UTILITY_STRUCTS,
     StopCore,
     UtilityResult,
 )
@@ -149,7 +150,11 @@ class EngineCoreProc:
     def _call_utility(self, command: CallUtility) -> UtilityResult:
         self._activity_table.write(0, command.method, self._num_received)
         try:
-            return UtilityResult(command.id, self._core.call_utility(command.method, *command.args))
+            structs = UTILITY_STRUCTS.get(command.method, ())
+            args = [msgspec.convert(arg, struct) for arg, struct in zip(command.args, structs)]
+            return UtilityResult(
+                command.id, self._core.call_utility(command.method, *args, *command.args[len(structs) :])
+            )
         except Exception as e:  # noqa: BLE001  (raised in the caller's process)
             return UtilityResult(command.id, None, describe_failure(e, name=self._name, activity=command.method))
 
