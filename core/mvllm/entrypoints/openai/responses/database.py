@@ -144,8 +144,8 @@ class ResponseDatabase:
     def __init__(self, path: str | None, limits: StoreLimits) -> None:
         self._limits = limits
         try:
-            if path is not None:  # created here, so that other users cannot read it; SQLite's files beside it follow
-                os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            if path is not None:
+                _create_file(path)
             self._connection = sqlite3.connect(
                 path or ":memory:", timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
             )
@@ -483,6 +483,17 @@ class ResponseDatabase:
                 self._connection.execute("ROLLBACK")
             raise
         self._connection.execute("COMMIT")
+
+
+def _create_file(path: str) -> None:
+    """Creates the file if there is none, so that other users cannot read it; SQLite's files beside it follow.
+
+    An existing file is not opened. SQLite's locks are POSIX locks: when any descriptor of a file is closed, the process
+    loses the locks of all its connections to this file. Another process would then take itself for the last user, and
+    delete the WAL with what these connections write.
+    """
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
 
 
 def _now() -> int:
