@@ -55,8 +55,8 @@ def client_functions(
             case kind:
                 raise _error(
                     f"tools[{i}] has the type {ascii(kind)[:60]}, which this server does not run: leave it out. "
-                    "Allowed are 'function' and 'namespace' (a group of functions), which the client runs, and 'mcp', which "
-                    "this server runs."
+                    "Allowed are 'function' and 'namespace' (a group of functions), which the client runs, and 'mcp', "
+                    "which this server runs."
                 )
     counts = Counter(function_names(found))
     if doubled := next((name for name in namespaced if counts[name] > 1), None):
