@@ -18,7 +18,7 @@ import contextlib
 import os
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -256,14 +256,19 @@ class ResponseDatabase:
         """The running responses that are marked."""
         return [each for (each,) in self._connection.execute("SELECT id FROM objects WHERE running = 1 AND cancelled")]
 
-    def fail_interrupted(self, message: str) -> int:
-        """Ends all running responses with the status `failed`: to be called when no process generates any.
+    def fail_interrupted(self, message: str, models: Collection[str] | None = None) -> int:
+        """Ends running responses with the status `failed`: to be called when no process generates them.
+
+        Args:
+            models: The names of the model whose responses end; None for all responses.
 
         Returns:
             Their number.
         """
         with self._transaction():
             rows = self._connection.execute("SELECT id, body, streamed FROM objects WHERE running = 1").fetchall()
+            if models is not None:
+                rows = [row for row in rows if msgspec.json.decode(row[1]).get("model") in models]
             for response_id, body, streamed in rows:
                 failed = _as_failed(body, message)
                 self._set_body(response_id, failed, running=False)
