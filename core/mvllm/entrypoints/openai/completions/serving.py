@@ -43,8 +43,7 @@ class CompletionHandler(ChoicesHandler):
         constraint = output_constraint(request)
         params = completion_sampling_params(request, context.engine.model_config.generation_defaults, constraint)
         if params.thinking_token_budget is not None and (parser := context.prompt_renderer.reasoning_parser):
-            tags = parser.thinking_tags or parser.tags
-            params = msgspec.structs.replace(params, thinking_tags=None if tags is None else list(tags))
+            params = msgspec.structs.replace(params, thinking_tags=parser.budget_tags())
         super().__init__(context, model, "cmpl-", request, params, constraint)
         self.is_prompt_only = bool(request.echo) and request.max_tokens == 0
         self._usage = UsageCounter(count_completion=not self.is_prompt_only)
