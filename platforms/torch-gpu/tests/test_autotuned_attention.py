@@ -31,10 +31,10 @@ from mvllm_torch_gpu.attention_measurement import (  # noqa: E402
     realistic_step,
 )
 from mvllm_torch_gpu.autotuned_attention import TRITON, AutotunedAttention  # noqa: E402
-from mvllm_torch_gpu.decode_graphs import DecodeGraphBackend  # noqa: E402
 from mvllm_torch_gpu.paged_metadata import PagedMetadata  # noqa: E402
 from mvllm_torch_gpu.platform import TorchGpuPlatform  # noqa: E402
 from mvllm_torch_gpu.settings import Settings  # noqa: E402
+from mvllm_torch_gpu.step_graphs import StepGraphBackend  # noqa: E402
 
 fakes = importlib.import_module("platforms.torch-gpu.tests.fake_attention_libraries")
 HostGraphs = importlib.import_module("platforms.torch-gpu.tests.host_graphs").HostGraphs
@@ -207,7 +207,7 @@ def test_a_captured_step_replays_with_the_plan_of_each_step(calls):
     ]
     cache = backend.allocate(max(case.num_blocks for case in cases), 16, torch.device("cpu"))
     with torch.inference_mode():
-        step = DecodeGraphBackend(lambda: graphs, "test", table_tokens=512).compile(
+        step = StepGraphBackend(lambda: graphs, "test", table_tokens=512).compile(
             lambda query, metadata: backend.forward(query, cache, metadata), dynamic=True
         )
         for case in cases:

@@ -25,9 +25,9 @@ from mvllm.plugin_api import AttentionSpec, BatchLayout, KVLayout, get_logger
 from mvllm_torch_gpu.attention import DTYPES, Cache, TritonAttention
 from mvllm_torch_gpu.attention_library import UNSUPPORTED, AttentionLibrary
 from mvllm_torch_gpu.attention_measurement import Clock, StepKind, device_seconds, realistic_step
-from mvllm_torch_gpu.decode_graphs import TABLE_TOKENS
 from mvllm_torch_gpu.paged_metadata import PagedMetadata
 from mvllm_torch_gpu.shapes import LARGEST_CAPTURE
+from mvllm_torch_gpu.step_graphs import TABLE_TOKENS
 
 logger = get_logger("mvllm.torch_gpu.autotuned_attention")
 

@@ -90,7 +90,9 @@ class CudnnAttention(AttentionLibrary):
         return reasons
 
     def takes(self, metadata: PagedMetadata) -> bool:
-        return metadata.max_query_len >= LEAST_TOKENS and CONTEXT_STEP % metadata.block_size == 0
+        return (
+            not metadata.capture and metadata.max_query_len >= LEAST_TOKENS and CONTEXT_STEP % metadata.block_size == 0
+        )
 
     def plan(self, batch: BatchLayout, device: torch.device) -> Any:
         real = int(np.count_nonzero(batch.seq_lens))  # padding comes last

@@ -27,9 +27,9 @@ import torch
 
 from mvllm.plugin_api import AttentionSpec, BatchLayout
 from mvllm_torch_gpu.attention_library import DTYPES, AttentionLibrary, parameters, without_padding
-from mvllm_torch_gpu.decode_graphs import TABLE_TOKENS
 from mvllm_torch_gpu.paged_metadata import PagedMetadata
 from mvllm_torch_gpu.shapes import LARGEST_CAPTURE, decode_sizes
+from mvllm_torch_gpu.step_graphs import TABLE_TOKENS
 
 WORKSPACE_BYTES = 128 << 20
 """Size of FlashInfer's workspace for split sums, as its documentation recommends; shared by all layers."""
@@ -76,7 +76,7 @@ class FlashInfer(AttentionLibrary):
         if metadata.is_decode(metadata.num_tokens):
             fits = metadata.pages * metadata.block_size <= TABLE_TOKENS
             return fits and metadata.num_tokens in DECODE_SIZES
-        return metadata.max_query_len > 1
+        return metadata.max_query_len > 1 and not metadata.capture
 
     def prepare(self, device: torch.device) -> None:
         if device not in FlashInfer._workspaces:
