@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import torch
 
+from mvllm_triton import attention
 from mvllm_triton.activation import silu_and_mul
 from mvllm_triton.argmax import argmax
 from mvllm_triton.attention import latent_attention, paged_attention
@@ -173,6 +176,8 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "prefill-256": lambda: _attention(2048, 1, 16, 8, 256, soft_cap=50.0, window=4096),
     "prefill-float32": lambda: _attention(512, 1, 32, 8, 128, dtype=F32),
     "prefill-codes": lambda: _attention(2048, 1, 32, 8, 128, stored=CODES),
+    "decode-512": lambda: _attention(64, 64, 16, 8, 512),
+    "prefill-512": lambda: _attention(2048, 1, 16, 8, 512),
     "mixed-128": lambda: _attention(2048, 64, 32, 8, 128, splits=4),
     "latent-decode": lambda: _latent(64, 64, 128, splits=2),
     "latent-decode-codes": lambda: _latent(64, 64, 16, splits=2, stored=CODES),
@@ -246,19 +251,30 @@ TAKEN_BY = {
 memory those that have it."""
 
 
+def launches_for(name: str, target: str) -> list[Any]:
+    """The recorded launches of a name, with the tile sizes for a target."""
+    compiled = import_module("platforms.triton-kernels.tests.compiled")
+    with (
+        compiled.launches() as caught,
+        torch.device("meta"),  # tensors without content
+        mock.patch.object(attention, "shared_memory", lambda _: compiled.SHARED_MEMORY[target]),
+        mock.patch.object(attention, "warp_size", lambda _: compiled.TARGETS[target].warp_size),
+        mock.patch.object(attention, "processors", lambda _: 132),
+        compiled.multiprocessors(132),
+    ):
+        LAUNCHES[name]()
+    return list(caught)
+
+
 def main(targets: list[str], names: list[str]) -> int:
     """Compiles for the targets, and returns how many launches did not fit."""
-    from importlib import import_module
-
     compiled = import_module("platforms.triton-kernels.tests.compiled")
     failed = 0
     for name in names or LAUNCHES:
-        with compiled.launches() as caught, torch.device("meta"), compiled.multiprocessors(132):
-            LAUNCHES[name]()  # on tensors without content
         for target in targets:
             if target not in TAKEN_BY.get(name, {target}):
                 continue
-            for launch in caught:
+            for launch in launches_for(name, target):
                 found = compiled.compile_for(launch, target)
                 fits = found.shared <= compiled.SHARED_MEMORY[target]
                 failed += not fits

@@ -36,6 +36,14 @@ def shared_memory(device: torch.device) -> int:
 
 
 @cache
+def warp_size(device: torch.device) -> int:
+    """Threads of a warp."""
+    if device.type in ("cpu", "meta"):
+        return 32
+    return int(getattr(torch.get_device_module(device).get_device_properties(device), "warp_size", 32))
+
+
+@cache
 def reads_float8(device: torch.device, float8: torch.dtype) -> bool:
     """Whether the device converts numbers of a float8 format with instructions of its own."""
     if device.type != "cuda":  # HIP devices have this name, too

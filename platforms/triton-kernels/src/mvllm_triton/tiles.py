@@ -68,6 +68,7 @@ def attention_tiles(
     latent: bool = False,
     narrow: bool = False,
     shared_memory: int = LEAST_SHARED_MEMORY,
+    warp_size: int = 32,
 ) -> AttentionTiles:
     """Tiles of attention.
 
@@ -80,26 +81,34 @@ def attention_tiles(
         latent: Whether values are parts of their keys.
         narrow: Whether the cache has 8-bit elements; widening them takes registers.
         shared_memory: Bytes of shared memory of a program at most.
+        warp_size: Threads of a warp.
     """
     size = power_of_two(head_size, 16)
     row_bytes = size * itemsize
     large = shared_memory >= LARGE_SHARED_MEMORY and itemsize == 2
-    tile_bytes = (2 if large and size > 128 else 1) * TILE_BYTES
+    most_rows = max(16, min(128, (2 if itemsize == 2 else 1) * (2 if large else 1) * TILE_BYTES // row_bytes))
+    rows = min(most_rows, power_of_two(group * max_query_len, 16))
+    short = rows < 64 and not latent
+    # Two tiles of keys and two of values fit, with those of queries, and in a short launch several times.
+    tile_bytes = TILE_BYTES
+    if large and (latent or (rows >= 64 and size > 256)):
+        tile_bytes *= 2
+    elif short and not large and itemsize == 2:
+        tile_bytes //= 2
     columns = max(32 if latent else 16, min(128, tile_bytes // row_bytes))
     while columns > max(block_size, 64):  # more keys per iteration need more block_table lookups
         columns //= 2
-    most_rows = max(16, min(128, (2 if itemsize == 2 else 1) * tile_bytes // row_bytes))
-    rows = min(most_rows, power_of_two(group * max_query_len, 16))
     if narrow and rows >= 64:
         columns = min(columns, 32)
     heads = min(group, rows)
     held = rows * size * max(itemsize, 2) // 2  # elements that a program keeps in registers
-    num_warps = 8 if rows >= 128 or held >= 1 << 14 else 4
+    num_threads = 256 if rows >= 128 or held >= 1 << 14 else 128
+    needed = 2 * (1 if latent else 2) * columns * row_bytes + (0 if short else rows * row_bytes)
     if large:
-        num_stages = 3
+        num_stages = 2 if size > 256 and rows >= 64 and not latent else 3
     else:
-        num_stages = 2 if itemsize > 2 or rows >= 64 or latent else 3
-    return AttentionTiles(rows, columns, heads, rows // heads, num_warps, num_stages)
+        num_stages = 3 if short and needed <= shared_memory // 2 else 2
+    return AttentionTiles(rows, columns, heads, rows // heads, max(4, num_threads // warp_size), num_stages)
 
 
 @dataclass(frozen=True)

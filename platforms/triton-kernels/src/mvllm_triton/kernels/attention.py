@@ -37,12 +37,14 @@ import triton
 import triton.language as tl
 
 from mvllm_triton.kernels.attention_work import (
+    first_work,
     key_range,
     long_request,
     long_share,
+    programs_until,
     request_lengths,
+    short_division,
     short_request,
-    short_share,
     short_tiles,
 )
 from mvllm_triton.kernels.numbers import tanh, widen
@@ -313,11 +315,11 @@ def attend(
 
     # The program's work: tiles [work, stop) of a row of tiles. A long launch's program has one piece of work.
     if SHORT:
-        share, num_tiles = short_share(
+        all_tiles, used = short_division(
             query_start_loc, seq_lens, num_requests, num_programs, least, BLOCK_Q, BLOCK_N, WINDOW
         )
-        work = program * share
-        stop = tl.minimum(work + share, num_tiles)
+        work = first_work(program, all_tiles, used)
+        stop = first_work(program + 1, all_tiles, used)
         request, begin = short_request(query_start_loc, seq_lens, num_requests, work, BLOCK_Q, BLOCK_N, WINDOW)
         spare, num_spare = program, tl.num_programs(0)
         tile, split, num_splits, slot = 0, 0, 1, 0
@@ -469,19 +471,19 @@ def combine(
     kv_head = tl.program_id(1) // HEAD_TILES
     head_tile = tl.program_id(1) % HEAD_TILES
     if SHORT:
-        share, num_tiles = short_share(
+        all_tiles, used = short_division(
             query_start_loc, seq_lens, num_requests, num_programs, least, BLOCK_Q, BLOCK_N, WINDOW
         )
-        boundary = (program + 1) * share
-        if boundary >= num_tiles:
+        if program + 1 >= used:
             return
+        boundary = first_work(program + 1, all_tiles, used)
         request, begin = short_request(query_start_loc, seq_lens, num_requests, boundary, BLOCK_Q, BLOCK_N, WINDOW)
-        if (begin >= boundary) | (begin < program * share):
+        if (begin >= boundary) | (begin < first_work(program, all_tiles, used)):
             return
         start, length, seq_len = request_lengths(query_start_loc, seq_lens, request)
         end = begin + short_tiles(length, seq_len, BLOCK_Q, BLOCK_N, WINDOW)
         first_slot = 2 * program
-        num_pieces = tl.cdiv(end, share) - program
+        num_pieces = programs_until(end, all_tiles, used) - program
         tile = 0
     else:
         share = long_share(

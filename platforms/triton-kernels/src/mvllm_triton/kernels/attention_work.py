@@ -47,7 +47,7 @@ def short_tiles(length, seq_len, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, W
 
 
 @triton.jit
-def short_share(
+def short_division(
     query_start_loc,
     seq_lens,
     num_requests,
@@ -57,13 +57,25 @@ def short_share(
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Tiles of keys that each program of a short launch takes, and the tiles of all requests."""
+    """Tiles of keys of all requests of a short launch, and the programs that take them: at least `least` tiles each."""
     total = 0
     for at in range(0, num_requests, REQUESTS):
         request = at + tl.arange(0, REQUESTS)
         length, seq_len = _lengths_of(query_start_loc, seq_lens, request, num_requests)
         total += tl.sum(short_tiles(length, seq_len, BLOCK_Q, BLOCK_N, WINDOW), 0)
-    return tl.maximum(tl.cdiv(total, num_programs), least), total
+    return total, tl.maximum(tl.minimum(num_programs, total // least), 1)
+
+
+@triton.jit
+def first_work(program, total, used):
+    """The first of `total` tiles that a program takes, if `used` programs share them; `total` for other programs."""
+    return tl.minimum(tl.cast(program, tl.int64) * total // used, total).to(tl.int32)
+
+
+@triton.jit
+def programs_until(work, total, used):
+    """Number of programs that take the first `work` tiles, the last one maybe with some more."""
+    return ((tl.cast(work, tl.int64) * used + total - 1) // total).to(tl.int32)
 
 
 @triton.jit
