@@ -23,6 +23,7 @@ from mvllm_triton.kernels import packed_experts as kernels
 from mvllm_triton.packed_experts import (
     FLOAT8,
     INT4,
+    MXFP4,
     MXFP4_GROUP,
     FloatExperts,
     IntegerExperts,
@@ -114,7 +115,8 @@ def quantized_moe(
     if num_tokens == 0:
         return out
     num_entries, inner_size = num_tokens * top_k, gate_up.out_features // 2
-    tiles = packed_expert_tiles(num_entries, num_experts, x.element_size(), gated=True)
+    sizes = num_entries, num_experts, x.element_size()
+    tiles = packed_expert_tiles(*sizes, gated=True, narrow=gate_up.kind == MXFP4)
     max_tiles = min(num_entries, num_entries // tiles.rows + num_experts)
     order = moe.ordered(expert_ids.contiguous(), num_experts, max_tiles, tiles)
     gate = 0.0 if alpha is None else alpha, 0.0 if limit is None else limit
@@ -136,7 +138,7 @@ def quantized_moe(
             num_warps=4,
         )  # fmt: skip
 
-    tiles = packed_expert_tiles(num_entries, num_experts, x.element_size(), gated=False)
+    tiles = packed_expert_tiles(*sizes, gated=False, narrow=down.kind == MXFP4)
     splits = _splits(down, tiles, max_tiles, hidden_size, x.device)
     dtype = torch.float32 if splits.num > 1 else x.dtype
     parts = torch.empty((splits.num, num_entries, hidden_size), dtype=dtype, device=x.device)

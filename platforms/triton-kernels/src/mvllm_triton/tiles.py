@@ -294,16 +294,20 @@ def lora_splits(num_programs: int, in_features: int, inner: int, processors: int
     return -(-in_features // size), size
 
 
-def packed_expert_tiles(num_entries: int, num_experts: int, itemsize: int, *, gated: bool) -> ProductTiles:
+def packed_expert_tiles(
+    num_entries: int, num_experts: int, itemsize: int, *, gated: bool, narrow: bool = False
+) -> ProductTiles:
     """Tiles for experts whose weights are widened in registers; the weight sets `inner`.
 
     Args:
         num_entries, num_experts: As for `expert_tiles`, whose `rows` these have.
         itemsize: Bytes of an element of the compute dtype.
         gated: Whether there are accumulators of both gate and up.
+        narrow: Whether a row has 32 bytes per load. More columns then give each thread of 256 16 bytes to load.
     """
     rows = expert_tiles(num_entries, num_experts, itemsize).rows
-    columns = 32 if itemsize > 2 else 128 if rows >= 128 and not gated else 64
+    wide = rows <= 16 and narrow or rows >= 128 and not gated
+    columns = 32 if itemsize > 2 else 128 if wide else 64
     return ProductTiles(rows, columns, 0, 8 if rows >= 128 else 4, _stages(rows, itemsize))
 
 

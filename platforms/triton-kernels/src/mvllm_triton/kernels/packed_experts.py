@@ -160,6 +160,8 @@ def multiply(
                 x_mask, w_mask = is_entry[:, None], is_column[None, :]
                 if IN % BLOCK_K != 0:
                     x_mask = x_mask & (k < IN)[None, :]
+                    if KIND == FLOAT8:  # rows of integers are whole blocks
+                        w_mask = w_mask & (k < IN)[:, None]
                 row = tl.load(x_row + k[None, :], mask=x_mask, other=0.0)
                 w_at = w_row + k[:, None]
                 if KIND == INT8:
