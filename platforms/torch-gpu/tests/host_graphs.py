@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -68,7 +68,10 @@ class HostGraphs:
     Attributes:
         captures, replays: Number of captures and of replays.
         tries: Number of calls of `capture`.
+        is_replaying: Whether a replay runs now, of any object.
     """
+
+    is_replaying: ClassVar[bool] = False
 
     def __init__(self, *, refuses: str | None = None, refuses_capture: BaseException | None = None) -> None:
         self._refuses = refuses
@@ -102,8 +105,12 @@ class HostGraphs:
 
         def replay() -> None:
             self.replays += 1
-            for call in calls:
-                call.run_again()
+            HostGraphs.is_replaying = True
+            try:
+                for call in calls:
+                    call.run_again()
+            finally:
+                HostGraphs.is_replaying = False
 
         return replay
 
