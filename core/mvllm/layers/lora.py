@@ -25,10 +25,21 @@ from mvllm.layers.quantization.quantized_matrix import Product
 
 @dataclass(frozen=True)
 class LoRAMapping:
-    """The adapter of each token of a step, with the fields of the operation `add_lora`."""
+    """The adapter of each token of a step, with the fields of the operation `add_lora`.
+
+    Attributes:
+        tokens, segments: As in the operation `add_lora`.
+        slots: int32 [T], device: the slot of each token's adapter, -1 for none; None if no layer reads it.
+    """
 
     tokens: torch.Tensor | None
     segments: tuple[tuple[int, int, int], ...]
+    slots: torch.Tensor | None = None
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the layers need nothing but `slots`, so that the step's work depends on its shape alone."""
+        return self.slots is not None and self.tokens is None and not self.segments
 
 
 class CurrentLoRAMapping:
