@@ -68,10 +68,10 @@ class HostGraphs:
     Attributes:
         captures, replays: Number of captures and of replays.
         tries: Number of calls of `capture`.
-        is_replaying: Whether a replay runs now, of any object.
+        is_active: Whether a replay, a capture or the run before a capture runs now, of any object.
     """
 
-    is_replaying: ClassVar[bool] = False
+    is_active: ClassVar[bool] = False
 
     def __init__(self, *, refuses: str | None = None, refuses_capture: BaseException | None = None) -> None:
         self._refuses = refuses
@@ -85,7 +85,7 @@ class HostGraphs:
     @contextmanager
     def forbid_synchronization(self) -> Iterator[None]:
         """Fails on operations that would make the host wait for the device."""
-        with ForbidSynchronizingOps(), ForbidHostReads(lambda tensor: False):
+        with ForbidSynchronizingOps(), ForbidHostReads(lambda tensor: False), _active():
             yield
         if self._refuses is not None:
             raise PlatformError(self._refuses)
@@ -95,7 +95,7 @@ class HostGraphs:
         if self._refuses_capture is not None:
             raise self._refuses_capture
         self.captures += 1
-        with _Recorder() as recorder:
+        with _active(), _Recorder() as recorder:
             step()
         calls = [call for call in recorder.calls if call.computes]
         for call in calls:
@@ -105,14 +105,20 @@ class HostGraphs:
 
         def replay() -> None:
             self.replays += 1
-            HostGraphs.is_replaying = True
-            try:
+            with _active():
                 for call in calls:
                     call.run_again()
-            finally:
-                HostGraphs.is_replaying = False
 
         return replay
+
+
+@contextmanager
+def _active() -> Iterator[None]:
+    HostGraphs.is_active = True
+    try:
+        yield
+    finally:
+        HostGraphs.is_active = False
 
 
 def _tensors(things: Any) -> list[torch.Tensor]:
