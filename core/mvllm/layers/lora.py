@@ -29,12 +29,18 @@ class LoRAMapping:
 
     Attributes:
         tokens, segments: As in the operation `add_lora`.
-        slots: As in the operation `add_lora_by_slot`; None if no layer uses it.
+        slots: int32 [T], device, as in the operation `add_lora_by_slot`: the slot of each token's adapter, -1 for none;
+            None if no layer reads it.
     """
 
     tokens: torch.Tensor | None
     segments: tuple[tuple[int, int, int], ...]
     slots: torch.Tensor | None = None
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the layers need nothing but `slots`, so that the step's work depends on its shape alone."""
+        return self.slots is not None and self.tokens is None and not self.segments
 
 
 class CurrentLoRAMapping:

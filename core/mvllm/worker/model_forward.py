@@ -70,6 +70,7 @@ class ModelForward:
         """Prepares to run the loaded model, with the current KV cache groups."""
         model = self.loader.model
         self.decoder = DecoderForward(model, self.layers.attention_groups_of(model.attention_layers()))
+        self.decoder.lora = self.loader.lora_manager.step if self.loader.supports_lora else None
 
     def release(self) -> None:
         """Drops the model and its compiled functions."""
@@ -176,11 +177,7 @@ class ModelForward:
         if self.config.model.kind.is_encoder:
             return self._run_encoder(inputs, intermediate, pooling)
         assert self.decoder is not None, "the model is not loaded"
-        if adapters is None:
-            return self.decoder.run(inputs, intermediate)
-        # Not compiled: the shapes of the LoRA mapping differ in every step.
-        with self.loader.lora_manager.step.active(adapters):
-            return self.decoder.run(inputs, intermediate, eager=True)
+        return self.decoder.run(inputs, intermediate, adapters)
 
     def logits(self, states: torch.Tensor, num_rows: int) -> torch.Tensor:
         """[num_rows, vocab]; with static shapes one row for each of `states`, padding included."""

@@ -475,6 +475,16 @@ class ModelRunner:
         drafts = proposer.propose(inputs.rows[positions], np.delete(inputs.rows, positions))
         return {position: tokens for position, tokens in zip(positions.tolist(), drafts, strict=True) if tokens}
 
+    def _upload_masks(self, inputs: StepInputs, masks: TokenMasks | None) -> torch.Tensor | None:
+        """uint8 [L, vocab / 8], device: the token mask of each row of logits, padding included; None without masks."""
+        if masks is None:
+            return None
+        num_rows, width = len(inputs.logits_indices), -(-self._config.model.vocab_size // 8)
+        host = self._inputs.staging.buffer(num_rows * width, torch.uint8)[: num_rows * width]
+        rows, counts = inputs.rows[inputs.sampling_positions], inputs.num_logits_rows
+        masks.fill_bytes(host.numpy().reshape(num_rows, width), rows.repeat(counts), ragged_ranges(0 * counts, counts))
+        return self._inputs.staging.copy_to_device(host).view(num_rows, width)
+
     def _sample(
         self, inputs: StepInputs, hidden: torch.Tensor, states: torch.Tensor | None, masks: TokenMasks | None
     ) -> SamplerOutput:
@@ -482,9 +492,9 @@ class ModelRunner:
         state, history = self.rows.sampling, self.rows.history
         rows, seq_lens = inputs.rows[inputs.sampling_positions], None
         if states is None:
-            if masks is None and state.samples_greedily(rows):
+            if state.samples_greedily(rows):
                 assert self._forward.head is not None
-                sampled = self._forward.head.sample(hidden, inputs)
+                sampled = self._forward.head.sample(hidden, inputs, self._upload_masks(inputs, masks))
                 if self._sampled_token_buffer is None:
                     sampled.send_to_host(self._runtime.to_host)
                 return sampled

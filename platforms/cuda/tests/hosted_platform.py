@@ -29,7 +29,7 @@ from mvllm_cpu.runtime import CPURuntime
 from mvllm_cuda.platform import CUDAPlatform
 from mvllm_torch_gpu.step_graphs import StepGraphBackend
 
-MOST_TOKENS = 1 << 10
+MOST_TOKENS = 1 << 8
 """Maximum tokens of a sequence in a captured step. `paged_attention` below computes the full width of a table."""
 
 HostGraphs = importlib.import_module("platforms.torch-gpu.tests.host_graphs").HostGraphs

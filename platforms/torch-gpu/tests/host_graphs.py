@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -68,7 +68,10 @@ class HostGraphs:
     Attributes:
         captures, replays: Number of captures and of replays.
         tries: Number of calls of `capture`.
+        is_active: Whether a replay, a capture or the run before a capture runs now, of any object.
     """
+
+    is_active: ClassVar[bool] = False
 
     def __init__(self, *, refuses: str | None = None, refuses_capture: BaseException | None = None) -> None:
         self._refuses = refuses
@@ -82,7 +85,7 @@ class HostGraphs:
     @contextmanager
     def forbid_synchronization(self) -> Iterator[None]:
         """Fails on operations that would make the host wait for the device."""
-        with ForbidSynchronizingOps(), ForbidHostReads(lambda tensor: False):
+        with ForbidSynchronizingOps(), ForbidHostReads(lambda tensor: False), _active():
             yield
         if self._refuses is not None:
             raise PlatformError(self._refuses)
@@ -92,7 +95,7 @@ class HostGraphs:
         if self._refuses_capture is not None:
             raise self._refuses_capture
         self.captures += 1
-        with _Recorder() as recorder:
+        with _active(), _Recorder() as recorder:
             step()
         calls = [call for call in recorder.calls if call.computes]
         for call in calls:
@@ -102,10 +105,20 @@ class HostGraphs:
 
         def replay() -> None:
             self.replays += 1
-            for call in calls:
-                call.run_again()
+            with _active():
+                for call in calls:
+                    call.run_again()
 
         return replay
+
+
+@contextmanager
+def _active() -> Iterator[None]:
+    HostGraphs.is_active = True
+    try:
+        yield
+    finally:
+        HostGraphs.is_active = False
 
 
 def _tensors(things: Any) -> list[torch.Tensor]:
