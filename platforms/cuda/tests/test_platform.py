@@ -66,6 +66,13 @@ def test_an_invalid_setting_raises_in_plan(platform, monkeypatch, variable):
         platform.plan(engine_config())
 
 
+def test_small_sums_are_tried_without_nccl_unless_the_user_names_it(platform, monkeypatch):
+    monkeypatch.delenv("MVLLM_CUDA_SUMS", raising=False)
+    assert platform.settings.custom_all_reduce()
+    monkeypatch.setenv("MVLLM_CUDA_SUMS", "nccl")
+    assert not platform.settings.custom_all_reduce()
+
+
 def test_topology_limits_workers_by_the_variable_that_cuda_reads(platform, monkeypatch):
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     topology = platform.topology(ParallelConfig(tensor_parallel_size=2))
