@@ -182,7 +182,7 @@ def test_all_checks_pass_on_a_working_machine(checks):
     assert found["driver"].found == "Driver 580.65.06, for CUDA up to 13.0."
     assert found["devices"].found == "Visible devices: 0: NVIDIA A100-SXM4-80GB, 1: NVIDIA A100-SXM4-80GB."
     assert found["memory"].found.startswith("79.2 GiB free of 80.0 GiB; ")
-    assert list(found) == ["driver", "devices", "order", "torch", "kernels", "memory"]
+    assert list(found) == ["driver", "devices", "order", "torch", "kernels", "compiler", "memory"]
 
 
 def test_memory_of_other_processes_is_reported(checks):
