@@ -30,6 +30,7 @@ from mvllm.engine.frontend.outputs import RequestOutput
 from mvllm.engine.frontend.pooling_outputs import PoolingRequestOutput
 from mvllm.engine.frontend.request_output_stream import RequestOutputStream
 from mvllm.engine.frontend.request_state import RequestState
+from mvllm.engine.frontend.requested_config import requested_config
 from mvllm.engine.metrics.periodic_stats_log import PeriodicStatsLog
 from mvllm.engine.metrics.stats import EngineLoad, EngineMetrics, EngineMetricsSnapshot, RateMeter
 from mvllm.engine.metrics.tracing import Tracer
@@ -105,7 +106,7 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient]):
     def from_engine_args(cls, args: EngineArgs, *, log_stats: bool = True) -> AsyncLLM:
         """Builds an engine from `EngineArgs`. It loads the model, which takes seconds or minutes: call it before the
         loop runs, or in a thread (`asyncio.to_thread`)."""
-        return cls(args.create_engine_config(), log_stats=log_stats)
+        return cls(requested_config(args), log_stats=log_stats)
 
     # --- requests
 

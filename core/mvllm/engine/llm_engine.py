@@ -11,6 +11,7 @@ from mvllm.engine.core.sleep import check_sleep_level, check_wake_up_tags
 from mvllm.engine.frontend.engine_frontend import EngineFrontend
 from mvllm.engine.frontend.input_processor import ProcessedRequest
 from mvllm.engine.frontend.outputs import RequestOutput
+from mvllm.engine.frontend.requested_config import requested_config
 from mvllm.engine.metrics.stats import EngineLoad, EngineMetrics
 from mvllm.engine.process.core_client_properties import CoreClientProperties
 from mvllm.engine.process.inproc_client import make_client
@@ -85,7 +86,7 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
         """Builds an engine from `EngineArgs`. It loads the model."""
-        return cls(args.create_engine_config())
+        return cls(requested_config(args))
 
     # --- properties
 

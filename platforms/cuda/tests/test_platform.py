@@ -66,6 +66,13 @@ def test_an_invalid_setting_raises_in_plan(platform, monkeypatch, variable):
         platform.plan(engine_config())
 
 
+def test_small_sums_are_tried_without_nccl_unless_the_user_names_it(platform, monkeypatch):
+    monkeypatch.delenv("MVLLM_CUDA_SUMS", raising=False)
+    assert platform.settings.custom_all_reduce()
+    monkeypatch.setenv("MVLLM_CUDA_SUMS", "nccl")
+    assert not platform.settings.custom_all_reduce()
+
+
 def test_topology_limits_workers_by_the_variable_that_cuda_reads(platform, monkeypatch):
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     topology = platform.topology(ParallelConfig(tensor_parallel_size=2))
@@ -175,7 +182,7 @@ def test_all_checks_pass_on_a_working_machine(checks):
     assert found["driver"].found == "Driver 580.65.06, for CUDA up to 13.0."
     assert found["devices"].found == "Visible devices: 0: NVIDIA A100-SXM4-80GB, 1: NVIDIA A100-SXM4-80GB."
     assert found["memory"].found.startswith("79.2 GiB free of 80.0 GiB; ")
-    assert list(found) == ["driver", "devices", "order", "torch", "kernels", "memory"]
+    assert list(found) == ["driver", "devices", "order", "torch", "kernels", "compiler", "memory"]
 
 
 def test_memory_of_other_processes_is_reported(checks):

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -62,7 +62,7 @@ class AutotunedMetadata(PagedMetadata):
     library: AttentionLibrary | None = field(default=None, compare=False)
     plan: Any = field(default=None, compare=False)
 
-    def static_buffers(self, table: torch.Tensor) -> PagedMetadata:
+    def static_buffers(self, table: torch.Tensor) -> Self:
         """As in PagedMetadata. A graph that also replays steps that the library does not support uses the kernels."""
         made = super().static_buffers(table)
         if self.library is None or self.library.takes(made):

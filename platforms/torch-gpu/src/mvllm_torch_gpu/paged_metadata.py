@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
@@ -45,7 +46,7 @@ class PagedMetadata:
         """Whether the step has `num_tokens` requests with one token each, padding included."""
         return self.max_query_len == 1 and len(self.seq_lens) == self.num_tokens == num_tokens
 
-    def static_buffers(self, table: torch.Tensor) -> PagedMetadata:
+    def static_buffers(self, table: torch.Tensor) -> Self:
         """Input buffers of a graph for steps with this number of requests; block tables are copied into `table`."""
         return replace(
             self,

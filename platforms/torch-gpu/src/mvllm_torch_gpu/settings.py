@@ -3,8 +3,9 @@
 ..._COMPILE   graphs (the default of most platforms): decode steps are captured in graphs
               inductor: torch.compile fuses the model's operations first, then as above
               none: neither; `--enforce-eager` does the same on any platform
-..._SUMS      the vendor's library of collectives (default)
-              direct: all-reduce of small tensors through memory that ranks map from each other, if that works
+..._SUMS      direct: all-reduce of small tensors through memory that ranks map from each other, if a trial works; the
+              default where `direct_by_default`
+              the vendor's library of collectives: it alone
 ..._ATTENTION measured (default): the Triton kernels, or an installed library (flash_attn, varlen_attn, flashinfer,
               torch's cudnn), whichever is fastest for the kind of step
               triton: the Triton kernels
@@ -35,12 +36,14 @@ class Settings:
         library: The library of collectives, as a value of the variable; None if there is no choice.
         compile_modes: All of COMPILE_MODES, the default first.
         attentions: Supported values of ATTENTION, the default first.
+        direct_by_default: Whether CustomAllReduce is tried if the user says nothing.
     """
 
     prefix: str
     library: str | None
     compile_modes: tuple[str, ...] = COMPILE_MODES
     attentions: tuple[str, ...] = ATTENTION
+    direct_by_default: bool = False
 
     def compile_mode(self) -> str:
         """One of COMPILE_MODES.
@@ -72,7 +75,10 @@ class Settings:
         Raises:
             ConfigError: The variable has another value.
         """
-        return self.library is not None and _one_of(f"{self.prefix}_SUMS", (self.library, "direct")) == "direct"
+        if self.library is None:
+            return False
+        values = ("direct", self.library) if self.direct_by_default else (self.library, "direct")
+        return _one_of(f"{self.prefix}_SUMS", values) == "direct"
 
 
 def _one_of(variable: str, values: tuple[str, ...]) -> str:
