@@ -1,7 +1,7 @@
 """Weights in a segment of shared memory, as a safetensors file: written by a trainer, read by an engine's workers.
 
-    with SharedMemoryWeights(model.state_dict()) as weights:
-        llm.update_weights(shared_memory=weights.name)
+with SharedMemoryWeights(model.state_dict()) as weights:
+    llm.update_weights(shared_memory=weights.name)
 """
 
 from __future__ import annotations

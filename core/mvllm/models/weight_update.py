@@ -104,9 +104,7 @@ class ModelWeightUpdate:
         self._live = {module: live[name] for name, module in new.named_modules() if name in live}
         self._targets = dict(new.weight_targets())
         self._complete: set[str] = set()
-        self._units = {
-            module: _Unit(module, names, set(names)) for module, names in new.unprepared_modules().items()
-        }
+        self._units = {module: _Unit(module, names, set(names)) for module, names in new.unprepared_modules().items()}
         self._as_built = {
             module: _attributes(module)
             for module in new.modules()
@@ -260,7 +258,9 @@ class ModelWeightUpdate:
 
     def _write_heads_made_from_embeddings(self) -> None:
         """A tied head in another form than the embedding, which stays as it is loaded: quantized, for example."""
-        heads = [module for module in self._new.modules() if isinstance(module, LMHead) and module.is_made_from_embedding]
+        heads = [
+            module for module in self._new.modules() if isinstance(module, LMHead) and module.is_made_from_embedding
+        ]
         for head in heads:
             if isinstance(self._live[head].weight, nn.Parameter):  # the embedding's own
                 continue
