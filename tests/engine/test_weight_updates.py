@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 from mvllm import LLM, LoRARequest, RequestError, RequestOutput, SamplingParams
-from mvllm.config.engine_args import EngineArgs
 from mvllm.distributed.weight_transfer import WeightTransferGroup, describe
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.errors import ConfigError, EngineSleepingError, PlatformError
@@ -213,14 +211,15 @@ def test_blocks_of_a_gguf_file_are_replaced_by_those_of_another(tmp_path: Path) 
     pair = Pair("llama-gqa", tmp_path)
     folders = []
     for name, folder in (("old", pair.old), ("new", pair.new)):
-        file = write_gguf(folder, tmp_path / f"{name}.gguf", lambda name: "Q8_0" if "proj" in name else "F32")
+        file = write_gguf(folder, tmp_path / f"{name}.gguf", lambda name: "Q8_0" if name.endswith(("_q.weight", "_down.weight")) else "F32")
         folders.append(make_folder(file, tmp_path / f"{name}-folder", model_config(read_gguf(file))))
-    with engine(folders[0]) as llm:
+    settings = {"skip_tokenizer_init": True}
+    with engine(folders[0], **settings) as llm:
         llm.update_weights(path=folders[1])
-        assert result_of(llm) == expected(folders[1])
+        assert result_of(llm) == expected(folders[1], tuple(settings.items()))
         with pytest.raises(RequestError, match="unknown tensor"):
             llm.update_weights(path=pair.new)  # floats
-        assert result_of(llm) == expected(folders[1])
+        assert result_of(llm) == expected(folders[1], tuple(settings.items()))
 
 
 def test_weights_in_files_that_other_engines_map_are_replaced(
@@ -348,10 +347,11 @@ def test_an_update_that_is_broken_off_makes_the_weights_unusable_until_a_whole_o
 def test_a_worker_without_weight_updates_says_so(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     prepend(monkeypatch, null_platform_path(tmp_path / "plugins"))
     llm = make_llm(platform="null")
-    want = result_of(llm)
+    ask = functools.partial(llm.generate, PROMPTS, SamplingParams(**LONG, max_tokens=3), use_tqdm=False)
+    want = [output.outputs[0].token_ids for output in ask()]
     with pytest.raises(PlatformError, match="does not implement the optional method 'start_weight_update'"):
         llm.update_weights(path="anywhere")
-    assert result_of(llm) == want
+    assert [output.outputs[0].token_ids for output in ask()] == want
 
 
 # ----------------------------------------------------------------------------------------------- pause, versions, sleep
@@ -392,7 +392,6 @@ def test_a_request_that_was_paused_continues_with_the_new_weights_and_names_its_
         SamplingParams(**LONG, max_tokens=second),
         use_tqdm=False,
     )[0]
-    assert continued.num_cached_tokens == (32 - 32 % 16 if recompute else 0) or recompute
     assert not recompute or continued.outputs[0].token_ids == tokens[first:]
     assert recompute or continued.num_cached_tokens == 0, "keys and values of the old weights were shared"
     assert continued.outputs[0].weight_versions == [(version + 1, second)]
@@ -453,11 +452,8 @@ def test_adapters_are_updated_in_place(llama: Pair, tmp_path: Path) -> None:
 def test_methods_of_the_user_run_on_every_worker(make_llm: MakeLLM, llama: Pair) -> None:
     path = f"{weight_update_extension.__name__}.Extension"
     llm = make_llm(model=llama.old, worker_extension_cls=path, tensor_parallel_size=2, **THREADS)
-    name = "layers.0.input_layernorm.weight"
-    names = [n for n in llm.collective_rpc("get_names")] if False else None
-    del names
-    want = float(tensors_of(llama.old)[f"model.{name}"].double().sum())
-    found = llm.collective_rpc("sum_of", args=(name,), kwargs={"scale": 2.0})
+    want = float(tensors_of(llama.old)["model.norm.weight"].double().sum())
+    found = llm.collective_rpc("sum_of", args=("norm.weight",), kwargs={"scale": 2.0})
     assert found == pytest.approx([2 * want, 2 * want])
     with pytest.raises(PlatformError, match=r"failed in fail: ValueError: as asked"):
         llm.collective_rpc("fail")

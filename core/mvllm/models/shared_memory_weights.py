@@ -21,7 +21,7 @@ from mvllm.models.safetensors_file import DTYPE_NAMES
 if TYPE_CHECKING:
     import torch
 
-_SEGMENTS = Path("/dev/shm")  # where Linux shows segments of POSIX shared memory as files
+_SEGMENTS = Path("/dev/shm")  # noqa: S108  (where Linux shows segments of POSIX shared memory as files)
 _ALIGNMENT = 8
 
 
@@ -114,7 +114,7 @@ class SharedMemoryWeights:
             self.close()
             raise RequestError(
                 f"{size:,} bytes of shared memory for the weights cannot be allocated: {e.strerror or e}. Enlarge "
-                "/dev/shm, send the weights in several parts, or save them to a folder."
+                f"{_SEGMENTS}, send the weights in several parts, or save them to a folder."
             ) from e
 
     def _mapped(self) -> mmap.mmap:

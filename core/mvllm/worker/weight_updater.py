@@ -1,7 +1,7 @@
 """Updates of the weights of one worker: reads the tensors of a WeightUpdate from where they are.
 
-The engine core calls `start`, then `check` and `update` for each part, then `check_complete` and `finish`. Only `update`
-and `finish` write to the model.
+The engine core calls `start`, then `check` and `update` for each part, then `check_complete` and `finish`. Only
+`update` and `finish` write to the model.
 """
 
 from __future__ import annotations
