@@ -9,7 +9,6 @@ which the trainer and the engine may have for themselves:
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -23,7 +22,6 @@ from mvllm.errors import RequestError
 from mvllm.messages.weights import WeightTransferInfo
 
 _TRAINER = 0
-_numbers = itertools.count()
 
 
 class WeightTransferGroup:
@@ -66,7 +64,7 @@ class WeightTransferGroup:
                 [],
                 dist.Backend(info.backend),
                 dist.PrefixStore("mvllm-weights", self._store),
-                group_name=f"mvllm-weights-{next(_numbers)}-{rank}",
+                group_name=f"mvllm-weights-{info.master_address}-{info.master_port}",
                 timeout=timeout,
             )
             distributed_c10d._world.pg_group_ranks[self._group] = {i: i for i in range(info.world_size)}
@@ -81,7 +79,7 @@ class WeightTransferGroup:
         dist.broadcast(tensor, src=_TRAINER, group=self._group)
 
     def send(self, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
-        """For the trainer: broadcasts tensors in this order, while the engine runs `update_weights(**describe(...))`."""
+        """Broadcasts the trainer's tensors in this order, while the engine runs `update_weights(**describe(...))`."""
         for _, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
             held = tensor.detach().contiguous()
             self.broadcast(held.cpu() if self.on_host else held)

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig
-from mvllm.engine.core.sleep import check_sleep_level, check_wake_up_tags
 from mvllm.engine.async_rollouts import AsyncRollouts
+from mvllm.engine.core.sleep import check_sleep_level, check_wake_up_tags
 from mvllm.engine.frontend.admission import AdmissionControl
 from mvllm.engine.frontend.engine_frontend import EngineFrontend
 from mvllm.engine.frontend.input_processor import ProcessedRequest

@@ -120,9 +120,7 @@ class AsyncRollouts:
     ) -> int:
         """Ends a weight update, see `LLM.finish_weight_update`."""
         self._require_alive()
-        return int(
-            await self._client.call_utility("finish_weight_update", weight_version or 0, reset_running_requests)
-        )
+        return int(await self._client.call_utility("finish_weight_update", weight_version or 0, reset_running_requests))
 
     async def abandon_weight_update(self) -> None:
         """Ends a weight update without its remaining parts, see `LLM.abandon_weight_update`."""

@@ -65,9 +65,7 @@ class EngineRollouts:
         with weight_update(update_info(fields), shares_tensors=shares_tensors) as update:
             self._client.call_utility("update_weights", update)
 
-    def finish_weight_update(
-        self, weight_version: int | None = None, *, reset_running_requests: bool = False
-    ) -> int:
+    def finish_weight_update(self, weight_version: int | None = None, *, reset_running_requests: bool = False) -> int:
         """See `LLM.finish_weight_update`."""
         self._require_alive()
         return int(self._client.call_utility("finish_weight_update", weight_version or 0, reset_running_requests))
@@ -89,7 +87,9 @@ class EngineRollouts:
         self._client.call_utility("update_lora", lora_request)
         self._lora_validator.add(lora_request)
 
-    def call_workers(self, method: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> list[Any]:
+    def call_workers(
+        self, method: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> list[Any]:
         """Calls a method of `worker_extension_cls` on every worker; returns the results in rank order."""
         self._require_alive()
         return list(self._client.call_utility("call_workers", method, list(args), dict(kwargs or {})))

@@ -92,9 +92,7 @@ class LLMRollouts:
         }
         self.llm_engine.update_weights({**fields, **(update_info or {})})
 
-    def finish_weight_update(
-        self, weight_version: int | None = None, *, reset_running_requests: bool = False
-    ) -> int:
+    def finish_weight_update(self, weight_version: int | None = None, *, reset_running_requests: bool = False) -> int:
         """Ends a weight update: the weights get a new version, the prefix cache is dropped, and the engine resumes
         unless it was paused before.
 

@@ -190,9 +190,7 @@ def _are_sizes(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and 0 <= item <= _LARGEST_SIZE for item in value)
 
 
-def _check_layout(
-    path: Path, entries: Sequence[TensorEntry], data_start: int, size: int, *, is_segment: bool
-) -> None:
+def _check_layout(path: Path, entries: Sequence[TensorEntry], data_start: int, size: int, *, is_segment: bool) -> None:
     """Checks that the tensors fill the data part exactly, without gaps."""
     end = data_start
     before = None

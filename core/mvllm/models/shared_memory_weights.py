@@ -1,7 +1,7 @@
 """Weights in a segment of shared memory, as a safetensors file: written by a trainer, read by an engine's workers.
 
-    with SharedMemoryWeights(model.state_dict()) as weights:
-        llm.update_weights(shared_memory=weights.name)
+with SharedMemoryWeights(model.state_dict()) as weights:
+    llm.update_weights(shared_memory=weights.name)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mvllm.models.safetensors_file import DTYPE_NAMES
 if TYPE_CHECKING:
     import torch
 
-_SEGMENTS = Path("/dev/shm")  # where Linux shows segments of POSIX shared memory as files
+_SEGMENTS = Path("/dev/shm")  # noqa: S108  (where Linux shows segments of POSIX shared memory as files)
 _ALIGNMENT = 8
 
 
@@ -114,7 +114,7 @@ class SharedMemoryWeights:
             self.close()
             raise RequestError(
                 f"{size:,} bytes of shared memory for the weights cannot be allocated: {e.strerror or e}. Enlarge "
-                "/dev/shm, send the weights in several parts, or save them to a folder."
+                f"{_SEGMENTS}, send the weights in several parts, or save them to a folder."
             ) from e
 
     def _mapped(self) -> mmap.mmap:

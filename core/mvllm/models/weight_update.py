@@ -39,8 +39,13 @@ from mvllm.models.weight_loader import check_tensors, match_names, transposed_ta
 
 _SHOWN_NAMES = 5
 
-_WRITTEN_DIRECTLY = (Linear, LMHead, VocabEmbedding, FusedMoE)
-"""Modules whose `prepare_weights` leaves a parameter as it is, or replaces it."""
+_WRITTEN_DIRECTLY: dict[type[nn.Module], tuple[str, ...]] = {
+    Linear: ("weight",),
+    LMHead: ("weight",),
+    VocabEmbedding: ("weight",),
+    FusedMoE: ("gate_up", "down"),
+}
+"""Modules whose `prepare_weights` leaves these weights as they are if they are parameters afterwards."""
 
 CopyTensor = Callable[[TensorEntry, WeightTarget], None]
 """Copies the part of a checkpoint tensor that a target names."""
@@ -104,9 +109,7 @@ class ModelWeightUpdate:
         self._live = {module: live[name] for name, module in new.named_modules() if name in live}
         self._targets = dict(new.weight_targets())
         self._complete: set[str] = set()
-        self._units = {
-            module: _Unit(module, names, set(names)) for module, names in new.unprepared_modules().items()
-        }
+        self._units = {module: _Unit(module, names, set(names)) for module, names in new.unprepared_modules().items()}
         self._as_built = {
             module: _attributes(module)
             for module in new.modules()
@@ -202,9 +205,9 @@ class ModelWeightUpdate:
         Removes the modules of these parameters from the units.
         """
         for module in list(self._units):
-            live = self._live.get(module)
-            is_same = isinstance(module, _WRITTEN_DIRECTLY) and live is not None and _same_parameters(module, live)
-            if is_same and next(module.children(), None) is None:
+            names = next((names for kind, names in _WRITTEN_DIRECTLY.items() if isinstance(module, kind)), ())
+            are_parameters = [module._parameters.get(name) is not None for name in names]
+            if names and all(are_parameters) and _same_parameters(module, self._live[module]):
                 del self._units[module]
         loaded = dict(model.named_parameters(remove_duplicate=False))
         direct = {}
@@ -260,7 +263,9 @@ class ModelWeightUpdate:
 
     def _write_heads_made_from_embeddings(self) -> None:
         """A tied head in another form than the embedding, which stays as it is loaded: quantized, for example."""
-        heads = [module for module in self._new.modules() if isinstance(module, LMHead) and module.is_made_from_embedding]
+        heads = [
+            module for module in self._new.modules() if isinstance(module, LMHead) and module.is_made_from_embedding
+        ]
         for head in heads:
             if isinstance(self._live[head].weight, nn.Parameter):  # the embedding's own
                 continue
@@ -299,7 +304,7 @@ def write_in_place(old: Any, new: Any) -> bool:
     """Copies the tensors of a prepared weight over those of another one of the same structure.
 
     Looks into dataclasses, containers, and variables of functions. A tensor with the attribute `is_read_only` is not
-    written to.
+    written to, and 64-bit integers have to be equal: they may be addresses or positions.
 
     Returns:
         Whether the structures, and whatever is not a tensor, are equal. If not, the old weight may be half written and
@@ -328,6 +333,8 @@ def _copy_tensor(old: Any, new: torch.Tensor) -> bool:
         return False
     if old.layout is not torch.strided or old.stride() != new.stride():
         return False
+    if new.dtype == torch.int64:  # may be addresses of the weight's other tensors, which are different ones
+        return torch.equal(old, new)
     with torch.no_grad():
         old.detach().copy_(new.detach())
     return True

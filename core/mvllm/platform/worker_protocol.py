@@ -167,7 +167,7 @@ class WorkerProtocol(Protocol):
         An error leaves the weights incomplete: the engine computes nothing until another update is finished.
         """
 
-    def check_weight_update(self, whole: bool) -> None:  # noqa: FBT001  (called by name, with positions)
+    def check_weight_update(self, whole: bool) -> None:
         """Raises RequestError if `finish_weight_update` needs further tensors. Writes nothing.
 
         Args:

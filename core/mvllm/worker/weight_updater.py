@@ -1,7 +1,7 @@
 """Updates of the weights of one worker: reads the tensors of a WeightUpdate from where they are.
 
-The engine core calls `start`, then `check` and `update` for each part, then `check_complete` and `finish`. Only `update`
-and `finish` write to the model.
+The engine core calls `start`, then `check` and `update` for each part, then `check_complete` and `finish`. Only
+`update` and `finish` write to the model.
 """
 
 from __future__ import annotations
@@ -188,5 +188,7 @@ def _entry(name: str, where: Path, dtype: torch.dtype, shape: torch.Size | list[
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name.removeprefix("torch."), None) if name.removeprefix("torch.") in DTYPE_NAMES else None
     if not isinstance(dtype, torch.dtype):
-        raise RequestError(f"dtype_names: {name!r:.40} is not one of {', '.join(DTYPE_NAMES)}.", parameter="dtype_names")
+        raise RequestError(
+            f"dtype_names: {name!r:.40} is not one of {', '.join(DTYPE_NAMES)}.", parameter="dtype_names"
+        )
     return dtype

@@ -170,7 +170,7 @@ class Worker:
     def update_weights(self, update: WeightUpdate) -> None:
         self.updater.update(update)
 
-    def check_weight_update(self, whole: bool) -> None:  # noqa: FBT001
+    def check_weight_update(self, whole: bool) -> None:
         self.updater.check_complete(whole=whole)
 
     def finish_weight_update(self) -> bool:

@@ -81,7 +81,9 @@ class WorkerWrapper:
         if method == "call_extension":
             return self._call_extension(*args)
         if method not in WORKER_METHODS:
-            raise ConfigError(f"collective_rpc: method must be one of {', '.join(sorted(WORKER_METHODS))}, not {method!r}.")
+            raise ConfigError(
+                f"collective_rpc: method must be one of {', '.join(sorted(WORKER_METHODS))}, not {method!r}."
+            )
         if method in _OPTIONAL and not hasattr(self._worker, method):
             raise PlatformError(f"{self._name} does not implement the optional method {method!r}.")
         try:

@@ -7,7 +7,6 @@ scheduling, or with pipeline stages, steps are launched before earlier ones are 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +21,7 @@ from mvllm.config.rope_parameters import prompt_cache_key
 from mvllm.engine.core.grammar_vocabulary import load_vocabulary
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary, choose_block_size, no_kv_cache, size_kv_cache
 from mvllm.engine.core.lora_manager import LoRAManager
+from mvllm.engine.core.rollouts import CoreRollouts, PauseState
 from mvllm.engine.core.sleep import KV_CACHE, SLEEP_LEVELS, TAGS, WEIGHTS, check_sleep_level
 from mvllm.engine.core.weight_updates import WeightUpdateManager
 from mvllm.errors import ConfigError, EngineDeadError, EngineSleepingError, MvllmError, RequestError
@@ -38,7 +38,6 @@ from mvllm.messages.requests import (
     SchedulerStats,
 )
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from mvllm.messages.weights import WeightTransferInfo, WeightUpdate
 from mvllm.models.checkpoint_support import runs_natively
 from mvllm.platform.interface import Platform
 from mvllm.scheduler.scheduler import Scheduler
@@ -70,24 +69,13 @@ UTILITY_METHODS = frozenset(
 )
 """The methods of EngineCore that front ends call by name, through `call_utility`."""
 
-PAUSE_MODES = ("abort", "wait", "keep")
-
-
-class PauseState(enum.Enum):
-    """Whether steps are scheduled: DRAINING runs the present requests to their end, PAUSED runs none."""
-
-    RUNNING = enum.auto()
-    DRAINING = enum.auto()
-    PAUSED = enum.auto()
-
-
 _GRAMMAR_WAIT_SECONDS = 0.01
 """The longest wait of a step that has nothing to compute for a grammar: commands are handled between two waits."""
 
 _T = TypeVar("_T")
 
 
-class EngineCore:
+class EngineCore(CoreRollouts):
     """Turns requests into tokens, one step at a time. Used from one thread.
 
     Args:
@@ -117,7 +105,6 @@ class EngineCore:
         self._pending_outputs: deque[EngineCoreOutputs] = deque()  # returned by the next steps, one each
         self._pause = PauseState.RUNNING
         self._held_requests: list[EngineCoreRequest] = []  # that came while the engine drains
-        self._clears_cache_when_drained = self._resumes_after_update = False
         # Models run through transformers have one RoPE for prompts of every length.
         self._position_key = prompt_cache_key(config.model) if runs_natively(config.model) else lambda prompt_len: 0
         self._needs_identical_plans = config.parallel.distributed_executor_backend == "external_launcher"
@@ -342,27 +329,6 @@ class EngineCore:
         """Unloads an adapter; False if it is not loaded, or in use: then it is evicted later, when space is needed."""
         return self._required_lora_manager.remove(lora_int_id)
 
-    def update_lora(self, request: LoRARequest) -> bool:
-        """Loads an adapter anew, in place of the loaded one of its id. Its running requests go on with the new one.
-
-        A weight update: part of the open one, or one of its own.
-
-        Raises:
-            As `add_lora`.
-        """
-        manager, is_own = self._required_lora_manager, not self._weights.is_open
-        if is_own:
-            self.start_weight_update()
-        try:
-            manager.replace(request)
-        except BaseException:
-            if is_own:
-                self.abandon_weight_update()
-            raise
-        if is_own:
-            self.finish_weight_update()
-        return True
-
     @property
     def _required_lora_manager(self) -> LoRAManager:
         if self._lora_manager is None:
@@ -371,142 +337,9 @@ class EngineCore:
             )
         return self._lora_manager
 
-    # --- pause and weights
-
-    def pause_scheduler(self, mode: str, clear_cache: bool) -> bool:  # noqa: FBT001  (called by name, with positions)
-        """Stops scheduling. Requests that come meanwhile wait.
-
-        Args:
-            mode: `abort` ends all requests with the outputs so far. `wait` lets them finish first, see
-                `is_scheduler_paused`. `keep` stops them at the end of the step in flight; `resume_scheduler` continues
-                them.
-            clear_cache: Drop the prefix cache. With `keep`, the requests' own keys and values, too: they are computed
-                again. Not before `wait` has ended.
-
-        Returns:
-            Whether the scheduler is paused now.
-        """
-        if mode not in PAUSE_MODES:
-            raise RequestError(f"mode must be one of {', '.join(PAUSE_MODES)}, not {mode!r:.40}.", parameter="mode")
-        self._clears_cache_when_drained = clear_cache
-        self._resumes_after_update = False
-        if mode == "wait" and self._pause is not PauseState.PAUSED:
-            self._pause = PauseState.DRAINING
-            return self.is_scheduler_paused()
-        self._collect_all_steps()
-        if mode == "abort":
-            ids = self.scheduler.request_ids
-            self.scheduler.finish_aborted()
-            if self._grammar_manager is not None:
-                self._grammar_manager.cancel(ids)
-            self._hold_outputs(self.scheduler.pop_outputs())
-        self._pause_now(clear_cache)
-        return True
-
-    def is_scheduler_paused(self) -> bool:
-        """Whether no step runs until `resume_scheduler`, or until the end of a weight update."""
-        if self._pause is PauseState.DRAINING and not (self._in_flight or self.scheduler.has_requests()):
-            self._pause_now(self._clears_cache_when_drained)
-        return self._pause is PauseState.PAUSED
-
-    def _pause_now(self, clear_cache: bool) -> None:  # noqa: FBT001
-        self._pause = PauseState.PAUSED
-        self._add_held_requests()
-        if clear_cache:
-            self.scheduler.forget_computed(restart=True)
-
-    def resume_scheduler(self) -> None:
-        """Continues scheduling.
-
-        Raises:
-            RequestError: A weight update is under way.
-            EngineSleepingError: The weights are unusable.
-        """
-        self._weights.check_usable()
-        if self._weights.is_open:
-            raise RequestError("A weight update is under way. Finish it before resuming.")
-        self._resumes_after_update = False
-        self._pause = PauseState.RUNNING
-        self._add_held_requests()
-
-    def init_weight_transfer(self, info: WeightTransferInfo) -> None:
-        """Lets the workers join the process group of a trainer, which does so at the same time."""
-        self._collect_all_steps()
-        self._weights.join_group(info)
-
-    def start_weight_update(self) -> None:
-        """Pauses the scheduler at the end of the step in flight, and begins a weight update.
-
-        Raises:
-            RequestError: One is under way.
-            EngineSleepingError: The weights sleep.
-            PlatformError: The platform's worker does not support it.
-        """
-        if WEIGHTS in self._released_memory:
-            raise EngineSleepingError("The weights sleep. Wake them up (wake_up) before updating them.")
-        self._collect_all_steps()
-        self._weights.start()
-        if self._pause is PauseState.RUNNING:
-            self._resumes_after_update = True
-        self._pause = PauseState.PAUSED
-        self._add_held_requests()
-
-    def update_weights(self, update: WeightUpdate) -> None:
-        """Loads a part of the weights, see WeightUpdateManager. Without an open update, it is one of its own."""
-        is_own = not self._weights.is_open
-        if is_own:
-            self.start_weight_update()
-        try:
-            self._weights.update(update)
-            if is_own:
-                self.finish_weight_update()
-        except BaseException:
-            if is_own and self._weights.is_open:
-                self.abandon_weight_update()
-            self._fail_requests_of_unusable_weights()
-            raise
-
-    def finish_weight_update(self, version: int = 0, reset_running_requests: bool = False) -> int:  # noqa: FBT001, FBT002
-        """Ends a weight update, drops the prefix cache, and resumes if `start_weight_update` has paused.
-
-        Args:
-            version: The new version of the weights; 0 for one more than the last.
-            reset_running_requests: Compute the keys and values of running requests again, with the new weights.
-                Otherwise they continue with those of the old ones, which no other request then shares.
-
-        Returns:
-            The new version.
-        """
-        old = self._weights.version
-        try:
-            self._weights.finish(version or None)
-        except BaseException:
-            self._fail_requests_of_unusable_weights()
-            raise
-        self.scheduler.close_weight_version(old)
-        self.scheduler.forget_computed(restart=reset_running_requests)
-        if self._resumes_after_update:
-            self.resume_scheduler()
-        return self._weights.version
-
-    def abandon_weight_update(self) -> None:
-        """Ends a weight update without its remaining parts; if some were written, the weights are unusable."""
-        self._weights.abandon()
-        if self._weights.failure is None:
-            if self._resumes_after_update:
-                self.resume_scheduler()
-            return
-        self._fail_requests_of_unusable_weights()
-
-    def weight_info(self) -> dict[str, Any]:
-        """The version of the weights, whether an update is under way, and why they are unusable, if they are."""
-        weights = self._weights
-        return {"weight_version": weights.version, "is_updating": weights.is_open, "failure": weights.failure}
-
-    def call_workers(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
-        """Calls a method of `worker_extension_cls` on every worker; returns the results in rank order."""
-        self._collect_all_steps()
-        return self._executor.collective_rpc("call_extension", (method, args, kwargs))
+    @property
+    def _has_steps_in_flight(self) -> bool:
+        return bool(self._in_flight)
 
     def _collect_all_steps(self) -> None:
         """Waits for the steps in flight. Their outputs are returned by the next call of `step`."""
@@ -524,10 +357,6 @@ class EngineCore:
                 self.add_request(request)
             except MvllmError as e:
                 self._hold_outputs([EngineCoreOutput(request.request_id, [], FinishReason.ERROR, error=str(e))])
-
-    def _fail_requests_of_unusable_weights(self) -> None:
-        if self._weights.failure is not None:
-            self._fail_all_requests(self._weights.failure)
 
     def _fail_all_requests(self, message: str) -> None:
         held, self._held_requests = self._held_requests, []

@@ -127,9 +127,7 @@ class ClientOutputQueues:
                 self._report_load(outputs.stats, [len(each.unfinished) for each in self._clients])
                 self._reported_at, self._reported_busy = now, is_busy
 
-    def _send(
-        self, index: int, client: _Client, outputs: EngineCoreOutputs, now: float, *, is_core_busy: bool
-    ) -> None:
+    def _send(self, index: int, client: _Client, outputs: EngineCoreOutputs, now: float, *, is_core_busy: bool) -> None:
         busy = bool(client.unfinished) and is_core_busy  # a core that is paused sends no updates
         update = EngineCoreOutputs(
             client.outputs, outputs.stats, client.num_acknowledged, busy, client.results, outputs.weight_version

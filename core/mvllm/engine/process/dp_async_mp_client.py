@@ -170,7 +170,9 @@ class DPLBAsyncMPClient:
         if method == "init_weight_transfer":
             (info,) = args
             size = self.config.parallel.world_size
-            infos = [msgspec.structs.replace(info, rank_offset=info.rank_offset + i * size) for i in range(len(self._cores))]
+            infos = [
+                msgspec.structs.replace(info, rank_offset=info.rank_offset + i * size) for i in range(len(self._cores))
+            ]
             calls = [core.call_utility(method, info) for core, info in zip(self._cores, infos, strict=True)]
         else:
             calls = [core.call_utility(method, *args) for core in self._cores]

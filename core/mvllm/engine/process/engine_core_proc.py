@@ -32,12 +32,12 @@ from mvllm.executor.process.process_utils import freeze_garbage_collection, gc_p
 from mvllm.logging import get_logger
 from mvllm.messages.coordinator_protocol import CoreLoad
 from mvllm.messages.core_protocol import (
+    UTILITY_STRUCTS,
     AbortRequests,
     AddRequests,
     CallUtility,
     Command,
     DropClient,
-    UTILITY_STRUCTS,
     StopCore,
     UtilityResult,
 )

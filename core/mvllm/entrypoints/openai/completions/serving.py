@@ -96,11 +96,12 @@ class _CompletionChoice:
         self._echo = bool(request.echo)
         self._is_first = True
         self._return_token_ids = bool(request.return_token_ids)
+        self._return_weight_versions = bool(request.return_weight_versions)
         self._logprobs = (
             None if request.logprobs is None else CompletionLogprobs(handler.token_formatter, request.logprobs)
         )
         with_logprobs = request.logprobs is not None or request.prompt_logprobs is not None
-        self._plain = not (self._echo or self._return_token_ids or with_logprobs)
+        self._plain = not (self._echo or self._return_token_ids or self._return_weight_versions or with_logprobs)
         self._before = b'{"index":%d,"text":' % index
 
     def encode(self, output: RequestOutput, sequence: CompletionOutput) -> bytes:
@@ -138,6 +139,8 @@ class _CompletionChoice:
                 choice["logprobs"] = self._logprobs.format_next(token_ids, positions)
         if self._handler._request.prompt_logprobs is not None and first:
             choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or [])
+        if self._return_weight_versions:
+            choice["weight_versions"] = sequence.weight_versions
         if self._return_token_ids:
             choice["token_ids"] = token_ids
             choice["prompt_token_ids"] = output.prompt_token_ids if first else None
