@@ -187,11 +187,17 @@ class RouterApp:
             if (response := await self._unload(model, path)) is not None:
                 await response(scope, receive, send)
                 return
+
+        async def send_with_names(message: Message) -> None:
+            """Learns the names of adapters before the client knows that they can be used."""
+            if message["type"] == "http.response.start" and message["status"] == HTTPStatus.OK:
+                await self._catalog.refresh_adapters(model)
+            await send(message)
+
         async with cancel_on_disconnect(receive), self._pool.use(model, len(body), keep_alive) as server:
             assert isinstance(server, ModelServerProcess)
-            status = await self._proxy.forward(server.client, scope, send, body, query)
-            if path in _LORA_PATHS and status == HTTPStatus.OK:
-                await self._catalog.refresh_adapters(model)
+            sending = send_with_names if path in _LORA_PATHS else send
+            await self._proxy.forward(server.client, scope, sending, body, query)
 
     async def _read_any_body(self, receive: Receive) -> bytes:
         parts = []
