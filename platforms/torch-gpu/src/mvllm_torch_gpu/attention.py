@@ -20,11 +20,12 @@ from mvllm_triton.attention import latent_attention, paged_attention
 from mvllm_triton.kv_write import write_kv, write_latent
 
 BLOCK_SIZES = (16, 32, 64, 128, 256, 8)
-MAX_HEAD_SIZE = 256
+MAX_HEAD_SIZE = 512
 MAX_LATENT_SIZE = 576
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SCALED_DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.uint8}
-"""8-bit storage dtypes and the dtypes of their tensors; float8 is stored as codes, which every device can read."""
+"""8-bit storage dtypes and the dtypes of their tensors; float8 is stored as codes, which every device can read. The
+kernels read them as float8 on a device with such numbers."""
 
 FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e4m3fnuz": torch.float8_e4m3fnuz}
 """Formats of float8 codes: both have three bits of mantissa; scales compensate their different ranges."""
