@@ -5,6 +5,8 @@ MVLLM_CUDA_COMPILE   graphs (default): decode steps are captured in CUDA graphs
                      none: neither; `--enforce-eager` does the same on any platform
 MVLLM_CUDA_SUMS      nccl (default): NCCL's all-reduce
                      direct: all-reduce of small tensors through memory that ranks map from each other, if that works
+MVLLM_CUDA_LINEAR    measured (default): unquantized products of few rows use the faster of torch's library and a kernel
+                     torch, triton: always one of them
 """
 
 from __future__ import annotations

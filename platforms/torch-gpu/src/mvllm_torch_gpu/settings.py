@@ -35,12 +35,14 @@ class Settings:
         library: The library of collectives, as a value of the variable; None if there is no choice.
         compile_modes: All of COMPILE_MODES, the default first.
         attentions: Supported values of ATTENTION, the default first.
+        linears: Supported values of LINEAR, the default first.
     """
 
     prefix: str
     library: str | None
     compile_modes: tuple[str, ...] = COMPILE_MODES
     attentions: tuple[str, ...] = ATTENTION
+    linears: tuple[str, ...] = LINEAR
 
     def compile_mode(self) -> str:
         """One of COMPILE_MODES.
@@ -64,7 +66,7 @@ class Settings:
         Raises:
             ConfigError: The variable has another value.
         """
-        return _one_of(f"{self.prefix}_LINEAR", LINEAR)
+        return _one_of(f"{self.prefix}_LINEAR", self.linears)
 
     def custom_all_reduce(self) -> bool:
         """Whether CustomAllReduce adds small tensors.
