@@ -134,7 +134,7 @@ class Device:
         self.replays += 1
         self.now += 3.0 if self.replays == 1 else 2.0
 
-    def Event(self, enable_timing):  # noqa: N802  torch's name
+    def Event(self, enable_timing):
         device = self
 
         class Made:
@@ -161,7 +161,7 @@ def test_copies_of_a_weight_exceed_the_cache(monkeypatch):
         L2_cache_size = 1 << 20
 
     class Module:
-        class api:  # noqa: N801  torch's module
+        class api:
             get_device_properties = staticmethod(lambda device: Properties)
 
     weight = torch.empty(256, 1024, dtype=torch.bfloat16, device="meta")
