@@ -6,6 +6,8 @@ MVLLM_CUDA_COMPILE   graphs (default): decode steps are captured in CUDA graphs
 MVLLM_CUDA_SUMS      direct (default): all-reduce of small tensors through memory that ranks map from each other, if a
                      trial at start-up gives NCCL's sums on all ranks
                      nccl: NCCL's all-reduce for all tensors
+MVLLM_CUDA_LINEAR    measured (default): unquantized products of few rows use the faster of torch's library and a kernel
+                     torch, triton: always one of them
 """
 
 from __future__ import annotations

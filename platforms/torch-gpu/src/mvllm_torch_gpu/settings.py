@@ -37,6 +37,7 @@ class Settings:
         compile_modes: All of COMPILE_MODES, the default first.
         attentions: Supported values of ATTENTION, the default first.
         direct_by_default: Whether CustomAllReduce is tried if the user says nothing.
+        linears: Supported values of LINEAR, the default first.
     """
 
     prefix: str
@@ -44,6 +45,7 @@ class Settings:
     compile_modes: tuple[str, ...] = COMPILE_MODES
     attentions: tuple[str, ...] = ATTENTION
     direct_by_default: bool = False
+    linears: tuple[str, ...] = LINEAR
 
     def compile_mode(self) -> str:
         """One of COMPILE_MODES.
@@ -67,7 +69,7 @@ class Settings:
         Raises:
             ConfigError: The variable has another value.
         """
-        return _one_of(f"{self.prefix}_LINEAR", LINEAR)
+        return _one_of(f"{self.prefix}_LINEAR", self.linears)
 
     def custom_all_reduce(self) -> bool:
         """Whether CustomAllReduce adds small tensors.
