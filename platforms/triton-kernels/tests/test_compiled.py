@@ -62,7 +62,9 @@ PACKED = ("int4-one", "mxfp4-experts-decode", "int4-experts-decode", "float8-cod
 def test_packed_weights_are_loaded_16_bytes_at_a_time_and_stay_in_registers(tmp_path, targets, names):
     lines = [line.split() for line in compile_launches(tmp_path, targets, *names).splitlines()]
     products = [line for line in lines if line[1] == "multiply"]
-    assert {(line[0], line[2]) for line in products} == {(name, target) for name in names for target in targets.split(",")}
+    assert {(line[0], line[2]) for line in products} == {
+        (name, target) for name in names for target in targets.split(",")
+    }
     for line in products:
         found = dict(zip(line[3::2], line[4::2])) if line[5] != "KiB" else dict(zip(line[6::2], line[7::2]))
         sizes = {int(size) for size in found["packed"].split(",")}

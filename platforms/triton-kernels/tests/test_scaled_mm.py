@@ -56,7 +56,9 @@ def test_every_case_with_rounded_inputs_and_without_blocks_is_exact(dtype, calls
 
 def _weight(out_features=32, in_features=64, inputs="dynamic", block_columns=64):
     codes = torch.randn(out_features, in_features).to(torch.float8_e4m3fn).view(torch.uint8)
-    return Float8Weight(codes, torch.full((1, -(-in_features // block_columns)), 0.5), out_features, block_columns, inputs)
+    return Float8Weight(
+        codes, torch.full((1, -(-in_features // block_columns)), 0.5), out_features, block_columns, inputs
+    )
 
 
 def test_the_kernel_multiplies_what_the_library_does_not():

@@ -137,9 +137,7 @@ def quantized_linear(x: torch.Tensor, weight: PackedIntegers, bias: torch.Tensor
         tiles = quantized_tiles(num_rows, weight.out_features, x.element_size())
         grid = -(-num_rows // tiles.rows), -(-weight.out_features // tiles.columns)
         most = most_splits(tiles.rows, weight.out_features, weight.data.nbytes)
-        splits = inner_splits(
-            math.prod(grid), weight.in_features, weight.inner, processors(x.device), most=most
-        )
+        splits = inner_splits(math.prod(grid), weight.in_features, weight.inner, processors(x.device), most=most)
         parts = partial_results(out, splits.num)
         kernels.multiply[(*grid, splits.num)](
             parts, rows, row_scales, weight.data, weight.scales,

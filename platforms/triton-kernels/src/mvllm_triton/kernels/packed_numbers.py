@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+
 @triton.jit
 def offset_integers(codes, base, DTYPE: tl.constexpr):
     """codes - base in DTYPE, for uint8 codes [k, n] and float32 `base` [n], which includes 2**23."""
