@@ -114,7 +114,9 @@ def test_block_scaled_experts_with_rounded_inputs_give_the_tokens_of_the_referen
     """Like the published FP8 checkpoints of DeepSeek V3 and Qwen3, with smaller blocks."""
     scheme = float8_zoo.FLOAT8_SCHEMES["fp8-blocks"]
     config = {**scheme.config, "weight_block_size": [32, 32]}
-    monkeypatch.setitem(float8_zoo.FLOAT8_SCHEMES, "fp8-square", dataclasses.replace(scheme, config=config, block=(32, 32)))
+    monkeypatch.setitem(
+        float8_zoo.FLOAT8_SCHEMES, "fp8-square", dataclasses.replace(scheme, config=config, block=(32, 32))
+    )
     folder = float8_zoo.make_float8("fp8-square", tmp_path, "qwen3moe").quantized
     reference = OpProvider("quantized_moe", "reference's", SCHEMAS["quantized_moe"].reference)
     monkeypatch.setattr(HostedPlatform, "provided", (reference,))

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -83,7 +83,8 @@ class Compiled:
 
     `copies` are its instructions that copy 16 bytes from memory to shared memory asynchronously; None if the target's
     text is not PTX.
-    `text` is its PTX or its AMD assembly.
+    `packed_loads` are the neighbouring bytes per thread of each load of a tile of 8-bit weights, and `wide_loads` is
+    the number of instructions in the PTX or AMD assembly that load 16 bytes per thread.
     """
 
     name: str
@@ -92,12 +93,14 @@ class Compiled:
     registers: int | None
     spilled: int | None
     copies: int | None
-    text: str = field(repr=False, default="")
+    packed_loads: tuple[int, ...] = ()
+    wide_loads: int = 0
 
     def __str__(self) -> str:
         return (
             f"{self.name:28} {self.target:7} shared {self.shared / 1024:6.1f} KiB  "
-            f"registers {self.registers}  spilled {self.spilled}  copies {self.copies}"
+            f"registers {self.registers}  spilled {self.spilled}  copies {self.copies}  "
+            f"packed {','.join(map(str, self.packed_loads)) or None}  wide {self.wide_loads}"
         )
 
 
@@ -172,4 +175,27 @@ def compile_for(launch: Launch, target: str) -> Compiled:
         registers = int(re.search(r"\.vgpr_count:\s+(\d+)", text)[1])
         spilled = int(re.search(r"\.private_segment_fixed_size:\s+(\d+)", text)[1])
     text = kernel.asm["ptx" if "ptx" in kernel.asm else "amdgcn"]
-    return Compiled(launch.function.__name__, target, kernel.metadata.shared, registers, spilled, copies, text)
+    if re.search(r"\b(ld|st)\.local", text):
+        spilled = max(1, spilled or 0)
+    packed = _packed_loads(kernel.asm["ttgir"])
+    wide = len(_WIDE_LOADS.findall(text))
+    return Compiled(launch.function.__name__, target, kernel.metadata.shared, registers, spilled, copies, packed, wide)
+
+
+_WIDE_LOADS = re.compile(
+    r"cp\.async\.cg\.shared\.global [^;]*, 0x10|ld\.global[\w.:]*\.v4\.b32|(?:global|buffer)_load\w*_dwordx4"
+)
+_PACKED_LOAD = re.compile(
+    r"(?:tt\.load|async_copy_global_to_local|buffer_load\w*) .*tensor<\d+x\d+x(?:!tt\.ptr<)?(?:i8|f8\w*)>?, (#\w+)>"
+)
+_LAYOUT = re.compile(r"^(#\w+) = #ttg\.blocked<\{sizePerThread = \[(\d+), (\d+)\]", re.MULTILINE)
+
+
+def _packed_loads(ttgir: str) -> tuple[int, ...]:
+    """The neighbouring elements per thread of each load of a tile of 8-bit weights, from Triton's GPU dialect.
+
+    Weights [k, n] have neighbours along k. Tiles of inputs [m, k] have them along the second dimension.
+    """
+    layouts = [(name, int(k), int(n)) for name, k, n in _LAYOUT.findall(ttgir)]
+    sizes = {name: k for name, k, n in layouts if k >= n}
+    return tuple(sizes[layout] for layout in _PACKED_LOAD.findall(ttgir) if layout in sizes)

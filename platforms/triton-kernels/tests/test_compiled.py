@@ -56,6 +56,30 @@ def test_attention_has_few_compiled_variants():
         assert int(attend) <= 7 and int(combine) <= 9, line
 
 
+PACKED = ("int4-one", "mxfp4-experts-decode", "int4-experts-decode", "float8-codes-experts-decode")
+
+
+@pytest.mark.parametrize(
+    "targets, names",
+    [
+        ("sm_90,gfx942", PACKED[:2]),
+        pytest.param("sm_90,sm_100,gfx942,gfx950", PACKED, marks=pytest.mark.exhaustive),
+        pytest.param("sm_90,sm_100,gfx950", ("float8-decode", "float8-experts-decode"), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_packed_weights_are_loaded_16_bytes_at_a_time_and_stay_in_registers(tmp_path, targets, names):
+    lines = [line.split() for line in compile_launches(tmp_path, targets, *names).splitlines()]
+    products = [line for line in lines if line[1] == "multiply"]
+    assert {(line[0], line[2]) for line in products} == {
+        (name, target) for name in names for target in targets.split(",")
+    }
+    for line in products:
+        found = dict(zip(line[3::2], line[4::2])) if line[5] != "KiB" else dict(zip(line[6::2], line[7::2]))
+        sizes = {int(size) for size in found["packed"].split(",")}
+        assert min(sizes) >= 16, line
+        assert int(found["wide"]) > 0 and found["spilled"] == "0", line
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", [*(f"sm_{n}" for n in (80, 89, 90, 100, 120)), *(f"gfx{n}" for n in GFX)])
 def test_every_launch_compiles(tmp_path, target):
