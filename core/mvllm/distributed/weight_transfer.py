@@ -49,7 +49,7 @@ class WeightTransferGroup:
         self._group: Any = None
         timeout = timedelta(seconds=info.timeout)
         try:
-            self._store = dist.TCPStore(
+            self._store = dist.TCPStore(  # type: ignore[attr-defined]
                 info.master_address,
                 info.master_port,
                 info.world_size,
@@ -63,8 +63,8 @@ class WeightTransferGroup:
                 rank,
                 [],
                 dist.Backend(info.backend),
-                dist.PrefixStore("mvllm-weights", self._store),
-                group_name=f"mvllm-weights-{info.master_address}-{info.master_port}",
+                distributed_c10d.PrefixStore("mvllm-weights", self._store),
+                group_name=f"mvllm-weights-{info.master_address}-{info.master_port}",  # type: ignore[arg-type]
                 timeout=timeout,
             )
             distributed_c10d._world.pg_group_ranks[self._group] = {i: i for i in range(info.world_size)}
