@@ -15,15 +15,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
-from mvllm import LLM, LoRARequest, RequestError, RequestOutput, SamplingParams
-from mvllm.distributed.weight_transfer import WeightTransferGroup, describe
+from mvllm import (
+    LLM,
+    LoRARequest,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    SharedMemoryWeights,
+    WeightTransferGroup,
+    WeightTransferInfo,
+)
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.errors import ConfigError, EngineSleepingError, PlatformError
 from mvllm.gguf.header import read_gguf
 from mvllm.gguf.model_config import model_config
 from mvllm.messages.sampling_params import RequestOutputKind
-from mvllm.messages.weights import WeightTransferInfo
-from mvllm.models.shared_memory_weights import SharedMemoryWeights
 from tests.engine import weight_update_extension
 from tests.engine.conftest import MakeLLM
 from tests.helpers.async_engine import async_engine, last
@@ -138,14 +144,14 @@ def test_weights_come_from_a_process_group_of_the_trainer(llama: Pair) -> None:
     groups: list[WeightTransferGroup] = []
     with engine(llama.old, distributed_executor_backend="mp") as llm:
         with pytest.raises(RequestError, match="has joined none"):
-            llm.update_weights(**describe(llama.tensors))
+            llm.update_weights(**WeightTransferGroup.describe(llama.tensors))
         joining = threading.Thread(target=lambda: groups.append(WeightTransferGroup(WeightTransferInfo(**info))))
         joining.start()
         llm.init_weight_transfer_engine(info)
         joining.join()
         sending = threading.Thread(target=groups[0].send, args=(llama.tensors,))
         sending.start()
-        llm.update_weights(**describe(llama.tensors))
+        llm.update_weights(**WeightTransferGroup.describe(llama.tensors))
         sending.join()
         assert result_of(llm) == expected(llama.new)
         groups[0].close()

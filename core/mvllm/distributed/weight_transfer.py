@@ -74,6 +74,16 @@ class WeightTransferGroup:
                 f"{rank} of {info.world_size} with backend {info.backend!r}: {e}"
             ) from e
 
+    @staticmethod
+    def describe(tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+        """`names`, `dtype_names` and `shapes` of tensors, as `update_weights` takes them for a broadcast."""
+        pairs = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
+        return {
+            "names": [name for name, _ in pairs],
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in pairs],
+            "shapes": [list(tensor.shape) for _, tensor in pairs],
+        }
+
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Sends the trainer's tensor to all ranks, in place."""
         dist.broadcast(tensor, src=_TRAINER, group=self._group)
@@ -89,13 +99,3 @@ class WeightTransferGroup:
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)
-
-
-def describe(tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
-    """`names`, `dtype_names` and `shapes` of tensors, as `update_weights` takes them for a broadcast."""
-    pairs = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
-    return {
-        "names": [name for name, _ in pairs],
-        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in pairs],
-        "shapes": [list(tensor.shape) for _, tensor in pairs],
-    }
