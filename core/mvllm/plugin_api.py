@@ -27,6 +27,7 @@ from mvllm.messages.pooling_params import Activation, PoolingParams, PoolingTask
 from mvllm.messages.requests import PositionLogprobs
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from mvllm.messages.weights import WeightSource, WeightTransferInfo, WeightUpdate
 from mvllm.messages.structured_outputs import StructuredOutputsParams
 from mvllm.messages.thinking import ThinkingTokens
 from mvllm.platform.attention import AttentionBackend, AttentionMetadata, AttentionSpec, BatchLayout, KVCache, KVLayout
@@ -145,6 +146,9 @@ __all__ = [
     "StructuredOutputsParams",
     "ThinkingTokens",
     "TorchCommunicator",
+    "WeightSource",
+    "WeightTransferInfo",
+    "WeightUpdate",
     "WorkerContext",
     "WorkerProtocol",
     "current_phase",

@@ -15,15 +15,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
-from mvllm import LLM, LoRARequest, RequestError, RequestOutput, SamplingParams
-from mvllm.distributed.weight_transfer import WeightTransferGroup, describe
+from mvllm import (
+    LLM,
+    LoRARequest,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    SharedMemoryWeights,
+    WeightTransferGroup,
+    WeightTransferInfo,
+)
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.errors import ConfigError, EngineSleepingError, PlatformError
 from mvllm.gguf.header import read_gguf
 from mvllm.gguf.model_config import model_config
 from mvllm.messages.sampling_params import RequestOutputKind
-from mvllm.messages.weights import WeightTransferInfo
-from mvllm.models.shared_memory_weights import SharedMemoryWeights
 from tests.engine import weight_update_extension
 from tests.engine.conftest import MakeLLM
 from tests.helpers.async_engine import async_engine, last
@@ -47,10 +53,7 @@ def result_of(llm: LLM, lora: LoRARequest | None = None) -> Result:
     """Tokens and their log-probabilities, of prompts that the prefix cache must not answer with old values."""
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=lora)
     return [
-        [
-            (token, position[token].logprob)
-            for token, position in zip(out.token_ids, out.logprobs or [], strict=True)
-        ]
+        [(token, position[token].logprob) for token, position in zip(out.token_ids, out.logprobs or [], strict=True)]
         for out in (output.outputs[0] for output in outputs)
     ]
 
@@ -141,14 +144,14 @@ def test_weights_come_from_a_process_group_of_the_trainer(llama: Pair) -> None:
     groups: list[WeightTransferGroup] = []
     with engine(llama.old, distributed_executor_backend="mp") as llm:
         with pytest.raises(RequestError, match="has joined none"):
-            llm.update_weights(**describe(llama.tensors))
+            llm.update_weights(**WeightTransferGroup.describe(llama.tensors))
         joining = threading.Thread(target=lambda: groups.append(WeightTransferGroup(WeightTransferInfo(**info))))
         joining.start()
         llm.init_weight_transfer_engine(info)
         joining.join()
         sending = threading.Thread(target=groups[0].send, args=(llama.tensors,))
         sending.start()
-        llm.update_weights(**describe(llama.tensors))
+        llm.update_weights(**WeightTransferGroup.describe(llama.tensors))
         sending.join()
         assert result_of(llm) == expected(llama.new)
         groups[0].close()
@@ -165,7 +168,9 @@ CASES = [
     pytest.param("llama-gqa", {"enforce_eager": True, "async_scheduling": True}, id="eager and planned ahead"),
     pytest.param("llama-mha-tied", {}, id="tied head"),
     pytest.param("llama-mha-tied", {"quantization": "int8"}, id="quantized tied head"),
-    pytest.param("llama-odd-vocabulary-tied", {"tensor_parallel_size": 2, **THREADS}, id="padded shards of a tied head"),
+    pytest.param(
+        "llama-odd-vocabulary-tied", {"tensor_parallel_size": 2, **THREADS}, id="padded shards of a tied head"
+    ),
     pytest.param("mixtral", {}, id="experts"),
     pytest.param("deepseek2", {}, id="latent attention"),
     pytest.param("gemma2", {}, id="norms changed after loading"),
@@ -211,7 +216,11 @@ def test_blocks_of_a_gguf_file_are_replaced_by_those_of_another(tmp_path: Path) 
     pair = Pair("llama-gqa", tmp_path)
     folders = []
     for name, folder in (("old", pair.old), ("new", pair.new)):
-        file = write_gguf(folder, tmp_path / f"{name}.gguf", lambda name: "Q8_0" if name.endswith(("_q.weight", "_down.weight")) else "F32")
+        file = write_gguf(
+            folder,
+            tmp_path / f"{name}.gguf",
+            lambda name: "Q8_0" if name.endswith(("_q.weight", "_down.weight")) else "F32",
+        )
         folders.append(make_folder(file, tmp_path / f"{name}-folder", model_config(read_gguf(file))))
     settings = {"skip_tokenizer_init": True}
     with engine(folders[0], **settings) as llm:
@@ -344,7 +353,9 @@ def test_an_update_that_is_broken_off_makes_the_weights_unusable_until_a_whole_o
     assert result_of(llm) == expected(llama.new)
 
 
-def test_a_worker_without_weight_updates_says_so(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_worker_without_weight_updates_says_so(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     prepend(monkeypatch, null_platform_path(tmp_path / "plugins"))
     llm = make_llm(platform="null")
     ask = functools.partial(llm.generate, PROMPTS, SamplingParams(**LONG, max_tokens=3), use_tqdm=False)

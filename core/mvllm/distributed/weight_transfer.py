@@ -49,7 +49,7 @@ class WeightTransferGroup:
         self._group: Any = None
         timeout = timedelta(seconds=info.timeout)
         try:
-            self._store = dist.TCPStore(
+            self._store = dist.TCPStore(  # type: ignore[attr-defined]
                 info.master_address,
                 info.master_port,
                 info.world_size,
@@ -63,8 +63,8 @@ class WeightTransferGroup:
                 rank,
                 [],
                 dist.Backend(info.backend),
-                dist.PrefixStore("mvllm-weights", self._store),
-                group_name=f"mvllm-weights-{info.master_address}-{info.master_port}",
+                distributed_c10d.PrefixStore("mvllm-weights", self._store),
+                group_name=f"mvllm-weights-{info.master_address}-{info.master_port}",  # type: ignore[arg-type]
                 timeout=timeout,
             )
             distributed_c10d._world.pg_group_ranks[self._group] = {i: i for i in range(info.world_size)}
@@ -73,6 +73,16 @@ class WeightTransferGroup:
                 f"The weight transfer group at {info.master_address}:{info.master_port} cannot be joined as rank "
                 f"{rank} of {info.world_size} with backend {info.backend!r}: {e}"
             ) from e
+
+    @staticmethod
+    def describe(tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+        """`names`, `dtype_names` and `shapes` of tensors, as `update_weights` takes them for a broadcast."""
+        pairs = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
+        return {
+            "names": [name for name, _ in pairs],
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in pairs],
+            "shapes": [list(tensor.shape) for _, tensor in pairs],
+        }
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Sends the trainer's tensor to all ranks, in place."""
@@ -89,13 +99,3 @@ class WeightTransferGroup:
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)
-
-
-def describe(tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
-    """`names`, `dtype_names` and `shapes` of tensors, as `update_weights` takes them for a broadcast."""
-    pairs = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
-    return {
-        "names": [name for name, _ in pairs],
-        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in pairs],
-        "shapes": [list(tensor.shape) for _, tensor in pairs],
-    }

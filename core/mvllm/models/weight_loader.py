@@ -39,7 +39,8 @@ _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
 # Likewise; these have scales in other tensors.
 _EIGHT_BIT_FLOATS = {"F8_E4M3": torch.float8_e4m3fn}
-_DTYPES = _FLOATS | _INTEGERS | _EIGHT_BIT_FLOATS
+DTYPES = _FLOATS | _INTEGERS | _EIGHT_BIT_FLOATS
+"""Dtypes that can be loaded, by their names in a header."""
 
 
 class LoadableModel(Protocol):
@@ -216,7 +217,7 @@ def _fitting(wanted: torch.dtype) -> list[str]:
     """Checkpoint dtypes that can fill a parameter of dtype `wanted`."""
     if wanted in _FLOATS.values():
         return list(_FLOATS)
-    return [name for name, dtype in _DTYPES.items() if dtype == wanted]
+    return [name for name, dtype in DTYPES.items() if dtype == wanted]
 
 
 def _wrong_shape(entry: TensorEntry, target: WeightTarget, vocab_size: int | None) -> str:
@@ -289,7 +290,7 @@ def read_target(reader: TensorReader, entry: TensorEntry, target: WeightTarget, 
 
     Only the columns of the rectangle are read of each row, so a rank reads only its shard.
     """
-    dtype = _DTYPES[entry.dtype]
+    dtype = DTYPES[entry.dtype]
     shape, source, destination = rectangle_of(target)
     if destination.numel() == 0:
         return buffer
@@ -321,7 +322,7 @@ def read_target(reader: TensorReader, entry: TensorEntry, target: WeightTarget, 
 
 def _copy_every(reader: TensorReader, entry: TensorEntry, target: WeightTarget, buffer: bytearray) -> None:
     """Copies every n-th row of each matrix of a stack, without reading those in between."""
-    dtype = _DTYPES[entry.dtype]
+    dtype = DTYPES[entry.dtype]
     shape, (matrices, rows, *rest), destination = rectangle_of(target)
     row_bytes = math.prod(shape[2:]) * dtype.itemsize
     at_once = max(1, len(buffer) // row_bytes)

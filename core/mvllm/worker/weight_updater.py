@@ -21,7 +21,7 @@ from mvllm.models.checkpoint import open_reader, read_checkpoint
 from mvllm.models.safetensors_file import DTYPE_NAMES, read_header
 from mvllm.models.shared_memory_weights import segment_path
 from mvllm.models.tensor_entry import TensorEntry, TensorReader
-from mvllm.models.weight_loader import BUFFER_BYTES, read_target, rectangle_of
+from mvllm.models.weight_loader import BUFFER_BYTES, DTYPES, read_target, rectangle_of
 from mvllm.models.weight_update import ModelWeightUpdate
 from mvllm.platform.runtime import DeviceRuntime
 
@@ -143,7 +143,7 @@ class WeightUpdater:
         """Receives all tensors in the order of the broadcast, also those of other ranks."""
         assert self._group is not None, "checked"
         own = {entry.name: (name, entry) for name, entry in matched.items()}
-        device = torch.device("cpu") if self._group.on_host else self._runtime.device
+        device = None if self._group.on_host else self._runtime.device
         for name, dtype, shape in zip(update.names or [], update.dtype_names, update.shapes, strict=True):
             tensor = torch.empty(shape, dtype=_dtype(dtype), device=device)
             self._group.broadcast(tensor)
@@ -186,9 +186,8 @@ def _entry(name: str, where: Path, dtype: torch.dtype, shape: torch.Size | list[
 
 
 def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name.removeprefix("torch."), None) if name.removeprefix("torch.") in DTYPE_NAMES else None
-    if not isinstance(dtype, torch.dtype):
-        raise RequestError(
-            f"dtype_names: {name!r:.40} is not one of {', '.join(DTYPE_NAMES)}.", parameter="dtype_names"
-        )
+    dtype = DTYPES.get(DTYPE_NAMES.get(name.removeprefix("torch."), ""))
+    if dtype is None:
+        known = ", ".join(torch_name for torch_name, header_name in DTYPE_NAMES.items() if header_name in DTYPES)
+        raise RequestError(f"dtype_names: {name!r:.40} is not one of {known}.", parameter="dtype_names")
     return dtype

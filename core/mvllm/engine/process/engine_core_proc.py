@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -151,7 +151,7 @@ class EngineCoreProc:
         self._activity_table.write(0, command.method, self._num_received)
         try:
             structs = UTILITY_STRUCTS.get(command.method, ())
-            args = [msgspec.convert(arg, struct) for arg, struct in zip(command.args, structs)]
+            args: list[Any] = [msgspec.convert(arg, struct) for arg, struct in zip(command.args, structs)]
             return UtilityResult(
                 command.id, self._core.call_utility(command.method, *args, *command.args[len(structs) :])
             )
