@@ -76,18 +76,30 @@ class Launch:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Resources of a compiled kernel. `registers` and `spilled` bytes per thread are None if no tool reports them."""
+    """Resources of a compiled kernel. `registers` and `spilled` bytes per thread are None if no tool reports them.
+
+    Attributes:
+        copies: Asynchronous copies from global to shared memory.
+        waits: The most groups of such copies that may be in flight after a wait; None without a wait.
+        buffers: The least number of buffers of a tile that the compiler's pipeline fills; 0 without a pipeline.
+        products: Asynchronous products of matrices in shared memory.
+    """
 
     name: str
     target: str
     shared: int
     registers: int | None
     spilled: int | None
+    copies: int
+    waits: int | None
+    buffers: int
+    products: int
 
     def __str__(self) -> str:
         return (
             f"{self.name:28} {self.target:7} shared {self.shared / 1024:6.1f} KiB  "
-            f"registers {self.registers}  spilled {self.spilled}"
+            f"registers {self.registers}  spilled {self.spilled}  copies {self.copies}  waits {self.waits}  "
+            f"buffers {self.buffers}  products {self.products}"
         )
 
 
@@ -151,4 +163,20 @@ def compile_for(launch: Launch, target: str) -> Compiled:
         text = kernel.asm["amdgcn"]
         registers = int(re.search(r"\.vgpr_count:\s+(\d+)", text)[1])
         spilled = int(re.search(r"\.private_segment_fixed_size:\s+(\d+)", text)[1])
-    return Compiled(launch.function.__name__, target, kernel.metadata.shared, registers, spilled)
+    device_text = kernel.asm.get("ptx") or kernel.asm["amdgcn"]
+    waits = [int(n, 0) for n in re.findall(r"cp\.async\.wait_group\s+(\w+)", device_text)]
+    # A pipeline allocates its buffers before a loop: a memory descriptor with one dimension more than the tile.
+    sizes = [
+        int(n) for n in re.findall(r"ttg\.local_alloc\s*:\s*\(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x", kernel.asm["ttgir"])
+    ]
+    return Compiled(
+        launch.function.__name__,
+        target,
+        kernel.metadata.shared,
+        registers,
+        spilled,
+        len(re.findall(r"cp\.async\.c[ag]\.|(?:buffer|global)_load\S*.*\blds\b|global_load_lds", device_text)),
+        max(waits, default=None),
+        min(sizes, default=0),
+        len(re.findall(r"wgmma\.mma_async|tcgen05\.mma", device_text)),
+    )
