@@ -16,11 +16,9 @@ try:
     import triton.language as tl
 
     from mvllm_triton.kernels.attention_work import (
-        first_work,
         long_request,
         long_share,
-        short_division,
-        short_request,
+        short_share,
         short_tiles,
     )
 
@@ -30,14 +28,12 @@ try:
         BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
     ):  # fmt: skip
         program = tl.program_id(0)
-        total, used = short_division(
-            query_start_loc, seq_lens, num_requests, num_programs, least, BLOCK_Q, BLOCK_N, WINDOW
+        work, stop, request, begin = short_share(
+            query_start_loc, seq_lens, num_requests, program, num_programs, least, BLOCK_Q, BLOCK_N, WINDOW
         )
-        work = first_work(program, total, used)
-        request, begin = short_request(query_start_loc, seq_lens, num_requests, work, BLOCK_Q, BLOCK_N, WINDOW)
         place = found + program * 4
         tl.store(place, work)
-        tl.store(place + 1, first_work(program + 1, total, used))
+        tl.store(place + 1, stop)
         tl.store(place + 2, request)
         tl.store(place + 3, begin)
 

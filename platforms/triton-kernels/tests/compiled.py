@@ -81,10 +81,13 @@ class Launch:
 class Compiled:
     """Resources of a compiled kernel. `registers` and `spilled` bytes per thread are None if no tool reports them.
 
-    `copies` are its instructions that copy 16 bytes from memory to shared memory asynchronously; None if the target's
-    text is not PTX.
-    `packed_loads` are the neighbouring bytes per thread of each load of a tile of 8-bit weights, and `wide_loads` is
-    the number of instructions in the PTX or AMD assembly that load 16 bytes per thread.
+    Attributes:
+        copies: Asynchronous copies from global to shared memory.
+        waits: The most groups of such copies that may be in flight after a wait; None without a wait.
+        buffers: The least number of buffers of a tile that the compiler's pipeline fills; 0 without a pipeline.
+        products: Asynchronous products of matrices in shared memory.
+        packed_loads: The neighbouring bytes per thread of each load of a tile of 8-bit weights.
+        wide_loads: Instructions in the PTX or AMD assembly that load 16 bytes per thread.
     """
 
     name: str
@@ -92,14 +95,18 @@ class Compiled:
     shared: int
     registers: int | None
     spilled: int | None
-    copies: int | None
+    copies: int
+    waits: int | None
+    buffers: int
+    products: int
     packed_loads: tuple[int, ...] = ()
     wide_loads: int = 0
 
     def __str__(self) -> str:
         return (
             f"{self.name:28} {self.target:7} shared {self.shared / 1024:6.1f} KiB  "
-            f"registers {self.registers}  spilled {self.spilled}  copies {self.copies}  "
+            f"registers {self.registers}  spilled {self.spilled}  copies {self.copies}  waits {self.waits}  "
+            f"buffers {self.buffers}  products {self.products}  "
             f"packed {','.join(map(str, self.packed_loads)) or None}  wide {self.wide_loads}"
         )
 
@@ -160,7 +167,7 @@ def compile_for(launch: Launch, target: str) -> Compiled:
     """Compiles one launch for one target."""
     source = ASTSource(launch.function, launch.signature, launch.constants, launch.aligned)
     kernel = triton.compile(source, target=TARGETS[target], options=launch.options)
-    registers = spilled = copies = None
+    registers = spilled = None
     if "cubin" in kernel.asm:
         with tempfile.TemporaryDirectory() as folder:
             binary = Path(folder) / "kernel.cubin"
@@ -169,17 +176,31 @@ def compile_for(launch: Launch, target: str) -> Compiled:
             text = subprocess.run([tool, "--dump-resource-usage", binary], capture_output=True, text=True).stdout
         if match := re.search(r"REG:(\d+) STACK:(\d+)", text):
             registers, spilled = int(match[1]), int(match[2])
-        copies = len(re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*, 0x10", kernel.asm["ptx"]))
     else:
         text = kernel.asm["amdgcn"]
         registers = int(re.search(r"\.vgpr_count:\s+(\d+)", text)[1])
         spilled = int(re.search(r"\.private_segment_fixed_size:\s+(\d+)", text)[1])
-    text = kernel.asm["ptx" if "ptx" in kernel.asm else "amdgcn"]
-    if re.search(r"\b(ld|st)\.local", text):
+    device_text = kernel.asm.get("ptx") or kernel.asm["amdgcn"]
+    if re.search(r"\b(ld|st)\.local", device_text):
         spilled = max(1, spilled or 0)
-    packed = _packed_loads(kernel.asm["ttgir"])
-    wide = len(_WIDE_LOADS.findall(text))
-    return Compiled(launch.function.__name__, target, kernel.metadata.shared, registers, spilled, copies, packed, wide)
+    waits = [int(n, 0) for n in re.findall(r"cp\.async\.wait_group\s+(\w+)", device_text)]
+    # A pipeline allocates its buffers before a loop: a memory descriptor with one dimension more than the tile.
+    sizes = [
+        int(n) for n in re.findall(r"ttg\.local_alloc\s*:\s*\(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x", kernel.asm["ttgir"])
+    ]
+    return Compiled(
+        launch.function.__name__,
+        target,
+        kernel.metadata.shared,
+        registers,
+        spilled,
+        len(re.findall(r"cp\.async\.c[ag]\.|(?:buffer|global)_load\S*.*\blds\b|global_load_lds", device_text)),
+        max(waits, default=None),
+        min(sizes, default=0),
+        len(re.findall(r"wgmma\.mma_async|tcgen05\.mma", device_text)),
+        _packed_loads(kernel.asm["ttgir"]),
+        len(_WIDE_LOADS.findall(device_text)),
+    )
 
 
 _WIDE_LOADS = re.compile(

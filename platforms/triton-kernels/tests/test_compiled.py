@@ -33,9 +33,50 @@ def compile_launches(tmp_path, targets, *names):
     return done.stdout
 
 
-def test_a_decode_compiles_for_two_vendors(tmp_path):
-    lines = compile_launches(tmp_path, "sm_90,gfx942", "decode-64").splitlines()
-    assert [line.split()[1:3] for line in lines] == [["attend", "sm_90"], ["attend", "gfx942"]]
+def kernels(tmp_path, targets, *names):
+    """The compiled kernels `attend`: by name and target, the numbers that a line prints after a word."""
+    found = {}
+    for line in compile_launches(tmp_path, targets, *names).splitlines():
+        words = line.split()
+        if words[1] == "attend":
+            numbers = dict(zip(words[3:], words[4:]))
+            found[words[0], words[2]] = {
+                key: None if numbers[key] == "None" else int(numbers[key])
+                for key in ("spilled", "copies", "waits", "buffers", "products")
+            }
+    return found
+
+
+def check_overlap(found):
+    """Tiles of keys and values are in flight while earlier ones are multiplied."""
+    for (name, target), kernel in found.items():
+        what = f"{name} on {target}: {kernel}"
+        if target.startswith("sm_"):
+            assert kernel["copies"] > 0 and kernel["waits"] > 0, what
+            assert kernel["buffers"] >= 2, what
+        else:
+            # Triton 3.7 has no asynchronous copies for these targets by default: the next tile is loaded into
+            # registers before the products of the current one, and stored to a buffer in shared memory afterwards.
+            assert kernel["buffers"] >= 1, what
+        if name.startswith("prefill") and target in ("sm_90", "sm_100"):
+            assert kernel["products"] > 0, what
+
+
+def test_loads_of_a_decode_overlap_its_products_for_two_vendors(tmp_path):
+    found = kernels(tmp_path, "sm_90,gfx942", "decode-64")
+    assert list(found) == [("decode-64", "sm_90"), ("decode-64", "gfx942")]
+    check_overlap(found)
+
+
+def test_loads_of_a_prefill_overlap_its_products(tmp_path):
+    check_overlap(kernels(tmp_path, "sm_90", "prefill-64"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx942", "gfx950"])
+def test_loads_overlap_products_in_every_size(tmp_path, target):
+    names = ("decode-128", "decode-512", "decode-codes", "prefill-64", "prefill-128", "prefill-256", "prefill-codes")
+    check_overlap(kernels(tmp_path, target, *names))
 
 
 def test_products_of_few_rows_are_read_16_bytes_at_a_time_and_nothing_is_spilled(tmp_path):

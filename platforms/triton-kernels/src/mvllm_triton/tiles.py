@@ -103,12 +103,19 @@ def attention_tiles(
     heads = min(group, rows)
     held = rows * size * max(itemsize, 2) // 2  # elements that a program keeps in registers
     num_threads = 256 if rows >= 128 or held >= 1 << 14 else 128
+    # One tile of rows and few threads: many programs of a multiprocessor wait for memory at the same time. On an H200
+    # two warps with two stages are faster than four warps or three stages, from one to 256 sequences.
+    few = short and large and not narrow and warp_size == 32 and rows == 16 and size <= 128
+    if few:
+        num_threads = 64
     needed = 2 * (1 if latent else 2) * columns * row_bytes + (0 if short else rows * row_bytes)
-    if large:
+    if few:
+        num_stages = 2
+    elif large:
         num_stages = 2 if size > 256 and rows >= 64 and not latent else 3
     else:
         num_stages = 3 if short and needed <= shared_memory // 2 else 2
-    return AttentionTiles(rows, columns, heads, rows // heads, max(4, num_threads // warp_size), num_stages)
+    return AttentionTiles(rows, columns, heads, rows // heads, max(2 if few else 4, num_threads // warp_size), num_stages)
 
 
 @dataclass(frozen=True)

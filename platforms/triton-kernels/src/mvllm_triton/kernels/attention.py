@@ -37,6 +37,7 @@ import triton
 import triton.language as tl
 
 from mvllm_triton.kernels.attention_work import (
+    EQUAL,
     first_work,
     key_range,
     long_request,
@@ -45,6 +46,7 @@ from mvllm_triton.kernels.attention_work import (
     request_lengths,
     short_division,
     short_request,
+    short_share,
     short_tiles,
 )
 from mvllm_triton.kernels.numbers import tanh, widen
@@ -315,12 +317,9 @@ def attend(
 
     # The program's work: tiles [work, stop) of a row of tiles. A long launch's program has one piece of work.
     if SHORT:
-        all_tiles, used = short_division(
-            query_start_loc, seq_lens, num_requests, num_programs, least, BLOCK_Q, BLOCK_N, WINDOW
+        work, stop, request, begin = short_share(
+            query_start_loc, seq_lens, num_requests, program, num_programs, least, BLOCK_Q, BLOCK_N, WINDOW
         )
-        work = first_work(program, all_tiles, used)
-        stop = first_work(program + 1, all_tiles, used)
-        request, begin = short_request(query_start_loc, seq_lens, num_requests, work, BLOCK_Q, BLOCK_N, WINDOW)
         spare, num_spare = program, tl.num_programs(0)
         tile, split, num_splits, slot = 0, 0, 1, 0
     else:
@@ -471,10 +470,10 @@ def combine(
     kv_head = tl.program_id(1) // HEAD_TILES
     head_tile = tl.program_id(1) % HEAD_TILES
     if SHORT:
-        all_tiles, used = short_division(
+        all_tiles, used, kind = short_division(
             query_start_loc, seq_lens, num_requests, num_programs, least, BLOCK_Q, BLOCK_N, WINDOW
         )
-        if program + 1 >= used:
+        if (kind != EQUAL) | (program + 1 >= used):
             return
         boundary = first_work(program + 1, all_tiles, used)
         request, begin = short_request(query_start_loc, seq_lens, num_requests, boundary, BLOCK_Q, BLOCK_N, WINDOW)

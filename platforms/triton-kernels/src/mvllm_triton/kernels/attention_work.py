@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 
 REQUESTS = tl.constexpr(256)
+EQUAL, WHOLE, BY_REQUEST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Kinds of division of a short launch."""
 
 
 @triton.jit
@@ -57,25 +59,35 @@ def short_division(
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Tiles of keys of all requests of a short launch, and the programs that take them: at least `least` tiles each."""
+    """How the programs of a short launch share its tiles of keys.
+
+    Partial sums cost time, so a request is not divided where the programs have about equal shares without it.
+
+    Returns:
+        The tiles of keys of all requests; the programs that take them, at least `least` tiles each; the kind of
+        division: EQUAL for equal shares, WHOLE for shares that end with the request that is nearest, and BY_REQUEST
+        for a program per request.
+    """
     total = 0
+    most = 0
     for at in range(0, num_requests, REQUESTS):
         request = at + tl.arange(0, REQUESTS)
         length, seq_len = _lengths_of(query_start_loc, seq_lens, request, num_requests)
-        total += tl.sum(short_tiles(length, seq_len, BLOCK_Q, BLOCK_N, WINDOW), 0)
-    return total, tl.maximum(tl.minimum(num_programs, total // least), 1)
+        tiles = short_tiles(length, seq_len, BLOCK_Q, BLOCK_N, WINDOW)
+        total += tl.sum(tiles, 0)
+        most = tl.maximum(most, tl.max(tiles, 0))
+    used = tl.maximum(tl.minimum(num_programs, total // least), 1)
+    # In relation to a share of total / used tiles, the largest program has at most 4/3 of it with WHOLE, and 1.3 of it
+    # with BY_REQUEST.
+    kind = tl.where(tl.cast(most, tl.int64) * 3 * used <= total, WHOLE, EQUAL)
+    alone = (num_requests <= num_programs) & (tl.cast(most, tl.int64) * 10 * used <= tl.cast(total, tl.int64) * 13)
+    return total, used, tl.where(alone, BY_REQUEST, kind)
 
 
 @triton.jit
 def first_work(program, total, used):
     """The first of `total` tiles that a program takes, if `used` programs share them; `total` for other programs."""
     return tl.minimum(tl.cast(program, tl.int64) * total // used, total).to(tl.int32)
-
-
-@triton.jit
-def programs_until(work, total, used):
-    """Number of programs that take the first `work` tiles, the last one maybe with some more."""
-    return ((tl.cast(work, tl.int64) * used + total - 1) // total).to(tl.int32)
 
 
 @triton.jit
@@ -95,6 +107,71 @@ def short_request(
         begin = tl.maximum(begin, tl.max(tl.where(is_before, ends, 0), 0))
         reached = tl.max(ends, 0)
     return found, begin
+
+
+@triton.jit
+def whole_work(
+    query_start_loc,
+    seq_lens,
+    num_requests,
+    program,
+    total,
+    used,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """As `first_work`, moved to the nearest boundary of two requests; and the request that begins there."""
+    work = first_work(program, total, used)
+    request, begin = short_request(query_start_loc, seq_lens, num_requests, work, BLOCK_Q, BLOCK_N, WINDOW)
+    length, seq_len = _lengths_of(query_start_loc, seq_lens, request, num_requests)
+    end = tl.where(request < num_requests, begin + short_tiles(length, seq_len, BLOCK_Q, BLOCK_N, WINDOW), begin)
+    is_before = work - begin <= end - work
+    return tl.where(is_before, begin, end), tl.where(is_before, request, request + 1)
+
+
+@triton.jit
+def programs_until(work, total, used):
+    """Number of programs that take the first `work` tiles, the last one maybe with some more."""
+    return ((tl.cast(work, tl.int64) * used + total - 1) // total).to(tl.int32)
+
+
+@triton.jit
+def short_share(
+    query_start_loc,
+    seq_lens,
+    num_requests,
+    program,
+    num_programs,
+    least,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Tiles [work, stop) of a program of a short launch, the request of the first one, and the tiles before it."""
+    total, used, kind = short_division(
+        query_start_loc, seq_lens, num_requests, num_programs, least, BLOCK_Q, BLOCK_N, WINDOW
+    )
+    work = total * 0
+    stop = work
+    begin = work
+    request = tl.minimum(program, num_requests - 1)
+    if kind == BY_REQUEST:
+        _, length, seq_len = request_lengths(query_start_loc, seq_lens, request)
+        stop = tl.where(program < num_requests, short_tiles(length, seq_len, BLOCK_Q, BLOCK_N, WINDOW), 0)
+    elif kind == WHOLE:
+        work, request = whole_work(
+            query_start_loc, seq_lens, num_requests, program, total, used, BLOCK_Q, BLOCK_N, WINDOW
+        )
+        begin = work
+        stop, _ = whole_work(
+            query_start_loc, seq_lens, num_requests, program + 1, total, used, BLOCK_Q, BLOCK_N, WINDOW
+        )
+    else:
+        work = first_work(program, total, used)
+        stop = first_work(program + 1, total, used)
+        request, begin = short_request(query_start_loc, seq_lens, num_requests, work, BLOCK_Q, BLOCK_N, WINDOW)
+    return work, stop, request, begin
 
 
 @triton.jit
