@@ -189,8 +189,8 @@ class OutputItems:
             "name": delta.name,
             "arguments": "",
         }
-        if delta.name in self.namespaced:
-            item["namespace"], item["name"] = self.namespaced[delta.name]
+        if (qualified := self.namespaced.get(delta.name or "")) is not None:
+            item["namespace"], item["name"] = qualified
         written = self._open_item(item)
         self._set_delta_prefix(item)
         return written
