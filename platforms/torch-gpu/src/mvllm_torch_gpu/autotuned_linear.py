@@ -95,7 +95,7 @@ class AutotunedLinear:
                 name: clock([partial(product, x, each, None) for each in weights])
                 for name, product in ((TORCH, F.linear), (TRITON, few_rows_linear))
             }
-        except Exception as e:  # compilers and drivers raise errors of many classes
+        except Exception as e:  # noqa: BLE001  (compilers and drivers raise errors of many classes)
             logger.warning("The kernel for products of few rows failed and is not used: %s", e)
             self._failed = True
             return TORCH

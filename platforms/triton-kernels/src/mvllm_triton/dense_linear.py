@@ -34,12 +34,7 @@ def is_supported(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def few_rows_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    tiles: FewRowsTiles | None = None,
-    overlap: int = 0,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, tiles: FewRowsTiles | None = None
 ) -> torch.Tensor:
     """x · weightᵀ + bias, accumulated in float32 and rounded once.
 
@@ -51,8 +46,6 @@ def few_rows_linear(
         weight: [out_features, in_features], x's dtype; its last dimension is contiguous.
         bias: [out_features] or None.
         tiles: None for those of `few_rows_tiles`.
-        overlap: Columns of the weight, a power of two >= 64 and at most those of a part, that are fetched while the
-            previous launch still runs; 0 to start after it. CUDA only, from compute capability 9.0.
 
     Returns:
         [..., out_features], x's dtype.
@@ -82,8 +75,6 @@ def few_rows_linear(
         "EVEN_K": in_features % tiles.inner == 0,
         "BLOCK_N": tiles.columns,
         "BLOCK_K": tiles.inner,
-        "OVERLAP": overlap,
-        **({"launch_pdl": True} if overlap else {}),
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
     }

@@ -7,9 +7,6 @@ A program keeps several tiles of the weight on their way from memory to shared m
 split among programs if there are too few rows for all multiprocessors. The program of a tile that finishes last adds
 the partial sums, in the order of the parts, so the result does not depend on which one that is. It also resets the
 tile's counter for the next launch, so a captured graph can be replayed.
-
-With OVERLAP (CUDA only) the launch may start while the previous one of its stream still runs. Programs then fetch the
-first columns of their weight into the L2 cache before they wait for the previous launch, which computes x.
 """
 
 from __future__ import annotations
@@ -27,17 +24,6 @@ def finished_last(counters, tile, num_parts):
     if is_last:
         tl.store(counters + tile, 0)
     return is_last
-
-
-@triton.jit
-def start_early(weight, stride, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr):
-    """Fetches COLUMNS columns of BLOCK_N rows into the L2 cache, and then waits for the previous launch."""
-    tl.extra.cuda.gdc_launch_dependents()
-    lines = weight + tl.arange(0, BLOCK_N)[:, None] * stride + 64 * tl.arange(0, COLUMNS // 64)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
-    )
-    tl.extra.cuda.gdc_wait()
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_parts", "out_features"])
@@ -62,7 +48,6 @@ def multiply(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    OVERLAP: tl.constexpr,  # columns that are fetched before the previous launch has finished; 0 to start after it
 ):
     """Tiles of the weight times the transposed rows, with matrix instructions."""
     DTYPE: tl.constexpr = out.dtype.element_ty
@@ -73,8 +58,6 @@ def multiply(
     first = part * part_size
     stop = tl.minimum(first + part_size, in_features)
     weight += tile.to(tl.int64) * BLOCK_N * weight_stride
-    if OVERLAP:
-        start_early(weight + first, weight_stride, BLOCK_N, OVERLAP)
     w_at = weight + place[:, None] * weight_stride + inner[None, :]
     x_at = x + row[None, :] * x_stride + inner[:, None]
     total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
@@ -128,7 +111,6 @@ def multiply_row(
     EVEN_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    OVERLAP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Tiles of the weight times one row, with multiply-adds; the sums of each thread are added at the end."""
@@ -140,8 +122,6 @@ def multiply_row(
     first = part * part_size
     stop = tl.minimum(first + part_size, in_features)
     weight += tile.to(tl.int64) * BLOCK_N * weight_stride
-    if OVERLAP:
-        start_early(weight + first, weight_stride, BLOCK_N, OVERLAP)
     w_at = weight + place[:, None] * weight_stride + inner[None, :]
     sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     for start in tl.range(first, stop, BLOCK_K, num_stages=STAGES):
