@@ -221,6 +221,17 @@ def few_rows_tiles(
     return FewRowsTiles(rows, columns, inner, parts, num_warps, num_stages)
 
 
+def few_rows_gated_tiles(num_rows: int, in_features: int, shared_memory: int) -> FewRowsTiles:
+    """Tiles for gated products of few rows; `columns` of each half of the weight. See `few_rows_tiles`."""
+    rows = 1 if num_rows == 1 else power_of_two(num_rows, 16)
+    columns, inner, num_warps, num_stages = (2, 1024, 4, 5) if num_rows == 1 else (64, 128, 4, 4)
+    inner = min(inner, power_of_two(in_features, 16))
+    while inner > 32 and 2 * inner * (2 * columns + rows) * min(num_stages, 3) > shared_memory:
+        inner //= 2
+    num_stages = min(num_stages, shared_memory // (2 * inner * (2 * columns + rows)))
+    return FewRowsTiles(rows, columns, inner, 1, num_warps, num_stages)
+
+
 def _few_rows_choice(num_rows: int, out_features: int, processors: int) -> tuple[tuple[int, int, int, int], int]:
     """Columns, inner, num_warps and num_stages of tiles, and the programs per multiprocessor to split parts for."""
     share = out_features / processors  # rows of the weight per multiprocessor

@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mvllm_triton.kernels.activation import SILU, activate
+
 
 @triton.jit
 def finished_last(counters, tile, num_parts):
@@ -148,3 +150,107 @@ def multiply_row(
         if BIAS:
             total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
         tl.store(out + column, total.to(DTYPE), mask=is_column)
+
+
+@triton.jit
+def gated(gate, up, bias, column, is_column, out_features, BIAS: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr):
+    """silu(gate) * up of float32 sums, each step rounded as in the separate operations; ROWS adds a last dimension."""
+    if BIAS:
+        gate_bias = tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
+        up_bias = tl.load(bias + out_features + column, mask=is_column, other=0.0).to(tl.float32)
+        gate += gate_bias[:, None] if ROWS else gate_bias
+        up += up_bias[:, None] if ROWS else up_bias
+    active = activate(gate.to(DTYPE).to(tl.float32), SILU).to(DTYPE).to(tl.float32)
+    return (active * up.to(DTYPE).to(tl.float32)).to(DTYPE)
+
+
+@triton.jit(do_not_specialize=["num_rows", "out_features"])
+def multiply_gated(
+    out,  # [num_rows, out_features], contiguous
+    x,  # [num_rows, in_features]
+    weight,  # [2 * out_features, in_features], gate rows first
+    bias,  # [2 * out_features], with BIAS
+    num_rows,
+    out_features,
+    in_features,
+    x_stride,
+    weight_stride,
+    BIAS: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """As `multiply`, of the same rows of both halves of the weight, and then the activation."""
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    tile = tl.program_id(0)
+    row, place, inner = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    column = tile * BLOCK_N + place
+    is_row, is_column = row < num_rows, column < out_features
+    weight += tile.to(tl.int64) * BLOCK_N * weight_stride
+    gate_at = weight + place[:, None] * weight_stride + inner[None, :]
+    up_at = gate_at + out_features.to(tl.int64) * weight_stride
+    x_at = x + row[None, :] * x_stride + inner[:, None]
+    gate = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for start in tl.range(0, in_features, BLOCK_K):
+        if EVEN_K and EVEN_N:
+            value = tl.load(x_at + start, mask=is_row[None, :], other=0.0)
+            gate = tl.dot(tl.load(gate_at + start), value, gate)
+            up = tl.dot(tl.load(up_at + start), value, up)
+        else:
+            is_inner = start + inner < in_features
+            mask = is_column[:, None] & is_inner[None, :]
+            value = tl.load(x_at + start, mask=is_row[None, :] & is_inner[:, None], other=0.0)
+            gate = tl.dot(tl.load(gate_at + start, mask=mask, other=0.0), value, gate)
+            up = tl.dot(tl.load(up_at + start, mask=mask, other=0.0), value, up)
+    result = gated(gate, up, bias, column, is_column, out_features, BIAS, True, DTYPE)
+    target = out + row[None, :] * out_features + column[:, None]
+    tl.store(target, result, mask=is_row[None, :] & is_column[:, None])
+
+
+@triton.jit(do_not_specialize=["out_features"])
+def multiply_row_gated(
+    out,  # [out_features]
+    x,  # [in_features]
+    weight,  # [2 * out_features, in_features], gate rows first
+    bias,  # [2 * out_features], with BIAS
+    out_features,
+    in_features,
+    weight_stride,
+    BIAS: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """As `multiply_row`, of the same rows of both halves of the weight, and then the activation."""
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    tile = tl.program_id(0)
+    place, inner = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    column = tile * BLOCK_N + place
+    is_column = column < out_features
+    weight += tile.to(tl.int64) * BLOCK_N * weight_stride
+    gate_at = weight + place[:, None] * weight_stride + inner[None, :]
+    up_at = gate_at + out_features.to(tl.int64) * weight_stride
+    gate_sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    up_sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    for start in tl.range(0, in_features, BLOCK_K, num_stages=STAGES):
+        if EVEN_K and EVEN_N:
+            gate = tl.load(gate_at + start)
+            up = tl.load(up_at + start)
+            value = tl.load(x + start + inner)
+        else:
+            is_inner = start + inner < in_features
+            mask = is_column[:, None] & is_inner[None, :]
+            gate = tl.load(gate_at + start, mask=mask, other=0.0)
+            up = tl.load(up_at + start, mask=mask, other=0.0)
+            value = tl.load(x + start + inner, mask=is_inner, other=0.0)
+        wide = value.to(tl.float32)[None, :]
+        gate_sums += gate.to(tl.float32) * wide
+        up_sums += up.to(tl.float32) * wide
+    gate_total, up_total = tl.sum(gate_sums, 1), tl.sum(up_sums, 1)
+    result = gated(gate_total, up_total, bias, column, is_column, out_features, BIAS, False, DTYPE)
+    tl.store(out + column, result, mask=is_column)
