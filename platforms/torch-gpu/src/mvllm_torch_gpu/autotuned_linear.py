@@ -107,8 +107,7 @@ class AutotunedLinear:
         try:
             weights += _copies(self._module, weight)
             seconds = {
-                name: clock([partial(product, x, each, None) for each in weights])
-                for name, product in ways.items()
+                name: clock([partial(product, x, each, None) for each in weights]) for name, product in ways.items()
             }
         except Exception as e:  # noqa: BLE001  (compilers and drivers raise errors of many classes)
             logger.warning("The kernel for products of few rows failed and is not used: %s", e)
