@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 
 import pytest
@@ -20,14 +21,23 @@ from mvllm_torch_gpu.settings import Settings  # noqa: E402
 def calls(monkeypatch):
     """Names of the ways that compute products, in the order of the calls."""
     found = []
-    for name, where, function in (
-        (TORCH, autotuned_linear.F, "linear"),
-        (TRITON, autotuned_linear, "few_rows_linear"),
-    ):
-        original = getattr(where, function)
-        monkeypatch.setattr(
-            where, function, lambda *args, name=name, original=original: found.append(name) or original(*args)
-        )
+
+    def recording(name, original):
+        @functools.wraps(original)
+        def call(*args):
+            found.append(name)
+            return original(*args)
+
+        return call
+
+    for name in ("few_rows_linear", "few_rows_linear_silu_and_mul"):
+        monkeypatch.setattr(autotuned_linear, name, recording(TRITON, getattr(autotuned_linear, name)))
+    monkeypatch.setattr(autotuned_linear.F, "linear", recording(TORCH, torch.nn.functional.linear))
+    monkeypatch.setattr(
+        autotuned_linear, "LINEAR_WAYS", {TORCH: autotuned_linear.F.linear, TRITON: autotuned_linear.few_rows_linear}
+    )
+    gated = {TORCH: autotuned_linear._separate, TRITON: autotuned_linear.few_rows_linear_silu_and_mul}
+    monkeypatch.setattr(autotuned_linear, "GATED_WAYS", gated)
     return found
 
 
@@ -43,7 +53,7 @@ def clock_with_order(*names):
     def clock(calls):
         for call in calls:
             call()
-        return float(names.index(TRITON if calls[0].func is autotuned_linear.few_rows_linear else TORCH))
+        return float(names.index(TRITON if calls[0].func.__name__.startswith("few_rows") else TORCH))
 
     return clock
 
@@ -65,6 +75,19 @@ def test_the_faster_way_is_chosen_once_for_each_kind(faster, calls):
     calls.clear()
     linear.linear(make(4)[0], weight, bias)
     assert calls == [faster], "4 rows are of the kind of 3"
+
+
+@pytest.mark.parametrize("faster", [TORCH, TRITON])
+def test_gated_products_are_measured_by_themselves(faster, calls):
+    slower = {TORCH: TRITON, TRITON: TORCH}[faster]
+    linear = AutotunedLinear(clock=clock_with_order(faster, slower))
+    x, weight, bias = make()
+    plain = linear.linear(x, weight, bias)
+    calls.clear()
+    found = linear.linear_silu_and_mul(x, weight, bias)
+    assert calls == [TORCH, TRITON, faster]
+    gate, up = plain.float().chunk(2, dim=1)
+    torch.testing.assert_close(found.float(), torch.nn.functional.silu(gate) * up, rtol=3e-2, atol=3e-2)
 
 
 def test_products_that_stay_with_torch(calls):

@@ -21,7 +21,7 @@ from mvllm_triton import attention
 from mvllm_triton.activation import silu_and_mul
 from mvllm_triton.argmax import argmax
 from mvllm_triton.attention import latent_attention, paged_attention
-from mvllm_triton.dense_linear import few_rows_linear
+from mvllm_triton.dense_linear import few_rows_linear, few_rows_linear_silu_and_mul
 from mvllm_triton.float8_linear import float8_linear
 from mvllm_triton.kv_write import write_kv, write_latent
 from mvllm_triton.lora import add_lora_by_slot
@@ -32,7 +32,7 @@ from mvllm_triton.quantized_linear import PackedIntegers, quantized_linear
 from mvllm_triton.quantized_moe import quantized_moe
 from mvllm_triton.rotary import rotary
 from mvllm_triton.sampling import sample
-from mvllm_triton.tiles import few_rows_tiles
+from mvllm_triton.tiles import few_rows_gated_tiles, few_rows_tiles
 
 BF16, F32 = torch.bfloat16, torch.float32
 CODES, NATIVE = torch.uint8, torch.float8_e4m3fn
@@ -137,6 +137,13 @@ def _packed_experts(tokens: int, kind: int, *, rounded: bool = False, native: bo
     )  # fmt: skip
 
 
+def _few_rows_gated(tokens: int, memory: int = 64 << 10) -> None:
+    tiles = few_rows_gated_tiles(tokens, 4096, memory)
+    few_rows_linear_silu_and_mul(
+        torch.empty(tokens, 4096, dtype=BF16), torch.empty(28672, 4096, dtype=BF16), None, tiles=tiles
+    )
+
+
 def _integer_product(tokens: int, bits: int, int8_activations: bool, group_size: int = 128) -> None:
     data = torch.empty(4096, 4096 * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8)
     scales = torch.empty(4096, 4096 // group_size)
@@ -202,6 +209,9 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "few-rows-16": lambda: _few_rows(16),
     "few-rows-64": lambda: _few_rows(64),
     "few-rows-uneven": lambda: _few_rows(16, (4104, 4112)),
+    "few-rows-gated-1": lambda: _few_rows_gated(1),
+    "few-rows-gated-16": lambda: _few_rows_gated(16, 160 << 10),
+    "few-rows-gated-16-small": lambda: _few_rows_gated(16),
     "few-rows-8-small": lambda: _few_rows(8, memory=64 << 10),
     "few-rows-64-small": lambda: _few_rows(64, memory=64 << 10),
     "int8-decode": lambda: _integer_product(8, 8, False),
@@ -238,7 +248,10 @@ _OCP = frozenset({"sm_89", "sm_90", "sm_100", "sm_120", "gfx950", "gfx1201"})
 _LARGE = frozenset({"sm_80", "sm_90", "sm_100", "gfx950"})
 TAKEN_BY = {
     "few-rows-8": _LARGE,
+    "few-rows-16": _LARGE,
     "few-rows-64": _LARGE,
+    "few-rows-uneven": _LARGE,
+    "few-rows-gated-16": _LARGE,
     "decode-float8": _OCP,
     "float8-decode": _OCP,
     "float8-prefill": _OCP,

@@ -11,7 +11,7 @@ from mvllm.testing import op_cases
 
 importlib.import_module("platforms.triton-kernels.tests.interpreted")
 
-from mvllm_triton import dense_linear  # noqa: E402  once Triton is imported with its interpreter
+from mvllm_triton import activation, dense_linear  # noqa: E402  once Triton is imported with its interpreter
 from mvllm_triton.tiles import MOST_FEW_ROWS, FewRowsTiles  # noqa: E402
 
 TILES = {
@@ -92,3 +92,16 @@ def test_what_is_not_supported():
     assert not dense_linear.is_supported(x[:, :40], weight[:, :40].contiguous()), "rows of 80 bytes"
     assert not dense_linear.is_supported(x, weight.T.contiguous().T)
     assert not dense_linear.is_supported(x.expand(40, 2, 64), weight), "80 rows"
+
+
+@pytest.mark.parametrize(("num_rows", "size", "in_features"), [(1, 48, 128), (1, 33, 80), (3, 64, 128), (20, 50, 144)])
+def test_gated_products_are_rounded_like_the_separate_operations(num_rows, size, in_features):
+    for dtype, bias in (("bfloat16", True), ("float16", False)):
+        x, weight, b = make(num_rows, 2 * size, in_features, dtype, bias)
+        weight = weight / in_features**0.5
+        separate = activation.silu_and_mul(torch.nn.functional.linear(x, weight, b))
+        found = dense_linear.few_rows_linear_silu_and_mul(x, weight, b)
+        assert found.dtype == x.dtype and found.shape == (num_rows, size)
+        neighbours = (found.view(torch.int16).int() - separate.view(torch.int16).int()).abs()
+        assert (neighbours > 1).float().mean() < 0.02
+        assert (found.float() - separate.float()).abs().max() <= op_cases.tolerance(dtype) * separate.abs().max()

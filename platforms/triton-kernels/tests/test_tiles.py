@@ -84,3 +84,28 @@ def test_pieces_of_rows_cover_them(rows, size):
 
 def test_expert_tiles_have_the_average_number_of_rows():
     assert [tiles.expert_tiles(n, 64, 2).rows for n in (8, 64, 2048, 16384)] == [16, 16, 32, 128]
+
+
+@pytest.mark.parametrize("memory", [64 << 10, 227 << 10])
+def test_tiles_of_few_rows_fit_in_memory_and_are_split_only_if_they_are_few(memory):
+    for rows, out, inside in itertools.product((1, 2, 9, 17, 64), (64, 768, 4096, 28672, 128256), (16, 2048, 14336)):
+        found = tiles.few_rows_tiles(rows, out, inside, 132, memory)
+        assert found.num_stages >= 2 and found.rows >= rows
+        assert found.num_stages * found.inner * (found.columns + found.rows) * 2 <= memory
+        assert found.inner * (found.parts - 1) < inside, "every part has columns"
+        assert found.parts == 1 or -(-out // found.columns) * found.parts <= 3 * 132
+
+
+def test_tiles_of_few_rows_follow_the_measurements():
+    def found(rows, out, inside):
+        choice = tiles.few_rows_tiles(rows, out, inside, 132, 227 << 10)
+        return choice.columns, choice.inner, choice.num_warps, choice.num_stages, choice.parts
+
+    assert found(1, 4096, 14336) == (8, 512, 4, 4, 1)
+    assert found(1, 28672, 4096) == (4, 1024, 4, 5, 1)
+    assert found(8, 4096, 4096) == (16, 512, 2, 4, 1)
+    assert found(16, 4096, 4096) == (32, 256, 4, 5, 1)
+    assert found(16, 6144, 4096) == (64, 256, 4, 4, 1)
+    assert found(16, 28672, 4096) == (64, 128, 4, 5, 1)
+    assert found(32, 4096, 14336) == (64, 128, 4, 6, 2)
+    assert found(64, 128256, 4096) == (128, 128, 8, 4, 1)

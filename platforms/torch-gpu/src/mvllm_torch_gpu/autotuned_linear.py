@@ -10,7 +10,7 @@ must compute with the same bits, although each rank measures for itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from mvllm.plugin_api import get_logger
 from mvllm_torch_gpu.device_module import CUDA, DeviceModule
 from mvllm_torch_gpu.settings import LINEAR
-from mvllm_triton.dense_linear import few_rows_linear, is_supported
+from mvllm_triton.activation import silu_and_mul
+from mvllm_triton.dense_linear import few_rows_linear, few_rows_linear_silu_and_mul, is_supported
 
 logger = get_logger("mvllm.torch_gpu.autotuned_linear")
 
@@ -36,14 +37,23 @@ _CACHES = 4
 
 _USUAL_CACHE = 64 << 20
 
-Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+Ways = Mapping[str, Callable[..., torch.Tensor]]
+"""Functions of a product by the way that computes it, TORCH and TRITON; arguments like those of the operation."""
 
 Clock = Callable[[Sequence[Callable[[], Any]]], float | None]
 """Seconds that calls take on the device, one after the other; None if they cannot be timed now."""
 
 
+def _separate(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return silu_and_mul(F.linear(x, weight, bias))
+
+
+LINEAR_WAYS: Ways = {TORCH: F.linear, TRITON: few_rows_linear}
+GATED_WAYS: Ways = {TORCH: _separate, TRITON: few_rows_linear_silu_and_mul}
+
+
 class AutotunedLinear:
-    """The operation `linear`; see the module.
+    """The operations `linear` and `linear_silu_and_mul`; see the module.
 
     Args:
         choice: One of settings.LINEAR.
@@ -60,28 +70,33 @@ class AutotunedLinear:
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x · weightᵀ + bias."""
-        if (
-            self._choice == TORCH
-            or torch.compiler.is_compiling()  # the compiler knows torch's operation
-            or not is_supported(x, weight)
-            or self.choose(x, weight) == TORCH
-        ):
-            return F.linear(x, weight, bias)
-        return few_rows_linear(x, weight, bias)
+        if self._takes(x, weight) and self.choose(x, weight, LINEAR_WAYS) == TRITON:
+            return few_rows_linear(x, weight, bias)
+        return F.linear(x, weight, bias)
 
-    def choose(self, x: torch.Tensor, weight: torch.Tensor) -> str:
-        """TORCH or TRITON, for a product that the kernel supports."""
+    def linear_silu_and_mul(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """silu of the first half of x · weightᵀ + bias, times the second half; in one launch or in two."""
+        if self._takes(x, weight) and self.choose(x, weight, GATED_WAYS) == TRITON:
+            return few_rows_linear_silu_and_mul(x, weight, bias)
+        return _separate(x, weight, bias)
+
+    def _takes(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether the kernel may compute a product. A compiler of the step knows torch's operation instead."""
+        return self._choice != TORCH and not torch.compiler.is_compiling() and is_supported(x, weight)
+
+    def choose(self, x: torch.Tensor, weight: torch.Tensor, ways: Ways) -> str:
+        """TORCH or TRITON, for a product that the kernel supports, with the function of each."""
         if self._choice != MEASURED:
             return self._choice
         if weight.shape[0] <= MOST_EXPERTS:
             return TORCH
-        kind = _kind_of(x, weight)
+        kind = (ways[TRITON].__name__, *_kind_of(x, weight))
         chosen = self._chosen.get(kind)
         if chosen is None:
-            chosen = TORCH if self._failed else self._faster(x, weight, kind)
+            chosen = TORCH if self._failed else self._faster(x, weight, ways, kind)
         return chosen
 
-    def _faster(self, x: torch.Tensor, weight: torch.Tensor, kind: Hashable) -> str:
+    def _faster(self, x: torch.Tensor, weight: torch.Tensor, ways: Ways, kind: Hashable) -> str:
         """The faster way, stored for this kind; TORCH if nothing can be timed."""
         clock = self._given_clock
         if clock is None:
@@ -92,10 +107,9 @@ class AutotunedLinear:
         try:
             weights += _copies(self._module, weight)
             seconds = {
-                name: clock([partial(product, x, each, None) for each in weights])
-                for name, product in ((TORCH, F.linear), (TRITON, few_rows_linear))
+                name: clock([partial(product, x, each, None) for each in weights]) for name, product in ways.items()
             }
-        except Exception as e:  # compilers and drivers raise errors of many classes
+        except Exception as e:  # noqa: BLE001  (compilers and drivers raise errors of many classes)
             logger.warning("The kernel for products of few rows failed and is not used: %s", e)
             self._failed = True
             return TORCH
@@ -150,6 +164,6 @@ def _is_measurable(module: DeviceModule, device: torch.device) -> bool:
     return not (capturing is not None and capturing())
 
 
-def _kind_of(x: torch.Tensor, weight: torch.Tensor) -> Hashable:
+def _kind_of(x: torch.Tensor, weight: torch.Tensor) -> tuple[Hashable, ...]:
     num_rows = x.numel() // weight.shape[1]
     return 1 << (num_rows - 1).bit_length(), *weight.shape, x.dtype, weight.device

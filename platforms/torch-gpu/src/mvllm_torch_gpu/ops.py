@@ -84,8 +84,10 @@ def providers(
         linear: How unquantized products of few rows are computed, one of settings.LINEAR.
         module: Torch's module for the devices.
     """
+    products = AutotunedLinear(linear, module)
     functions: dict[str, Callable[..., Any]] = {
-        "linear": AutotunedLinear(linear, module).linear,
+        "linear": products.linear,
+        "linear_silu_and_mul": products.linear_silu_and_mul,
         "argmax": argmax.argmax,
         "filtered_draw": sampling.filtered_draw,
         "rms_norm": norm.rms_norm,

@@ -6,7 +6,7 @@ import torch
 
 from mvllm_triton.device import processors, shared_memory
 from mvllm_triton.kernels import dense_linear as kernels
-from mvllm_triton.tiles import MOST_FEW_ROWS, FewRowsTiles, few_rows_tiles
+from mvllm_triton.tiles import MOST_FEW_ROWS, FewRowsTiles, few_rows_gated_tiles, few_rows_tiles
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -34,12 +34,7 @@ def is_supported(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def few_rows_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    tiles: FewRowsTiles | None = None,
-    overlap: int = 0,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, tiles: FewRowsTiles | None = None
 ) -> torch.Tensor:
     """x · weightᵀ + bias, accumulated in float32 and rounded once.
 
@@ -51,8 +46,6 @@ def few_rows_linear(
         weight: [out_features, in_features], x's dtype; its last dimension is contiguous.
         bias: [out_features] or None.
         tiles: None for those of `few_rows_tiles`.
-        overlap: Columns of the weight, a power of two >= 64 and at most those of a part, that are fetched while the
-            previous launch still runs; 0 to start after it. CUDA only, from compute capability 9.0.
 
     Returns:
         [..., out_features], x's dtype.
@@ -82,8 +75,6 @@ def few_rows_linear(
         "EVEN_K": in_features % tiles.inner == 0,
         "BLOCK_N": tiles.columns,
         "BLOCK_K": tiles.inner,
-        "OVERLAP": overlap,
-        **({"launch_pdl": True} if overlap else {}),
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
     }
@@ -97,6 +88,50 @@ def few_rows_linear(
             *tensors, num_rows, *sizes, rows.stride(0), weight.stride(0), BLOCK_M=tiles.rows, **constants
         )
     return out.view(*x.shape[:-1], out_features)
+
+
+def few_rows_linear_silu_and_mul(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, tiles: FewRowsTiles | None = None
+) -> torch.Tensor:
+    """silu of the first half of x · weightᵀ + bias, times the second half, in one launch.
+
+    Rounded like the separate operations: the product, the activation, and the result.
+
+    Args:
+        x: [..., in_features], at most MOST_FEW_ROWS rows, bfloat16 or float16; see `is_supported`.
+        weight: [2 * size, in_features], x's dtype, gate rows first; its last dimension is contiguous.
+        bias: [2 * size] or None.
+        tiles: None for those of `few_rows_gated_tiles`. Columns are not split.
+
+    Returns:
+        [..., size], x's dtype.
+    """
+    size, in_features = weight.shape[0] // 2, weight.shape[1]
+    rows = x.reshape(-1, in_features)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    num_rows = rows.shape[0]
+    tiles = tiles or few_rows_gated_tiles(num_rows, in_features, shared_memory(x.device))
+    out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
+    tensors = (out, rows, weight, weight if bias is None else bias)
+    constants = {
+        "BIAS": bias is not None,
+        "EVEN_N": size % tiles.columns == 0,
+        "EVEN_K": in_features % tiles.inner == 0,
+        "BLOCK_N": tiles.columns,
+        "BLOCK_K": tiles.inner,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
+    grid = (-(-size // tiles.columns),)
+    if tiles.rows == 1:
+        kernels.multiply_row_gated[grid](
+            *tensors, size, in_features, weight.stride(0), STAGES=tiles.num_stages, **constants
+        )
+    else:
+        kernels.multiply_gated[grid](
+            *tensors, num_rows, size, in_features, rows.stride(0), weight.stride(0), BLOCK_M=tiles.rows, **constants
+        )
+    return out.view(*x.shape[:-1], size)
 
 
 def _counters_of(weight: torch.Tensor) -> torch.Tensor | None:

@@ -416,25 +416,53 @@ def few_rows_tiles(
 ) -> FewRowsTiles:
     """Tiles for products of at most MOST_FEW_ROWS rows with 16-bit weights: all multiprocessors read all the time.
 
-    A multiprocessor needs about 48 KiB on their way from memory. One row is multiplied by threads as they read; more
-    rows by matrix instructions, whose tile of rows is read again for each tile of the weight, so these are larger.
+    The fastest of those that were measured on an H200 with the shapes of an 8B model. One row is multiplied by threads
+    as they read; more rows by matrix instructions, whose tile of rows is read again for each tile of the weight, so
+    these are larger. Where the weight has few rows, programs are few: each then keeps more on its way from memory.
 
     Args:
         num_rows, out_features, in_features: Sizes of the product.
         processors: Multiprocessors of the device.
         shared_memory: Bytes that a program can have.
     """
-    if num_rows == 1:
-        rows, columns, inner, num_warps, num_stages, programs = 1, 8, 512, 4, 4, 4
-    elif num_rows <= 8:
-        rows, columns, inner, num_warps, num_stages, programs = 16, 32, 256, 2, 4, 3
-    elif num_rows <= 16:
-        rows, columns, inner, num_warps, num_stages, programs = 16, 64, 128, 4, 4, 2
-    else:
-        rows, columns, inner, num_warps, num_stages, programs = power_of_two(num_rows), 64, 128, 4, 4, 1
+    rows = 1 if num_rows == 1 else power_of_two(num_rows, 16)
+    (columns, inner, num_warps, num_stages), programs = _few_rows_choice(num_rows, out_features, processors)
     inner = min(inner, power_of_two(in_features, 16))
+    while inner > 32 and 2 * inner * (columns + rows) * min(num_stages, 3) > shared_memory:
+        inner //= 2
     num_stages = min(num_stages, shared_memory // (2 * inner * (columns + rows)))
     num_tiles, iterations = -(-out_features // columns), -(-in_features // inner)
-    wanted = programs * processors // num_tiles  # programs that run at once, if there are so many
+    wanted = programs * processors // num_tiles
     parts = max(1, min(wanted, iterations // 4, 8))
     return FewRowsTiles(rows, columns, inner, parts, num_warps, num_stages)
+
+
+def few_rows_gated_tiles(num_rows: int, in_features: int, shared_memory: int) -> FewRowsTiles:
+    """Tiles for gated products of few rows; `columns` of each half of the weight. See `few_rows_tiles`."""
+    rows = 1 if num_rows == 1 else power_of_two(num_rows, 16)
+    columns, inner, num_warps, num_stages = (2, 1024, 4, 5) if num_rows == 1 else (64, 128, 4, 4)
+    inner = min(inner, power_of_two(in_features, 16))
+    while inner > 32 and 2 * inner * (2 * columns + rows) * min(num_stages, 3) > shared_memory:
+        inner //= 2
+    num_stages = min(num_stages, shared_memory // (2 * inner * (2 * columns + rows)))
+    return FewRowsTiles(rows, columns, inner, 1, num_warps, num_stages)
+
+
+def _few_rows_choice(num_rows: int, out_features: int, processors: int) -> tuple[tuple[int, int, int, int], int]:
+    """Columns, inner, num_warps and num_stages of tiles, and the programs per multiprocessor to split parts for."""
+    share = out_features / processors  # rows of the weight per multiprocessor
+    if num_rows == 1:
+        return ((4, 1024, 4, 5) if share > 128 else (8, 512, 4, 4)), 3
+    if num_rows <= 16:
+        if share > 512:
+            return (128, 128, 4, 4), 1
+        if share > 128:
+            return (64, 128, 4, 5), 1
+        if share > 42:
+            return (64, 256, 4, 4), 1
+        if num_rows <= 8:
+            return (16, 512, 2, 4), 2
+        return ((32, 256, 2, 4), 2) if share > 32 else ((32, 256, 4, 5), 1)
+    if num_rows <= 32:
+        return ((128, 128, 8, 4) if share > 512 else (64, 128, 4, 4) if share > 128 else (64, 128, 4, 6)), 1
+    return ((128, 128, 8, 4) if share > 128 else (64, 128, 4, 4)), 1

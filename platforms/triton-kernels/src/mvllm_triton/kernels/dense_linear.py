@@ -7,15 +7,14 @@ A program keeps several tiles of the weight on their way from memory to shared m
 split among programs if there are too few rows for all multiprocessors. The program of a tile that finishes last adds
 the partial sums, in the order of the parts, so the result does not depend on which one that is. It also resets the
 tile's counter for the next launch, so a captured graph can be replayed.
-
-With OVERLAP (CUDA only) the launch may start while the previous one of its stream still runs. Programs then fetch the
-first columns of their weight into the L2 cache before they wait for the previous launch, which computes x.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from mvllm_triton.kernels.activation import SILU, activate
 
 
 @triton.jit
@@ -27,17 +26,6 @@ def finished_last(counters, tile, num_parts):
     if is_last:
         tl.store(counters + tile, 0)
     return is_last
-
-
-@triton.jit
-def start_early(weight, stride, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr):
-    """Fetches COLUMNS columns of BLOCK_N rows into the L2 cache, and then waits for the previous launch."""
-    tl.extra.cuda.gdc_launch_dependents()
-    lines = weight + tl.arange(0, BLOCK_N)[:, None] * stride + 64 * tl.arange(0, COLUMNS // 64)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
-    )
-    tl.extra.cuda.gdc_wait()
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_parts", "out_features"])
@@ -62,7 +50,6 @@ def multiply(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    OVERLAP: tl.constexpr,  # columns that are fetched before the previous launch has finished; 0 to start after it
 ):
     """Tiles of the weight times the transposed rows, with matrix instructions."""
     DTYPE: tl.constexpr = out.dtype.element_ty
@@ -73,8 +60,6 @@ def multiply(
     first = part * part_size
     stop = tl.minimum(first + part_size, in_features)
     weight += tile.to(tl.int64) * BLOCK_N * weight_stride
-    if OVERLAP:
-        start_early(weight + first, weight_stride, BLOCK_N, OVERLAP)
     w_at = weight + place[:, None] * weight_stride + inner[None, :]
     x_at = x + row[None, :] * x_stride + inner[:, None]
     total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
@@ -128,7 +113,6 @@ def multiply_row(
     EVEN_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    OVERLAP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Tiles of the weight times one row, with multiply-adds; the sums of each thread are added at the end."""
@@ -140,8 +124,6 @@ def multiply_row(
     first = part * part_size
     stop = tl.minimum(first + part_size, in_features)
     weight += tile.to(tl.int64) * BLOCK_N * weight_stride
-    if OVERLAP:
-        start_early(weight + first, weight_stride, BLOCK_N, OVERLAP)
     w_at = weight + place[:, None] * weight_stride + inner[None, :]
     sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     for start in tl.range(first, stop, BLOCK_K, num_stages=STAGES):
@@ -168,3 +150,107 @@ def multiply_row(
         if BIAS:
             total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
         tl.store(out + column, total.to(DTYPE), mask=is_column)
+
+
+@triton.jit
+def gated(gate, up, bias, column, is_column, out_features, BIAS: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr):
+    """silu(gate) * up of float32 sums, each step rounded as in the separate operations; ROWS adds a last dimension."""
+    if BIAS:
+        gate_bias = tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
+        up_bias = tl.load(bias + out_features + column, mask=is_column, other=0.0).to(tl.float32)
+        gate += gate_bias[:, None] if ROWS else gate_bias
+        up += up_bias[:, None] if ROWS else up_bias
+    active = activate(gate.to(DTYPE).to(tl.float32), SILU).to(DTYPE).to(tl.float32)
+    return (active * up.to(DTYPE).to(tl.float32)).to(DTYPE)
+
+
+@triton.jit(do_not_specialize=["num_rows", "out_features"])
+def multiply_gated(
+    out,  # [num_rows, out_features], contiguous
+    x,  # [num_rows, in_features]
+    weight,  # [2 * out_features, in_features], gate rows first
+    bias,  # [2 * out_features], with BIAS
+    num_rows,
+    out_features,
+    in_features,
+    x_stride,
+    weight_stride,
+    BIAS: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """As `multiply`, of the same rows of both halves of the weight, and then the activation."""
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    tile = tl.program_id(0)
+    row, place, inner = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    column = tile * BLOCK_N + place
+    is_row, is_column = row < num_rows, column < out_features
+    weight += tile.to(tl.int64) * BLOCK_N * weight_stride
+    gate_at = weight + place[:, None] * weight_stride + inner[None, :]
+    up_at = gate_at + out_features.to(tl.int64) * weight_stride
+    x_at = x + row[None, :] * x_stride + inner[:, None]
+    gate = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for start in tl.range(0, in_features, BLOCK_K):
+        if EVEN_K and EVEN_N:
+            value = tl.load(x_at + start, mask=is_row[None, :], other=0.0)
+            gate = tl.dot(tl.load(gate_at + start), value, gate)
+            up = tl.dot(tl.load(up_at + start), value, up)
+        else:
+            is_inner = start + inner < in_features
+            mask = is_column[:, None] & is_inner[None, :]
+            value = tl.load(x_at + start, mask=is_row[None, :] & is_inner[:, None], other=0.0)
+            gate = tl.dot(tl.load(gate_at + start, mask=mask, other=0.0), value, gate)
+            up = tl.dot(tl.load(up_at + start, mask=mask, other=0.0), value, up)
+    result = gated(gate, up, bias, column, is_column, out_features, BIAS, True, DTYPE)
+    target = out + row[None, :] * out_features + column[:, None]
+    tl.store(target, result, mask=is_row[None, :] & is_column[:, None])
+
+
+@triton.jit(do_not_specialize=["out_features"])
+def multiply_row_gated(
+    out,  # [out_features]
+    x,  # [in_features]
+    weight,  # [2 * out_features, in_features], gate rows first
+    bias,  # [2 * out_features], with BIAS
+    out_features,
+    in_features,
+    weight_stride,
+    BIAS: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """As `multiply_row`, of the same rows of both halves of the weight, and then the activation."""
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    tile = tl.program_id(0)
+    place, inner = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    column = tile * BLOCK_N + place
+    is_column = column < out_features
+    weight += tile.to(tl.int64) * BLOCK_N * weight_stride
+    gate_at = weight + place[:, None] * weight_stride + inner[None, :]
+    up_at = gate_at + out_features.to(tl.int64) * weight_stride
+    gate_sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    up_sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    for start in tl.range(0, in_features, BLOCK_K, num_stages=STAGES):
+        if EVEN_K and EVEN_N:
+            gate = tl.load(gate_at + start)
+            up = tl.load(up_at + start)
+            value = tl.load(x + start + inner)
+        else:
+            is_inner = start + inner < in_features
+            mask = is_column[:, None] & is_inner[None, :]
+            gate = tl.load(gate_at + start, mask=mask, other=0.0)
+            up = tl.load(up_at + start, mask=mask, other=0.0)
+            value = tl.load(x + start + inner, mask=is_inner, other=0.0)
+        wide = value.to(tl.float32)[None, :]
+        gate_sums += gate.to(tl.float32) * wide
+        up_sums += up.to(tl.float32) * wide
+    gate_total, up_total = tl.sum(gate_sums, 1), tl.sum(up_sums, 1)
+    result = gated(gate_total, up_total, bias, column, is_column, out_features, BIAS, False, DTYPE)
+    tl.store(out + column, result, mask=is_column)
