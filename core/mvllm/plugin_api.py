@@ -29,7 +29,16 @@ from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from mvllm.messages.structured_outputs import StructuredOutputsParams
 from mvllm.messages.thinking import ThinkingTokens
-from mvllm.platform.attention import AttentionBackend, AttentionMetadata, AttentionSpec, BatchLayout, KVCache, KVLayout
+from mvllm.platform.attention import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionSpec,
+    BatchLayout,
+    KVCache,
+    KVLayout,
+    RotarySpec,
+    RotaryWriter,
+)
 from mvllm.platform.capabilities import Capabilities
 from mvllm.platform.communicator import Communicator
 from mvllm.platform.graphs import CompileBackend, GraphBackend
@@ -135,6 +144,8 @@ __all__ = [
     "Refusal",
     "Refusals",
     "RequestOutputKind",
+    "RotarySpec",
+    "RotaryWriter",
     "SamplingParams",
     "SchedulerConfig",
     "SchedulerOutput",

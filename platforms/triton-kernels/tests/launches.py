@@ -19,12 +19,13 @@ from mvllm_triton.activation import silu_and_mul
 from mvllm_triton.argmax import argmax
 from mvllm_triton.attention import latent_attention, paged_attention
 from mvllm_triton.float8_linear import float8_linear
-from mvllm_triton.lora import add_lora_by_slot
 from mvllm_triton.kv_write import write_kv, write_latent
+from mvllm_triton.lora import add_lora_by_slot
 from mvllm_triton.moe import clamped_moe, moe
 from mvllm_triton.norm import add_rms_norm, rms_norm
 from mvllm_triton.quantized_linear import PackedIntegers, quantized_linear
 from mvllm_triton.rotary import rotary
+from mvllm_triton.rotary_write import rotary_write_kv
 from mvllm_triton.sampling import sample
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -69,6 +70,18 @@ def _write(stored: torch.dtype, scaled: bool) -> None:
     new, cache = torch.empty(16, 8, 128, dtype=BF16), torch.empty(2, 16, 8, 128, dtype=stored)
     scales = torch.ones(2, 16, 8) if scaled else None
     write_kv(new, new, cache, cache, _integers(16), k_scale=scales, v_scale=scales)
+
+
+def _rotary_write(stored: torch.dtype, **options: Any) -> None:
+    fused, cache = torch.empty(16, 48, 128, dtype=BF16), torch.empty(2, 16, 8, 128, dtype=stored)
+    query, key, value = fused.split((32, 8, 8), dim=1)
+    scales = torch.ones(2, 16, 8) if stored in (CODES, torch.int8) else None
+    angles, weight = torch.empty(64, options.pop("rotary_dim", 128)), torch.empty(128, dtype=BF16)
+    norms = {"q_weight": weight, "k_weight": weight, "eps": 1e-6} if options.pop("norm", False) else {}
+    rotary_write_kv(
+        query, key, value, _integers(16), angles, cache, cache, _integers(16), k_scale=scales, v_scale=scales,
+        **norms, **options,
+    )  # fmt: skip
 
 
 def _rows(dtype: torch.dtype) -> None:
@@ -146,6 +159,9 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "write-latent": lambda: write_latent(
         torch.empty(16, 1, 576, dtype=BF16), torch.empty(2, 64, 1, 576, dtype=BF16), _integers(16)
     ),
+    "rotary-write": lambda: _rotary_write(BF16, norm=True),
+    "rotary-write-codes": lambda: _rotary_write(CODES, rotary_dim=64),
+    "rotary-write-interleaved": lambda: _rotary_write(torch.int8, interleaved=True, norm=True),
     "rows": lambda: _rows(BF16),
     "rows-float32": lambda: _rows(F32),
     "sample": lambda: _sample(16),

@@ -67,9 +67,7 @@ def test_one_launch_equals_norm_rotation_and_write(stored, dtype, size, rotary_d
     if interleaved:
         order = torch.arange(size)
         order[:rotary_dim] = order[:rotary_dim].view(-1, 2).T.flatten()
-    expected = separately(
-        query, key, value, index, table, CACHES[stored], order=order, weights=weights, eps=1e-5
-    )
+    expected = separately(query, key, value, index, table, CACHES[stored], order=order, weights=weights, eps=1e-5)
     (keys, values), scales = cache(dtype, CACHES[stored], size)
     before = key.clone(), value.clone()
     q_weight, k_weight = weights or (None, None)
