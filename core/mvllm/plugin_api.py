@@ -30,7 +30,16 @@ from mvllm.messages.scheduler_output import ModelRunnerOutput, NewRequestData, S
 from mvllm.messages.weights import WeightSource, WeightTransferInfo, WeightUpdate
 from mvllm.messages.structured_outputs import StructuredOutputsParams
 from mvllm.messages.thinking import ThinkingTokens
-from mvllm.platform.attention import AttentionBackend, AttentionMetadata, AttentionSpec, BatchLayout, KVCache, KVLayout
+from mvllm.platform.attention import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionSpec,
+    BatchLayout,
+    KVCache,
+    KVLayout,
+    RotarySpec,
+    RotaryWriter,
+)
 from mvllm.platform.capabilities import Capabilities
 from mvllm.platform.communicator import Communicator
 from mvllm.platform.graphs import CompileBackend, GraphBackend
@@ -137,6 +146,8 @@ __all__ = [
     "Refusal",
     "Refusals",
     "RequestOutputKind",
+    "RotarySpec",
+    "RotaryWriter",
     "SamplingParams",
     "SchedulerConfig",
     "SchedulerOutput",

@@ -108,8 +108,8 @@ class StackedLoRAWeights:
 
         def add(y: torch.Tensor, x: torch.Tensor, batch: LoRAMapping) -> torch.Tensor:
             if self.by_slot:
-                return by_slot(y, x, down, up, batch.slots, bands)  # type: ignore[no-any-return]
-            return by_segment(y, x, down, up, batch.tokens, batch.segments, bands)  # type: ignore[no-any-return]
+                return by_slot(y, x, down, up, batch.slots, bands)
+            return by_segment(y, x, down, up, batch.tokens, batch.segments, bands)
 
         def around(product: Product) -> Product:
             def with_adapters(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:

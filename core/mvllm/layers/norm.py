@@ -27,6 +27,9 @@ class RMSNorm(nn.Module):
         name: The checkpoint module.
         hidden_size: Size of the last dimension.
         eps: Added to the mean square.
+
+    Attributes:
+        op: The operation `rms_norm`.
     """
 
     def __init__(self, ctx: BuildContext, name: str, hidden_size: int, eps: float) -> None:
@@ -34,7 +37,8 @@ class RMSNorm(nn.Module):
         self.name = name
         self.eps = eps
         self.weight = ctx.parameter(hidden_size)
-        self._norm = ctx.op("rms_norm", hidden_size=hidden_size).function
+        self.op = ctx.op("rms_norm", hidden_size=hidden_size)
+        self._norm = self.op.function
         self._add_norm = ctx.op("fused_add_rms_norm", hidden_size=hidden_size).function
         self._sums_over: GroupCoordinator | None = None
 

@@ -15,6 +15,7 @@ from mvllm.layers.linear import QKVLinear, RowParallelLinear
 from mvllm.layers.mlp import GatedMLP
 from mvllm.layers.norm import FullWidthQKNorm, Norm, NormMaker, RMSNorm
 from mvllm.layers.rotary import CosSinRows, RotaryEmbedding
+from mvllm.layers.rotary_attention import RotaryAttention
 from mvllm.models.causal_lm import CausalLM
 
 
@@ -129,17 +130,14 @@ class LlamaAttention(nn.Module):
             soft_cap=options.soft_cap,
             sinks=None if self.sinks is None else self.sinks.weight,
         )
-        self._rotary = [rotary]  # in a list, so that it is not registered as a submodule of every layer
+        self._rotary_attention = RotaryAttention(self.attention, rotary, self.q_norm, self.k_norm)
 
     def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
         query, key, value = self.qkv.split(x)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
         if self.qk_norm is not None:
             query, key = self.qk_norm(query, key)
-        query, key = self._rotary[0](angles, query, key)
-        return self.output(self.attention(query, key, value, step))
+        return self.output(self._rotary_attention(angles, query, key, value, step))
 
 
 class LlamaLayer(nn.Module):

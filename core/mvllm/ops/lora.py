@@ -1,7 +1,7 @@
 """The operations `add_lora` and `add_lora_by_slot`: they add the results of LoRA adapters to a linear layer's output.
 
-They compute the same and differ in where the adapters of a step are known: on the host, as segments of tokens, or on the
-device, as one number per token. The second form needs no numbers of the host, so it runs in a few launches for any
+They compute the same and differ in where the adapters of a step are known: on the host, as segments of tokens, or on
+the device, as one number per token. The second form needs no numbers of the host, so it runs in a few launches for any
 adapters, and a captured step serves every mixture of them.
 """
 
@@ -70,8 +70,8 @@ def add_lora_by_slot(
         down: LoRA A, [slots, blocks, rank, in_features], compute dtype; adapters of a lower rank are padded with zeros.
         up: LoRA B, [slots, out_features, rank], compute dtype, padded likewise; includes the adapter's scale.
         slots: [T], int32: each token's slot; -1 for a token without an adapter.
-        bands: Output slices (start, stop, block): columns y[:, start:stop] use the results of that block of `down`. They
-            cover all columns, in order, and are the same in every call for a layer.
+        bands: Output slices (start, stop, block): columns y[:, start:stop] use the results of that block of `down`.
+            They cover all columns, in order, and are the same in every call for a layer.
 
     Returns:
         [T, out_features], compute dtype. Rows without an adapter are those of y. The host reads no tensor.

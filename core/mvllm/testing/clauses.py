@@ -237,6 +237,13 @@ _ALL = (
         "mla",
     ),
     Clause(
+        "ATT-13",
+        "The function that `rotary_writer` returns gives queries, stored keys and stored values as `rms_norm`, "
+        "`rotary_embedding` and `write_kv` give them, and stores nothing for padding.",
+        "torch_device",
+        since=(1, 1),
+    ),
+    Clause(
         "OPS-01",
         "A provider's function has the parameters and the result of the reference with the same name; its `lookup`"
         " has those of `embedding`.",

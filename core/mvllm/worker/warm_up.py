@@ -17,7 +17,7 @@ from mvllm.logging import get_logger
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.platform.shapes import ShapePolicy, StepKind
 from mvllm.platform.tokens_on_device import keeps_sampled_tokens_on_device
-from mvllm.sampling.batch_plan import warm_up_params
+from mvllm.sampling.batch_plan import kernel_warm_up_params, warm_up_params
 from mvllm.sampling.penalties import DeviceTokenCounts
 from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.sampling_state import SamplingState, TokenHistory
@@ -100,6 +100,7 @@ def warm_up(
         graphs, with `capture`  a step of many of these shapes, which is captured, see CaptureShapes
         graphs, with buckets    a decode step of each size, which is captured
         compile alone           a few steps, with which the compiler makes programs for any size
+        lazy_kernels            in addition, prompts of one request, and the common kinds of sampling
 
     Which shapes the sampler has also depends on what requests ask for; only common settings are run.
 
@@ -111,7 +112,8 @@ def warm_up(
     limits = {"max_tokens": scheduler.max_num_batched_tokens, "max_rows": scheduler.max_num_seqs}
     if forward.is_static:
         all_shapes = step_shapes(shapes, **limits, max_pages=max_pages, block_size=block_size)
-        _warm_up_sampling(forward, sampler, buffer, _run_all_shapes(forward, buffer, all_shapes, block_size))
+        states = _run_all_shapes(forward, buffer, all_shapes, block_size)
+        _warm_up_sampling(forward, sampler, buffer, states, warm_up_params(forward.config.model.vocab_size))
     elif shapes.capture is not None:
         captured = capture_shapes(forward, shapes, **limits, block_size=block_size)
         _run_models(forward, captured, block_size, with_sample_rows=buffer is not None)
@@ -123,6 +125,12 @@ def warm_up(
         _run_models(forward, few_shapes, block_size)
         forward.runtime.synchronize()
         logger.info("The model was compiled for steps of any size in %.1f s.", time.monotonic() - start)
+    if forward.platform.capabilities.lazy_kernels and not (forward.is_static or forward.config.model.kind.is_encoder):
+        one_request = single_request_shapes(
+            shapes, max_tokens=limits["max_tokens"], max_pages=max_pages, block_size=block_size
+        )
+        states = _run_all_shapes(forward, buffer, one_request, block_size)
+        _warm_up_sampling(forward, sampler, buffer, states, kernel_warm_up_params())
     forward.runtime.end_warm_up()
 
 
@@ -173,12 +181,13 @@ def _warm_up_sampling(
     sampler: Sampler,
     buffer: SampledTokenBuffer | None,
     states_by_size: dict[int, torch.Tensor],
+    kinds: list[SamplingParams],
 ) -> None:
     """Runs each kind of sampling for each number of requests."""
     max_rows, vocab_size = forward.config.scheduler.max_num_seqs, forward.config.model.vocab_size
     for size, states in states_by_size.items():
         num_rows = min(size, max_rows)
-        for params in warm_up_params(vocab_size):
+        for params in kinds:
             greedy = SamplingParams(temperature=0.0)
             state, history = _dummy_sampling_rows(vocab_size, [params] + [greedy] * (num_rows - 1))
             sampled = sampler.sample(forward.logits(states, num_rows), np.arange(num_rows), state, history)
@@ -305,6 +314,18 @@ def decode_shapes(shapes: ShapePolicy, *, max_rows: int) -> Iterator[StepShape]:
     for size in sample_sizes(shapes, max_rows):
         count = min(size, max_rows)
         yield StepShape(ShapePolicy.pad(size, shapes.tokens), size, ShapePolicy.pad(1, shapes.pages), count, count)
+
+
+def single_request_shapes(
+    shapes: ShapePolicy, *, max_tokens: int, max_pages: int, block_size: int
+) -> Iterator[StepShape]:
+    """Steps of one request: a token, and prompts of 16 tokens, four times as many, and so on up to the limit.
+
+    Kernels have tiles of a few sizes, which the length of the prompt selects.
+    """
+    most = min(max_tokens, max_pages * block_size)
+    for num_tokens in sorted({1, *(size for size in (16, 64, 256, 1024, 4096, most) if size <= most)}):
+        yield _padded_shape(shapes, num_tokens, 1, -(-num_tokens // block_size))
 
 
 def dynamic_compile_shapes(

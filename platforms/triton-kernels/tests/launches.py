@@ -31,6 +31,7 @@ from mvllm_triton.packed_experts import FLOAT8, INT4, INT8, MXFP4, PackedExperts
 from mvllm_triton.quantized_linear import PackedIntegers, quantized_linear
 from mvllm_triton.quantized_moe import quantized_moe
 from mvllm_triton.rotary import rotary
+from mvllm_triton.rotary_write import rotary_write_kv
 from mvllm_triton.sampling import sample
 from mvllm_triton.tiles import few_rows_gated_tiles, few_rows_tiles
 
@@ -76,6 +77,18 @@ def _write(stored: torch.dtype, scaled: bool) -> None:
     new, cache = torch.empty(16, 8, 128, dtype=BF16), torch.empty(2, 16, 8, 128, dtype=stored)
     scales = torch.ones(2, 16, 8) if scaled else None
     write_kv(new, new, cache, cache, _integers(16), k_scale=scales, v_scale=scales)
+
+
+def _rotary_write(stored: torch.dtype, **options: Any) -> None:
+    fused, cache = torch.empty(16, 48, 128, dtype=BF16), torch.empty(2, 16, 8, 128, dtype=stored)
+    query, key, value = fused.split((32, 8, 8), dim=1)
+    scales = torch.ones(2, 16, 8) if stored in (CODES, torch.int8) else None
+    angles, weight = torch.empty(64, options.pop("rotary_dim", 128)), torch.empty(128, dtype=BF16)
+    norms = {"q_weight": weight, "k_weight": weight, "eps": 1e-6} if options.pop("norm", False) else {}
+    rotary_write_kv(
+        query, key, value, _integers(16), angles, cache, cache, _integers(16), k_scale=scales, v_scale=scales,
+        **norms, **options,
+    )  # fmt: skip
 
 
 def _rows(dtype: torch.dtype) -> None:
@@ -194,6 +207,9 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "write-latent": lambda: write_latent(
         torch.empty(16, 1, 576, dtype=BF16), torch.empty(2, 64, 1, 576, dtype=BF16), _integers(16)
     ),
+    "rotary-write": lambda: _rotary_write(BF16, norm=True),
+    "rotary-write-codes": lambda: _rotary_write(CODES, rotary_dim=64),
+    "rotary-write-interleaved": lambda: _rotary_write(torch.int8, interleaved=True, norm=True),
     "rows": lambda: _rows(BF16),
     "rows-float32": lambda: _rows(F32),
     "sample": lambda: _sample(16),

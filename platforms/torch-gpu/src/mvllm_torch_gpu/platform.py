@@ -99,6 +99,7 @@ class TorchGpuPlatform(Platform):
             soft_cap=True,
             sinks=True,
             mla=True,
+            lazy_kernels=True,
         )
 
     def plan(self, config: EngineConfig) -> Plan | Refusals:

@@ -41,7 +41,7 @@ def rotary_write_kv(
         interleaved: Adjacent elements are a pair. The results have the first elements of all pairs, then the second.
         q_weight, k_weight: [head_size]: weights of the norms; None for neither.
         eps: Added to the mean square.
-        k_scale, v_scale: [num_blocks, block_size, num_kv_heads], float32: where the scales of an 8-bit cache are stored.
+        k_scale, v_scale: [num_blocks, block_size, num_kv_heads], float32: where an 8-bit cache's scales are stored.
 
     Returns:
         The rotated queries: `query`, or with `interleaved` a new tensor.

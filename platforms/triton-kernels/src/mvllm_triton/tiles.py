@@ -279,7 +279,7 @@ def routed_entries(num_experts: int) -> int:
 
 
 def lora_tiles(num_tokens: int, out_features: int, itemsize: int) -> ProductTiles:
-    """Tiles for the products of adapters. With few tokens, tiles are small, because adjacent tokens differ in adapter."""
+    """Tiles for the products of adapters. Few tokens get small tiles, because adjacent tokens differ in adapter."""
     rows = 16 if num_tokens <= 256 else 32 if itemsize > 2 else 64
     columns = 32 if itemsize > 2 else 128 if out_features >= 4096 else 64
     inner = 64 if itemsize > 2 or rows > 16 else 128
