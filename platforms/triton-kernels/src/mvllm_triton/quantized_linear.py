@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 
 from mvllm_triton.device import processors
-from mvllm_triton.kernels import quantized_linear as kernels
 from mvllm_triton.dtypes import TRITON_DTYPES
+from mvllm_triton.kernels import quantized_linear as kernels
 from mvllm_triton.splits import add_splits, partial_results
 from mvllm_triton.tiles import inner_splits, most_splits, power_of_two, quantized_tiles
 

@@ -79,7 +79,7 @@ def multiply(
 ):
     """Rows of `x` times the weights of their experts; with GATED and one split, followed by the gated activation."""
     ROWS: tl.constexpr = 2 * OUT if GATED else OUT
-    PACKED: tl.constexpr = KIND == MXFP4 or KIND == INT4  # noqa: PLR1714  Triton has no `in` here
+    PACKED: tl.constexpr = KIND == MXFP4 or KIND == INT4
     ROW_BYTES: tl.constexpr = IN_PAD // 2 if PACKED else IN_PAD
     SCALE_ROWS: tl.constexpr = ROWS if KIND == MXFP4 else (ROWS + GROUP_ROWS - 1) // GROUP_ROWS
     MANY: tl.constexpr = GROUP_SIZE < IN
