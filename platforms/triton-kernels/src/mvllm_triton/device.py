@@ -20,3 +20,8 @@ def processors(device: torch.device) -> int:
         return _INTERPRETED_PROCESSORS
     properties = torch.get_device_module(device).get_device_properties(device)
     return next(int(getattr(properties, name)) for name in _NAMES if hasattr(properties, name))
+
+
+def has_ptx(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the device executes the PTX of kernels/packed_numbers.py for a compute dtype."""
+    return dtype == torch.bfloat16 and device.type == "cuda" and torch.version.hip is None
