@@ -155,11 +155,15 @@ def launches() -> Iterator[list[Launch]]:
 
 
 @contextmanager
-def multiprocessors(count: int) -> Iterator[None]:
-    """Launches inside the block are for a device with this many multiprocessors."""
+def device_like(target: str, multiprocessors: int = 132) -> Iterator[None]:
+    """Launches inside the block are for a device with this target and number of multiprocessors."""
+    is_nvidia = target.startswith("sm_")
     with ExitStack() as stack:
         for module in (float8_linear, quantized_linear, quantized_moe):
-            stack.enter_context(mock.patch.object(module, "processors", lambda _: count))
+            stack.enter_context(mock.patch.object(module, "processors", lambda _: multiprocessors))
+        for module in (quantized_linear, quantized_moe):
+            ptx = mock.patch.object(module, "has_ptx", lambda _, dtype: is_nvidia and dtype == torch.bfloat16)
+            stack.enter_context(ptx)
         yield
 
 

@@ -289,7 +289,7 @@ def launches_for(name: str, target: str) -> list[Any]:
         mock.patch.object(attention, "shared_memory", lambda _: compiled.SHARED_MEMORY[target]),
         mock.patch.object(attention, "warp_size", lambda _: compiled.TARGETS[target].warp_size),
         mock.patch.object(attention, "processors", lambda _: 132),
-        compiled.multiprocessors(132),
+        compiled.device_like(target),
     ):
         LAUNCHES[name]()
     return list(caught)

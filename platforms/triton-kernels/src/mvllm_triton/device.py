@@ -53,3 +53,8 @@ def reads_float8(device: torch.device, float8: torch.dtype) -> bool:
         formats = {"gfx942": (torch.float8_e4m3fnuz,), "gfx950": (torch.float8_e4m3fn, torch.float8_e5m2)}
         return float8 in formats.get(architecture.partition(":")[0], ())
     return (properties.major, properties.minor) >= (8, 9) and float8 in (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def has_ptx(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the device executes the PTX of kernels/packed_numbers.py for a compute dtype."""
+    return dtype == torch.bfloat16 and device.type == "cuda" and torch.version.hip is None

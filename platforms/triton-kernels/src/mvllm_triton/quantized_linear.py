@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from mvllm_triton.device import processors
+from mvllm_triton.device import has_ptx, processors
 from mvllm_triton.dtypes import TRITON_DTYPES
 from mvllm_triton.kernels import quantized_linear as kernels
 from mvllm_triton.splits import add_splits, partial_results
@@ -152,6 +152,7 @@ def quantized_linear(x: torch.Tensor, weight: PackedIntegers, bias: torch.Tensor
             INT8=weight.int8_activations,
             BIAS=bias is not None,
             DTYPE=TRITON_DTYPES[x.dtype],
+            PTX=has_ptx(x.device, x.dtype),
             SPLITS=splits.num,
             CHUNK=splits.size,
             BLOCK_M=tiles.rows,

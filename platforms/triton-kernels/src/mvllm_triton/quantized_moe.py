@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mvllm_triton import moe
-from mvllm_triton.device import processors
+from mvllm_triton.device import has_ptx, processors
 from mvllm_triton.dtypes import TRITON_DTYPES
 from mvllm_triton.float8 import BIAS
 from mvllm_triton.float8_linear import float8_rows
@@ -216,6 +216,7 @@ def _multiply(
         ROUNDED=weight.rounded,
         FP8=fp8,
         COMPUTE=compute,
+        PTX=has_ptx(x.device, x.dtype),
         SPLITS=splits.num,
         CHUNK=splits.size,
         BLOCK_M=tiles.rows,

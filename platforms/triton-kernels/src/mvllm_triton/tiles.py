@@ -313,7 +313,7 @@ def packed_expert_tiles(
         narrow: Whether a row has 32 bytes per load. More columns then give each thread of 256 16 bytes to load.
     """
     rows = expert_tiles(num_entries, num_experts, itemsize).rows
-    wide = rows <= 16 and narrow or rows >= 128 and not gated
+    wide = (rows <= 16 and narrow) or (rows >= 128 and not gated)
     columns = 32 if itemsize > 2 else 128 if wide else 64
     return ProductTiles(rows, columns, 0, 8 if rows >= 128 else 4, _stages(rows, itemsize))
 

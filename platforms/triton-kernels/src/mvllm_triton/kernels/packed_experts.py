@@ -22,8 +22,8 @@ import triton.language as tl
 
 from mvllm_triton.kernels.activation import SILU, activate
 from mvllm_triton.kernels.numbers import widen
-from mvllm_triton.kernels.packed_numbers import e8m0_factor, scaled_e2m1
-from mvllm_triton.kernels.quantized_linear import add_product
+from mvllm_triton.kernels.packed_numbers import unpacked_e2m1
+from mvllm_triton.kernels.quantized_linear import add_int4, add_int8
 
 MXFP4 = tl.constexpr(0)
 INT4 = tl.constexpr(1)
@@ -32,11 +32,12 @@ FLOAT8 = tl.constexpr(3)
 
 
 @triton.jit
-def add_mxfp4(total, low_row, high_row, pair, exponents, HALF: tl.constexpr, DTYPE: tl.constexpr):
+def add_mxfp4(
+    total, low_row, high_row, pair, exponents, HALF: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr
+):  # fmt: skip
     """`total` plus the product of 64 columns: two tiles of rows [m, 32], and bytes [32, n]."""
-    low = scaled_e2m1(pair & 0xF, e8m0_factor(exponents, 2 * HALF), DTYPE)
+    low, high = unpacked_e2m1(pair, exponents, 2 * HALF, DTYPE, PTX)
     total = tl.dot(low_row, low, total, input_precision="ieee")
-    high = scaled_e2m1(pair >> 4, e8m0_factor(exponents, 2 * HALF + 1), DTYPE)
     return tl.dot(high_row, high, total, input_precision="ieee")
 
 
@@ -71,6 +72,7 @@ def multiply(
     ROUNDED: tl.constexpr,  # inputs are rounded to 8 bits
     FP8: tl.constexpr,  # see `numbers.widen`
     COMPUTE: tl.constexpr,  # dtype of unrounded inputs
+    PTX: tl.constexpr,  # see kernels/packed_numbers.py
     SPLITS: tl.constexpr,
     CHUNK: tl.constexpr,  # columns of a split, a multiple of BLOCK_K
     BLOCK_M: tl.constexpr,
@@ -79,7 +81,7 @@ def multiply(
 ):
     """Rows of `x` times the weights of their experts; with GATED and one split, followed by the gated activation."""
     ROWS: tl.constexpr = 2 * OUT if GATED else OUT
-    PACKED: tl.constexpr = KIND == MXFP4 or KIND == INT4
+    PACKED: tl.constexpr = KIND < INT8
     ROW_BYTES: tl.constexpr = IN_PAD // 2 if PACKED else IN_PAD
     SCALE_ROWS: tl.constexpr = ROWS if KIND == MXFP4 else (ROWS + GROUP_ROWS - 1) // GROUP_ROWS
     MANY: tl.constexpr = GROUP_SIZE < IN
@@ -124,10 +126,10 @@ def multiply(
                 high_row = tl.load(x_row + (k + 32)[None, :], mask=high_mask, other=0.0)
                 pair_at = w_row + (start // 2 + 32 * half + byte)[:, None]
                 pair = tl.load(pair_at, mask=w_mask, other=0)
-                total = add_mxfp4(total, low_row, high_row, pair, exponents, half, COMPUTE)
+                total = add_mxfp4(total, low_row, high_row, pair, exponents, half, COMPUTE, PTX)
                 if GATED:
                     pair = tl.load(pair_at + OUT * ROW_BYTES, mask=w_mask, other=0)
-                    up_total = add_mxfp4(up_total, low_row, high_row, pair, up_exponents, half, COMPUTE)
+                    up_total = add_mxfp4(up_total, low_row, high_row, pair, up_exponents, half, COMPUTE, PTX)
         else:
             group = start // GROUP_SIZE if MANY else 0
             scale = tl.load(gate_scale + group * SCALE_ROWS, mask=is_column, other=0.0)
@@ -149,12 +151,10 @@ def multiply(
                 high_row = tl.load(x_row + (k + BLOCK_K // 2)[None, :], mask=high_mask, other=0)
                 pair_at = w_row + (start // 2 + half)[:, None]
                 pair = tl.load(pair_at, mask=w_mask, other=0)
-                total = add_product(total, low_row, pair & 0xF, gate_zero, scale, 4, COMPUTE, ROUNDED)
-                total = add_product(total, high_row, pair >> 4, gate_zero, scale, 4, COMPUTE, ROUNDED)
+                total = add_int4(total, low_row, high_row, pair, gate_zero, scale, COMPUTE, ROUNDED, PTX)
                 if GATED:
                     pair = tl.load(pair_at + OUT * ROW_BYTES, mask=w_mask, other=0)
-                    up_total = add_product(up_total, low_row, pair & 0xF, up_zero, scale_of_up, 4, COMPUTE, ROUNDED)
-                    up_total = add_product(up_total, high_row, pair >> 4, up_zero, scale_of_up, 4, COMPUTE, ROUNDED)
+                    up_total = add_int4(up_total, low_row, high_row, pair, up_zero, scale_of_up, COMPUTE, ROUNDED, PTX)
             else:
                 k = start + tl.arange(0, BLOCK_K)
                 x_mask, w_mask = is_entry[:, None], is_column[None, :]
@@ -166,12 +166,10 @@ def multiply(
                 w_at = w_row + k[:, None]
                 if KIND == INT8:
                     w = tl.load(w_at, mask=w_mask, other=0)
-                    codes = w.to(tl.uint8, bitcast=True) ^ 0x80
-                    total = add_product(total, row, codes, gate_zero, scale, 8, COMPUTE, ROUNDED)
+                    total = add_int8(total, row, w, gate_zero, scale, COMPUTE, ROUNDED)
                     if GATED:
                         w = tl.load(w_at + OUT * ROW_BYTES, mask=w_mask, other=0)
-                        codes = w.to(tl.uint8, bitcast=True) ^ 0x80
-                        up_total = add_product(up_total, row, codes, up_zero, scale_of_up, 8, COMPUTE, ROUNDED)
+                        up_total = add_int8(up_total, row, w, up_zero, scale_of_up, COMPUTE, ROUNDED)
                 else:
                     if ROUNDED and MANY:
                         row_scale = tl.load(x_scale + group * x_scale_group_stride)[:, None]

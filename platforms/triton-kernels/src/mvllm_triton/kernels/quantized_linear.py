@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from mvllm_triton.kernels.numbers import int8_codes
-from mvllm_triton.kernels.packed_numbers import offset_integers
+from mvllm_triton.kernels.packed_numbers import offset_integers, unpacked_int4
 
 
 @triton.jit
@@ -56,16 +56,31 @@ def integer_sums(row, w, zero):
 
 
 @triton.jit
-def add_product(total, row, codes, zero, scale, BITS: tl.constexpr, DTYPE: tl.constexpr, INT8: tl.constexpr):
-    """`total` plus the scaled product of a tile of rows [m, k] and codes [k, n], which are integers plus 2**(BITS - 1)."""
-    MIDDLE: tl.constexpr = 1 << (BITS - 1)
+def add_int8(total, row, w, zero, scale, DTYPE: tl.constexpr, INT8: tl.constexpr):
+    """`total` plus the scaled product of a tile of rows [m, k] and int8 integers [k, n]."""
     if INT8:
-        w = (codes.to(tl.int32) - MIDDLE).to(tl.int8)
         total += integer_sums(row, w, zero).to(tl.float32) * scale[None, :]
     else:
-        base = zero.to(tl.float32) + (8388608.0 + MIDDLE)
-        w = offset_integers(codes, base, DTYPE)
+        base = zero.to(tl.float32) + (8388608.0 + 128)
+        w = offset_integers(w.to(tl.uint8, bitcast=True) ^ 0x80, base, DTYPE)
         total += tl.dot(row, w, input_precision="ieee") * scale[None, :]
+    return total
+
+
+@triton.jit
+def add_int4(
+    total, low_row, high_row, pair, zero, scale, DTYPE: tl.constexpr, INT8: tl.constexpr, PTX: tl.constexpr
+):  # fmt: skip
+    """`total` plus the scaled product of two tiles of rows [m, k] and the halves of bytes [k, n]."""
+    if INT8:
+        sums = integer_sums(low_row, ((pair & 0xF).to(tl.int32) - 8).to(tl.int8), zero)
+        sums += integer_sums(high_row, ((pair >> 4).to(tl.int32) - 8).to(tl.int8), zero)
+        total += sums.to(tl.float32) * scale[None, :]
+    else:
+        low, high = unpacked_int4(pair, zero, DTYPE, PTX)
+        sums = tl.dot(low_row, low, input_precision="ieee")
+        sums = tl.dot(high_row, high, sums, input_precision="ieee")
+        total += sums * scale[None, :]
     return total
 
 
@@ -90,6 +105,7 @@ def multiply(
     INT8: tl.constexpr,
     BIAS: tl.constexpr,
     DTYPE: tl.constexpr,  # the compute dtype
+    PTX: tl.constexpr,  # see kernels/packed_numbers.py
     SPLITS: tl.constexpr,
     CHUNK: tl.constexpr,  # columns of a split, a multiple of BLOCK_K
     BLOCK_M: tl.constexpr,
@@ -120,7 +136,7 @@ def multiply(
             if IN % BLOCK_K != 0:
                 mask = mask & (k < IN)[None, :]
             x_tile = tl.load(x_row + k[None, :], mask=mask, other=0)
-            total = add_product(total, x_tile, w.to(tl.uint8, bitcast=True) ^ 0x80, zero, scale, BITS, DTYPE, INT8)
+            total = add_int8(total, x_tile, w, zero, scale, DTYPE, INT8)
         else:
             half = tl.arange(0, HALF)
             pair = tl.load(weight_row + (start // 2 + half)[:, None], mask=is_column[None, :], other=0)
@@ -128,10 +144,9 @@ def multiply(
             low_mask, high_mask = is_row[:, None], is_row[:, None]
             if IN % BLOCK_K != 0:
                 low_mask, high_mask = low_mask & (k < IN)[None, :], high_mask & (k + HALF < IN)[None, :]
-            x_tile = tl.load(x_row + k[None, :], mask=low_mask, other=0)
-            total = add_product(total, x_tile, pair & 0xF, zero, scale, BITS, DTYPE, INT8)
-            x_tile = tl.load(x_row + (k + HALF)[None, :], mask=high_mask, other=0)
-            total = add_product(total, x_tile, pair >> 4, zero, scale, BITS, DTYPE, INT8)
+            low_row = tl.load(x_row + k[None, :], mask=low_mask, other=0)
+            high_row = tl.load(x_row + (k + HALF)[None, :], mask=high_mask, other=0)
+            total = add_int4(total, low_row, high_row, pair, zero, scale, DTYPE, INT8, PTX)
     if INT8:
         total *= tl.load(x_scales + row, mask=is_row, other=0.0)[:, None]
     if BIAS:
