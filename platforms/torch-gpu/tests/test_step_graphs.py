@@ -344,9 +344,10 @@ def test_a_decode_step_is_padded_to_a_captured_size():
     shapes = policy()
     assert shapes.tokens == shapes.requests and shapes.pages is None and shapes.capture.decode == decode_sizes()
     for requests in range(1, LARGEST_CAPTURE + 1):
-        assert shapes.capture.shape_of(StepKind.DECODE, requests, requests, 0) == (
-            shapes.pad(requests, shapes.requests),
-        ) * 2
+        assert (
+            shapes.capture.shape_of(StepKind.DECODE, requests, requests, 0)
+            == (shapes.pad(requests, shapes.requests),) * 2
+        )
         padded = shapes.pad(requests, shapes.requests)
         assert padded in decode_sizes() and padded - requests <= max(7, padded // 16)
 

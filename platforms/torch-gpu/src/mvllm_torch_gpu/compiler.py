@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from mvllm.plugin_api import CompileBackend
-from mvllm_torch_gpu.step_graphs import TABLE_TOKENS, StepGraphBackend
 from mvllm_torch_gpu.device_module import CUDA, DeviceModule
 from mvllm_torch_gpu.graphs import DeviceGraphs
+from mvllm_torch_gpu.step_graphs import TABLE_TOKENS, StepGraphBackend
 
 
 class NoCompileBackend(CompileBackend):
