@@ -61,6 +61,10 @@ class AttentionLibrary(ABC):
     def takes(self, metadata: PagedMetadata) -> bool:
         """Whether the package supports such steps."""
 
+    def accepts_block_size(self, block_size: int) -> bool:
+        """Whether the package reads a cache with blocks of so many tokens."""
+        return True
+
     def plan(self, batch: BatchLayout, device: torch.device) -> Any:
         """Prepares a step for `attend` from the host's arrays, without waiting for the device."""
         return None
@@ -96,7 +100,10 @@ class FlashAttention(AttentionLibrary):
         return reasons
 
     def takes(self, metadata: PagedMetadata) -> bool:
-        return metadata.block_size % 256 == 0
+        return self.accepts_block_size(metadata.block_size)
+
+    def accepts_block_size(self, block_size: int) -> bool:
+        return block_size % 256 == 0
 
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: PagedMetadata, plan: Any

@@ -68,10 +68,12 @@ class AutotunedAttention(TritonAttention):
 
     def kv_layout(self) -> KVLayout:
         layout = super().kv_layout()
-        if not (self._forced and "flash_attn" in self._libraries):
-            return layout
-        # Block sizes that flash_attn supports come first, because the user has selected it.
-        return replace(layout, block_sizes=tuple(sorted(layout.block_sizes, key=lambda size: size % 256 != 0)))
+        wanted = [library.accepts_block_size for library in self._libraries.values()]
+        # A library that is installed or selected cannot be used with a block size that it does not accept.
+        return replace(
+            layout,
+            block_sizes=tuple(sorted(layout.block_sizes, key=lambda size: sum(not accepts(size) for accepts in wanted))),
+        )
 
     def build_metadata(self, batch: BatchLayout) -> AutotunedMetadata:
         step = super().build_metadata(batch)
