@@ -184,7 +184,11 @@ def test_an_old_library_is_used_for_the_layers_it_supports(calls, monkeypatch):
 
 @pytest.mark.parametrize(
     ("value", "libraries", "first_block"),
-    [(None, {"flash_attn", "flashinfer"}, 16), ("flashinfer", {"flashinfer"}, 16), ("flash_attn", {"flash_attn"}, 256)],
+    [
+        (None, {"flash_attn", "flashinfer"}, 256),
+        ("flashinfer", {"flashinfer"}, 16),
+        ("flash_attn", {"flash_attn"}, 256),
+    ],
 )
 def test_users_can_select_a_library(value, libraries, first_block, calls, monkeypatch):
     if value is not None:

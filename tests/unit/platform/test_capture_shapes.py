@@ -44,7 +44,7 @@ def test_reachable_shapes_are_those_of_all_steps_within_the_limits(max_rows, max
     for requests in range(1, max_rows + 1):
         for tokens in range(requests, max_tokens + 1):
             for kind in StepKind:
-                if kind is StepKind.DECODE and tokens > requests or kind is StepKind.VERIFY and not num_drafts:
+                if (kind is StepKind.DECODE and tokens > requests) or (kind is StepKind.VERIFY and not num_drafts):
                     continue
                 if (shape := SHAPES.shape_of(kind, tokens, requests, num_drafts)) is not None:
                     expected.add((kind, *shape))

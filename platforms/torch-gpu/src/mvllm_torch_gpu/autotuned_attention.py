@@ -72,7 +72,9 @@ class AutotunedAttention(TritonAttention):
         # A library that is installed or selected cannot be used with a block size that it does not accept.
         return replace(
             layout,
-            block_sizes=tuple(sorted(layout.block_sizes, key=lambda size: sum(not accepts(size) for accepts in wanted))),
+            block_sizes=tuple(
+                sorted(layout.block_sizes, key=lambda size: sum(not accepts(size) for accepts in wanted))
+            ),
         )
 
     def build_metadata(self, batch: BatchLayout) -> AutotunedMetadata:
