@@ -68,14 +68,12 @@ class AutotunedAttention(TritonAttention):
 
     def kv_layout(self) -> KVLayout:
         layout = super().kv_layout()
-        wanted = [library.accepts_block_size for library in self._libraries.values()]
+        libraries = self._libraries.values()
         # A library that is installed or selected cannot be used with a block size that it does not accept.
-        return replace(
-            layout,
-            block_sizes=tuple(
-                sorted(layout.block_sizes, key=lambda size: sum(not accepts(size) for accepts in wanted))
-            ),
+        ordered = sorted(
+            layout.block_sizes, key=lambda size: sum(not library.accepts_block_size(size) for library in libraries)
         )
+        return replace(layout, block_sizes=tuple(ordered))
 
     def build_metadata(self, batch: BatchLayout) -> AutotunedMetadata:
         step = super().build_metadata(batch)
