@@ -182,7 +182,8 @@ class EngineArgs:
     max_num_seqs: int = option(256, help="Most sequences running at once.", group="scheduler", minimum=1, maximum=65536)
     max_num_batched_tokens: int | None = option(
         None,
-        help=f"Token budget of one step; by default {DEFAULT_NUM_BATCHED_TOKENS}, more where other settings need it.",
+        help=f"Token budget of one step; by default {DEFAULT_NUM_BATCHED_TOKENS}, more where other settings need it or "
+        "the platform's devices can use it.",
         group="scheduler",
         minimum=1,
         maximum=_LARGEST_BUDGET,
@@ -469,6 +470,7 @@ class EngineArgs:
                     self.max_num_seqs,
                     enable_chunked_prefill=self.enable_chunked_prefill,
                 ),
+                max_num_batched_tokens_is_default=self.max_num_batched_tokens is None,
                 enable_chunked_prefill=self.enable_chunked_prefill and not is_encoder,
                 long_prefill_token_threshold=self.long_prefill_token_threshold,
                 max_long_partial_prefills=self.max_long_partial_prefills,

@@ -55,6 +55,8 @@ class SchedulerConfig:
         max_num_partial_prefills: Most prompts that are partly computed; None for any number.
         long_prefill_slowdown: A prompt of more than four whole steps may make a step in which requests generate this
             many times as long; None or 0 for no limit. Plans then depend on the time that steps take.
+        max_num_batched_tokens_is_default: The user has not set `max_num_batched_tokens`, so a platform may choose what
+            its devices can use (since contract 1.1).
     """
 
     max_num_seqs: int = 256
@@ -68,6 +70,7 @@ class SchedulerConfig:
     max_long_partial_prefills: int = 1
     max_num_partial_prefills: int | None = None
     long_prefill_slowdown: float | None = None
+    max_num_batched_tokens_is_default: bool = False
 
 
 @dataclass(frozen=True)

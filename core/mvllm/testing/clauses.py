@@ -311,6 +311,18 @@ _ALL = (
         "static_shapes",
     ),
     Clause(
+        "SHP-04",
+        "In every step the requests with one token that is not a draft token come first, and `BatchLayout.kind` and "
+        "`num_decodes` say what the step contains.",
+        "torch_device",
+    ),
+    Clause(
+        "SHP-05",
+        "A step that fits a shape of `ShapePolicy.capture` has that shape and is marked by `BatchLayout.capture`; its "
+        "`max_query_len` depends on its kind and shape alone.",
+        "torch_device",
+    ),
+    Clause(
         "GRF-01",
         "A replay computes the captured step with the current values of its input tensors.",
         "graphs",

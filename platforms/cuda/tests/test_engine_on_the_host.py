@@ -230,9 +230,7 @@ def test_no_operation_runs_outside_of_a_replay_in_steady_state(name, generate, t
     options = {**SETTINGS, "kv_cache_memory_bytes": 1 << 20, "enable_prefix_caching": False, **settings}
     grammar = StructuredOutputsParams(regex="[a-f]{40}") if "structured" in name else None
     params = [
-        SamplingParams(
-            max_tokens=14, temperature=0, ignore_eos=True, structured_outputs=None if i % 2 else grammar
-        )
+        SamplingParams(max_tokens=14, temperature=0, ignore_eos=True, structured_outputs=None if i % 2 else grammar)
         for i in range(len(prompts))
     ]
 
@@ -252,10 +250,9 @@ def test_no_operation_runs_outside_of_a_replay_in_steady_state(name, generate, t
 def test_steps_with_lora_rows_give_the_same_tokens(settings, generate, tmp_path, monkeypatch, count_launches):
     """A provider of the operation that reads the adapters of tokens on the device lets such steps be captured."""
     folder = make_checkpoint("llama-gqa", tmp_path / "model")
-    adapters = [
-        LoRARequest(f"adapter {i}", i, str(write_adapter(tmp_path / str(i), folder, targets=("q_proj", "up_proj"), seed=i)))
-        for i in (1, 2)
-    ]
+    targets = ("q_proj", "up_proj")
+    paths = [write_adapter(tmp_path / str(i), folder, targets=targets, seed=i) for i in (1, 2)]
+    adapters = [LoRARequest(f"adapter {i}", i, str(path)) for i, path in enumerate(paths, 1)]
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     prompts = [{"prompt_token_ids": prompt} for prompt in (*MANY_TOKENS, FEW_TOKENS[0])]
     options = {**SETTINGS, **settings, "kv_cache_memory_bytes": 1 << 20, "enable_prefix_caching": False}

@@ -95,13 +95,14 @@ class HostGraphs:
         if self._refuses_capture is not None:
             raise self._refuses_capture
         self.captures += 1
-        with _active(), _Recorder() as recorder:
-            step()
-        calls = [call for call in recorder.calls if call.computes]
-        for call in calls:
-            if not call.works_in_place:
-                for made in call.results:
-                    made.fill_(torch.nan if made.is_floating_point() else 101)
+        with _active():
+            with _Recorder() as recorder:
+                step()
+            calls = [call for call in recorder.calls if call.computes]
+            for call in calls:
+                if not call.works_in_place:
+                    for made in call.results:
+                        made.fill_(torch.nan if made.is_floating_point() else 101)
 
         def replay() -> None:
             self.replays += 1

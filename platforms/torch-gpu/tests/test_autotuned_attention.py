@@ -328,7 +328,7 @@ def test_an_old_library_is_used_for_the_layers_it_supports(calls, monkeypatch):
 @pytest.mark.parametrize(
     ("value", "libraries", "first_block"),
     [
-        (None, {"flash_attn", "flashinfer", "varlen_attn"}, 16),
+        (None, {"flash_attn", "flashinfer", "varlen_attn"}, 256),
         ("flashinfer", {"flashinfer"}, 16),
         ("varlen_attn", {"varlen_attn"}, 16),
         ("flash_attn", {"flash_attn"}, 256),

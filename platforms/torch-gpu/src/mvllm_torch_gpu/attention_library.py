@@ -54,6 +54,10 @@ class AttentionLibrary(ABC):
     def takes(self, metadata: PagedMetadata) -> bool:
         """Whether the package supports such steps. For decode steps, the answer depends on the sizes of the tables."""
 
+    def accepts_block_size(self, block_size: int) -> bool:
+        """Whether the package reads a cache with blocks of so many tokens."""
+        return True
+
     def prepare(self, device: torch.device) -> None:
         """Allocates what every step uses, so that the measurement of memory includes it. Idempotent."""
 

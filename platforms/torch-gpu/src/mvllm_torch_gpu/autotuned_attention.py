@@ -104,10 +104,12 @@ class AutotunedAttention(TritonAttention):
 
     def kv_layout(self) -> KVLayout:
         layout = super().kv_layout()
-        if not (self._forced and "flash_attn" in self._libraries):
-            return layout
-        # Block sizes that flash_attn supports come first, because the user has selected it.
-        return replace(layout, block_sizes=tuple(sorted(layout.block_sizes, key=lambda size: size % 256 != 0)))
+        libraries = self._libraries.values()
+        # A library that is installed or selected cannot be used with a block size that it does not accept.
+        ordered = sorted(
+            layout.block_sizes, key=lambda size: sum(not library.accepts_block_size(size) for library in libraries)
+        )
+        return replace(layout, block_sizes=tuple(ordered))
 
     def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> Cache:
         for library in self._libraries.values():

@@ -40,7 +40,10 @@ class FlashAttention(AttentionLibrary):
         return reasons
 
     def takes(self, metadata: PagedMetadata) -> bool:
-        return metadata.block_size % 256 == 0
+        return self.accepts_block_size(metadata.block_size)
+
+    def accepts_block_size(self, block_size: int) -> bool:
+        return block_size % 256 == 0
 
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: PagedMetadata, plan: Any

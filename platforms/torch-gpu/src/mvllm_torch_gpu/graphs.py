@@ -50,7 +50,7 @@ class DeviceGraphs(GraphBackend):
         except RuntimeError as e:
             # The error at the end of an aborted capture hides the cause, which is its context.
             for found in (e, e.__context__):
-                if is_out_of_memory(found):
+                if found is not None and is_out_of_memory(found):
                     raise found from None
             reason = str(e.__context__ or e).partition("\n")[0]
             raise PlatformError(f"The step cannot be captured in a graph: {reason}") from e

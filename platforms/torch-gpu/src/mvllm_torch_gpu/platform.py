@@ -16,6 +16,7 @@ from mvllm.plugin_api import (
     Capabilities,
     Communicator,
     CompileBackend,
+    ConfigChange,
     EngineConfig,
     GraphBackend,
     GroupSpec,
@@ -77,6 +78,11 @@ class TorchGpuPlatform(Platform):
         """Whether all devices multiply in that format. Opens no device."""
         return False
 
+    @property
+    def tokens_of_large_step(self) -> int:
+        """Tokens of a step with prompts from which on more tokens do not make the devices faster. Opens no device."""
+        return 0
+
     def worker_variables(self) -> Mapping[str, str]:
         """Environment variables of every worker."""
         return {}
@@ -117,7 +123,13 @@ class TorchGpuPlatform(Platform):
             )
             if name not in ("auto", *supported)
         ]
-        return Refusals(tuple(refusals)) if refusals else Plan()
+        if refusals:
+            return Refusals(tuple(refusals))
+        scheduler, wanted = config.scheduler, self.tokens_of_large_step
+        if not scheduler.max_num_batched_tokens_is_default or wanted <= scheduler.max_num_batched_tokens:
+            return Plan()
+        reason = f"the devices compute steps of {wanted} tokens fastest; set it yourself for shorter or longer steps"
+        return Plan((ConfigChange("scheduler.max_num_batched_tokens", wanted, reason),))
 
     def topology(self, parallel: ParallelConfig) -> LaunchTopology:
         num_workers = parallel.world_size
