@@ -226,8 +226,8 @@ def test_blocks_of_a_gguf_file_are_replaced_by_those_of_another(tmp_path: Path) 
     with engine(folders[0], **settings) as llm:
         llm.update_weights(path=folders[1])
         assert result_of(llm) == expected(folders[1], tuple(settings.items()))
-        with pytest.raises(RequestError, match="unknown tensor"):
-            llm.update_weights(path=pair.new)  # floats
+        with pytest.raises(RequestError, match=r"q_proj\.weight.*takes no floats"):
+            llm.update_weights(path=pair.new)
         assert result_of(llm) == expected(folders[1], tuple(settings.items()))
 
 
