@@ -1,8 +1,8 @@
 """Time of weight updates of the 162 M model: python tests/perf/weight_update.py
 
 Each source is timed several times, alternating, from the call to its return, steps not included. Shared memory is
-written before the time starts; `tensors` are those of this process. Prints the median in milliseconds, and the bandwidth
-over the checkpoint's bytes.
+written before the time starts; `tensors` are those of this process. Prints the median in milliseconds, and the
+bandwidth over the checkpoint's bytes.
 """
 
 from __future__ import annotations
