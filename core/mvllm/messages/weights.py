@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-
 HOST_BACKEND = "gloo"
 """The backend of torch.distributed for tensors in the host's memory."""
 
