@@ -27,9 +27,9 @@ from mvllm.messages.pooling_params import Activation, PoolingParams, PoolingTask
 from mvllm.messages.requests import PositionLogprobs
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
-from mvllm.messages.weights import WeightSource, WeightTransferInfo, WeightUpdate
 from mvllm.messages.structured_outputs import StructuredOutputsParams
 from mvllm.messages.thinking import ThinkingTokens
+from mvllm.messages.weights import WeightSource, WeightTransferInfo, WeightUpdate
 from mvllm.platform.attention import (
     AttentionBackend,
     AttentionMetadata,

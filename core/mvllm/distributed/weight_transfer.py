@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
-
-from mvllm.distributed.torch_communicator import HOST_BACKEND
 from mvllm.errors import RequestError
-from mvllm.messages.weights import WeightTransferInfo
+from mvllm.messages.weights import HOST_BACKEND, WeightTransferInfo
+
+if TYPE_CHECKING:
+    import torch
 
 _TRAINER = 0
 
@@ -47,6 +45,9 @@ class WeightTransferGroup:
             )
         self.on_host = info.backend == HOST_BACKEND
         self._group: Any = None
+        import torch.distributed as dist  # here: the class is a name of the package, which resolves without torch
+        from torch.distributed import distributed_c10d
+
         timeout = timedelta(seconds=info.timeout)
         try:
             self._store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -86,6 +87,8 @@ class WeightTransferGroup:
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Sends the trainer's tensor to all ranks, in place."""
+        import torch.distributed as dist
+
         dist.broadcast(tensor, src=_TRAINER, group=self._group)
 
     def send(self, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -98,4 +101,6 @@ class WeightTransferGroup:
         """Leaves the group. Idempotent."""
         group, self._group = self._group, None
         if group is not None:
+            import torch.distributed as dist
+
             dist.destroy_process_group(group)

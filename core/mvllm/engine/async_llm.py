@@ -317,9 +317,9 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient]):
     def heartbeat_age(self) -> float:
         """Seconds since an engine core with unfinished work last reported.
 
-        0 while it is idle, and during `sleep` and `wake_up`, which may load the weights. No message is sent.
+        0 while it is idle, and during `sleep`, `wake_up` and weight updates, which may take long. No message is sent.
         """
-        return 0.0 if self._sleep_lock.locked() else self._client.heartbeat_age
+        return 0.0 if self._sleep_lock.locked() or self._num_long_calls else self._client.heartbeat_age
 
     @property
     def stats(self) -> SchedulerStats:

@@ -23,6 +23,7 @@ class AsyncRollouts:
 
     _client: AsyncEngineCoreClient
     _lora_validator: LoRARequestValidator
+    _num_long_calls = 0  # that take longer than a step, and during which the core does not report
 
     def _require_alive(self) -> None:
         raise NotImplementedError
@@ -75,7 +76,7 @@ class AsyncRollouts:
             RequestError: A field is invalid, or the group cannot be joined.
         """
         self._require_alive()
-        await self._client.call_utility("init_weight_transfer", transfer_info(init_info))
+        await self._call_long("init_weight_transfer", transfer_info(init_info))
 
     async def start_weight_update(self) -> None:
         """Stops computing at the end of the step in flight, and begins a weight update of one or more parts.
@@ -86,7 +87,7 @@ class AsyncRollouts:
             PlatformError: The platform's worker does not support it.
         """
         self._require_alive()
-        await self._client.call_utility("start_weight_update")
+        await self._call_long("start_weight_update")
 
     async def update_weights(
         self,
@@ -113,14 +114,14 @@ class AsyncRollouts:
             "shapes": shapes,
         }
         with weight_update(update_info({**fields, **(update_info_ or {})}), shares_tensors=False) as update:
-            await self._client.call_utility("update_weights", update)
+            await self._call_long("update_weights", update)
 
     async def finish_weight_update(
         self, weight_version: int | None = None, *, reset_running_requests: bool = False
     ) -> int:
         """Ends a weight update, see `LLM.finish_weight_update`."""
         self._require_alive()
-        return int(await self._client.call_utility("finish_weight_update", weight_version or 0, reset_running_requests))
+        return int(await self._call_long("finish_weight_update", weight_version or 0, reset_running_requests))
 
     async def abandon_weight_update(self) -> None:
         """Ends a weight update without its remaining parts, see `LLM.abandon_weight_update`."""
@@ -136,7 +137,7 @@ class AsyncRollouts:
         """Loads an adapter anew in place of the one of its id, see `LLM.update_lora`."""
         self._require_alive()
         self._lora_validator.validate_update(lora_request)
-        await self._client.call_utility("update_lora", lora_request)
+        await self._call_long("update_lora", lora_request)
         self._lora_validator.add(lora_request)
 
     async def collective_rpc(
@@ -156,4 +157,11 @@ class AsyncRollouts:
             PlatformError: The method raised an exception.
         """
         self._require_alive()
-        return list(await self._client.call_utility("call_workers", method, list(args), dict(kwargs or {})))
+        return list(await self._call_long("call_workers", method, list(args), dict(kwargs or {})))
+
+    async def _call_long(self, method: str, *args: Any) -> Any:
+        self._num_long_calls += 1
+        try:
+            return await self._client.call_utility(method, *args)
+        finally:
+            self._num_long_calls -= 1

@@ -7,6 +7,9 @@ from typing import Any
 
 import msgspec
 
+HOST_BACKEND = "gloo"
+"""The backend of torch.distributed for tensors in the host's memory."""
+
 
 class WeightSource(enum.StrEnum):
     """Where the tensors of an update are.
@@ -59,5 +62,5 @@ class WeightTransferInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     master_port: int
     world_size: int
     rank_offset: int = 1
-    backend: str = "gloo"
+    backend: str = HOST_BACKEND
     timeout: float = 300.0

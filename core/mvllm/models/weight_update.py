@@ -135,6 +135,18 @@ class ModelWeightUpdate:
             ModelError: A tensor is unknown, has a wrong shape or dtype, or one is missing.
             RequestError: A tensor was loaded before in this update, and its module is complete.
         """
+        floats = [
+            name
+            for name in found
+            if (packed := packed_name(self._new.given_name(name))) in self._targets
+            and name not in self._targets
+            and packed not in found
+        ]
+        if floats:
+            raise RequestError(
+                f"{_listed(floats)}: the engine keeps these matrices in the blocks of a GGUF file, and takes no floats "
+                "for them. Update them from a GGUF file of the same types, or start the engine from floats."
+            )
         matched = match_names(found, self._new, self._targets, where, allow_missing=not whole)
         again = sorted(matched.keys() & self._complete)
         if again:

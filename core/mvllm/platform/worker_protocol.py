@@ -193,8 +193,8 @@ class WorkerProtocol(Protocol):
     def call_extension(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Calls a method of the class that the setting `worker_extension_cls` adds to the worker's.
 
-        Core implements it, and a worker class may leave this method out. Arguments and result are numbers, texts, bytes, lists
-        and dicts.
+        Core implements it, and a worker class may leave this method out. Arguments and result are numbers, texts,
+        bytes, lists and dicts.
         """
 
     def check_health(self) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from mvllm.distributed.weight_transfer import WeightTransferGroup
 from mvllm.errors import RequestError
+from mvllm.gguf.model_folder import model_folder
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.messages.weights import WeightSource, WeightTransferInfo, WeightUpdate
 from mvllm.models.checkpoint import open_reader, read_checkpoint
@@ -119,6 +120,8 @@ class WeightUpdater:
         match update.source:
             case WeightSource.FOLDER:
                 folder = Path(update.path)
+                if folder.suffix == ".gguf" and folder.is_file():
+                    folder = model_folder(folder, with_tokenizer=False)
                 return read_checkpoint(folder, packed=current.is_packed), folder
             case WeightSource.SHARED_MEMORY:
                 path = segment_path(update.path)

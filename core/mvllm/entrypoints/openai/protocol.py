@@ -397,6 +397,13 @@ class UnloadLoRAAdapterRequest(ModelRequest, kw_only=True):
     lora_name: str | None = None
 
 
+class UpdateLoRAAdapterRequest(ModelRequest, kw_only=True):
+    """Body of `POST /v1/update_lora_adapter`. Without a path, the present folder is read again."""
+
+    lora_name: str | None = None
+    lora_path: str | None = None
+
+
 class InitWeightTransferRequest(ModelRequest, kw_only=True):
     """Body of `POST /init_weight_transfer_engine`."""
 

@@ -115,7 +115,9 @@ def attention_tiles(
         num_stages = 2 if size > 256 and rows >= 64 and not latent else 3
     else:
         num_stages = 3 if short and needed <= shared_memory // 2 else 2
-    return AttentionTiles(rows, columns, heads, rows // heads, max(2 if few else 4, num_threads // warp_size), num_stages)
+    return AttentionTiles(
+        rows, columns, heads, rows // heads, max(2 if few else 4, num_threads // warp_size), num_stages
+    )
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from mvllm.entrypoints.openai.protocol import (
     CollectiveRpcRequest,
     FinishWeightUpdateRequest,
     InitWeightTransferRequest,
-    LoadLoRAAdapterRequest,
+    UpdateLoRAAdapterRequest,
     UpdateWeightsRequest,
 )
 from mvllm.entrypoints.openai.server.body_routes import BodyRoutes
@@ -55,7 +55,9 @@ class RolloutRoutes:
         add_body(router, "/finish_weight_update", FinishWeightUpdateRequest, self.finish, "End a weight update.")
         add("/abandon_weight_update", self.abandon, methods=["POST"], summary="Drop a weight update.")
         add("/weight_info", self.weight_info, methods=["GET"], summary="The version of the weights.")
-        add_body(router, "/v1/update_lora_adapter", LoadLoRAAdapterRequest, self.update_lora, "Update a LoRA adapter.")
+        add_body(
+            router, "/v1/update_lora_adapter", UpdateLoRAAdapterRequest, self.update_lora, "Update a LoRA adapter."
+        )
         add_body(router, "/collective_rpc", CollectiveRpcRequest, self.collective_rpc, "Call a method of the workers.")
 
     async def pause(self, request: Request, mode: str = "abort", clear_cache: bool = True) -> Response:
@@ -125,7 +127,7 @@ class RolloutRoutes:
     async def update_lora(self, request: Request) -> Response:
         """Loads the files of an adapter anew, or those of another folder under its name."""
         engine = self._engine(request)
-        body = await self._body_routes.decode(request, LoadLoRAAdapterRequest)
+        body = await self._body_routes.decode(request, UpdateLoRAAdapterRequest)
         await self._models.update_lora_adapter(engine, body.lora_name or "", body.lora_path)
         return await self._info(engine)
 
