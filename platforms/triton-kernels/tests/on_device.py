@@ -86,10 +86,19 @@ class Paged:
             length,
         )
 
-    def run(self, **options: Any) -> torch.Tensor:
-        tables = self.table, self.starts, self.lens
+    def run(self, seq_lens: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+        tables = self.table, self.starts, self.lens if seq_lens is None else seq_lens
         hints = {"max_query_len": self.query_len, "max_seq_len": self.length, "scale": self.q.shape[2] ** -0.5}
         return attention.paged_attention(self.q, self.k_cache, self.v_cache, *tables, **hints | options)
+
+    def run_uneven(self) -> float:
+        """Error of a decode whose first request has all the keys, the others a few."""
+        lens = self.lens.clone()
+        lens[1:] = torch.arange(1, len(lens), device=lens.device) * 5
+        exact = self.exact()[:1]
+        found = self.run(seq_lens=lens)
+        one = self.run(seq_lens=lens, splits=1)
+        return max(_off(found[:1], exact), _off(found, one))
 
     def exact(self, window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:
         """Dense attention in float64 over the content of the caches."""
@@ -124,13 +133,15 @@ def numerics(device: str, small: bool) -> bool:
     allowed = {torch.float32: 1e-4, BF16: 2e-2, torch.float16: 3e-3}
     lengths = (70,) if small else (70, 1000, 5000)
     for dtype, length, query_len in itertools.product(allowed, lengths, (1, 5) if small else (1, 5, 64)):
-        for size in (80,) if small else (64, 80, 128, 256):
+        for size in (80,) if small else (64, 80, 128, 256, 512):
             paged = Paged.make(device, 3, query_len, length, (8, 2, size), dtype)
             for features in ({}, {"window": 50}, {"soft_cap": 5.0}):
                 found, exact = paged.run(**features), paged.exact(**features)  # type: ignore[arg-type]
                 what = f"attention {dtype} {query_len} of {length}, heads of {size}, {features}"
                 rows.append((what, _off(found, exact), allowed[dtype]))
         if query_len == 1:
+            uneven = paged.run_uneven()
+            rows.append((f"attention {dtype} of uneven requests", uneven, allowed[dtype]))
             split = paged.run(splits=5)
             rows.append((f"attention {dtype} {length} in splits", _off(split, paged.exact()), allowed[dtype]))
     x, weight = torch.randn(7, 512, device=device), torch.randn(512, device=device)
@@ -383,6 +394,12 @@ def speed(device: str) -> None:
             time = seconds(lambda: paged.run(k_scale=scales, v_scale=scales))
             show(f"    the same in {kind}", time, moved=_decode_bytes(batch, length, 1))
             paged.k_cache, paged.v_cache = (c.view(torch.float8_e4m3fn) for c in (paged.k_cache, paged.v_cache))
+    paged = Paged.make(device, 16, 1, 100_000, LLAMA, BF16)
+    lens = torch.full((16,), 1000, device=device, dtype=torch.int32)
+    lens[:1] = 100_000
+    moved = _decode_bytes(1, 115_000, 2)
+    show("decode, one of 16 requests has 100000 tokens", seconds(lambda: paged.run(seq_lens=lens)), moved=moved)
+    del paged
     for length in PREFILLS:
         paged = Paged.make(device, 1, length, length, LLAMA, BF16)
         show(f"prefill, {length} tokens", seconds(paged.run, 3), computed=_prefill_flops(length))

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def kernels(tmp_path, targets, *names):
     for line in compile_launches(tmp_path, targets, *names).splitlines():
         words = line.split()
         if words[1] == "attend":
-            numbers = dict(zip(words[3:], words[4:]))
+            numbers = dict(pairwise(words[3:]))
             found[words[0], words[2]] = {
                 key: None if numbers[key] == "None" else int(numbers[key])
                 for key in ("spilled", "copies", "waits", "buffers", "products")

@@ -159,7 +159,7 @@ def walk(
             scores = tl.where(is_seen, scores, -float("inf"))
 
         # Scores that are only scaled are scaled here, in one operation with the difference: the scale is positive.
-        FACTORED: tl.constexpr = SCALES != 2 and SOFT_CAP == 0.0
+        FACTORED: tl.constexpr = not (SCALES == 2 or SOFT_CAP > 0.0)
         row_best = tl.max(scores, 1)
         if FACTORED:
             row_best = row_best * score_scale
@@ -409,7 +409,7 @@ def attend(
             summed = summed * value_factor
             out_mask = is_row[:, None] & (value_dim < VALUE_SIZE)[None, :]
             if SPLIT and not is_whole:
-                part = (slot.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * BLOCK_M + row
+                part = (tl.cast(slot, tl.int64) * tl.num_programs(1) + tl.program_id(1)) * BLOCK_M + row
                 tl.store(partial_max + part, best, mask=is_row)
                 tl.store(partial_sum + part, total, mask=is_row)
                 tl.store(partial + part[:, None] * VALUE_SIZE + value_dim[None, :], summed, mask=out_mask)
