@@ -189,7 +189,7 @@ def walk(
                     other=0.0,
                 )
             # A small weight times a small scale may underflow in float16.
-            if tl.float16 == DTYPE:
+            if q.dtype == tl.float16:
                 v = (v.to(tl.float32) * value_scale[:, None]).to(DTYPE)
             else:
                 weights = weights * value_scale[None, :]
