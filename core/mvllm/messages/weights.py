@@ -12,7 +12,7 @@ HOST_BACKEND = "gloo"
 
 
 class WeightSource(enum.StrEnum):
-    """Where the tensors of an update are.
+    """Where the tensors of an update are. Phase: worker.
 
     FOLDER          a checkpoint folder, in any format that the loader reads
     SHARED_MEMORY   a safetensors file in a segment of shared memory, `/dev/shm/<path>`
@@ -27,7 +27,7 @@ class WeightSource(enum.StrEnum):
 
 
 class WeightUpdate(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Some or all tensors of a checkpoint, by their names in the checkpoint.
+    """Some or all tensors of a checkpoint, by their names in the checkpoint. Phase: worker.
 
     Attributes:
         source: Where they are.
@@ -47,7 +47,7 @@ class WeightUpdate(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class WeightTransferInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A process group of a trainer, which is rank 0, and the workers.
+    """A process group of a trainer, which is rank 0, and the workers. Phase: worker.
 
     Attributes:
         master_address, master_port: Where the trainer listens.
