@@ -5,6 +5,7 @@ The libraries are fakes, and functions of torch operations replace the Triton ke
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.machinery
 import sys
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from mvllm import plugin_api
 from mvllm.plugin_api import ConfigError, PlatformError, WorkerContext
 from mvllm.testing.attention_cases import expected, make_case, make_spec, run, tolerance
 from mvllm_cpu.runtime import CPURuntime
@@ -217,7 +219,8 @@ def test_a_captured_step_replays_with_the_plan_of_each_step(calls):
                 for position in range(before + new):
                     block, slot = case.layout.block_table[r, position // 16], position % 16
                     cache[0][block, slot], cache[1][block, slot] = case.keys[r][position], case.values[r][position]
-            found = step(case.query, backend.build_metadata(case.layout))
+            layout = dataclasses.replace(case.layout, kind=plugin_api.StepKind.DECODE, capture=True)
+            found = step(case.query, backend.build_metadata(layout))
             off = (found[:3].double() - expected(case)).abs().max()
             assert off <= tolerance(spec.dtype, spec.kv_dtype) and found.isfinite().all()
     assert graphs.captures == 1 and graphs.replays == 3 and TRITON not in calls
