@@ -12,6 +12,7 @@ from mvllm.version import __version__
 
 if TYPE_CHECKING:
     from mvllm.config.engine_args import AsyncEngineArgs, EngineArgs
+    from mvllm.distributed.weight_transfer import WeightTransferGroup
     from mvllm.engine.async_llm import AsyncLLM
     from mvllm.engine.async_llm_engine import AsyncLLMEngine
     from mvllm.engine.frontend.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
@@ -30,9 +31,12 @@ if TYPE_CHECKING:
     from mvllm.messages.pooling_params import PoolingParams
     from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
     from mvllm.messages.structured_outputs import StructuredOutputsParams
+    from mvllm.messages.weights import WeightTransferInfo
+    from mvllm.models.shared_memory_weights import SharedMemoryWeights
 
 _NAMES = {
     "mvllm.config.engine_args": "AsyncEngineArgs EngineArgs",
+    "mvllm.distributed.weight_transfer": "WeightTransferGroup",
     "mvllm.engine.async_llm": "AsyncLLM",
     "mvllm.engine.async_llm_engine": "AsyncLLMEngine",
     "mvllm.engine.frontend.outputs": "BeamSearchOutput CompletionOutput Logprob RequestOutput",
@@ -48,6 +52,8 @@ _NAMES = {
     "mvllm.messages.pooling_params": "PoolingParams",
     "mvllm.messages.sampling_params": "RequestOutputKind SamplingParams",
     "mvllm.messages.structured_outputs": "StructuredOutputsParams",
+    "mvllm.messages.weights": "WeightTransferInfo",
+    "mvllm.models.shared_memory_weights": "SharedMemoryWeights",
 }
 """Public names by the module that defines them."""
 
@@ -78,9 +84,12 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "ScoringRequestOutput",
+    "SharedMemoryWeights",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
+    "WeightTransferGroup",
+    "WeightTransferInfo",
     "__version__",
 ]
 

@@ -29,7 +29,17 @@ from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from mvllm.messages.structured_outputs import StructuredOutputsParams
 from mvllm.messages.thinking import ThinkingTokens
-from mvllm.platform.attention import AttentionBackend, AttentionMetadata, AttentionSpec, BatchLayout, KVCache, KVLayout
+from mvllm.messages.weights import WeightSource, WeightTransferInfo, WeightUpdate
+from mvllm.platform.attention import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionSpec,
+    BatchLayout,
+    KVCache,
+    KVLayout,
+    RotarySpec,
+    RotaryWriter,
+)
 from mvllm.platform.capabilities import Capabilities
 from mvllm.platform.communicator import Communicator
 from mvllm.platform.graphs import CompileBackend, GraphBackend
@@ -38,7 +48,7 @@ from mvllm.platform.interface import Platform
 from mvllm.platform.op_provider import OpCase, OpProvider
 from mvllm.platform.phases import Phase, current_phase, require_phase
 from mvllm.platform.runtime import DeviceRuntime, Event, FinishedHostCopy, HostCopy, MemoryInfo, NullEvent
-from mvllm.platform.shapes import ShapePolicy
+from mvllm.platform.shapes import CaptureShapes, ShapePolicy, StepKind
 from mvllm.platform.spec import (
     CONTRACT,
     Check,
@@ -84,6 +94,7 @@ __all__ = [
     "BlockQuantizedWeight",
     "CacheConfig",
     "Capabilities",
+    "CaptureShapes",
     "Check",
     "CheckStatus",
     "Communicator",
@@ -135,14 +146,20 @@ __all__ = [
     "Refusal",
     "Refusals",
     "RequestOutputKind",
+    "RotarySpec",
+    "RotaryWriter",
     "SamplingParams",
     "SchedulerConfig",
     "SchedulerOutput",
     "ShapePolicy",
     "SpeculativeConfig",
+    "StepKind",
     "StructuredOutputsParams",
     "ThinkingTokens",
     "TorchCommunicator",
+    "WeightSource",
+    "WeightTransferInfo",
+    "WeightUpdate",
     "WorkerContext",
     "WorkerProtocol",
     "current_phase",

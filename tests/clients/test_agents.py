@@ -93,7 +93,7 @@ def test_opencode(scripted: ScriptedServer, run_node: RunClient, project: Path, 
 
 
 def test_codex(scripted: ScriptedServer, run_node: RunClient, project: Path) -> None:
-    """It runs commands through the Responses API. Its group of tools for further agents has to be switched off."""
+    """It runs commands through the Responses API. Its tools for further agents are a namespace."""
     command = "sed -i 's/a - b/a + b/' sums.py && cat sums.py"
     scripted.say(
         ("    return a + b", "It is mended."), (TASK, "I replace the operator." + call("exec_command", cmd=command))
@@ -103,7 +103,7 @@ def test_codex(scripted: ScriptedServer, run_node: RunClient, project: Path) -> 
     ran = run_node(
         *("codex", "codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
         *("--model", "demo", "-c", "model_provider=local", "-c", provider, "-c", "web_search=disabled"),
-        *("--disable", "multi_agent", TASK),
+        *("--enable", "multi_agent", TASK),
         cwd=project,
         seconds=120,
     )

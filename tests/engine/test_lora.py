@@ -6,12 +6,16 @@ import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from mvllm import LLM, LoRARequest, RequestError, RequestOutput, SamplingParams
 from mvllm.errors import ConfigError
+from mvllm.ops.lora import add_lora_by_slot
+from mvllm.plugin_api import OpProvider
+from mvllm_cpu.platform import CPUPlatform
 from tests.helpers.lora_adapters import check_against, edit_config, merged, write_adapter
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.parity import engine
@@ -136,6 +140,34 @@ def test_outputs_are_the_same_over_ranks(llama: Family, tensor: int, pipeline: i
         distributed_executor_backend=THREADS,
     ) as llm:
         llama.generate(llm, PROMPTS, EVERYONE)
+
+
+@pytest.mark.parametrize(("tensor", "rows"), [(1, 24), (2, 64)])
+def test_a_platform_that_reads_adapters_on_the_device(
+    tensor: int, rows: int, llama: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer calls its operation once per step, whatever adapters the step has."""
+    calls: list[tuple[int, ...]] = []
+
+    def by_slot(*arguments: Any) -> torch.Tensor:
+        calls.append(tuple(arguments[4].unique().tolist()))
+        return add_lora_by_slot(*arguments)
+
+    provider = OpProvider("add_lora_by_slot", "by slot", by_slot, lambda case: [])
+    monkeypatch.setattr(CPUPlatform, "ops", lambda self, ops=CPUPlatform.ops: [*ops(self), provider])
+    with engine(
+        llama.checkpoint,
+        enable_lora=True,
+        max_loras=3,
+        max_num_batched_tokens=rows,
+        tensor_parallel_size=tensor,
+        distributed_executor_backend=THREADS if tensor > 1 else None,
+    ) as llm:
+        calls.clear()
+        llama.generate(llm, PROMPTS, EVERYONE)
+    assert {-1, 0, 1, 2} in [set(slots) for slots in calls]
+    num_layers, products_per_layer = 3, 4
+    assert len(calls) % (num_layers * products_per_layer) == 0
 
 
 @pytest.mark.shows("lora")

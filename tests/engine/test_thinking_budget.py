@@ -31,9 +31,14 @@ def greedy(llm: LLM, prompts: list[list[int]], lengths: list[int]) -> list[list[
 
 
 def limited(
-    budget: int, *, starts: Sequence[list[int]] = (), ends: Sequence[list[int]] = (END,), **more: Any
+    budget: int,
+    *,
+    starts: Sequence[list[int]] = (),
+    ends: Sequence[list[int]] = (END,),
+    implicit_ends: Sequence[list[int]] = (),
+    **more: Any,
 ) -> SamplingParams:
-    tokens = {"starts": starts, "ends": ends, "forced": END}
+    tokens = {"starts": starts, "ends": ends, "forced": END, "implicit_ends": implicit_ends}
     settings = {**GREEDY, "max_tokens": MAX_TOKENS, "thinking_token_budget": budget, **more}
     return SamplingParams(**settings, thinking_tokens=tokens)
 
@@ -83,13 +88,16 @@ def test_thoughts_that_end_in_time_or_never_begin_are_not_cut(make_llm: MakeLLM)
     llm = make_llm()
     [free] = greedy(llm, PROMPTS[:1], [MAX_TOKENS])
     in_time = limited(20, ends=[free[8:10]])
+    by_a_call = limited(20, implicit_ends=[[3, 3, 3], free[8:10]])
     not_begun = limited(0, starts=[[3, 3, 3]])
-    assert run(llm, PROMPTS[:1] * 2, [in_time, not_begun]) == [[free], [free]]
+    assert run(llm, PROMPTS[:1] * 3, [in_time, by_a_call, not_begun]) == [[free]] * 3
     begun = limited(4, starts=[free[1:3]])  # behind one token, like white space
     rest = greedy(llm, [PROMPTS[0] + free[:7] + END], [MAX_TOKENS - 9])
     assert run(llm, PROMPTS[:1], [begun]) == [[free[:7] + END + rest[0]]]
     half = limited(9, ends=[[*free[7:9], 13]])  # the closing tag has begun when the budget is spent
     assert run(llm, PROMPTS[:1], [half])[0][0][:10] == [*free[:9], 13]
+    half_a_call = limited(9, implicit_ends=[[*free[7:9], 13]])
+    assert run(llm, PROMPTS[:1], [half_a_call])[0][0][:11] == [*free[:9], *END]
 
 
 def test_each_sequence_of_n_has_the_budget_also_with_log_probabilities_and_bans(make_llm: MakeLLM) -> None:

@@ -45,7 +45,7 @@ class Plan:
         requests: Of the offline throughput; a peer gets `peer_requests` of them.
         rates: Requests per second through the server.
         served: Requests at each rate, of `served_lengths` tokens in and out.
-        trace_batch: Requests of the steps that are traced.
+        trace_batches: Requests of the steps that are traced.
         most_output: Tokens that a request of the offline throughput may want.
     """
 
@@ -58,7 +58,7 @@ class Plan:
     rates: tuple[float, ...] = (4.0, 16.0)
     served: int = 128
     served_lengths: tuple[int, int] = (512, 128)
-    trace_batch: int = 64
+    trace_batches: tuple[int, ...] = (1, 64)
     most_output: int = 2048
 
 
@@ -73,7 +73,7 @@ QUICK = Plan(
     rates=(20.0,),
     served=6,
     served_lengths=(12, 6),
-    trace_batch=4,
+    trace_batches=(4,),
     most_output=16,
 )
 
@@ -173,7 +173,10 @@ def _engine(name: str, folder: Path, load_format: str, item: str, settings: Sett
             *((f"decode, batch {batch}", partial(_decode, llm, batch, plan, size, limits)) for batch in plan.batches),
             *((f"prompt of {length}", partial(_prompt, llm, length, size, limits[1])) for length in plan.prompts),
             (f"trace of a prompt of {plan.prompts[-1]}", partial(trace_prompt, llm, name, plan, size, settings)),
-            (f"steps at batch {plan.trace_batch}", partial(trace_steps, llm, name, plan, size, settings)),
+            *(
+                (f"steps at batch {batch}", partial(trace_steps, llm, name, batch, plan, size, settings))
+                for batch in plan.trace_batches
+            ),
             ("offline throughput", partial(_offline, llm, plan, size)),
             ("the same as transformers", partial(_same_as_peer, llm, plan, size)),
         ]

@@ -27,6 +27,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "eager, ahead": {"enforce_eager": True, "async_scheduling": True},
     "captured": {"async_scheduling": False},
     "captured, ahead": {"async_scheduling": True},
+    "captured, chunks of prompts": {"async_scheduling": True, "max_num_batched_tokens": 32},
+    "captured, draft tokens": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    },
 }
 PLAIN_ATTENTION = "eager, attention in plain torch"
 

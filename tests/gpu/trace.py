@@ -99,11 +99,12 @@ def merge(spans: Sequence[tuple[float, float]]) -> tuple[float, list[float]]:
     return busy, gaps
 
 
-def trace_steps(llm: LLM, name: str, plan: Plan, size: Size, settings: Settings) -> tuple[dict[str, float], str]:
-    """Traces decode steps, and times as many without the profiler: figures, and a note."""
+def trace_steps(
+    llm: LLM, name: str, batch: int, plan: Plan, size: Size, settings: Settings
+) -> tuple[dict[str, float], str]:
+    """Traces decode steps of `batch` requests, and times as many without the profiler: figures, and a note."""
     from tests.gpu.bench import decoding_steps
 
-    batch = plan.trace_batch
     count = plan.steps if settings.quick else TRACED_STEPS
     # First the cost of steps for the calling thread without the profiler.
     walls, own = [], []
@@ -114,7 +115,7 @@ def trace_steps(llm: LLM, name: str, plan: Plan, size: Size, settings: Settings)
             walls.append(now - wall)
             own.append(now_used - used)
         wall, used = now, now_used
-    path = settings.out / f"trace-{name}.json.gz"
+    path = settings.out / f"trace-{name}-{batch}.json.gz"
     steps = decoding_steps(llm, batch, plan.context, count + WARM_STEPS + 1, size.vocab)
     next(steps)
     with _traced(path) as begin:
@@ -125,7 +126,7 @@ def trace_steps(llm: LLM, name: str, plan: Plan, size: Size, settings: Settings)
     steps.close()
     events = _events(path)
     timeline = read_events(events)
-    (settings.out / f"kernels-{name}.md").write_text(kernel_table(longest_kernels(events), count))
+    (settings.out / f"kernels-{name}-{batch}.md").write_text(kernel_table(longest_kernels(events), count))
     figures: dict[str, float] = {
         "step_ms": statistics.median(walls) * 1e3,
         "caller_cpu_ms": statistics.median(own) * 1e3,

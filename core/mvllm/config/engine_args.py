@@ -182,7 +182,8 @@ class EngineArgs:
     max_num_seqs: int = option(256, help="Most sequences running at once.", group="scheduler", minimum=1, maximum=65536)
     max_num_batched_tokens: int | None = option(
         None,
-        help=f"Token budget of one step; by default {DEFAULT_NUM_BATCHED_TOKENS}, more where other settings need it.",
+        help=f"Token budget of one step; by default {DEFAULT_NUM_BATCHED_TOKENS}, more where other settings need it or "
+        "the platform's devices can use it.",
         group="scheduler",
         minimum=1,
         maximum=_LARGEST_BUDGET,
@@ -295,6 +296,11 @@ class EngineArgs:
     engine_core_process: bool | None = option(
         None,
         help="Run scheduler and executor in a process of their own, EngineCore; by default they run in the caller's.",
+        group="parallel",
+    )
+    worker_extension_cls: str | None = option(
+        None,
+        help="A class whose methods `collective_rpc` can call on every worker, as `module:class` or `module.class`.",
         group="parallel",
     )
 
@@ -464,6 +470,7 @@ class EngineArgs:
                     self.max_num_seqs,
                     enable_chunked_prefill=self.enable_chunked_prefill,
                 ),
+                max_num_batched_tokens_is_default=self.max_num_batched_tokens is None,
                 enable_chunked_prefill=self.enable_chunked_prefill and not is_encoder,
                 long_prefill_token_threshold=self.long_prefill_token_threshold,
                 max_long_partial_prefills=self.max_long_partial_prefills,
@@ -485,6 +492,7 @@ class EngineArgs:
                 mq_slot_bytes=self.mq_slot_bytes,
                 mq_spin_seconds=self.mq_spin_seconds,
                 engine_core_process=self.engine_core_process,
+                worker_extension_cls=self.worker_extension_cls,
             ),
             load=LoadConfig(load_format=self.load_format, use_tqdm=self.use_tqdm_on_load),
             lora=self._lora_config(),

@@ -55,6 +55,8 @@ class SchedulerConfig:
         max_num_partial_prefills: Most prompts that are partly computed; None for any number.
         long_prefill_slowdown: A prompt of more than four whole steps may make a step in which requests generate this
             many times as long; None or 0 for no limit. Plans then depend on the time that steps take.
+        max_num_batched_tokens_is_default: The user has not set `max_num_batched_tokens`, so a platform may choose what
+            its devices can use (since contract 1.1).
     """
 
     max_num_seqs: int = 256
@@ -68,6 +70,7 @@ class SchedulerConfig:
     max_long_partial_prefills: int = 1
     max_num_partial_prefills: int | None = None
     long_prefill_slowdown: float | None = None
+    max_num_batched_tokens_is_default: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class ParallelConfig:
         mq_slot_bytes: Largest message to them that goes through shared memory; a reply's slot is a quarter of it.
         mq_spin_seconds: Longest busy wait for a message before sleeping; 0 for none.
         engine_core_process: Whether the engine core has a process of its own; None to choose.
+        worker_extension_cls: A class whose methods are added to the worker's class, as `module:class` or dotted path.
     """
 
     tensor_parallel_size: int = 1
@@ -99,6 +103,7 @@ class ParallelConfig:
     mq_slot_bytes: int = 1 << 20
     mq_spin_seconds: float = 100e-6
     engine_core_process: bool | None = None
+    worker_extension_cls: str | None = None
 
     @property
     def world_size(self) -> int:

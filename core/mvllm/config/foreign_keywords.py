@@ -94,7 +94,7 @@ FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
     "safetensors_load_strategy": ForeignKeyword("Weights are mapped from the files.", ("lazy",)),
     "max_parallel_loading_workers": ForeignKeyword("Every worker loads its own part."),
     "pt_load_map_location": ForeignKeyword("Weights are read to the host first."),
-    "weight_transfer_config": ForeignKeyword("Weights are read from files."),
+    "weight_transfer_config": ForeignKeyword("init_weight_transfer_engine() chooses the backend of a trainer's group."),
     "quantization_param_path": ForeignKeyword("Scales are read from the checkpoint."),
     # memory and cache
     "swap_space": ForeignKeyword("Preempted requests are computed again; nothing is swapped.", (0,)),
@@ -167,7 +167,6 @@ FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
     "data_parallel_rpc_port": ForeignKeyword("Replicas are processes of this machine."),
     "disable_custom_all_reduce": ForeignKeyword(_PLATFORM, (True,)),
     "worker_cls": ForeignKeyword("The platform plugin provides the worker.", ("auto",)),
-    "worker_extension_cls": ForeignKeyword("LLM.apply_model gives access to the model.", ("",)),
     "worker_use_ray": ForeignKeyword("distributed_executor_backend names the executor."),
     "enable_dbo": ForeignKeyword("Batches are not divided."),
     "ubatch_size": ForeignKeyword("Batches are not divided.", (0,)),

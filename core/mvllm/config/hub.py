@@ -29,7 +29,7 @@ from mvllm.gguf.header import MAGIC
 from mvllm.gguf.model_folder import model_folder
 from mvllm.logging import get_logger
 
-__all__ = ["DEMO", "find_model", "find_tokenizer", "is_offline"]
+__all__ = ["DEMO", "find_model", "find_tokenizer", "is_offline", "may_be_fetched"]
 
 logger = get_logger(__name__)
 
@@ -102,6 +102,17 @@ def find_model(
     name, quantization = _split_quantization(model)
     search = _Search("model", name, quantization, load_format, with_weights, with_tokenizer)
     return _find(search, revision, token, patterns)
+
+
+def may_be_fetched(model: str) -> bool:
+    """Whether `find_model` may fetch files for `model`: it is no local folder or file, and not the packaged demo."""
+    if model == DEMO or is_offline():
+        return False
+    name, _ = _split_quantization(model)
+    try:
+        return not Path(name).expanduser().exists()
+    except (OSError, ValueError):
+        return False  # no path, and no name of a repository
 
 
 def find_tokenizer(

@@ -69,6 +69,19 @@ class GroupCoordinator:
         """The sum over ranks; may work in place."""
         return tensor if self.device_group is None else self.device_group.all_reduce(tensor)
 
+    @property
+    def fuses_add_rms_norm(self) -> bool:
+        """Whether the platform's communicator has an `all_reduce_add_rms_norm` of its own."""
+        default = Communicator.all_reduce_add_rms_norm
+        found = getattr(type(self.device_group), "all_reduce_add_rms_norm", default)  # of one rank: None has none
+        return found is not default
+
+    def all_reduce_add_rms_norm(
+        self, tensor: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """As in Communicator; None if the communicator does not support this case."""
+        return self._require_communicator().all_reduce_add_rms_norm(tensor, residual, weight, eps)
+
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """The ranks' tensors, concatenated along `dim`."""
         return tensor if self.device_group is None else self.device_group.all_gather(tensor, dim)

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig
+from mvllm.engine.async_rollouts import AsyncRollouts
 from mvllm.engine.core.sleep import check_sleep_level, check_wake_up_tags
 from mvllm.engine.frontend.admission import AdmissionControl
 from mvllm.engine.frontend.engine_frontend import EngineFrontend
@@ -29,6 +30,7 @@ from mvllm.engine.frontend.outputs import RequestOutput
 from mvllm.engine.frontend.pooling_outputs import PoolingRequestOutput
 from mvllm.engine.frontend.request_output_stream import RequestOutputStream
 from mvllm.engine.frontend.request_state import RequestState
+from mvllm.engine.frontend.requested_config import requested_config
 from mvllm.engine.metrics.periodic_stats_log import PeriodicStatsLog
 from mvllm.engine.metrics.stats import EngineLoad, EngineMetrics, EngineMetricsSnapshot, RateMeter
 from mvllm.engine.metrics.tracing import Tracer
@@ -51,7 +53,7 @@ _DRAIN_POLL_SECONDS = 0.05
 _T = TypeVar("_T")
 
 
-class AsyncLLM(EngineFrontend[AsyncEngineCoreClient]):
+class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient]):
     """An engine for use in an event loop. The engine core runs in its own process.
 
     The constructor loads the model; call it in any thread, with or without a running loop. All methods must then be
@@ -104,7 +106,7 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient]):
     def from_engine_args(cls, args: EngineArgs, *, log_stats: bool = True) -> AsyncLLM:
         """Builds an engine from `EngineArgs`. It loads the model, which takes seconds or minutes: call it before the
         loop runs, or in a thread (`asyncio.to_thread`)."""
-        return cls(args.create_engine_config(), log_stats=log_stats)
+        return cls(requested_config(args), log_stats=log_stats)
 
     # --- requests
 
@@ -315,9 +317,9 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient]):
     def heartbeat_age(self) -> float:
         """Seconds since an engine core with unfinished work last reported.
 
-        0 while it is idle, and during `sleep` and `wake_up`, which may load the weights. No message is sent.
+        0 while it is idle, and during `sleep`, `wake_up` and weight updates, which may take long. No message is sent.
         """
-        return 0.0 if self._sleep_lock.locked() else self._client.heartbeat_age
+        return 0.0 if self._sleep_lock.locked() or self._num_long_calls else self._client.heartbeat_age
 
     @property
     def stats(self) -> SchedulerStats:

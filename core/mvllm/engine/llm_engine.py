@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from mvllm.config.engine_args import EngineArgs
@@ -11,15 +11,18 @@ from mvllm.engine.core.sleep import check_sleep_level, check_wake_up_tags
 from mvllm.engine.frontend.engine_frontend import EngineFrontend
 from mvllm.engine.frontend.input_processor import ProcessedRequest
 from mvllm.engine.frontend.outputs import RequestOutput
+from mvllm.engine.frontend.requested_config import requested_config
 from mvllm.engine.metrics.stats import EngineLoad, EngineMetrics
 from mvllm.engine.process.core_client_properties import CoreClientProperties
 from mvllm.engine.process.inproc_client import make_client
+from mvllm.engine.rollouts import EngineRollouts
 from mvllm.errors import EngineDeadError, EngineSleepingError, RequestError
 from mvllm.messages.core_protocol import UtilityArg
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.messages.sampling_params import SamplingParams
+from mvllm.platform.worker_protocol import WORKER_METHODS
 
 _T = TypeVar("_T")
 
@@ -42,7 +45,7 @@ class EngineCoreClient(CoreClientProperties, Protocol):
     def interrupt_step(self) -> None:
         """Makes a waiting `step` return early. Callable in any thread or a signal handler."""
 
-    def call_utility(self, method: str, *args: UtilityArg) -> bool:
+    def call_utility(self, method: str, *args: UtilityArg) -> Any:
         """Calls a method of the engine core and returns its result, see `EngineCore.call_utility`."""
 
     def collective_rpc(self, method: str, args: tuple[Any, ...], timeout: float | None) -> list[Any]:
@@ -55,7 +58,7 @@ class EngineCoreClient(CoreClientProperties, Protocol):
         """Ends the engine core. Idempotent."""
 
 
-class LLMEngine(EngineFrontend[EngineCoreClient]):
+class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
     """An engine that runs one step per call of `step()`. Used from one thread.
 
     Args:
@@ -83,7 +86,7 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
         """Builds an engine from `EngineArgs`. It loads the model."""
-        return cls(args.create_engine_config())
+        return cls(requested_config(args))
 
     # --- properties
 
@@ -312,12 +315,19 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
         """As `is_sleeping`, under the name that AsyncLLM has."""
         return self._is_sleeping
 
-    def collective_rpc(self, method: str, args: tuple[Any, ...] = (), timeout: float | None = None) -> list[Any]:
+    def collective_rpc(
+        self,
+        method: str,
+        args: tuple[Any, ...] = (),
+        timeout: float | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
         """Calls a method of every worker.
 
         Args:
-            method: A method of WorkerProtocol.
+            method: A method of WorkerProtocol, or of the class `worker_extension_cls`.
             args: Its arguments.
+            kwargs: Keyword arguments of a method of `worker_extension_cls`.
             timeout: Seconds to wait for worker processes; None for the executor's limit.
 
         Returns:
@@ -327,6 +337,8 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
             ConfigError: There is no such method, or the engine core is another process.
         """
         self._require_alive()
+        if method not in WORKER_METHODS:
+            return self.call_workers(method, args, kwargs)
         return self._client.collective_rpc(method, args, timeout)
 
     def apply_model(self, function: Callable[[Any], _T]) -> list[_T]:

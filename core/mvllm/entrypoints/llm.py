@@ -25,6 +25,7 @@ from mvllm.engine.llm_engine import LLMEngine
 from mvllm.engine.metrics.profiler import Profiler
 from mvllm.entrypoints.chat_template import Conversation, is_conversation, render_chat
 from mvllm.entrypoints.generate_progress import GenerateProgress
+from mvllm.entrypoints.llm_rollouts import LLMRollouts
 from mvllm.entrypoints.step_loop import step_until_finished
 from mvllm.errors import EngineDeadError, RequestError
 from mvllm.logging import configure_logging
@@ -45,7 +46,7 @@ LoRAArgument = LoRARequest | Sequence[LoRARequest | None] | None
 PoolingArgument = PoolingParams | Sequence[PoolingParams] | None
 
 
-class LLM:
+class LLM(LLMRollouts):
     """A loaded model for offline inference. Not thread-safe.
 
     The model's memory is freed by `close()`, or at the end of a `with` block.
@@ -138,9 +139,15 @@ class LLM:
         """
         self.llm_engine.wake_up(tags)
 
-    def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
         """Calls a method of every worker, see `LLMEngine.collective_rpc`."""
-        return self.llm_engine.collective_rpc(method, args, timeout)
+        return self.llm_engine.collective_rpc(method, args, timeout, kwargs)
 
     def apply_model(self, func: Callable[[Any], _T]) -> list[_T]:
         """Calls a function with the model of every worker, see `LLMEngine.apply_model`."""
@@ -450,6 +457,7 @@ class LLM:
         self, engine: LLMEngine, requests: Sequence[ProcessedRequest], use_tqdm: UseTqdm
     ) -> list[RequestOutput]:
         """Adds the requests to the engine and steps it until all have finished; returns their outputs in order."""
+        engine.require_not_paused()
         ids = [request.core.request_id for request in requests]
         outputs: dict[str, RequestOutput] = {}
         with GenerateProgress(len(ids), use_tqdm) as progress:

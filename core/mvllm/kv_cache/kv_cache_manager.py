@@ -296,6 +296,16 @@ class KVCacheManager:
         self._pool.evict_all()
         return True
 
+    def forget_computed(self) -> None:
+        """Evicts all contents, also while requests hold blocks: they keep them, and share none from now on.
+
+        Only while no plan is in flight.
+        """
+        for table in self._tables:
+            table.root, table.num_shareable_tokens = None, 0
+        self.unconfirmed.writers.clear()
+        self._pool.evict_all()
+
     def check_integrity(self) -> None:
         """Raises AssertionError unless tables, counts, free list and hashes agree."""
         self._pool.check_integrity()

@@ -10,7 +10,7 @@ from torch import nn
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.linear import HeadShard
 from mvllm.layers.weight_target import WeightTarget
-from mvllm.platform.attention import AttentionSpec, KVCache
+from mvllm.platform.attention import AttentionMetadata, AttentionSpec, KVCache
 
 
 class Attention(nn.Module):
@@ -81,6 +81,11 @@ class Attention(nn.Module):
             return query.new_zeros(query.shape[0], query.shape[1] * self.spec.value_size)
         metadata = step.metadata[self.metadata_key]
         self.backend.write_kv(self.kv_cache, key, value, metadata)
+        return self.attend(query, metadata)
+
+    def attend(self, query: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        """Attention over the cache, after the step's keys and values have been stored; as `forward`."""
+        assert self.kv_cache is not None, "the KV cache is allocated"
         return self.backend.forward(query, self.kv_cache, metadata, self.sinks)
 
 

@@ -136,6 +136,7 @@ class LMHead(VocabShard):
     Attributes:
         weight: [band, hidden_size], or the result of an op provider's `prepare`. For a quantized head a
             QuantizedMatrix, and after loading the weight argument of its linear op.
+        is_made_from_embedding: Its weight is made from that of the token embedding, which stays as it is loaded.
     """
 
     weight: Any
@@ -166,6 +167,7 @@ class LMHead(VocabShard):
         else:
             self._lookup = matrix.lookup
         self._shares = tied_to is not None and self._lookup is not None
+        self.is_made_from_embedding = tied_to is not None and not self._shares
         if tied_to is not None and self._shares:
             tied_to.share(self)
         self._linear: Product = unloaded_linear_op if self._op is None else self._op.function

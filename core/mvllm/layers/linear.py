@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import ConfigError
 from mvllm.layers.context import BuildContext, ShardIndex
 from mvllm.layers.matrix_layout import MatrixLayout, Part
@@ -89,6 +90,7 @@ class Linear(nn.Module):
         if matrix is None:
             self._op = ctx.op("linear", in_features=self.layout.num_columns, out_features=out_features, bias=bias)
         self._linear: Product = unloaded_linear_op if self._op is None else self._op.function
+        self._around: Callable[[Product], Product] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in on this rank] to [..., out on this rank]."""
@@ -138,7 +140,12 @@ class Linear(nn.Module):
 
     def wrap_linear_op(self, around: Callable[[Product], Product]) -> None:
         """Replaces the linear op by `around(op)`. After `prepare_weights`."""
+        self._around = around
         self._linear = around(self._linear)
+
+    def replace_linear_op(self, product: Product) -> None:
+        """Replaces the linear op of a loaded layer, inside the wrapper of `wrap_linear_op`."""
+        self._linear = product if self._around is None else self._around(product)
 
 
 class ColumnParallelLinear(Linear):
@@ -171,7 +178,10 @@ class ColumnParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """Each rank holds some of the columns; results are summed over ranks, and the first rank adds the bias."""
+    """Each rank holds some of the columns; results are summed over ranks, and the first rank adds the bias.
+
+    After `leave_sum_to_caller` the result is this rank's part of the sum.
+    """
 
     def __init__(
         self,
@@ -189,10 +199,17 @@ class RowParallelLinear(Linear):
         super().__init__(ctx, [part], in_features, bias=bias, columns=columns, transposed=transposed, partition=1)
         self._tp = ctx.tp
         self._adds_bias = ctx.tp.is_first
+        self._sums = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in on this rank] to [..., out], the same on every rank."""
-        return self._tp.all_reduce(self._linear(x, self.weight, self.bias if self._adds_bias else None))
+        part = self._linear(x, self.weight, self.bias if self._adds_bias else None)
+        return self._tp.all_reduce(part) if self._sums else part
+
+    def leave_sum_to_caller(self) -> GroupCoordinator:
+        """From now on the caller adds up the results over the ranks of the returned group."""
+        self._sums = False
+        return self._tp
 
 
 class ReplicatedLinear(Linear):

@@ -25,10 +25,22 @@ from mvllm.layers.quantization.quantized_matrix import Product
 
 @dataclass(frozen=True)
 class LoRAMapping:
-    """The adapter of each token of a step, with the fields of the operation `add_lora`."""
+    """The adapter of each token of a step.
+
+    Attributes:
+        tokens, segments: As in the operation `add_lora`.
+        slots: int32 [T], device, as in the operation `add_lora_by_slot`: the slot of each token's adapter, -1 for none;
+            None if no layer reads it.
+    """
 
     tokens: torch.Tensor | None
     segments: tuple[tuple[int, int, int], ...]
+    slots: torch.Tensor | None = None
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the layers need nothing but `slots`, so that the step's work depends on its shape alone."""
+        return self.slots is not None and self.tokens is None and not self.segments
 
 
 class CurrentLoRAMapping:
@@ -75,6 +87,7 @@ class StackedLoRAWeights:
 
     Attributes:
         shapes: (out_features, in_features) of the whole checkpoint matrices, by module name.
+        by_slot: Whether the layer uses the operation `add_lora_by_slot`, so that it needs `LoRAMapping.slots`.
     """
 
     def __init__(
@@ -88,14 +101,20 @@ class StackedLoRAWeights:
         bands = tuple((p.destination.start, p.destination.stop, self._blocks[p.name]) for p in layout.parts)
         self._down = torch.zeros(num_slots, num_blocks, max_rank, columns, dtype=ctx.dtype, device=ctx.device)
         self._up = torch.zeros(num_slots, rows, max_rank, dtype=ctx.dtype, device=ctx.device)
-        add = ctx.op("add_lora", in_features=columns, out_features=rows, rank=max_rank, blocks=num_blocks).function
+        facts = {"in_features": columns, "out_features": rows, "rank": max_rank, "blocks": num_blocks}
+        by_segment, by_slot = ctx.op("add_lora", **facts), ctx.op("add_lora_by_slot", **facts)
+        self.by_slot = by_slot.may_replace(by_segment) and _covers(bands, rows)
         down, up = self._down, self._up
+
+        def add(y: torch.Tensor, x: torch.Tensor, batch: LoRAMapping) -> torch.Tensor:
+            if self.by_slot:
+                return by_slot(y, x, down, up, batch.slots, bands)
+            return by_segment(y, x, down, up, batch.tokens, batch.segments, bands)
 
         def around(product: Product) -> Product:
             def with_adapters(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
                 y = product(x, weight, bias)
-                batch = step.batch
-                return y if batch is None else add(y, x, down, up, batch.tokens, batch.segments, bands)
+                return y if step.batch is None else add(y, x, step.batch)
 
             return with_adapters
 
@@ -121,3 +140,9 @@ class StackedLoRAWeights:
 
     def _set_lora_b(self, slot: int, part: Part, up: torch.Tensor, rank: int) -> None:
         self._up[slot, part.destination, :rank] = up[part.source].to(self._up.device)
+
+
+def _covers(bands: tuple[tuple[int, int, int], ...], num_rows: int) -> bool:
+    """Whether the bands follow each other and end at the last row."""
+    starts, stops = [band[0] for band in bands], [band[1] for band in bands]
+    return starts == [0, *stops[:-1]] and stops[-1] == num_rows

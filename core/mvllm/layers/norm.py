@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.layers.context import BuildContext
-from mvllm.layers.linear import HeadShard
+from mvllm.layers.linear import HeadShard, RowParallelLinear
 from mvllm.layers.weight_target import WeightTarget
 
 
@@ -26,6 +27,9 @@ class RMSNorm(nn.Module):
         name: The checkpoint module.
         hidden_size: Size of the last dimension.
         eps: Added to the mean square.
+
+    Attributes:
+        op: The operation `rms_norm`.
     """
 
     def __init__(self, ctx: BuildContext, name: str, hidden_size: int, eps: float) -> None:
@@ -33,8 +37,14 @@ class RMSNorm(nn.Module):
         self.name = name
         self.eps = eps
         self.weight = ctx.parameter(hidden_size)
-        self._norm = ctx.op("rms_norm", hidden_size=hidden_size).function
+        self.op = ctx.op("rms_norm", hidden_size=hidden_size)
+        self._norm = self.op.function
         self._add_norm = ctx.op("fused_add_rms_norm", hidden_size=hidden_size).function
+        self._sums_over: GroupCoordinator | None = None
+
+    def sum_results_of(self, linear: RowParallelLinear) -> None:
+        """Lets `add_norm` add up the ranks' results of `linear`, which its caller passes without another use."""
+        self._sums_over = linear.leave_sum_to_caller()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden_size], normalised."""
@@ -47,6 +57,11 @@ class RMSNorm(nn.Module):
         """
         if residual is None:
             return self._norm(x, self.weight, self.eps), x
+        if self._sums_over is not None:
+            fused = self._sums_over.all_reduce_add_rms_norm(x, residual, self.weight, self.eps)
+            if fused is not None:
+                return fused
+            x = self._sums_over.all_reduce(x)
         return self._add_norm(x, residual, self.weight, self.eps)
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:

@@ -57,6 +57,8 @@ class RotaryEmbedding(nn.Module):
 
     Attributes:
         uses_prompt_lens: Whether `angles` needs `prompt_lens`.
+        op: The operation.
+        interleaved: As given.
     """
 
     def __init__(self, ctx: BuildContext, rope: RopeParameters, max_len: int, *, interleaved: bool = False) -> None:
@@ -65,7 +67,9 @@ class RotaryEmbedding(nn.Module):
         self.max_len = max_len
         self.uses_prompt_lens = rope.depends_on_length(max_len)
         self._device = ctx.device
-        self._rotate = ctx.op("rotary_embedding", head_size=rope.head_size, rotary_dim=rope.rotary_dim).function
+        self.op = ctx.op("rotary_embedding", head_size=rope.head_size, rotary_dim=rope.rotary_dim)
+        self._rotate = self.op.function
+        self.interleaved = interleaved
         self._order = _interleaved_order(rope).to(ctx.device) if interleaved else None
 
     @property

@@ -11,13 +11,24 @@ ends share a core, each numbers its own commands and receives the outputs of its
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.process_failure import ProcessFailure
+from mvllm.messages.weights import WeightTransferInfo, WeightUpdate
 
-UtilityArg = int | list[str] | LoRARequest
-"""What a utility method of the engine core takes."""
+UtilityArg = Any
+"""What a utility method of the engine core takes: numbers, texts, lists and dicts, or one of UTILITY_STRUCTS."""
+
+UTILITY_STRUCTS: dict[str, tuple[type, ...]] = {
+    "add_lora": (LoRARequest,),
+    "init_weight_transfer": (WeightTransferInfo,),
+    "update_lora": (LoRARequest,),
+    "update_weights": (WeightUpdate,),
+}
+"""The types of arguments that are structs, by method."""
 
 
 class AddRequests(msgspec.Struct, tag=1, array_like=True, frozen=True):
@@ -70,8 +81,8 @@ Command = AddRequests | AbortRequests | CallUtility | StopCore | DropClient
 
 
 class UtilityResult(msgspec.Struct, array_like=True, frozen=True):
-    """The result of a CallUtility: its value, or the exception that it raised."""
+    """The result of a CallUtility: its value (numbers, texts, lists and dicts), or the exception that it raised."""
 
     id: int
-    value: bool | None = None
+    value: Any = None
     failure: ProcessFailure | None = None

@@ -91,6 +91,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
         first_token_time: Monotonic time of its first token; 0 if this output contains only that token.
         error_parameter: The request parameter that caused the error, if one did.
         pooling_output: The pooled vector of a pooling request: float32 in little-endian order.
+        weight_versions: In the only output of a request, if the weights changed while it ran: (version, number of
+            tokens) of each earlier version. The other tokens have the version of the EngineCoreOutputs.
     """
 
     request_id: str
@@ -105,6 +107,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     first_token_time: float = 0.0
     error_parameter: str | None = None
     pooling_output: bytes | None = None
+    weight_versions: list[tuple[int, int]] | None = None
 
 
 class SchedulerStats(msgspec.Struct, omit_defaults=True):
@@ -148,6 +151,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
         num_acknowledged: Number of the last command that the core has received from this client.
         is_busy: Whether the core has unfinished requests of this client.
         utility_results: Results of utility calls.
+        weight_version: Version of the weights that sampled the tokens; 0 for those of the start.
     """
 
     outputs: list[EngineCoreOutput] = []
@@ -155,3 +159,4 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
     num_acknowledged: int = 0
     is_busy: bool = False
     utility_results: list[UtilityResult] = []
+    weight_version: int = 0

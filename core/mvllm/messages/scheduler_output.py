@@ -61,7 +61,7 @@ class SchedulerOutput(msgspec.Struct, omit_defaults=True):
         new_requests: Rows that start. Applied second.
         new_block_rows, new_block_ids: Blocks appended to the tables of rows that were already running. Applied third.
             The table of row r in KV cache group g has the index r + g * max_num_seqs.
-        rows: Rows that compute in this step, in batch order.
+        rows: Rows that compute in this step, in batch order: those with one token besides draft tokens come first.
         num_scheduled_tokens: Tokens that each of `rows` computes, at least one.
         total_num_scheduled_tokens: Their sum.
         draft_token_ids: By position in `rows`, for rows that sample: draft tokens. They are the last of the row's

@@ -15,6 +15,9 @@ MAX_TAG = 256
 MAX_FORCED_TEXT = 4096
 """Characters of the text that ends thoughts over their budget."""
 
+MAX_TAGS = 8
+"""Texts of `SamplingParams.thinking_tags`."""
+
 MAX_MARKER_TOKENS = 4096
 """Token ids of all markers of a request together."""
 
@@ -29,16 +32,20 @@ class ThinkingTokens(msgspec.Struct, kw_only=True, omit_defaults=True):
             begins within the thoughts.
         ends: Token sequences of which each closes the thoughts.
         forced: The tokens that end the thoughts when their budget is spent, at least one.
+        implicit_ends: Token sequences that end the thoughts without a closing tag, such as the beginning of a tool
+            call.
     """
 
     starts: list[list[int]] = []
     ends: list[list[int]] = []
     forced: list[int] = []
+    implicit_ends: list[list[int]] = []
 
     def sequences(self) -> Iterator[list[int]]:
         """All token sequences."""
         yield from self.starts
         yield from self.ends
+        yield from self.implicit_ends
         yield self.forced
 
 
@@ -46,16 +53,16 @@ def check_thinking_tags(name: str, value: object) -> list[str] | None:
     """Checks a value of `SamplingParams.thinking_tags`.
 
     Raises:
-        RequestError: It is not a list of two or three texts.
+        RequestError: It is not a list of two texts or more.
     """
     if value is None:
         return None
-    expected = f"a list of 2 or 3 texts of at most {MAX_TAG}, {MAX_TAG} and {MAX_FORCED_TEXT} characters: the opening "
-    expected += "tag, which may be empty, the closing tag, and what to generate in its place"
-    if not isinstance(value, list | tuple) or not 2 <= len(value) <= 3:
+    expected = f"a list of 2 to {MAX_TAGS} texts of at most {MAX_TAG} characters (the third: {MAX_FORCED_TEXT}): "
+    expected += "opening tag or '', closing tag, what to generate in its place, other ends of the thoughts"
+    if not isinstance(value, list | tuple) or not 2 <= len(value) <= MAX_TAGS:
         return reject(name, value, expected)
-    limits = (MAX_TAG, MAX_TAG, MAX_FORCED_TEXT)
-    for i, (text, limit) in enumerate(zip(value, limits[: len(value)], strict=True)):
+    for i, text in enumerate(value):
+        limit = MAX_FORCED_TEXT if i == 2 else MAX_TAG
         if not isinstance(text, str) or not is_unicode(text) or len(text) > limit or (i and not text):
             return reject(name, text, expected)
     return [str(text) for text in value]
@@ -75,10 +82,11 @@ def as_thinking_tokens(name: str, value: object) -> ThinkingTokens | None:
     elif isinstance(value, dict) and set(value) <= set(ThinkingTokens.__struct_fields__):
         fields = value
     else:
-        return reject(name, value, "ThinkingTokens, or a dict of its fields starts, ends and forced")
+        return reject(name, value, "ThinkingTokens, or a dict of its fields starts, ends, forced and implicit_ends")
     starts, ends, forced = fields.get("starts") or [], fields.get("ends") or [], fields.get("forced") or []
+    implicit_ends = fields.get("implicit_ends") or []
     left = MAX_MARKER_TOKENS
-    for markers in (starts, ends, [forced]):
+    for markers in (starts, ends, [forced], implicit_ends):
         if not isinstance(markers, list | tuple):
             return reject(name, markers, "made of lists of token ids")
         for marker in markers:
@@ -89,4 +97,5 @@ def as_thinking_tokens(name: str, value: object) -> ThinkingTokens | None:
         starts=[token_ids(name, marker) for marker in starts],
         ends=[token_ids(name, marker) for marker in ends],
         forced=token_ids(name, forced),
+        implicit_ends=[token_ids(name, marker) for marker in implicit_ends],
     )

@@ -107,6 +107,10 @@ class CausalLM(nn.Module, ABC):
                         self._unloaded.setdefault(name, []).append((module, names))
         return targets
 
+    def unprepared_modules(self) -> dict[nn.Module, frozenset[str]]:
+        """The modules that `tensor_loaded` will prepare, and their tensors. Call it after `weight_targets`."""
+        return {module: frozenset(names) for entries in self._unloaded.values() for module, names in entries}
+
     def tensor_loaded(self, name: str) -> None:
         """Prepares the modules whose tensors are now all loaded: shards their weights over the worker's devices, and
         lets op providers convert them.

@@ -20,6 +20,7 @@ from mvllm.layers.linear import QKVLinear, RowParallelLinear
 from mvllm.layers.mlp import MLP
 from mvllm.layers.norm import LayerNorm
 from mvllm.layers.rotary import CosSinRows, RotaryEmbedding
+from mvllm.layers.rotary_attention import RotaryAttention
 from mvllm.models.causal_lm import CausalLM, layer_norm_epsilon
 
 
@@ -33,13 +34,12 @@ class FalconAttention(nn.Module):
         self.qkv = QKVLinear(ctx, (f"{name}.query_key_value",), size, *heads, head_size, bias=bias, by_group=True)
         self.output = RowParallelLinear(ctx, f"{name}.dense", size, size, bias=bias)
         self.attention = Attention(ctx, self.qkv.heads, head_size, head_size**-0.5)
-        self._rotary = [rotary]  # in a list, so that it is not registered as a submodule of every layer
+        self._rotary_attention = RotaryAttention(self.attention, rotary)
 
     def forward(self, x: torch.Tensor, cos_sin: CosSinRows, step: ForwardStep) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
         query, key, value = self.qkv.split(x)
-        query, key = self._rotary[0](cos_sin, query, key)
-        return self.output(self.attention(query, key, value, step))
+        return self.output(self._rotary_attention(cos_sin, query, key, value, step))
 
 
 class FalconLayer(nn.Module):

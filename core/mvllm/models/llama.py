@@ -15,6 +15,7 @@ from mvllm.layers.linear import QKVLinear, RowParallelLinear
 from mvllm.layers.mlp import GatedMLP
 from mvllm.layers.norm import FullWidthQKNorm, Norm, NormMaker, RMSNorm
 from mvllm.layers.rotary import CosSinRows, RotaryEmbedding
+from mvllm.layers.rotary_attention import RotaryAttention
 from mvllm.models.causal_lm import CausalLM
 
 
@@ -129,17 +130,14 @@ class LlamaAttention(nn.Module):
             soft_cap=options.soft_cap,
             sinks=None if self.sinks is None else self.sinks.weight,
         )
-        self._rotary = [rotary]  # in a list, so that it is not registered as a submodule of every layer
+        self._rotary_attention = RotaryAttention(self.attention, rotary, self.q_norm, self.k_norm)
 
     def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
         query, key, value = self.qkv.split(x)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
         if self.qk_norm is not None:
             query, key = self.qk_norm(query, key)
-        query, key = self._rotary[0](angles, query, key)
-        return self.output(self.attention(query, key, value, step))
+        return self.output(self._rotary_attention(angles, query, key, value, step))
 
 
 class LlamaLayer(nn.Module):
@@ -214,6 +212,24 @@ class LlamaForCausalLM(CausalLM):
         eps = norm_eps(config, options)
         self.norm = options.norm(ctx, "model.norm", config.hidden_size, eps) if self.stage.is_last else None
         self.lm_head = self._build_head(ctx, "model.embed_tokens", config.hidden_size, self.embed_tokens)
+        if ctx.tp.fuses_add_rms_norm and type(self).forward is LlamaForCausalLM.forward:
+            self._sum_in_norms()
+
+    def _sum_in_norms(self) -> None:
+        """Lets the norm after a block add up the ranks' results of the block, where nothing else reads them."""
+        layers = [layer for layer in self.layers if isinstance(layer, LlamaLayer)]
+        for layer, following in zip(layers, [*layers[1:], None], strict=True):
+            after_mlp = self.norm if following is None else following.input_norm
+            for block, result_norm, norm in (
+                (layer.attention, layer.attention_result_norm, layer.mlp_norm),
+                (layer.mlp, layer.mlp_result_norm, after_mlp),
+            ):
+                # By type, because a derived class may change the result.
+                last = {LlamaAttention: "output", GatedMLP: "down"}.get(type(block))
+                if last is None or result_norm is not None or layer.residual_scale != 1.0:
+                    continue
+                if isinstance(norm, RMSNorm):
+                    norm.sum_results_of(getattr(block, last))
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:

@@ -49,6 +49,22 @@ ITEM_SIZES = {
     "C64": 8,
 }
 
+DTYPE_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""Names of dtypes in a header, by torch's names."""
+
 _SPLIT_FROM = 4 << 20
 """Minimum bytes for reading with two threads: below, a second thread does not pay off."""
 
@@ -73,11 +89,12 @@ def header_limit(most_tensors: int) -> int:
     return min(_LARGEST_HEADER, _METADATA_BYTES + _BYTES_PER_TENSOR * most_tensors)
 
 
-def read_header(path: Path, most_tensors: int = MOST_TENSORS) -> list[TensorEntry]:
+def read_header(path: Path, most_tensors: int = MOST_TENSORS, *, is_segment: bool = False) -> list[TensorEntry]:
     """The tensors of a file, in the order of their data. Reads the header only.
 
     Args:
         most_tensors: A header that lists more is refused before it is parsed.
+        is_segment: The file is a segment of shared memory, which may be longer than its contents.
 
     Raises:
         ModelError: The file is missing, cut short, or its header is not valid; says what was expected and found.
@@ -90,7 +107,7 @@ def read_header(path: Path, most_tensors: int = MOST_TENSORS) -> list[TensorEntr
             file.seek(0)
             text = _header_text(path, file, size, header_limit(most_tensors))
             _check_count(path, text, most_tensors)
-            return _parse(path, text, size)
+            return _parse(path, text, size, is_segment=is_segment)
     except OSError as e:
         raise ModelError(f"{path} cannot be read: {e.strerror or e}") from e
 
@@ -122,7 +139,7 @@ def _check_count(path: Path, text: bytes, most: int) -> None:
         )
 
 
-def _parse(path: Path, text: bytes, size: int) -> list[TensorEntry]:
+def _parse(path: Path, text: bytes, size: int, *, is_segment: bool) -> list[TensorEntry]:
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as e:
@@ -136,7 +153,7 @@ def _parse(path: Path, text: bytes, size: int) -> list[TensorEntry]:
     data_start = 8 + len(text)
     entries = [_entry(path, name, facts, data_start) for name, facts in header.items()]
     entries.sort(key=lambda entry: (entry.start, entry.num_bytes))
-    _check_layout(path, entries, data_start, size)
+    _check_layout(path, entries, data_start, size, is_segment=is_segment)
     return entries
 
 
@@ -173,7 +190,7 @@ def _are_sizes(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and 0 <= item <= _LARGEST_SIZE for item in value)
 
 
-def _check_layout(path: Path, entries: Sequence[TensorEntry], data_start: int, size: int) -> None:
+def _check_layout(path: Path, entries: Sequence[TensorEntry], data_start: int, size: int, *, is_segment: bool) -> None:
     """Checks that the tensors fill the data part exactly, without gaps."""
     end = data_start
     before = None
@@ -193,7 +210,7 @@ def _check_layout(path: Path, entries: Sequence[TensorEntry], data_start: int, s
         raise ModelError(
             f"{path} is cut short: its header describes {end} bytes, the file has {size}. {_DOWNLOAD_AGAIN}"
         )
-    if end < size:
+    if end < size and not is_segment:
         raise ModelError(
             f"{path} is {size - end} bytes longer than the {end} that its header describes. {_DOWNLOAD_AGAIN}"
         )

@@ -39,7 +39,8 @@ _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
 # Likewise; these have scales in other tensors.
 _EIGHT_BIT_FLOATS = {"F8_E4M3": torch.float8_e4m3fn}
-_DTYPES = _FLOATS | _INTEGERS | _EIGHT_BIT_FLOATS
+DTYPES = _FLOATS | _INTEGERS | _EIGHT_BIT_FLOATS
+"""Dtypes that can be loaded, by their names in a header."""
 
 
 class LoadableModel(Protocol):
@@ -110,12 +111,20 @@ def _most_tensors(num_targets: int) -> int:
 
 
 def match_names(
-    checkpoint: Mapping[str, TensorEntry], model: LoadableModel, targets: Mapping[str, list[WeightTarget]], folder: Path
+    checkpoint: Mapping[str, TensorEntry],
+    model: LoadableModel,
+    targets: Mapping[str, list[WeightTarget]],
+    folder: Path,
+    *,
+    allow_missing: bool = False,
 ) -> dict[str, TensorEntry]:
     """Checkpoint entries by the model's names, without those that the model ignores.
 
     Some checkpoints were saved without head and omit the first component of every name (`h.0.ln_1.weight` for
     `transformer.h.0.ln_1.weight`); it is added if only that makes the name known.
+
+    Args:
+        allow_missing: Whether the checkpoint may have only some of the model's tensors.
 
     Raises:
         ModelError: A tensor is unknown, missing, or there twice.
@@ -134,7 +143,7 @@ def match_names(
             raise ModelError(f"{entry.file}: tensors {matched[known].name!r} and {name!r} are both for {known!r}.")
         else:
             matched[known] = entry
-    missing = [name for name in targets if name not in matched]
+    missing = [] if allow_missing else [name for name in targets if name not in matched]
     if unknown or missing:
         raise ModelError(_mismatch(type(model).__name__, unknown, missing, targets, folder))
     return matched
@@ -168,10 +177,11 @@ def _transpose_targets(entries: Mapping[str, TensorEntry], targets: dict[str, li
     """Adapts the targets of tensors that are stored the other way around than the model expects."""
     for name, entry in entries.items():
         if entry.transposed:
-            targets[name] = [_transposed(target) for target in targets[name]]
+            targets[name] = [transposed_target(target) for target in targets[name]]
 
 
-def _transposed(target: WeightTarget) -> WeightTarget:
+def transposed_target(target: WeightTarget) -> WeightTarget:
+    """The target for a tensor whose matrices are stored the other way around."""
     (*outer, rows, columns), (*leading, height, width) = target.source, target.source_shape
     source, shape = (*outer, columns, rows), (*leading, width, height)
     return replace(target, source=source, source_shape=shape, transpose=not target.transpose)
@@ -207,7 +217,7 @@ def _fitting(wanted: torch.dtype) -> list[str]:
     """Checkpoint dtypes that can fill a parameter of dtype `wanted`."""
     if wanted in _FLOATS.values():
         return list(_FLOATS)
-    return [name for name, dtype in _DTYPES.items() if dtype == wanted]
+    return [name for name, dtype in DTYPES.items() if dtype == wanted]
 
 
 def _wrong_shape(entry: TensorEntry, target: WeightTarget, vocab_size: int | None) -> str:
@@ -242,7 +252,7 @@ def _zero_padding(targets: Mapping[str, list[WeightTarget]]) -> None:
     for of_name in targets.values():
         for target in of_name:
             parameter, missing = unfilled.get(id(target.parameter), (target.parameter, target.parameter.numel()))
-            unfilled[id(parameter)] = parameter, missing - _rectangle(target)[2].numel()
+            unfilled[id(parameter)] = parameter, missing - rectangle_of(target)[2].numel()
     for parameter, missing in unfilled.values():
         if missing > 0:
             parameter.detach().zero_()
@@ -269,19 +279,19 @@ def _copy_all(
                     progress.set_postfix_str(entry.file.name, refresh=False)
                 assert reader is not None
                 for target in targets.pop(name):
-                    buffer = _copy(reader, entry, target, buffer)
+                    buffer = read_target(reader, entry, target, buffer)
                 del target
                 on_loaded(name)
                 progress.update(entry.num_bytes)
 
 
-def _copy(reader: TensorReader, entry: TensorEntry, target: WeightTarget, buffer: bytearray) -> bytearray:
+def read_target(reader: TensorReader, entry: TensorEntry, target: WeightTarget, buffer: bytearray) -> bytearray:
     """Copies one rectangle, a few rows at a time; returns the buffer, which grows if one row needs it.
 
     Only the columns of the rectangle are read of each row, so a rank reads only its shard.
     """
-    dtype = _DTYPES[entry.dtype]
-    shape, source, destination = _rectangle(target)
+    dtype = DTYPES[entry.dtype]
+    shape, source, destination = rectangle_of(target)
     if destination.numel() == 0:
         return buffer
     place = _bytes_of(destination) if destination.dtype == dtype and _takes_whole_rows(target) else None
@@ -312,8 +322,8 @@ def _copy(reader: TensorReader, entry: TensorEntry, target: WeightTarget, buffer
 
 def _copy_every(reader: TensorReader, entry: TensorEntry, target: WeightTarget, buffer: bytearray) -> None:
     """Copies every n-th row of each matrix of a stack, without reading those in between."""
-    dtype = _DTYPES[entry.dtype]
-    shape, (matrices, rows, *rest), destination = _rectangle(target)
+    dtype = DTYPES[entry.dtype]
+    shape, (matrices, rows, *rest), destination = rectangle_of(target)
     row_bytes = math.prod(shape[2:]) * dtype.itemsize
     at_once = max(1, len(buffer) // row_bytes)
     view = memoryview(buffer if row_bytes <= len(buffer) else bytearray(row_bytes))
@@ -337,14 +347,14 @@ def _fill_dummy(targets: dict[str, list[WeightTarget]], seed: int, on_loaded: Ca
 
 
 def _draw(tensors: DummyTensors, name: str, target: WeightTarget) -> None:
-    shape, source, destination = _rectangle(target)
+    shape, source, destination = rectangle_of(target)
     rows = source[0]
     for start, values in tensors.rows(name, shape, rows.start, rows.stop):
         chunk = torch.from_numpy(values)[(slice(None), *source[1:])]
         destination[start - rows.start : start - rows.start + len(values)].copy_(chunk)
 
 
-def _rectangle(target: WeightTarget) -> tuple[tuple[int, ...], tuple[slice, ...], torch.Tensor]:
+def rectangle_of(target: WeightTarget) -> tuple[tuple[int, ...], tuple[slice, ...], torch.Tensor]:
     """The checkpoint tensor's shape, the slices to read, and a view of the destination with the same dimensions.
 
     A scalar counts as a tensor of one row.

@@ -9,7 +9,7 @@ from mvllm.ops.draw import FILTERED_DRAW
 from mvllm.ops.embedding import EMBEDDING
 from mvllm.ops.float8_linear import FLOAT8_LINEAR
 from mvllm.ops.linear import LINEAR, LINEAR_SILU_AND_MUL
-from mvllm.ops.lora import ADD_LORA
+from mvllm.ops.lora import ADD_LORA, ADD_LORA_BY_SLOT
 from mvllm.ops.moe import CLAMPED_MOE, MOE
 from mvllm.ops.norm import FUSED_ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from mvllm.ops.quantized_linear import QUANTIZED_LINEAR, QUANTIZED_LINEAR_SILU_AND_MUL
@@ -29,6 +29,7 @@ SCHEMAS: dict[str, OpSchema] = {
         BLOCK_QUANTIZED_LINEAR,
         BLOCK_QUANTIZED_LINEAR_SILU_AND_MUL,
         ADD_LORA,
+        ADD_LORA_BY_SLOT,
         EMBEDDING,
         RMS_NORM,
         FUSED_ADD_RMS_NORM,

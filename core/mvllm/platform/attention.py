@@ -15,11 +15,12 @@ any.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mvllm.platform import tensor_caches
+from mvllm.platform.shapes import StepKind
 
 if TYPE_CHECKING:
     import numpy as np
@@ -100,10 +101,13 @@ class BatchLayout:
     number of real tokens) and have slot -1. Host arrays are core's buffers: they keep this step's values until
     `build_metadata` and `forward` have returned.
 
+    Decode rows come first (since contract 1.1): requests with one token that is not a draft token precede all others.
+
     Attributes:
         num_requests: R.
         num_tokens: T.
-        max_query_len: Most new tokens of one request.
+        max_query_len: Most new tokens of one request. If `capture` is set, the most that a step of this kind and shape
+            can have: 1, the number of draft tokens + 1, or T.
         max_seq_len: Longest sequence, new tokens included.
         block_size: Tokens per block.
         query_start_loc: Host, [R + 1]: tokens of request r are [query_start_loc[r], query_start_loc[r + 1]).
@@ -112,6 +116,9 @@ class BatchLayout:
             entries of blocks that no query of the step sees are unspecified too, but are valid block numbers.
         slot_mapping: Host, [T]: slot in which each token's key and value are stored; -1 stores nothing (padding).
         query_start_loc_device, seq_lens_device, block_table_device, slot_mapping_device: The same on the device.
+        kind: What the requests compute; since contract 1.1.
+        num_decodes: Number of decode rows, which come first; since contract 1.1.
+        capture: T and R are one of the shapes of `ShapePolicy.capture`; since contract 1.1.
     """
 
     num_requests: int
@@ -127,6 +134,9 @@ class BatchLayout:
     seq_lens_device: torch.Tensor
     block_table_device: torch.Tensor
     slot_mapping_device: torch.Tensor
+    kind: StepKind = StepKind.MIXED
+    num_decodes: int = 0
+    capture: bool = False
 
 
 KVCache = Any
@@ -138,6 +148,35 @@ Core stores it and passes it back without reading it. A backend whose cache is n
 
 AttentionMetadata = Any
 """The result of `build_metadata` for one step. Core passes it on without reading it."""
+
+
+@dataclass(frozen=True)
+class RotarySpec:
+    """What a layer does to the heads of queries and keys before attention. Phase: worker.
+
+    Since contract 1.1. The argument of `AttentionBackend.rotary_writer`.
+
+    Attributes:
+        rotary_dim: Leading elements of a head that are rotated, even; those of the operation `rotary_embedding`.
+        interleaved: The first `rotary_dim` elements of a head are first brought into the order 0, 2, 4, ... | 1, 3, 5,
+            ..., after the norm.
+        norm_eps: Epsilon of the RMS norms of each query and key head, which come first; None without norms.
+    """
+
+    rotary_dim: int
+    interleaved: bool = False
+    norm_eps: float | None = None
+
+
+RotaryWriter = Callable[..., Any]
+"""The result of `AttentionBackend.rotary_writer`, which core calls in each step instead of `write_kv`:
+
+    (kv, query, key, value, metadata, index, cos_sin, q_weight, k_weight) -> query
+
+Since contract 1.1. kv, query, key, value and metadata are those of `write_kv` and `forward`, index and cos_sin those of
+the operation `rotary_embedding`. The weights are [head_size], compute dtype; None without norms. The result is the
+query that `forward` takes: [T, num_heads, head_size], compute dtype. query and key may be overwritten.
+"""
 
 
 class AttentionBackend(ABC):
@@ -209,6 +248,16 @@ class AttentionBackend(ABC):
         Returns:
             [T, num_heads * value_size], compute dtype. Padding rows are unspecified but finite.
         """
+
+    def rotary_writer(self, rotary: RotarySpec) -> RotaryWriter | None:
+        """A function that does what comes before attention at once: norms, rotary embedding and the write.
+
+        Optional since contract 1.1. Core asks once for each layer, while the model is built. With None, which the
+        default returns, core calls the operations `rms_norm` and `rotary_embedding`, and `write_kv`. The function gives
+        the same up to roundings: each head of queries and keys as `rms_norm` and `rotary_embedding` give it, keys and
+        values stored as by `write_kv`, nothing for slot -1.
+        """
+        return None
 
     def copy_blocks(self, kv: KVCache, source: torch.Tensor, destination: torch.Tensor) -> None:
         """Copies whole blocks within one layer's cache: `source[i]` to `destination[i]`, both int64 [n].

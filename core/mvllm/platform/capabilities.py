@@ -36,6 +36,8 @@ class Capabilities:
         deterministic: Equal inputs give bit-equal outputs, whatever else is in the batch.
         mla: The attention backend supports value heads of another size than key heads, and values that are a part of
             the keys.
+        lazy_kernels: Since contract 1.1. Kernels are compiled when they are first called. Before the first request,
+            core runs prompts of several lengths and common kinds of sampling.
     """
 
     dtypes: tuple[str, ...]
@@ -59,3 +61,4 @@ class Capabilities:
     sinks: bool = False
     deterministic: bool = False
     mla: bool = False
+    lazy_kernels: bool = False

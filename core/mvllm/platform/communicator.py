@@ -37,6 +37,26 @@ class Communicator(ABC):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks; may work in place and return its argument."""
 
+    def all_reduce_add_rms_norm(
+        self, tensor: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """`all_reduce` and the operation `fused_add_rms_norm` in one, for the end of a tensor-parallel block.
+
+        Optional since contract 1.1; the default, None, means that core calls the two. If a class overrides it, dense
+        decoder layers call it. All ranks must decide alike, by shapes and dtypes.
+
+        Args:
+            tensor: This rank's part of the sum: [T, hidden_size], compute dtype, contiguous.
+            residual: [T, hidden_size], compute dtype, contiguous, the same on all ranks.
+            weight: [hidden_size], compute dtype.
+            eps: Added to the mean square.
+
+        Returns:
+            The normalised sum, and the sum itself rounded to the compute dtype; both [T, hidden_size]. They may reuse
+            the storage of `tensor` and `residual`. None if this case is not supported.
+        """
+        return None
+
     @abstractmethod
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """The ranks' tensors, concatenated along `dim` in rank order."""

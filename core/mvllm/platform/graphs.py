@@ -35,8 +35,14 @@ class CompileBackend(ABC):
 
     Core compiles one function per worker, the model's forward pass, after the KV cache is allocated and unless
     `enforce_eager` is set. Its arguments are positional: the step's tensors, or None for those that the model does not
-    read, then the result of `build_metadata` of each of this platform's attention backends. It returns one tensor,
-    reads the weights, and changes only the KV cache and, where permitted, the storage of its arguments.
+    read, then the result of `build_metadata` of each of this platform's attention backends. If tokens have LoRA
+    adapters in a step whose `BatchLayout.capture` is set, one more tensor follows (since contract 1.1), int32 [T]: the
+    slot of each token's adapter. The function returns one tensor, reads the weights, and changes only the KV cache and,
+    where permitted, the storage of its arguments. If `compile_head` returns a function, it also reads the last sampled
+    tokens, a tensor of core.
+
+    Core has submitted all work that reads a result before it calls a function of the same backend again, so a result
+    may lie in memory that the next call overwrites (since contract 1.1).
     """
 
     @abstractmethod
@@ -45,6 +51,17 @@ class CompileBackend(ABC):
 
         It is called from the thread that called `compile`. It may be `function` itself.
         """
+
+    def compile_head(self, function: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Compiles the function that follows the model in a step where every row samples greedily. Since contract 1.1.
+
+        Optional; by default None, and core calls the function as it is. Core calls the result only in steps whose
+        `BatchLayout.capture` is set, with sizes that depend on the step's shape alone. Its arguments are the result of
+        the model's compiled function, [T, hidden_size], then tensors and None. It selects the rows that sample,
+        multiplies by the head, selects the largest logits, stores the tokens in a tensor of core, and returns one
+        tensor. Calls with equal arguments have equal effects.
+        """
+        return None
 
     def cache_key(self) -> str:
         """Changes whenever compiled results from before must not be reused (compiler, plugin or device changed).

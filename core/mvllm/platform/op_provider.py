@@ -42,6 +42,9 @@ class OpProvider:
         lookup: For `linear` and `block_quantized_linear` with `prepare`: the operation `embedding` on the prepared
             weight, with the same bits as the reference on the original weight, dequantized and rounded to the compute
             dtype. A tied head's weight is then stored only in the prepared form.
+        rounds_inputs: For operations with weights of quantized blocks: inputs of 16 bits are rounded to int8 if the
+            facts contain `int8_activations`. False if the provider multiplies unrounded inputs instead; its results are
+            then those of the same weights without `int8_activations`.
     """
 
     op: str
@@ -51,3 +54,4 @@ class OpProvider:
     priority: int = 0
     prepare: Callable[[Any], Any] | None = None
     lookup: Callable[..., Any] | None = None
+    rounds_inputs: bool = True

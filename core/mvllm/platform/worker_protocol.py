@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from mvllm.messages.weights import WeightTransferInfo, WeightUpdate
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,69 @@ class WorkerProtocol(Protocol):
         A class without `add_lora` may leave this method out.
         """
 
+    def init_weight_transfer(self, info: WeightTransferInfo) -> None:
+        """Joins the process group of a trainer, as rank `info.rank_offset` plus its own rank.
+
+        A class without weight updates may leave this method out.
+        """
+
+    def start_weight_update(self) -> None:
+        """Begins to replace weights, between steps. Replaces an update that was not finished.
+
+        `check_weights` and `update_weights` follow for each part of the update, then `check_weight_update` and
+        `finish_weight_update`. No step runs until then. A class without weight updates may leave this method out.
+        """
+
+    def check_weights(self, update: WeightUpdate) -> None:
+        """Compares the tensors of one part with the model, and writes nothing.
+
+        A class without weight updates may leave this method out.
+
+        Raises:
+            ModelError, RequestError: They do not fit.
+        """
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        """Loads this rank's share of the tensors that `check_weights` has checked.
+
+        An error leaves the weights incomplete: the engine computes nothing until another update is finished. A class
+        without weight updates may leave this method out.
+        """
+
+    def check_weight_update(self, whole: bool) -> None:
+        """Raises RequestError if `finish_weight_update` needs further tensors. Writes nothing.
+
+        A class without weight updates may leave this method out.
+
+        Args:
+            whole: Whether all tensors of the model are needed, because an earlier update has failed.
+        """
+
+    def finish_weight_update(self) -> bool:
+        """Ends the update. Returns whether `warm_up` has to be called, because captured steps were dropped.
+
+        A class without weight updates may leave this method out.
+        """
+
+    def abandon_weight_update(self) -> None:
+        """Ends the update without its remaining tensors. What was written stays.
+
+        A class without weight updates may leave this method out.
+        """
+
+    def call_extension(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Calls a method of the class that the setting `worker_extension_cls` adds to the worker's.
+
+        Core implements it, and a worker class may leave this method out. Arguments and result are numbers, texts,
+        bytes, lists and dicts.
+        """
+
     def check_health(self) -> None:
         """Raises an error when the device does not respond."""
 
     def shutdown(self) -> None:
         """Releases all resources. Idempotent."""
+
+
+WORKER_METHODS = frozenset(name for name in vars(WorkerProtocol) if not name.startswith("_"))
+"""The names of a worker's methods."""

@@ -352,6 +352,18 @@ def warm_up_params(vocab_size: int) -> list[SamplingParams]:
     return [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0), *filtered]
 
 
+def kernel_warm_up_params() -> list[SamplingParams]:
+    """Sampling parameters that together call every operation of sampling: greedy, draws without and with each filter,
+    penalties, and log-probabilities.
+    """
+    return [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=1.0, top_k=2, top_p=0.5, min_p=0.01),
+        SamplingParams(temperature=1.0, top_p=0.5, repetition_penalty=1.5, presence_penalty=0.5, logprobs=1),
+    ]
+
+
 def _static_candidates(wanted: int) -> int:
     """The smallest number of candidates in use with static shapes that is at least `wanted`."""
     return next((size for size in _STATIC_CANDIDATES if wanted <= size), MAX_VOCAB_SIZE)

@@ -139,6 +139,11 @@ class DeviceTokenCounts:
         """The row of padding."""
         return self._shape[0] - 1
 
+    @property
+    def is_allocated(self) -> bool:
+        """Whether a row has needed the table, so that sampled tokens are counted."""
+        return self._table is not None
+
     def list_new_rows(self, rows: np.ndarray, history: TokenHistory) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Marks rows whose request is not in the table yet as written, and lists their entries for `write_rows`.
 

@@ -38,7 +38,8 @@ class SamplerOutput:
     """Sampled tokens. `token_ids` is usable on the device at once; reading anything else waits for the device.
 
     Attributes:
-        token_ids: int64 [n] on the device; always valid ids, but meaningless for the rows in `errors`.
+        token_ids: int64 [n] on the device; always valid ids, but meaningless for the rows in `errors`. From
+            `from_packed` they are float32.
         max_logits: [n] on the device; the largest logit that each row could choose from. Not finite if the row has
         failed. gathered_logprobs: Log-probabilities, if requested.
         failures: Known errors, by index into the batch.
@@ -51,6 +52,19 @@ class SamplerOutput:
     failures: dict[int, str] = field(default_factory=dict)
     num_rows: int | None = None
     _copies: list[HostCopy] = field(default_factory=list, init=False, repr=False)
+    _packed_ids: torch.Tensor | None = field(default=None, init=False, repr=False)
+
+    @classmethod
+    def from_packed(cls, packed: torch.Tensor, num_rows: int) -> SamplerOutput:
+        """The output of rows that sampled greedily.
+
+        Args:
+            packed: float32 [2, n or more] on the device: token ids and largest logits.
+            num_rows: n.
+        """
+        output = cls(packed[0], packed[1], num_rows=num_rows)
+        output._packed_ids = packed
+        return output
 
     def send_to_host(self, to_host: Callable[[torch.Tensor], HostCopy]) -> None:
         """Starts copies of everything that is read on the host."""
@@ -104,6 +118,8 @@ class SamplerOutput:
 
         token ids and largest logits in one copy (ids are exact, see MAX_VOCAB_SIZE).
         """
+        if self._packed_ids is not None:
+            return self._packed_ids
         return torch.stack((self.token_ids.float(), self.max_logits.float()))
 
 

@@ -228,6 +228,12 @@ class SamplingState:
         if self.processors is not None:
             self.processors.clear_row(row)
 
+    def samples_greedily(self, rows: np.ndarray) -> bool:
+        """Whether the next token of each of these rows is that of its largest logit, and nothing else is returned."""
+        if self.device_counts is not None and self.device_counts.is_allocated:
+            return False  # every sampled token is counted
+        return not self.thinking and not self.flags[rows].any()
+
     def rows_reading_tokens(self, rows: np.ndarray, seq_lens: np.ndarray | None = None) -> np.ndarray:
         """Those of `rows` for which the host needs the token ids.
 

@@ -128,7 +128,8 @@ class ThinkingBudgets:
                 self.check_from[row] = limit
             return NOT_FORCED
         ends, forced = thoughts.tokens.ends, thoughts.tokens.forced
-        if not _contains(token_ids[begin:limit], ends):
+        if not _contains(token_ids[begin:limit], [*ends, *thoughts.tokens.implicit_ends]):
+            # Only a closing tag is completed: thoughts that happen to end like the beginning of a call make no call.
             forced = _rest_of_end(token_ids[begin:limit], ends) or forced
             if length < limit + len(forced):
                 return forced[length - limit]

@@ -66,6 +66,35 @@ class TokenMasks:
         """
         return self._words[self._order[np.searchsorted(self._rows, rows, sorter=self._order) + num_drafts]]
 
+    def fill_bytes(self, out: np.ndarray, rows: np.ndarray, num_drafts: np.ndarray) -> None:
+        """Writes the masks of all rows of a batch; rows without a mask get one that allows every token.
+
+        Args:
+            out: uint8 [n or more, bytes]: token t of the vocabulary is bit t % 8 of byte t // 8.
+            rows: int [n]: the batch row of each row of logits.
+            num_drafts: int [n]: as in `words`.
+        """
+        out[:] = 255
+        covered = self.covers(rows).nonzero()[0]
+        masks = self.words(rows[covered], num_drafts[covered]).view(np.uint8)
+        width = min(masks.shape[1], out.shape[1])
+        out[covered, :width] = masks[:, :width]
+        out[covered, width:] = 0
+
+
+def unpack_bytes(masks: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Unpacks masks on the device, with work that depends on shapes alone.
+
+    Args:
+        masks: uint8 [n, at least vocab_size / 8].
+
+    Returns:
+        bool [n, vocab_size].
+    """
+    shifts = torch.arange(8, dtype=torch.uint8, device=masks.device)
+    bits = (masks.unsqueeze(2) >> shifts) & 1
+    return bits.view(torch.bool).flatten(1)[:, :vocab_size]
+
 
 def unpack_masks(words: torch.Tensor, num_rows: int, vocab_size: int) -> torch.Tensor:
     """Unpacks masks on the device.

@@ -94,6 +94,8 @@ class Request:
         is_very_long: Its prompt gets only as many tokens in a step as `long_prefill_slowdown` permits.
         draft_token_ids: Draft tokens for its next plan.
         grammar: Its grammar, if it has one.
+        weight_versions: Versions of the weights that sampled its tokens before the present one, with the number of
+            tokens of each.
     """
 
     __slots__ = (
@@ -123,6 +125,7 @@ class Request:
         "stop_ids",
         "table",
         "token_ids",
+        "weight_versions",
     )
 
     def __init__(self, data: EngineCoreRequest, table: BlockTable, order: tuple[int, int], max_model_len: int) -> None:
@@ -162,6 +165,7 @@ class Request:
         self.grammar: Grammar | None = None
         self.is_long = False
         self.is_very_long = False
+        self.weight_versions: list[tuple[int, int]] = []
 
     def __lt__(self, other: Request) -> bool:
         return self.order < other.order
@@ -197,6 +201,12 @@ class Request:
         if held is not None:
             assert start <= len(held)
             held.extend(entries[len(held) - start :])
+
+    def close_weight_version(self, version: int) -> None:
+        """Records that the tokens since the last call were sampled with this version of the weights."""
+        count = len(self.token_ids) - self.num_prompt_tokens - sum(count for _, count in self.weight_versions)
+        if count:
+            self.weight_versions.append((version, count))
 
     def check_stop(self, token: int) -> tuple[FinishReason, int | None] | None:
         """Whether the newest token, `token`, ends the request: the reason, and the stop token if it was one.

@@ -105,7 +105,10 @@ def final_output(
     elif not request.emits_each_step:
         new_token_ids = request.token_ids[request.num_prompt_tokens :]
     elif error is None:
-        new_token_ids = request.token_ids[-num_new_tokens:]
+        new_token_ids = request.token_ids[len(request.token_ids) - num_new_tokens :]
     else:
         new_token_ids = []
-    return make_output(request, new_token_ids, finish_reason, stop_reason, error)
+    output = make_output(request, new_token_ids, finish_reason, stop_reason, error)
+    if request.weight_versions and not request.emits_each_step:
+        output.weight_versions = request.weight_versions
+    return output

@@ -195,6 +195,29 @@ class Scheduler:
             if request is not None:
                 self.requests.drop(request)
 
+    def finish_aborted(self) -> None:
+        """Ends all requests with the outputs so far, and the finish reason ABORT. The next results contain them."""
+        for request in list(self.requests.by_id.values()):
+            self.requests.pending_outputs.append(final_output(request, FinishReason.ABORT, num_new_tokens=0))
+            self.requests.drop(request)
+
+    def close_weight_version(self, version: int) -> None:
+        """Records that all tokens so far were sampled with this version of the weights. While no step is in flight."""
+        for request in self.requests.by_id.values():
+            request.close_weight_version(version)
+
+    def forget_computed(self, *, restart: bool) -> None:
+        """Drops the prefix cache, because the weights change. While no step is in flight.
+
+        Args:
+            restart: Running requests compute all their tokens again. Otherwise they keep their blocks, which are not
+                shared with other requests any more.
+        """
+        assert not self._batches, "a step is in flight"
+        while restart and self.requests.running:
+            self.requests.preempt_last()
+        self._kv_cache.forget_computed()
+
     def pop_outputs(self) -> list[EngineCoreOutput]:
         """Final outputs of requests that ended outside of a step. They are no longer part of the next results."""
         outputs, self.requests.pending_outputs = self.requests.pending_outputs, []

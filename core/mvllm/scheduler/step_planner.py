@@ -95,7 +95,7 @@ class StepPlanner:
                 if budget and can_admit and waiting:
                     self._schedule_waiting(plan, batch, budget)
         assert batch or not plan.new_block_rows, "blocks were planned for a row that does not compute"
-        return plan, batch
+        return plan, _decodes_first(plan, batch)
 
     def is_ordinary(self, plan: SchedulerOutput) -> bool:
         """Whether requests generate in the last plan, and no prompt's share is a cap, see `LongPrefillLimiter`."""
@@ -335,3 +335,22 @@ class StepPlanner:
 def _has_generating_requests(plan: SchedulerOutput) -> bool:
     """Whether a request in the plan generates, as far as its numbers of tokens say."""
     return 1 in plan.num_scheduled_tokens or bool(plan.draft_token_ids)
+
+
+def _decodes_first(plan: SchedulerOutput, batch: list[Request]) -> list[Request]:
+    """Moves rows with one token besides draft tokens to the front, in their order. Returns the reordered batch."""
+    num_scheduled, drafts = plan.num_scheduled_tokens, plan.draft_token_ids
+    if sum(num_scheduled) == len(num_scheduled) + sum(map(len, drafts.values())):
+        return batch  # nothing but decode rows
+    is_decode = [num == 1 for num in num_scheduled]
+    for position, tokens in drafts.items():
+        is_decode[position] = num_scheduled[position] == 1 + len(tokens)
+    num_decodes = sum(is_decode)
+    if all(is_decode[:num_decodes]):
+        return batch
+    order = sorted(range(len(batch)), key=is_decode.__getitem__, reverse=True)  # stable, reversed or not
+    plan.rows = [plan.rows[i] for i in order]
+    plan.num_scheduled_tokens = [num_scheduled[i] for i in order]
+    if drafts:
+        plan.draft_token_ids = {new: drafts[old] for new, old in enumerate(order) if old in drafts}
+    return [batch[i] for i in order]

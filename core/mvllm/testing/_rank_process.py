@@ -18,6 +18,7 @@ import torch
 from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.core.config_resolution import resolve_config
 from mvllm.ops.dtypes import torch_dtype
+from mvllm.ops.norm import fused_add_rms_norm
 from mvllm.platform.choose import choose_platform
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import Communicator, DeviceRuntime, GroupSpec, Platform, WorkerContext
@@ -117,8 +118,33 @@ def all_reduce(world: World) -> str:
         )
         return [_differs(found, expected, world)]
 
-    exact, rounded = _each(world, check), _rounding_agrees(world)
-    return exact or rounded
+    exact, rounded, fused = _each(world, check), _rounding_agrees(world), _fused_norm_agrees(world)
+    return exact or rounded or fused
+
+
+def _fused_norm_agrees(world: World) -> str:
+    """Compares `all_reduce_add_rms_norm` with its two operations, where the communicator has it."""
+    problems = []
+    for name in world.dtypes:
+        dtype, count = torch_dtype(name), world.context.world_size
+        for shape in ((1, 64), (5, 301)):
+            parts = [world.random_input(r, shape, dtype) for r in range(count)]
+            residual = world.random_input(count, shape, dtype)
+            weight = world.random_input(count + 1, shape[-1:], dtype)
+            arguments = [world.device.to_device(t.clone()) for t in (parts[world.context.rank], residual, weight)]
+            found = world.group.all_reduce_add_rms_norm(arguments[0], arguments[1], arguments[2], 1e-5)
+            if found is None:
+                continue
+            normed, total = fused_add_rms_norm(torch.stack(parts).sum(0).to(dtype), residual, weight, 1e-5)
+            where = f"all_reduce_add_rms_norm, {name} {shape}"
+            if problem := _differs(found[1], total, world):
+                problems.append(f"{where}: the sum: {problem}")
+            host = world.host(found[0])
+            _digest.update(host.contiguous().view(torch.uint8).numpy().tobytes())
+            allowed = 4 * torch.finfo(dtype).eps * normed.double().abs() + torch.finfo(dtype).eps
+            if bool(((host.double() - normed.double()).abs() > allowed).any()):
+                problems.append(f"{where}: the normalised sum is off by {float((host - normed).abs().max())}")
+    return problems[0] if problems else ""
 
 
 def _rounding_agrees(world: World) -> str:

@@ -17,7 +17,7 @@ import torch
 
 from mvllm.attention import kv_quantization
 from mvllm.ops.dtypes import torch_dtype
-from mvllm.plugin_api import AttentionBackend, AttentionSpec, BatchLayout, DeviceRuntime
+from mvllm.plugin_api import AttentionBackend, AttentionSpec, BatchLayout, DeviceRuntime, StepKind
 
 _ARRAYS = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
 
@@ -111,6 +111,7 @@ def make_layout(
     )
     spare = np.full((padding_requests, tables.shape[1]), OUT_OF_RANGE, dtype=np.int32)
     arrays = (starts, seq_lens, np.concatenate([tables, spare]).astype(np.int32), slots)
+    on_device = [torch.from_numpy(array) for array in arrays]
     return BatchLayout(
         len(requests) + padding_requests,
         sum(lengths) + padding,
@@ -118,7 +119,12 @@ def make_layout(
         int(seq_lens.max()),
         block_size,
         *arrays,
-        *(torch.from_numpy(array) for array in arrays),
+        on_device[0],
+        on_device[1],
+        on_device[2],
+        on_device[3],
+        kind=StepKind.DECODE if max(lengths) == 1 else StepKind.MIXED,
+        num_decodes=next((i for i, length in enumerate(lengths) if length != 1), len(lengths)),
     )
 
 

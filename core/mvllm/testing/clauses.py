@@ -237,6 +237,13 @@ _ALL = (
         "mla",
     ),
     Clause(
+        "ATT-13",
+        "The function that `rotary_writer` returns gives queries, stored keys and stored values as `rms_norm`, "
+        "`rotary_embedding` and `write_kv` give them, and stores nothing for padding.",
+        "torch_device",
+        since=(1, 1),
+    ),
+    Clause(
         "OPS-01",
         "A provider's function has the parameters and the result of the reference with the same name; its `lookup`"
         " has those of `embedding`.",
@@ -256,7 +263,12 @@ _ALL = (
     Clause(
         "COM-02", "If an operation has the same result on all ranks, the results are bit-identical.", "torch_device"
     ),
-    Clause("COM-03", "`all_reduce` sums over ranks.", "collectives:all_reduce"),
+    Clause(
+        "COM-03",
+        "`all_reduce` sums over ranks; `all_reduce_add_rms_norm`, if it returns a result, gives that of `all_reduce` "
+        "and `fused_add_rms_norm`.",
+        "collectives:all_reduce",
+    ),
     Clause("COM-04", "`all_gather` concatenates along any dimension, in rank order.", "collectives:all_gather"),
     Clause("COM-05", "`reduce_scatter` gives each rank its share of the sum.", "collectives:reduce_scatter"),
     Clause("COM-06", "`broadcast` gives every rank the values of the source.", "collectives:broadcast"),
@@ -297,6 +309,18 @@ _ALL = (
         "If the device counts compilations (`num_compilations`), the count does not change after the warm-up, for "
         "any temperature, top-k, top-p and min-p of requests.",
         "static_shapes",
+    ),
+    Clause(
+        "SHP-04",
+        "In every step the requests with one token that is not a draft token come first, and `BatchLayout.kind` and "
+        "`num_decodes` say what the step contains.",
+        "torch_device",
+    ),
+    Clause(
+        "SHP-05",
+        "A step that fits a shape of `ShapePolicy.capture` has that shape and is marked by `BatchLayout.capture`; its "
+        "`max_query_len` depends on its kind and shape alone.",
+        "torch_device",
     ),
     Clause(
         "GRF-01",

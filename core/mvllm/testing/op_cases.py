@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -225,6 +226,20 @@ def _add_lora(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
             )
 
 
+def _add_lora_by_slot(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
+    for case_ in _add_lora(op, dtype):
+        yield replace(case_, make=partial(_lora_slot_arguments, case_.make))
+
+
+def _lora_slot_arguments(make: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+    """The arguments of a case of `add_lora`, with the same adapters as slots."""
+    y, x, down, up, tokens, segments, bands = make()
+    slots = torch.full((len(y),), -1, dtype=torch.int32)
+    for slot, start, stop in segments:
+        slots[slice(start, stop) if tokens is None else tokens[start:stop]] = slot
+    return y, x, down, up, slots, bands
+
+
 def _lora_arguments(
     dtype: torch.dtype, rows: int, blocks: int, bands: tuple[tuple[int, int, int], ...]
 ) -> tuple[Any, ...]:
@@ -331,4 +346,5 @@ _MAKERS: dict[str, Callable[[str, torch.dtype], Iterator[OpCall]]] = {
     "argmax": _argmax,
     "filtered_draw": _filtered_draw,
     "add_lora": _add_lora,
+    "add_lora_by_slot": _add_lora_by_slot,
 }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from mvllm.ops.block_quantized_linear import BlockQuantizedWeight
 from mvllm.ops.float8_linear import LARGEST, Float8Weight
 from mvllm.ops.moe import clamped_gate
 from mvllm.ops.quantized_linear import QuantizedWeight
@@ -173,6 +175,17 @@ def inner_steps(case: OpCall, dtype: str) -> float:
         return 0.0 if down["inputs"] == "floats" else 0.1
     rounds = down["int8_activations"] and (case.facts["linear"] == "quantized_linear" or dtype != "float32")
     return 0.02 if rounds else 0.0
+
+
+def with_unrounded_inputs(case: OpCall) -> OpCall:
+    """The case with weights of quantized blocks without `int8_activations`; unchanged if it has none."""
+
+    def unrounded(argument: Any) -> Any:
+        if isinstance(argument, tuple):
+            return tuple(unrounded(item) for item in argument)
+        return replace(argument, int8_activations=False) if isinstance(argument, BlockQuantizedWeight) else argument
+
+    return replace(case, make=lambda: unrounded(case.make()))
 
 
 def exact_quantized_moe(

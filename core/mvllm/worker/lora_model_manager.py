@@ -10,6 +10,7 @@ The engine core has all workers load an adapter (`add_adapter`) before it plans 
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from mvllm.config.engine_config import LoRAConfig
 from mvllm.errors import ModelError, RequestError
@@ -47,6 +48,8 @@ class LoRAModelManager:
             for module in model.modules()
             if isinstance(module, Linear) and module.supports_lora
         ]
+        self._by_slot = any(layer.by_slot for layer in self._layers)
+        self._only_by_slot = all(layer.by_slot for layer in self._layers)
         self._shapes = {name: shape for layer in self._layers for name, shape in layer.shapes.items()}
         self._loaded: dict[int, dict[str, LoRALayerWeights]] = {}
         self._slots: dict[int, int] = {}  # adapter -> slot, least recently used first
@@ -86,16 +89,30 @@ class LoRAModelManager:
             return None
         slots = self._claim_slots(wanted)
         token_adapters = np.repeat(ids, num_scheduled)
+        token_slots = None
+        if self._by_slot:
+            token_slots = self._slots_of_tokens(token_adapters, dict(zip(wanted, slots, strict=True)), num_tokens)
+            if self._only_by_slot:
+                return LoRAMapping(None, (), token_slots)
         if len(wanted) == 1 and len(token_adapters) == num_tokens and bool((token_adapters == wanted[0]).all()):
-            return LoRAMapping(None, ((slots[0], 0, num_tokens),))
+            return LoRAMapping(None, ((slots[0], 0, num_tokens),), token_slots)
         token_indices = [np.flatnonzero(token_adapters == i).astype(np.int64) for i in wanted]
         stops = np.cumsum([len(indices) for indices in token_indices]).tolist()
         segments = tuple(zip(slots, [0, *stops], stops, strict=False))
-        return LoRAMapping(self._runtime.from_numpy(np.concatenate(token_indices)), segments)
+        return LoRAMapping(self._runtime.from_numpy(np.concatenate(token_indices)), segments, token_slots)
 
     def largest_batch(self, num_tokens: int) -> LoRAMapping:
         """The mapping that takes most memory: every token has an adapter, and all are gathered."""
-        return LoRAMapping(self._runtime.from_numpy(np.arange(num_tokens, dtype=np.int64)), ((0, 0, num_tokens),))
+        token_slots = self._runtime.from_numpy(np.zeros(num_tokens, dtype=np.int32)) if self._by_slot else None
+        tokens = self._runtime.from_numpy(np.arange(num_tokens, dtype=np.int64))
+        return LoRAMapping(tokens, ((0, 0, num_tokens),), token_slots)
+
+    def _slots_of_tokens(self, adapters: np.ndarray, slots: dict[int, int], num_tokens: int) -> torch.Tensor:
+        """[num_tokens], int32, device: the slot of each token's adapter; -1 for none, and for padding."""
+        found = np.full(num_tokens, -1, dtype=np.int32)
+        for adapter, slot in slots.items():
+            found[: len(adapters)][adapters == adapter] = slot
+        return self._runtime.from_numpy(found)
 
     def _claim_slots(self, wanted: list[int]) -> list[int]:
         for i in wanted:

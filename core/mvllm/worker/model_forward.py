@@ -6,6 +6,8 @@ logits and sampling only on the number of requests.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from mvllm.config.engine_config import EngineConfig
@@ -18,9 +20,11 @@ from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.shapes import ShapePolicy
 from mvllm.pooling.pooler import PoolingState, make_token_type_ids
 from mvllm.worker.decoder_forward import DecoderForward
+from mvllm.worker.greedy_head import Argmax, GreedyHead
 from mvllm.worker.kv_cache_layers import KVCacheLayers
 from mvllm.worker.model_loader import ModelLoader
 from mvllm.worker.pipeline_transport import PipelineTransport
+from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
 from mvllm.worker.step_inputs import StepInputs
 
 
@@ -39,6 +43,7 @@ class ModelForward:
         is_static: The platform claims `static_shapes`.
         needs_warm_up: The compiler needs calls before the first request.
         decoder: The model; None before `bind_model` and after `release`.
+        head: The head of captured steps that sample greedily; None if the platform does not compile it.
     """
 
     def __init__(
@@ -59,17 +64,27 @@ class ModelForward:
         self.is_static = platform.capabilities.static_shapes
         self.needs_warm_up = False
         self.decoder: DecoderForward | None = None
+        self.head: GreedyHead | None = None
 
     def bind_model(self) -> None:
         """Prepares to run the loaded model, with the current KV cache groups."""
         model = self.loader.model
         self.decoder = DecoderForward(model, self.layers.attention_groups_of(model.attention_layers()))
+        self.decoder.lora = self.loader.lora_manager.step if self.loader.supports_lora else None
 
     def release(self) -> None:
-        """Drops the model and its compiled function."""
-        if self.decoder is not None:
-            self.decoder.drop_compiled()  # breaks a reference cycle, so that the memory is freed at once
+        """Drops the model and its compiled functions."""
+        self.drop_compiled()
         self.decoder = None
+
+    def drop_compiled(self) -> None:
+        """Drops the compiled functions of the model: breaks reference cycles, so that memory is freed at once."""
+        if self.decoder is not None:
+            self.decoder.drop_compiled()
+            self.decoder.token_buffer = None
+        if self.head is not None:
+            self.head.drop_compiled()
+        self.head = None
 
     @property
     def is_compiled(self) -> bool:
@@ -77,17 +92,43 @@ class ModelForward:
         config = self.config
         return self.platform.capabilities.compile and not config.enforce_eager and not config.model.kind.is_encoder
 
-    def compile(self, decoder: DecoderForward | None) -> None:
-        """Compiles a decoder if the platform compiles models. The KV cache must be allocated."""
-        if self.is_compiled and decoder is not None:
-            compiler: CompileBackend = call_checked(self.platform, "compiler", returns=CompileBackend)
-            self.needs_warm_up = compiler.needs_warm_up()
-            decoder.compile(compiler)
+    def compile(self, decoder: DecoderForward | None) -> CompileBackend | None:
+        """Compiles a decoder if the platform compiles models. The KV cache must be allocated.
+
+        Returns:
+            The compiler; None if the decoder is not compiled.
+        """
+        if not self.is_compiled or decoder is None:
+            return None
+        compiler: CompileBackend = call_checked(self.platform, "compiler", returns=CompileBackend)
+        self.needs_warm_up = compiler.needs_warm_up()
+        decoder.compile(compiler)
+        return compiler
+
+    def compile_model(self, argmax: Argmax, buffer: SampledTokenBuffer | None) -> None:
+        """Compiles the served model, and its head if the platform captures steps.
+
+        Args:
+            argmax: The operation of that name.
+            buffer: The last sampled tokens, where they stay on the device.
+        """
+        compiler = self.compile(self.decoder)
+        if compiler is None or self.shapes().capture is None or not self._computes_logits:
+            return
+        head = GreedyHead(self.loader.model, argmax, buffer)
+        if head.compile(compiler):
+            assert self.decoder is not None
+            self.head, self.decoder.token_buffer = head, buffer
 
     def shapes(self) -> ShapePolicy:
-        """The platform's buckets."""
+        """The platform's buckets; `capture` only if steps are captured."""
         shapes: ShapePolicy = call_checked(self.platform, "shapes", returns=ShapePolicy)
-        return shapes
+        is_captured = self.is_compiled and self.platform.capabilities.graphs and not self.is_static
+        return shapes if is_captured else replace(shapes, capture=None)
+
+    @property
+    def _computes_logits(self) -> bool:
+        return self.pipeline.is_last and self.config.model.kind.generates
 
     def compute(
         self,
@@ -100,17 +141,24 @@ class ModelForward:
 
         Returns:
             Hidden states of all tokens, [T, hidden_size]; and on the last stage the hidden states that need logits,
-            [L, hidden_size], or None if no row samples.
+            [L, hidden_size], or None if no row samples or `head` may select them.
         """
         hidden, states = self.run(inputs, intermediate, adapters, pooling), None
-        if self.pipeline.is_last and self.config.model.kind.generates:
-            if self.is_static:
-                states = hidden.index_select(0, inputs.logits_indices)
-            elif len(inputs.sampling_positions):
-                needs_all = int(inputs.num_logits_rows.sum()) == len(inputs.logits_indices) == hidden.shape[0]
-                states = hidden if needs_all else hidden.index_select(0, inputs.logits_indices)
+        if self._computes_logits and (self.head is None or not inputs.layout.capture):
+            states = self.select_states(hidden, inputs)
+        elif self.is_compiled and not self.pipeline.is_last:
+            hidden = hidden.clone()  # the next step may overwrite it before it is sent
         self.runtime.step_mark()
         return hidden, states
+
+    def select_states(self, hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor | None:
+        """The hidden states that need logits, [L, hidden_size]; None if no row samples."""
+        if not self.is_static:
+            if not len(inputs.sampling_positions):
+                return None
+            if int(inputs.num_logits_rows.sum()) == len(inputs.logits_indices) == hidden.shape[0]:
+                return hidden
+        return hidden.index_select(0, inputs.logits_indices)
 
     def run(
         self,
@@ -129,11 +177,7 @@ class ModelForward:
         if self.config.model.kind.is_encoder:
             return self._run_encoder(inputs, intermediate, pooling)
         assert self.decoder is not None, "the model is not loaded"
-        if adapters is None:
-            return self.decoder.run(inputs, intermediate)
-        # Not compiled: the shapes of the LoRA mapping differ in every step.
-        with self.loader.lora_manager.step.active(adapters):
-            return self.decoder.run(inputs, intermediate, eager=True)
+        return self.decoder.run(inputs, intermediate, adapters)
 
     def logits(self, states: torch.Tensor, num_rows: int) -> torch.Tensor:
         """[num_rows, vocab]; with static shapes one row for each of `states`, padding included."""

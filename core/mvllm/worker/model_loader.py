@@ -14,6 +14,7 @@ from mvllm.layers.context import BuildContext
 from mvllm.layers.quantization.registry import quantization_method
 from mvllm.models.registry import resolve_model_class
 from mvllm.models.weight_loader import load_weights
+from mvllm.models.weight_update import ModelWeightUpdate, UnallocatedContext
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.ops.provider_plugins import installed_providers
 from mvllm.ops.registry import OpTable
@@ -62,6 +63,7 @@ class ModelLoader:
         self._tp, self._pp, self._num_devices = tp, pp, num_devices
         self._layers = layers
         self._model: CausalLM | None = None
+        self._context: BuildContext | None = None
         self._adapters: LoRAModelManager | None = None
         self.draft: DraftModel | None = None
 
@@ -90,6 +92,7 @@ class ModelLoader:
             num_devices=self._num_devices,
             spread=self._runtime.place,
         )
+        self._context = context
         model = self._model = self._load(config, context)
         if config.kind.num_labels and self._pp.is_last and model.scores is None:
             raise ModelError(f"{type(model).__name__} is a classification model, but sets no `scores` as its head.")
@@ -132,6 +135,14 @@ class ModelLoader:
         model.eval()
         return model
 
+    def start_weight_update(self) -> ModelWeightUpdate:
+        """An update of the served model's weights. The draft model keeps its own."""
+        context = self._context
+        assert context is not None, "the model is not loaded"
+        config = self._config.model
+        model_class = resolve_model_class(config.architecture, config.model_impl)
+        return ModelWeightUpdate(self.model, lambda: model_class(config, UnallocatedContext.of(context)))
+
     @property
     def is_loaded(self) -> bool:
         """Whether the model is loaded."""
@@ -162,4 +173,4 @@ class ModelLoader:
     def unload(self) -> None:
         """Drops all models and their KV caches. Idempotent."""
         self._layers.clear()
-        self._model = self._adapters = self.draft = None
+        self._model = self._adapters = self.draft = self._context = None

@@ -29,6 +29,7 @@ from mvllm.errors import StepMemoryError
 from mvllm.layers.lora import LoRAMapping
 from mvllm.logging import get_logger
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from mvllm.ops.argmax import argmax as reference_argmax
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.ops.registry import REFERENCE
 from mvllm.platform.interface import Platform
@@ -43,6 +44,7 @@ from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.sampler_output import SamplerOutput
 from mvllm.sampling.sampling_state import PROCESSED, SamplingState
 from mvllm.sampling.token_masks import TokenMasks
+from mvllm.worker.greedy_head import Argmax
 from mvllm.worker.input_batch import InputBatch, RowLengths
 from mvllm.worker.kv_cache_layers import KVCacheLayers
 from mvllm.worker.model_forward import ModelForward
@@ -127,6 +129,7 @@ class ModelRunner:
         self._num_speculative = 0 if config.speculative is None else config.speculative.num_speculative_tokens
         self._make_sampler: Callable[..., Sampler] = Sampler
         self._sampler = self._make_sampler()
+        self._argmax: Argmax = reference_argmax
         self._proposer: Proposer | None = None
         self._sampled_token_buffer: SampledTokenBuffer | None = None
         self._step_awaiting_masks: _UnsampledStep | None = None
@@ -138,11 +141,12 @@ class ModelRunner:
         context = self.loader.load()
         vocab_size = self._config.model.vocab_size
         filtered_draw = context.op("filtered_draw", size=vocab_size)
+        self._argmax = context.op("argmax", size=vocab_size).function
         self._make_sampler = partial(
             Sampler,
             logprobs_mode=self._config.model.logprobs_mode,
             static=self._forward.is_static,
-            argmax=context.op("argmax", size=vocab_size).function,
+            argmax=self._argmax,
             filtered_draw=None if filtered_draw.provider == REFERENCE else filtered_draw.function,
         )
         self._sampler = self._make_sampler()
@@ -238,16 +242,23 @@ class ModelRunner:
     def _compile_models(self) -> None:
         """Compiles the model, and makes the proposer. The KV cache must be allocated."""
         if not self._config.model.kind.is_encoder:
-            self._forward.compile(self._forward.decoder)
+            self._forward.compile_model(self._argmax, self._sampled_token_buffer)
             self._proposer = make_proposer(self._forward, self.rows, self._make_sampler, self._block_size)
+
+    def drop_captured_steps(self) -> None:
+        """Compiles the model anew, after weights have moved to other memory. `warm_up` follows."""
+        self._runtime.synchronize()
+        if self._forward.decoder is not None and not self._layers.has_missing_caches:
+            self._forward.decoder.drop_compiled()
+            self._proposer = None
+            self._compile_models()
 
     # ------------------------------------------------------------------------------------------------ sleep and end
 
     def sleep(self, *, drop_weights: bool) -> None:
         """Frees the KV cache, and with `drop_weights` the model. Rows and buffers stay: they are small."""
         self._runtime.synchronize()
-        if self._forward.decoder is not None:
-            self._forward.decoder.drop_compiled()
+        self._forward.drop_compiled()
         self._proposer = None
         self._layers.free_caches()
         if self.rows.sampling.device_counts is not None:
@@ -359,7 +370,7 @@ class ModelRunner:
     def _forward_step(self, plan: SchedulerOutput) -> _Computed:
         """Builds the inputs of a step and runs the model."""
         inputs = self._inputs.build(plan)
-        if self._sampled_token_buffer is not None:
+        if self._sampled_token_buffer is not None and self._forward.head is None:
             inputs.token_ids = self._sampled_token_buffer.replace_placeholders(inputs.token_ids)
         intermediate = self._pipeline.receive_hidden(len(inputs.token_ids))
         hidden, states = self._forward.compute(inputs, intermediate, self._lora_batch_of(inputs), self.rows.pooling)
@@ -438,8 +449,7 @@ class ModelRunner:
             )
         if len(inputs.sampling_positions):
             masks = TokenMasks(plan.mask_rows, plan.token_masks) if plan.mask_rows else None
-            assert states is not None
-            result.sampled = self._sample(inputs, states, masks)
+            result.sampled = self._sample(inputs, hidden, states, masks)
         if self._sampled_token_buffer is not None:
             self._sampled_token_buffer.add_step(result)
             return None
@@ -465,10 +475,31 @@ class ModelRunner:
         drafts = proposer.propose(inputs.rows[positions], np.delete(inputs.rows, positions))
         return {position: tokens for position, tokens in zip(positions.tolist(), drafts, strict=True) if tokens}
 
-    def _sample(self, inputs: StepInputs, states: torch.Tensor, masks: TokenMasks | None) -> SamplerOutput:
+    def _upload_masks(self, inputs: StepInputs, masks: TokenMasks | None) -> torch.Tensor | None:
+        """uint8 [L, vocab / 8], device: the token mask of each row of logits, padding included; None without masks."""
+        if masks is None:
+            return None
+        num_rows, width = len(inputs.logits_indices), -(-self._config.model.vocab_size // 8)
+        host = self._inputs.staging.buffer(num_rows * width, torch.uint8)[: num_rows * width]
+        rows, counts = inputs.rows[inputs.sampling_positions], inputs.num_logits_rows
+        masks.fill_bytes(host.numpy().reshape(num_rows, width), rows.repeat(counts), ragged_ranges(0 * counts, counts))
+        return self._inputs.staging.copy_to_device(host).view(num_rows, width)
+
+    def _sample(
+        self, inputs: StepInputs, hidden: torch.Tensor, states: torch.Tensor | None, masks: TokenMasks | None
+    ) -> SamplerOutput:
         """Samples for the rows that have reached the end of their known tokens."""
         state, history = self.rows.sampling, self.rows.history
         rows, seq_lens = inputs.rows[inputs.sampling_positions], None
+        if states is None:
+            if state.samples_greedily(rows):
+                assert self._forward.head is not None
+                sampled = self._forward.head.sample(hidden, inputs, self._upload_masks(inputs, masks))
+                if self._sampled_token_buffer is None:
+                    sampled.send_to_host(self._runtime.to_host)
+                return sampled
+            states = self._forward.select_states(hidden, inputs)
+            assert states is not None
         if inputs.num_draft_tokens.any():
             seq_lens = ragged_ranges(history.num_tokens[rows], inputs.num_logits_rows)
             rows = rows.repeat(inputs.num_logits_rows)

@@ -56,7 +56,15 @@ class SampledTokenBuffer:
             sampled: n tokens.
             rows: int32 [n or more] on the device; their rows.
         """
-        token_ids = sampled.token_ids
+        self.store_token_ids(sampled.token_ids, rows)
+
+    def store_token_ids(self, token_ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Stores sampled tokens, on the device.
+
+        Args:
+            token_ids: int [n] on the device.
+            rows: int32 [n or more] on the device; their rows.
+        """
         self._last_token_ids.index_copy_(0, rows[: len(token_ids)].long(), token_ids.to(torch.int32))
 
     def add_step(self, result: StepResult) -> None:

@@ -6,7 +6,7 @@
 
 T tokens, R requests, S rows that sample, P pages (width of the block table): each padded up to the platform's buckets,
 S to those of requests. L is S plus the number of draft tokens: a draft token is verified with the logits of the token
-before it.
+before it. A step that fits one of the platform's captured shapes gets that shape; its L and S depend on the shape, too.
 
     row 4, known 11 40 8, drafts 7 9          computes 8 7 9, and L has the logits behind 8, behind 7 and behind 9
 
@@ -27,8 +27,9 @@ from mvllm.errors import ConfigError
 from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.platform.attention import BatchLayout
 from mvllm.platform.runtime import DeviceRuntime
-from mvllm.platform.shapes import ShapePolicy
+from mvllm.platform.shapes import ShapePolicy, StepKind
 from mvllm.platform.staging_buffers import StagingBuffers
+from mvllm.worker.capture_shapes import reachable_shapes
 from mvllm.worker.input_batch import InputBatch
 
 _Buffer = TypeVar("_Buffer", np.ndarray, torch.Tensor)
@@ -77,6 +78,9 @@ class BufferLayout:
         block_size: int,
         max_query_len: int,
         max_seq_len: int,
+        kind: StepKind = StepKind.MIXED,
+        num_decodes: int = 0,
+        capture: bool = False,
     ) -> list[BatchLayout]:
         """One BatchLayout for each group, from the parts on the host and on the device."""
         shape = (self.requests, self.pages)
@@ -94,6 +98,9 @@ class BufferLayout:
             seq_lens_device=views[4],
             block_table_device=views[6].view(shape),
             slot_mapping_device=views[2],
+            kind=kind,
+            num_decodes=num_decodes,
+            capture=capture,
         )
         return [layout] + [
             replace(
@@ -121,7 +128,8 @@ class StepInputs:
             them behind the known tokens.
         token_ids, positions: int32 [T], device.
         logits_indices: int32 [L], device: index among the T tokens of each sampling row's last known token and of its
-            draft tokens. S is padded here (with index 0), in steps without draft tokens: see StepInputBuilder.
+            draft tokens. Padded (with index 0): S in steps without draft tokens, see StepInputBuilder, and L in steps
+            that are captured.
         layouts: For the attention backends, one per group of layers; only block_table and slot_mapping differ.
         prompt_lens: int32 [T], device: prompt length of each token's request; None for models that do not read it.
         sample_rows: int32 [S], device: the rows that sample, padded with an unused row; None where tokens do not stay
@@ -160,7 +168,7 @@ class StepInputBuilder:
         max_tokens: Most tokens in one step.
         max_rows: Most requests in one step.
         runtime: The device.
-        shapes: The platform's buckets.
+        shapes: The platform's buckets, and its captured shapes if steps are to be captured.
         with_prompt_lens: The model reads `prompt_lens`.
         with_sample_rows: Build `sample_rows`.
         max_draft_tokens: Most draft tokens of a row in one step.
@@ -193,8 +201,15 @@ class StepInputBuilder:
         max_tokens = _largest("max_num_batched_tokens", max_tokens, "tokens", shapes.tokens)
         max_rows = _largest("max_num_seqs", max_rows, "requests", shapes.requests)
         max_pages = _largest("max_model_len in blocks", rows.max_pages, "pages", shapes.pages)
+        self._max_draft_tokens = max_draft_tokens
+        if shapes.capture is not None:
+            for shape in reachable_shapes(
+                shapes.capture, max_tokens=max_tokens, max_rows=max_rows, num_draft_tokens=max_draft_tokens
+            ):
+                max_tokens, max_rows = max(max_tokens, shape.tokens), max(max_rows, shape.requests)
         groups = rows.num_groups
-        capacity = (3 + groups) * max_tokens + (4 + max_draft_tokens) * max_rows + 1 + groups * max_rows * max_pages
+        per_row = 4 + max_draft_tokens + groups * max_pages
+        capacity = (3 + groups + (shapes.capture is not None)) * max_tokens + per_row * max_rows + 1
         self.staging = StagingBuffers(runtime)
         self.staging.reserve(capacity, torch.int32)
         self._counting = np.arange(max(max_tokens, max_rows) + 1, dtype=np.int32)
@@ -246,22 +261,33 @@ class StepInputBuilder:
         max_query_len, max_seq_len = int(num_scheduled.max()), int(seq_lens.max())
         num_logits_rows = num_sampling if num_draft_tokens is None else num_sampling + int(num_draft_tokens.sum())
 
-        padded_tokens = ShapePolicy.pad(num_tokens, self._shapes.tokens)
-        padded_requests = ShapePolicy.pad(num_requests, self._shapes.requests)
+        kind, num_decodes = _kind_of(num_scheduled, max_query_len, sampling_positions, num_draft_tokens)
+        captured = None
+        if self._shapes.capture is not None:
+            captured = self._shapes.capture.shape_of(kind, num_tokens, num_requests, self._max_draft_tokens)
         pages = ShapePolicy.pad(-(-max_seq_len // self._block_size), self._shapes.pages)
-        padded_sampling = ShapePolicy.pad(num_sampling, self._shapes.requests) if num_sampling else 0
+        if captured is None:
+            padded_tokens = ShapePolicy.pad(num_tokens, self._shapes.tokens)
+            padded_requests = ShapePolicy.pad(num_requests, self._shapes.requests)
+            padded_sampling = ShapePolicy.pad(num_sampling, self._shapes.requests) if num_sampling else 0
+        else:
+            padded_tokens, padded_requests = captured
+            padded_sampling = padded_requests if num_sampling else 0
         if self._every_request_samples:
             padded_sampling = padded_requests
+        padded_logits_rows = padded_sampling if num_draft_tokens is None else num_logits_rows
+        if captured is not None and num_draft_tokens is not None:
+            padded_logits_rows = padded_sampling if num_logits_rows <= padded_sampling else padded_tokens
         layout = BufferLayout(
             tokens=padded_tokens,
             requests=padded_requests,
-            logits_rows=padded_sampling if num_draft_tokens is None else num_logits_rows,
+            logits_rows=padded_logits_rows,
             pages=pages,
             prompt_lens=padded_tokens if self._with_prompt_lens else 0,
             sample_rows=padded_sampling if self._with_sample_rows else 0,
             num_groups=table.num_groups,
         )
-        padded_logits_rows, size = layout.logits_rows, sum(layout.sizes)
+        size = sum(layout.sizes)
         self.staging.begin_step()
         buffer = self.staging.buffer(size, torch.int32)
         parts = layout.parts(buffer.numpy())
@@ -314,8 +340,19 @@ class StepInputBuilder:
             lens[num_requests:] = 0
 
         views = layout.parts(self.staging.copy_to_device(buffer[:size]))
-        lengths = {"max_query_len": max_query_len, "max_seq_len": max_seq_len}
-        layouts = layout.layouts(parts, views, block_size=self._block_size, **lengths)
+        if captured is not None:
+            largest = {StepKind.DECODE: 1, StepKind.VERIFY: 1 + self._max_draft_tokens, StepKind.MIXED: padded_tokens}
+            max_query_len = largest[kind]
+        layouts = layout.layouts(
+            parts,
+            views,
+            block_size=self._block_size,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            kind=kind,
+            num_decodes=num_decodes,
+            capture=captured is not None,
+        )
         return StepInputs(
             rows,
             num_scheduled,
@@ -335,6 +372,24 @@ def ragged_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """int [sum of counts]: for each i the `counts[i]` numbers from `starts[i]` on."""
     ends = counts.cumsum()
     return np.arange(ends[-1]) + (starts - ends + counts).repeat(counts)
+
+
+def _kind_of(
+    num_scheduled: np.ndarray,
+    max_query_len: int,
+    sampling_positions: np.ndarray,
+    num_draft_tokens: np.ndarray | None,
+) -> tuple[StepKind, int]:
+    """The kind of a step, and the number of its leading decode rows. Arguments as in StepInputBuilder.build_rows."""
+    num_requests = len(num_scheduled)
+    if max_query_len == 1:
+        return StepKind.DECODE, num_requests
+    num_known = num_scheduled
+    if num_draft_tokens is not None:
+        num_known = num_scheduled.copy()
+        num_known[sampling_positions] -= num_draft_tokens
+    others = (num_known != 1).nonzero()[0]
+    return (StepKind.MIXED, int(others[0])) if len(others) else (StepKind.VERIFY, num_requests)
 
 
 def _largest(limit: str, value: int, dimension: str, buckets: tuple[int, ...] | None) -> int:

@@ -15,12 +15,13 @@ import torch
 
 from mvllm.logging import get_logger
 from mvllm.messages.sampling_params import SamplingParams
-from mvllm.platform.shapes import ShapePolicy
+from mvllm.platform.shapes import ShapePolicy, StepKind
 from mvllm.platform.tokens_on_device import keeps_sampled_tokens_on_device
-from mvllm.sampling.batch_plan import warm_up_params
+from mvllm.sampling.batch_plan import kernel_warm_up_params, warm_up_params
 from mvllm.sampling.penalties import DeviceTokenCounts
 from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.sampling_state import SamplingState, TokenHistory
+from mvllm.worker.capture_shapes import reachable_shapes, warm_up_shapes
 from mvllm.worker.model_forward import ModelForward
 from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
 from mvllm.worker.step_inputs import BufferLayout, StepInputs
@@ -35,6 +36,8 @@ class StepShape:
     Attributes:
         tokens, requests, pages: Padded sizes.
         num_tokens, num_requests: Tokens and requests of the step before padding.
+        kind: Kind of the step.
+        captured_query_len: `max_query_len` of a captured step; None for other steps.
     """
 
     tokens: int
@@ -42,6 +45,8 @@ class StepShape:
     pages: int
     num_tokens: int
     num_requests: int
+    kind: StepKind = StepKind.MIXED
+    captured_query_len: int | None = None
 
 
 def profile_step(
@@ -92,8 +97,10 @@ def warm_up(
     """Runs steps before the first request, so that no request waits for a compilation.
 
         static_shapes           a step of every shape, and every kind of sampling for each number of requests
+        graphs, with `capture`  a step of many of these shapes, which is captured, see CaptureShapes
         graphs, with buckets    a decode step of each size, which is captured
         compile alone           a few steps, with which the compiler makes programs for any size
+        lazy_kernels            in addition, prompts of one request, and the common kinds of sampling
 
     Which shapes the sampler has also depends on what requests ask for; only common settings are run.
 
@@ -105,7 +112,11 @@ def warm_up(
     limits = {"max_tokens": scheduler.max_num_batched_tokens, "max_rows": scheduler.max_num_seqs}
     if forward.is_static:
         all_shapes = step_shapes(shapes, **limits, max_pages=max_pages, block_size=block_size)
-        _warm_up_sampling(forward, sampler, buffer, _run_all_shapes(forward, buffer, all_shapes, block_size))
+        states = _run_all_shapes(forward, buffer, all_shapes, block_size)
+        _warm_up_sampling(forward, sampler, buffer, states, warm_up_params(forward.config.model.vocab_size))
+    elif shapes.capture is not None:
+        captured = capture_shapes(forward, shapes, **limits, block_size=block_size)
+        _run_models(forward, captured, block_size, with_sample_rows=buffer is not None)
     elif forward.is_compiled and forward.platform.capabilities.graphs and shapes.requests is not None:
         _run_models(forward, decode_shapes(shapes, max_rows=scheduler.max_num_seqs), block_size)
     elif forward.is_compiled and forward.needs_warm_up:
@@ -114,14 +125,27 @@ def warm_up(
         _run_models(forward, few_shapes, block_size)
         forward.runtime.synchronize()
         logger.info("The model was compiled for steps of any size in %.1f s.", time.monotonic() - start)
+    if forward.platform.capabilities.lazy_kernels and not (forward.is_static or forward.config.model.kind.is_encoder):
+        one_request = single_request_shapes(
+            shapes, max_tokens=limits["max_tokens"], max_pages=max_pages, block_size=block_size
+        )
+        states = _run_all_shapes(forward, buffer, one_request, block_size)
+        _warm_up_sampling(forward, sampler, buffer, states, kernel_warm_up_params())
     forward.runtime.end_warm_up()
 
 
-def _run_models(forward: ModelForward, shapes: Iterable[StepShape], block_size: int) -> None:
-    """Runs the model alone for steps of these shapes."""
+def _run_models(
+    forward: ModelForward, shapes: Iterable[StepShape], block_size: int, *, with_sample_rows: bool = False
+) -> None:
+    """Runs the model for steps of these shapes, and the head if the platform captures it."""
+    num_groups = len(forward.layers.groups)
     for shape in shapes:
-        inputs = dummy_inputs(forward, shape, block_size=block_size, num_groups=len(forward.layers.groups))
-        forward.run(inputs, forward.pipeline.zero_hidden_states(len(inputs.token_ids)))
+        inputs = dummy_inputs(
+            forward, shape, block_size=block_size, num_groups=num_groups, with_sample_rows=with_sample_rows
+        )
+        hidden = forward.run(inputs, forward.pipeline.zero_hidden_states(len(inputs.token_ids)))
+        if forward.head is not None and inputs.layout.capture:
+            forward.head.sample(hidden, inputs)
         forward.runtime.step_mark()
 
 
@@ -157,12 +181,13 @@ def _warm_up_sampling(
     sampler: Sampler,
     buffer: SampledTokenBuffer | None,
     states_by_size: dict[int, torch.Tensor],
+    kinds: list[SamplingParams],
 ) -> None:
     """Runs each kind of sampling for each number of requests."""
     max_rows, vocab_size = forward.config.scheduler.max_num_seqs, forward.config.model.vocab_size
     for size, states in states_by_size.items():
         num_rows = min(size, max_rows)
-        for params in warm_up_params(vocab_size):
+        for params in kinds:
             greedy = SamplingParams(temperature=0.0)
             state, history = _dummy_sampling_rows(vocab_size, [params] + [greedy] * (num_rows - 1))
             sampled = sampler.sample(forward.logits(states, num_rows), np.arange(num_rows), state, history)
@@ -198,7 +223,7 @@ def dummy_inputs(
     layout = BufferLayout(
         tokens=shape.tokens,
         requests=shape.requests,
-        logits_rows=shape.requests,
+        logits_rows=shape.tokens if shape.kind is StepKind.VERIFY else shape.requests,
         pages=shape.pages,
         prompt_lens=shape.tokens if with_prompt_lens else 0,
         sample_rows=shape.requests if with_sample_rows else 0,
@@ -210,10 +235,23 @@ def dummy_inputs(
     positions[:] = np.arange(shape.tokens) % query_len
     query_start_loc[:] = np.minimum(np.arange(shape.requests + 1, dtype=np.int32) * query_len, num_tokens)
     seq_lens[:] = np.diff(query_start_loc)
-    logits_indices[:] = np.maximum(query_start_loc[1:] - 1, 0)
+    if shape.kind is not StepKind.VERIFY:  # otherwise zeros
+        logits_indices[:] = np.maximum(query_start_loc[1:] - 1, 0)
     for slot_mapping_index, _ in layout.slot_and_table_indices:
         parts[slot_mapping_index][:] = -1
+    if with_sample_rows:
+        parts[8][:] = forward.config.scheduler.max_num_seqs  # the row of padding
     views = layout.parts(forward.runtime.from_numpy(buffer))
+    layouts = layout.layouts(
+        parts,
+        views,
+        block_size=block_size,
+        max_query_len=shape.captured_query_len or query_len,
+        max_seq_len=query_len,
+        kind=shape.kind,
+        num_decodes=num_requests if query_len == 1 else 0,
+        capture=shape.captured_query_len is not None,
+    )
     return StepInputs(
         rows=np.arange(num_requests),
         num_scheduled=seq_lens[:num_requests],
@@ -223,7 +261,7 @@ def dummy_inputs(
         token_ids=views[0],
         positions=views[1],
         logits_indices=views[5],
-        layouts=layout.layouts(parts, views, block_size=block_size, max_query_len=query_len, max_seq_len=query_len),
+        layouts=layouts,
         prompt_lens=views[7] if with_prompt_lens else None,
         sample_rows=views[8] if with_sample_rows else None,
     )
@@ -254,11 +292,40 @@ def step_shapes(
             yield StepShape(tokens, requests, pages, num_tokens, min(requests, num_tokens))
 
 
+def capture_shapes(
+    forward: ModelForward, shapes: ShapePolicy, *, max_tokens: int, max_rows: int, block_size: int
+) -> Iterator[StepShape]:
+    """The captured steps that the warm-up runs, with as many requests and tokens as the limits allow."""
+    assert shapes.capture is not None
+    speculative = forward.config.speculative
+    num_draft_tokens = 0 if speculative is None else speculative.num_speculative_tokens
+    reachable = reachable_shapes(
+        shapes.capture, max_tokens=max_tokens, max_rows=max_rows, num_draft_tokens=num_draft_tokens
+    )
+    for shape in warm_up_shapes(reachable):
+        count = min(shape.requests, max_rows)
+        query_len = min(shape.tokens // shape.requests, forward.config.model.max_model_len)
+        tokens, pages = count * query_len, ShapePolicy.pad(-(-query_len // block_size), shapes.pages)
+        yield StepShape(shape.tokens, shape.requests, pages, tokens, count, shape.kind, shape.max_query_len)
+
+
 def decode_shapes(shapes: ShapePolicy, *, max_rows: int) -> Iterator[StepShape]:
     """Decode steps, one for each padded number of requests, largest first."""
     for size in sample_sizes(shapes, max_rows):
         count = min(size, max_rows)
         yield StepShape(ShapePolicy.pad(size, shapes.tokens), size, ShapePolicy.pad(1, shapes.pages), count, count)
+
+
+def single_request_shapes(
+    shapes: ShapePolicy, *, max_tokens: int, max_pages: int, block_size: int
+) -> Iterator[StepShape]:
+    """Steps of one request: a token, and prompts of 16 tokens, four times as many, and so on up to the limit.
+
+    Kernels have tiles of a few sizes, which the length of the prompt selects.
+    """
+    most = min(max_tokens, max_pages * block_size)
+    for num_tokens in sorted({1, *(size for size in (16, 64, 256, 1024, 4096, most) if size <= most)}):
+        yield _padded_shape(shapes, num_tokens, 1, -(-num_tokens // block_size))
 
 
 def dynamic_compile_shapes(

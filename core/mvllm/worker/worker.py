@@ -8,12 +8,14 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.distributed.parallel_groups import ParallelGroups, join_groups
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from mvllm.messages.weights import WeightTransferInfo, WeightUpdate
 from mvllm.platform.checked_calls import call_checked
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.topology import WorkerContext
 from mvllm.platform.worker_protocol import KVCacheNeeds
 from mvllm.worker.model_runner import ModelRunner
+from mvllm.worker.weight_updater import WeightUpdater
 
 _PROFILE_DIVISOR = 16
 """On the host, the profile run is a step this many times smaller than the largest."""
@@ -44,6 +46,7 @@ class Worker:
         self._runtime: DeviceRuntime | None = None
         self._groups: ParallelGroups | None = None
         self._runner: ModelRunner | None = None
+        self._updater: WeightUpdater | None = None
 
     def init_device(self) -> None:
         self._runtime = call_checked(self._platform, "init_device", self._ctx, returns=DeviceRuntime)
@@ -57,6 +60,7 @@ class Worker:
             every_rank_answers=self._ctx.every_rank_answers,
             num_devices=self._ctx.num_devices,
         )
+        self._updater = WeightUpdater(self._runner.loader.start_weight_update, self._runtime, self._ctx.rank)
 
     def load_model(self) -> None:
         self.runner.load_model()
@@ -154,10 +158,37 @@ class Worker:
     def remove_lora(self, lora_int_id: int) -> None:
         self.runner.loader.lora_manager.remove_adapter(lora_int_id)
 
+    def init_weight_transfer(self, info: WeightTransferInfo) -> None:
+        self.updater.join(info)
+
+    def start_weight_update(self) -> None:
+        self.updater.start()
+
+    def check_weights(self, update: WeightUpdate) -> None:
+        self.updater.check(update)
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        self.updater.update(update)
+
+    def check_weight_update(self, whole: bool) -> None:
+        self.updater.check_complete(whole=whole)
+
+    def finish_weight_update(self) -> bool:
+        moved = self.updater.finish()
+        if moved:
+            self.runner.drop_captured_steps()
+        return moved
+
+    def abandon_weight_update(self) -> None:
+        self.updater.abandon()
+
     def check_health(self) -> None:
         self.runtime.health()
 
     def shutdown(self) -> None:
+        if self._updater is not None:
+            self._updater.leave()
+            self._updater = None
         if self._runner is not None:
             self._runner.close()
             self._runner = None
@@ -177,3 +208,8 @@ class Worker:
     def runner(self) -> ModelRunner:
         assert self._runner is not None, "init_device has not been called"
         return self._runner
+
+    @property
+    def updater(self) -> WeightUpdater:
+        assert self._updater is not None, "init_device has not been called"
+        return self._updater

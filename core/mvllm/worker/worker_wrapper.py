@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,13 +15,28 @@ from mvllm.platform.discovery import load_attribute
 from mvllm.platform.interface import Platform
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.topology import WorkerContext
-from mvllm.platform.worker_protocol import WorkerProtocol, defined_together
+from mvllm.platform.worker_protocol import WORKER_METHODS, WorkerProtocol, defined_together
 
 logger = get_logger(__name__)
 
-_METHODS = frozenset(name for name in vars(WorkerProtocol) if not name.startswith("_"))
 _OPTIONAL = frozenset(
-    {"sample_tokens", "collect_output", "group_layers", "sleep", "wake_up", "add_lora", "remove_lora"}
+    {
+        "sample_tokens",
+        "collect_output",
+        "group_layers",
+        "sleep",
+        "wake_up",
+        "add_lora",
+        "remove_lora",
+        "init_weight_transfer",
+        "start_weight_update",
+        "check_weights",
+        "update_weights",
+        "check_weight_update",
+        "finish_weight_update",
+        "abandon_weight_update",
+        "call_extension",
+    }
 )
 
 
@@ -41,8 +56,10 @@ class WorkerWrapper:
                 from mvllm.worker.torch_backend import check_torch_backend
 
                 check_torch_backend(platform)  # before importing the worker class, which may load the backend's library
-            worker = _build(path, platform, config, ctx)
-        missing = sorted(name for name in _METHODS - _OPTIONAL if not callable(getattr(worker, name, None)))
+            extension = config.parallel.worker_extension_cls
+            worker = _build(path, platform, config, ctx, extension)
+        self._extension = extension
+        missing = sorted(name for name in WORKER_METHODS - _OPTIONAL if not callable(getattr(worker, name, None)))
         if missing:
             raise PlatformError(
                 f"{path}, the worker class of platform {platform.spec.name!r}, lacks methods of WorkerProtocol: "
@@ -61,8 +78,12 @@ class WorkerWrapper:
         """
         if method == "can_sample_later":
             return self.can_sample_later
-        if method not in _METHODS:
-            raise ConfigError(f"collective_rpc: method must be one of {', '.join(sorted(_METHODS))}, not {method!r}.")
+        if method == "call_extension":
+            return self._call_extension(*args)
+        if method not in WORKER_METHODS:
+            raise ConfigError(
+                f"collective_rpc: method must be one of {', '.join(sorted(WORKER_METHODS))}, not {method!r}."
+            )
         if method in _OPTIONAL and not hasattr(self._worker, method):
             raise PlatformError(f"{self._name} does not implement the optional method {method!r}.")
         try:
@@ -71,6 +92,24 @@ class WorkerWrapper:
         except (MvllmError, KeyboardInterrupt):
             raise
         except BaseException as e:  # a plugin may raise anything, SystemExit included
+            raise PlatformError(f"{self._name} failed in {method}: {type(e).__name__}: {e}") from e
+
+    def _call_extension(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self._extension is None or method.startswith("_") or method not in extension_methods(self._extension):
+            raise ConfigError(
+                f"collective_rpc: method must be one of {', '.join(sorted(WORKER_METHODS))}"
+                + (
+                    f" or of {self._extension}, not {method!r}."
+                    if self._extension
+                    else f", not {method!r}. The setting worker_extension_cls adds methods."
+                )
+            )
+        try:
+            with enter_phase(Phase.WORKER):
+                return getattr(self._worker, method)(*args, **kwargs)
+        except (MvllmError, KeyboardInterrupt):
+            raise
+        except BaseException as e:  # the user's code may raise anything, SystemExit included
             raise PlatformError(f"{self._name} failed in {method}: {type(e).__name__}: {e}") from e
 
     @property
@@ -130,9 +169,24 @@ def _default_worker_class(platform: Platform) -> str:
     return "mvllm.worker.worker:Worker"
 
 
-def _build(path: str, platform: Platform, config: EngineConfig, ctx: WorkerContext) -> Any:
+def _load_class(path: str) -> Any:
+    """The object that `module:name` or `module.name` names."""
+    module, _, name = path.rpartition(".")
+    return load_attribute(path if ":" in path else f"{module}:{name}")
+
+
+def extension_methods(path: str) -> frozenset[str]:
+    """The public methods of the class that `worker_extension_cls` names."""
+    extension = _load_class(path)
+    return frozenset(name for name in dir(extension) if not name.startswith("_") and callable(getattr(extension, name)))
+
+
+def _build(path: str, platform: Platform, config: EngineConfig, ctx: WorkerContext, extension: str | None) -> Any:
     try:
-        return load_attribute(path)(config, platform, ctx)
+        worker_class = load_attribute(path)
+        if extension is not None:
+            worker_class = _extended(worker_class, extension)
+        return worker_class(config, platform, ctx)
     except (MvllmError, KeyboardInterrupt):
         raise
     except BaseException as e:
@@ -140,3 +194,28 @@ def _build(path: str, platform: Platform, config: EngineConfig, ctx: WorkerConte
             f"{path}, the worker class of platform {platform.spec.name!r}, cannot be loaded and built: "
             f"{type(e).__name__}: {e}"
         ) from e
+
+
+def _extended(worker_class: type, path: str) -> type:
+    """The worker class with the methods of a user's class.
+
+    Raises:
+        ConfigError: The class cannot be loaded, is none, or redefines a method of the worker.
+    """
+    try:
+        extension = _load_class(path)
+    except (ImportError, AttributeError, ValueError) as e:
+        raise ConfigError(f"worker_extension_cls={path!r} cannot be loaded: {type(e).__name__}: {e}") from e
+    if not isinstance(extension, type):
+        raise ConfigError(f"worker_extension_cls={path!r} must name a class, found {extension!r:.80}.")
+    repeated = sorted(
+        name
+        for name in dir(extension)
+        if not name.startswith("__") and (hasattr(worker_class, name) or name in WORKER_METHODS)
+    )
+    if repeated:
+        raise ConfigError(
+            f"worker_extension_cls={path!r} defines {', '.join(repeated)}, which the worker has already. Choose other "
+            "names."
+        )
+    return type(worker_class.__name__, (worker_class, extension), {})

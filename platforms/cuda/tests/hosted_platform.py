@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 import torch
 from platforms.cuda.tests.hosted_plugin import SPEC
 
+from mvllm.ops.norm import rms_norm
+from mvllm.ops.rotary import rotary_embedding
 from mvllm.plugin_api import (
     Capabilities,
     DeviceRuntime,
@@ -27,9 +29,9 @@ from mvllm.plugin_api import (
 )
 from mvllm_cpu.runtime import CPURuntime
 from mvllm_cuda.platform import CUDAPlatform
-from mvllm_torch_gpu.decode_graphs import DecodeGraphBackend
+from mvllm_torch_gpu.step_graphs import StepGraphBackend
 
-MOST_TOKENS = 1 << 10
+MOST_TOKENS = 1 << 8
 """Maximum tokens of a sequence in a captured step. `paged_attention` below computes the full width of a table."""
 
 HostGraphs = importlib.import_module("platforms.torch-gpu.tests.host_graphs").HostGraphs
@@ -79,10 +81,10 @@ class HostedPlatform(CUDAPlatform):
     def ops(self) -> tuple[OpProvider, ...]:
         return self.provided
 
-    def compiler(self) -> DecodeGraphBackend:
+    def compiler(self) -> StepGraphBackend:
         graphs = HostGraphs()
         self.graphs_made.append(graphs)
-        return DecodeGraphBackend(lambda: graphs, "host", table_tokens=MOST_TOKENS)
+        return StepGraphBackend(lambda: graphs, "host", table_tokens=MOST_TOKENS)
 
 
 def paged_attention(
@@ -157,4 +159,35 @@ def write_kv(
         slots.copy_(spare.index_copy(0, place, new.to(cache.dtype))[:-1])
 
 
-KERNELS = {function.__name__: function for function in (paged_attention, latent_attention, write_kv, write_latent)}
+def rotary_write_kv(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    index: torch.Tensor,
+    cos_sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    interleaved: bool,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    **unused: Any,
+) -> torch.Tensor:
+    """mvllm_triton's function in torch operations."""
+    if q_weight is not None and k_weight is not None:
+        query, key = rms_norm(query, q_weight, eps), rms_norm(key, k_weight, eps)
+    if interleaved:
+        order = torch.arange(key.shape[2])
+        order[: cos_sin.shape[1]] = order[: cos_sin.shape[1]].view(-1, 2).T.flatten()
+        query, key = query[..., order], key[..., order]
+    query, key = rotary_embedding(index, query, key, cos_sin)
+    write_kv(key, value, k_cache, v_cache, slot_mapping)
+    return query
+
+
+KERNELS = {
+    function.__name__: function
+    for function in (paged_attention, latent_attention, write_kv, write_latent, rotary_write_kv)
+}

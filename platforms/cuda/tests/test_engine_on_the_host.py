@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 
 import platforms.cuda.tests.interpreted  # noqa: F401  # skips without Triton; must precede imports of kernels
 import pytest
 import torch
 from platforms.cuda.tests import hosted_plugin
 from platforms.cuda.tests.hosted_platform import KERNELS, HostedPlatform, HostedRuntime
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mvllm_torch_gpu.attention
-from mvllm import LLM, SamplingParams
+from mvllm import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
 from mvllm.errors import MvllmError
 from mvllm.ops.all_schemas import SCHEMAS
-from mvllm.plugin_api import OpProvider
+from mvllm.plugin_api import OpProvider, StepKind
+from mvllm.worker.model_runner import ModelRunner
+from mvllm.worker.step_inputs import StepInputBuilder
 from mvllm_torch_gpu.ops import providers
 from tests.helpers.float8_zoo import make_float8
+from tests.helpers.lora_adapters import write_adapter
 from tests.helpers.model_zoo import ZOO, make_checkpoint
 from tests.helpers.plugins import prepend
 
@@ -58,7 +63,8 @@ def test_replayed_steps_give_the_tokens_of_the_cpu_platform(name, generate, tmp_
     assert HostedPlatform.graphs_made == []
     assert generate(folder, "hosted") == expected
     [graphs] = HostedPlatform.graphs_made
-    assert graphs.captures == HostedRuntime.captured_in_warm_up == 3, "batches of 1, 2 and 4, before the first request"
+    # Decode steps of 1, 2 and 4 requests, mixed steps of 16, 32 and 64 tokens, and the head of each.
+    assert graphs.captures == HostedRuntime.captured_in_warm_up == 12, "before the first request"
     assert graphs.replays > graphs.captures
 
 
@@ -93,7 +99,8 @@ def test_a_step_without_memory_fails_its_requests_with_the_limits_and_the_engine
     monkeypatch.setattr(
         mvllm_torch_gpu.attention, "paged_attention", attention_without_memory(24)
     )  # all prompts, padded
-    with LLM(str(folder), platform="hosted", kv_cache_memory_bytes=1 << 20, **SETTINGS) as llm:
+    options = {**SETTINGS, "enforce_eager": True}  # a graph computes attention without Python code
+    with LLM(str(folder), platform="hosted", kv_cache_memory_bytes=1 << 20, **options) as llm:
         for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False):
             assert output.outputs[0].finish_reason == "error"
             assert re.search(LIMITS, str(output.outputs[0].error))
@@ -142,3 +149,128 @@ def test_float8_and_sampling_kernels_give_the_tokens_of_the_references(
 def test_async_scheduling_changes_no_token(generate, tmp_path):
     folder = make_checkpoint("llama-gqa", tmp_path)
     assert generate(folder, "hosted", async_scheduling=False) == generate(folder, "hosted", async_scheduling=True)
+
+
+class LaunchCounter(TorchDispatchMode):
+    """Counts operations outside of replays and captures, by name. Copies, views and allocations do not count.
+
+    Attributes:
+        operations: The counts.
+        layouts: Layouts of the steps.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.operations = Counter()
+        self.layouts = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        is_copy = name in ("copy_", "_foreach_copy_", "clone", "detach", "alias") or "empty" in name
+        if not (is_copy or func.is_view or HostedPlatform.graphs_made[-1].is_active):
+            self.operations[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def count_launches(monkeypatch):
+    """Returns a LaunchCounter that counts in the worker's steps from now on."""
+
+    def start():
+        counter, execute, build = LaunchCounter(), ModelRunner.execute_model, StepInputBuilder.build
+
+        def execute_model(self, plan):
+            with counter:
+                return execute(self, plan)
+
+        def build_inputs(self, plan):
+            inputs = build(self, plan)
+            counter.layouts.append(inputs.layout)
+            return inputs
+
+        monkeypatch.setattr(ModelRunner, "execute_model", execute_model)
+        monkeypatch.setattr(StepInputBuilder, "build", build_inputs)
+        return counter
+
+    return start
+
+
+DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}}
+CHUNKS = {"max_num_batched_tokens": 16}
+FEW_TOKENS, MANY_TOKENS = [[5, 6, 7] * 5, [9, 8] * 6], [[5, 6, 7], [9, 8] * 20, [3] * 30]
+STEADY = {
+    "decode": (StepKind.DECODE, FEW_TOKENS, {}),
+    "mixed": (StepKind.MIXED, MANY_TOKENS, CHUNKS),
+    "verify": (StepKind.VERIFY, FEW_TOKENS, DRAFTS),
+    "structured": (StepKind.DECODE, MANY_TOKENS, CHUNKS),
+    "structured-verify": (StepKind.VERIFY, FEW_TOKENS, DRAFTS),
+}
+"""The kind of steps, prompts and settings; `structured`: every second request has a grammar."""
+
+
+def assert_only_replays(llm, run, expected, kind, count_launches, *, may_capture=False):
+    """`run(llm)` gives the expected tokens twice, the second time with nothing but copies outside of replays.
+
+    Inputs are copied to the addresses that graphs read, and tokens to the host.
+    """
+    run(llm)  # shapes that the warm-up left out are captured
+    captured = [graphs.captures for graphs in HostedPlatform.graphs_made]
+    launches = count_launches()
+    assert run(llm) == expected
+    assert may_capture or [graphs.captures for graphs in HostedPlatform.graphs_made] == captured
+    assert kind in {layout.kind for layout in launches.layouts} and len(launches.layouts) > 5
+    assert all(layout.capture for layout in launches.layouts)
+    assert launches.operations == {}
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_no_operation_runs_outside_of_a_replay_in_steady_state(name, generate, tmp_path, count_launches):
+    kind, prompts, settings = STEADY[name]
+    folder = make_checkpoint("llama-gqa", tmp_path)
+    options = {**SETTINGS, "kv_cache_memory_bytes": 1 << 20, "enable_prefix_caching": False, **settings}
+    grammar = StructuredOutputsParams(regex="[a-f]{40}") if "structured" in name else None
+    params = [
+        SamplingParams(max_tokens=14, temperature=0, ignore_eos=True, structured_outputs=None if i % 2 else grammar)
+        for i in range(len(prompts))
+    ]
+
+    def run(llm):
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    with LLM(str(folder), platform="cpu", **options) as llm:
+        expected = run(llm)
+    HostedPlatform.graphs_made.clear()
+    with LLM(str(folder), platform="hosted", **options) as llm:
+        # Which requests are in a step depends on how fast grammars are compiled.
+        assert_only_replays(llm, run, expected, kind, count_launches, may_capture=grammar is not None)
+
+
+@pytest.mark.parametrize("settings", [CHUNKS, DRAFTS], ids=["mixed", "verify"])
+def test_steps_with_lora_rows_give_the_same_tokens(settings, generate, tmp_path, monkeypatch, count_launches):
+    """A provider of the operation that reads the adapters of tokens on the device lets such steps be captured."""
+    folder = make_checkpoint("llama-gqa", tmp_path / "model")
+    targets = ("q_proj", "up_proj")
+    paths = [write_adapter(tmp_path / str(i), folder, targets=targets, seed=i) for i in (1, 2)]
+    adapters = [LoRARequest(f"adapter {i}", i, str(path)) for i, path in enumerate(paths, 1)]
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    prompts = [{"prompt_token_ids": prompt} for prompt in (*MANY_TOKENS, FEW_TOKENS[0])]
+    options = {**SETTINGS, **settings, "kv_cache_memory_bytes": 1 << 20, "enable_prefix_caching": False}
+
+    def run(llm):
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=[adapters[0], None, *adapters])
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    with LLM(str(folder), platform="cpu", enable_lora=True, max_loras=2, **options) as llm:
+        expected = run(llm)
+    by_slot = SCHEMAS.get("add_lora_by_slot")
+    if by_slot is not None:
+        provider = OpProvider("add_lora_by_slot", "reference's", by_slot.reference)
+        monkeypatch.setattr(HostedPlatform, "provided", (provider,))
+    HostedPlatform.graphs_made.clear()
+    with LLM(str(folder), platform="hosted", enable_lora=True, max_loras=2, **options) as llm:
+        if by_slot is None:
+            assert run(llm) == expected
+        else:
+            kind = StepKind.VERIFY if settings is DRAFTS else StepKind.MIXED
+            assert_only_replays(llm, run, expected, kind, count_launches)

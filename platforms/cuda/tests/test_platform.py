@@ -22,6 +22,7 @@ from mvllm.plugin_api import (
     PlatformError,
     ReferenceAttention,
     Refusals,
+    SchedulerConfig,
     WorkerContext,
 )
 from mvllm.testing.attention_cases import make_spec
@@ -40,8 +41,10 @@ def platform():
     return make_platform()
 
 
-def engine_config(dtype="auto", kv_dtype="auto"):
-    return SimpleNamespace(model=SimpleNamespace(dtype=dtype), cache=CacheConfig(dtype=kv_dtype))
+def engine_config(dtype="auto", kv_dtype="auto", **scheduler):
+    return SimpleNamespace(
+        model=SimpleNamespace(dtype=dtype), cache=CacheConfig(dtype=kv_dtype), scheduler=SchedulerConfig(**scheduler)
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- plans
@@ -50,6 +53,23 @@ def engine_config(dtype="auto", kv_dtype="auto"):
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [("auto", "auto"), ("bfloat16", "float8_e4m3fn"), ("float32", "int8")])
 def test_supported_dtypes_are_accepted(platform, dtype, kv_dtype):
     assert platform.plan(engine_config(dtype, kv_dtype)) == Plan()
+
+
+@pytest.mark.parametrize(
+    ("lines", "settings", "budget"),
+    [
+        ([A100], {"max_num_batched_tokens_is_default": True}, 8192),
+        ([A100], {"max_num_batched_tokens": 2048}, None),
+        ([A100], {"max_num_batched_tokens": 20_000, "max_num_batched_tokens_is_default": True}, None),
+        ([A100, T4], {"max_num_batched_tokens_is_default": True}, None),
+    ],
+    ids=["default", "given", "more is needed", "a small device"],
+)
+def test_devices_of_data_centres_have_a_larger_token_budget_by_default(platform, machine, lines, settings, budget):
+    machine(*(line.format(n=n) for n, line in enumerate(lines)))
+    changes = platform.plan(engine_config(**settings)).changes
+    found = [(change.field, change.value) for change in changes]
+    assert found == ([] if budget is None else [("scheduler.max_num_batched_tokens", budget)])
 
 
 def test_unsupported_dtypes_are_rejected_with_the_supported_ones(platform):
@@ -64,6 +84,13 @@ def test_an_invalid_setting_raises_in_plan(platform, monkeypatch, variable):
     monkeypatch.setenv(variable, "fast")
     with pytest.raises(ConfigError, match=f"{variable}='fast' is not supported"):
         platform.plan(engine_config())
+
+
+def test_small_sums_are_tried_without_nccl_unless_the_user_names_it(platform, monkeypatch):
+    monkeypatch.delenv("MVLLM_CUDA_SUMS", raising=False)
+    assert platform.settings.custom_all_reduce()
+    monkeypatch.setenv("MVLLM_CUDA_SUMS", "nccl")
+    assert not platform.settings.custom_all_reduce()
 
 
 def test_topology_limits_workers_by_the_variable_that_cuda_reads(platform, monkeypatch):
@@ -175,7 +202,7 @@ def test_all_checks_pass_on_a_working_machine(checks):
     assert found["driver"].found == "Driver 580.65.06, for CUDA up to 13.0."
     assert found["devices"].found == "Visible devices: 0: NVIDIA A100-SXM4-80GB, 1: NVIDIA A100-SXM4-80GB."
     assert found["memory"].found.startswith("79.2 GiB free of 80.0 GiB; ")
-    assert list(found) == ["driver", "devices", "order", "torch", "kernels", "memory"]
+    assert list(found) == ["driver", "devices", "order", "torch", "kernels", "compiler", "memory"]
 
 
 def test_memory_of_other_processes_is_reported(checks):

@@ -162,7 +162,7 @@ def test_all_checks_pass_on_a_working_machine(checks):
     assert found["devices"].found == "Visible devices: 0: AMD Instinct MI300X, 1: AMD Instinct MI300X."
     assert found["targets"].found == "Targets: gfx942."
     assert found["memory"].found == "192.0 GiB free of 192.0 GiB; 192.0 GiB free of 192.0 GiB."
-    assert list(found) == ["driver", "devices", "targets", "torch", "kernels", "memory"]
+    assert list(found) == ["driver", "devices", "targets", "torch", "kernels", "compiler", "memory"]
 
 
 def test_memory_of_other_processes_is_reported(checks):

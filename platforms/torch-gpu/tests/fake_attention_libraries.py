@@ -1,4 +1,6 @@
-"""Replacements of flash_attn and flashinfer with their documented signatures and rules, computed as dense attention.
+"""Replacements of flash_attn, flashinfer and torch's varlen_attn, with their documented signatures and rules.
+
+They compute dense attention.
 
 Each call is checked against the packages' documentation and recorded in `calls`.
 """
@@ -11,7 +13,7 @@ from typing import Any
 
 import torch
 
-FLASH_ATTN, FLASHINFER = "flash_attn", "flashinfer"
+FLASH_ATTN, FLASHINFER, VARLEN = "flash_attn", "flashinfer", "torch.nn.attention.varlen"
 
 
 def _attend(q, k, v, scale, window_left, soft_cap):
@@ -84,8 +86,34 @@ def make_flash_attn(calls: list[str], *, soft_cap: bool = True) -> types.ModuleT
     return module
 
 
+def make_varlen(calls: list[str]) -> types.ModuleType:
+    """Torch's module of `varlen_attn`, dispatching to FlashAttention 3."""
+
+    def varlen_attn(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
+        enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
+    ):  # fmt: skip
+        calls.append("varlen_attn")
+        assert cu_seq_k is None, "not with a block table"
+        assert window_size[1] == 0 and enable_gqa == (query.shape[1] != key.shape[2])
+        assert query.stride(-1) == 1 and key.dtype == value.dtype == query.dtype
+        assert all(x.dtype == torch.int32 for x in (cu_seq_q, seqused_k, block_table))
+        out = torch.full_like(query, torch.nan, memory_format=torch.contiguous_format)
+        for r, (a, b) in enumerate(itertools.pairwise(cu_seq_q.tolist())):
+            length = int(seqused_k[r])
+            assert b - a <= max_q and length <= max_k
+            if b > a:
+                keys, values = (_pages(cache, block_table[r], length) for cache in (key, value))
+                out[a:b] = _attend(query[a:b], keys, values, scale, window_size[0], 0.0)
+        return out
+
+    module = types.ModuleType(VARLEN)
+    module.varlen_attn = varlen_attn
+    return module
+
+
 def make_flashinfer(calls: list[str]) -> types.ModuleType:
-    """The package, with its wrapper for prompts."""
+    """The package, with its wrappers for prompts and for decode steps."""
 
     class BatchPrefillWithPagedKVCacheWrapper:
         def __init__(self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, **buffers):
@@ -119,6 +147,53 @@ def make_flashinfer(calls: list[str]) -> types.ModuleType:
                 out[a:b] = _attend(q[a:b], k, v, p["sm_scale"], p["window_left"], p["logits_soft_cap"])
             return out
 
+    class BatchDecodeWithPagedKVCacheWrapper:
+        """With `use_cuda_graph`. `run` reads the tables in its buffers alone, by operations that can be captured."""
+
+        def __init__(
+            self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, use_tensor_cores=False,
+            paged_kv_indptr_buffer=None, paged_kv_indices_buffer=None, paged_kv_last_page_len_buffer=None,
+            backend="auto", jit_args=None,
+        ):  # fmt: skip
+            assert float_workspace_buffer.dtype == torch.uint8 and kv_layout == "NHD" and use_cuda_graph
+            assert len(paged_kv_indptr_buffer) == len(paged_kv_last_page_len_buffer) + 1
+            self.buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
+
+        def plan(
+            self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
+            pos_encoding_mode="NONE", window_left=-1, logits_soft_cap=None, q_data_type="float16", kv_data_type=None,
+            o_data_type=None, data_type=None, sm_scale=None, rope_scale=None, rope_theta=None, non_blocking=True,
+            block_tables=None, seq_lens=None,
+        ):  # fmt: skip
+            calls.append("plan decode")
+            assert head_dim in (64, 128, 256) and len(indices) <= len(self.buffers[1])
+            assert indptr[-1] == len(indices) and (indptr[1:] > indptr[:-1]).all()
+            assert ((last_page_len >= 1) & (last_page_len <= page_size)).all()
+            for buffer, table in zip(self.buffers, (indptr, indices, last_page_len), strict=True):
+                assert table.dtype == torch.int32
+                buffer[: len(table)].copy_(table)
+            self.planned = (sm_scale, window_left, logits_soft_cap)
+
+        def run(self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None):
+            calls.append("run decode")
+            (indptr, indices, last), (keys, values) = self.buffers, paged_kv_cache
+            (scale, window_left, soft_cap), size = self.planned, keys.shape[1]
+            lens = (indptr[1:] - indptr[:-1] - 1) * size + last
+            page = indptr[:-1, None] + torch.arange(len(indices) // len(last))
+            blocks = indices[page.clamp(max=len(indices) - 1)].clamp(0, len(keys) - 1).long()
+            at, group = torch.arange(page.shape[1] * size), q.shape[1] // keys.shape[2]
+            k, v = (x[blocks].flatten(1, 2).double().repeat_interleave(group, dim=2) for x in (keys, values))
+            scores = torch.einsum("rhd,rkhd->rhk", q.double(), k) * scale
+            if soft_cap:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
+            seen = at < lens[:, None]
+            if window_left >= 0:
+                seen = seen & (at >= lens[:, None] - 1 - window_left)
+            weights = torch.where(seen[:, None], scores, -torch.inf).softmax(dim=-1)
+            out.copy_(torch.einsum("rhk,rkhd->rhd", weights, torch.where(seen[..., None, None], v, 0.0)))
+            return out
+
     module = types.ModuleType(FLASHINFER)
+    module.BatchDecodeWithPagedKVCacheWrapper = BatchDecodeWithPagedKVCacheWrapper
     module.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper
     return module

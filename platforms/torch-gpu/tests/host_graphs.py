@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -59,7 +59,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class HostGraphs:
-    """GraphCapturer for `DecodeGraphBackend` on the host.
+    """GraphCapturer for `StepGraphBackend` on the host.
 
     Args:
         refuses: Text of the error that forbid_synchronization raises; None for no error.
@@ -67,39 +67,59 @@ class HostGraphs:
 
     Attributes:
         captures, replays: Number of captures and of replays.
+        tries: Number of calls of `capture`.
+        is_active: Whether a replay, a capture or the run before a capture runs now, of any object.
     """
+
+    is_active: ClassVar[bool] = False
 
     def __init__(self, *, refuses: str | None = None, refuses_capture: BaseException | None = None) -> None:
         self._refuses = refuses
         self._refuses_capture = refuses_capture
-        self.captures = self.replays = 0
+        self.captures = self.replays = self.tries = 0
+
+    def permit(self) -> None:
+        """From now on nothing raises."""
+        self._refuses = self._refuses_capture = None
 
     @contextmanager
     def forbid_synchronization(self) -> Iterator[None]:
         """Fails on operations that would make the host wait for the device."""
-        with ForbidSynchronizingOps(), ForbidHostReads(lambda tensor: False):
+        with ForbidSynchronizingOps(), ForbidHostReads(lambda tensor: False), _active():
             yield
         if self._refuses is not None:
             raise PlatformError(self._refuses)
 
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        self.tries += 1
         if self._refuses_capture is not None:
             raise self._refuses_capture
         self.captures += 1
-        with _Recorder() as recorder:
-            step()
-        calls = [call for call in recorder.calls if call.computes]
-        for call in calls:
-            if not call.works_in_place:
-                for made in call.results:
-                    made.fill_(torch.nan if made.is_floating_point() else 101)
+        with _active():
+            with _Recorder() as recorder:
+                step()
+            calls = [call for call in recorder.calls if call.computes]
+            for call in calls:
+                if not call.works_in_place:
+                    for made in call.results:
+                        made.fill_(torch.nan if made.is_floating_point() else 101)
 
         def replay() -> None:
             self.replays += 1
-            for call in calls:
-                call.run_again()
+            with _active():
+                for call in calls:
+                    call.run_again()
 
         return replay
+
+
+@contextmanager
+def _active() -> Iterator[None]:
+    HostGraphs.is_active = True
+    try:
+        yield
+    finally:
+        HostGraphs.is_active = False
 
 
 def _tensors(things: Any) -> list[torch.Tensor]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from mvllm.plugin_api import WorkerContext
+from mvllm.plugin_api import RotarySpec, WorkerContext
 from mvllm.testing.attention_cases import CacheHarness, expected, make_case, make_layout, make_spec, run, tolerance
+from mvllm.testing.suite import test_att_attention
 from mvllm_cpu.runtime import CPURuntime
 
 # Skips without Triton. The kernels are imported after it.
@@ -112,7 +114,7 @@ def test_a_cache_has_the_size_of_its_layout(kv_dtype, latent):
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"head_size": 512}, "at most 256 elements, not 512"),
+        ({"head_size": 520}, "at most 512 elements, not 520"),
         ({"kv_dtype": "float8_e5m2"}, "KV cache dtype float8_e5m2"),
         ({"dtype": "float64", "kv_dtype": "float32"}, "compute dtype float64"),
         ({"num_heads": 3, "num_kv_heads": 2}, "do not divide"),
@@ -125,4 +127,20 @@ def test_unsupported_layers_are_rejected_with_the_reason(fields, reason):
 def test_a_layer_that_the_kernels_do_not_support_runs_in_plain_torch():
     platform = SomePlatform()
     assert isinstance(platform.attention_backend(make_spec()), TritonAttention)
-    assert not isinstance(platform.attention_backend(make_spec(head_size=512)), TritonAttention)
+    assert not isinstance(platform.attention_backend(make_spec(head_size=520)), TritonAttention)
+
+
+@pytest.mark.parametrize("rotary", test_att_attention.ROTARIES.values(), ids=list(test_att_attention.ROTARIES))
+@pytest.mark.parametrize("kv_dtype", [None, more("int8"), "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["float32", more("bfloat16")])
+def test_norm_rotation_and_write_in_one_launch_are_those_of_the_operations(rotary, kv_dtype, dtype, monkeypatch):
+    """The conformance suite's test of `rotary_writer`, with the kernels on the interpreter."""
+    monkeypatch.setattr(test_att_attention, "backend_for", lambda subject, spec: TritonAttention(spec))
+    subject = SimpleNamespace(capabilities=SimpleNamespace(kv_dtypes=("int8", "float8_e4m3fn")))
+    test_att_attention.test_a_rotary_writer_gives_what_the_operations_and_write_kv_give(
+        subject, runtime(), dtype, rotary, kv_dtype
+    )
+
+
+def test_latents_are_rotated_before_they_are_put_together():
+    assert TritonAttention(make_spec(**LATENT)).rotary_writer(RotarySpec(16)) is None

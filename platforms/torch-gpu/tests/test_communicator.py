@@ -66,6 +66,9 @@ def check_all_reduce(rank: int, address: str, kind: str) -> None:
         return made[0]
 
     communicator._direct = make
+    communicator._problem_of = lambda num_ranks, device: "no peer access" if kind == f"cannot on rank {rank}" else None
+    if kind == "several machines":
+        communicator.platform.node = lambda: f"host-{rank}"
     spec = GroupSpec("tp", (0, 1), rank, init_method=address)
     comm = NcclCommunicator(spec, HOST, custom_all_reduce=True, backend="gloo", timeout=60.0)
     tried = len(made[0].summed_sizes) if made else 0
@@ -75,6 +78,8 @@ def check_all_reduce(rank: int, address: str, kind: str) -> None:
     comm.close()
     assert [size for other in made for size in other.summed_sizes[tried:]] == ([2] if kind == "right" else [])
     assert all(other.closed for other in made)
+    if kind in ("cannot on rank 1", "several machines"):
+        assert not made, "a rank would wait for the other in the mapping"
 
 
 def send_before_receiving(rank: int, address: str) -> None:
@@ -96,7 +101,16 @@ def test_all_ranks_may_send_before_they_receive():
 
 
 @pytest.mark.parametrize(
-    "kind", ["right", "wrong on rank 1", "other bits on rank 1", "raises on rank 1", "fails on rank 0"]
+    "kind",
+    [
+        "right",
+        "wrong on rank 1",
+        "other bits on rank 1",
+        "raises on rank 1",
+        "fails on rank 0",
+        "cannot on rank 1",
+        "several machines",
+    ],
 )
 def test_the_small_all_reduce_is_used_only_if_it_is_correct_on_all_ranks(kind):
     start_ranks(check_all_reduce, 2, free_address(), kind)
@@ -122,6 +136,10 @@ def test_ranks_that_cannot_connect_raise_with_a_hint():
 )
 def test_tensors_that_the_small_all_reduce_supports(shape, dtype, expected):
     assert custom_all_reduce.fits(torch.empty(shape, dtype=dtype)) is expected
+
+
+def test_a_rank_says_why_it_cannot_take_part():
+    assert custom_all_reduce.problem_of(2, torch.device("cuda", 0)).startswith("2 ranks do not all have a device")
 
 
 def test_devices_without_peer_access_are_named():

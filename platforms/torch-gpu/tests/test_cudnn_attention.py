@@ -38,6 +38,8 @@ def shapes(monkeypatch):
     for name, function in KERNELS.items():
         monkeypatch.setattr(mvllm_torch_gpu.attention, name, function)
     monkeypatch.setattr(cudnn_attention, "dense_attention", dense_attention)
+    for name, value in (("LEAST_TOKENS", 512), ("ROW_STEP", 256)):
+        monkeypatch.setattr(cudnn_attention, name, value)
     monkeypatch.setattr(cudnn_attention, "has_cudnn", lambda module: True)
     return seen
 

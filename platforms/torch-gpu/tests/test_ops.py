@@ -43,8 +43,11 @@ def test_a_provider_gives_the_results_of_the_reference(op):
     assert provider.supports(OpCase(op, "float32", trial.facts)) == []
     arguments = list(trial.make())
     if provider.prepare is not None:
-        assert isinstance(trial.weight, int)
-        arguments[trial.weight] = provider.prepare(arguments[trial.weight])
+        indices = trial.weight if isinstance(trial.weight, tuple) else (trial.weight,)
+        weights = tuple(arguments[index] for index in indices)
+        prepared = provider.prepare(weights if len(weights) > 1 else weights[0])
+        for index, weight in zip(indices, prepared if len(weights) > 1 else (prepared,), strict=True):
+            arguments[index] = weight
     found, wanted = provider.function(*arguments), exact(trial)
     for mine, theirs in zip(*((x if isinstance(x, tuple) else (x,)) for x in (found, wanted)), strict=True):
         largest = max(1.0, float(theirs.double().abs().max()))
@@ -55,6 +58,8 @@ def test_a_provider_gives_the_results_of_the_reference(op):
 @pytest.mark.parametrize("op", PROVIDERS)
 def test_dtypes_without_a_kernel_are_declined(op):
     facts = {"in_features": 64, "group_size": 64, "bits": 8, "block_columns": 64}
+    facts |= {"hidden_size": 64, "intermediate_size": 64, "linear": "quantized_linear"}
+    facts |= dict.fromkeys(("gate_up", "down"), (("bits", 8), ("group_size", 64)))
     [reason] = PROVIDERS[op].supports(OpCase(op, "float64", facts))
     assert "float64" in reason and "bfloat16" in reason
 

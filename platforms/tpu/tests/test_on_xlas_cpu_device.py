@@ -17,9 +17,17 @@ pytest.importorskip("torch_xla", reason="torch_xla is not installed: it wants th
 if os.environ.get("PJRT_DEVICE") != "CPU":
     pytest.skip("PJRT_DEVICE is not CPU", allow_module_level=True)
 
+import torch
+import torch_xla
+import torch_xla.debug.metrics as metrics
+
 from mvllm import LLM, SamplingParams
+from mvllm.testing.attention_cases import make_spec
 from mvllm.testing.zoo import Zoo
+from mvllm_tpu.attention import XlaMetadata
 from mvllm_tpu.lazy_runtime import num_compilations
+from mvllm_tpu.runtimes.lazy_attention import LazyAttention
+from mvllm_tpu.step_compiler import LazyStepCompiler
 
 LENGTHS = (3, 21, 40, 57)
 NUM_TOKENS = 12
@@ -78,7 +86,7 @@ def test_random_traffic_compiles_nothing_after_the_warm_up(zoo):
     rng = random.Random(0)
     with engine(zoo.checkpoint("llama"), block_size=16) as llm:
         warm = num_compilations()
-        assert warm > 0
+        assert warm > 0 and metrics.counter_value("DynamoExtractCompiledGraph") > 0, "steps are compiled"
         for _ in range(6):
             prompts = [
                 {"prompt_token_ids": [rng.randrange(2, 90) for _ in range(rng.randint(1, 70))]}
@@ -100,6 +108,31 @@ def test_random_traffic_compiles_nothing_after_the_warm_up(zoo):
             outputs = llm.generate(prompts, params, use_tqdm=False)
             assert [len(output.outputs[0].token_ids) for output in outputs] == [each.max_tokens for each in params]
         assert num_compilations() == warm
+
+
+def test_a_compiled_step_writes_the_cache_in_place():
+    device = torch_xla.device()
+    backend = LazyAttention(make_spec(dtype="float32"))
+    cache = backend.allocate(64, 4, device)
+
+    def function(key, slots):
+        metadata = XlaMetadata(None, slots, *[slots] * 6)
+        backend.write_kv(cache, key, key + 1.0, metadata)
+        return key.sum()
+
+    step = LazyStepCompiler().compile(function, dynamic=False)
+    places = [torch_xla._XLAC._unsafe_buffer_pointer(part) for part in cache]
+    spec = backend.spec
+    with torch.no_grad():
+        for slot in (3, 200, 77):
+            key = torch.full((2, spec.num_kv_heads, spec.head_size), float(slot))
+            step(key.to(device), torch.tensor([slot, slot + 1], dtype=torch.int32).to(device))
+            torch_xla.sync(wait=True)
+            assert [torch_xla._XLAC._unsafe_buffer_pointer(part) for part in cache] == places
+    keys, values = (part.cpu().flatten(0, 1)[:, 0, 0] for part in cache)
+    assert keys[[3, 4, 200, 201, 77, 78]].tolist() == [3, 3, 200, 200, 77, 77]
+    assert values[[3, 200, 77]].tolist() == [4, 201, 78] and int((keys != 0).sum()) == 6
+    assert metrics.counter_value("DynamoExtractCompiledGraph") >= 1
 
 
 def test_seeded_tokens_do_not_depend_on_other_requests_of_the_step(zoo):

@@ -6,9 +6,10 @@ import pytest
 
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import ConfigError, ParallelConfig, PlatformError
-from mvllm_tpu import compile_cache, runtimes, xla_devices
+from mvllm_tpu import compile_cache, compile_mode, runtimes, xla_devices
 from mvllm_tpu.platform import DEVICES_VARIABLE, make_platform
 from mvllm_tpu.runtimes.torch_xla import TorchXla
+from mvllm_tpu.step_compiler import LazyStepCompiler, NoStepCompiler
 
 
 def test_every_worker_gets_pjrt_device(host, installed, monkeypatch):
@@ -64,6 +65,21 @@ def test_a_runtime_is_chosen_by_name(bare, installed, monkeypatch):
     monkeypatch.setenv(runtimes.VARIABLE, "jax")
     with pytest.raises(ConfigError, match=r"'jax'.*torch_xla"):
         runtimes.choose()
+
+
+def test_how_steps_are_compiled_is_checked_in_plan(host, installed, monkeypatch):
+    installed("torch_xla")
+    monkeypatch.setenv(compile_mode.VARIABLE, "fast")
+    with pytest.raises(ConfigError, match="MVLLM_TPU_COMPILE='fast' is not supported; set it to one of openxla, lazy"):
+        make_platform().plan(None)
+    monkeypatch.setenv(compile_mode.VARIABLE, "lazy")
+    monkeypatch.setattr(TorchXla, "_num_devices", 1)
+    assert isinstance(make_platform().compiler(), NoStepCompiler)
+    monkeypatch.delenv(compile_mode.VARIABLE)
+    assert isinstance(make_platform().compiler(), LazyStepCompiler)
+    monkeypatch.setattr(TorchXla, "_num_devices", 2)
+    assert isinstance(make_platform().compiler(), NoStepCompiler), "in SPMD mode"
+    assert make_platform().capabilities.compile
 
 
 def test_every_step_fits_into_a_bucket():

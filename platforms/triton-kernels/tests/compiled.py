@@ -11,16 +11,19 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+
+from mvllm_triton import float8_linear, quantized_linear, quantized_moe
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -76,18 +79,35 @@ class Launch:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Resources of a compiled kernel. `registers` and `spilled` bytes per thread are None if no tool reports them."""
+    """Resources of a compiled kernel. `registers` and `spilled` bytes per thread are None if no tool reports them.
+
+    Attributes:
+        copies: Asynchronous copies from global to shared memory.
+        waits: The most groups of such copies that may be in flight after a wait; None without a wait.
+        buffers: The least number of buffers of a tile that the compiler's pipeline fills; 0 without a pipeline.
+        products: Asynchronous products of matrices in shared memory.
+        packed_loads: The neighbouring bytes per thread of each load of a tile of 8-bit weights.
+        wide_loads: Instructions in the PTX or AMD assembly that load 16 bytes per thread.
+    """
 
     name: str
     target: str
     shared: int
     registers: int | None
     spilled: int | None
+    copies: int
+    waits: int | None
+    buffers: int
+    products: int
+    packed_loads: tuple[int, ...] = ()
+    wide_loads: int = 0
 
     def __str__(self) -> str:
         return (
             f"{self.name:28} {self.target:7} shared {self.shared / 1024:6.1f} KiB  "
-            f"registers {self.registers}  spilled {self.spilled}"
+            f"registers {self.registers}  spilled {self.spilled}  copies {self.copies}  waits {self.waits}  "
+            f"buffers {self.buffers}  products {self.products}  "
+            f"packed {','.join(map(str, self.packed_loads)) or None}  wide {self.wide_loads}"
         )
 
 
@@ -134,6 +154,19 @@ def launches() -> Iterator[list[Launch]]:
         JITFunction.__getitem__ = original
 
 
+@contextmanager
+def device_like(target: str, multiprocessors: int = 132) -> Iterator[None]:
+    """Launches inside the block are for a device with this target and number of multiprocessors."""
+    is_nvidia = target.startswith("sm_")
+    with ExitStack() as stack:
+        for module in (float8_linear, quantized_linear, quantized_moe):
+            stack.enter_context(mock.patch.object(module, "processors", lambda _: multiprocessors))
+        for module in (quantized_linear, quantized_moe):
+            ptx = mock.patch.object(module, "has_ptx", lambda _, dtype: is_nvidia and dtype == torch.bfloat16)
+            stack.enter_context(ptx)
+        yield
+
+
 def compile_for(launch: Launch, target: str) -> Compiled:
     """Compiles one launch for one target."""
     source = ASTSource(launch.function, launch.signature, launch.constants, launch.aligned)
@@ -151,4 +184,43 @@ def compile_for(launch: Launch, target: str) -> Compiled:
         text = kernel.asm["amdgcn"]
         registers = int(re.search(r"\.vgpr_count:\s+(\d+)", text)[1])
         spilled = int(re.search(r"\.private_segment_fixed_size:\s+(\d+)", text)[1])
-    return Compiled(launch.function.__name__, target, kernel.metadata.shared, registers, spilled)
+    device_text = kernel.asm.get("ptx") or kernel.asm["amdgcn"]
+    if re.search(r"\b(ld|st)\.local", device_text):
+        spilled = max(1, spilled or 0)
+    waits = [int(n, 0) for n in re.findall(r"cp\.async\.wait_group\s+(\w+)", device_text)]
+    # A pipeline allocates its buffers before a loop: a memory descriptor with one dimension more than the tile.
+    sizes = [
+        int(n) for n in re.findall(r"ttg\.local_alloc\s*:\s*\(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x", kernel.asm["ttgir"])
+    ]
+    return Compiled(
+        launch.function.__name__,
+        target,
+        kernel.metadata.shared,
+        registers,
+        spilled,
+        len(re.findall(r"cp\.async\.c[ag]\.|(?:buffer|global)_load\S*.*\blds\b|global_load_lds", device_text)),
+        max(waits, default=None),
+        min(sizes, default=0),
+        len(re.findall(r"wgmma\.mma_async|tcgen05\.mma", device_text)),
+        _packed_loads(kernel.asm["ttgir"]),
+        len(_WIDE_LOADS.findall(device_text)),
+    )
+
+
+_WIDE_LOADS = re.compile(
+    r"cp\.async\.cg\.shared\.global [^;]*, 0x10|ld\.global[\w.:]*\.v4\.b32|(?:global|buffer)_load\w*_dwordx4"
+)
+_PACKED_LOAD = re.compile(
+    r"(?:tt\.load|async_copy_global_to_local|buffer_load\w*) .*tensor<\d+x\d+x(?:!tt\.ptr<)?(?:i8|f8\w*)>?, (#\w+)>"
+)
+_LAYOUT = re.compile(r"^(#\w+) = #ttg\.blocked<\{sizePerThread = \[(\d+), (\d+)\]", re.MULTILINE)
+
+
+def _packed_loads(ttgir: str) -> tuple[int, ...]:
+    """The neighbouring elements per thread of each load of a tile of 8-bit weights, from Triton's GPU dialect.
+
+    Weights [k, n] have neighbours along k. Tiles of inputs [m, k] have them along the second dimension.
+    """
+    layouts = [(name, int(k), int(n)) for name, k, n in _LAYOUT.findall(ttgir)]
+    sizes = {name: k for name, k, n in layouts if k >= n}
+    return tuple(sizes[layout] for layout in _PACKED_LOAD.findall(ttgir) if layout in sizes)

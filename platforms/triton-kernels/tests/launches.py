@@ -11,20 +11,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import torch
 
+from mvllm_triton import attention
 from mvllm_triton.activation import silu_and_mul
 from mvllm_triton.argmax import argmax
 from mvllm_triton.attention import latent_attention, paged_attention
+from mvllm_triton.dense_linear import few_rows_linear, few_rows_linear_silu_and_mul
 from mvllm_triton.float8_linear import float8_linear
 from mvllm_triton.kv_write import write_kv, write_latent
+from mvllm_triton.lora import add_lora_by_slot
 from mvllm_triton.moe import clamped_moe, moe
 from mvllm_triton.norm import add_rms_norm, rms_norm
+from mvllm_triton.packed_experts import FLOAT8, INT4, INT8, MXFP4, PackedExperts
 from mvllm_triton.quantized_linear import PackedIntegers, quantized_linear
+from mvllm_triton.quantized_moe import quantized_moe
 from mvllm_triton.rotary import rotary
+from mvllm_triton.rotary_write import rotary_write_kv
 from mvllm_triton.sampling import sample
+from mvllm_triton.tiles import few_rows_gated_tiles, few_rows_tiles
 
 BF16, F32 = torch.bfloat16, torch.float32
 CODES, NATIVE = torch.uint8, torch.float8_e4m3fn
@@ -70,6 +79,18 @@ def _write(stored: torch.dtype, scaled: bool) -> None:
     write_kv(new, new, cache, cache, _integers(16), k_scale=scales, v_scale=scales)
 
 
+def _rotary_write(stored: torch.dtype, **options: Any) -> None:
+    fused, cache = torch.empty(16, 48, 128, dtype=BF16), torch.empty(2, 16, 8, 128, dtype=stored)
+    query, key, value = fused.split((32, 8, 8), dim=1)
+    scales = torch.ones(2, 16, 8) if stored in (CODES, torch.int8) else None
+    angles, weight = torch.empty(64, options.pop("rotary_dim", 128)), torch.empty(128, dtype=BF16)
+    norms = {"q_weight": weight, "k_weight": weight, "eps": 1e-6} if options.pop("norm", False) else {}
+    rotary_write_kv(
+        query, key, value, _integers(16), angles, cache, cache, _integers(16), k_scale=scales, v_scale=scales,
+        **norms, **options,
+    )  # fmt: skip
+
+
 def _rows(dtype: torch.dtype) -> None:
     x, weight = torch.empty(16, 4096, dtype=dtype), torch.empty(4096, dtype=dtype)
     rms_norm(x, weight, 1e-6)
@@ -97,6 +118,45 @@ def _clamped_experts(tokens: int) -> None:
     )  # fmt: skip
 
 
+def _few_rows(tokens: int, sizes: tuple[int, int] = (4096, 4096), *, memory: int = 160 << 10) -> None:
+    weight = torch.empty(sizes, dtype=BF16)
+    bias = None if sizes == (4096, 4096) else weight[:, 0]
+    tiles = few_rows_tiles(tokens, *sizes, 132, memory)
+    few_rows_linear(torch.empty(tokens, sizes[1], dtype=BF16), weight, bias, tiles=tiles)
+
+
+def _packed_experts(tokens: int, kind: int, *, rounded: bool = False, native: bool = True, dtype: Any = BF16) -> None:
+    """Experts of the sizes of GPT-OSS for MXFP4, else of Qwen3-30B-A3B."""
+    hidden, inner, experts, top_k = (2880, 2880, 128, 4) if kind == MXFP4 else (2048, 768, 128, 8)
+
+    def weight(rows: int, columns: int) -> PackedExperts:
+        if kind == MXFP4:
+            data = torch.empty(experts, rows, columns // 2, dtype=torch.uint8)
+            scales = torch.empty(experts, -(-columns // 128), rows, dtype=torch.int32)
+            return PackedExperts(kind, data, scales, None, 32, 1, 128, columns, rows)
+        stored = {INT4: torch.uint8, INT8: torch.int8, FLOAT8: NATIVE}[kind]
+        data = torch.empty(experts, rows, columns // 2 if kind == INT4 else columns, dtype=stored)
+        scales = torch.empty(experts, columns // 128, rows // 128 if kind == FLOAT8 else rows)
+        zeros = torch.empty(scales.shape, dtype=torch.int8) if kind == INT4 else None
+        sizes = 128, 128 if kind == FLOAT8 else 1, 128, columns, rows
+        return PackedExperts(kind, data, scales, zeros, *sizes, rounded=rounded, native=native)
+
+    clamped = kind == MXFP4
+    biases = [torch.empty(experts, size, dtype=dtype) if clamped else None for size in (2 * inner, hidden)]
+    quantized_moe(
+        torch.empty(tokens, hidden, dtype=dtype), weight(2 * inner, hidden), biases[0], weight(hidden, inner),
+        biases[1], torch.zeros(tokens, top_k, dtype=torch.int64), torch.ones(tokens, top_k),
+        *((1.702, 7.0) if clamped else (None, None)),
+    )  # fmt: skip
+
+
+def _few_rows_gated(tokens: int, memory: int = 64 << 10) -> None:
+    tiles = few_rows_gated_tiles(tokens, 4096, memory)
+    few_rows_linear_silu_and_mul(
+        torch.empty(tokens, 4096, dtype=BF16), torch.empty(28672, 4096, dtype=BF16), None, tiles=tiles
+    )
+
+
 def _integer_product(tokens: int, bits: int, int8_activations: bool, group_size: int = 128) -> None:
     data = torch.empty(4096, 4096 * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8)
     scales = torch.empty(4096, 4096 // group_size)
@@ -111,6 +171,13 @@ def _float8_product(
     weight = torch.empty(4096, 4096, dtype=stored)
     scale = torch.empty((32, 32) if block else (4096, 1))
     float8_linear(torch.empty(tokens, 4096, dtype=BF16), weight, scale, block=block, **options)
+
+
+def _adapters(tokens: int, rank: int, dtype: torch.dtype = BF16) -> None:
+    bands = ((0, 4096, 0), (4096, 5120, 1), (5120, 6144, 2))
+    down, up = torch.empty(8, 3, rank, 4096, dtype=dtype), torch.empty(8, 6144, rank, dtype=dtype)
+    y, x = torch.empty(tokens, 6144, dtype=dtype), torch.empty(tokens, 4096, dtype=dtype)
+    add_lora_by_slot(y, x, down, up, _integers(tokens), bands)
 
 
 def _sample(rows: int) -> None:
@@ -129,6 +196,8 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "prefill-256": lambda: _attention(2048, 1, 16, 8, 256, soft_cap=50.0, window=4096),
     "prefill-float32": lambda: _attention(512, 1, 32, 8, 128, dtype=F32),
     "prefill-codes": lambda: _attention(2048, 1, 32, 8, 128, stored=CODES),
+    "decode-512": lambda: _attention(64, 64, 16, 8, 512),
+    "prefill-512": lambda: _attention(2048, 1, 16, 8, 512),
     "mixed-128": lambda: _attention(2048, 64, 32, 8, 128, splits=4),
     "latent-decode": lambda: _latent(64, 64, 128, splits=2),
     "latent-decode-codes": lambda: _latent(64, 64, 16, splits=2, stored=CODES),
@@ -138,13 +207,29 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "write-latent": lambda: write_latent(
         torch.empty(16, 1, 576, dtype=BF16), torch.empty(2, 64, 1, 576, dtype=BF16), _integers(16)
     ),
+    "rotary-write": lambda: _rotary_write(BF16, norm=True),
+    "rotary-write-codes": lambda: _rotary_write(CODES, rotary_dim=64),
+    "rotary-write-interleaved": lambda: _rotary_write(torch.int8, interleaved=True, norm=True),
     "rows": lambda: _rows(BF16),
     "rows-float32": lambda: _rows(F32),
     "sample": lambda: _sample(16),
+    "adapters-decode": lambda: _adapters(64, 16),
+    "adapters-prefill": lambda: _adapters(2048, 64),
+    "adapters-float32": lambda: _adapters(512, 8, F32),
     "experts-decode": lambda: _experts(8),
     "experts-prefill": lambda: _experts(2048),
     "experts-float32": lambda: _experts(64, F32),
     "clamped-experts": lambda: _clamped_experts(16),
+    "few-rows-1": lambda: _few_rows(1),
+    "few-rows-8": lambda: _few_rows(8),
+    "few-rows-16": lambda: _few_rows(16),
+    "few-rows-64": lambda: _few_rows(64),
+    "few-rows-uneven": lambda: _few_rows(16, (4104, 4112)),
+    "few-rows-gated-1": lambda: _few_rows_gated(1),
+    "few-rows-gated-16": lambda: _few_rows_gated(16, 160 << 10),
+    "few-rows-gated-16-small": lambda: _few_rows_gated(16),
+    "few-rows-8-small": lambda: _few_rows(8, memory=64 << 10),
+    "few-rows-64-small": lambda: _few_rows(64, memory=64 << 10),
     "int8-decode": lambda: _integer_product(8, 8, False),
     "int4-decode": lambda: _integer_product(8, 4, False),
     "int4-prefill": lambda: _integer_product(2048, 4, False),
@@ -159,32 +244,66 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "float8-weights-prefill": lambda: _float8_product(2048, None, rounded=False),
     "float8-codes-prefill": lambda: _float8_product(2048, None, native=False),
     "float8-codes": lambda: _float8_product(64, (128, 128), native=False),
+    "int4-one": lambda: _integer_product(1, 4, False),
+    "mxfp4-experts-decode": lambda: _packed_experts(1, MXFP4),
+    "mxfp4-experts-batch": lambda: _packed_experts(64, MXFP4),
+    "mxfp4-experts-prefill": lambda: _packed_experts(8192, MXFP4),
+    "mxfp4-experts-float32": lambda: _packed_experts(8, MXFP4, dtype=F32),
+    "float8-experts-decode": lambda: _packed_experts(1, FLOAT8, rounded=True),
+    "float8-experts-prefill": lambda: _packed_experts(8192, FLOAT8, rounded=True),
+    "float8-codes-experts-decode": lambda: _packed_experts(1, FLOAT8, rounded=True, native=False),
+    "float8-codes-experts-prefill": lambda: _packed_experts(8192, FLOAT8, rounded=True, native=False),
+    "float8-weights-experts-decode": lambda: _packed_experts(1, FLOAT8, native=False),
+    "int4-experts-decode": lambda: _packed_experts(1, INT4),
+    "int4-experts-prefill": lambda: _packed_experts(8192, INT4),
+    "int8-experts-decode": lambda: _packed_experts(1, INT8, rounded=True),
+    "int8-experts-prefill": lambda: _packed_experts(8192, INT8, rounded=True),
 }
 
 _OCP = frozenset({"sm_89", "sm_90", "sm_100", "sm_120", "gfx950", "gfx1201"})
+_LARGE = frozenset({"sm_80", "sm_90", "sm_100", "gfx950"})
 TAKEN_BY = {
+    "few-rows-8": _LARGE,
+    "few-rows-16": _LARGE,
+    "few-rows-64": _LARGE,
+    "few-rows-uneven": _LARGE,
+    "few-rows-gated-16": _LARGE,
     "decode-float8": _OCP,
     "float8-decode": _OCP,
     "float8-prefill": _OCP,
     "float8-blocks": _OCP,
+    "float8-experts-decode": _OCP,
+    "float8-experts-prefill": _OCP,
     "float8-other-codes": frozenset({"gfx942"}),
 }
-"""Launches with float8 dtypes, and the targets that support these; other targets use codes in uint8."""
+"""Targets of some launches: with float8 dtypes those that support these (others use codes in uint8), with much shared
+memory those that have it."""
+
+
+def launches_for(name: str, target: str) -> list[Any]:
+    """The recorded launches of a name, with the tile sizes for a target."""
+    compiled = import_module("platforms.triton-kernels.tests.compiled")
+    with (
+        compiled.launches() as caught,
+        torch.device("meta"),  # tensors without content
+        mock.patch.object(attention, "shared_memory", lambda _: compiled.SHARED_MEMORY[target]),
+        mock.patch.object(attention, "warp_size", lambda _: compiled.TARGETS[target].warp_size),
+        mock.patch.object(attention, "processors", lambda _: 132),
+        compiled.device_like(target),
+    ):
+        LAUNCHES[name]()
+    return list(caught)
 
 
 def main(targets: list[str], names: list[str]) -> int:
     """Compiles for the targets, and returns how many launches did not fit."""
-    from importlib import import_module
-
     compiled = import_module("platforms.triton-kernels.tests.compiled")
     failed = 0
     for name in names or LAUNCHES:
-        with compiled.launches() as caught, torch.device("meta"):  # tensors without content
-            LAUNCHES[name]()
         for target in targets:
             if target not in TAKEN_BY.get(name, {target}):
                 continue
-            for launch in caught:
+            for launch in launches_for(name, target):
                 found = compiled.compile_for(launch, target)
                 fits = found.shared <= compiled.SHARED_MEMORY[target]
                 failed += not fits

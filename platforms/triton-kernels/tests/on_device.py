@@ -1,9 +1,10 @@
 """Checks the kernels on a device: correct results, graph capture, and speed beside the device's limits.
 
-    python -m platforms.triton-kernels.tests.on_device [numerics] [graphs] [speed] [tiles]
+    python -m platforms.triton-kernels.tests.on_device [numerics] [graphs] [speed] [products] [tiles]
 
 Needs only torch with its Triton and this package. Speeds are measured by replaying captured graphs, and printed
-relative to a memory copy and a bfloat16 matrix product in the same run. `tiles` tries other tile sizes than those of
+relative to a memory copy and a bfloat16 matrix product in the same run. `products` is the part of `speed` about
+products and experts. `tiles` tries other tile sizes than those of
 `mvllm_triton.tiles` for the same launches and prints the best.
 
 Without a device `numerics` runs on the host with Triton's interpreter.
@@ -26,7 +27,18 @@ import torch
 if not torch.cuda.is_available():  # HIP devices have this name, too
     importlib.import_module("platforms.triton-kernels.tests.interpreter")
 
-from mvllm_triton import attention, float8_linear, moe, norm, quantized_linear, rotary, sampling
+from mvllm_triton import (
+    attention,
+    float8_linear,
+    float8_weight,
+    moe,
+    norm,
+    packed_experts,
+    quantized_linear,
+    quantized_moe,
+    rotary,
+    sampling,
+)
 from mvllm_triton.activation import silu_and_mul
 from mvllm_triton.argmax import argmax
 from mvllm_triton.kv_write import write_kv
@@ -74,10 +86,19 @@ class Paged:
             length,
         )
 
-    def run(self, **options: Any) -> torch.Tensor:
-        tables = self.table, self.starts, self.lens
+    def run(self, seq_lens: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+        tables = self.table, self.starts, self.lens if seq_lens is None else seq_lens
         hints = {"max_query_len": self.query_len, "max_seq_len": self.length, "scale": self.q.shape[2] ** -0.5}
         return attention.paged_attention(self.q, self.k_cache, self.v_cache, *tables, **hints | options)
+
+    def run_uneven(self) -> float:
+        """Error of a decode whose first request has all the keys, the others a few."""
+        lens = self.lens.clone()
+        lens[1:] = torch.arange(1, len(lens), device=lens.device) * 5
+        exact = self.exact()[:1]
+        found = self.run(seq_lens=lens)
+        one = self.run(seq_lens=lens, splits=1)
+        return max(_off(found[:1], exact), _off(found, one))
 
     def exact(self, window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:
         """Dense attention in float64 over the content of the caches."""
@@ -112,13 +133,15 @@ def numerics(device: str, small: bool) -> bool:
     allowed = {torch.float32: 1e-4, BF16: 2e-2, torch.float16: 3e-3}
     lengths = (70,) if small else (70, 1000, 5000)
     for dtype, length, query_len in itertools.product(allowed, lengths, (1, 5) if small else (1, 5, 64)):
-        for size in (80,) if small else (64, 80, 128, 256):
+        for size in (80,) if small else (64, 80, 128, 256, 512):
             paged = Paged.make(device, 3, query_len, length, (8, 2, size), dtype)
             for features in ({}, {"window": 50}, {"soft_cap": 5.0}):
                 found, exact = paged.run(**features), paged.exact(**features)  # type: ignore[arg-type]
                 what = f"attention {dtype} {query_len} of {length}, heads of {size}, {features}"
                 rows.append((what, _off(found, exact), allowed[dtype]))
         if query_len == 1:
+            uneven = paged.run_uneven()
+            rows.append((f"attention {dtype} of uneven requests", uneven, allowed[dtype]))
             split = paged.run(splits=5)
             rows.append((f"attention {dtype} {length} in splits", _off(split, paged.exact()), allowed[dtype]))
     x, weight = torch.randn(7, 512, device=device), torch.randn(512, device=device)
@@ -151,6 +174,8 @@ def numerics(device: str, small: bool) -> bool:
             found = quantized_linear.quantized_linear(x.to(wide), packed, None)
             exact = x.to(wide).double() @ matrix.double().T
             rows.append((f"int{bits} product, {wide}, int8 activations {int8}", _off(found, exact), 2e-2))
+    rows += _numerics_of_packed_experts(device, small)
+    rows += _numerics_of_the_library(device, small)
     right = True
     for what, off, limit in rows:
         right &= off <= limit  # False for NaN
@@ -158,6 +183,82 @@ def numerics(device: str, small: bool) -> bool:
             print(f"WRONG  {what}: {off:.3g}, allowed {limit:g}")
     print(f"numerics: {len(rows)} results, {'all right' if right else 'some WRONG'}")
     return right
+
+
+KINDS = ("mxfp4", "float8", "float8, rounded", "int4", "int8, rounded")
+"""Kinds of packed experts."""
+
+
+def _numerics_of_packed_experts(device: str, small: bool) -> list[tuple[str, float, float]]:
+    rows = []
+    hidden, inner, experts, top_k = (192, 160, 4, 2) if small else (2880, 1440, 16, 4)
+    for kind, tokens in itertools.product(KINDS, (3,) if small else (1, 3, 40, 700)):
+        x = torch.randn(tokens, hidden, device=device, dtype=BF16)
+        made = [
+            [_expert(device, kind, *size) for _ in range(experts)] for size in ((2 * inner, hidden), (hidden, inner))
+        ]
+        packed = quantized_moe.pack(tuple([weight for weight, _ in each] for each in made), native=not small)
+        up, down = (torch.stack([floats for _, floats in each]) for each in made)
+        ids = torch.stack([torch.randperm(experts, device=device)[:top_k] for _ in range(tokens)])
+        shares = torch.rand(tokens, top_k, device=device)
+        biases = [torch.randn(experts, size, device=device, dtype=BF16) for size in (2 * inner, hidden)]
+        clamp = (1.702, 7.0)
+        found = quantized_moe.quantized_moe(x, packed[0], biases[0], packed[1], biases[1], ids, shares, *clamp)
+        total = torch.zeros(tokens, hidden, device=device)
+        for token, which in itertools.product(range(tokens), range(top_k)):
+            e = int(ids[token, which])
+            gate, above = (up[e] @ x[token].float() + biases[0][e].float()).chunk(2)
+            gate, above = gate.clamp(max=clamp[1]), above.clamp(-clamp[1], clamp[1])
+            result = down[e] @ ((above + 1) * gate * torch.sigmoid(clamp[0] * gate)) + biases[1][e].float()
+            total[token] += shares[token, which] * result
+        rows.append((f"experts of {kind}, {tokens} tokens", _off(found, total), 0.1 if "rounded" in kind else 3e-2))
+    return rows
+
+
+def _expert(device: str, kind: str, out_features: int, in_features: int) -> tuple[Any, torch.Tensor]:
+    """A weight of one expert, and its matrix in float32."""
+    scale = in_features**-0.5
+    if kind == "mxfp4":
+        groups = -(-in_features // 32)
+        blocks = torch.randint(0, 256, (out_features, groups, 17), device=device, dtype=torch.uint8)
+        blocks[..., 0] = 127 + round(math.log2(scale)) - (blocks[..., 0] & 3)
+        codes = torch.cat((blocks[..., 1:] & 15, blocks[..., 1:] >> 4), dim=2).long()
+        numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=device)
+        values = torch.cat((numbers, -numbers))[codes] * torch.exp2(blocks[..., :1].float() - 127)
+        return _Blocks((_Part("mxfp4", blocks.flatten(1)),), in_features), values.flatten(1)
+    if kind.startswith("float8"):
+        codes = torch.randn(out_features, in_features, device=device).to(torch.float8_e4m3fn)
+        block = 32  # divides all sizes
+        scales = (torch.rand(out_features // block, in_features // block, device=device) + 0.5) * scale
+        wide = codes.float() * scales.repeat_interleave(block, 0).repeat_interleave(block, 1)
+        inputs = "dynamic" if "rounded" in kind else "floats"
+        return _Floats(codes.view(torch.uint8), scales, block, block, inputs), wide
+    bits = int(kind[3])
+    middle = 2 ** (bits - 1)
+    values = torch.randint(-middle, middle, (out_features, in_features), device=device, dtype=torch.int8)
+    scales = (torch.rand(out_features, in_features // 32, device=device) + 0.5) * scale / middle
+    zeros = torch.randint(-middle, middle, scales.shape, device=device, dtype=torch.int8) // 4
+    wide = (values - zeros.repeat_interleave(32, 1).float()) * scales.repeat_interleave(32, 1)
+    return _Weight(values, scales, zeros, 32, bits, "rounded" in kind), wide
+
+
+def _numerics_of_the_library(device: str, small: bool) -> list[tuple[str, float, float]]:
+    """Products of 8-bit floats, by the library if it computes them, for both layouts of scales."""
+    rows = []
+    for static, has_bias in itertools.product((False, True), repeat=2):
+        codes = torch.randn(256, 512, device=device).to(torch.float8_e4m3fn)
+        input_scale = torch.full((1,), 0.02, device=device) if static else None
+        weight = _Floats(codes.view(torch.uint8), torch.full((1, 1), 0.5, device=device), 256, 512,
+                         "static" if static else "dynamic", input_scale)  # fmt: skip
+        packed = float8_weight.pack(weight, native=not small)
+        x = torch.randn(17, 512, device=device, dtype=BF16)
+        bias = torch.randn(256, device=device, dtype=BF16) if has_bias else None
+        exact = x.double() @ codes.double().T * 0.5 + (0 if bias is None else bias.double())
+        found = float8_weight.float8_product(x, packed, bias)
+        by = "the library" if (BF16, has_bias) in packed.library else "our kernel"
+        rows.append((f"float8 product by {by}, static {static}, bias {has_bias}", _off(found, exact), 4e-2))
+        print(rows[-1][0])
+    return rows
 
 
 def _integers(
@@ -179,6 +280,28 @@ class _Weight:
     group_size: int
     bits: int
     int8_activations: bool
+
+
+@dataclass(frozen=True)
+class _Floats:
+    codes: torch.Tensor
+    scales: torch.Tensor
+    block_rows: int
+    block_columns: int
+    inputs: str
+    input_scale: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Part:
+    format: str
+    data: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    parts: tuple[_Part, ...]
+    in_features: int
 
 
 def graphs(device: str) -> bool:
@@ -231,8 +354,8 @@ def _prefill_flops(length: int) -> float:
     return 2.0 * length * length * LLAMA[0] * LLAMA[2]  # two products, half of each masked
 
 
-def speed(device: str) -> None:
-    """Prints rates, and their share of the device's limits. Small tensors stay in caches and may exceed the limits."""
+def _shown(device: str) -> Callable[..., None]:
+    """Measures the device's limits; the result prints a rate and its share of them."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy = 2 * source.nbytes / seconds(lambda: target.copy_(source))
@@ -248,6 +371,19 @@ def speed(device: str) -> None:
             rates.append(f"{computed / time / 1e12:6.1f} TFLOP/s = {computed / time / product:5.1%} of product")
         print(f"{what:52}", *rates, flush=True)
 
+    return show
+
+
+def products(device: str) -> None:
+    """The part of `speed` about products and experts."""
+    show = _shown(device)
+    _speed_of_products(device, show)
+    _speed_of_packed_experts(device, show)
+
+
+def speed(device: str) -> None:
+    """Prints rates, and their share of the device's limits. Small tensors stay in caches and may exceed the limits."""
+    show = _shown(device)
     for batch, length in DECODES:
         paged = Paged.make(device, batch, 1, length, LLAMA, BF16)
         show(f"decode, batch {batch}, {length} tokens", seconds(paged.run), moved=_decode_bytes(batch, length, 2))
@@ -258,6 +394,12 @@ def speed(device: str) -> None:
             time = seconds(lambda: paged.run(k_scale=scales, v_scale=scales))
             show(f"    the same in {kind}", time, moved=_decode_bytes(batch, length, 1))
             paged.k_cache, paged.v_cache = (c.view(torch.float8_e4m3fn) for c in (paged.k_cache, paged.v_cache))
+    paged = Paged.make(device, 16, 1, 100_000, LLAMA, BF16)
+    lens = torch.full((16,), 1000, device=device, dtype=torch.int32)
+    lens[:1] = 100_000
+    moved = _decode_bytes(1, 115_000, 2)
+    show("decode, one of 16 requests has 100000 tokens", seconds(lambda: paged.run(seq_lens=lens)), moved=moved)
+    del paged
     for length in PREFILLS:
         paged = Paged.make(device, 1, length, length, LLAMA, BF16)
         show(f"prefill, {length} tokens", seconds(paged.run, 3), computed=_prefill_flops(length))
@@ -276,6 +418,7 @@ def speed(device: str) -> None:
         slots = torch.arange(rows, device=device, dtype=torch.int32)
         show(f"write_kv, {rows} rows", seconds(lambda: write_kv(heads[:, :8], heads[:, 8:16], cache, cache, slots)))
     _speed_of_products(device, show)
+    _speed_of_packed_experts(device, show)
     logits, each = torch.randn(64, 151936, device=device), torch.ones(64, device=device)
     show("argmax, 64 rows of 151936", seconds(lambda: argmax(logits)), moved=logits.nbytes)
     given = (logits, each, each * -math.inf, torch.full((64,), 50, device=device), each * 0.9, each * 0.5, each * 0.5)
@@ -283,6 +426,17 @@ def speed(device: str) -> None:
 
 
 def _speed_of_products(device: str, show: Callable[..., None]) -> None:
+    for tokens, (in_features, out_features) in itertools.product((1, 16), ((4096, 14336), (14336, 4096), (4096, 1024))):
+        x = torch.randn(tokens, in_features, device=device, dtype=BF16)
+        weight = torch.randn(out_features, in_features, device=device, dtype=BF16)
+        what = f"product, {tokens} rows, {in_features} to {out_features}"
+        show(what, seconds(lambda: torch.nn.functional.linear(x, weight)), moved=weight.nbytes)
+        packed, _ = _integers(device, out_features, in_features, 4, False)
+        show("    int4", seconds(lambda: quantized_linear.quantized_linear(x, packed, None)), moved=packed.data.nbytes)
+        codes, scale = weight.to(torch.float8_e4m3fn), torch.ones(out_features, 1, device=device)
+        time = seconds(lambda: float8_linear.float8_linear(x, codes, scale))
+        show("    float8", time, moved=codes.nbytes)
+        _speed_of_the_library(x, codes, show)
     for tokens in (1, 16, 64, 2048):
         x = torch.randn(tokens, 4096, device=device, dtype=BF16)
         weight = torch.randn(4096, 4096, device=device, dtype=BF16)
@@ -299,6 +453,7 @@ def _speed_of_products(device: str, show: Callable[..., None]) -> None:
             scale = torch.ones(shape, device=device)
             time = seconds(lambda: float8_linear.float8_linear(x, f8, scale, block=block))
             show(f"    float8{' by block' if block else ''}", time, moved=f8.nbytes, computed=flops)
+        _speed_of_the_library(x, f8, show)
     gate_up = torch.randn(128, 1536, 2048, device=device, dtype=BF16)
     down = torch.randn(128, 2048, 768, device=device, dtype=BF16)
     for tokens in (1, 16, 64, 2048):
@@ -309,6 +464,49 @@ def _speed_of_products(device: str, show: Callable[..., None]) -> None:
         flops = 2.0 * tokens * 8 * (gate_up[0].numel() + down[0].numel())
         time = seconds(lambda: moe.moe(x, gate_up, down, ids, shares))
         show(f"128 experts, {tokens} rows", time, moved=touched, computed=flops)
+
+
+def _speed_of_the_library(x: torch.Tensor, codes: torch.Tensor, show: Callable[..., None]) -> None:
+    """A scale for each row of inputs, and the rounding of the inputs."""
+    scales = torch.ones(len(codes), 1, device=x.device)
+    weight = _Floats(codes.view(torch.uint8), scales, 1, x.shape[1], "dynamic")
+    packed = float8_weight.pack(weight)
+    if (x.dtype, False) in packed.library:
+        time = seconds(lambda: float8_weight.float8_product(x, packed, None))
+        show("    float8 by the library", time, moved=codes.nbytes, computed=2.0 * len(x) * codes.numel())
+
+
+def _packed(device: str, kind: int, experts: int, rows: int, columns: int) -> packed_experts.PackedExperts:
+    """Random packed weights."""
+    packs = kind in (packed_experts.MXFP4, packed_experts.INT4)
+    data = torch.randint(0, 120, (experts, rows, columns // 2 if packs else columns), device=device, dtype=torch.uint8)
+    if kind == packed_experts.MXFP4:
+        scales = torch.full((experts, -(-columns // 128), rows), 0x78787878, device=device, dtype=torch.int32)
+        return packed_experts.PackedExperts(kind, data, scales, None, 128, 1, 128, columns, rows)
+    is_float = kind == packed_experts.FLOAT8
+    data = data.view(torch.float8_e4m3fn) if is_float else data
+    scales = torch.full((experts, columns // 128, rows // 128 if is_float else rows), 0.01, device=device)
+    sizes = 128, 128 if is_float else 1, 128, columns, rows
+    return packed_experts.PackedExperts(kind, data, scales, None, *sizes, rounded=is_float, native=is_float)
+
+
+def _speed_of_packed_experts(device: str, show: Callable[..., None]) -> None:
+    models = (
+        ("GPT-OSS-120B, mxfp4", packed_experts.MXFP4, 128, 4, 2880, 2880),
+        ("Qwen3-30B-A3B, float8", packed_experts.FLOAT8, 128, 8, 2048, 768),
+        ("Qwen3-30B-A3B, int4", packed_experts.INT4, 128, 8, 2048, 768),
+    )
+    for name, kind, experts, top_k, hidden, inner in models:
+        up, down = _packed(device, kind, experts, 2 * inner, hidden), _packed(device, kind, experts, hidden, inner)
+        clamp = (1.702, 7.0) if kind == packed_experts.MXFP4 else (None, None)
+        for tokens in (1, 4, 16, 64, 256, 2048):
+            x = torch.randn(tokens, hidden, device=device, dtype=BF16)
+            ids = (torch.arange(tokens * top_k, device=device) % experts).view(tokens, top_k)
+            shares = torch.rand(tokens, top_k, device=device)
+            touched = min(experts, tokens * top_k) * (up.nbytes + down.nbytes) / experts
+            flops = 2.0 * tokens * top_k * 3 * hidden * inner
+            time = seconds(lambda: quantized_moe.quantized_moe(x, up, None, down, None, ids, shares, *clamp))
+            show(f"{name}, {tokens} tokens", time, moved=touched, computed=flops)
 
 
 def tiles(device: str) -> None:
@@ -346,6 +544,8 @@ def main(wanted: list[str]) -> int:
         right &= graphs(device)
     if "speed" in wanted:
         speed(device)
+    if "products" in wanted:
+        products(device)
     if "tiles" in wanted:
         tiles(device)
     return 0 if right else 1

@@ -110,7 +110,7 @@ def test_kinds_of_batches(requests, splits):
         check_against_exact(make_spec(head_size=16), requests, splits=splits, padding=0, padding_requests=0)
 
 
-@pytest.mark.parametrize("head_size", [80, more(96), more(128), 256])
+@pytest.mark.parametrize("head_size", [80, more(96), more(128), 256, 512])
 def test_head_sizes_that_are_and_are_not_powers_of_two(head_size):
     check_against_exact(make_spec(2, 1, head_size), [(0, 5), (30, 1)])
 
@@ -197,6 +197,38 @@ def test_keys_of_decodes_are_split_among_programs():
     check_against_exact(make_spec(head_size=16), DECODES, splits=7)
 
 
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles of 16 keys, so that short sequences have many."""
+    attention = interpreted.mvllm_triton.attention
+    usual = attention.attention_tiles
+    monkeypatch.setattr(
+        attention, "attention_tiles", lambda *args, **options: dataclasses.replace(usual(*args, **options), columns=16)
+    )
+
+
+@pytest.mark.parametrize("splits", [more(2), 5, more(40)])
+@pytest.mark.parametrize(
+    "requests, features",
+    [
+        ([(200, 1), (3, 1), (0, 1), (90, 1)], {"sinks": True}),  # one request with most of the keys
+        more([(3, 1), (90, 4), (200, 2)], {}),
+        ([(3, 1), (200, 12), (0, 40), (90, 1)], {"sliding_window": 50}),  # both launches
+        more([(3, 1), (200, 12), (0, 40), (90, 1)], {"sinks": True, "soft_cap": 3.0}),
+        more([(100, 40)], {"sliding_window": 33}),
+        more([(100, 1), (90, 20)], {"dtype": "bfloat16", "kv_dtype": "float8_e4m3fn"}),
+    ],
+    ids=str,
+)
+def test_uneven_requests_divided_among_programs(requests, features, splits, small_tiles):
+    check_against_exact(make_spec(head_size=16, **features), requests, block_size=8, splits=splits)
+
+
+def test_programs_share_the_keys_of_a_latent(small_tiles):
+    spec = make_spec(4, 1, 40, value_head_size=24, values_in_keys=True)
+    check_against_exact(spec, [(100, 1), (3, 1), (40, 1)], splits=5)
+
+
 def test_keys_of_a_long_context_are_split_by_default():
     check_against_exact(make_spec(2, 2, 16), [(300, 1)], spread=2.0)
 
@@ -212,7 +244,7 @@ def test_random_steps(seed):
         size, value_size = rng.choice(((40, 24), (80, 64), (24, 8), (576, 512)))
         fields |= {"value_head_size": value_size, "values_in_keys": True}
     else:
-        kv_heads, size = rng.choice((1, 2, 3)), rng.choice((16, 24, 64, 80, 96, 128, 192, 256))
+        kv_heads, size = rng.choice((1, 2, 3)), rng.choice((16, 24, 64, 80, 96, 128, 192, 256, 512))
         heads = (kv_heads * rng.choice((1, 2, 3, 5, 7, 8, 12, 16)), kv_heads)
     if rng.random() < 0.4:
         fields["sliding_window"] = rng.choice((1, 2, 15, 16, 17, 33, 64))

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,58 @@ def compile_launches(tmp_path, targets, *names):
     return done.stdout
 
 
-def test_a_decode_compiles_for_two_vendors(tmp_path):
-    lines = compile_launches(tmp_path, "sm_90,gfx942", "decode-64").splitlines()
-    assert [line.split()[1:3] for line in lines] == [["attend", "sm_90"], ["attend", "gfx942"]]
+def kernels(tmp_path, targets, *names):
+    """The compiled kernels `attend`: by name and target, the numbers that a line prints after a word."""
+    found = {}
+    for line in compile_launches(tmp_path, targets, *names).splitlines():
+        words = line.split()
+        if words[1] == "attend":
+            numbers = dict(pairwise(words[3:]))
+            found[words[0], words[2]] = {
+                key: None if numbers[key] == "None" else int(numbers[key])
+                for key in ("spilled", "copies", "waits", "buffers", "products")
+            }
+    return found
+
+
+def check_overlap(found):
+    """Tiles of keys and values are in flight while earlier ones are multiplied."""
+    for (name, target), kernel in found.items():
+        what = f"{name} on {target}: {kernel}"
+        if target.startswith("sm_"):
+            assert kernel["copies"] > 0 and kernel["waits"] > 0, what
+            assert kernel["buffers"] >= 2, what
+        else:
+            # Triton 3.7 has no asynchronous copies for these targets by default: the next tile is loaded into
+            # registers before the products of the current one, and stored to a buffer in shared memory afterwards.
+            assert kernel["buffers"] >= 1, what
+        if name.startswith("prefill") and target in ("sm_90", "sm_100"):
+            assert kernel["products"] > 0, what
+
+
+def test_loads_of_a_decode_overlap_its_products_for_two_vendors(tmp_path):
+    found = kernels(tmp_path, "sm_90,gfx942", "decode-64")
+    assert list(found) == [("decode-64", "sm_90"), ("decode-64", "gfx942")]
+    check_overlap(found)
+
+
+def test_loads_of_a_prefill_overlap_its_products(tmp_path):
+    check_overlap(kernels(tmp_path, "sm_90", "prefill-64"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx942", "gfx950"])
+def test_loads_overlap_products_in_every_size(tmp_path, target):
+    names = ("decode-128", "decode-512", "decode-codes", "prefill-64", "prefill-128", "prefill-256", "prefill-codes")
+    check_overlap(kernels(tmp_path, target, *names))
+
+
+def test_products_of_few_rows_are_read_16_bytes_at_a_time_and_nothing_is_spilled(tmp_path):
+    lines = compile_launches(tmp_path, "sm_90", "few-rows-1", "few-rows-16").splitlines()
+    assert [line.split()[:2] for line in lines] == [["few-rows-1", "multiply_row"], ["few-rows-16", "multiply"]]
+    for line in lines:
+        *_, spilled, _, copies = line.split()
+        assert spilled == "0" and int(copies) >= 16, line
 
 
 def test_attention_has_few_compiled_variants():
@@ -46,6 +96,30 @@ def test_attention_has_few_compiled_variants():
     for line in done.stdout.splitlines():
         _, attend, combine = line.split()
         assert int(attend) <= 7 and int(combine) <= 9, line
+
+
+PACKED = ("int4-one", "mxfp4-experts-decode", "int4-experts-decode", "float8-codes-experts-decode")
+
+
+@pytest.mark.parametrize(
+    "targets, names",
+    [
+        ("sm_90,gfx942", PACKED[:2]),
+        pytest.param("sm_90,sm_100,gfx942,gfx950", PACKED, marks=pytest.mark.exhaustive),
+        pytest.param("sm_90,sm_100,gfx950", ("float8-decode", "float8-experts-decode"), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_packed_weights_are_loaded_16_bytes_at_a_time_and_stay_in_registers(tmp_path, targets, names):
+    lines = [line.split() for line in compile_launches(tmp_path, targets, *names).splitlines()]
+    products = [line for line in lines if line[1] == "multiply"]
+    assert {(line[0], line[2]) for line in products} == {
+        (name, target) for name in names for target in targets.split(",")
+    }
+    for line in products:
+        found = dict(zip(line[3::2], line[4::2])) if line[5] != "KiB" else dict(zip(line[6::2], line[7::2]))
+        sizes = {int(size) for size in found["packed"].split(",")}
+        assert min(sizes) >= 16, line
+        assert int(found["wide"]) > 0 and found["spilled"] == "0", line
 
 
 @pytest.mark.exhaustive

@@ -13,7 +13,7 @@ from mvllm.testing import op_cases
 importlib.import_module("platforms.triton-kernels.tests.interpreted")
 
 from mvllm_triton import moe  # noqa: E402  once Triton is imported with its interpreter
-from mvllm_triton.tiles import expert_tiles  # noqa: E402
+from mvllm_triton.tiles import expert_tiles, power_of_two, routed_entries  # noqa: E402
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.exhaustive)])
@@ -39,7 +39,7 @@ def test_partial_tiles_and_unused_experts(hidden_size, inner_size):
 def test_entries_are_ordered_by_expert_and_runs_fill_whole_tiles():
     ids = torch.tensor([[3, 1], [3, 0], [1, 3]] * 8)
     tiles = expert_tiles(ids.numel(), 5, 4)
-    order, experts = moe._ordered(ids, 5, 8, tiles)
+    order, experts = moe.ordered(ids, 5, 8, tiles)
     assert tiles.rows == 16
     assert experts.tolist() == [0, 1, 3, 3, -1, -1, -1, -1]
     for tile, expert in enumerate(experts.tolist()[:4]):
@@ -48,3 +48,23 @@ def test_entries_are_ordered_by_expert_and_runs_fill_whole_tiles():
         assert (ids.flatten()[real.long()] == expert).all()
         assert (entries[len(real) :] == ids.numel()).all()
     assert sorted(order[:64][order[:64] < 48].tolist()) == list(range(48))
+
+
+@pytest.mark.parametrize("num_experts", [5, pytest.param(200, marks=pytest.mark.exhaustive)])
+def test_experts_keep_the_order_of_their_entries_across_pieces(num_experts):
+    ids = torch.rand(150, num_experts, generator=torch.Generator().manual_seed(0)).topk(4, dim=1).indices
+    tiles = expert_tiles(ids.numel(), num_experts, 4)
+    max_tiles = ids.numel() // tiles.rows + num_experts
+    assert ids.numel() > 2 * routed_entries(power_of_two(num_experts))
+    order, experts = moe._ordered(ids, num_experts, max_tiles, tiles)
+    flat, row = ids.flatten(), 0
+    for expert in range(num_experts):
+        wanted = (flat == expert).nonzero().flatten().tolist()
+        num_rows = -(-len(wanted) // tiles.rows) * tiles.rows
+        run = order[row : row + num_rows].tolist()
+        assert run == wanted + [ids.numel()] * (num_rows - len(wanted))
+        assert experts[row // tiles.rows : (row + num_rows) // tiles.rows].tolist() == [expert] * (
+            num_rows // tiles.rows
+        )
+        row += num_rows
+    assert (experts[row // tiles.rows :] == -1).all()

@@ -13,6 +13,7 @@ from mvllm.testing import op_cases
 importlib.import_module("platforms.triton-kernels.tests.interpreted")
 
 from mvllm_triton import sampling  # noqa: E402  once Triton is imported with its interpreter
+from mvllm_triton.tiles import histogram_tiles  # noqa: E402
 
 OFF = {"inv_temperature": 1.0, "min_p": 0.0, "top_k": 10**6, "top_p": 1.0}
 
@@ -72,6 +73,25 @@ def test_tokens_that_tie_with_the_last_one_are_kept():
     logits = torch.tensor([[1.0, 0.0, -0.0, 0.0, -2.0, -torch.inf]]).repeat(2, 1)
     found = sampling.filters(logits, *arguments([{"top_k": 2}, {"top_p": 0.7}], 6))
     assert kept(logits, found).tolist() == [[True] * 4 + [False] * 2] * 2
+
+
+def test_several_programs_share_a_row_and_its_ties():
+    """Logits in steps, so that the last kept one has ties in every piece of the row."""
+    rows = [{"top_k": 40}, {"top_p": 0.6}, {"top_k": 900, "top_p": 0.5, "min_p": 0.001}]
+    logits = (torch.randn(len(rows), 2300, generator=torch.Generator().manual_seed(3)) * 4).round() / 4
+    given = arguments(rows, 2300)
+    assert histogram_tiles(*logits.shape).piece < 2300
+    found = sampling.filters(logits, *given)
+    assert torch.equal(kept(logits, found), kept_by_sorting(logits, *given))
+    assert (kept(logits, found).sum(dim=1) > torch.tensor([40, 10, 10])).all()
+
+
+def test_rows_without_a_finite_maximum_draw_any_token_of_the_vocabulary():
+    logits = torch.zeros(3, 70)
+    logits[0, 5], logits[1, 5], logits[2] = torch.nan, torch.inf, -torch.inf
+    each = torch.full((3,), 0.5)
+    found = sampling.sample(logits, *arguments([{"top_k": 3, "top_p": 0.5}] * 3, 70), each, each)
+    assert ((found >= 0) & (found < 70)).all()
 
 
 @pytest.mark.parametrize("size", [37, pytest.param(300, marks=pytest.mark.exhaustive)])

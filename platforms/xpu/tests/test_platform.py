@@ -180,7 +180,7 @@ def test_all_checks_pass_on_a_working_machine(checks):
     assert (
         found["memory"].found == "Arc Pro B60: 24.0 GiB, free ones unknown; Arc Pro B60: 24.0 GiB, free ones unknown."
     )
-    assert list(found) == ["driver", "devices", "chips", "runtime", "torch", "kernels", "memory"]
+    assert list(found) == ["driver", "devices", "chips", "runtime", "torch", "kernels", "compiler", "memory"]
 
 
 def test_unknown_memory_is_reported_as_unknown(checks):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.helpers.changed_weights import changed_copy
 from tests.helpers.lora_adapters import merged, write_adapter
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.processes import assert_nothing_left, shared_memory_names
@@ -128,3 +131,45 @@ def test_an_adapter_that_cannot_be_loaded_is_an_error_and_the_server_continues(
     assert list(cards(client)) == ["plain", "first"]
     assert client.post("/v1/embeddings", json={"model": "first", "input": "x"}).status_code == 400
     assert generated(client, "first") == adapters.tokens("a")
+
+
+def test_administrators_pause_the_engine_and_replace_its_weights(
+    client: httpx.Client, adapters: Adapters, tmp_path: Path
+) -> None:
+    """In this file because its server has an administrator's key. The old weights are restored at the end."""
+    changed = changed_copy(adapters.checkpoint, tmp_path / "changed")
+    ask = {"model": "plain", "prompt": PROMPT, "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
+    ask |= {"return_token_ids": True, "return_weight_versions": True}
+    for path in ("/pause", "/resume", "/start_weight_update", "/update_weights", "/finish_weight_update"):
+        assert post(client, path, None).status_code == 403
+    assert client.get("/weight_info").status_code == 403
+    key = {"Authorization": f"Bearer {ADMIN}"}
+    old = client.post("/v1/completions", json=ask).json()["choices"][0]
+    assert old["weight_versions"] == [[0, TOKENS]]
+
+    assert client.post("/pause?mode=keep&clear_cache=false", headers=key).json() == {"is_paused": True}
+    assert client.get("/is_paused", headers=key).json() == {"is_paused": True}
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(client.post, "/v1/completions", json=ask)
+        assert post(client, "/start_weight_update").json()["is_updating"] is True
+        wrong = post(client, "/update_weights", update_info={"path": str(tmp_path)})
+        assert wrong.status_code == 400 and "nothing was written" in wrong.json()["error"]["message"]
+        updated = post(client, "/update_weights", update_info={"path": str(changed)})
+        assert updated.status_code == 200, updated.text
+        assert post(client, "/finish_weight_update", weight_version=7).json()["weight_version"] == 7
+        assert not waiting.done()
+        assert client.post("/resume", headers=key).json() == {"is_paused": False}
+        new = waiting.result().json()["choices"][0]
+    assert new["weight_versions"] == [[7, TOKENS]] and new["token_ids"] != old["token_ids"]
+    chat = {"model": "plain", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "ignore_eos": True}
+    answer = client.post("/v1/chat/completions", json=chat | {"return_weight_versions": True}).json()
+    assert answer["choices"][0]["weight_versions"] == [[7, 3]]
+
+    assert post(client, "/collective_rpc", method="missing").status_code == 400
+    shutil.copytree(adapters.paths["b"], adapters.paths["a"], dirs_exist_ok=True)
+    assert post(client, "/v1/update_lora_adapter", lora_name="none").status_code == 404
+    assert post(client, "/v1/update_lora_adapter", lora_name="first").json()["weight_version"] == 8
+    restored = post(client, "/update_weights", update_info={"path": str(adapters.checkpoint)})
+    assert restored.json() == {"weight_version": 9, "is_updating": False, "failure": None}
+    assert generated(client, "plain") == old["token_ids"]
+    assert generated(client, "first") == adapters.tokens("b")

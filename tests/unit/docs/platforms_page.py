@@ -44,6 +44,7 @@ CLAUSES_OF: dict[str, tuple[str, ...]] = {
     "sinks": ("ATT-09",),
     "deterministic": ("ATT-11",),
     "mla": ("ATT-12",),
+    "lazy_kernels": ("RUN-01",),
 }
 """The clauses of each capability; a new field of Capabilities must be added here (a test checks this)."""
 

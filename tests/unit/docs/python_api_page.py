@@ -39,6 +39,7 @@ KINDS = {
         *("RequestOutput", "CompletionOutput", "Logprob", "BeamSearchOutput", "PoolingRequestOutput"),
         *("EmbeddingRequestOutput", "ClassificationRequestOutput", "ScoringRequestOutput"),
     ),
+    "Weights": ("SharedMemoryWeights", "WeightTransferGroup", "WeightTransferInfo"),
     "Errors": ("MvllmError", "RequestError", "ConfigError", "ModelError", "PlatformError"),
 }
 

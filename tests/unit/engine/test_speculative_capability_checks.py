@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 import pytest
@@ -44,9 +45,12 @@ def resolve(config: EngineConfig, **changes: Any) -> EngineConfig:
     return resolve_config(config, platform)
 
 
-def test_async_scheduling_is_off_with_draft_tokens():
+def test_async_scheduling_is_off_with_draft_tokens_and_the_log_says_so(caplog):
+    caplog.set_level(logging.INFO)
     assert resolve(speculative_config(None)).scheduler.async_scheduling is True
+    assert "async_scheduling" not in caplog.text
     assert resolve(speculative_config()).scheduler.async_scheduling is False
+    assert "scheduler.async_scheduling = False: with draft tokens" in caplog.text
 
 
 def test_async_scheduling_with_draft_tokens_is_refused():

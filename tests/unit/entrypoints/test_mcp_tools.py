@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from mvllm.entrypoints.openai.responses.mcp.functions import function_names, parse_mcp_tools, redacted_tools
+from mvllm.entrypoints.openai.responses.mcp.connection import MCPConnection, MCPServerError
+from mvllm.entrypoints.openai.responses.mcp.functions import MCPTool, function_names, parse_mcp_tools, redacted_tools
 from mvllm.entrypoints.openai.server.settings import MCPServerConfig, MCPSettings, ServerSettings
 from mvllm.errors import RequestError
 from tests.unit.entrypoints.builders import save_model_folder
@@ -74,7 +75,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
             MCPServerConfig("web", url=f"http://127.0.0.1:{log.read_text().strip()}/mcp"),
             MCPServerConfig("dead", url="http://127.0.0.1:9/mcp"),
         )
-        mcp = MCPSettings(servers, "public", max_calls=NUM_CALLS, timeout=3.0, max_result_bytes=64)
+        mcp = MCPSettings(servers, "public", max_calls=NUM_CALLS, timeout=3.0, max_result_bytes=64, start_timeout=60.0)
         with live_server(folder, answer, ServerSettings(mcp=mcp)) as server:
             yield server
         process.terminate()
@@ -226,6 +227,23 @@ def test_responses_of_tool_servers_are_limited(server: LiveServer, monkeypatch: 
         asyncio.run(get(public_only=False))
     with pytest.raises(httpx2.ConnectError, match="not a public address"):
         asyncio.run(get(public_only=True))
+
+
+def test_the_time_to_start_a_program_is_limited_apart_from_that_of_calls() -> None:
+    silent = MCPServerConfig("silent", command=("sh", "-c", "read a; read b"))  # reads to the end, and answers nothing
+
+    async def list_tools() -> None:
+        connection = MCPConnection(MCPTool(silent, True), MCPSettings((silent,), timeout=60.0, start_timeout=0.3))
+        try:
+            await connection.list_tools()
+        finally:
+            connection.close()
+            await connection.wait_closed()
+
+    started = time.monotonic()
+    with pytest.raises(MCPServerError, match=r"not started within 0\.3 s.*--mcp-start-timeout"):
+        asyncio.run(asyncio.wait_for(list_tools(), 30))
+    assert time.monotonic() - started < 20
 
 
 SETTINGS = MCPSettings((MCPServerConfig("a", url="https://a.example/mcp"), MCPServerConfig("b", command=("b",))))

@@ -130,11 +130,14 @@ def test_a_folder_has_the_models_in_it(tmp_path: Path) -> None:
         (("--served-model-name", "x"), "--served-model-name is for one model"),
         (("--keep-alive", "x"), "--keep-alive must be seconds"),
         (("--max-loaded-models", "1"), "2 models are pinned"),
+        (("--responses-store", "x.db"), "b: max-stored-responses is given for one model, but with --responses-store"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(
     tmp_path: Path, arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "m.yaml").write_text("{models: {a: {model: demo, pinned: true}, b: {model: demo, pinned: true}}}")
+    (tmp_path / "m.yaml").write_text(
+        "{models: {a: {model: demo, pinned: true}, b: {model: demo, pinned: true, max-stored-responses: 5}}}"
+    )
     assert main(["serve", *arguments, "--models", str(tmp_path / "m.yaml"), "--port", "0"]) == 1
     assert message in capsys.readouterr().err

@@ -100,6 +100,22 @@ def test_the_prompt_decides_whether_the_budget_counts_from_the_beginning_or_not_
     assert closed.core.requests[0].sampling_params.thinking_token_budget is None
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", COMPLETIONS, RESPONSES])
+def test_thoughts_that_no_tag_opens_have_a_budget_if_the_format_always_reasons(folder: str, path: str) -> None:
+    """Kimi K2 has both: its outputs begin within the thoughts, and a tool call ends them."""
+    bodies = {COMPLETIONS: {"prompt": "2 + 2?"}, RESPONSES: {"input": "2 + 2?"}}
+    server = Server(folder, "x", reasoning_parser="kimi_k2")
+    assert server.post({**bodies.get(path, ASK), "thinking_token_budget": 5}, path).status_code == 200
+    params = server.core.requests[0].sampling_params
+    call = TOKENIZER.encode("<|tool_calls_section_begin|>", add_special_tokens=False)
+    assert params.thinking_token_budget == 5 and not params.thinking_tokens.starts
+    assert params.thinking_tokens.implicit_ends == [call]
+    closed = {"prompt": "2 + 2?<think></think>"} if path == COMPLETIONS else {"chat_template_kwargs": {"closed": True}}
+    body = {**bodies.get(path, ASK), "thinking_token_budget": 5, **closed}
+    assert server.post(body, path).status_code == 200
+    assert server.core.requests[1].sampling_params.thinking_token_budget is None
+
+
 def test_a_budget_without_known_tags_is_rejected(folder: str) -> None:
     for parser in (None, "minimax_m2_append_think"):
         error = Server(folder, "x", reasoning_parser=parser).post({**ASK, "thinking_token_budget": 5})

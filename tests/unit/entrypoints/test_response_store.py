@@ -6,6 +6,8 @@ import asyncio
 import json
 import sqlite3
 import stat
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -137,6 +139,23 @@ def test_what_a_killed_server_left_running_has_failed_at_the_next_start(tmp_path
         assert json.loads(last.data.split(b"data: ")[1])["response"] == failed
         kept = again.response("b")
         assert kept is not None and kept.body == body()
+
+
+def test_a_second_connection_of_a_process_does_not_end_the_locks_of_the_first(tmp_path: Path) -> None:
+    path = str(tmp_path / "responses.db")
+    first = ResponseDatabase(path, LIMITS)
+    first.add_response("a", stored())
+    ResponseDatabase(path, LIMITS).close()
+    query = "SELECT COUNT(*) FROM objects"
+
+    def count_in_another_process() -> int:
+        program = f"import sqlite3; c = sqlite3.connect({path!r}); print(*c.execute({query!r}).fetchone()); c.close()"
+        return int(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout)
+
+    assert count_in_another_process() == 1  # as the last user of the file, it would delete the WAL when it closes
+    first.add_response("b", stored())
+    assert count_in_another_process() == 2
+    first.close()
 
 
 def test_a_file_belongs_to_one_server_and_its_user(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from mvllm.entrypoints.openai.common.chat_prompt_renderer import MAX_TOOLS
-from mvllm.entrypoints.openai.responses.input_items import MessageBuilder, items_to_messages
+from mvllm.entrypoints.openai.protocol import ResponsesRequest
+from mvllm.entrypoints.openai.responses.input_items import MessageBuilder, items_to_messages, to_chat_request
 from mvllm.entrypoints.openai.responses.items import MAX_ITEMS
 from mvllm.errors import RequestError
 from mvllm.messages.requests import FinishReason
@@ -18,6 +19,15 @@ from tests.unit.entrypoints.scripted_server import TEMPLATE, Server
 
 PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+NAMESPACE: dict[str, Any] = {
+    "type": "namespace",
+    "name": "crm",
+    "description": "Customers.",
+    "tools": [
+        {**TOOL, "name": "find", "description": "Finds one.", "defer_loading": True},
+        {**TOOL, "name": "weather"},
+    ],
+}
 THOUGHT = "<think>It may rain.</think>"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 ASK: dict[str, Any] = {"input": "What is the weather?", "tools": [TOOL]}
@@ -208,6 +218,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"temperature": -1}, "temperature"),
     ({"tools": [{"type": "web_search"}]}, "tools"),
+    ({"tools": [{"type": ["function"]}]}, "tools"),
+    ({"tools": [{**NAMESPACE, "name": "a b"}]}, "tools"),
+    ({"tools": [{**NAMESPACE, "tools": None}]}, "tools"),
+    ({"tools": [{**NAMESPACE, "tools": [{"type": "custom", "name": "x"}]}]}, "tools"),
+    ({"tools": [{**NAMESPACE, "tools": [{"type": "function", "name": "x y"}]}]}, "tools"),
+    ({"tools": [NAMESPACE, NAMESPACE]}, "tools"),
+    ({"tools": [NAMESPACE, {**TOOL, "name": "crm__find"}]}, "tools"),
+    ({"tools": [{**NAMESPACE, "tools": [NAMESPACE]}]}, "tools"),
+    ({"tools": [{**TOOL, "name": ["x"]}]}, "tools"),
+    ({"input": [{"type": "function_call", "name": "x", "arguments": "", "call_id": "1", "namespace": 5}]}, "input"),
     ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
     ({"tool_choice": "required", "tools": None}, "tool_choice"),
     ({"tool_choice": {"type": "function", "name": "weather", "x": json.loads("[" * 200 + "]" * 200)}}, "tool_choice"),
@@ -241,6 +261,41 @@ def test_invalid_fields_are_rejected_by_their_names_in_the_request(folder: str) 
     for answer, body, (_, param) in zip(answers, bodies, [*REFUSED, *REFUSED], strict=True):
         assert answer.status_code == 400, (body, answer.text)
         assert answer.json()["error"]["param"] == param, (body, answer.text)
+
+
+def test_functions_of_a_namespace_have_qualified_names_for_the_model_and_their_own_for_the_client(folder: str) -> None:
+    call = CALL.replace("weather", "crm__weather")
+    server = Server(folder, call + CALL)
+    body = {**ASK, "tools": [TOOL, NAMESPACE]}
+    whole, streamed = (server.post({**body, "stream": stream}, PATH) for stream in (False, True))
+    one, other = whole.json()["output"]
+    assert (one["namespace"], one["name"], one["arguments"]) == ("crm", "weather", '{"city": "Paris"}')
+    assert other["name"] == "weather" and "namespace" not in other
+    assert whole.json()["tools"] == [TOOL, NAMESPACE]
+    found = [event["item"] for event in events(streamed.text) if event["type"] == "response.output_item.done"]
+    assert without_ids(found) == without_ids([one, other])
+    [message] = items_to_messages([one])  # as in the input of the next request
+    assert message["tool_calls"][0]["function"]["name"] == "crm__weather"
+
+
+def test_the_model_gets_the_functions_of_a_namespace() -> None:
+    request = ResponsesRequest(
+        input="x", tools=[TOOL, NAMESPACE], tool_choice={"type": "function", "namespace": "crm", "name": "find"}
+    )
+    chat = to_chat_request(request, [])
+    assert chat.tool_choice == {"type": "function", "function": {"name": "crm__find"}}
+    assert [tool["function"] for tool in chat.tools or ()] == [
+        {"name": "weather", "parameters": {"type": "object"}},
+        {"name": "crm__find", "description": "Customers.\n\nFinds one.", "parameters": {"type": "object"}},
+        {"name": "crm__weather", "parameters": {"type": "object"}},
+    ]
+
+
+@pytest.mark.parametrize("kind", ["web_search", "file_search", "image_generation", "custom", "tool_search"])
+def test_tools_that_the_server_does_not_run_are_refused_by_name(folder: str, kind: str) -> None:
+    error = Server(folder, "x").post({**ASK, "tools": [TOOL, {"type": kind}]}, PATH)
+    message = error.json()["error"]["message"]
+    assert error.status_code == 400 and f"tools[1] has the type '{kind}'" in message and "leave it out" in message
 
 
 def test_metadata_fields_have_no_effect(folder: str) -> None:

@@ -214,6 +214,27 @@ def test_the_prefix_cache_is_reset_only_when_no_request_holds_blocks():
     manager.check_integrity()
 
 
+def test_what_was_computed_with_old_weights_is_forgotten_while_requests_keep_their_blocks():
+    manager = make_manager()
+    tokens = list(range(8))
+    table = compute(manager, tokens)
+    manager.unconfirmed.end_plan(0)
+    manager.unconfirmed.confirm(0)
+    manager.forget_computed()
+    assert num_hit(manager, list(range(9))) == 0
+    assert len(table.block_ids) == 2
+    tokens += range(8, 12)
+    assert manager.allocate_slots(table, 12) is not None
+    manager.cache_blocks(table, 12)
+    assert num_hit(manager, list(range(13))) == 0, "a block behind old ones would be found"
+    manager.check_integrity()
+    manager.free(table, 12)
+    other = compute(manager, list(range(12)))
+    assert num_hit(manager, list(range(13))) == 3
+    manager.free(other, 12)
+    manager.check_integrity()
+
+
 def test_without_caching_nothing_is_found():
     manager = make_manager(enable_caching=False)
     manager.free(compute(manager, list(range(8))), 8)

@@ -1,10 +1,10 @@
-"""`add_lora` equals its definition, token by token."""
+"""`add_lora` equals its definition, token by token, and `add_lora_by_slot` equals `add_lora`."""
 
 from __future__ import annotations
 
 import torch
 
-from mvllm.ops.lora import add_lora
+from mvllm.ops.lora import add_lora, add_lora_by_slot
 from mvllm.testing.op_cases import op_calls
 
 
@@ -18,3 +18,16 @@ def test_each_token_gets_the_delta_of_its_own_adapter() -> None:
                 for start, stop, block in bands:
                     expected[token, start:stop] += up[slot, start:stop] @ (down[slot, block] @ x[token])
         assert torch.allclose(add_lora(y, x, down, up, tokens, segments, bands), expected)
+
+
+def test_adapters_on_the_device_give_the_same() -> None:
+    by_segment, by_slot = op_calls("add_lora", "float64"), op_calls("add_lora_by_slot", "float64")
+    for one, other in zip(by_segment, by_slot, strict=True):
+        assert torch.allclose(add_lora_by_slot(*other.make()), add_lora(*one.make()))
+
+
+def test_tokens_without_an_adapter_are_unchanged() -> None:
+    y, x, down, up, slots, bands = list(op_calls("add_lora_by_slot", "float32"))[-1].make()
+    before, none = y.clone(), slots < 0
+    found = add_lora_by_slot(y, x, down, up, slots, bands)
+    assert none.any() and torch.equal(found[none], before[none]) and not torch.equal(found, before)

@@ -71,7 +71,7 @@ ACCEPTED = [
     ("early_stopping", [False]),
     ("extra_args", [None, {}, {"a": [1, {"b": None}], "c": 1.5, "d": "e", "f": True}]),
     ("thinking_token_budget", [None, 0, 500]),
-    ("thinking_tags", [None, ["", "</think>"], ("<think>", "</think>", "So:</think>")]),
+    ("thinking_tags", [None, ["", "</think>"], ("<think>", "</think>", "So:</think>"), ["", ">", ">", "<call>"]]),
     ("thinking_tokens", [None, {"forced": [5]}, {"starts": [[1, 2], (3,)], "ends": [[4]], "forced": (4,)}]),
     ("logits_processors", [None, [], [max], (min, max)]),
     ("skip_reading_prefix_cache", [None, True, False]),
@@ -127,6 +127,8 @@ REFUSED = [
     ("early_stopping", [True, "never", "sometimes", 1, None, [], math.nan]),
     ("thinking_token_budget", [-1, 1.5, "5", True]),
     ("thinking_tags", [[], ["<think>"], ["<think>", ""], ["<", "x" * 300], ["<", ">", "x" * 5000], ["<", 5], "ab"]),
+    ("thinking_tags", [["<", ">", ">", ""], ["<", ">", ">", "x" * 300], ["<"] * 9]),
+    ("thinking_tokens", [{"implicit_ends": [[]]}, {"implicit_ends": [["a"]]}, {"implicit_ends": [[1] * 5000]}]),
     (
         "thinking_tokens",
         [5, {"forced": []}, {"starts": [[1]]}, {"forced": [-1]}, {"forced": [1], "ends": [[]]}, {"a": 1}],

@@ -99,7 +99,8 @@ def _check_speculative(config: EngineConfig, capabilities: Capabilities, platfor
     if config.scheduler.async_scheduling:
         raise ConfigError(
             "async_scheduling and speculative_config are both set, but with draft tokens a step cannot be scheduled "
-            "before the step before it has finished. Leave one of them out."
+            "before the step before it has finished. Leave one of them out: by default async_scheduling is off with "
+            "speculative_config."
         )
 
 

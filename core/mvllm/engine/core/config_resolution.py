@@ -54,6 +54,8 @@ def resolve_config(config: EngineConfig, platform: Platform) -> EngineConfig:
         # With draft tokens, the next step depends on how many of them are accepted.
         async_scheduling = capabilities.async_copies and config.speculative is None
         config = replace_field(config, "scheduler.async_scheduling", async_scheduling)
+        if capabilities.async_copies and not async_scheduling:
+            _log(ConfigChange("scheduler.async_scheduling", False, "with draft tokens steps are planned one at a time"))
     for change in required_config_changes(config, capabilities, platform.spec.name):
         config = replace_field(config, change.field, change.value)
         _log(change)

@@ -21,14 +21,22 @@ from mvllm.config.rope_parameters import prompt_cache_key
 from mvllm.engine.core.grammar_vocabulary import load_vocabulary
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary, choose_block_size, no_kv_cache, size_kv_cache
 from mvllm.engine.core.lora_manager import LoRAManager
+from mvllm.engine.core.rollouts import CoreRollouts, PauseState
 from mvllm.engine.core.sleep import KV_CACHE, SLEEP_LEVELS, TAGS, WEIGHTS, check_sleep_level
-from mvllm.errors import ConfigError, EngineDeadError, EngineSleepingError, RequestError
+from mvllm.engine.core.weight_updates import WeightUpdateManager
+from mvllm.errors import ConfigError, EngineDeadError, EngineSleepingError, MvllmError, RequestError
 from mvllm.executor.factory import can_sample_later, make_executor
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager, NullKVCacheManager
 from mvllm.logging import get_logger
 from mvllm.messages.core_protocol import UtilityArg
 from mvllm.messages.lora import LoRARequest
-from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, SchedulerStats
+from mvllm.messages.requests import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    SchedulerStats,
+)
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.models.checkpoint_support import runs_natively
 from mvllm.platform.interface import Platform
@@ -38,7 +46,27 @@ from mvllm.structured_output.structured_output_manager import StructuredOutputMa
 
 logger = get_logger(__name__)
 
-UTILITY_METHODS = frozenset({"add_lora", "check_health", "remove_lora", "reset_prefix_cache", "sleep", "wake_up"})
+UTILITY_METHODS = frozenset(
+    {
+        "abandon_weight_update",
+        "add_lora",
+        "call_workers",
+        "check_health",
+        "finish_weight_update",
+        "init_weight_transfer",
+        "is_scheduler_paused",
+        "pause_scheduler",
+        "remove_lora",
+        "reset_prefix_cache",
+        "resume_scheduler",
+        "sleep",
+        "start_weight_update",
+        "update_lora",
+        "update_weights",
+        "wake_up",
+        "weight_info",
+    }
+)
 """The methods of EngineCore that front ends call by name, through `call_utility`."""
 
 _GRAMMAR_WAIT_SECONDS = 0.01
@@ -47,7 +75,7 @@ _GRAMMAR_WAIT_SECONDS = 0.01
 _T = TypeVar("_T")
 
 
-class EngineCore:
+class EngineCore(CoreRollouts):
     """Turns requests into tokens, one step at a time. Used from one thread.
 
     Args:
@@ -74,7 +102,9 @@ class EngineCore:
         self._max_in_flight = num_stages if num_stages > 1 else 2 if config.scheduler.async_scheduling else 1
         self._grammar_manager: StructuredOutputManager | None = None
         self._released_memory: tuple[str, ...] = ()  # the TAGS that sleep
-        self._pending_outputs: list[EngineCoreOutput] = []  # returned by the next step
+        self._pending_outputs: deque[EngineCoreOutputs] = deque()  # returned by the next steps, one each
+        self._pause = PauseState.RUNNING
+        self._held_requests: list[EngineCoreRequest] = []  # that came while the engine drains
         # Models run through transformers have one RoPE for prompts of every length.
         self._position_key = prompt_cache_key(config.model) if runs_natively(config.model) else lambda prompt_len: 0
         self._needs_identical_plans = config.parallel.distributed_executor_backend == "external_launcher"
@@ -114,15 +144,20 @@ class EngineCore:
         self._lora_manager: LoRAManager | None = None
         if config.lora is not None:
             self._lora_manager = LoRAManager(config.lora, self._executor, lambda: self.scheduler.running_lora_ids)
+        self._weights = WeightUpdateManager(self._executor)
         logger.info("%s", self.cache_summary)
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queues a validated request.
 
         Raises:
-            EngineSleepingError: The engine sleeps.
+            EngineSleepingError: The engine sleeps, or its weights are unusable.
             RequestError: The id is in use, or the request needs structured outputs and their library is not installed.
         """
+        self._weights.check_usable()
+        if self._pause is PauseState.DRAINING:
+            self._held_requests.append(request)
+            return
         if self._released_memory:
             raise EngineSleepingError("The engine has been put to sleep. Wake it up (wake_up) before sending requests.")
         if request.sampling_params.structured_outputs is not None:
@@ -139,16 +174,18 @@ class EngineCore:
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Drops requests in any state; they have no further output. Unknown ids are ignored."""
-        if self._grammar_manager is None:
-            self.scheduler.abort_requests(request_ids)
-        else:
-            ids = list(request_ids)
-            self.scheduler.abort_requests(ids)
+        ids = list(request_ids)
+        if self._held_requests:
+            self._held_requests = [held for held in self._held_requests if held.request_id not in ids]
+        self.scheduler.abort_requests(ids)
+        if self._grammar_manager is not None:
             self._grammar_manager.cancel(ids)
 
     def has_requests(self) -> bool:
         """Whether `step` has work."""
-        return bool(self._in_flight or self._pending_outputs) or self.scheduler.has_requests()
+        if self._pending_outputs or self._in_flight:
+            return True
+        return self._pause is not PauseState.PAUSED and self.scheduler.has_requests()
 
     def step(self) -> EngineCoreOutputs:
         """Schedules and launches a step, and returns the outputs of the oldest step in flight.
@@ -161,8 +198,11 @@ class EngineCore:
                 f"The engine stopped after an earlier error: {self._fatal_error!r}"
             ) from self._fatal_error
         if self._pending_outputs:
-            held, self._pending_outputs = self._pending_outputs, []
-            return EngineCoreOutputs(outputs=held, stats=self.make_stats())
+            held = self._pending_outputs.popleft()
+            held.stats = self.make_stats()
+            return held
+        if self._pause is PauseState.PAUSED:
+            return EngineCoreOutputs(stats=self.make_stats())
         try:
             if self._grammar_manager is not None:
                 self._grammar_manager.begin_step()
@@ -199,7 +239,7 @@ class EngineCore:
         """Registers `callback`, which is called once, from any thread, when the workers can no longer be used."""
         self._executor.on_failure(callback)
 
-    def call_utility(self, method: str, *args: UtilityArg) -> bool:
+    def call_utility(self, method: str, *args: UtilityArg) -> Any:
         """Calls one of UTILITY_METHODS; returns its result, False for None.
 
         Raises:
@@ -208,7 +248,8 @@ class EngineCore:
         """
         if method not in UTILITY_METHODS:
             raise ConfigError(f"call_utility({method!r}): an engine core offers {', '.join(sorted(UTILITY_METHODS))}.")
-        return bool(getattr(self, method)(*args))
+        result = getattr(self, method)(*args)
+        return False if result is None else result
 
     def collective_rpc(self, method: str, args: tuple[Any, ...] = (), timeout: float | None = None) -> list[Any]:
         """Calls a method of every worker, see `Executor.collective_rpc`."""
@@ -233,14 +274,10 @@ class EngineCore:
             EngineDeadError: The step in flight failed.
         """
         given_back = SLEEP_LEVELS[check_sleep_level(level)]
-        while self._in_flight:
-            self._pending_outputs += self._collect_step().outputs
-        ids = self.scheduler.request_ids
-        for request_id in ids:
-            self.scheduler.fail_request(request_id, "The engine was put to sleep.")
-        if self._grammar_manager is not None:
-            self._grammar_manager.cancel(ids)
-        self._pending_outputs += self.scheduler.pop_outputs()
+        if self._weights.is_open:
+            raise RequestError("A weight update is under way. Finish it before putting the engine to sleep.")
+        self._collect_all_steps()
+        self._fail_all_requests("The engine was put to sleep.")
         freed = self.scheduler.reset_prefix_cache()
         assert freed, "blocks without a request"
         self._executor.collective_rpc("sleep", (level,))
@@ -272,6 +309,8 @@ class EngineCore:
             if KV_CACHE in wanted:
                 self._executor.collective_rpc("warm_up")
             self._released_memory = tuple(tag for tag in self._released_memory if tag not in wanted)
+            if WEIGHTS in wanted:
+                self._weights.reloaded()
         return not self._released_memory
 
     def add_lora(self, request: LoRARequest) -> bool:
@@ -297,6 +336,37 @@ class EngineCore:
                 "The engine was started without enable_lora: it takes no adapters.", parameter="lora_request"
             )
         return self._lora_manager
+
+    @property
+    def _has_steps_in_flight(self) -> bool:
+        return bool(self._in_flight)
+
+    def _collect_all_steps(self) -> None:
+        """Waits for the steps in flight. Their outputs are returned by the next call of `step`."""
+        while self._in_flight:
+            self._hold_outputs(self._collect_step().outputs)
+
+    def _hold_outputs(self, outputs: list[EngineCoreOutput]) -> None:
+        if outputs:
+            self._pending_outputs.append(EngineCoreOutputs(outputs, weight_version=self._weights.version))
+
+    def _add_held_requests(self) -> None:
+        held, self._held_requests = self._held_requests, []
+        for request in held:
+            try:
+                self.add_request(request)
+            except MvllmError as e:
+                self._hold_outputs([EngineCoreOutput(request.request_id, [], FinishReason.ERROR, error=str(e))])
+
+    def _fail_all_requests(self, message: str) -> None:
+        held, self._held_requests = self._held_requests, []
+        self._hold_outputs([EngineCoreOutput(r.request_id, [], FinishReason.ERROR, error=message) for r in held])
+        ids = self.scheduler.request_ids
+        for request_id in ids:
+            self.scheduler.fail_request(request_id, message)
+        if self._grammar_manager is not None:
+            self._grammar_manager.cancel(ids)
+        self._hold_outputs(self.scheduler.pop_outputs())
 
     def check_health(self) -> None:
         """Raises unless every worker answers a call."""
@@ -361,6 +431,7 @@ class EngineCore:
         if errors := self._row_errors.pop(plan.step, None):
             output.errors.update(errors)
         outputs = self.scheduler.update_from_output(plan, output)
+        outputs.weight_version = self._weights.version
         if self._grammar_manager is not None:
             self._grammar_manager.compute_deferred_masks()
         if self._in_flight and self._in_flight[0][0].masks_follow:

@@ -31,6 +31,8 @@ class LoRAManager:
         self._executor = executor
         self._in_use = in_use
         self._loaded: dict[int, LoRARequest] = {}  # least recently used first
+        self._replaced: dict[LoRARequest, LoRARequest] = {}
+        """The adapter that has replaced another one of its id. Requests that named the other one use it."""
         self._file_states: dict[LoRARequest, tuple[int, ...]] = {}
         """The fingerprint of an adapter's files when they were first read. Kept when the adapter is unloaded, because
         the prefix cache keeps blocks that were computed with it.
@@ -47,6 +49,7 @@ class LoRAManager:
         Raises:
             RequestError: The workers cannot load its files, or its id belongs to another adapter.
         """
+        request = self._replaced.get(request, request)
         known = self._loaded.get(request.lora_int_id)
         if known is not None and known != request and request.lora_int_id not in self._in_use():
             self._unload(request.lora_int_id)
@@ -65,6 +68,34 @@ class LoRAManager:
                 return
         self._loaded.pop(request.lora_int_id, None)
         self._loaded[request.lora_int_id] = request  # the newest
+
+    def replace(self, request: LoRARequest) -> None:
+        """Loads the files of an adapter anew, in place of the loaded adapter of its id, also while requests use it.
+
+        The caller drops the prefix cache. If the files cannot be used, the present adapter stays.
+
+        Raises:
+            RequestError: The workers cannot load the files.
+        """
+        known = self._loaded.get(request.lora_int_id)
+        if known is None:
+            self._file_states.pop(request, None)
+            self.add(request)
+            return
+        state = self._file_states.pop(known)
+        self._file_states.pop(request, None)
+        self._unload(request.lora_int_id)
+        try:
+            self._load(request)
+        except RequestError:
+            self._file_states[known] = state
+            self._load(known)
+            self._loaded[known.lora_int_id] = known
+            raise
+        self._loaded[request.lora_int_id] = request
+        self._replaced.pop(request, None)
+        if known != request:
+            self._replaced[known] = request
 
     def remove(self, lora_int_id: int) -> bool:
         """Unloads an adapter; False, with nothing changed, if it is not loaded or a running request uses it."""

@@ -12,7 +12,18 @@ from mvllm.errors import RequestError
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
-LONG_RUNNING_METHODS = frozenset({"sleep", "wake_up"})
+LONG_RUNNING_METHODS = frozenset(
+    {
+        "call_workers",
+        "finish_weight_update",
+        "init_weight_transfer",
+        "sleep",
+        "start_weight_update",
+        "update_lora",
+        "update_weights",
+        "wake_up",
+    }
+)
 """Utility methods of the engine core that may take as long as its start; `step_timeout` does not apply to them."""
 
 TAGS = (WEIGHTS, KV_CACHE)

@@ -57,6 +57,24 @@ class LoRARequestValidator:
             )
         return request
 
+    def validate_update(self, request: LoRARequest) -> None:
+        """Checks an adapter that replaces the one of its id, and its files.
+
+        Raises:
+            RequestError: A field is invalid, its files are not usable, or the id belongs to another name.
+        """
+        known = self._by_id.pop(request.lora_int_id, None) if isinstance(request, LoRARequest) else None
+        try:
+            self.validate(request)
+            if known is not None and known.lora_name != request.lora_name:
+                raise _request_error(
+                    f"The adapter id {request.lora_int_id} belongs to {known.lora_name!r}: an update keeps the name."
+                )
+            self.check_files(request)
+        finally:
+            if known is not None:
+                self._by_id[known.lora_int_id] = known
+
     def is_loaded(self, request: LoRARequest) -> bool:
         """Whether the engine core has loaded the adapter."""
         return request.lora_int_id in self._by_id

@@ -100,6 +100,8 @@ class OutputProcessor:
         were aborted during the step.
         """
         result = OutputProcessorOutput()
+        if core_outputs.weight_version:
+            self._set_weight_versions(core_outputs)
         for request in self._append_outputs(core_outputs.outputs, result):
             if request.stream is not None:
                 request.stream.notify()
@@ -140,6 +142,14 @@ class OutputProcessor:
             self._finish_request(request, time.monotonic(), result)
 
     # --- one step
+
+    def _set_weight_versions(self, core_outputs: EngineCoreOutputs) -> None:
+        """Tells sequences whose tokens come from other weights than their last ones."""
+        version, sequences = core_outputs.weight_version, self._sequences
+        for output in core_outputs.outputs:
+            sequence = sequences.get(output.request_id)
+            if isinstance(sequence, SequenceState) and sequence.weight_version != version:
+                sequence.set_weight_version(version)
 
     def _append_outputs(self, outputs: Sequence[EngineCoreOutput], result: OutputProcessorOutput) -> list[RequestState]:
         """Returns the requests that have new output and had none before."""

@@ -39,6 +39,8 @@ class CompletionOutput:
         stop_reason: The stop string or stop token id that ended it; None for an end-of-sequence token.
         error: The error message, if finish_reason is `error`.
         error_parameter: The request parameter that caused the error, if one did.
+        weight_versions: (version, number of tokens) of the weights that sampled `token_ids`, in their order. Weights
+            have version 0 at the start, and a larger one after each update. Empty for a beam search.
     """
 
     index: int
@@ -50,6 +52,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     error: str | None = None
     error_parameter: str | None = None
+    weight_versions: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:

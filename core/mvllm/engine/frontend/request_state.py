@@ -203,6 +203,7 @@ class SequenceState:
         core_id: Its id in the engine core.
         last_token_time: Monotonic time of its newest output; 0.0 before the first.
         uses_fast_path: Whether an output with tokens alone needs nothing but `token_ids += new`.
+        weight_version: Version of the weights that sampled the newest tokens.
     """
 
     def __init__(self, request: RequestState, index: int, core_id: str, tokenizer: Tokenizer | None) -> None:
@@ -227,6 +228,8 @@ class SequenceState:
         )
         self._num_tokens_returned = 0
         self._end_returned = False
+        self.weight_version = 0
+        self._older_versions: list[tuple[int, int]] = []  # (version, number of tokens)
 
     def append_output(self, output: EngineCoreOutput) -> None:
         """Appends new tokens, and records whether the core has ended the sequence or a stop string ends it here."""
@@ -237,6 +240,8 @@ class SequenceState:
             if stop is not None:
                 self.finish_reason, self.stop_reason = _STOP, stop
                 new = new[:num_used]
+        if output.weight_versions:  # of a request whose tokens all come at its end
+            self._older_versions = [(version, count) for version, count in output.weight_versions]
         self.token_ids += new
         if self._sums_logprobs and output.logprobs:
             for position in output.logprobs[: len(new)]:
@@ -246,6 +251,27 @@ class SequenceState:
         if ended is not None and self.finish_reason is None:
             self.finish_reason, self.stop_reason, self.error = str(ended), output.stop_reason, output.error
             self.error_parameter = output.error_parameter
+
+    def set_weight_version(self, version: int) -> None:
+        """The following tokens are sampled with weights of another version."""
+        count = len(self.token_ids) - sum(count for _, count in self._older_versions)
+        if count:
+            self._older_versions.append((self.weight_version, count))
+        self.weight_version = version
+
+    def _versions_of(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The versions of the tokens from `start` to `stop`, with the number of tokens of each."""
+        if self.request.search is not None or start == stop:
+            return []
+        if not self._older_versions:
+            return [(self.weight_version, stop - start)]
+        versions, first = [], 0
+        for version, count in [*self._older_versions, (self.weight_version, stop)]:
+            covered = min(first + count, stop) - max(first, start)
+            if covered > 0:
+                versions.append((version, covered))
+            first += count
+        return versions
 
     def fail(self, error: Exception) -> None:
         """Ends the sequence because its tokens cannot be turned into text."""
@@ -264,14 +290,14 @@ class SequenceState:
         """Everything so far. Later steps do not change a returned output."""
         text = self._decode(new=False)
         logprobs = list(self._logprobs) if self._returns_logprobs else None
-        return self._make_completion_output(text, list(self.token_ids), logprobs)
+        return self._make_completion_output(text, 0, logprobs)
 
     def make_delta_output(self) -> CompletionOutput:
         """Everything since the last call."""
         text = self._decode(new=True)
         start = self._num_tokens_returned
         logprobs = self._logprobs[start:] if self._returns_logprobs else None
-        output = self._make_completion_output(text, self.token_ids[start:], logprobs)
+        output = self._make_completion_output(text, start, logprobs)
         self._num_tokens_returned = len(self.token_ids)
         self._end_returned = self.finish_reason is not None
         return output
@@ -294,18 +320,20 @@ class SequenceState:
             return ""
 
     def _make_completion_output(
-        self, text: str, token_ids: list[int], logprobs: list[PositionLogprobMap] | None
+        self, text: str, start: int, logprobs: list[PositionLogprobMap] | None
     ) -> CompletionOutput:
+        """The output with the tokens from `start` on."""
         return CompletionOutput(
             self.index,
             text,
-            token_ids,
+            self.token_ids[start:],
             self.cumulative_logprob if self._sums_logprobs else None,
             logprobs,
             self.finish_reason,
             self.stop_reason,
             self.error,
             self.error_parameter,
+            self._versions_of(start, len(self.token_ids)),
         )
 
 

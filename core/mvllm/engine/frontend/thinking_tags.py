@@ -18,6 +18,9 @@ _PROMPT_TAIL_CHARACTERS = 1024
 _LINE_BREAKS = ("\n", "\n\n")
 """Texts after a tag that tokenizers join with its last character, if the tag is not a special token."""
 
+_FOLLOWING = (*_LINE_BREAKS, "a", "A", "_", "1", " ", '"', "</")
+"""Texts after the beginning of a tool call, such as the name of a function."""
+
 
 def thinking_tokens_of(tags: Sequence[str], tokenizer: Tokenizer) -> ThinkingTokens:
     """Tokenizes tags.
@@ -28,11 +31,12 @@ def thinking_tokens_of(tags: Sequence[str], tokenizer: Tokenizer) -> ThinkingTok
     Raises:
         RequestError: A tag has no tokens.
     """
-    start, end, *forced = tags
+    start, end, *more = tags
     return ThinkingTokens(
         starts=_tokenizations(start, tokenizer) if start else [],
         ends=_tokenizations(end, tokenizer),
-        forced=_encode([forced[0] if forced else end], tokenizer)[0],
+        forced=_encode([more[0] if more else end], tokenizer)[0],
+        implicit_ends=[_beginning(text, tokenizer) for text in more[1:]],
     )
 
 
@@ -50,7 +54,7 @@ def fit_thinking_to_prompt(
         `params`, or a copy: without `starts` if the prompt opens the thoughts, without a budget if it closes them.
     """
     tokens = params.thinking_tokens
-    if params.thinking_token_budget is None or tokens is None or not tokens.starts:
+    if params.thinking_token_budget is None or tokens is None:
         return params
     opened = any(_ends_with(token_ids, marker) for marker in tokens.starts)
     closed = not opened and any(_ends_with(token_ids, marker) for marker in tokens.ends)
@@ -62,7 +66,7 @@ def fit_thinking_to_prompt(
         opened, closed = (bool(tag.strip()) and tail.rstrip().endswith(tag.strip()) for tag in (start, end))
     if closed:
         return msgspec.structs.replace(params, thinking_token_budget=None)
-    if opened:
+    if opened and tokens.starts:
         return msgspec.structs.replace(params, thinking_tokens=msgspec.structs.replace(tokens, starts=[]))
     return params
 
@@ -78,6 +82,13 @@ def _tokenizations(tag: str, tokenizer: Tokenizer) -> list[list[int]]:
     if len(plain) > 1:
         found += [ids for ids in others if ids[: len(plain)] != plain]
     return found
+
+
+def _beginning(text: str, tokenizer: Tokenizer) -> list[int]:
+    """The token ids with which `text` begins whatever follows it: its last characters may be part of another token."""
+    plain, *others = _encode([text, *(text + after for after in _FOLLOWING)], tokenizer)
+    num_common = next((i for i, ids in enumerate(zip(plain, *others, strict=False)) if len(set(ids)) > 1), len(plain))
+    return plain[:num_common] or plain
 
 
 def _encode(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.core.config_resolution import resolve_config
@@ -46,8 +46,12 @@ class AsyncEngineCoreClient(CoreClientProperties, Protocol):
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Drops sequences; unknown ids are ignored."""
 
-    async def call_utility(self, method: str, *args: UtilityArg) -> bool:
-        """Calls a utility method of every core; returns whether all returned True."""
+    async def call_utility(self, method: str, *args: UtilityArg) -> Any:
+        """Calls a utility method of every core.
+
+        Returns:
+            Whether all returned True; of other results the first, and lists joined.
+        """
 
     @property
     def num_other_sequences(self) -> int:

@@ -12,6 +12,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import zmq
 
@@ -119,7 +120,7 @@ class AsyncMPClient(MPClient):
         if self._aborted:
             self._flush_soon()
 
-    async def call_utility(self, method: str, *args: UtilityArg) -> bool:
+    async def call_utility(self, method: str, *args: UtilityArg) -> Any:
         """Calls a method of the core, see `EngineCore.call_utility`.
 
         Raises:
@@ -133,7 +134,7 @@ class AsyncMPClient(MPClient):
         answer = self._calls[call.id] = self._loop.create_future()
         try:
             self._send(call)
-            return bool(await answer)
+            return await answer
         finally:
             self._calls.pop(call.id, None)
 

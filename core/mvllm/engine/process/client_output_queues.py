@@ -36,11 +36,11 @@ class _Client:
         self.unfinished: set[str] = set()
         self.is_disconnected = False
 
-    def needs_update(self, now: float) -> bool:
+    def needs_update(self, now: float, *, is_core_busy: bool) -> bool:
         """Whether to send an update now."""
         if self.outputs or self.results:
             return True
-        if not self.unfinished:  # one last update acknowledges all its commands
+        if not (self.unfinished and is_core_busy):  # one last update acknowledges all its commands
             return self.sent_busy or self.num_acknowledged != self.sent_num_acknowledged
         return now - self.sent_at >= UPDATE_INTERVAL_SECONDS
 
@@ -120,17 +120,19 @@ class ClientOutputQueues:
                 self._forget([output.request_id])
         now = time.monotonic()
         for index, client in enumerate(self._clients):
-            if not client.is_disconnected and client.needs_update(now):
-                self._send(index, client, outputs.stats, now)
+            if not client.is_disconnected and client.needs_update(now, is_core_busy=is_busy):
+                self._send(index, client, outputs, now, is_core_busy=is_busy)
         if self._report_load is not None and outputs.stats is not None:
             if now - self._reported_at >= UPDATE_INTERVAL_SECONDS or is_busy != self._reported_busy:
                 self._report_load(outputs.stats, [len(each.unfinished) for each in self._clients])
                 self._reported_at, self._reported_busy = now, is_busy
 
-    def _send(self, index: int, client: _Client, stats: SchedulerStats | None, now: float) -> None:
-        busy = bool(client.unfinished)
-        outputs = EngineCoreOutputs(client.outputs, stats, client.num_acknowledged, busy, client.results)
-        self._output_queue.put((index, outputs))
+    def _send(self, index: int, client: _Client, outputs: EngineCoreOutputs, now: float, *, is_core_busy: bool) -> None:
+        busy = bool(client.unfinished) and is_core_busy  # a core that is paused sends no updates
+        update = EngineCoreOutputs(
+            client.outputs, outputs.stats, client.num_acknowledged, busy, client.results, outputs.weight_version
+        )
+        self._output_queue.put((index, update))
         client.outputs, client.results = [], []
         client.sent_num_acknowledged, client.sent_busy, client.sent_at = client.num_acknowledged, busy, now
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
 
 from mvllm.config.engine_config import EngineConfig, replace_field
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
@@ -156,11 +159,27 @@ class DPLBAsyncMPClient:
                 self._remove_request(request_id)
                 self._cores[rank].abort_requests([request_id])
 
-    async def call_utility(self, method: str, *args: UtilityArg) -> bool:
-        """Calls a utility method of every core; returns whether all returned True."""
-        if method in ("reset_prefix_cache", "sleep"):
+    async def call_utility(self, method: str, *args: UtilityArg) -> Any:
+        """Calls a utility method of every core.
+
+        Returns:
+            Whether all returned True; of other results the first, and lists joined.
+        """
+        if method in ("reset_prefix_cache", "sleep", "finish_weight_update", "update_weights"):
             self._load_balancer.clear_prefixes()
-        return all(await asyncio.gather(*(core.call_utility(method, *args) for core in self._cores)))
+        if method == "init_weight_transfer":
+            (info,) = args
+            size = self.config.parallel.world_size
+            infos = [
+                msgspec.structs.replace(info, rank_offset=info.rank_offset + i * size) for i in range(len(self._cores))
+            ]
+            calls = [core.call_utility(method, info) for core, info in zip(self._cores, infos, strict=True)]
+        else:
+            calls = [core.call_utility(method, *args) for core in self._cores]
+        results = await asyncio.gather(*calls)
+        if all(isinstance(result, bool) for result in results):
+            return all(results)
+        return [each for result in results for each in result] if isinstance(results[0], list) else results[0]
 
     def on_sleep(self, callback: Callable[[bool], None]) -> None:
         """Sets the callback for another front end's `sleep` (True) or `wake_up` (False)."""

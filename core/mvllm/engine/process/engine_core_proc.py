@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -32,6 +32,7 @@ from mvllm.executor.process.process_utils import freeze_garbage_collection, gc_p
 from mvllm.logging import get_logger
 from mvllm.messages.coordinator_protocol import CoreLoad
 from mvllm.messages.core_protocol import (
+    UTILITY_STRUCTS,
     AbortRequests,
     AddRequests,
     CallUtility,
@@ -149,7 +150,11 @@ class EngineCoreProc:
     def _call_utility(self, command: CallUtility) -> UtilityResult:
         self._activity_table.write(0, command.method, self._num_received)
         try:
-            return UtilityResult(command.id, self._core.call_utility(command.method, *command.args))
+            structs = UTILITY_STRUCTS.get(command.method, ())
+            args: list[Any] = [msgspec.convert(arg, struct) for arg, struct in zip(command.args, structs)]
+            return UtilityResult(
+                command.id, self._core.call_utility(command.method, *args, *command.args[len(structs) :])
+            )
         except Exception as e:  # noqa: BLE001  (raised in the caller's process)
             return UtilityResult(command.id, None, describe_failure(e, name=self._name, activity=command.method))
 

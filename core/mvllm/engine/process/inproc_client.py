@@ -22,6 +22,7 @@ class InprocClient:
     Attributes:
         config: The configuration the engine runs with, after the platform's plan.
         platform_summary: The platform's name and the plugin it came from.
+        has_local_worker: The worker runs in this process.
         runs_functions: Requests may have functions as logits processors: the model runs in this process, too.
         cache_summary, start_seconds, add_request, abort_requests, has_requests, step, call_utility, collective_rpc,
         apply_model, shutdown: The EngineCore's.
@@ -30,6 +31,7 @@ class InprocClient:
     def __init__(self, core: EngineCore, platform_summary: str, *, runs_functions: bool = False) -> None:
         self._core = core
         self.runs_functions = runs_functions
+        self.has_local_worker = core.has_local_worker
         self.config = core.config
         self.platform_summary = platform_summary
         self.cache_summary = core.cache_summary

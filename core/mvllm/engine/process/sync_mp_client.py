@@ -131,7 +131,7 @@ class SyncMPClient(MPClient):
         if self._connection.is_open:
             self._interrupt_notifier.notify()
 
-    def call_utility(self, method: str, *args: UtilityArg) -> bool:
+    def call_utility(self, method: str, *args: UtilityArg) -> Any:
         """Calls a method of the core, see `EngineCore.call_utility`; waits for the step in flight.
 
         Raises:
@@ -147,7 +147,7 @@ class SyncMPClient(MPClient):
         result = self._results.pop(call.id)
         if result.failure is not None:
             raise result.failure.to_exception()
-        return bool(result.value)
+        return result.value
 
     def shutdown(self) -> None:
         """Ends the engine core and its workers. Idempotent."""

@@ -73,11 +73,19 @@ def add_responses_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"Calls of MCP tools that one response may make. Default: {mcp.max_calls}.",
     )
     group.add_argument(
+        "--mcp-start-timeout",
+        type=float,
+        default=mcp.start_timeout,
+        metavar="S",
+        help="Seconds for the start of an MCP server's program, or for connecting to its URL. "
+        f"Default: {mcp.start_timeout:g}.",
+    )
+    group.add_argument(
         "--mcp-timeout",
         type=float,
         default=mcp.timeout,
         metavar="S",
-        help=f"Seconds for connecting to an MCP server, and for each call. Default: {mcp.timeout:g}.",
+        help=f"Seconds for each call of a tool of an MCP server. Default: {mcp.timeout:g}.",
     )
     group.add_argument(
         "--mcp-max-result-bytes",
@@ -108,7 +116,7 @@ def responses_settings(args: argparse.Namespace) -> dict[str, Any]:
     for option in ("max_stored_bytes", "mcp_max_calls", "mcp_max_result_bytes"):
         if getattr(args, option) < 1:
             raise ConfigError(f"--{option.replace('_', '-')} is {getattr(args, option)}; it must be at least 1.")
-    for option in ("max_stored_age", "mcp_timeout"):
+    for option in ("max_stored_age", "mcp_start_timeout", "mcp_timeout"):
         seconds = getattr(args, option)
         if seconds is not None and not 0 < seconds < 1e9:
             raise ConfigError(f"--{option.replace('_', '-')} is {seconds:g}; it must be a positive number of seconds.")
@@ -129,7 +137,12 @@ def _mcp_settings(args: argparse.Namespace) -> MCPSettings:
     if len(set(labels)) < len(labels):
         raise ConfigError("--mcp-server: two servers have the same label. Give each a label of its own.")
     settings = MCPSettings(
-        servers, args.mcp_request_urls, args.mcp_max_calls, args.mcp_timeout, args.mcp_max_result_bytes
+        servers,
+        args.mcp_request_urls,
+        args.mcp_max_calls,
+        args.mcp_timeout,
+        args.mcp_max_result_bytes,
+        args.mcp_start_timeout,
     )
     if settings.is_enabled and importlib.util.find_spec("mcp") is None:
         raise ConfigError("--mcp-server and --mcp-request-urls need the package mcp. Run: pip install 'mvllm[mcp]'")

@@ -95,6 +95,7 @@ class GenerationRequest(ClientRequest, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
+    return_weight_versions: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -394,6 +395,41 @@ class UnloadLoRAAdapterRequest(ModelRequest, kw_only=True):
     """Body of `POST /v1/unload_lora_adapter`."""
 
     lora_name: str | None = None
+
+
+class UpdateLoRAAdapterRequest(ModelRequest, kw_only=True):
+    """Body of `POST /v1/update_lora_adapter`. Without a path, the present folder is read again."""
+
+    lora_name: str | None = None
+    lora_path: str | None = None
+
+
+class InitWeightTransferRequest(ModelRequest, kw_only=True):
+    """Body of `POST /init_weight_transfer_engine`."""
+
+    init_info: dict[str, Any] | None = None
+
+
+class UpdateWeightsRequest(ModelRequest, kw_only=True):
+    """Body of `POST /update_weights`: `path`, `shared_memory`, or `names`, `dtype_names` and `shapes`."""
+
+    update_info: dict[str, Any] | None = None
+
+
+class FinishWeightUpdateRequest(ModelRequest, kw_only=True):
+    """Body of `POST /finish_weight_update`."""
+
+    weight_version: int | None = None
+    reset_running_requests: bool | None = None
+
+
+class CollectiveRpcRequest(ModelRequest, kw_only=True):
+    """Body of `POST /collective_rpc`."""
+
+    method: str | None = None
+    args: list[Any] | None = None
+    kwargs: dict[str, Any] | None = None
+    timeout: Any = None  # no effect: the server's limits apply
 
 
 _INCLUDES = frozenset(

@@ -214,6 +214,18 @@ class ReasoningParser(ABC):
     thinking_tags: ClassVar[tuple[str, ...] | None] = None
     """`SamplingParams.thinking_tags` of the format, if they are not `tags`."""
 
+    implicit_ends: ClassVar[tuple[str, ...]] = ()
+    """Texts that end the reasoning and belong to the content, for instance the beginning of a tool call."""
+
+    @classmethod
+    def budget_tags(cls) -> list[str] | None:
+        """`SamplingParams.thinking_tags` of a request with a thinking budget; None if the format has no fixed tags."""
+        tags = cls.thinking_tags or cls.tags
+        if tags is None:
+            return None
+        start, end, *forced = tags
+        return [start, end, *(forced or [end]), *cls.implicit_ends]
+
     @abstractmethod
     def stream(self, prompt: str | None = None) -> ReasoningStream:
         """Creates an incremental parser for one sequence.

@@ -104,10 +104,7 @@ class OutputParser:
     @property
     def thinking_tags(self) -> list[str] | None:
         """`SamplingParams.thinking_tags` for a thinking budget; None without reasoning or without fixed tags."""
-        if self._reasoning is None:
-            return None
-        tags = self._reasoning.thinking_tags or self._reasoning.tags
-        return None if tags is None else list(tags)
+        return None if self._reasoning is None else self._reasoning.budget_tags()
 
     def parse(self, text: str, prompt: str | None = None) -> ParsedOutput:
         """Parses a whole output."""

@@ -58,6 +58,7 @@ class ModelServerProcess:
         index: Its row of the counters of rate limits.
         key_counters: These counters; None without limits.
         on_death: Called in the event loop's thread when the process dies after it was ready.
+        after_end: Called in another thread when the process has ended.
 
     Attributes:
         client: Sends requests to the process.
@@ -69,7 +70,9 @@ class ModelServerProcess:
         index: int,
         key_counters: KeyCounters | None,
         on_death: Callable[[Exception], None],
+        after_end: Callable[[], None] = lambda: None,
     ) -> None:
+        self._after_end = after_end
         self._entry = entry
         self._index = index
         self._key_counters = key_counters
@@ -200,6 +203,7 @@ class ModelServerProcess:
         process.close()
         if control is not None:
             control.close()
+        self._after_end()
 
     @staticmethod
     def _wait_exit(process: ChildProcess, seconds: float) -> bool:

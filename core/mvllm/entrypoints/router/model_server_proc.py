@@ -13,6 +13,7 @@ import msgspec
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.async_llm import AsyncLLM
+from mvllm.engine.frontend.requested_config import requested_config
 from mvllm.engine.metrics.shared_metrics_pages import SharedMetricsPages
 from mvllm.engine.process.core_handshake import CoreHandshake
 from mvllm.engine.process.message_socket import MessageSocket
@@ -79,7 +80,7 @@ class RouterConnection:
 
     def load_engine(self) -> AsyncLLM:
         """Creates the engine."""
-        config = EngineArgs.from_kwargs(**self._start.engine_args).create_engine_config()
+        config = requested_config(EngineArgs.from_kwargs(**self._start.engine_args))
         self.tokenizer_trial.start(config.model.tokenizer)
         self._activity_table.write(0, "loading the model")
         self._engine = AsyncLLM(config)

@@ -51,9 +51,8 @@ class Proxy:
     def __init__(self, send_timeout: float) -> None:
         self._send_timeout = send_timeout
 
-    async def forward(self, client: ModelClient, scope: Scope, send: Send, body: bytes, query: bytes) -> int:
-        """Forwards one request; returns the status of its response, which has been sent. The caller cancels it when the
-        client disconnects.
+    async def forward(self, client: ModelClient, scope: Scope, send: Send, body: bytes, query: bytes) -> None:
+        """Forwards one request, and sends its response. The caller cancels it when the client disconnects.
 
         Args:
             client: The connections to the model server.
@@ -67,7 +66,7 @@ class Proxy:
         try:
             async with client.connection() as connection:
                 connection.send(request_head(scope, query, len(body)), body)
-                return await self._respond(connection, scope, send)
+                await self._respond(connection, scope, send)
         except ModelServerLost as e:
             raise APIError(
                 503,
@@ -76,7 +75,7 @@ class Proxy:
                 retry_after=1,
             ) from e
 
-    async def _respond(self, connection: ModelConnection, scope: Scope, send: Send) -> int:
+    async def _respond(self, connection: ModelConnection, scope: Scope, send: Send) -> None:
         """Sends the response. Raises ModelServerLost only before its first byte."""
         status, headers = await connection.read_head()
         stream_format = _stream_format(headers)
@@ -87,7 +86,7 @@ class Proxy:
         await send({"type": "http.response.start", "status": status, "headers": kept})
         if scope["method"] == "HEAD":
             await send({"type": "http.response.body", "body": b""})
-            return status
+            return
         with _SendTimer(self._send_timeout, own) as timer:
             try:
                 async for part in connection.read_body():
@@ -97,7 +96,6 @@ class Proxy:
                 await send({"type": "http.response.body", "body": b""})
             except ModelServerLost:
                 await _send_loss(scope, send, stream_format, own)
-        return status
 
 
 class _SendTimer:

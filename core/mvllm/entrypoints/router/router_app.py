@@ -43,6 +43,7 @@ _OF_ALL_OR_ONE = ("/metrics", "/load", "/server_info")
 _OF_A_LOADED_MODEL = ("/sleep", "/wake_up", "/reset_prefix_cache")
 _LORA_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _STORED_RESPONSES = "/v1/responses/"
+_CONVERSATIONS = "/v1/conversations"
 _PLUGINS = "/plugins/"
 _EMPTY = (b"", b"null", b'""', b"[]")
 
@@ -78,7 +79,7 @@ class RouterApp:
         catalog: Finds models by name.
         settings: The server's.
         fallback: An API server's application without an engine: it has the routes that are forwarded, and answers
-            those that need no model, such as `/docs`.
+            those that need no model, such as `/docs`, or stored responses in a file.
         own_routes: The router's own, by method and path.
 
     Attributes:
@@ -134,13 +135,19 @@ class RouterApp:
             await (await own(request))(scope, receive, send)
             return
         route = self._forwarded.get((method, path)) or self._find_route(scope)
-        if route is None or (path in NO_MODEL_PATHS and query is None):
+        if route is None or (path in NO_MODEL_PATHS and query is None) or self._is_of_shared_store(path):
             await self._fallback(scope, receive, send)
             return
         if self.is_draining:
             raise shutting_down_error()
         scope["route"] = route
         await self._forward(request, query, send)
+
+    def _is_of_shared_store(self, path: str) -> bool:
+        """Whether the path is about responses or conversations that all models share: no model has to be loaded."""
+        if self._settings.responses_store is None:
+            return False
+        return path.startswith((_STORED_RESPONSES, f"{_CONVERSATIONS}/")) or path == _CONVERSATIONS
 
     def _find_route(self, scope: Scope) -> BaseRoute | OwnRoute | None:
         if scope["path"].startswith(_PLUGINS):
@@ -180,11 +187,17 @@ class RouterApp:
             if (response := await self._unload(model, path)) is not None:
                 await response(scope, receive, send)
                 return
+
+        async def send_with_names(message: Message) -> None:
+            """Learns the names of adapters before the client knows that they can be used."""
+            if message["type"] == "http.response.start" and message["status"] == HTTPStatus.OK:
+                await self._catalog.refresh_adapters(model)
+            await send(message)
+
         async with cancel_on_disconnect(receive), self._pool.use(model, len(body), keep_alive) as server:
             assert isinstance(server, ModelServerProcess)
-            status = await self._proxy.forward(server.client, scope, send, body, query)
-            if path in _LORA_PATHS and status == HTTPStatus.OK:
-                await self._catalog.refresh_adapters(model)
+            sending = send_with_names if path in _LORA_PATHS else send
+            await self._proxy.forward(server.client, scope, sending, body, query)
 
     async def _read_any_body(self, receive: Receive) -> bytes:
         parts = []
@@ -208,7 +221,10 @@ class RouterApp:
             if isinstance(model.server, ModelServerProcess) and await model.server.client.fetch(response_path):
                 return model.entry.name
         raise APIError(
-            404, "No loaded model has stored this response. Models lose them when they are unloaded.", code="not_found"
+            404,
+            "No loaded model has stored this response. Models lose them when they are unloaded, unless the server is "
+            "started with --responses-store.",
+            code="not_found",
         )
 
     def _check_lora_name(self, model: PooledModel, path: str, fields: RoutingFields) -> None:

@@ -24,6 +24,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from mvllm.entrypoints.event_loop import run_in_event_loop
 from mvllm.entrypoints.openai.common.request_body import BodyReader
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
+from mvllm.entrypoints.openai.responses.store_file import end_interrupted, hold_store_file, store_limits
 from mvllm.entrypoints.openai.server.api_server import HTTPServer, warn_if_public
 from mvllm.entrypoints.openai.server.app import add_middleware, build_fastapi_app
 from mvllm.entrypoints.openai.server.connections import ConnectionTable, default_max_connections
@@ -76,7 +77,9 @@ def run_router(config: RouterConfig, listener: socket.socket) -> int:
     """
     logger.info("Listening at %s; models that are loaded on demand: %d.", listener_url(listener), len(config.entries))
     warn_if_public(listener, config.settings)
-    return run_in_event_loop(RouterServer(config, listener).run())
+    settings = config.settings
+    with hold_store_file(settings.responses_store, store_limits(settings)):
+        return run_in_event_loop(RouterServer(config, listener).run())
 
 
 class RouterServer:
@@ -111,7 +114,8 @@ class RouterServer:
         registry.register(PoolCollector(lambda: list(pool.models.items()), pool.metrics))
         reader = BodyReader.from_settings(settings)
         routes = ModelRoutes(pool, catalog, reader, metrics.exposition, lambda: self._phase)
-        fallback = _fallback_app(settings, routes)
+        state = ServerState(settings.heartbeat_timeout)
+        fallback = _fallback_app(settings, routes, state)
         self._app = RouterApp(pool, catalog, settings, fallback, routes.table())
         app = add_middleware(self._app, metrics, settings)
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients cause them by sending invalid HTTP
@@ -134,6 +138,7 @@ class RouterServer:
             await pool.close(abort=True)
             http.stop()
             await asyncio.wait([serving], timeout=_FINAL_RESPONSES_SECONDS)
+            await state.close()
             if self._key_counters is not None:
                 self._key_counters.close()
         logger.info("Ended.")
@@ -145,7 +150,16 @@ class RouterServer:
 
     def _make_server(self, entry: ModelEntry, on_death: Callable[[Exception], None]) -> ModelServerProcess:
         index = self._indices.setdefault(entry.name, len(self._indices))
-        return ModelServerProcess(entry, index, self._key_counters, on_death)
+        return ModelServerProcess(
+            entry, index, self._key_counters, on_death, lambda: self._end_interrupted_responses(entry)
+        )
+
+    def _end_interrupted_responses(self, entry: ModelEntry) -> None:
+        """Ends the stored responses that the ended process of a model has not finished."""
+        settings = self._config.settings
+        if settings.responses_store is not None:
+            adapters = (*(name for name, _ in entry.settings.lora_modules), *self._pool.models[entry.name].adapters)
+            end_interrupted(settings.responses_store, store_limits(settings), (*entry.names, *adapters))
 
     async def _log_ready(self, started: float) -> None:
         """Logs that the pinned models are loaded, if there are any."""
@@ -184,10 +198,10 @@ class RouterServer:
         self._signal_received.set()
 
 
-def _fallback_app(settings: ServerSettings, routes: ModelRoutes) -> FastAPI:
+def _fallback_app(settings: ServerSettings, routes: ModelRoutes, state: ServerState) -> FastAPI:
     """An API server's application without an engine, and the router's own routes for its description of the API."""
     plain = replace(settings, http_plugins=(), lora_modules=())
-    state, models = ServerState(settings.heartbeat_timeout), OpenAIServingModels(("model",), "model")
+    models = OpenAIServingModels(("model",), "model")
     app = build_fastapi_app(state, models, HTTPMetrics(CollectorRegistry()), plain)
     for path, endpoint, summary in (
         ("/models/load", routes.load, "Load a model."),

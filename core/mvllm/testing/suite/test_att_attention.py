@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,10 @@ import pytest
 import torch
 
 from mvllm.errors import PlatformError
+from mvllm.ops.norm import rms_norm
+from mvllm.ops.rotary import rotary_embedding
 from mvllm.platform.checked_calls import checked_attention_backend
-from mvllm.plugin_api import AttentionBackend, AttentionSpec, DeviceRuntime
+from mvllm.plugin_api import AttentionBackend, AttentionSpec, DeviceRuntime, RotarySpec
 from mvllm.testing.attention_cases import CacheHarness, expected, make_case, make_layout, make_spec, run, tolerance
 from mvllm.testing.attention_diagnosis import assert_near
 from mvllm.testing.markers import clause, exhaustive, skip_not_claimed
@@ -378,3 +381,74 @@ def test_a_result_does_not_depend_on_what_else_is_in_the_step(
     batch.keys[0], batch.values[0] = single.keys[0], single.values[0]
     batch.query[:20] = single.query
     assert_equal(run(backend, bound_device, batch)[:20], alone, "the request in a batch, by token")
+
+
+# ---------------------------------------------------------------------------------------------- rotary and KV write
+
+
+ROTARIES = {
+    "rotary": RotarySpec(64),
+    "norm, part of a head": RotarySpec(32, norm_eps=1e-5),
+    "adjacent pairs": RotarySpec(48, interleaved=True),
+    "norm, adjacent pairs": RotarySpec(64, interleaved=True, norm_eps=1e-5),
+}
+
+
+@clause("ATT-13")
+@pytest.mark.parametrize("kv_dtype", [None, "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("rotary", ROTARIES.values(), ids=list(ROTARIES))
+def test_a_rotary_writer_gives_what_the_operations_and_write_kv_give(
+    subject: PlatformUnderTest,
+    bound_device: DeviceRuntime,
+    claimed_dtype: str,
+    rotary: RotarySpec,
+    kv_dtype: str | None,
+) -> None:
+    if kv_dtype not in (None, *subject.capabilities.kv_dtypes):
+        skip_not_claimed(f"KV cache dtype {kv_dtype}")
+    spec = make_spec(4, 2, 64, claimed_dtype, kv_dtype=kv_dtype or claimed_dtype)
+    backend = backend_for(subject, spec)
+    writer = backend.rotary_writer(rotary)
+    if writer is None:
+        skip_not_claimed(f"rotary_writer for {rotary}")
+    size = backend.kv_layout().block_sizes[0]
+    given = make_case(spec, [(0, 5), (0, 1), (0, 3)], block_size=size, padding=2)
+    keys, values = (torch.cat(parts) for parts in (given.keys, given.values))
+    padding = torch.full((2, *keys.shape[1:]), 0.5, dtype=keys.dtype)
+    key, value = (torch.cat([rows, padding]) for rows in (keys, values))
+    angles = torch.rand(40, rotary.rotary_dim // 2, generator=torch.Generator().manual_seed(1)) * 6
+    table, index = torch.cat((angles.cos(), angles.sin()), dim=1), torch.arange(len(key)) * 3 % 40
+    weights = [torch.rand(64, generator=torch.Generator().manual_seed(seed)).to(key.dtype) + 0.5 for seed in (2, 3)]
+
+    # What the operations give, on the host.
+    normed = [given.query, key]
+    if rotary.norm_eps is not None:
+        normed = [rms_norm(x, weight, rotary.norm_eps) for x, weight in zip(normed, weights, strict=True)]
+    if rotary.interleaved:
+        order = torch.arange(64)
+        order[: rotary.rotary_dim] = order[: rotary.rotary_dim].view(-1, 2).T.flatten()
+        normed = [x[..., order] for x in normed]
+    wanted_query, wanted_key = rotary_embedding(index, normed[0], normed[1], table)
+    wanted = replace(given, query=wanted_query, keys=list(wanted_key[: len(keys)].split([5, 1, 3])))
+
+    harness = CacheHarness(backend, bound_device, given.num_blocks, size)
+    unused = np.setdiff1d(np.arange(given.num_blocks * size), given.layout.slot_mapping)
+    slots = torch.from_numpy(unused)
+    before = [bound_device.to_host(part).wait() for part in backend.read_slots(harness.kv, slots)]
+    metadata = harness.begin_step(given.layout)
+    fused = bound_device.to_device(torch.cat([x.flatten(1) for x in (given.query, key, value)], dim=1))
+    parts = fused.split([x[0].numel() for x in (given.query, key, value)], dim=1)
+    views = [part.view(len(key), -1, 64) for part in parts]
+    norms = [bound_device.to_device(weight) for weight in weights] if rotary.norm_eps is not None else [None, None]
+    angles_given = bound_device.to_device(index), bound_device.to_device(table)
+    with bound_device.inference_mode():
+        query = writer(harness.kv, *views, metadata, *angles_given, *norms)
+        found = backend.forward(query, harness.kv, metadata)
+    assert_close(
+        bound_device.to_host(query).wait()[: len(keys)].float(), wanted_query[: len(keys)].float(),
+        tolerance(claimed_dtype, claimed_dtype), "the query",
+    )  # fmt: skip
+    assert_near(bound_device.to_host(found).wait(), wanted)
+    for old, part in zip(before, backend.read_slots(harness.kv, slots), strict=True):
+        same = bound_device.to_host(part).wait().view(torch.uint8)
+        assert_equal(same, old.view(torch.uint8), "slots that are not in slot_mapping")

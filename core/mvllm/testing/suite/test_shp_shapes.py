@@ -9,7 +9,7 @@ import pytest
 from mvllm.messages.inputs import TokensPrompt
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.platform.phases import Phase, enter_phase
-from mvllm.plugin_api import CompileBackend, DeviceRuntime, ShapePolicy
+from mvllm.plugin_api import CompileBackend, DeviceRuntime, ShapePolicy, StepKind
 from mvllm.testing.markers import clause, skip_not_claimed
 from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.tensor_assertions import assert_equal
@@ -133,3 +133,67 @@ def test_the_device_takes_a_shape_that_it_has_not_met(bound_device: DeviceRuntim
     for size in (1, 3, 17):
         total = bound_device.to_host(bound_device.to_device(torch.ones(size, 5)).sum()).wait()
         assert_equal(total, torch.tensor(5.0 * size), f"the sum of {size} rows of five ones")
+
+
+def watch_steps(monkeypatch: pytest.MonkeyPatch) -> list[StepInputs]:
+    """The inputs of all steps that workers of this process build from plans."""
+    found: list[StepInputs] = []
+    build = StepInputBuilder.build
+
+    def watched(self: StepInputBuilder, plan: object) -> StepInputs:
+        inputs = build(self, plan)  # type: ignore[arg-type]
+        found.append(inputs)
+        return inputs
+
+    monkeypatch.setattr(StepInputBuilder, "build", watched)
+    return found
+
+
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+
+
+@clause("SHP-04", "SHP-05", needs="chunked_prefill")
+@pytest.mark.parametrize("speculative", [None, DRAFTS], ids=["one token", "draft tokens"])
+def test_decode_rows_come_first_and_steps_have_their_kind_and_captured_shape(
+    subject: PlatformUnderTest,
+    free_device: None,
+    zoo: Zoo,
+    monkeypatch: pytest.MonkeyPatch,
+    speculative: dict[str, object] | None,
+) -> None:
+    if subject.platform.worker_class() is not None:
+        skip_not_claimed("core's worker: the platform has its own")
+    if speculative is not None and subject.capabilities.static_shapes:
+        skip_not_claimed("draft tokens: shapes are static")
+    steps = watch_steps(monkeypatch)
+    expected = zoo.oracle("llama")
+    with make_llm(
+        subject, expected.folder, max_num_seqs=4, max_num_batched_tokens=16, speculative_config=speculative
+    ) as llm:
+        outputs = generate(llm, expected.prompts)
+    assert_tokens(zoo, "llama", expected, outputs, tie_of(subject.capabilities, main_dtype(subject.capabilities)))
+    capabilities, num_drafts = subject.capabilities, 0 if speculative is None else 3
+    capture = shapes_of(subject).capture
+    if not (capabilities.graphs and capabilities.compile) or capabilities.static_shapes:
+        capture = None
+    kinds = set()
+    for inputs in steps:
+        layout, num_own = inputs.layout, inputs.num_scheduled.copy()
+        num_own[inputs.sampling_positions] -= inputs.num_draft_tokens
+        is_decode = num_own == 1
+        assert layout.num_decodes == is_decode.sum() and is_decode[: layout.num_decodes].all(), num_own.tolist()
+        with_drafts = bool(inputs.num_draft_tokens.any())
+        all_decode = StepKind.VERIFY if with_drafts else StepKind.DECODE
+        assert layout.kind is (all_decode if is_decode.all() else StepKind.MIXED)
+        num_tokens, num_requests = int(inputs.num_scheduled.sum()), len(inputs.rows)
+        shape = None if capture is None else capture.shape_of(layout.kind, num_tokens, num_requests, num_drafts)
+        assert layout.capture == (shape is not None)
+        longest = int(inputs.num_scheduled.max())
+        if shape is None:
+            assert layout.max_query_len == longest
+        else:
+            assert (layout.num_tokens, layout.num_requests) == shape
+            constant = {StepKind.DECODE: 1, StepKind.VERIFY: 1 + num_drafts, StepKind.MIXED: shape[0]}
+            assert longest <= layout.max_query_len == constant[layout.kind]
+        kinds.add(layout.kind)
+    assert {StepKind.MIXED, StepKind.DECODE if speculative is None else StepKind.VERIFY} <= kinds

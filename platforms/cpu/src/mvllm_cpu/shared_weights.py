@@ -101,7 +101,7 @@ def share(kind: str, tensor: torch.Tensor) -> torch.Tensor:
         return Packed((copied,))
 
     found = store.find_or_write(store.key(kind, (), (tensor,)), copy)
-    return tensor if found is None else found.tensors[0].view(tensor.shape)
+    return tensor if found is None else _read_only(found.tensors[0].view(tensor.shape))
 
 
 def current_store() -> WeightStore | None:
@@ -291,7 +291,13 @@ def _checked_header(file: int, key: str) -> dict[str, Any] | None:
 def _tensor(region: mmap.mmap, offset: int, count: int, dtype: str) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return torch.frombuffer(region, dtype=getattr(torch, dtype), count=count, offset=offset)
+        return _read_only(torch.frombuffer(region, dtype=getattr(torch, dtype), count=count, offset=offset))
+
+
+def _read_only(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, marked for core: a weight update replaces it instead of writing to it."""
+    tensor.is_read_only = True  # type: ignore[attr-defined]
+    return tensor
 
 
 def _advise(region: mmap.mmap) -> None:

@@ -8,7 +8,7 @@ from mvllm.plugin_api import Check, CheckStatus
 from mvllm_cuda import visible
 from mvllm_cuda.nvml import Inventory, NvmlError, read_inventory
 from mvllm_cuda.probe import MIN_CAPABILITY, dotted, torch_problem
-from mvllm_torch_gpu.doctor_checks import kernels_check, torch_check
+from mvllm_torch_gpu.doctor_checks import compiler_check, kernels_check, torch_check
 
 _LOW_MEMORY_SHARE = 0.5
 
@@ -25,6 +25,7 @@ def checks() -> list[Check]:
         _order(inventory),
         torch_check("cuda", torch_problem(inventory.cuda_version), "The installed torch can use this driver."),
         kernels_check("cuda"),
+        compiler_check("cuda"),
         _memory(inventory),
     ]
 

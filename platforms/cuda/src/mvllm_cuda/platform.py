@@ -24,6 +24,13 @@ def make_platform() -> Platform:
     return CUDAPlatform()
 
 
+DATA_CENTRE_BYTES = 70 << 30
+"""Memory from which on a device counts as one for data centres: it holds the activations of large steps."""
+
+TOKENS_OF_LARGE_STEP = 8192
+"""Token budget on such devices. Larger steps are no faster per token, and delay requests that generate."""
+
+
 class CUDAPlatform(TorchGpuPlatform):
     """Platform whose workers have one CUDA device each."""
 
@@ -65,6 +72,14 @@ class CUDAPlatform(TorchGpuPlatform):
         inventory = self._inventory
         seen = () if inventory is None else visible.resolve(inventory, os.environ).devices
         return bool(seen) and all(device.compute_capability >= FLOAT8_CAPABILITY for device in seen)
+
+    @cached_property
+    def tokens_of_large_step(self) -> int:
+        """8192 if every visible device has the memory of one for data centres; else 0, which leaves core's default."""
+        inventory = self._inventory
+        seen = () if inventory is None else visible.resolve(inventory, os.environ).devices
+        is_large = bool(seen) and all((device.memory_bytes or 0) >= DATA_CENTRE_BYTES for device in seen)
+        return TOKENS_OF_LARGE_STEP if is_large else 0
 
     @cached_property
     def _inventory(self) -> Inventory | None:

@@ -10,7 +10,7 @@ from mvllm_rocm import targets, visible
 from mvllm_rocm.probe import torch_problem
 from mvllm_rocm.topology import RocmDevice, read_inventory
 from mvllm_torch_gpu.device_discovery import Inventory, TopologyError
-from mvllm_torch_gpu.doctor_checks import kernels_check, torch_check
+from mvllm_torch_gpu.doctor_checks import compiler_check, kernels_check, torch_check
 from mvllm_torch_gpu.message_text import sentence
 
 _LOW_MEMORY_SHARE = 0.5
@@ -32,6 +32,7 @@ def checks(root: Path | None = None) -> list[Check]:
         _targets(inventory),
         torch_check("rocm", torch_problem(), "The installed torch was built for ROCm."),
         kernels_check("rocm"),
+        compiler_check("rocm"),
         _memory(inventory),
     ]
 

@@ -5,6 +5,8 @@ MVLLM_ROCM_COMPILE   graphs (default): decode steps are captured in HIP graphs
                      none: neither; `--enforce-eager` does the same on any platform
 MVLLM_ROCM_SUMS      rccl (default): RCCL's all-reduce
                      direct: all-reduce of small tensors through memory that ranks map from each other, if that works
+MVLLM_ROCM_LINEAR    measured (default): unquantized products of few rows use the faster of torch's library and a kernel
+                     torch, triton: always one of them
 """
 
 from __future__ import annotations

@@ -10,21 +10,24 @@ core, and a few numbers on the host. Nothing here waits for the device, so a ste
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 
-from mvllm.plugin_api import AttentionBackend, AttentionSpec, BatchLayout, KVLayout
+from mvllm.plugin_api import AttentionBackend, AttentionSpec, BatchLayout, KVLayout, RotarySpec, RotaryWriter
 from mvllm_torch_gpu.paged_metadata import PagedMetadata
 from mvllm_triton.attention import latent_attention, paged_attention
 from mvllm_triton.kv_write import write_kv, write_latent
+from mvllm_triton.rotary_write import rotary_write_kv
 
 BLOCK_SIZES = (16, 32, 64, 128, 256, 8)
-MAX_HEAD_SIZE = 256
+MAX_HEAD_SIZE = 512
 MAX_LATENT_SIZE = 576
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SCALED_DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.uint8}
-"""8-bit storage dtypes and the dtypes of their tensors; float8 is stored as codes, which every device can read."""
+"""8-bit storage dtypes and the dtypes of their tensors; float8 is stored as codes, which every device can read. The
+kernels read them as float8 on a device with such numbers."""
 
 FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e4m3fnuz": torch.float8_e4m3fnuz}
 """Formats of float8 codes: both have three bits of mantissa; scales compensate their different ranges."""
@@ -91,6 +94,8 @@ class TritonAttention(AttentionBackend):
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
             block_size=batch.block_size,
+            kind=batch.kind,
+            capture=batch.capture,
         )
 
     def write_kv(self, kv: Cache, key: torch.Tensor, value: torch.Tensor, metadata: PagedMetadata) -> None:
@@ -141,6 +146,43 @@ class TritonAttention(AttentionBackend):
                 **self._format,
             )
         return found.flatten(1)
+
+    def rotary_writer(self, rotary: RotarySpec) -> RotaryWriter | None:
+        if self.spec.values_in_keys:
+            return None  # latents are rotated before they are put together
+        return partial(self._rotate_and_write, rotary)
+
+    def _rotate_and_write(
+        self,
+        rotary: RotarySpec,
+        kv: Cache,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: PagedMetadata,
+        index: torch.Tensor,
+        cos_sin: torch.Tensor,
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
+    ) -> torch.Tensor:
+        scales = kv[2:] if self._scaled else (None, None)
+        return rotary_write_kv(
+            _with_plain_rows(query),
+            _with_plain_rows(key),
+            _with_plain_rows(value),
+            index,
+            cos_sin,
+            kv[0],
+            kv[1],
+            metadata.slot_mapping,
+            interleaved=rotary.interleaved,
+            q_weight=q_weight,
+            k_weight=k_weight,
+            eps=rotary.norm_eps or 0.0,
+            k_scale=scales[0],
+            v_scale=scales[1],
+            **self._format,
+        )
 
     @property
     def _scaled(self) -> bool:

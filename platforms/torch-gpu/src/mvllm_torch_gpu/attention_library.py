@@ -1,8 +1,10 @@
-"""Interface of attention by a package other than the Triton kernels, on the same paged cache."""
+"""AttentionLibrary: the interface of a package that computes attention over the cache that the Triton kernels write."""
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, ClassVar, Final
 
@@ -13,7 +15,7 @@ from mvllm_torch_gpu.paged_metadata import PagedMetadata
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 UNSUPPORTED: Final = object()
-"""The plan of a step that a library does not support."""
+"""The plan of a step that a library does not support after all."""
 
 
 class AttentionLibrary(ABC):
@@ -22,11 +24,14 @@ class AttentionLibrary(ABC):
     Args:
         module: The package.
         spec: The layer; `refusals` is empty for it.
+
+    Attributes:
+        name: Name of the library, for settings and messages.
+        module_name: Module to import.
     """
 
-    name: str
+    name: ClassVar[str]
     module_name: ClassVar[str]
-    """Name of the module to import."""
 
     def __init__(self, module: ModuleType, spec: AttentionSpec) -> None:
         self.module, self.spec = module, spec
@@ -47,13 +52,20 @@ class AttentionLibrary(ABC):
 
     @abstractmethod
     def takes(self, metadata: PagedMetadata) -> bool:
-        """Whether the package supports such steps."""
+        """Whether the package supports such steps. For decode steps, the answer depends on the sizes of the tables."""
+
+    def accepts_block_size(self, block_size: int) -> bool:
+        """Whether the package reads a cache with blocks of so many tokens."""
+        return True
+
+    def prepare(self, device: torch.device) -> None:
+        """Allocates what every step uses, so that the measurement of memory includes it. Idempotent."""
 
     def plan(self, batch: BatchLayout, device: torch.device) -> Any:
-        """Prepares a step for `attend` from the host's arrays, without waiting for the device.
+        """Prepares a step that `takes` accepts from the host's arrays, without waiting for this step's inputs.
 
         Returns:
-            Anything; UNSUPPORTED if the package does not support the step.
+            Anything; UNSUPPORTED if the arrays show that the package does not support the step.
         """
         return None
 
@@ -64,7 +76,20 @@ class AttentionLibrary(ABC):
         """Attention output [T, heads, size] for a query [T, heads, size]; finite for padding tokens.
 
         Args:
-            query: The step's.
+            query: The step's; elements of a head are contiguous.
             keys, values: [num_blocks, block_size, num_kv_heads, size].
             metadata, plan: Of the step.
         """
+
+
+def parameters(function: Callable[..., Any] | None) -> set[str]:
+    """Names of a function's parameters; none if it has no signature."""
+    try:
+        return set() if function is None else set(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return set()
+
+
+def without_padding(found: torch.Tensor, is_real: torch.Tensor) -> torch.Tensor:
+    """`found` [T, heads, size] with zeros where `is_real` [T] is False: libraries leave these rows undefined."""
+    return found.masked_fill(~is_real[:, None, None], 0.0)

@@ -4,15 +4,19 @@ tensors.
 In torch's build for ROCm the backend `nccl`, with its variables, is RCCL.
 
 A decode step all-reduces a few kilobytes twice per layer, which the latency of NCCL's ring or tree dominates. Devices
-that can map each other's memory can use `custom_all_reduce.py`, a `SmallAllReduce`, instead; NCCL adds the tensors that
-it does not support.
+that can map each other's memory use `custom_all_reduce.py`, a `SmallAllReduce`, instead, if all ranks can and a trial
+gives the right sums; NCCL adds the tensors that it does not support.
+
+    every rank     one machine? ── peer access? ── map memory ── trial: NCCL's sums, equal bits? ── used
+                        └──────────────┴───────────────┴─────────────────┴── any no on any rank: NCCL on all ranks
 
 Not run on hardware.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import platform
 from typing import Protocol
 
 import torch
@@ -112,7 +116,7 @@ class NcclCommunicator(DeviceCommunicator):
         super().__init__(spec, device, backend=backend, advice=_ADVICE, timeout=timeout)
         self._small_sums: SmallAllReduce | None = None
         if custom_all_reduce:
-            self._small_sums = self._create_if_all_ranks_can(lambda: _direct(self, device))
+            self._small_sums = self._create_if_all_ranks_can(device)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._small_sums is not None and self._small_sums.takes(tensor):
@@ -125,12 +129,17 @@ class NcclCommunicator(DeviceCommunicator):
             self._small_sums = None
         super().close()
 
-    def _create_if_all_ranks_can(self, make: Callable[[], SmallAllReduce]) -> SmallAllReduce | None:
-        """The object from `make` if it works with correct sums on every rank; else None on all ranks."""
+    def _create_if_all_ranks_can(self, device: torch.device) -> SmallAllReduce | None:
+        """A SmallAllReduce if it works with correct sums on every rank; else None on all ranks."""
+        problem = self._problem_of_hosts() or _problem_of(self.world_size, device)
+        if not self._all(problem is None):
+            # Common on machines without a direct connection between devices; not a fault.
+            logger.info("NCCL adds small tensors, too: %s", problem or "another rank cannot read the others' memory.")
+            return None
         found: SmallAllReduce | None = None
         try:
-            found = make()
-        except (RuntimeError, ImportError, PlatformError) as e:
+            found = _direct(self, device)
+        except (RuntimeError, ImportError, AttributeError, TypeError, PlatformError) as e:
             logger.warning("NCCL adds small tensors, too: %s", str(e).partition("\n")[0])
         everywhere = self._all(found is not None)
         if found is None:
@@ -142,6 +151,13 @@ class NcclCommunicator(DeviceCommunicator):
         found.close()
         return None
 
+    def _problem_of_hosts(self) -> str | None:
+        """Why the ranks' memory cannot be mapped because they are on several machines, or None."""
+        name = hashlib.sha256(platform.node().encode()).digest()
+        mine = torch.frombuffer(bytearray(name[:4]), dtype=torch.uint8).to(self._device, torch.int32)
+        names = super().all_gather(mine.unsqueeze(0), 0)
+        return None if bool((names == mine).all()) else "The ranks are on several machines."
+
     def _sums_are_correct(self, sums: SmallAllReduce) -> bool:
         """Whether the results of `sums` are NCCL's, with equal bits on all ranks. All ranks call it together."""
         generator = torch.Generator(device="cpu").manual_seed(self.rank)
@@ -152,7 +168,7 @@ class NcclCommunicator(DeviceCommunicator):
             expected = super().all_reduce(tensor.float())
             try:
                 found = sums.all_reduce(tensor.clone())
-            except RuntimeError as e:
+            except (RuntimeError, AttributeError, TypeError) as e:
                 logger.warning("A sum without NCCL has failed: %s", str(e).partition("\n")[0])
                 found = torch.full_like(tensor, torch.nan)
             first = super().broadcast(found.clone())
@@ -165,6 +181,12 @@ class NcclCommunicator(DeviceCommunicator):
         """Whether `value` is true on every rank."""
         votes = super().all_reduce(torch.tensor([int(value)], dtype=torch.int32, device=self._device))
         return int(votes) == self.world_size
+
+
+def _problem_of(num_ranks: int, device: torch.device) -> str | None:
+    from mvllm_torch_gpu.custom_all_reduce import problem_of
+
+    return problem_of(num_ranks, device)
 
 
 def _direct(communicator: NcclCommunicator, device: torch.device) -> SmallAllReduce:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from mvllm.plugin_api import CompileBackend
-from mvllm_torch_gpu.decode_graphs import TABLE_TOKENS, DecodeGraphBackend
 from mvllm_torch_gpu.device_module import CUDA, DeviceModule
 from mvllm_torch_gpu.graphs import DeviceGraphs
+from mvllm_torch_gpu.step_graphs import TABLE_TOKENS, StepGraphBackend
 
 
 class NoCompileBackend(CompileBackend):
@@ -30,12 +30,12 @@ def make_compiler(mode: str, module: DeviceModule = CUDA, *, table_tokens: int =
     Args:
         mode: The mode.
         module: Torch's module for the device.
-        table_tokens: See DecodeGraphBackend.
+        table_tokens: See StepGraphBackend.
     """
     if mode == "none":
         return NoCompileBackend()
     version = f"{mode}-{torch.__version__}"
-    return DecodeGraphBackend(
+    return StepGraphBackend(
         lambda: DeviceGraphs(module.device(module.api.current_device()), module),
         version,
         fuse=fuse if mode == "inductor" else None,

@@ -29,10 +29,12 @@ from mvllm_torch_gpu.paged_metadata import PagedMetadata
 from mvllm_triton.attention import paged_attention
 from mvllm_triton.merge import merge_attention
 
-LEAST_TOKENS = 512
+LEAST_TOKENS = 2048
 """Tokens of the shortest prompt: shorter ones are not worth the gathering."""
 CONTEXT_STEP = 1024
-ROW_STEP = 256
+ROW_STEP = 512
+"""A new shape takes about 70 ms once, so there are few of them."""
+
 GATHERED_BYTES = 1 << 30
 """Memory limit for the gathered keys and values of one prompt."""
 
@@ -90,7 +92,9 @@ class CudnnAttention(AttentionLibrary):
         return reasons
 
     def takes(self, metadata: PagedMetadata) -> bool:
-        return metadata.max_query_len >= LEAST_TOKENS and CONTEXT_STEP % metadata.block_size == 0
+        return (
+            not metadata.capture and metadata.max_query_len >= LEAST_TOKENS and CONTEXT_STEP % metadata.block_size == 0
+        )
 
     def plan(self, batch: BatchLayout, device: torch.device) -> Any:
         real = int(np.count_nonzero(batch.seq_lens))  # padding comes last

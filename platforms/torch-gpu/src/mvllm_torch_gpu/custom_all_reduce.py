@@ -9,8 +9,9 @@ all ranks read the sums of all shards, with two exchanges and fewer bytes.
 
 Mapping, signals and both kernels are torch's symmetric memory. They work within captured graphs.
 
-Not run on hardware; enabled by `direct` in the platform's settings. `NcclCommunicator` first tests it on random numbers
-and does not use it if any rank's result differs from NCCL's or, in any bit, from another rank's.
+`NcclCommunicator` first asks every rank for `problem_of`, because a rank that does not take part would leave the others
+waiting in the mapping. Then it tests the sums on random numbers, and does not use them if any rank's result differs
+from NCCL's or, in any bit, from another rank's. Not run on hardware.
 """
 
 from __future__ import annotations
@@ -39,13 +40,12 @@ class CustomAllReduce:
         device: This rank's device.
 
     Raises:
-        PlatformError, RuntimeError: The ranks cannot map each other's memory.
+        RuntimeError: The ranks cannot map each other's memory.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        check_peer_access(group.size(), torch.cuda.device_count(), device.index, torch.cuda.can_device_access_peer)
         self._name = group.group_name
         self._buffer: torch.Tensor | None = symmetric_memory.empty(MOST_BYTES, dtype=torch.uint8, device=device)
         symmetric_memory.rendezvous(self._buffer, self._name)
@@ -73,6 +73,24 @@ class CustomAllReduce:
 def fits(tensor: torch.Tensor) -> bool:
     """Whether the kernels support a tensor; shapes and dtypes are equal on all ranks, so all ranks decide alike."""
     return tensor.dtype in _DTYPES and 0 < tensor.nbytes <= MOST_BYTES and tensor.nbytes % _ALIGNMENT == 0
+
+
+def problem_of(num_ranks: int, device: torch.device) -> str | None:
+    """Why this rank cannot take part, or None. Does not communicate.
+
+    Args:
+        num_ranks: Ranks of the group.
+        device: This rank's device.
+    """
+    try:
+        from torch.distributed import _symmetric_memory  # noqa: F401
+
+        for operation in ("one_shot_all_reduce", "two_shot_all_reduce_"):
+            getattr(torch.ops.symm_mem, operation)  # raises if this torch has none
+        check_peer_access(num_ranks, torch.cuda.device_count(), device.index, torch.cuda.can_device_access_peer)
+    except (ImportError, AttributeError, RuntimeError, PlatformError) as e:
+        return str(e).partition("\n")[0]
+    return None
 
 
 def check_peer_access(num_ranks: int, num_devices: int, device: int, can_access_peer: object) -> None:

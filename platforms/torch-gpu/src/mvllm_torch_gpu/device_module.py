@@ -75,8 +75,19 @@ class DeviceModule:
         Raises:
             RuntimeError: An operation has waited; the message contains "synchroniz".
         """
+        with self._sync_debug_mode("error"):
+            yield
+
+    @contextmanager
+    def allows_waiting(self) -> Iterator[None]:
+        """A context inside of `forbids_waiting` in which operations may wait for the device."""
+        with self._sync_debug_mode("default"):
+            yield
+
+    @contextmanager
+    def _sync_debug_mode(self, mode: str) -> Iterator[None]:
         before = self.api.get_sync_debug_mode()
-        self.api.set_sync_debug_mode("error")
+        self.api.set_sync_debug_mode(mode)
         try:
             yield
         finally:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shlex
+import shutil
+import sysconfig
+from pathlib import Path
 
 from mvllm.plugin_api import Check, CheckStatus
 
@@ -20,6 +25,44 @@ def kernels_check(platform: str, note: str = "") -> Check:
         found = f"Attention runs in plain torch, which is many times slower: {', '.join(missing)} not installed."
         return Check(name, CheckStatus.WARNING, found, f"Run: pip install --force-reinstall mvllm-{platform}{note}")
     return Check(name, CheckStatus.OK, "Triton and the kernels are installed.")
+
+
+def compiler_check(platform: str) -> Check:
+    """Whether Triton finds what it compiles its launchers with, at the first kernel: a C compiler and Python's headers.
+
+    Args:
+        platform: Name of the platform, in lower case.
+    """
+    name = f"platform.{platform}.compiler"
+    compiler, header = c_compiler(), python_header()
+    missing = [] if compiler is not None else ["a C compiler (gcc or clang, or the one in CC)"]
+    missing += [] if header.is_file() else [f"Python's headers ({header})"]
+    if not missing:
+        return Check(name, CheckStatus.OK, f"Triton can compile: {compiler}, with Python's headers.")
+    found = f"Triton compiles code when the first kernel runs, which needs {' and '.join(missing)}."
+    remedy = "Install them: on Debian and Ubuntu gcc and python3-dev (for this version of Python), on Fedora gcc and "
+    remedy += "python3-devel."
+    return Check(name, CheckStatus.BROKEN, found, remedy)
+
+
+def c_compiler() -> str | None:
+    """The C compiler that Triton would run: that in CC, else gcc, else clang; None if it does not exist."""
+    named = os.environ.get("CC")
+    if named is None:
+        return shutil.which("gcc") or shutil.which("clang")
+    try:
+        program = shlex.split(named)[:1]
+    except ValueError:
+        return None
+    return shutil.which(program[0]) if program else None
+
+
+def python_header() -> Path:
+    """Python.h in the folder where Triton expects it."""
+    scheme = sysconfig.get_default_scheme()
+    # On Debian, the folder of this scheme has no headers; Triton takes the other one, too.
+    scheme = "posix_prefix" if scheme == "posix_local" else scheme
+    return Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h"
 
 
 def torch_check(platform: str, problem: tuple[str, str] | None, found: str) -> Check:

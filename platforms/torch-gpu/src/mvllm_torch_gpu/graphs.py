@@ -16,6 +16,7 @@ import torch
 
 from mvllm.plugin_api import GraphBackend, PlatformError, get_logger
 from mvllm_torch_gpu.device_module import CUDA, DeviceModule
+from mvllm_torch_gpu.out_of_memory import is_out_of_memory
 
 logger = get_logger("mvllm.torch_gpu.graphs")
 
@@ -46,10 +47,11 @@ class DeviceGraphs(GraphBackend):
         try:
             with self._module.captures(graph, self._pool):
                 step()
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as e:
             # The error at the end of an aborted capture hides the cause, which is its context.
+            for found in (e, e.__context__):
+                if found is not None and is_out_of_memory(found):
+                    raise found from None
             reason = str(e.__context__ or e).partition("\n")[0]
             raise PlatformError(f"The step cannot be captured in a graph: {reason}") from e
         finally:
@@ -72,10 +74,8 @@ class DeviceGraphs(GraphBackend):
         try:
             with self._module.forbids_waiting():
                 yield
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as e:
-            if "synchroniz" not in str(e):
+            if is_out_of_memory(e) or "synchroniz" not in str(e):
                 raise
             raise PlatformError(f"The step waits for the device: {str(e).partition(chr(10))[0]}") from e
 

@@ -1,6 +1,7 @@
 """Op providers of the shared Triton kernels: one or a few launches instead of torch's many.
 
-Linear layers with unquantized weights use torch, whose library has the fastest kernels.
+Linear layers with unquantized weights use torch, whose library has the fastest kernels for many rows, or with few rows
+a kernel if that is faster (autotuned_linear.py).
 """
 
 from __future__ import annotations
@@ -12,7 +13,20 @@ from typing import Any
 import torch
 
 from mvllm.plugin_api import OpCase, OpProvider
-from mvllm_triton import activation, argmax, float8_weight, moe, norm, quantized_linear, rotary, sampling
+from mvllm_torch_gpu.autotuned_linear import MEASURED, AutotunedLinear
+from mvllm_torch_gpu.device_module import CUDA, DeviceModule
+from mvllm_triton import (
+    activation,
+    argmax,
+    float8_weight,
+    lora,
+    moe,
+    norm,
+    quantized_linear,
+    quantized_moe,
+    rotary,
+    sampling,
+)
 
 PROVIDER = "mvllm_triton"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -38,14 +52,42 @@ def supports_float8(case: OpCase) -> list[str]:
     return supports(case) + float8_weight.refusals(case.facts["in_features"], case.facts["block_columns"])
 
 
-def providers(float8: str = "float8_e4m3fn", *, multiplies_float8: bool = False) -> Sequence[OpProvider]:
+def supports_quantized_experts(case: OpCase) -> list[str]:
+    """Reasons why the kernels for packed experts do not support a case."""
+    linear, hidden, inner = (case.facts[name] for name in ("linear", "hidden_size", "intermediate_size"))
+    reasons = supports(case)
+    for name, in_features in (("gate_up", hidden), ("down", inner)):
+        facts = dict(case.facts[name])
+        if linear == "quantized_linear":
+            reasons += quantized_linear.refusals(in_features, facts["group_size"], facts["bits"])
+        elif linear == "float8_linear":
+            reasons += float8_weight.refusals(in_features, facts["block_columns"])
+        elif linear == "block_quantized_linear":
+            reasons += quantized_moe.refusals(in_features, facts["formats"])
+        else:
+            reasons.append(f"experts of {linear} have no kernel")
+    return list(dict.fromkeys(reasons))
+
+
+def providers(
+    float8: str = "float8_e4m3fn",
+    *,
+    multiplies_float8: bool = False,
+    linear: str = MEASURED,
+    module: DeviceModule = CUDA,
+) -> Sequence[OpProvider]:
     """One provider per operation.
 
     Args:
         float8: Float8 format of the devices, one of FLOAT8.
         multiplies_float8: Whether the devices multiply in that format; otherwise codes are widened before the product.
+        linear: How unquantized products of few rows are computed, one of settings.LINEAR.
+        module: Torch's module for the devices.
     """
+    products = AutotunedLinear(linear, module)
     functions: dict[str, Callable[..., Any]] = {
+        "linear": products.linear,
+        "linear_silu_and_mul": products.linear_silu_and_mul,
         "argmax": argmax.argmax,
         "filtered_draw": sampling.filtered_draw,
         "rms_norm": norm.rms_norm,
@@ -56,6 +98,7 @@ def providers(float8: str = "float8_e4m3fn", *, multiplies_float8: bool = False)
         "gelu_tanh_and_mul": activation.gelu_tanh_and_mul,
         "moe": moe.moe,
         "clamped_moe": moe.clamped_moe,
+        "add_lora_by_slot": lora.add_lora_by_slot,
     }
     quantized = OpProvider(
         "quantized_linear",
@@ -71,4 +114,13 @@ def providers(float8: str = "float8_e4m3fn", *, multiplies_float8: bool = False)
         supports_float8,
         prepare=partial(float8_weight.pack, float8=FLOAT8[float8], native=multiplies_float8),
     )
-    return [*(OpProvider(op, PROVIDER, function, supports) for op, function in functions.items()), quantized, narrow]
+    experts = OpProvider(
+        "quantized_moe",
+        PROVIDER,
+        quantized_moe.quantized_moe,
+        supports_quantized_experts,
+        prepare=partial(quantized_moe.pack, float8=FLOAT8[float8], native=multiplies_float8),
+        rounds_inputs=False,
+    )
+    plain = [OpProvider(op, PROVIDER, function, supports) for op, function in functions.items()]
+    return [*plain, quantized, narrow, experts]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
+
+from mvllm.plugin_api import StepKind
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,7 @@ class PagedMetadata:
         query_start_loc, seq_lens, block_table, slot_mapping: Those of BatchLayout, int32 on the device.
         max_query_len, max_seq_len: As in BatchLayout, or larger.
         block_size: Tokens per block.
+        kind, capture: As in BatchLayout.
     """
 
     query_start_loc: torch.Tensor
@@ -25,6 +29,8 @@ class PagedMetadata:
     max_query_len: int
     max_seq_len: int
     block_size: int
+    kind: StepKind = StepKind.MIXED
+    capture: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -40,7 +46,7 @@ class PagedMetadata:
         """Whether the step has `num_tokens` requests with one token each, padding included."""
         return self.max_query_len == 1 and len(self.seq_lens) == self.num_tokens == num_tokens
 
-    def static_buffers(self, table: torch.Tensor) -> PagedMetadata:
+    def static_buffers(self, table: torch.Tensor) -> Self:
         """Input buffers of a graph for steps with this number of requests; block tables are copied into `table`."""
         return replace(
             self,

@@ -16,6 +16,7 @@ from mvllm.plugin_api import (
     Capabilities,
     Communicator,
     CompileBackend,
+    ConfigChange,
     EngineConfig,
     GraphBackend,
     GroupSpec,
@@ -77,6 +78,11 @@ class TorchGpuPlatform(Platform):
         """Whether all devices multiply in that format. Opens no device."""
         return False
 
+    @property
+    def tokens_of_large_step(self) -> int:
+        """Tokens of a step with prompts from which on more tokens do not make the devices faster. Opens no device."""
+        return 0
+
     def worker_variables(self) -> Mapping[str, str]:
         """Environment variables of every worker."""
         return {}
@@ -99,6 +105,7 @@ class TorchGpuPlatform(Platform):
             soft_cap=True,
             sinks=True,
             mla=True,
+            lazy_kernels=True,
         )
 
     def plan(self, config: EngineConfig) -> Plan | Refusals:
@@ -106,6 +113,7 @@ class TorchGpuPlatform(Platform):
             self.settings.compile_mode(),
             self.settings.custom_all_reduce(),
             self.settings.attention(),
+            self.settings.linear(),
         )  # invalid values raise here, not in a worker
         refusals = [
             Refusal(field, f"{name} is not supported on this platform", f"Use one of: auto, {', '.join(supported)}.")
@@ -115,7 +123,13 @@ class TorchGpuPlatform(Platform):
             )
             if name not in ("auto", *supported)
         ]
-        return Refusals(tuple(refusals)) if refusals else Plan()
+        if refusals:
+            return Refusals(tuple(refusals))
+        scheduler, wanted = config.scheduler, self.tokens_of_large_step
+        if not scheduler.max_num_batched_tokens_is_default or wanted <= scheduler.max_num_batched_tokens:
+            return Plan()
+        reason = f"the devices compute steps of {wanted} tokens fastest; set it yourself for shorter or longer steps"
+        return Plan((ConfigChange("scheduler.max_num_batched_tokens", wanted, reason),))
 
     def topology(self, parallel: ParallelConfig) -> LaunchTopology:
         num_workers = parallel.world_size
@@ -202,7 +216,12 @@ class TorchGpuPlatform(Platform):
         except ImportError as e:
             logger.warning("Operations run in plain torch: their kernels cannot be imported (%s).", e)
             return ()
-        return providers(self.float8, multiplies_float8=self.multiplies_float8)
+        return providers(
+            self.float8,
+            multiplies_float8=self.multiplies_float8,
+            linear=self.settings.linear(),
+            module=self.module,
+        )
 
     def graphs(self, device: torch.device) -> GraphBackend | None:
         from mvllm_torch_gpu.graphs import DeviceGraphs

@@ -22,6 +22,7 @@ from mvllm.plugin_api import DeviceRuntime, Event, HostCopy, MemoryInfo, Platfor
 from mvllm_torch_gpu import memory
 from mvllm_torch_gpu.device_module import CUDA, DeviceModule
 from mvllm_torch_gpu.message_text import first_line
+from mvllm_torch_gpu.out_of_memory import is_out_of_memory
 
 logger = get_logger("mvllm.torch_gpu.runtime")
 
@@ -151,6 +152,9 @@ class TorchGpuRuntime(DeviceRuntime):
 
     def release_cached_memory(self) -> None:
         self.module.api.empty_cache()
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        return super().is_out_of_memory(error) or is_out_of_memory(error)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         try:

@@ -3,12 +3,16 @@
 ..._COMPILE   graphs (the default of most platforms): decode steps are captured in graphs
               inductor: torch.compile fuses the model's operations first, then as above
               none: neither; `--enforce-eager` does the same on any platform
-..._SUMS      the vendor's library of collectives (default)
-              direct: all-reduce of small tensors through memory that ranks map from each other, if that works
-..._ATTENTION measured (default): the Triton kernels, or flash_attn, flashinfer or torch's cudnn if installed, whichever
-              is faster for the kind of step
+..._SUMS      direct: all-reduce of small tensors through memory that ranks map from each other, if a trial works; the
+              default where `direct_by_default`
+              the vendor's library of collectives: it alone
+..._ATTENTION measured (default): the Triton kernels, or an installed library (flash_attn, varlen_attn, flashinfer,
+              torch's cudnn), whichever is fastest for the kind of step
               triton: the Triton kernels
-              flash_attn, flashinfer, cudnn: that library for every step that it supports
+              flash_attn, varlen_attn, flashinfer, cudnn: that library for every step that it supports
+..._LINEAR    measured (default): unquantized products of few rows use torch's library or a Triton kernel, whichever is
+              faster for the shape
+              torch, triton: always one of them
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ from dataclasses import dataclass
 from mvllm.plugin_api import ConfigError
 
 COMPILE_MODES = ("graphs", "inductor", "none")
-ATTENTION = ("measured", "triton", "flash_attn", "flashinfer", "cudnn")
+ATTENTION = ("measured", "triton", "flash_attn", "varlen_attn", "flashinfer", "cudnn")
+LINEAR = ("measured", "torch", "triton")
 
 
 @dataclass(frozen=True)
@@ -31,12 +36,16 @@ class Settings:
         library: The library of collectives, as a value of the variable; None if there is no choice.
         compile_modes: All of COMPILE_MODES, the default first.
         attentions: Supported values of ATTENTION, the default first.
+        direct_by_default: Whether CustomAllReduce is tried if the user says nothing.
+        linears: Supported values of LINEAR, the default first.
     """
 
     prefix: str
     library: str | None
     compile_modes: tuple[str, ...] = COMPILE_MODES
     attentions: tuple[str, ...] = ATTENTION
+    direct_by_default: bool = False
+    linears: tuple[str, ...] = LINEAR
 
     def compile_mode(self) -> str:
         """One of COMPILE_MODES.
@@ -54,13 +63,24 @@ class Settings:
         """
         return _one_of(f"{self.prefix}_ATTENTION", self.attentions)
 
+    def linear(self) -> str:
+        """One of LINEAR.
+
+        Raises:
+            ConfigError: The variable has another value.
+        """
+        return _one_of(f"{self.prefix}_LINEAR", self.linears)
+
     def custom_all_reduce(self) -> bool:
         """Whether CustomAllReduce adds small tensors.
 
         Raises:
             ConfigError: The variable has another value.
         """
-        return self.library is not None and _one_of(f"{self.prefix}_SUMS", (self.library, "direct")) == "direct"
+        if self.library is None:
+            return False
+        values = ("direct", self.library) if self.direct_by_default else (self.library, "direct")
+        return _one_of(f"{self.prefix}_SUMS", values) == "direct"
 
 
 def _one_of(variable: str, values: tuple[str, ...]) -> str:

@@ -90,6 +90,9 @@ class XlaAttention(AttentionBackend):
     def materialize(self) -> None:
         """Runs recorded operations, on lazy devices."""
 
+    def reuse_buffer(self, cache: torch.Tensor) -> None:
+        """Called before a cache is written in a step: a compiled step must write to the cache's own memory."""
+
     def build_metadata(self, batch: BatchLayout) -> XlaMetadata:
         tiles = cut(batch.query_start_loc, batch.seq_lens, batch.num_tokens)
         slots = np.where(batch.slot_mapping < 0, NOWHERE, batch.slot_mapping).astype(np.int32)
@@ -106,6 +109,7 @@ class XlaAttention(AttentionBackend):
 
     def write_kv(self, kv: Cache, key: torch.Tensor, value: torch.Tensor, metadata: XlaMetadata) -> None:
         for cache, new in zip(kv, (key, value), strict=False):  # one cache if values are part of the keys
+            self.reuse_buffer(cache)
             cache.flatten(0, 1).index_copy_(0, metadata.slots.long(), new.to(cache.dtype))
 
     def forward(

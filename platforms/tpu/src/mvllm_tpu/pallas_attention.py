@@ -125,6 +125,7 @@ class PallasAttention(XlaAttention):
         self, kv: Cache, key: torch.Tensor, value: torch.Tensor, metadata: PallasMetadata | XlaMetadata
     ) -> None:
         [cache] = kv
+        self.reuse_buffer(cache)
         pairs = torch.stack((key, value), dim=2).flatten(1, 2)
         cache.flatten(0, 1).index_copy_(0, metadata.slots.long(), pairs.to(cache.dtype))
 
@@ -161,6 +162,7 @@ class PallasAttention(XlaAttention):
 
     def _gathered(self, kv: Cache, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         [cache] = kv
+        self.reuse_buffer(cache)
         pairs = cache.index_select(0, blocks.clamp(0, len(cache) - 1))
         return pairs[:, :, 0::2], pairs[:, :, 1::2]
 

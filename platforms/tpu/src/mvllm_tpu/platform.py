@@ -28,7 +28,7 @@ from mvllm.plugin_api import (
     ShapePolicy,
     WorkerContext,
 )
-from mvllm_tpu import runtimes, shapes, xla_devices
+from mvllm_tpu import compile_mode, runtimes, shapes, xla_devices
 from mvllm_tpu.plugin import SPEC
 from mvllm_tpu.probe import INSTALL
 from mvllm_tpu.runtimes.interface import Runtime
@@ -83,6 +83,7 @@ class TPUPlatform(Platform):
         )
 
     def plan(self, config: EngineConfig) -> Plan | Refusals:
+        compile_mode.mode()  # an invalid value raises here, not in a worker
         refusals = [
             Refusal(field, f"{name} is not supported on this platform", f"Use one of: auto, {', '.join(supported)}.")
             for field, name, supported in (

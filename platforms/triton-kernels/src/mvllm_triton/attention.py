@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import torch
 
-from mvllm_triton.device import processors
+from mvllm_triton.device import processors, reads_float8, shared_memory, warp_size
 from mvllm_triton.float8 import read_as
 from mvllm_triton.kernels.attention import attend, combine
 from mvllm_triton.tiles import (
     LONGEST,
     MOST_DRAFTED,
     AttentionTiles,
+    AttentionWork,
     attention_tiles,
-    combining_warps,
-    num_splits,
+    combining_tile,
+    long_work,
     power_of_two,
+    short_work,
 )
 
 Scale = torch.Tensor | float | None
@@ -56,7 +58,7 @@ def paged_attention(
         block_table: int32 [R, P]. Entries after a request's last block and before its window are ignored.
         query_start_loc: int32 [R + 1]. Tokens from query_start_loc[R] on are padding; their results are zeros.
         seq_lens: int32 [R], this step's tokens included.
-        scale: Factor on query-key products.
+        scale: Factor on query-key products; positive.
         max_query_len: Upper bound of the query tokens of a request.
         max_seq_len: Estimate of the longest sequence. It affects only how work is divided: a bad estimate costs speed.
         window: A query at position p sees keys at positions > p - window.
@@ -65,7 +67,8 @@ def paged_attention(
         k_scale, v_scale: Factors on stored keys and values: both None, both numbers, or both tensors of the same kind.
         out: [T, heads, value_size]: output tensor; the last dimension is contiguous. None allocates one.
         float8: Format of codes in uint8.
-        splits: Programs that share a tile's keys; None chooses as many as keep the device busy.
+        splits: Number of programs, for each tile of heads, among which the keys of a launch are divided; None chooses
+            as many as keep the device busy.
 
     Returns:
         [T, heads, value_size], compute dtype.
@@ -154,11 +157,11 @@ def _launch(
     """Launches both kinds of attention. `rest_size`: elements of a latent key that are not part of its value, or 0.
 
     A batch of decodes takes the short launch, the prompt of one request the long launch, and a mixed batch both
-    (kernels/attention.py). So the keys of decodes are split in mixed batches, too.
+    (kernels/attention.py).
     """
     num_tokens, num_heads, head_size = q.shape
     block_size, num_kv_heads = keys.shape[1:3]
-    _check(q, keys, values, block_table, out)
+    _check(q, keys, values, block_table, out, scale)
     latent = rest_size > 0
     main_size = value_size if latent else head_size
     group = num_heads // num_kv_heads
@@ -166,6 +169,8 @@ def _launch(
         out = torch.empty((num_tokens, num_heads, value_size), dtype=q.dtype, device=q.device)
     if num_tokens == 0:
         return out
+    if keys.dtype == torch.uint8 and reads_float8(q.device, float8):
+        keys, values = keys.view(float8), values.view(float8)
     kind, k_factor, v_factor = scale_kind(k_scale, v_scale)
     k_scales = k_scale if isinstance(k_scale, torch.Tensor) else q  # an unused pointer
     v_scales = v_scale if isinstance(v_scale, torch.Tensor) else q
@@ -175,26 +180,28 @@ def _launch(
     num_requests = seq_lens.shape[0]
 
     def tiles_for(query_len: int) -> AttentionTiles:
-        narrow, size = keys.element_size() == 1, max(main_size, value_size)
-        return attention_tiles(size, block_size, q.element_size(), group, query_len, latent=latent, narrow=narrow)
+        return attention_tiles(
+            max(main_size, value_size), block_size, q.element_size(), group, query_len, latent=latent,
+            narrow=keys.element_size() == 1, shared_memory=shared_memory(q.device),
+            warp_size=warp_size(q.device),
+        )  # fmt: skip
 
-    def launch(
-        tiles: AttentionTiles, num_tiles: int, num_slots: int, splits: int, *, short: bool, skipped: int
-    ) -> None:
+    def launch(tiles: AttentionTiles, work: AttentionWork, *, short: bool, skipped: int, padding: bool) -> None:
         part = part_max = part_sum = out
-        strides = [0, out.stride(0), out.stride(1)]
-        if splits > 1:
-            shape = (splits, num_slots, num_heads)
+        head_tiles = num_kv_heads * -(-group // tiles.heads)
+        divided = work.slots > 0
+        if divided:
+            shape = (work.slots, head_tiles, tiles.rows)
             part = torch.empty((*shape, value_size), dtype=torch.float32, device=q.device)
             part_max = torch.empty(shape, dtype=torch.float32, device=q.device)
             part_sum = torch.empty(shape, dtype=torch.float32, device=q.device)
-            strides = [*part.stride()[:3]]
-        attend[(num_tiles, num_kv_heads * -(-group // tiles.heads), splits)](
-            part, part_max, part_sum, q, keys, values, k_scales, v_scales, given_sinks, block_table, query_start_loc,
-            seq_lens, num_requests, num_tokens, splits, scale * k_factor, v_factor,
+        attend[(work.grid, head_tiles)](
+            out, part, part_max, part_sum, q, keys, values, k_scales, v_scales, given_sinks, block_table,
+            query_start_loc, seq_lens, num_requests, num_tokens, work.programs, work.least, scale * k_factor, v_factor,
             q.stride(0), q.stride(1), *keys.stride()[:3], *values.stride()[:3], *k_scale_strides, *v_scale_strides,
-            block_table.stride(0), *strides, num_heads, num_slots,
+            block_table.stride(0), out.stride(0), out.stride(1),
             SHORT=short,
+            PADDING=padding,
             SKIPPED=skipped,
             GROUP=group,
             HEADS=tiles.heads,
@@ -208,7 +215,7 @@ def _launch(
             BLOCK_Q=tiles.tokens,
             BLOCK_M=tiles.rows,
             BLOCK_N=tiles.columns,
-            SPLIT=splits > 1,
+            SPLIT=divided,
             WINDOW=window or 0,
             SOFT_CAP=soft_cap or 0.0,
             SINKS=sinks is not None,
@@ -218,42 +225,54 @@ def _launch(
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )  # fmt: skip
-        if splits > 1:
-            combine[(num_slots, num_heads)](
-                out, part, part_max, part_sum, given_sinks, query_start_loc, num_requests, num_tokens, splits,
-                num_heads, out.stride(0), out.stride(1),
+        if divided:
+            most_rows = min(tiles.tokens, max(max_query_len, 1)) * tiles.heads
+            rows, pieces = combining_tile(power_of_two(value_size, 16), most_rows)
+            combine[(work.divided_tiles, head_tiles, -(-most_rows // rows))](
+                out, part, part_max, part_sum, given_sinks, query_start_loc, seq_lens, num_requests, work.programs,
+                work.least, out.stride(0), out.stride(1),
                 SHORT=short,
-                BLOCK_Q=tiles.tokens,
+                SKIPPED=skipped,
+                GROUP=group,
+                HEADS=tiles.heads,
                 VALUE_SIZE=value_size,
                 VALUE_PAD=power_of_two(value_size, 16),
-                SPLITS_PAD=power_of_two(splits, 8),
+                BLOCK_Q=tiles.tokens,
+                BLOCK_M=tiles.rows,
+                BLOCK_N=tiles.columns,
+                ROWS=rows,
+                PIECES=pieces,
+                WINDOW=window or 0,
                 SINKS=sinks is not None,
-                num_warps=combining_warps(power_of_two(splits, 8) * power_of_two(value_size, 16)),
+                num_warps=4,
             )  # fmt: skip
 
-    def splits_of(tiles: AttentionTiles, num_tiles: int, num_slots: int) -> int:
-        if splits is not None:
-            return splits
-        seen = max_seq_len if window is None else min(max_seq_len, window + max_query_len)
-        programs = num_tiles * num_kv_heads * -(-group // tiles.heads)
-        return num_splits(programs, seen, tiles.columns, processors(q.device), num_slots * num_heads * value_size * 4)
+    def seen(tiles: AttentionTiles) -> int:
+        return max_seq_len if window is None else min(max_seq_len, window + tiles.tokens)
+
+    def launch_short(tiles: AttentionTiles, *, padding: bool) -> None:
+        slot_bytes = tiles.rows * value_size * 4
+        head_tiles = num_kv_heads * -(-group // tiles.heads)
+        work = short_work(
+            num_requests, head_tiles, -(-seen(tiles) // tiles.columns), processors(q.device), slot_bytes, splits
+        )
+        launch(tiles, work, short=True, skipped=0, padding=padding)
 
     # Few tile sizes: each one is compiled in the first step that needs it, which then takes seconds.
     short = tiles_for(MOST_DRAFTED if 1 < max_query_len <= MOST_DRAFTED else 1)
     if max_query_len <= short.tokens:
-        num_slots = num_requests * short.tokens + num_tokens  # the second term is for padding
-        num_tiles = num_requests + -(-num_tokens // short.tokens)
-        launch(short, num_tiles, num_slots, splits_of(short, num_requests, num_slots), short=True, skipped=0)
+        launch_short(short, padding=True)
         return out
     long = tiles_for(LONGEST)
-    num_tiles = num_tokens // long.tokens + num_requests + 1
-    if num_requests == 1:
-        wanted = splits_of(long, -(-num_tokens // long.tokens), num_tokens)
-        launch(long, num_tiles, num_tokens, wanted, short=False, skipped=0)
-        return out
-    launch(long, num_tiles, num_tokens, 1, short=False, skipped=short.tokens)
-    num_slots = num_requests * short.tokens
-    launch(short, num_requests, num_slots, splits_of(short, num_requests, num_slots), short=True, skipped=0)
+    skipped = 0 if num_requests == 1 else short.tokens
+    head_tiles = num_kv_heads * -(-group // long.heads)
+    work = long_work(
+        num_tokens, num_requests, long.tokens, head_tiles, -(-seen(long) // long.columns), processors(q.device),
+        long.rows * value_size * 4, splits,
+    )  # fmt: skip
+    launch(long, work, short=False, skipped=skipped, padding=True)
+    if num_requests > 1:
+        launch_short(short, padding=False)
     return out
 
 
@@ -279,8 +298,15 @@ def scale_kind(k_scale: Scale, v_scale: Scale) -> tuple[int, float, float]:
 
 
 def _check(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block_table: torch.Tensor, out: torch.Tensor | None
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block_table: torch.Tensor,
+    out: torch.Tensor | None,
+    scale: float,
 ) -> None:
+    if not scale > 0:
+        raise ValueError(f"The scale of attention must be positive, not {scale}.")
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"Queries are bfloat16, float16 or float32, not {q.dtype}.")
     if q.shape[1] % keys.shape[2]:

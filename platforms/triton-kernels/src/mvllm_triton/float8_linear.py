@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from mvllm_triton.device import processors
+from mvllm_triton.dtypes import TRITON_DTYPES
 from mvllm_triton.float8 import BIAS, LARGEST
 from mvllm_triton.kernels import float8_linear as kernels
-from mvllm_triton.tiles import float8_tiles, power_of_two
+from mvllm_triton.splits import add_splits, partial_results
+from mvllm_triton.tiles import float8_tiles, inner_splits, most_splits, power_of_two
 
 
 def float8_rows(
@@ -102,8 +107,12 @@ def float8_linear(
     if not (native and rounded):
         rows = rows.view(torch.uint8) if rounded else rows
         weight, fp8 = weight.view(torch.uint8), BIAS[weight.dtype]
-    kernels.multiply[(-(-num_rows // tiles.rows), -(-out_features // tiles.columns))](
-        out, rows, row_scales, weight, weight_scale, weight_scale if bias is None else bias, num_rows,
+    grid = -(-num_rows // tiles.rows), -(-out_features // tiles.columns)
+    most = most_splits(tiles.rows, out_features, weight.nbytes)
+    splits = inner_splits(math.prod(grid), in_features, tiles.inner, processors(x.device), most=most)
+    parts = partial_results(out, splits.num)
+    kernels.multiply[(*grid, splits.num)](
+        parts, rows, row_scales, weight, weight_scale, weight_scale if bias is None else bias, num_rows,
         rows.stride(0), *x_scale_strides, weight.stride(0), *scale_strides,
         IN=in_features,
         OUT=out_features,
@@ -112,12 +121,16 @@ def float8_linear(
         BIAS=bias is not None,
         X_SCALED=rounded,
         FP8=fp8,
+        DTYPE=TRITON_DTYPES[x.dtype],
+        SPLITS=splits.num,
+        CHUNK=splits.size,
         BLOCK_M=tiles.rows,
         BLOCK_N=tiles.columns,
         BLOCK_K=tiles.inner,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )  # fmt: skip
+    add_splits(out, parts)
     return out.view(*x.shape[:-1], out_features)
 
 

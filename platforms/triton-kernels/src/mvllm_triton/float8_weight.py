@@ -7,7 +7,8 @@ from typing import Protocol
 
 import torch
 
-from mvllm_triton.float8_linear import float8_linear
+from mvllm_triton import scaled_mm
+from mvllm_triton.float8_linear import float8_linear, float8_rows
 
 
 class Float8Weight(Protocol):
@@ -49,6 +50,8 @@ class PackedFloat8:
         input_scale: [1], float32: the static scale of inputs, if there is one.
         rounded: Whether inputs are rounded.
         native: Whether the device multiplies this format.
+        library_scale: float32: `scale` as torch's library takes it (scaled_mm.py); None with blocks.
+        library: The combinations that the library computes; empty if our kernel multiplies.
     """
 
     weight: torch.Tensor
@@ -57,6 +60,8 @@ class PackedFloat8:
     input_scale: torch.Tensor | None
     rounded: bool
     native: bool
+    library_scale: torch.Tensor | None = None
+    library: frozenset[scaled_mm.Combination] = frozenset()
 
 
 def refusals(in_features: int, block_columns: int) -> list[str]:
@@ -78,27 +83,35 @@ def pack(weight: Float8Weight, float8: torch.dtype = torch.float8_e4m3fn, *, nat
     Raises:
         ValueError: The weight cannot be packed; see `refusals`.
     """
-    codes, scales, input_scale = weight.codes, weight.scales.float(), weight.input_scale
-    out_features, in_features = codes.shape
+    out_features, in_features = weight.codes.shape
     reasons = refusals(in_features, weight.block_columns)
     if reasons:
         raise ValueError(f"This weight cannot be packed: {'; '.join(reasons)}.")
     block = (weight.block_rows, weight.block_columns)
-    scales = _with_nan(codes, scales, block)
-    if float8 == torch.float8_e4m3fnuz:
-        codes = codes.masked_fill(codes == 0x80, 0)  # minus zero, whose code is NaN in e4m3fnuz
-        scales, input_scale = scales * 2, None if input_scale is None else input_scale * 2
+    codes, scales, input_scale = in_format(weight, float8)
     whole = weight.block_columns >= in_features
     if whole and scales.numel() > 1:
         scales = scales.repeat_interleave(weight.block_rows, 0)[:out_features]
-    return PackedFloat8(
-        codes.contiguous().view(float8),
-        scales.contiguous(),
-        None if whole else block,
-        input_scale if weight.inputs == "static" else None,
-        weight.inputs != "floats",
-        native,
-    )
+    packed, scales = codes.contiguous().view(float8), scales.contiguous()
+    rounded = weight.inputs != "floats"
+    library_scale, library = None, frozenset[scaled_mm.Combination]()
+    if whole and rounded and native:
+        per_tensor = input_scale is not None and scales.numel() == 1
+        library = scaled_mm.supported(packed, per_tensor=per_tensor)
+        flat = scales.view(-1)
+        library_scale = flat if per_tensor else flat.expand(out_features).contiguous().view(1, -1)
+    block_sizes = None if whole else block
+    return PackedFloat8(packed, scales, block_sizes, input_scale, rounded, native, library_scale, library)
+
+
+def in_format(weight: Float8Weight, float8: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Codes, scales and the static scale of inputs for the format `float8`, as for `pack`."""
+    codes, input_scale = weight.codes, weight.input_scale if weight.inputs == "static" else None
+    scales = _with_nan(codes, weight.scales.float(), (weight.block_rows, weight.block_columns))
+    if float8 == torch.float8_e4m3fnuz:
+        codes = codes.masked_fill(codes == 0x80, 0)  # minus zero, whose code is NaN in e4m3fnuz
+        scales, input_scale = scales * 2, None if input_scale is None else input_scale * 2
+    return codes, scales, input_scale
 
 
 def float8_product(x: torch.Tensor, weight: PackedFloat8, bias: torch.Tensor | None) -> torch.Tensor:
@@ -112,6 +125,16 @@ def float8_product(x: torch.Tensor, weight: PackedFloat8, bias: torch.Tensor | N
     Returns:
         [..., out_features], compute dtype.
     """
+    scale = weight.library_scale
+    if scale is not None and x.numel() and (x.dtype, bias is not None) in weight.library:
+        rows = x.reshape(-1, x.shape[-1])
+        codes, row_scales = float8_rows(
+            rows if rows.stride(1) == 1 else rows.contiguous(), None, weight.weight.dtype, weight.input_scale
+        )
+        if scale.dim() == 1 and weight.input_scale is not None:
+            row_scales = weight.input_scale
+        product = scaled_mm.multiply(codes, row_scales, weight.weight, scale, bias, x.dtype)
+        return product.view(*x.shape[:-1], -1)
     return float8_linear(
         x,
         weight.weight,

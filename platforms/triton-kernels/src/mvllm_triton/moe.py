@@ -8,9 +8,7 @@ from __future__ import annotations
 import torch
 
 from mvllm_triton.kernels import moe as kernels
-from mvllm_triton.tiles import ProductTiles, expert_tiles, power_of_two
-
-_COUNTED = 512
+from mvllm_triton.tiles import ProductTiles, expert_tiles, power_of_two, routed_entries
 
 
 def moe(
@@ -82,7 +80,7 @@ def _experts(
     num_entries = num_tokens * top_k
     tiles = expert_tiles(num_entries, num_experts, x.element_size())
     max_tiles = min(num_entries, num_entries // tiles.rows + num_experts)
-    order, experts = _ordered(expert_ids.contiguous(), num_experts, max_tiles, tiles)
+    order, experts = ordered(expert_ids.contiguous(), num_experts, max_tiles, tiles)
 
     inner = torch.empty((num_entries, inner_size), dtype=x.dtype, device=x.device)
     parts = torch.empty((num_entries, hidden_size), dtype=x.dtype, device=x.device)
@@ -114,20 +112,23 @@ def _experts(
     return out
 
 
-def _ordered(
+def ordered(
     expert_ids: torch.Tensor, num_experts: int, max_tiles: int, tiles: ProductTiles
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Entries ordered by expert, and the expert of each tile; see kernels/moe.py."""
     device, num_entries = expert_ids.device, expert_ids.numel()
-    counts = torch.empty(num_experts, dtype=torch.int32, device=device)
+    experts_pad = power_of_two(num_experts)
+    block = routed_entries(experts_pad)
+    num_pieces = -(-num_entries // block)
+    counts = torch.empty((num_pieces, num_experts), dtype=torch.int32, device=device)
     order = torch.empty(max_tiles * tiles.rows, dtype=torch.int32, device=device)
     experts = torch.empty(max_tiles, dtype=torch.int32, device=device)
-    kernels.count[(num_experts,)](counts, expert_ids, num_entries, BLOCK=_COUNTED)
-    kernels.arrange[(num_experts,)](
-        order, experts, counts, expert_ids, num_entries, max_tiles,
-        NUM_EXPERTS=num_experts,
-        EXPERTS_PAD=power_of_two(num_experts),
+    sizes = {"NUM_EXPERTS": num_experts, "EXPERTS_PAD": experts_pad, "BLOCK": block}
+    kernels.count[(num_pieces,)](counts, expert_ids, num_entries, **sizes)
+    kernels.arrange[(num_pieces + num_experts,)](
+        order, experts, counts, expert_ids, num_entries, num_pieces, max_tiles,
         BLOCK_M=tiles.rows,
-        BLOCK=_COUNTED,
+        PIECES=block,
+        **sizes,
     )  # fmt: skip
     return order, experts

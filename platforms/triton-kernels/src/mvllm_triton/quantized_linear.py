@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from mvllm_triton.device import has_ptx, processors
+from mvllm_triton.dtypes import TRITON_DTYPES
 from mvllm_triton.kernels import quantized_linear as kernels
-from mvllm_triton.tiles import power_of_two, quantized_tiles
+from mvllm_triton.splits import add_splits, partial_results
+from mvllm_triton.tiles import inner_splits, most_splits, power_of_two, quantized_tiles
 
 
 class IntegerWeight(Protocol):
@@ -45,7 +49,8 @@ class PackedIntegers:
 
     Attributes:
         data: The integers.
-        scales, zero_points, group_size, bits, int8_activations: The weight's.
+        scales, zero_points: The weight's, [groups, out_features].
+        group_size, bits, int8_activations: The weight's.
         in_features, out_features: Its sizes.
         inner: Columns that are multiplied at once.
     """
@@ -82,16 +87,12 @@ def pack(weight: IntegerWeight) -> PackedIntegers:
     reasons = refusals(in_features, weight.group_size, weight.bits)
     if reasons:
         raise ValueError(f"This weight cannot be packed: {'; '.join(reasons)}.")
-    inner = _inner(in_features, weight.group_size)
-    padded = torch.nn.functional.pad(values, (0, -in_features % inner))
-    if weight.bits == 4:
-        low, high = (padded.view(out_features, -1, 2, inner // 2) + 8).to(torch.uint8).unbind(2)
-        padded = (low | (high << 4)).view(out_features, -1)
+    inner = inner_columns(in_features, weight.group_size)
     zeros = weight.zero_points
     return PackedIntegers(
-        padded.contiguous(),
-        weight.scales.float().contiguous(),
-        None if zeros is None else zeros.contiguous(),
+        pack_values(values, weight.bits, inner),
+        weight.scales.float().T.contiguous(),
+        None if zeros is None else zeros.T.contiguous(),
         weight.group_size,
         weight.bits,
         weight.int8_activations,
@@ -99,6 +100,15 @@ def pack(weight: IntegerWeight) -> PackedIntegers:
         out_features,
         inner,
     )
+
+
+def pack_values(values: torch.Tensor, bits: int, inner: int) -> torch.Tensor:
+    """Integers [rows, columns], int8, in the layout of the kernel: whole blocks of `inner` columns."""
+    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % inner))
+    if bits == 4:
+        low, high = (padded.view(len(values), -1, 2, inner // 2) + 8).to(torch.uint8).unbind(2)
+        padded = (low | (high << 4)).view(len(values), -1)
+    return padded.contiguous()
 
 
 def quantized_linear(x: torch.Tensor, weight: PackedIntegers, bias: torch.Tensor | None) -> torch.Tensor:
@@ -123,10 +133,14 @@ def quantized_linear(x: torch.Tensor, weight: PackedIntegers, bias: torch.Tensor
     if num_rows:
         row_scales = rows  # an unused pointer
         if weight.int8_activations:
-            rows, row_scales = _rounded(rows)
+            rows, row_scales = rounded_rows(rows)
         tiles = quantized_tiles(num_rows, weight.out_features, x.element_size())
-        kernels.multiply[(-(-num_rows // tiles.rows), -(-weight.out_features // tiles.columns))](
-            out, rows, row_scales, weight.data, weight.scales,
+        grid = -(-num_rows // tiles.rows), -(-weight.out_features // tiles.columns)
+        most = most_splits(tiles.rows, weight.out_features, weight.data.nbytes)
+        splits = inner_splits(math.prod(grid), weight.in_features, weight.inner, processors(x.device), most=most)
+        parts = partial_results(out, splits.num)
+        kernels.multiply[(*grid, splits.num)](
+            parts, rows, row_scales, weight.data, weight.scales,
             weight.data if weight.zero_points is None else weight.zero_points,
             weight.scales if bias is None else bias, num_rows, rows.stride(0), weight.data.stride(0),
             IN=weight.in_features,
@@ -137,23 +151,28 @@ def quantized_linear(x: torch.Tensor, weight: PackedIntegers, bias: torch.Tensor
             ZEROS=weight.zero_points is not None,
             INT8=weight.int8_activations,
             BIAS=bias is not None,
+            DTYPE=TRITON_DTYPES[x.dtype],
+            PTX=has_ptx(x.device, x.dtype),
+            SPLITS=splits.num,
+            CHUNK=splits.size,
             BLOCK_M=tiles.rows,
             BLOCK_N=tiles.columns,
             BLOCK_K=weight.inner,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )  # fmt: skip
+        add_splits(out, parts)
     return out.view(*x.shape[:-1], weight.out_features)
 
 
-def _inner(in_features: int, group_size: int) -> int:
+def inner_columns(in_features: int, group_size: int) -> int:
     """Columns multiplied at once: the largest power of two from 32 to 128 that divides a group."""
     if group_size >= in_features:
         return max(64, min(128, power_of_two(in_features)))
     return min(128, group_size & -group_size)
 
 
-def _rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rounded_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows rounded to int8, and a scale for each row."""
     num_rows, size = rows.shape
     codes = torch.empty((num_rows, size), dtype=torch.int8, device=rows.device)

@@ -1,11 +1,15 @@
-"""Token sampling from logits with min_p, top_k and top_p: three launches, without a sort."""
+"""Token sampling from logits with min_p, top_k and top_p, without a sort; see kernels/sampling.py.
+
+The number of launches and their grids depend on shapes only; the host reads no tensor.
+"""
 
 from __future__ import annotations
 
 import torch
 
+from mvllm_triton.argmax import argmax
 from mvllm_triton.kernels import sampling as kernels
-from mvllm_triton.tiles import power_of_two, sampled_block
+from mvllm_triton.tiles import histogram_tiles, power_of_two, sampled_block
 
 
 def sample(
@@ -87,15 +91,25 @@ def filters(
     negative logits. The arguments are those of `sample`.
     """
     num_rows, size = logits.shape
-    known = peaks is not None
-    peaks = torch.empty(num_rows, dtype=torch.float32, device=logits.device) if peaks is None else peaks
-    thresholds = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-    if num_rows:
-        block = min(4096, power_of_two(size))
-        kernels.filter_rows[(num_rows,)](
-            peaks, thresholds, logits, logits.stride(0), inv_temperature, min_p_gap, top_k, top_p, size,
-            GIVEN=known,
-            BLOCK=block,
-            num_warps=max(1, min(16, block // 256)),
+    device = logits.device
+    thresholds = torch.empty(num_rows, dtype=torch.int32, device=device)
+    if num_rows == 0:
+        return torch.empty(0, dtype=torch.float32, device=device), thresholds
+    peaks = argmax(logits)[0] if peaks is None else peaks
+    tiles = histogram_tiles(num_rows, size)
+    digits = kernels.DIGITS.value
+    counts = torch.zeros((num_rows, tiles.copies + 2, digits), dtype=torch.int32, device=device)
+    weights = torch.zeros((num_rows, tiles.copies + 4, digits), dtype=torch.int64, device=device)
+    states = torch.empty((num_rows, kernels.LEVELS.value, kernels.STATE.value), dtype=torch.int64, device=device)
+    for level in range(kernels.LEVELS.value):
+        kernels.tally[(num_rows, -(-size // tiles.piece))](
+            counts, weights, states, logits, logits.stride(0), peaks, inv_temperature, min_p_gap, top_k, top_p, size,
+            tiles.copies, tiles.piece,
+            LEVEL=level,
+            BLOCK=tiles.block,
+            num_warps=4,
         )  # fmt: skip
+    kernels.finish[(num_rows,)](
+        thresholds, counts, weights, states, peaks, min_p_gap, top_k, top_p, size, tiles.copies, num_warps=4
+    )
     return peaks, thresholds

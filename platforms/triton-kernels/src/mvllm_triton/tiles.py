@@ -9,12 +9,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TILE_BYTES = 16 << 10
-MAX_SPLITS = 64
+LEAST_SHARED_MEMORY = 64 << 10
+LARGE_SHARED_MEMORY = 128 << 10
+"""Shared memory of a program from which on tiles of keys and values are larger, and more of them are in flight."""
+
+PROGRAMS_PER_PROCESSOR = 4
+LEAST_SHORT = 2
+"""Tiles of keys that a program of a short launch takes at least."""
+
+LEAST_LONG = 8
+"""Tiles of keys from which on a tile of queries may have several programs."""
+
 MOST_DRAFTED = 8
 """Maximum query tokens of a decode: one token, and the draft tokens to verify."""
 
 LONGEST = 1 << 20
 """Query tokens of a prompt that fills its tiles in any case."""
+
+MAX_INNER_SPLITS = 64
+"""Maximum programs among which the inner dimension of a product is split."""
 
 PARTIAL_BYTES = 64 << 20
 """Memory limit for the partial sums of splits."""
@@ -54,6 +67,8 @@ def attention_tiles(
     *,
     latent: bool = False,
     narrow: bool = False,
+    shared_memory: int = LEAST_SHARED_MEMORY,
+    warp_size: int = 32,
 ) -> AttentionTiles:
     """Tiles of attention.
 
@@ -65,40 +80,128 @@ def attention_tiles(
         max_query_len: Maximum query tokens of a request.
         latent: Whether values are parts of their keys.
         narrow: Whether the cache has 8-bit elements; widening them takes registers.
+        shared_memory: Bytes of shared memory of a program at most.
+        warp_size: Threads of a warp.
     """
-    row_bytes = power_of_two(head_size, 16) * itemsize
-    columns = max(32 if latent else 16, min(128, TILE_BYTES // row_bytes))
+    size = power_of_two(head_size, 16)
+    row_bytes = size * itemsize
+    large = shared_memory >= LARGE_SHARED_MEMORY and itemsize == 2
+    most_rows = max(16, min(128, (2 if itemsize == 2 else 1) * (2 if large else 1) * TILE_BYTES // row_bytes))
+    rows = min(most_rows, power_of_two(group * max_query_len, 16))
+    short = rows < 64 and not latent
+    # Two tiles of keys and two of values fit, with those of queries, and in a short launch several times.
+    tile_bytes = TILE_BYTES
+    if large and (latent or (rows >= 64 and size > 256)):
+        tile_bytes *= 2
+    elif short and not large and itemsize == 2:
+        tile_bytes //= 2
+    columns = max(32 if latent else 16, min(128, tile_bytes // row_bytes))
     while columns > max(block_size, 64):  # more keys per iteration need more block_table lookups
         columns //= 2
-    most_rows = max(16, min(128, (2 if itemsize == 2 else 1) * TILE_BYTES // row_bytes))
-    rows = min(most_rows, power_of_two(group * max_query_len, 16))
     if narrow and rows >= 64:
         columns = min(columns, 32)
     heads = min(group, rows)
-    held = rows * power_of_two(head_size, 16) * max(itemsize, 2) // 2  # elements that a program keeps in registers
-    num_warps = 8 if rows >= 128 or held >= 1 << 14 else 4
-    num_stages = 2 if itemsize > 2 or rows >= 64 or latent else 3
-    return AttentionTiles(rows, columns, heads, rows // heads, num_warps, num_stages)
+    held = rows * size * max(itemsize, 2) // 2  # elements that a program keeps in registers
+    num_threads = 256 if rows >= 128 or held >= 1 << 14 else 128
+    # One tile of rows and few threads: many programs of a multiprocessor wait for memory at the same time. On an H200
+    # two warps with two stages are faster than four warps or three stages, from one to 256 sequences.
+    few = short and large and not narrow and warp_size == 32 and rows == 16 and size <= 128
+    if few:
+        num_threads = 64
+    needed = 2 * (1 if latent else 2) * columns * row_bytes + (0 if short else rows * row_bytes)
+    if few:
+        num_stages = 2
+    elif large:
+        num_stages = 2 if size > 256 and rows >= 64 and not latent else 3
+    else:
+        num_stages = 3 if short and needed <= shared_memory // 2 else 2
+    return AttentionTiles(
+        rows, columns, heads, rows // heads, max(2 if few else 4, num_threads // warp_size), num_stages
+    )
 
 
-def num_splits(num_programs: int, num_keys: int, columns: int, processors: int, partial_bytes: int) -> int:
-    """Number of programs among which the keys of each tile are split, so that all processors have work.
+@dataclass(frozen=True)
+class AttentionWork:
+    """How the keys of one launch of attention are divided among programs; the programs compute the division.
+
+    Attributes:
+        grid: Programs of a launch, for each tile of heads.
+        programs: Programs among which the tiles of keys are divided.
+        least: Tiles of keys of a program at least, if it has part of the keys of a tile of queries.
+        slots: Partial results that may exist; 0 if no tile of queries may have several programs.
+        divided_tiles: Tiles of queries that may have several programs.
+    """
+
+    grid: int
+    programs: int
+    least: int
+    slots: int
+    divided_tiles: int
+
+
+def short_work(
+    num_requests: int, head_tiles: int, most_tiles: int, processors: int, slot_bytes: int, programs: int | None = None
+) -> AttentionWork:
+    """Work of a short launch: as many programs as keep the processors busy take equal shares of all tiles of keys.
 
     Args:
-        num_programs: Programs without splits that have work.
-        num_keys: Maximum keys of a tile.
-        columns: Keys per iteration.
+        num_requests: Requests of the step.
+        head_tiles: Tiles of heads; each has all the programs.
+        most_tiles: Estimate of the tiles of keys of a request.
         processors: Multiprocessors of the device.
-        partial_bytes: Memory that each split takes.
+        slot_bytes: Bytes of a partial result.
+        programs: Number of programs, for each tile of heads; None chooses.
     """
-    wanted = 2 * processors // max(num_programs, 1)
-    useful = num_keys // (2 * columns)  # a split has at least two tiles of keys
-    return max(1, min(wanted, useful, MAX_SPLITS, PARTIAL_BYTES // max(partial_bytes, 1)))
+    least = 1 if programs else LEAST_SHORT
+    if programs is None:
+        wanted = -(-PROGRAMS_PER_PROCESSOR * processors // head_tiles)
+        useful = -(-num_requests * most_tiles // least)
+        programs = max(1, min(wanted, useful, PARTIAL_BYTES // (2 * head_tiles * slot_bytes)))
+    divided = programs > 1
+    return AttentionWork(programs, programs, least, 2 * programs if divided else 0, programs - 1)
 
 
-def combining_warps(elements: int) -> int:
-    """Warps of a program that reduces `elements` of all splits, a power of two: at most 64 elements per thread."""
-    return max(1, min(16, elements // 2048))
+def long_work(
+    num_tokens: int,
+    num_requests: int,
+    tile_tokens: int,
+    head_tiles: int,
+    most_tiles: int,
+    processors: int,
+    slot_bytes: int,
+    programs: int | None = None,
+) -> AttentionWork:
+    """Work of a long launch: a program for each tile of queries, several for those with many keys.
+
+    Args:
+        num_tokens: Tokens of the step.
+        tile_tokens: Tokens of a tile of queries.
+
+    The other arguments are those of `short_work`.
+    """
+    query_tiles = num_tokens // tile_tokens + num_requests  # the second term is for partly filled last tiles
+    least = 1 if programs else LEAST_LONG
+    if programs is None:
+        programs = max(1, min(-(-processors // head_tiles), PARTIAL_BYTES // (2 * head_tiles * slot_bytes)))
+        share = least
+        if num_requests == 1:
+            share = max(least, -(-(-(-num_tokens // tile_tokens) * most_tiles) // programs))
+        if most_tiles <= share:
+            programs = 1
+    # A divided tile has at least two parts. Parts are more than half a share on average, so there are fewer than two
+    # for each program. One program of the grid more than there are pieces stores zeros for padding.
+    if programs == 1:
+        return AttentionWork(query_tiles + 1, 1, least, 0, 0)
+    return AttentionWork(query_tiles + programs + 1, programs, least, 2 * programs, programs)
+
+
+def combining_tile(value_size: int, most_rows: int) -> tuple[int, int]:
+    """Rows and partial results per iteration of a program that reduces these; `value_size` is a power of two.
+
+    A program holds at most 64 elements per thread.
+    """
+    rows = min(8, power_of_two(most_rows), max(1, 1024 // value_size))
+    return rows, max(2, 8192 // (rows * value_size))
 
 
 def write_heads(num_heads: int, size: int) -> int:
@@ -133,6 +236,27 @@ def argmax_piece(num_rows: int, size: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
+class HistogramTiles:
+    """How the tokens of a row are divided among the programs that count them.
+
+    Attributes:
+        piece: Tokens per program.
+        block: Tokens per iteration.
+        copies: Histograms of a row, each for some of its programs.
+    """
+
+    piece: int
+    block: int
+    copies: int
+
+
+def histogram_tiles(num_rows: int, size: int) -> HistogramTiles:
+    """Pieces of at least 1024 tokens, and about 1024 programs. With few rows, fewer programs share a histogram."""
+    piece, block = argmax_piece(num_rows, size)
+    return HistogramTiles(piece, block, max(1, min(8, 32 // num_rows, -(-size // piece))))
+
+
+@dataclass(frozen=True)
 class ProductTiles:
     """Tile sizes of a product of matrices [m, k] and [k, n]: `rows` of m, `columns` of n, `inner` of k."""
 
@@ -151,21 +275,196 @@ def expert_tiles(num_entries: int, num_experts: int, itemsize: int) -> ProductTi
     return ProductTiles(rows, columns, inner, 8 if rows >= 128 else 4, 2 if rows >= 128 or itemsize > 2 else 3)
 
 
+def routed_entries(num_experts: int) -> int:
+    """Entries that one program sorts by expert: it compares each with every expert, `num_experts`, a power of two."""
+    return max(16, min(256, 8192 // num_experts))
+
+
+def lora_tiles(num_tokens: int, out_features: int, itemsize: int) -> ProductTiles:
+    """Tiles for the products of adapters. Few tokens get small tiles, because adjacent tokens differ in adapter."""
+    rows = 16 if num_tokens <= 256 else 32 if itemsize > 2 else 64
+    columns = 32 if itemsize > 2 else 128 if out_features >= 4096 else 64
+    inner = 64 if itemsize > 2 or rows > 16 else 128
+    return ProductTiles(rows, columns, inner, 8 if rows >= 64 else 4, 2)
+
+
+def lora_splits(num_programs: int, in_features: int, inner: int, processors: int) -> tuple[int, int]:
+    """Number of parts of the input, and their size, so that all processors have work.
+
+    Args:
+        num_programs: Programs without splits.
+        in_features: Columns of the input.
+        inner: Columns per iteration.
+        processors: Multiprocessors of the device.
+    """
+    iterations = -(-in_features // inner)
+    wanted = max(1, min(iterations, 2 * processors // num_programs, 16))
+    size = -(-iterations // wanted) * inner
+    return -(-in_features // size), size
+
+
+def packed_expert_tiles(
+    num_entries: int, num_experts: int, itemsize: int, *, gated: bool, narrow: bool = False
+) -> ProductTiles:
+    """Tiles for experts whose weights are widened in registers; the weight sets `inner`.
+
+    Args:
+        num_entries, num_experts: As for `expert_tiles`, whose `rows` these have.
+        itemsize: Bytes of an element of the compute dtype.
+        gated: Whether there are accumulators of both gate and up.
+        narrow: Whether a row has 32 bytes per load. More columns then give each thread of 256 16 bytes to load.
+    """
+    rows = expert_tiles(num_entries, num_experts, itemsize).rows
+    wide = (rows <= 16 and narrow) or (rows >= 128 and not gated)
+    columns = 32 if itemsize > 2 else 128 if wide else 64
+    return ProductTiles(rows, columns, 0, 8 if rows >= 128 else 4, _stages(rows, itemsize))
+
+
 def quantized_tiles(num_rows: int, out_features: int, itemsize: int) -> ProductTiles:
-    """Tiles for products with integers; the weight sets `inner`. Few rows get narrow tiles, for more programs."""
+    """Tiles for products with integers; the weight sets `inner`."""
     rows = min(128 if itemsize == 2 else 64, power_of_two(num_rows, 16))
-    columns = 32 if rows <= 16 or itemsize > 2 else 64 if rows <= 64 or out_features < 4096 else 128
-    return ProductTiles(rows, columns, 0, 8 if rows >= 128 else 4, 2 if rows >= 64 or itemsize > 2 else 3)
+    columns = 32 if itemsize > 2 else _columns(rows, out_features)
+    return ProductTiles(rows, columns, 0, 8 if rows >= 128 else 4, _stages(rows, itemsize))
 
 
 def float8_tiles(num_rows: int, out_features: int, in_features: int, group_size: int) -> ProductTiles:
     """Tiles for products of float8 with float8; `inner` divides a group if there are several."""
     rows = min(128, power_of_two(num_rows, 16))
-    columns = 32 if rows <= 16 else 64 if rows <= 64 or out_features < 4096 else 128
     inner = min(128, group_size) if group_size < in_features else 128
-    return ProductTiles(rows, columns, inner, 8 if rows >= 128 else 4, 3 if rows < 128 else 2)
+    return ProductTiles(rows, _columns(rows, out_features), inner, 8 if rows >= 128 else 4, 3 if rows < 128 else 2)
+
+
+def _columns(rows: int, out_features: int) -> int:
+    """Each tile of columns reads all rows again, so few and small matrices alone get narrow tiles."""
+    if rows <= 16:
+        return 32 if out_features < 2048 else 64
+    return 64 if rows <= 64 or out_features < 4096 else 128
+
+
+def _stages(rows: int, itemsize: int) -> int:
+    """Pipeline stages of products that read few bytes per tile."""
+    return 2 if rows >= 128 or itemsize > 2 else 4 if rows <= 16 else 3
+
+
+@dataclass(frozen=True)
+class InnerSplits:
+    """How the inner dimension of a product is divided: `num` programs with `size` columns each, the last with fewer."""
+
+    num: int
+    size: int
+
+
+def inner_splits(
+    num_programs: int, in_features: int, inner: int, processors: int, *, most: int = MAX_INNER_SPLITS
+) -> InnerSplits:
+    """Number of programs among which the inner dimension is split, so that every multiprocessor has two programs.
+
+    Args:
+        num_programs: Programs without splits.
+        in_features: Columns of the weight.
+        inner: Columns per iteration.
+        processors: Multiprocessors of the device.
+        most: Limit for the memory of partial results.
+    """
+    iterations = -(-in_features // inner)
+    wanted = -(-2 * processors // max(1, num_programs))
+    num = max(1, min(wanted, iterations // 2, most, MAX_INNER_SPLITS))
+    size = -(-iterations // num)
+    return InnerSplits(-(-iterations // size), size * inner)
+
+
+def most_splits(rows: int, out_features: int, weight_bytes: int) -> int:
+    """Splits whose float32 partial results have at most half as many bytes as the weight that is read; 1 for many rows.
+
+    Args:
+        rows: Rows of a tile.
+        out_features: Columns of the result.
+        weight_bytes: Bytes of the weight.
+    """
+    return 1 if rows > 64 else max(1, weight_bytes // (8 * rows * out_features))
 
 
 def sampled_block(size: int) -> int:
     """Tokens per block: a power of two near the square root of the vocabulary size, like the number of blocks."""
     return 1 << (size.bit_length() + 1) // 2
+
+
+@dataclass(frozen=True)
+class FewRowsTiles:
+    """How a product of few rows with a weight [n, k] is divided among programs.
+
+    Attributes:
+        rows: Rows of the tile that matrix instructions multiply; 1 for one row with multiply-adds.
+        columns: Rows of the weight per program.
+        inner: Columns of the weight per iteration.
+        parts: Programs among which the columns of a tile are split.
+        num_warps, num_stages: Of a program.
+    """
+
+    rows: int
+    columns: int
+    inner: int
+    parts: int
+    num_warps: int
+    num_stages: int
+
+
+MOST_FEW_ROWS = 64
+"""Maximum rows of the products that `few_rows_tiles` divides."""
+
+
+def few_rows_tiles(
+    num_rows: int, out_features: int, in_features: int, processors: int, shared_memory: int
+) -> FewRowsTiles:
+    """Tiles for products of at most MOST_FEW_ROWS rows with 16-bit weights: all multiprocessors read all the time.
+
+    The fastest of those that were measured on an H200 with the shapes of an 8B model. One row is multiplied by threads
+    as they read; more rows by matrix instructions, whose tile of rows is read again for each tile of the weight, so
+    these are larger. Where the weight has few rows, programs are few: each then keeps more on its way from memory.
+
+    Args:
+        num_rows, out_features, in_features: Sizes of the product.
+        processors: Multiprocessors of the device.
+        shared_memory: Bytes that a program can have.
+    """
+    rows = 1 if num_rows == 1 else power_of_two(num_rows, 16)
+    (columns, inner, num_warps, num_stages), programs = _few_rows_choice(num_rows, out_features, processors)
+    inner = min(inner, power_of_two(in_features, 16))
+    while inner > 32 and 2 * inner * (columns + rows) * min(num_stages, 3) > shared_memory:
+        inner //= 2
+    num_stages = min(num_stages, shared_memory // (2 * inner * (columns + rows)))
+    num_tiles, iterations = -(-out_features // columns), -(-in_features // inner)
+    wanted = programs * processors // num_tiles
+    parts = max(1, min(wanted, iterations // 4, 8))
+    return FewRowsTiles(rows, columns, inner, parts, num_warps, num_stages)
+
+
+def few_rows_gated_tiles(num_rows: int, in_features: int, shared_memory: int) -> FewRowsTiles:
+    """Tiles for gated products of few rows; `columns` of each half of the weight. See `few_rows_tiles`."""
+    rows = 1 if num_rows == 1 else power_of_two(num_rows, 16)
+    columns, inner, num_warps, num_stages = (2, 1024, 4, 5) if num_rows == 1 else (64, 128, 4, 4)
+    inner = min(inner, power_of_two(in_features, 16))
+    while inner > 32 and 2 * inner * (2 * columns + rows) * min(num_stages, 3) > shared_memory:
+        inner //= 2
+    num_stages = min(num_stages, shared_memory // (2 * inner * (2 * columns + rows)))
+    return FewRowsTiles(rows, columns, inner, 1, num_warps, num_stages)
+
+
+def _few_rows_choice(num_rows: int, out_features: int, processors: int) -> tuple[tuple[int, int, int, int], int]:
+    """Columns, inner, num_warps and num_stages of tiles, and the programs per multiprocessor to split parts for."""
+    share = out_features / processors  # rows of the weight per multiprocessor
+    if num_rows == 1:
+        return ((4, 1024, 4, 5) if share > 128 else (8, 512, 4, 4)), 3
+    if num_rows <= 16:
+        if share > 512:
+            return (128, 128, 4, 4), 1
+        if share > 128:
+            return (64, 128, 4, 5), 1
+        if share > 42:
+            return (64, 256, 4, 4), 1
+        if num_rows <= 8:
+            return (16, 512, 2, 4), 2
+        return ((32, 256, 2, 4), 2) if share > 32 else ((32, 256, 4, 5), 1)
+    if num_rows <= 32:
+        return ((128, 128, 8, 4) if share > 512 else (64, 128, 4, 4) if share > 128 else (64, 128, 4, 6)), 1
+    return ((128, 128, 8, 4) if share > 128 else (64, 128, 4, 4)), 1

@@ -54,5 +54,9 @@ class XpuModule(DeviceModule):
     def forbids_waiting(self) -> Iterator[None]:
         yield
 
+    @contextmanager
+    def allows_waiting(self) -> Iterator[None]:
+        yield
+
 
 XPU = XpuModule()

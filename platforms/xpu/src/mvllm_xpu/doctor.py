@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mvllm.plugin_api import Check, CheckStatus
 from mvllm_torch_gpu.device_discovery import Inventory, TopologyError
-from mvllm_torch_gpu.doctor_checks import kernels_check, torch_check
+from mvllm_torch_gpu.doctor_checks import compiler_check, kernels_check, torch_check
 from mvllm_torch_gpu.message_text import sentence
 from mvllm_xpu import compute_runtime, topology, visible
 from mvllm_xpu.probe import torch_has_graphs, torch_problem
@@ -33,6 +33,7 @@ def checks(root: Path | None = None) -> list[Check]:
         _runtime(root),
         _torch(),
         kernels_check("xpu", ". Triton comes with torch's build for XPU."),
+        compiler_check("xpu"),
         _memory(inventory),
     ]
 

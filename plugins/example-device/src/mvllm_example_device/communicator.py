@@ -25,6 +25,15 @@ class ExampleCommunicator(Strict, api.Communicator):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._host.all_reduce(self._out(tensor)).to(self._device)
 
+    def all_reduce_add_rms_norm(
+        self, tensor: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A device with a kernel for it avoids a round trip; here it shows how the parts fit together."""
+        total = residual + self.all_reduce(tensor)
+        wide = total.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return weight * normed.to(total.dtype), total
+
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         return self._host.all_gather(self._out(tensor), dim).to(self._device)
 

@@ -56,6 +56,8 @@ class ChatCompletionHandler(ChatHandler, ChoicesHandler):
         }
         if self._request.return_token_ids:
             choice["token_ids"] = sequence.token_ids
+        if self._request.return_weight_versions:
+            choice["weight_versions"] = sequence.weight_versions
         return choice
 
     def add_reasoning_tokens(self, number: int) -> None:
@@ -99,8 +101,9 @@ class _ChatChoice:
         self._chunks = chunks
         self._has_started = False
         self._return_token_ids = bool(request.return_token_ids)
+        self._return_weight_versions = bool(request.return_weight_versions)
         self._plain = handler.is_passthrough and not (
-            request.logprobs or self._return_token_ids or chunks.continuous_usage
+            request.logprobs or self._return_token_ids or self._return_weight_versions or chunks.continuous_usage
         )
         before = b'{"index":%d,"delta":{"content":' % index
         self._before, self._after = chunks.wrap(before, b'},"logprobs":null,"finish_reason":null}')
@@ -144,13 +147,15 @@ class _ChatChoice:
         if self._handler._output_parser.has_reasoning:
             self._count_reasoning(sequence, stream, prompt, has_reasoned=before != (stream.num_reasoning_deltas, False))
         logprobs = self._handler._logprobs(sequence)
-        if not deltas and (logprobs is not None or self._return_token_ids):
+        if not deltas and (logprobs is not None or self._return_token_ids or self._return_weight_versions):
             deltas = [{}]
         choices = []
         for i, delta in enumerate(deltas):
             choice = self._choice(delta, logprobs if i == 0 else None)
             if self._return_token_ids:
                 choice["token_ids"] = sequence.token_ids if i == 0 else []
+            if self._return_weight_versions:
+                choice["weight_versions"] = sequence.weight_versions if i == 0 else []
             choices.append(encode_json(choice))
         return choices
 

@@ -21,12 +21,15 @@ from mvllm.entrypoints.openai.common.errors import ErrorFormat
 from mvllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     ClassificationRequest,
+    CollectiveRpcRequest,
     CompletionRequest,
     ConversationItemsRequest,
     ConversationRequest,
     ConversationUpdateRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    FinishWeightUpdateRequest,
+    InitWeightTransferRequest,
     LoadLoRAAdapterRequest,
     PoolingRequest,
     RerankRequest,
@@ -34,6 +37,8 @@ from mvllm.entrypoints.openai.protocol import (
     ScoreRequest,
     TokenizeRequest,
     UnloadLoRAAdapterRequest,
+    UpdateLoRAAdapterRequest,
+    UpdateWeightsRequest,
 )
 from mvllm.version import __version__
 
@@ -126,6 +131,13 @@ _EXAMPLES: dict[type[msgspec.Struct], dict[str, Any]] = {
     DetokenizeRequest: {"tokens": [1, 2, 3]},
     LoadLoRAAdapterRequest: {"lora_name": "poems", "lora_path": "adapters/poems"},
     UnloadLoRAAdapterRequest: {"lora_name": "poems"},
+    UpdateLoRAAdapterRequest: {"lora_name": "poems"},
+    InitWeightTransferRequest: {
+        "init_info": {"master_address": "10.0.0.1", "master_port": 29600, "world_size": 2},
+    },
+    UpdateWeightsRequest: {"update_info": {"path": "checkpoints/step-100"}},
+    FinishWeightUpdateRequest: {"weight_version": 100},
+    CollectiveRpcRequest: {"method": "name_of_a_method", "args": []},
 }
 """The type of every body, with an example."""
 

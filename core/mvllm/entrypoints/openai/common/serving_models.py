@@ -89,6 +89,20 @@ class OpenAIServingModels:
             self._loading.remove(name)
         self._lora_requests[name] = request
 
+    async def update_lora_adapter(self, engine: AsyncLLM, name: str, path: str | None) -> None:
+        """Loads the files of an adapter anew, or those of another folder.
+
+        Raises:
+            APIError: No adapter has the name (404).
+            RequestError: The files cannot be used.
+        """
+        request = self._lora_requests.get(name)
+        if request is None:
+            raise _no_adapter(name)
+        updated = LoRARequest(name, request.lora_int_id, path or request.lora_path)
+        await engine.update_lora(updated)
+        self._lora_requests[name] = updated
+
     async def load_lora_modules(self, engine: AsyncLLM, modules: Sequence[tuple[str, str]]) -> None:
         """Loads the adapters of `--lora-modules`, given as names and folders.
 
@@ -109,12 +123,7 @@ class OpenAIServingModels:
         """
         request = self._lora_requests.pop(name, None)
         if request is None:
-            raise APIError(
-                404,
-                f"There is no adapter `{ascii(name[:100])[1:-1]}`.",
-                param="lora_name",
-                code="model_not_found",
-            )
+            raise _no_adapter(name)
         await engine.remove_lora(request.lora_int_id)
 
     def model_cards(self, max_model_len: int | None) -> list[dict[str, Any]]:
@@ -133,3 +142,8 @@ class OpenAIServingModels:
             }
             for name, root, parent in [*named, *adapters]
         ]
+
+
+def _no_adapter(name: str) -> APIError:
+    message = f"There is no adapter `{ascii(name[:100])[1:-1]}`."
+    return APIError(404, message, param="lora_name", code="model_not_found")

@@ -43,8 +43,7 @@ class CompletionHandler(ChoicesHandler):
         constraint = output_constraint(request)
         params = completion_sampling_params(request, context.engine.model_config.generation_defaults, constraint)
         if params.thinking_token_budget is not None and (parser := context.prompt_renderer.reasoning_parser):
-            tags = parser.thinking_tags or parser.tags
-            params = msgspec.structs.replace(params, thinking_tags=None if tags is None else list(tags))
+            params = msgspec.structs.replace(params, thinking_tags=parser.budget_tags())
         super().__init__(context, model, "cmpl-", request, params, constraint)
         self.is_prompt_only = bool(request.echo) and request.max_tokens == 0
         self._usage = UsageCounter(count_completion=not self.is_prompt_only)
@@ -97,11 +96,12 @@ class _CompletionChoice:
         self._echo = bool(request.echo)
         self._is_first = True
         self._return_token_ids = bool(request.return_token_ids)
+        self._return_weight_versions = bool(request.return_weight_versions)
         self._logprobs = (
             None if request.logprobs is None else CompletionLogprobs(handler.token_formatter, request.logprobs)
         )
         with_logprobs = request.logprobs is not None or request.prompt_logprobs is not None
-        self._plain = not (self._echo or self._return_token_ids or with_logprobs)
+        self._plain = not (self._echo or self._return_token_ids or self._return_weight_versions or with_logprobs)
         self._before = b'{"index":%d,"text":' % index
 
     def encode(self, output: RequestOutput, sequence: CompletionOutput) -> bytes:
@@ -139,6 +139,8 @@ class _CompletionChoice:
                 choice["logprobs"] = self._logprobs.format_next(token_ids, positions)
         if self._handler._request.prompt_logprobs is not None and first:
             choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or [])
+        if self._return_weight_versions:
+            choice["weight_versions"] = sequence.weight_versions
         if self._return_token_ids:
             choice["token_ids"] = token_ids
             choice["prompt_token_ids"] = output.prompt_token_ids if first else None

@@ -18,7 +18,7 @@ import contextlib
 import os
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,8 +144,8 @@ class ResponseDatabase:
     def __init__(self, path: str | None, limits: StoreLimits) -> None:
         self._limits = limits
         try:
-            if path is not None:  # created here, so that other users cannot read it; SQLite's files beside it follow
-                os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            if path is not None:
+                _create_file(path)
             self._connection = sqlite3.connect(
                 path or ":memory:", timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
             )
@@ -256,14 +256,19 @@ class ResponseDatabase:
         """The running responses that are marked."""
         return [each for (each,) in self._connection.execute("SELECT id FROM objects WHERE running = 1 AND cancelled")]
 
-    def fail_interrupted(self, message: str) -> int:
-        """Ends all running responses with the status `failed`: to be called when no process generates any.
+    def fail_interrupted(self, message: str, models: Collection[str] | None = None) -> int:
+        """Ends running responses with the status `failed`: to be called when no process generates them.
+
+        Args:
+            models: The names of the model whose responses end; None for all responses.
 
         Returns:
             Their number.
         """
         with self._transaction():
             rows = self._connection.execute("SELECT id, body, streamed FROM objects WHERE running = 1").fetchall()
+            if models is not None:
+                rows = [row for row in rows if msgspec.json.decode(row[1]).get("model") in models]
             for response_id, body, streamed in rows:
                 failed = _as_failed(body, message)
                 self._set_body(response_id, failed, running=False)
@@ -483,6 +488,17 @@ class ResponseDatabase:
                 self._connection.execute("ROLLBACK")
             raise
         self._connection.execute("COMMIT")
+
+
+def _create_file(path: str) -> None:
+    """Creates the file if there is none, so that other users cannot read it; SQLite's files beside it follow.
+
+    An existing file is not opened. SQLite's locks are POSIX locks: when any descriptor of a file is closed, the process
+    loses the locks of all its connections to this file. Another process would then take itself for the last user, and
+    delete the WAL with what these connections write.
+    """
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
 
 
 def _now() -> int:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mvllm.entrypoints.openai.protocol import ChatCompletionRequest, ResponsesRequest
+from mvllm.entrypoints.openai.responses.client_functions import client_functions, qualified_name
 from mvllm.entrypoints.openai.responses.items import ID_PREFIXES, Item, check_metadata
 from mvllm.errors import RequestError
 from mvllm.messages.structured_outputs import MAX_NESTING
@@ -61,14 +62,12 @@ def to_chat_request(
         raise RequestError("reasoning.effort must be a text.", parameter="reasoning")
     if request.instructions is not None:
         messages = [{"role": "system", "content": request.instructions}, *messages]
-    functions: list[Mapping[str, Any]] = [
-        _tool(i, tool) for i, tool in enumerate(request.tools or ()) if tool.get("type") != "mcp"
-    ]
+    functions, _ = client_functions(request.tools)
     return ChatCompletionRequest(
         messages=list(messages),
         max_tokens=request.max_output_tokens,
         response_format=_response_format(request.text),
-        tools=[dict(tool) for tool in (*functions, *more_tools)] or None,
+        tools=[*functions, *map(dict, more_tools)] or None,
         tool_choice=_tool_choice(request.tool_choice),
         reasoning_effort=effort,
         **{name: getattr(request, name) for name in _SHARED_FIELDS},
@@ -257,6 +256,8 @@ def _message(where: str, item: Mapping[str, Any]) -> Message:
 
 def _call(where: str, item: Mapping[str, Any], call_id: str) -> Message:
     function = {name: _string(where, item, name) for name in ("name", "arguments")}
+    if item.get("namespace") is not None:
+        function["name"] = qualified_name(_string(where, item, "namespace"), function["name"])
     return {"id": call_id, "type": "function", "function": function}
 
 
@@ -325,17 +326,6 @@ def _response_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return {"type": kind}
 
 
-def _tool(i: int, tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A function in the format of chat completions, where it is an object within the tool."""
-    if tool.get("type") != "function":
-        raise RequestError(
-            f"tools[{i}] has the type {ascii(tool.get('type'))[:60]}; allowed are 'function', which the client runs, "
-            "and 'mcp', which this server runs.",
-            parameter="tools",
-        )
-    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
-
-
 def _tool_choice(choice: str | Mapping[str, Any] | None) -> str | dict[str, Any] | None:
     if choice is None or isinstance(choice, str):
         return choice
@@ -345,4 +335,7 @@ def _tool_choice(choice: str | Mapping[str, Any] | None) -> str | dict[str, Any]
             '{"type": "mcp", "server_label": ..., "name": ...}.',
             parameter="tool_choice",
         )
-    return {"type": "function", "function": {"name": choice["name"]}}
+    name, namespace = choice["name"], choice.get("namespace")
+    if isinstance(namespace, str):
+        name = qualified_name(namespace, name)
+    return {"type": "function", "function": {"name": name}}

@@ -56,12 +56,14 @@ class OutputItems:
     Attributes:
         items: The items.
         functions: Functions of tool servers by their names for the model.
+        namespaced: Namespace and name of the client's functions in namespaces, by their names for the model.
         pending_calls: The `mcp_call` items of the last turn, which the server has to run.
     """
 
     def __init__(self, events: ResponseEventEncoder) -> None:
         self.items: list[Item] = []
         self.functions: Mapping[str, MCPFunction] = {}
+        self.namespaced: Mapping[str, tuple[str, str]] = {}
         self.pending_calls: list[Item] = []
         self._events = events
         self._open: Item | None = None  # the newest item, while more may come
@@ -187,6 +189,8 @@ class OutputItems:
             "name": delta.name,
             "arguments": "",
         }
+        if (qualified := self.namespaced.get(delta.name or "")) is not None:
+            item["namespace"], item["name"] = qualified
         written = self._open_item(item)
         self._set_delta_prefix(item)
         return written

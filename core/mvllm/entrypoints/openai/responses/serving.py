@@ -25,6 +25,7 @@ from mvllm.entrypoints.openai.common.json_response import encode_json
 from mvllm.entrypoints.openai.common.serving_base import StreamingHandler
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.protocol import ResponsesRequest
+from mvllm.entrypoints.openai.responses.client_functions import client_functions
 from mvllm.entrypoints.openai.responses.database import StoredResponse
 from mvllm.entrypoints.openai.responses.input_items import (
     CHAT_TO_RESPONSES_FIELDS,
@@ -148,6 +149,7 @@ class ResponsesHandler(StreamingHandler):
             self._builder.add(history.items, "items")
             self._builder.take_approved_calls()  # those that were interrupted: not approved for this request
             self._builder.add(self._input)
+            _, self._items.namespaced = client_functions(request.tools)
             self._turn = self._make_turn()
 
     # --- the handler

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
+import sqlite3
+from collections.abc import Collection, Iterator
 
 from mvllm.entrypoints.openai.responses.database import ResponseDatabase, StoreLimits
 from mvllm.entrypoints.openai.server.settings import ServerSettings
@@ -57,6 +58,22 @@ def hold_store_file(path: str | None, limits: StoreLimits) -> Iterator[None]:
             num,
         )
         yield
+
+
+def end_interrupted(path: str, limits: StoreLimits, models: Collection[str]) -> None:
+    """Ends the responses that a process of a server that holds the file has left running.
+
+    Args:
+        models: The names of the model that the process had.
+    """
+    try:
+        with contextlib.closing(ResponseDatabase(path, limits)) as database:
+            num = database.fail_interrupted(INTERRUPTED, models)
+    except (ConfigError, sqlite3.Error) as e:
+        logger.error("Interrupted responses in the store %s cannot be ended: %s", path, e)
+        return
+    if num:
+        logger.info("%d stored responses of the model %s were interrupted.", num, next(iter(models)))
 
 
 def store_limits(settings: ServerSettings) -> StoreLimits:

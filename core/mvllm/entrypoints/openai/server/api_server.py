@@ -27,6 +27,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.async_llm import AsyncLLM
+from mvllm.engine.frontend.requested_config import requested_config
 from mvllm.engine.metrics.prometheus import EngineCollector
 from mvllm.engine.metrics.tracing import Tracer
 from mvllm.entrypoints import event_loop
@@ -97,7 +98,7 @@ def run_server(args: EngineArgs, settings: ServerSettings, listener: socket.sock
     trial = TokenizerTrial()
 
     def load() -> AsyncLLM:
-        config = args.create_engine_config()
+        config = requested_config(args)
         trial.start(config.model.tokenizer)
         return AsyncLLM(config)
 

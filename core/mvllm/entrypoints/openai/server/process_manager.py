@@ -27,6 +27,7 @@ import msgspec
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig, replace_field
 from mvllm.engine.frontend.engine_frontend import check_config
+from mvllm.engine.frontend.requested_config import requested_config
 from mvllm.engine.metrics.shared_metrics_pages import SharedMetricsPages
 from mvllm.engine.metrics.startup_timer import StartupTimer
 from mvllm.engine.process.async_core_client import resolve_server_config
@@ -97,7 +98,7 @@ class _ProcessManager:
         self._listener = listener
         self._model = args.model
         self._phases = StartupTimer()
-        config = args.create_engine_config()
+        config = requested_config(args)
         check_config(config)
         with self._phases.phase("platform"):
             chosen = choose_platform(config.platform)

@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from mvllm.entrypoints.anthropic.routes import AnthropicRoutes, model_info, model_list
 from mvllm.entrypoints.ollama.routes import OllamaRoutes
+from mvllm.entrypoints.openai.admin.rollout_routes import RolloutRoutes
 from mvllm.entrypoints.openai.admin.routes import AdminRoutes
 from mvllm.entrypoints.openai.chat.serving import ChatCompletionHandler
 from mvllm.entrypoints.openai.common.errors import is_anthropic_client
@@ -118,6 +119,7 @@ class Routes:
         monitoring.add_api_route("/load", self.load, methods=["GET"], summary="Requests and cache usage, now.")
         monitoring.add_api_route("/metrics", self.get_metrics, methods=["GET"], summary="Metrics for Prometheus.")
         AdminRoutes(state, models, settings, body_routes).add_to(admin)
+        RolloutRoutes(state, models, body_routes).add_to(admin)
 
     async def health(self) -> Response:
         """Whether the process and its engine make progress. Answered from memory."""

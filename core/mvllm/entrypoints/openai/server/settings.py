@@ -40,7 +40,8 @@ class MCPSettings:
         servers: Servers that requests name by their label.
         request_urls: Which other servers requests may name by URL.
         max_calls: Most calls of one response.
-        timeout: Seconds for connecting, and for each call.
+        start_timeout: Seconds for the start of a program, or for connecting to a URL.
+        timeout: Seconds for each call.
         max_result_bytes: Bytes of a result that the model sees; the rest is cut off.
     """
 
@@ -49,6 +50,7 @@ class MCPSettings:
     max_calls: int = 32
     timeout: float = 60.0
     max_result_bytes: int = 128 << 10
+    start_timeout: float = 10.0
 
     @property
     def is_enabled(self) -> bool:

@@ -161,11 +161,14 @@ class TaggedReasoningParser(ReasoningParser):
     more_tags: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Further spellings of the tags."""
 
-    implicit_ends: ClassVar[tuple[str, ...]] = ()
-    """As for TaggedReasoning."""
-
     always_reasons: ClassVar[bool] = False
     """Whether every output starts inside the reasoning, with or without the opening tag."""
+
+    @classmethod
+    def budget_tags(cls) -> list[str] | None:
+        """See ReasoningParser. With `always_reasons` the output begins within the thoughts; an opening tag counts."""
+        tags = super().budget_tags()
+        return ["", *tags[1:]] if tags is not None and cls.always_reasons else tags
 
     def stream(self, prompt: str | None = None) -> ReasoningStream:
         starts, ends = zip(self.tags, *self.more_tags, strict=True)

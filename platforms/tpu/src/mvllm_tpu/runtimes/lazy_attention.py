@@ -19,6 +19,11 @@ class LazyAttention(XlaAttention):
     def materialize(self) -> None:
         torch_xla.sync(wait=True)
 
+    def reuse_buffer(self, cache: torch.Tensor) -> None:
+        # A lazy step does it by itself; torch.compile returns what is written as a new tensor, unless it is told.
+        if torch.compiler.is_compiling():
+            torch.ops.xla.dynamo_set_buffer_donor_(cache, True)
+
 
 class LazyPallasAttention(PallasAttention, LazyAttention):
     """PallasAttention on lazy tensors."""

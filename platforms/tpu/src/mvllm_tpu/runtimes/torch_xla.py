@@ -1,4 +1,7 @@
-"""torch_xla: tensors are lazy. Operations are recorded, and compiled and run as one program at `torch_xla.sync`."""
+"""torch_xla: tensors are lazy. Operations are recorded, and compiled and run as one program at `torch_xla.sync`.
+
+torch.compile records a model once for each shape.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
         AttentionBackend,
         AttentionSpec,
         Communicator,
+        CompileBackend,
         DeviceRuntime,
         GroupSpec,
         WorkerContext,
@@ -26,6 +30,7 @@ class TorchXla(Runtime):
 
     name: ClassVar[str] = "torch_xla"
     lazy: ClassVar[bool] = True
+    compiles: ClassVar[bool] = True
     supports_spmd: ClassVar[bool] = True
     _num_devices: ClassVar[int] = 0
     """Number of devices of this process's worker; 0 before it has bound them."""
@@ -64,3 +69,10 @@ class TorchXla(Runtime):
         from mvllm_tpu.runtimes.lazy_attention import LazyAttention, LazyPallasAttention
 
         return LazyPallasAttention(spec) if kernel_chosen(spec) else LazyAttention(spec)
+
+    def compiler(self) -> CompileBackend:
+        """torch.compile, if the worker has one device; in SPMD mode and on request, steps are recorded."""
+        from mvllm_tpu.compile_mode import mode
+        from mvllm_tpu.step_compiler import LazyStepCompiler, NoStepCompiler
+
+        return LazyStepCompiler() if mode() == "openxla" and self._num_devices == 1 else NoStepCompiler()

@@ -52,8 +52,8 @@ def quantize_rows(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply(
-    out,  # [num_rows, OUT], contiguous
-    x,  # [num_rows, IN], float8 or codes; or unquantized, of out's dtype
+    out,  # [num_rows, OUT], contiguous; with SPLITS > 1 [SPLITS, num_rows, OUT] float32
+    x,  # [num_rows, IN], float8 or codes; or unquantized
     x_scales,  # [num_rows, x groups] float32, with X_SCALED
     weight,  # [OUT, IN], float8 or codes
     scales,  # float32, addressed with the strides below
@@ -72,19 +72,24 @@ def multiply(
     BIAS: tl.constexpr,
     X_SCALED: tl.constexpr,
     FP8: tl.constexpr,  # see `numbers.widen`
+    DTYPE: tl.constexpr,  # the compute dtype
+    SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,  # columns of a split, a multiple of BLOCK_K
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # divides GROUP_SIZE, or there is one group
 ):
-    DTYPE: tl.constexpr = out.dtype.element_ty
     row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(2)
     is_row, is_column = row < num_rows, column < OUT
     inner = tl.arange(0, BLOCK_K)
     x_scale = x_scales + row * x_scale_row_stride
     scale = scales + (column // GROUP_ROWS) * scale_row_stride
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for start in tl.range(0, IN, BLOCK_K):
+    first = split * CHUNK if SPLITS > 1 else 0
+    last = tl.minimum(first + CHUNK, IN) if SPLITS > 1 else IN
+    for start in tl.range(first, last, BLOCK_K):
         k = start + inner
         a_mask, b_mask = is_row[:, None], is_column[None, :]
         if IN % BLOCK_K != 0:
@@ -109,6 +114,9 @@ def multiply(
             total *= tl.load(x_scale, mask=is_row, other=0.0)[:, None]
         total *= tl.load(scale, mask=is_column, other=0.0)[None, :]
     if BIAS:
-        total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        is_added = is_column & (split == 0)
+        total += tl.load(bias + column, mask=is_added, other=0.0).to(tl.float32)[None, :]
     target = out + row[:, None] * OUT + column[None, :]
-    tl.store(target, total.to(DTYPE), mask=is_row[:, None] & is_column[None, :])
+    if SPLITS > 1:
+        target += split.to(tl.int64) * num_rows * OUT
+    tl.store(target, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])

@@ -16,53 +16,81 @@ from mvllm_triton.kernels.activation import SILU, activate
 
 
 @triton.jit(do_not_specialize=["num_entries"])
-def count(counts, expert_ids, num_entries, BLOCK: tl.constexpr):
-    """Counts the entries of each expert: [experts] int32. One program per expert."""
-    expert = tl.program_id(0)
-    found = tl.zeros([BLOCK], dtype=tl.int32)
-    for start in tl.range(0, num_entries, BLOCK):
-        entry = start + tl.arange(0, BLOCK)
-        chosen = tl.load(expert_ids + entry, mask=entry < num_entries, other=-1)
-        found += (chosen == expert).to(tl.int32)
-    tl.store(counts + expert, tl.sum(found, 0))
+def count(counts, expert_ids, num_entries, NUM_EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK: tl.constexpr):
+    """Counts the entries of each expert in one piece of BLOCK entries: counts are [pieces, NUM_EXPERTS] int32."""
+    piece = tl.program_id(0)
+    entry = piece * BLOCK + tl.arange(0, BLOCK)
+    chosen = tl.load(expert_ids + entry, mask=entry < num_entries, other=-1).to(tl.int32)
+    each = tl.arange(0, EXPERTS_PAD)
+    found = tl.sum((chosen[:, None] == each[None, :]).to(tl.int32), 0)
+    tl.store(counts + piece * NUM_EXPERTS + each, found, mask=each < NUM_EXPERTS)
 
 
-@triton.jit(do_not_specialize=["num_entries", "max_tiles"])
+@triton.jit
+def sums_of_pieces(
+    counts, piece, num_pieces, NUM_EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, PIECES: tl.constexpr
+):
+    """Each expert's entries in the pieces before `piece`, and in all pieces: both [EXPERTS_PAD] int32."""
+    each = tl.arange(0, EXPERTS_PAD)
+    earlier = tl.zeros([EXPERTS_PAD], dtype=tl.int32)
+    total = tl.zeros([EXPERTS_PAD], dtype=tl.int32)
+    for start in tl.range(0, num_pieces, PIECES):
+        other = start + tl.arange(0, PIECES)
+        mask = (other < num_pieces)[:, None] & (each < NUM_EXPERTS)[None, :]
+        found = tl.load(counts + other[:, None] * NUM_EXPERTS + each[None, :], mask=mask, other=0)
+        total += tl.sum(found, 0)
+        earlier += tl.sum(tl.where((other < piece)[:, None], found, 0), 0)
+    return earlier, total
+
+
+@triton.jit(do_not_specialize=["num_entries", "num_pieces", "max_tiles"])
 def arrange(
     order,  # [max_tiles * BLOCK_M] int32: entries; `num_entries` for padding
     tiles,  # [max_tiles] int32
-    counts,
+    counts,  # [pieces, NUM_EXPERTS] int32
     expert_ids,
     num_entries,
+    num_pieces,
     max_tiles,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
+    PIECES: tl.constexpr,
 ):
-    """Orders entries by expert. One program per expert writes the run of that expert."""
-    expert = tl.program_id(0)
+    """Orders entries by expert, and an expert's entries as they were.
+
+    The first `num_pieces` programs each place the entries of one piece. The others each write the tiles and the padding
+    of one expert's run.
+    """
+    program = tl.program_id(0)
     each = tl.arange(0, EXPERTS_PAD)
-    tiles_of_each = (tl.load(counts + each, mask=each < NUM_EXPERTS, other=0) + BLOCK_M - 1) // BLOCK_M
-    first_tile = tl.sum(tl.where(each < expert, tiles_of_each, 0), 0)
-    num_tiles = tl.sum(tl.where(each == expert, tiles_of_each, 0), 0)
-    place = first_tile * BLOCK_M
-    end = place + num_tiles * BLOCK_M
-    for start in tl.range(0, num_entries, BLOCK):
-        entry = start + tl.arange(0, BLOCK)
-        chosen = tl.load(expert_ids + entry, mask=entry < num_entries, other=-1)
-        is_own = (chosen == expert).to(tl.int32)
-        tl.store(order + place + tl.cumsum(is_own, 0) - 1, entry, mask=is_own > 0)
-        place += tl.sum(is_own, 0)
-    rest = place + tl.arange(0, BLOCK_M)
-    tl.store(order + rest, tl.zeros([BLOCK_M], dtype=tl.int32) + num_entries, mask=rest < end)
-    for start in tl.range(0, num_tiles, BLOCK):
-        tile = start + tl.arange(0, BLOCK)
-        tl.store(tiles + first_tile + tile, tl.zeros([BLOCK], dtype=tl.int32) + expert, mask=tile < num_tiles)
-    if expert == NUM_EXPERTS - 1:
-        for start in tl.range(first_tile + num_tiles, max_tiles, BLOCK):
+    earlier, total = sums_of_pieces(counts, program, num_pieces, NUM_EXPERTS, EXPERTS_PAD, PIECES)
+    tiles_of_each = (total + BLOCK_M - 1) // BLOCK_M
+    first_of_each = tl.cumsum(tiles_of_each, 0) - tiles_of_each
+    if program < num_pieces:
+        entry = program * BLOCK + tl.arange(0, BLOCK)
+        chosen = tl.load(expert_ids + entry, mask=entry < num_entries, other=-1).to(tl.int32)
+        is_own = chosen[:, None] == each[None, :]
+        rank = tl.cumsum(is_own.to(tl.int32), 0) - 1 + (first_of_each * BLOCK_M + earlier)[None, :]
+        place = tl.sum(tl.where(is_own, rank, 0), 1)
+        is_placed = (entry < num_entries) & (chosen >= 0) & (chosen < NUM_EXPERTS)
+        tl.store(order + place, entry, mask=is_placed)
+    else:
+        expert = program - num_pieces
+        first_tile = tl.sum(tl.where(each == expert, first_of_each, 0), 0)
+        num_tiles = tl.sum(tl.where(each == expert, tiles_of_each, 0), 0)
+        used = tl.sum(tl.where(each == expert, total, 0), 0)
+        rest = used + tl.arange(0, BLOCK_M)
+        padding = tl.zeros([BLOCK_M], dtype=tl.int32) + num_entries
+        tl.store(order + first_tile * BLOCK_M + rest, padding, mask=rest < num_tiles * BLOCK_M)
+        for start in tl.range(0, num_tiles, BLOCK):
             tile = start + tl.arange(0, BLOCK)
-            tl.store(tiles + tile, tl.full([BLOCK], -1, dtype=tl.int32), mask=tile < max_tiles)
+            tl.store(tiles + first_tile + tile, tl.zeros([BLOCK], dtype=tl.int32) + expert, mask=tile < num_tiles)
+        if expert == NUM_EXPERTS - 1:
+            for start in tl.range(first_tile + num_tiles, max_tiles, BLOCK):
+                tile = start + tl.arange(0, BLOCK)
+                tl.store(tiles + tile, tl.full([BLOCK], -1, dtype=tl.int32), mask=tile < max_tiles)
 
 
 @triton.jit(do_not_specialize=["num_entries", "max_tiles"])

@@ -95,8 +95,10 @@ class MCPConnection:
         return MCPResult(output=text)
 
     def close(self) -> None:
-        """Closes the connection. Idempotent."""
+        """Closes the connection, also while it starts. Idempotent."""
         self._stop.set()
+        if self._task is not None and self._client is not None and not self._client.done():
+            self._task.cancel()
 
     async def wait_closed(self) -> None:
         """Waits until it is closed, after `close`."""
@@ -105,7 +107,7 @@ class MCPConnection:
 
     @contextlib.asynccontextmanager
     async def _use(self) -> AsyncIterator[mcp.Client]:
-        """The client, within the time limit.
+        """The client, which has a limited time to start or connect, and then for its use.
 
         Raises:
             MCPServerError: Anything went wrong.
@@ -114,8 +116,9 @@ class MCPConnection:
 
         seconds = self._settings.timeout
         try:
+            client = await self._start()
             async with asyncio.timeout(seconds):
-                yield await self._connected()
+                yield client
         except TimeoutError:
             raise _protocol_error(f"The MCP server has not answered within {seconds:g} s.", _TIMEOUT) from None
         except MCPError as e:
@@ -127,6 +130,19 @@ class MCPConnection:
         except Exception as e:
             self._reset()
             raise _server_error(e) from e
+
+    async def _start(self) -> mcp.Client:
+        """The client, within the time limit for starts. A program that needs longer goes on starting."""
+        seconds = self._settings.start_timeout
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._connected()
+        except TimeoutError:
+            raise _protocol_error(
+                f"The MCP server has not started within {seconds:g} s. Try again, or start this server with a larger "
+                "--mcp-start-timeout.",
+                _TIMEOUT,
+            ) from None
 
     async def _connected(self) -> mcp.Client:
         if self._client is None or (self._task is not None and self._task.done()):
@@ -166,7 +182,7 @@ class MCPConnection:
 
         from mvllm.entrypoints.openai.responses.mcp.public_addresses import LimitedTransport
 
-        server, seconds = self._tool.server, self._settings.timeout
+        server, seconds = self._tool.server, max(self._settings.timeout, self._settings.start_timeout)
         transport: Any
         if server.url is None:
             program = mcp.StdioServerParameters(command=server.command[0], args=list(server.command[1:]))

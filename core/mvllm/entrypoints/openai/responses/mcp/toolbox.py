@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from mvllm.entrypoints.openai.responses.client_functions import client_functions
+from mvllm.entrypoints.openai.responses.client_functions import function_names as client_function_names
 from mvllm.entrypoints.openai.responses.items import Item
 from mvllm.entrypoints.openai.responses.mcp.connection import INVALID_PARAMS, MCPConnection, MCPServerError
 from mvllm.entrypoints.openai.responses.mcp.functions import (
@@ -43,8 +45,9 @@ class MCPServers:
             RequestError: One is not valid, or not allowed.
         """
         servers = parse_mcp_tools(tools, self.settings)
-        names = [tool.get("name") for tool in tools or () if tool.get("type") != "mcp"]
-        return MCPToolbox(self, servers, [name for name in names if isinstance(name, str)]) if servers else None
+        if not servers:
+            return None
+        return MCPToolbox(self, servers, client_function_names(client_functions(tools)[0]))
 
     def connect(self, tool: MCPTool) -> tuple[MCPConnection, bool]:
         """A connection, and whether it is for one response only, which closes it."""

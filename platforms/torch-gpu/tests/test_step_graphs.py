@@ -1,4 +1,4 @@
-"""Replayed decode steps give the function's results; all other steps run eagerly."""
+"""Replayed steps give the function's results; steps that core did not mark run eagerly."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mvllm_torch_gpu.decode_graphs import TABLE_TOKENS, DecodeGraphBackend, GraphBlockTables
+from mvllm.plugin_api import PlatformError, StepKind
+from mvllm_torch_gpu import step_graphs
 from mvllm_torch_gpu.paged_metadata import PagedMetadata
-from mvllm_torch_gpu.shapes import LARGEST_CAPTURE, decode_sizes, policy
+from mvllm_torch_gpu.shapes import LARGEST_CAPTURE, decode_sizes, mixed_sizes, policy
+from mvllm_torch_gpu.step_graphs import TABLE_TOKENS, GraphBlockTables, StepGraphBackend
 
 HostGraphs = importlib.import_module("platforms.torch-gpu.tests.host_graphs").HostGraphs
 
@@ -19,14 +21,15 @@ BLOCK = 4
 CACHE = torch.arange(4000.0)
 
 
-def plan(rows=4, pages=2, query_len=1, shift=0, real=None):
+def plan(rows=4, pages=2, query_len=1, shift=0, real=None, capture=True):
     """A step's tables: request r has r + 1 + shift tokens; rows from `real` on are padding."""
     real = rows if real is None else real
     lens = torch.tensor([min(r + 1 + shift, pages * BLOCK) if r < real else 0 for r in range(rows)], dtype=torch.int32)
     table = (torch.arange(rows * pages, dtype=torch.int32).view(rows, pages) * 7 + shift) % 500
     starts = torch.arange(rows + 1, dtype=torch.int32).clamp(max=real) * query_len
     slots = torch.arange(rows * query_len, dtype=torch.int32) + shift
-    return PagedMetadata(starts, lens, table, slots, query_len, int(lens.max()), BLOCK)
+    kind = StepKind.DECODE if query_len == 1 else StepKind.MIXED
+    return PagedMetadata(starts, lens, table, slots, query_len, int(lens.max()), BLOCK, kind, capture)
 
 
 def tokens(rows=4, shift=0):
@@ -75,7 +78,7 @@ TABLE = 64
 
 def compiled(function, graphs, **options):
     options = {"table_tokens": TABLE * BLOCK, **options}
-    return DecodeGraphBackend(lambda: graphs, "test", **options).compile(function, dynamic=True)
+    return StepGraphBackend(lambda: graphs, "test", **options).compile(function, dynamic=True)
 
 
 def step_arguments(rows=4, pages=2, shift=0, **of_plan):
@@ -160,12 +163,36 @@ class _Counted(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_result_is_unchanged_by_the_next_step(graphs):
+def test_graphs_of_all_sizes_share_one_result_tensor(graphs):
     function = compiled(Model(), graphs)
-    first = function(*step_arguments())
-    kept = first.clone()
-    function(*step_arguments(shift=9))
-    assert torch.equal(first, kept)
+    found = {function(*step_arguments(rows, shift=rows)).data_ptr() for rows in (4, 8, 4, 1)}
+    assert len(found) == 1
+
+
+def test_the_head_is_captured_and_reads_the_models_result_in_place(graphs):
+    backend = StepGraphBackend(lambda: graphs, "test", table_tokens=TABLE * BLOCK)
+    model = backend.compile(Model(), dynamic=True)
+    kept = torch.zeros(9)
+
+    def select(hidden, indices, rows):
+        chosen = hidden.index_select(0, indices)[:, 0]
+        if rows is not None:
+            kept.index_copy_(0, rows.long(), chosen)
+        return torch.stack((chosen, -chosen))
+
+    head = backend.compile_head(select)
+    for number, rows in enumerate((4, 8, 4, 8)):
+        given = step_arguments(rows, shift=number)
+        indices, stored = torch.arange(rows).flip(0), torch.arange(rows, dtype=torch.int32)
+        hidden = model(*given)
+        expected = Model()(*given)[:, 0].flip(0)
+        with _Counted() as counted:
+            assert torch.equal(head(hidden, indices, stored), torch.stack((expected, -expected)))
+        assert torch.equal(kept[:rows], expected)
+    assert (graphs.captures, graphs.replays) == (4, 8)
+    assert len(hidden) == 8 and 2 not in counted.copies, "indices and rows have different dtypes; hidden is not copied"
+    other = torch.full((8, 2), 3.0)
+    assert torch.equal(head(other, indices, None)[0], torch.full((8,), 3.0)), "results of eager runs are copied"
 
 
 def test_a_function_may_write_to_its_arguments(graphs):
@@ -189,13 +216,13 @@ def test_hidden_states_of_an_earlier_stage_and_several_tables_are_inputs(graphs)
 @pytest.mark.parametrize(
     "given",
     [
-        (tokens(8), tokens(8), None, None, plan(4, query_len=2)),  # prompts
-        (tokens(8), tokens(8), None, None, plan(4)),  # more tokens than requests
-        (tokens(4), tokens(4), None, None),  # no tables, so it is unknown whether it is a decode step
+        (tokens(8), tokens(8), None, None, plan(4, query_len=2, capture=False)),
+        (tokens(4), tokens(4), None, None, plan(4, capture=False)),
+        (tokens(4), tokens(4), None, None),  # no tables, so it is unknown whether it is marked
         (torch.zeros(LARGEST_CAPTURE + 16, dtype=torch.int32),) * 2 + (None, None, plan(LARGEST_CAPTURE + 16)),
         (tokens(4), tokens(4), None, None, plan(4), "another backend's plan"),
     ],
-    ids=["prompts", "chunks", "no-tables", "large", "foreign-plan"],
+    ids=["unmarked-prompts", "unmarked-decodes", "no-tables", "large", "foreign-plan"],
 )
 def test_other_steps_run_eagerly(graphs, given):
     seen = []
@@ -212,7 +239,7 @@ def test_other_steps_run_eagerly(graphs, given):
     ],
     ids=["forbid_synchronization", "capture"],
 )
-def test_a_step_that_cannot_be_captured_runs_eagerly_and_is_tried_once(refusal, caplog):
+def test_a_step_that_cannot_be_captured_runs_eagerly_and_is_not_tried_in_every_step(refusal, caplog):
     graphs, model = HostGraphs(**refusal), Model()
     function = compiled(model, graphs)
     logging.getLogger("mvllm").propagate = True
@@ -222,7 +249,50 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_and_is_tried_once(refusal, 
     assert graphs.captures == 0 and graphs.replays == 0
     assert model.calls <= 2 + 3
     warnings = [record.getMessage() for record in caplog.records if "without a graph" in record.getMessage()]
-    assert len(warnings) == 1 and "Decode steps of 4 requests" in warnings[0]
+    assert len(warnings) == 1 and "Decode steps of 4 tokens" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PlatformError("The step cannot be captured in a graph: another thread made a call"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+)
+def test_a_capture_that_failed_is_tried_again_without_another_run_of_the_step(error, monkeypatch):
+    monkeypatch.setattr(step_graphs, "FIRST_RETRY", 3)
+    monkeypatch.setattr(step_graphs, "RETRY_FACTOR", 2)
+    graphs, model = HostGraphs(refuses_capture=error), Model()
+    function = compiled(model, graphs)
+
+    def step(shift):
+        given = step_arguments(shift=shift)
+        assert torch.equal(function(*given), Model()(*given))
+
+    tries = []
+    for number in range(3 + 6 + 1):
+        before = graphs.tries
+        step(number)
+        tries += [number] * (graphs.tries - before)
+    assert tries == [0, 3, 9]
+    graphs.permit()
+    calls = model.calls
+    for number in range(14):
+        step(number)
+    assert (graphs.captures, graphs.replays) == (1, 3)
+    assert model.calls - calls == 11 + 1, "11 steps without a graph, and the capture itself"
+
+
+def test_mixed_and_verifying_steps_are_captured_by_kind_and_shape(graphs):
+    def model(token_ids, positions, prompt_lens, intermediate, step):
+        return (token_ids + positions + step.slot_mapping)[:, None].float() * (step.max_query_len + len(step.seq_lens))
+
+    function = compiled(model, graphs)
+    for number, (requests, query_len) in enumerate([(4, 4), (8, 2), (4, 4), (8, 2), (2, 2)]):
+        rows = tokens(requests * query_len, number)
+        given = rows, rows * 2, None, None, plan(requests, query_len=query_len, shift=number)
+        assert torch.equal(function(*given), model(*given))
+    assert graphs.captures == 3 and graphs.replays == 5
 
 
 def test_errors_of_the_function_are_raised_unchanged(graphs):
@@ -260,10 +330,10 @@ def test_a_function_is_fused_before_it_is_captured(graphs):
 
 
 def test_the_cache_key_contains_the_version():
-    keys = {DecodeGraphBackend(HostGraphs, version).cache_key() for version in ("graphs-2.13.0", "inductor-2.13.0")}
+    keys = {StepGraphBackend(HostGraphs, version).cache_key() for version in ("graphs-2.13.0", "inductor-2.13.0")}
     assert (
         len(keys) == 2
-        and DecodeGraphBackend(HostGraphs, "x").cache_key() == DecodeGraphBackend(HostGraphs, "x").cache_key()
+        and StepGraphBackend(HostGraphs, "x").cache_key() == StepGraphBackend(HostGraphs, "x").cache_key()
     )
 
 
@@ -272,10 +342,30 @@ def test_the_cache_key_contains_the_version():
 
 def test_a_decode_step_is_padded_to_a_captured_size():
     shapes = policy()
-    assert shapes.tokens == shapes.requests and shapes.pages is None
+    assert shapes.tokens == shapes.requests and shapes.pages is None and shapes.capture.decode == decode_sizes()
     for requests in range(1, LARGEST_CAPTURE + 1):
+        assert (
+            shapes.capture.shape_of(StepKind.DECODE, requests, requests, 0)
+            == (shapes.pad(requests, shapes.requests),) * 2
+        )
         padded = shapes.pad(requests, shapes.requests)
         assert padded in decode_sizes() and padded - requests <= max(7, padded // 16)
+
+
+def test_steps_with_prompt_tokens_have_few_shapes_which_are_among_the_buckets():
+    shapes = policy()
+    assert len(mixed_sizes()) <= 40
+    assert all(tokens in shapes.tokens and requests in shapes.requests for tokens, requests in mixed_sizes())
+    for size in range(2, LARGEST_CAPTURE + 1):
+        for requests in {1, size // 2, size - 1}:
+            tokens_of_shape, requests_of_shape = shapes.capture.shape_of(StepKind.MIXED, size, max(1, requests), 0)
+            assert size <= tokens_of_shape <= max(16, 2 * size) and requests <= requests_of_shape <= tokens_of_shape
+
+
+def test_verifying_steps_of_up_to_512_tokens_are_captured():
+    capture = policy().capture
+    assert capture.shape_of(StepKind.VERIFY, 60, 33, 3) == (48 * 4, 48)
+    assert capture.shape_of(StepKind.VERIFY, 500, 100, 4) is None, "112 requests have 560 tokens"
 
 
 @pytest.mark.parametrize("tokens_of_step", [513, 2048, 8192, 8193, 100_000, 4_000_000])

@@ -1,0 +1,106 @@
+"""WeightTransferGroup: the process group over which a trainer broadcasts weights to the workers of engines.
+
+The trainer is rank 0 and listens; the workers connect. The group is independent of torch's default process group,
+which the trainer and the engine may have for themselves:
+
+    trainer   rank 0                                broadcasts
+    workers   rank_offset, rank_offset + 1, ...     receive; another engine has another rank_offset
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from mvllm.errors import RequestError
+from mvllm.messages.weights import HOST_BACKEND, WeightTransferInfo
+
+if TYPE_CHECKING:
+    import torch
+
+_TRAINER = 0
+
+
+class WeightTransferGroup:
+    """One rank of the group. The constructor returns when all ranks have joined.
+
+    Args:
+        info: The group.
+        rank: This process' rank in it; 0 for the trainer.
+
+    Attributes:
+        on_host: Whether tensors must be in the host's memory.
+
+    Raises:
+        RequestError: The group cannot be joined within its timeout, or torch does not have the backend.
+    """
+
+    def __init__(self, info: WeightTransferInfo, rank: int = _TRAINER) -> None:
+        if not 0 <= rank < info.world_size:
+            raise RequestError(
+                f"Rank {rank} is outside of a group of {info.world_size} ranks: the trainer and all workers count. "
+                "Raise world_size, or check rank_offset.",
+                parameter="world_size",
+            )
+        self.on_host = info.backend == HOST_BACKEND
+        self._group: Any = None
+        import torch.distributed as dist  # here: the class is a name of the package, which resolves without torch
+        from torch.distributed import distributed_c10d
+
+        timeout = timedelta(seconds=info.timeout)
+        try:
+            self._store = dist.TCPStore(  # type: ignore[attr-defined]
+                info.master_address,
+                info.master_port,
+                info.world_size,
+                is_master=rank == _TRAINER,
+                timeout=timeout,
+                wait_for_workers=True,
+            )
+            # torch.distributed has no public function for a group outside of the default one.
+            self._group, _ = distributed_c10d._new_process_group_helper(
+                info.world_size,
+                rank,
+                [],
+                dist.Backend(info.backend),
+                distributed_c10d.PrefixStore("mvllm-weights", self._store),
+                group_name=f"mvllm-weights-{info.master_address}-{info.master_port}",  # type: ignore[arg-type]
+                timeout=timeout,
+            )
+            distributed_c10d._world.pg_group_ranks[self._group] = {i: i for i in range(info.world_size)}
+        except (RuntimeError, ValueError) as e:
+            raise RequestError(
+                f"The weight transfer group at {info.master_address}:{info.master_port} cannot be joined as rank "
+                f"{rank} of {info.world_size} with backend {info.backend!r}: {e}"
+            ) from e
+
+    @staticmethod
+    def describe(tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+        """`names`, `dtype_names` and `shapes` of tensors, as `update_weights` takes them for a broadcast."""
+        pairs = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
+        return {
+            "names": [name for name, _ in pairs],
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in pairs],
+            "shapes": [list(tensor.shape) for _, tensor in pairs],
+        }
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Sends the trainer's tensor to all ranks, in place."""
+        import torch.distributed as dist
+
+        dist.broadcast(tensor, src=_TRAINER, group=self._group)
+
+    def send(self, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Broadcasts the trainer's tensors in this order, while the engine runs `update_weights(**describe(...))`."""
+        for _, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+            held = tensor.detach().contiguous()
+            self.broadcast(held.cpu() if self.on_host else held)
+
+    def close(self) -> None:
+        """Leaves the group. Idempotent."""
+        group, self._group = self._group, None
+        if group is not None:
+            import torch.distributed as dist
+
+            dist.destroy_process_group(group)

@@ -1,0 +1,167 @@
+"""The methods of AsyncLLM for reinforcement learning: pause, weight updates, calls of the workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from mvllm.engine.frontend.lora_request_validator import LoRARequestValidator
+from mvllm.engine.frontend.weight_update_source import transfer_info, update_info, weight_update
+from mvllm.engine.process.async_core_client import AsyncEngineCoreClient
+from mvllm.messages.lora import LoRARequest
+from mvllm.messages.weights import WeightTransferInfo
+
+if TYPE_CHECKING:
+    import torch
+
+_DRAIN_POLL_SECONDS = 0.01
+
+
+class AsyncRollouts:
+    """Base of AsyncLLM, which defines the attributes that it uses."""
+
+    _client: AsyncEngineCoreClient
+    _lora_validator: LoRARequestValidator
+    _num_long_calls = 0  # that take longer than a step, and during which the core does not report
+
+    def _require_alive(self) -> None:
+        raise NotImplementedError
+
+    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Stops computing, and returns when no step runs. Requests that come meanwhile wait for `resume_generation`.
+
+        Args:
+            mode: `abort` ends running requests with the outputs so far and `finish_reason` "abort"; `wait` lets them
+                finish first; `keep` stops them where they are, and `resume_generation` continues them.
+            clear_cache: Drop the prefix cache. With `keep`, running requests compute their keys and values again;
+                otherwise they continue with those that they have.
+
+        Raises:
+            RequestError: There is no such mode.
+        """
+        self._require_alive()
+        paused = await self._client.call_utility("pause_scheduler", mode, clear_cache)
+        while not paused:
+            await asyncio.sleep(_DRAIN_POLL_SECONDS)
+            self._require_alive()
+            paused = await self._client.call_utility("is_scheduler_paused")
+
+    async def resume_generation(self) -> None:
+        """Continues after `pause_generation`.
+
+        Raises:
+            RequestError: A weight update is under way.
+            EngineSleepingError: A weight update has failed, and the weights are unusable.
+        """
+        self._require_alive()
+        await self._client.call_utility("resume_scheduler")
+
+    async def is_paused(self) -> bool:
+        """Whether the engine is paused."""
+        return await self.is_scheduler_paused()
+
+    async def is_scheduler_paused(self) -> bool:
+        """Whether no step runs until `resume_generation`, or until the end of a weight update."""
+        self._require_alive()
+        return bool(await self._client.call_utility("is_scheduler_paused"))
+
+    async def init_weight_transfer_engine(self, init_info: Mapping[str, Any] | WeightTransferInfo) -> None:
+        """Joins a trainer's process group on every worker; the trainer creates a WeightTransferGroup at the same time.
+
+        Args:
+            init_info: The fields of `mvllm.messages.weights.WeightTransferInfo`.
+
+        Raises:
+            RequestError: A field is invalid, or the group cannot be joined.
+        """
+        self._require_alive()
+        await self._call_long("init_weight_transfer", transfer_info(init_info))
+
+    async def start_weight_update(self) -> None:
+        """Stops computing at the end of the step in flight, and begins a weight update of one or more parts.
+
+        Raises:
+            RequestError: An update is under way.
+            EngineSleepingError: The weights sleep.
+            PlatformError: The platform's worker does not support it.
+        """
+        self._require_alive()
+        await self._call_long("start_weight_update")
+
+    async def update_weights(
+        self,
+        update_info_: Mapping[str, Any] | None = None,
+        /,
+        *,
+        path: str | None = None,
+        shared_memory: str | None = None,
+        safetensors: bytes | None = None,
+        tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | None = None,
+        names: list[str] | None = None,
+        dtype_names: list[str] | None = None,
+        shapes: list[list[int]] | None = None,
+    ) -> None:
+        """Loads weights into the running model, see `LLM.update_weights`."""
+        self._require_alive()
+        fields = {
+            "path": path,
+            "shared_memory": shared_memory,
+            "safetensors": safetensors,
+            "tensors": tensors,
+            "names": names,
+            "dtype_names": dtype_names,
+            "shapes": shapes,
+        }
+        with weight_update(update_info({**fields, **(update_info_ or {})}), shares_tensors=False) as update:
+            await self._call_long("update_weights", update)
+
+    async def finish_weight_update(
+        self, weight_version: int | None = None, *, reset_running_requests: bool = False
+    ) -> int:
+        """Ends a weight update, see `LLM.finish_weight_update`."""
+        self._require_alive()
+        return int(await self._call_long("finish_weight_update", weight_version or 0, reset_running_requests))
+
+    async def abandon_weight_update(self) -> None:
+        """Ends a weight update without its remaining parts, see `LLM.abandon_weight_update`."""
+        self._require_alive()
+        await self._client.call_utility("abandon_weight_update")
+
+    async def weight_info(self) -> dict[str, Any]:
+        """`weight_version`, `is_updating`, and `failure`: why the weights are unusable, or None."""
+        self._require_alive()
+        return dict(await self._client.call_utility("weight_info"))
+
+    async def update_lora(self, lora_request: LoRARequest) -> None:
+        """Loads an adapter anew in place of the one of its id, see `LLM.update_lora`."""
+        self._require_alive()
+        self._lora_validator.validate_update(lora_request)
+        await self._call_long("update_lora", lora_request)
+        self._lora_validator.add(lora_request)
+
+    async def collective_rpc(
+        self, method: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """Calls a method of `worker_extension_cls` on every worker.
+
+        Args:
+            method: The method's name.
+            args, kwargs: Its arguments: numbers, texts, bytes, lists and dicts.
+
+        Returns:
+            The results in rank order; those of all replicas.
+
+        Raises:
+            ConfigError: There is no such method.
+            PlatformError: The method raised an exception.
+        """
+        self._require_alive()
+        return list(await self._call_long("call_workers", method, list(args), dict(kwargs or {})))
+
+    async def _call_long(self, method: str, *args: Any) -> Any:
+        self._num_long_calls += 1
+        try:
+            return await self._client.call_utility(method, *args)
+        finally:
+            self._num_long_calls -= 1

@@ -1,0 +1,230 @@
+"""The engine core's methods for reinforcement learning: pause, weight updates, calls of the workers.
+
+    RUNNING ──pause wait──> DRAINING ──last request ends──> PAUSED
+       ^  └──pause keep, pause abort, start_weight_update──────^ │
+       └──────────────resume, or finish_weight_update────────────┘
+
+A pause takes effect between two steps, so weights are never written while a step reads them, and all tokens of a step
+come from one version.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Any
+
+from mvllm.engine.core.sleep import WEIGHTS
+from mvllm.errors import EngineSleepingError, RequestError
+from mvllm.messages.lora import LoRARequest
+from mvllm.messages.weights import WeightTransferInfo, WeightUpdate
+
+if TYPE_CHECKING:
+    from mvllm.engine.core.lora_manager import LoRAManager
+    from mvllm.engine.core.weight_updates import WeightUpdateManager
+    from mvllm.executor.interface import Executor
+    from mvllm.messages.requests import EngineCoreOutput
+    from mvllm.scheduler.scheduler import Scheduler
+    from mvllm.structured_output.structured_output_manager import StructuredOutputManager
+
+PAUSE_MODES = ("abort", "wait", "keep")
+
+
+class PauseState(enum.Enum):
+    """Whether steps are scheduled: DRAINING runs the present requests to their end, PAUSED runs none."""
+
+    RUNNING = enum.auto()
+    DRAINING = enum.auto()
+    PAUSED = enum.auto()
+
+
+class CoreRollouts:
+    """Base of EngineCore, which has the scheduler, the executor and the steps in flight."""
+
+    scheduler: Scheduler
+    _executor: Executor
+    _grammar_manager: StructuredOutputManager | None
+    _released_memory: tuple[str, ...]
+    _pause: PauseState
+    _weights: WeightUpdateManager
+    _clears_cache_when_drained = False
+    _resumes_after_update = False
+
+    @property
+    def _required_lora_manager(self) -> LoRAManager:
+        raise NotImplementedError
+
+    def _collect_all_steps(self) -> None:
+        raise NotImplementedError
+
+    def _hold_outputs(self, outputs: list[EngineCoreOutput]) -> None:
+        raise NotImplementedError
+
+    def _add_held_requests(self) -> None:
+        raise NotImplementedError
+
+    def _fail_all_requests(self, message: str) -> None:
+        raise NotImplementedError
+
+    @property
+    def _has_steps_in_flight(self) -> bool:
+        raise NotImplementedError
+
+    def pause_scheduler(self, mode: str, clear_cache: bool) -> bool:
+        """Stops scheduling. Requests that come meanwhile wait.
+
+        Args:
+            mode: `abort` ends all requests with the outputs so far. `wait` lets them finish first, see
+                `is_scheduler_paused`. `keep` stops them at the end of the step in flight; `resume_scheduler` continues
+                them.
+            clear_cache: Drop the prefix cache. With `keep`, the requests' own keys and values, too: they are computed
+                again. Not before `wait` has ended.
+
+        Returns:
+            Whether the scheduler is paused now.
+        """
+        if mode not in PAUSE_MODES:
+            raise RequestError(f"mode must be one of {', '.join(PAUSE_MODES)}, not {mode!r:.40}.", parameter="mode")
+        self._clears_cache_when_drained = clear_cache
+        self._resumes_after_update = False
+        if mode == "wait" and self._pause is not PauseState.PAUSED:
+            self._pause = PauseState.DRAINING
+            return self.is_scheduler_paused()
+        self._collect_all_steps()
+        if mode == "abort":
+            ids = self.scheduler.request_ids
+            self.scheduler.finish_aborted()
+            if self._grammar_manager is not None:
+                self._grammar_manager.cancel(ids)
+            self._hold_outputs(self.scheduler.pop_outputs())
+        self._pause_now(clear_cache)
+        return True
+
+    def is_scheduler_paused(self) -> bool:
+        """Whether no step runs until `resume_scheduler`, or until the end of a weight update."""
+        if self._pause is PauseState.DRAINING and not (self._has_steps_in_flight or self.scheduler.has_requests()):
+            self._pause_now(self._clears_cache_when_drained)
+        return self._pause is PauseState.PAUSED
+
+    def _pause_now(self, clear_cache: bool) -> None:
+        self._pause = PauseState.PAUSED
+        self._add_held_requests()
+        if clear_cache:
+            self.scheduler.forget_computed(restart=True)
+
+    def resume_scheduler(self) -> None:
+        """Continues scheduling.
+
+        Raises:
+            RequestError: A weight update is under way.
+            EngineSleepingError: The weights are unusable.
+        """
+        self._weights.check_usable()
+        if self._weights.is_open:
+            raise RequestError("A weight update is under way. Finish it before resuming.")
+        self._resumes_after_update = False
+        self._pause = PauseState.RUNNING
+        self._add_held_requests()
+
+    def init_weight_transfer(self, info: WeightTransferInfo) -> None:
+        """Lets the workers join the process group of a trainer, which does so at the same time."""
+        self._collect_all_steps()
+        self._weights.join_group(info)
+
+    def start_weight_update(self) -> None:
+        """Pauses the scheduler at the end of the step in flight, and begins a weight update.
+
+        Raises:
+            RequestError: One is under way.
+            EngineSleepingError: The weights sleep.
+            PlatformError: The platform's worker does not support it.
+        """
+        if WEIGHTS in self._released_memory:
+            raise EngineSleepingError("The weights sleep. Wake them up (wake_up) before updating them.")
+        self._collect_all_steps()
+        self._weights.start()
+        if self._pause is PauseState.RUNNING:
+            self._resumes_after_update = True
+        self._pause = PauseState.PAUSED
+        self._add_held_requests()
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        """Loads a part of the weights, see WeightUpdateManager. Without an open update, it is one of its own."""
+        is_own = not self._weights.is_open
+        if is_own:
+            self.start_weight_update()
+        try:
+            self._weights.update(update)
+            if is_own:
+                self.finish_weight_update()
+        except BaseException:
+            if is_own and self._weights.is_open:
+                self.abandon_weight_update()
+            self._fail_requests_of_unusable_weights()
+            raise
+
+    def finish_weight_update(self, version: int = 0, reset_running_requests: bool = False) -> int:
+        """Ends a weight update, drops the prefix cache, and resumes if `start_weight_update` has paused.
+
+        Args:
+            version: The new version of the weights; 0 for one more than the last.
+            reset_running_requests: Compute the keys and values of running requests again, with the new weights.
+                Otherwise they continue with those of the old ones, which no other request then shares.
+
+        Returns:
+            The new version.
+        """
+        old = self._weights.version
+        try:
+            self._weights.finish(version or None)
+        except BaseException:
+            self._fail_requests_of_unusable_weights()
+            raise
+        self.scheduler.close_weight_version(old)
+        self.scheduler.forget_computed(restart=reset_running_requests)
+        if self._resumes_after_update:
+            self.resume_scheduler()
+        return self._weights.version
+
+    def abandon_weight_update(self) -> None:
+        """Ends a weight update without its remaining parts; if some were written, the weights are unusable."""
+        self._weights.abandon()
+        if self._weights.failure is None:
+            if self._resumes_after_update:
+                self.resume_scheduler()
+            return
+        self._fail_requests_of_unusable_weights()
+
+    def weight_info(self) -> dict[str, Any]:
+        """The version of the weights, whether an update is under way, and why they are unusable, if they are."""
+        weights = self._weights
+        return {"weight_version": weights.version, "is_updating": weights.is_open, "failure": weights.failure}
+
+    def call_workers(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
+        """Calls a method of `worker_extension_cls` on every worker; returns the results in rank order."""
+        self._collect_all_steps()
+        return self._executor.collective_rpc("call_extension", (method, args, kwargs))
+
+    def update_lora(self, request: LoRARequest) -> bool:
+        """Loads an adapter anew, in place of the loaded one of its id. Its running requests go on with the new one.
+
+        A weight update: part of the open one, or one of its own.
+
+        Raises:
+            As `add_lora`.
+        """
+        manager, is_own = self._required_lora_manager, not self._weights.is_open
+        if is_own:
+            self.start_weight_update()
+        try:
+            manager.replace(request)
+        except BaseException:
+            if is_own:
+                self.abandon_weight_update()
+            raise
+        if is_own:
+            self.finish_weight_update()
+        return True
+
+    def _fail_requests_of_unusable_weights(self) -> None:
+        if self._weights.failure is not None:
+            self._fail_all_requests(self._weights.failure)

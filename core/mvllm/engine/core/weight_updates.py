@@ -1,0 +1,135 @@
+"""Weight updates of an engine core: one transaction from `start` to `finish`, and the version of the weights.
+
+    start ──> update ... update ──> finish        version + 1, prefix cache dropped, steps run again
+       │         │
+       └─────────┴──> abandon                     nothing was written: as before; otherwise the weights are unusable
+
+Parts are compared with the model on every worker before anything is written on any. If writing fails, or an update is
+abandoned after a part was written, the weights are those of no version. Requests are then refused, and no step runs,
+until another update that loads every weight of the model is finished, or sleep level 2 and wake_up have read the
+checkpoint again.
+"""
+
+from __future__ import annotations
+
+from mvllm.errors import EngineSleepingError, MvllmError, RequestError, WorkerDiedError, WorkerStuckError
+from mvllm.executor.interface import Executor
+from mvllm.messages.weights import WeightTransferInfo, WeightUpdate
+
+
+class WeightUpdateManager:
+    """The transaction and the version.
+
+    Args:
+        executor: Calls the workers.
+
+    Attributes:
+        version: Version of the weights; 0 for those of the start.
+        is_open: Whether an update has started and is not finished.
+        failure: Why the weights are unusable; None if they are usable.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self.version = 0
+        self.is_open = False
+        self.failure: str | None = None
+        self._last_version = 0
+        self._has_written = False
+
+    def check_usable(self) -> None:
+        """Raises EngineSleepingError if the weights are unusable."""
+        if self.failure is not None:
+            raise EngineSleepingError(self.failure)
+
+    def join_group(self, info: WeightTransferInfo) -> None:
+        """Lets all workers join the process group of a trainer."""
+        self._executor.collective_rpc("init_weight_transfer", (info,), timeout=info.timeout + 1)
+
+    def start(self) -> None:
+        """Begins an update.
+
+        Raises:
+            RequestError: Another one is open.
+            PlatformError: The platform's worker does not support it.
+        """
+        if self.is_open:
+            raise RequestError(
+                "A weight update is under way. Finish it (finish_weight_update) or abandon it (abandon_weight_update) "
+                "before starting another."
+            )
+        self._executor.collective_rpc("start_weight_update")
+        self.is_open, self._has_written = True, False
+
+    def update(self, update: WeightUpdate) -> None:
+        """Loads one part.
+
+        Raises:
+            RequestError: No update is open, or the part does not fit the model. Nothing was written.
+            MvllmError: Writing failed; the weights are unusable.
+        """
+        self._require_open()
+        try:
+            self._executor.collective_rpc("check_weights", (update,))
+        except (WorkerDiedError, WorkerStuckError):
+            raise
+        except MvllmError as e:
+            raise RequestError(f"The weights do not fit; nothing was written. {e}", parameter="update_info") from e
+        self._has_written = True
+        try:
+            self._executor.collective_rpc("update_weights", (update,))
+        except MvllmError as e:
+            self._fail(f"a part of it could not be written ({e})")
+            raise
+
+    def finish(self, version: int | None = None) -> None:
+        """Ends the update; the weights get a new version.
+
+        Args:
+            version: The version; None for one more than the last.
+
+        Raises:
+            RequestError: No update is open, tensors are missing, or the version is not larger than the last one. The
+                update stays open.
+        """
+        self._require_open()
+        if version is not None and version <= self._last_version:
+            raise RequestError(
+                f"weight_version must be larger than the last version, {self._last_version}; found {version}.",
+                parameter="weight_version",
+            )
+        self._executor.collective_rpc("check_weight_update", (self.failure is not None,))
+        try:
+            moved = self._executor.collective_rpc("finish_weight_update")
+            if any(moved):
+                self._executor.collective_rpc("warm_up")
+        except MvllmError as e:
+            self._fail(f"its last step failed ({e})")
+            raise
+        self.is_open = False
+        self.failure = None
+        self.version = self._last_version = self._last_version + 1 if version is None else version
+
+    def abandon(self) -> None:
+        """Ends an update without its remaining parts. If it has written some, the weights are unusable."""
+        self._require_open()
+        self._executor.collective_rpc("abandon_weight_update")
+        self.is_open = False
+        if self._has_written:
+            self._fail("it was abandoned after a part was written")
+
+    def reloaded(self) -> None:
+        """The workers have read the checkpoint of the start again."""
+        self.version, self.failure = 0, None
+
+    def _require_open(self) -> None:
+        if not self.is_open:
+            raise RequestError("No weight update is under way. Start one first (start_weight_update).")
+
+    def _fail(self, reason: str) -> None:
+        self.is_open = False
+        self.failure = (
+            f"The weights of the engine are unusable: an update after version {self.version} was not finished, because "
+            f"{reason}. Update all weights again, or put the engine to sleep (level 2) and wake it up, which reads the "
+            "checkpoint again."
+        )

@@ -1,0 +1,151 @@
+"""Routes for reinforcement learning, which need an administrator's key: pause, weight updates, calls of the workers."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mvllm.engine.async_llm import AsyncLLM
+from mvllm.entrypoints.openai.common.errors import APIError
+from mvllm.entrypoints.openai.common.json_response import json_response
+from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
+from mvllm.entrypoints.openai.protocol import (
+    CollectiveRpcRequest,
+    FinishWeightUpdateRequest,
+    InitWeightTransferRequest,
+    UpdateLoRAAdapterRequest,
+    UpdateWeightsRequest,
+)
+from mvllm.entrypoints.openai.server.body_routes import BodyRoutes
+from mvllm.entrypoints.openai.server.middleware import require_admin
+from mvllm.entrypoints.openai.server.server_state import ServerState
+from mvllm.errors import ConfigError, ModelError, PlatformError, RequestError
+
+
+class RolloutRoutes:
+    """The routes.
+
+    Args:
+        state: The server's state.
+        models: Names of LoRA adapters.
+        body_routes: Reads bodies.
+    """
+
+    def __init__(self, state: ServerState, models: OpenAIServingModels, body_routes: BodyRoutes) -> None:
+        self._state = state
+        self._models = models
+        self._body_routes = body_routes
+
+    def add_to(self, router: APIRouter) -> None:
+        """Adds the routes to a router."""
+        add, add_body = router.add_api_route, self._body_routes.add
+        add("/pause", self.pause, methods=["POST"], summary="Stop computing; further requests wait.")
+        add("/resume", self.resume, methods=["POST"], summary="Continue after /pause.")
+        add("/is_paused", self.is_paused, methods=["GET"], summary="Whether the engine is paused.")
+        add_body(
+            router,
+            "/init_weight_transfer_engine",
+            InitWeightTransferRequest,
+            self.init_transfer,
+            "Join a trainer's process group.",
+        )
+        add("/start_weight_update", self.start, methods=["POST"], summary="Begin a weight update.")
+        add_body(router, "/update_weights", UpdateWeightsRequest, self.update, "Load weights into the running model.")
+        add_body(router, "/finish_weight_update", FinishWeightUpdateRequest, self.finish, "End a weight update.")
+        add("/abandon_weight_update", self.abandon, methods=["POST"], summary="Drop a weight update.")
+        add("/weight_info", self.weight_info, methods=["GET"], summary="The version of the weights.")
+        add_body(
+            router, "/v1/update_lora_adapter", UpdateLoRAAdapterRequest, self.update_lora, "Update a LoRA adapter."
+        )
+        add_body(router, "/collective_rpc", CollectiveRpcRequest, self.collective_rpc, "Call a method of the workers.")
+
+    async def pause(self, request: Request, mode: str = "abort", clear_cache: bool = True) -> Response:
+        """Pauses the engine; answers when no step runs."""
+        engine = self._engine(request)
+        self._body_routes.reader.check_query(request, "mode", "clear_cache")
+        await engine.pause_generation(mode=mode, clear_cache=clear_cache)
+        return json_response({"is_paused": True})
+
+    async def resume(self, request: Request) -> Response:
+        """Continues."""
+        await self._engine(request).resume_generation()
+        return json_response({"is_paused": False})
+
+    async def is_paused(self, request: Request) -> Response:
+        """Whether the engine is paused."""
+        return json_response({"is_paused": await self._engine(request).is_paused()})
+
+    async def init_transfer(self, request: Request) -> Response:
+        """Joins a trainer's process group; answers when all of its ranks have joined."""
+        engine = self._engine(request)
+        body = await self._body_routes.decode(request, InitWeightTransferRequest)
+        await engine.init_weight_transfer_engine(body.init_info or {})
+        return json_response({"message": "Weight transfer initialized"})
+
+    async def start(self, request: Request) -> Response:
+        """Begins a weight update."""
+        engine = self._engine(request)
+        try:
+            await engine.start_weight_update()
+        except PlatformError as e:
+            raise APIError(501, str(e), code="weight_updates_unsupported") from e
+        return await self._info(engine)
+
+    async def update(self, request: Request) -> Response:
+        """Loads a part of a weight update; without one, a whole update."""
+        engine = self._engine(request)
+        body = await self._body_routes.decode(request, UpdateWeightsRequest)
+        info = body.update_info or {}
+        if "tensors" in info or "safetensors" in info:
+            raise RequestError(
+                "Over HTTP, weights come from a path, shared_memory or a broadcast.", parameter="update_info"
+            )
+        try:
+            await engine.update_weights(info)
+        except (ModelError, PlatformError) as e:
+            raise APIError(503, str(e), code="update_failed") from e
+        return await self._info(engine)
+
+    async def finish(self, request: Request) -> Response:
+        """Ends a weight update."""
+        engine = self._engine(request)
+        body = await self._body_routes.decode(request, FinishWeightUpdateRequest)
+        await engine.finish_weight_update(body.weight_version, reset_running_requests=bool(body.reset_running_requests))
+        return await self._info(engine)
+
+    async def abandon(self, request: Request) -> Response:
+        """Drops a weight update."""
+        engine = self._engine(request)
+        await engine.abandon_weight_update()
+        return await self._info(engine)
+
+    async def weight_info(self, request: Request) -> Response:
+        """The version of the weights, whether an update is under way, and why they are unusable, if they are."""
+        return await self._info(self._engine(request))
+
+    async def update_lora(self, request: Request) -> Response:
+        """Loads the files of an adapter anew, or those of another folder under its name."""
+        engine = self._engine(request)
+        body = await self._body_routes.decode(request, UpdateLoRAAdapterRequest)
+        await self._models.update_lora_adapter(engine, body.lora_name or "", body.lora_path)
+        return await self._info(engine)
+
+    async def collective_rpc(self, request: Request) -> Response:
+        """Calls a method of `worker_extension_cls` on every worker."""
+        engine = self._engine(request)
+        body = await self._body_routes.decode(request, CollectiveRpcRequest)
+        try:
+            results = await engine.collective_rpc(body.method or "", tuple(body.args or ()), body.kwargs)
+        except ConfigError as e:
+            raise APIError(400, str(e), code="unknown_method") from e
+        except PlatformError as e:
+            raise APIError(500, str(e), code="method_failed") from e
+        return json_response({"results": results})
+
+    def _engine(self, request: Request) -> AsyncLLM:
+        require_admin(request)
+        return self._state.engine
+
+    async def _info(self, engine: AsyncLLM) -> Response:
+        return json_response(await engine.weight_info())
