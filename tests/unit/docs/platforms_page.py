@@ -58,6 +58,7 @@ FURTHER: dict[str, tuple[tuple[str, str], ...]] = {
     "cuda": (
         _KERNELS,
         (_ON_THE_HOST, "platforms/cuda/tests/test_engine_on_the_host.py"),
+        ("tokens, kernels and speed of a dense model on one H200", "docs/how-to/gpu-runs.md"),
     ),
     "rocm": (
         _KERNELS,
@@ -71,6 +72,9 @@ FURTHER: dict[str, tuple[tuple[str, str], ...]] = {
     "example": (("the engine's own tests of devices", "tests/engine/test_example_device.py"),),
 }
 """Tests besides the conformance suite, and where they ran."""
+
+WITHOUT_THE_SUITE: dict[str, str] = {"cuda": "one H200, but the suite **not on hardware**"}
+"""Where a platform has run if the suite has not."""
 
 VARYING: dict[str, frozenset[str]] = {
     "tpu": frozenset({"lazy", "compile", "unified_memory", "fork_safe", "devices_per_process"}),
@@ -139,7 +143,7 @@ def _platform_row(record: Mapping[str, Any]) -> Sequence[str]:
     order = ("passed", "failed", "waived", "not claimed", "not applicable", "not run")
     further = "; ".join(f"[{what}](../../{path})" for what, path in FURTHER.get(record["platform"], ()))
     plugin = record["plugin"]
-    ran = record["on"] or "**not run on hardware**"
+    ran = record["on"] or WITHOUT_THE_SUITE.get(record["platform"], "**not run on hardware**")
     return (
         f"`{record['platform']}`",
         f"{plugin['distribution']} {plugin['version']}",

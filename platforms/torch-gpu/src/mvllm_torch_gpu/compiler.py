@@ -1,7 +1,4 @@
-"""Chooses the compile backend of a step: decode graphs, optionally of a function fused by torch.compile.
-
-Not run on hardware.
-"""
+"""Chooses the compile backend of a step: decode graphs, optionally of a function fused by torch.compile."""
 
 from __future__ import annotations
 

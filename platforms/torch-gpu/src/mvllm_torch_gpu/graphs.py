@@ -2,8 +2,6 @@
 
 All graphs share one memory pool. This is correct because they run one after the other on one stream: between two graphs
 the pool's memory is unused, except for tensors that are still referenced, which the pool does not reuse.
-
-Not run on hardware.
 """
 
 from __future__ import annotations
