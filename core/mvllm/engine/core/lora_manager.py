@@ -49,7 +49,9 @@ class LoRAManager:
         Raises:
             RequestError: The workers cannot load its files, or its id belongs to another adapter.
         """
-        request = self._replaced.get(request, request)
+        self._add(self._replaced.get(request, request))
+
+    def _add(self, request: LoRARequest) -> None:
         known = self._loaded.get(request.lora_int_id)
         if known is not None and known != request and request.lora_int_id not in self._in_use():
             self._unload(request.lora_int_id)
@@ -80,7 +82,8 @@ class LoRAManager:
         known = self._loaded.get(request.lora_int_id)
         if known is None:
             self._file_states.pop(request, None)
-            self.add(request)
+            self._add(request)
+            self._redirect_to(request)
             return
         state = self._file_states.pop(known)
         self._file_states.pop(request, None)
@@ -93,9 +96,14 @@ class LoRAManager:
             self._loaded[known.lora_int_id] = known
             raise
         self._loaded[request.lora_int_id] = request
+        self._replaced[known] = request
+        self._redirect_to(request)
+
+    def _redirect_to(self, request: LoRARequest) -> None:
+        """Lets requests that named any earlier adapter of an id use this one."""
+        earlier = [old for old in self._replaced if old.lora_int_id == request.lora_int_id]
+        self._replaced.update(dict.fromkeys(earlier, request))
         self._replaced.pop(request, None)
-        if known != request:
-            self._replaced[known] = request
 
     def remove(self, lora_int_id: int) -> bool:
         """Unloads an adapter; False, with nothing changed, if it is not loaded or a running request uses it."""
@@ -103,6 +111,7 @@ class LoRAManager:
         if request is None or lora_int_id in self._in_use():
             return False
         self._unload(lora_int_id)
+        self._replaced = {old: new for old, new in self._replaced.items() if old.lora_int_id != lora_int_id}
         return True
 
     def clear(self) -> None:
