@@ -9,12 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+import msgspec
+
 from mvllm.config.engine_config import LoRAConfig
 from mvllm.errors import MvllmError, PlatformError, RequestError, WorkerDiedError, WorkerStuckError
 from mvllm.executor.interface import Executor
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.models.peft_adapter import folder_fingerprint
+
+_TRIAL_ID = -1
+"""Id of an adapter that is loaded as a trial. No request has it."""
 
 
 class LoRAManager:
@@ -85,6 +90,7 @@ class LoRAManager:
             self._add(request)
             self._redirect_to(request)
             return
+        self._try_to_load(request)
         state = self._file_states.pop(known)
         self._file_states.pop(request, None)
         self._unload(request.lora_int_id)
@@ -98,6 +104,13 @@ class LoRAManager:
         self._loaded[request.lora_int_id] = request
         self._replaced[known] = request
         self._redirect_to(request)
+
+    def _try_to_load(self, request: LoRARequest) -> None:
+        """Raises RequestError if the files cannot be used: those of the present adapter may be overwritten already."""
+        try:
+            self._executor.collective_rpc("add_lora", (msgspec.structs.replace(request, lora_int_id=_TRIAL_ID),))
+        finally:
+            self._executor.collective_rpc("remove_lora", (_TRIAL_ID,))
 
     def _redirect_to(self, request: LoRARequest) -> None:
         """Lets requests that named any earlier adapter of an id use this one."""

@@ -103,8 +103,8 @@ class WeightUpdateManager:
         is_valid = isinstance(version, int) and self._last_version < version < _MAX_VERSION
         if version is not None and not is_valid:
             raise RequestError(
-                "weight_version must be an integer of at most 62 bits that is larger than the last version, "
-                f"{self._last_version}; found {version!r:.40}.",
+                f"weight_version must be larger than the last version, {self._last_version}, and an integer below "
+                f"2**62; found {version!r:.40}.",
                 parameter="weight_version",
             )
         self._executor.collective_rpc("check_weight_update", (self.failure is not None,))
