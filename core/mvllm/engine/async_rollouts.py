@@ -157,7 +157,7 @@ class AsyncRollouts:
 
         Raises:
             ConfigError: There is no such method.
-            PlatformError: The method raised an exception.
+            PlatformError: The method raised an exception, or its result cannot be sent to this process.
         """
         self._require_alive()
         return list(await self._call_long("call_workers", method, list(args), dict(kwargs or {})))
