@@ -315,6 +315,8 @@ def test_calls_out_of_order_and_wrong_arguments_are_refused(restored: LLM, llama
     for wrong in ({}, {"path": "x", "shared_memory": "y"}, {"names": ["x"]}):
         with pytest.raises(RequestError, match="exactly one of"):
             llm.update_weights(wrong)
+    with pytest.raises(RequestError, match=r"nothing was written.*safetensors"):
+        llm.update_weights(safetensors=b"")
     with pytest.raises(RequestError, match="update_info"):
         llm.update_weights({"folder": "x"})
     for name in ("../etc/passwd", "/", "missing"):
@@ -479,13 +481,13 @@ def test_adapters_are_updated_in_place(llama: Pair, tmp_path: Path) -> None:
         assert result_of(llm, moved) == first
         llm.llm_engine.add_request("b", {"prompt_token_ids": PROMPTS[0]}, GREEDY, lora_request=moved)
         llm.llm_engine.step()
-        for again in (LoRARequest("policy", 1, str(two)), request):  # it runs on over both
+        llm.llm_engine.add_request("c", {"prompt_token_ids": PROMPTS[0]}, GREEDY, lora_request=moved)
+        for again in (LoRARequest("policy", 1, str(two)), request):  # one runs on over both, the other one waits
             llm.update_lora(again)
         (current / "adapter_model.safetensors").write_bytes(b"damaged")
         with pytest.raises(RequestError, match="cannot be loaded"):
             llm.update_lora(request)
-        (ran,) = run(llm)
-        assert ran.outputs[0].finish_reason == "length"
+        assert [output.outputs[0].finish_reason for output in run(llm)] == ["length", "length"]
         assert result_of(llm, request) == second
         llm.update_lora(moved)
         assert result_of(llm, moved) == first
