@@ -286,6 +286,10 @@ def test_a_part_of_a_packed_module_is_refused_until_the_rest_is_there(restored: 
     """On this platform the three projections are packed into one matrix of 8-bit integers."""
     query, *others = (f"model.layers.1.self_attn.{which}_proj.weight" for which in "qkv")
     with engine(llama.old, quantization="int8") as llm:
+        before = result_of(llm)
+        with pytest.raises(RequestError, match=r"nothing was written.*lacks .*k_proj\.weight, .*v_proj\.weight"):
+            llm.update_weights(path=llama.new, names=[query, "model.norm.weight"])
+        assert result_of(llm) == before
         llm.start_weight_update()
         llm.update_weights(path=llama.new, names=[query, "model.norm.weight"])
         with pytest.raises(RequestError, match=r"lacks .*k_proj\.weight, .*v_proj\.weight"):
@@ -311,6 +315,8 @@ def test_calls_out_of_order_and_wrong_arguments_are_refused(restored: LLM, llama
     for wrong in ({}, {"path": "x", "shared_memory": "y"}, {"names": ["x"]}):
         with pytest.raises(RequestError, match="exactly one of"):
             llm.update_weights(wrong)
+    with pytest.raises(RequestError, match=r"nothing was written.*safetensors"):
+        llm.update_weights(safetensors=b"")
     with pytest.raises(RequestError, match="update_info"):
         llm.update_weights({"folder": "x"})
     for name in ("../etc/passwd", "/", "missing"):
@@ -331,6 +337,9 @@ def test_calls_out_of_order_and_wrong_arguments_are_refused(restored: LLM, llama
     llm.start_weight_update()
     with pytest.raises(RequestError, match="must be larger"):
         llm.finish_weight_update(weight_version=max(version, 1) - 1 or version)
+    for wrong_version in (0, version + 0.5, 2**70):
+        with pytest.raises(RequestError, match="must be larger"):
+            llm.finish_weight_update(weight_version=wrong_version)  # type: ignore[arg-type]
     assert llm.finish_weight_update(weight_version=version + 5) == version + 5
 
 
@@ -431,6 +440,24 @@ def test_waking_up_reads_the_checkpoint_again_and_its_version_is_zero(make_llm: 
     llm.wake_up()
     assert result_of(llm) == expected(llama.new)
     assert llm.weight_info()["weight_version"] == 2
+    llm.start_weight_update()
+    llm.update_weights(path=llama.old, names=["model.norm.weight"])
+    llm.abandon_weight_update()
+    llm.sleep(2)
+    llm.wake_up()  # mends the weights, and the engine is as before the update that failed: not paused
+    assert result_of(llm) == expected(llama.old)
+
+
+def test_weights_that_move_while_the_kv_cache_sleeps_are_warmed_up_later(
+    llama: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = expected(llama.new)
+    monkeypatch.setenv("MVLLM_CPU_SHARED_WEIGHTS", str(tmp_path / "shared"))
+    with engine(llama.old) as llm:
+        llm.sleep(1)
+        llm.update_weights(path=llama.new)
+        llm.wake_up()
+        assert result_of(llm) == want
 
 
 def test_adapters_are_updated_in_place(llama: Pair, tmp_path: Path) -> None:
@@ -451,6 +478,18 @@ def test_adapters_are_updated_in_place(llama: Pair, tmp_path: Path) -> None:
         llm.update_lora(moved)
         (waited,) = run(llm)
         assert waited.outputs[0].token_ids == [token for token, _ in first[0]]
+        assert result_of(llm, moved) == first
+        llm.llm_engine.add_request("b", {"prompt_token_ids": PROMPTS[0]}, GREEDY, lora_request=moved)
+        llm.llm_engine.step()
+        llm.llm_engine.add_request("c", {"prompt_token_ids": PROMPTS[0]}, GREEDY, lora_request=moved)
+        for again in (LoRARequest("policy", 1, str(two)), request):  # one runs on over both, the other one waits
+            llm.update_lora(again)
+        (current / "adapter_model.safetensors").write_bytes(b"damaged")
+        with pytest.raises(RequestError, match="cannot be loaded"):
+            llm.update_lora(request)
+        assert [output.outputs[0].finish_reason for output in run(llm)] == ["length", "length"]
+        assert result_of(llm, request) == second
+        llm.update_lora(moved)
         assert result_of(llm, moved) == first
         llm.update_weights(tensors=llama.tensors)  # the base model, below the adapter
         both = result_of(llm, moved)
@@ -514,6 +553,18 @@ def test_a_server_pauses_in_every_mode_and_updates_between_two_steps(llama: Pair
         assert len((await held).outputs[0].token_ids) == 3
 
         running = ask()
+        pausing = asyncio.ensure_future(llm.pause_generation(mode="wait"))
+        await asyncio.sleep(0)
+        await llm.resume_generation()
+        with pytest.raises(RequestError, match="was resumed before"):
+            await pausing
+        assert len((await running).outputs[0].token_ids) == 100
+
+        with pytest.raises(PlatformError, match="result of call_workers cannot be sent"):
+            await llm.collective_rpc("model_itself")
+        assert len(await llm.collective_rpc("sum_of", ("norm.weight",))) == 1
+
+        running = ask()
         while not llm.stats.num_running:
             await asyncio.sleep(0.005)
         await llm.pause_generation(mode="abort")
@@ -523,5 +574,6 @@ def test_a_server_pauses_in_every_mode_and_updates_between_two_steps(llama: Pair
             await llm.update_weights(path="/nowhere")
         assert (await llm.weight_info())["weight_version"] == 1
 
-    with async_engine(llama.old) as llm:
+    extension = f"{weight_update_extension.__name__}.Extension"
+    with async_engine(llama.old, worker_extension_cls=extension) as llm:
         asyncio.run(asyncio.wait_for(main(llm), 60))

@@ -12,6 +12,9 @@ class Extension:
         model: Any = self.get_model()  # type: ignore[attr-defined]
         return float(dict(model.named_parameters())[name].double().sum()) * scale
 
+    def model_itself(self) -> object:
+        return self.get_model()  # type: ignore[attr-defined]
+
     def fail(self) -> None:
         raise ValueError("as asked")
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mvllm.engine.frontend.lora_request_validator import LoRARequestValidator
 from mvllm.engine.frontend.weight_update_source import transfer_info, update_info, weight_update
 from mvllm.engine.process.async_core_client import AsyncEngineCoreClient
+from mvllm.errors import RequestError
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.weights import WeightTransferInfo
 
@@ -38,13 +39,15 @@ class AsyncRollouts:
                 otherwise they continue with those that they have.
 
         Raises:
-            RequestError: There is no such mode.
+            RequestError: There is no such mode, or the engine was resumed before all requests had finished.
         """
         self._require_alive()
         paused = await self._client.call_utility("pause_scheduler", mode, clear_cache)
         while not paused:
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
             self._require_alive()
+            if await self._client.call_utility("is_scheduler_running"):
+                raise RequestError("The engine was resumed before its requests had finished, so it is not paused.")
             paused = await self._client.call_utility("is_scheduler_paused")
 
     async def resume_generation(self) -> None:
@@ -121,7 +124,7 @@ class AsyncRollouts:
     ) -> int:
         """Ends a weight update, see `LLM.finish_weight_update`."""
         self._require_alive()
-        return int(await self._call_long("finish_weight_update", weight_version or 0, reset_running_requests))
+        return int(await self._call_long("finish_weight_update", weight_version, reset_running_requests))
 
     async def abandon_weight_update(self) -> None:
         """Ends a weight update without its remaining parts, see `LLM.abandon_weight_update`."""
@@ -154,7 +157,7 @@ class AsyncRollouts:
 
         Raises:
             ConfigError: There is no such method.
-            PlatformError: The method raised an exception.
+            PlatformError: The method raised an exception, or its result cannot be sent to this process.
         """
         self._require_alive()
         return list(await self._call_long("call_workers", method, list(args), dict(kwargs or {})))

@@ -68,7 +68,7 @@ class EngineRollouts:
     def finish_weight_update(self, weight_version: int | None = None, *, reset_running_requests: bool = False) -> int:
         """See `LLM.finish_weight_update`."""
         self._require_alive()
-        return int(self._client.call_utility("finish_weight_update", weight_version or 0, reset_running_requests))
+        return int(self._client.call_utility("finish_weight_update", weight_version, reset_running_requests))
 
     def abandon_weight_update(self) -> None:
         """See `LLM.abandon_weight_update`."""
@@ -95,8 +95,9 @@ class EngineRollouts:
         return list(self._client.call_utility("call_workers", method, list(args), dict(kwargs or {})))
 
     def require_not_paused(self) -> None:
-        """Raises RequestError if no step would run."""
-        if self._may_be_paused and self.is_scheduler_paused():
+        """Raises RequestError if new requests would wait."""
+        self._require_alive()
+        if self._may_be_paused and not self._client.call_utility("is_scheduler_running"):
             raise RequestError(
                 "The engine is paused, so no output would come. Resume it first (resume_generation, or "
                 "finish_weight_update)."

@@ -36,6 +36,7 @@ class WeightUpdate(msgspec.Struct, kw_only=True, omit_defaults=True):
         dtype_names: With a broadcast, torch's name of each dtype (`bfloat16`).
         shapes: With a broadcast, the shape of each tensor.
         tensors: With TENSORS, the tensors by name. Never sent to another process.
+        is_only_part: No other part of the update follows, so no module may get only some of its tensors.
     """
 
     source: WeightSource
@@ -44,6 +45,7 @@ class WeightUpdate(msgspec.Struct, kw_only=True, omit_defaults=True):
     dtype_names: list[str] = []
     shapes: list[list[int]] = []
     tensors: Any = None
+    is_only_part: bool = False
 
 
 class WeightTransferInfo(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -62,7 +62,7 @@ class SharedMemoryWeights:
         if isinstance(tensors, bytes | bytearray | memoryview):
             self._create(len(tensors))
             with self._mapped() as target:
-                target[:] = tensors
+                target[: len(tensors)] = tensors
             return
         named = dict(tensors.items() if isinstance(tensors, Mapping) else tensors)
         header = _header(named)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -179,11 +179,12 @@ class ModelWeightUpdate:
                 del self._units[unit.module]
                 self._write(unit.module)
 
-    def check_complete(self, *, whole: bool = False) -> None:
+    def check_complete(self, *, whole: bool = False, upcoming: Collection[str] = ()) -> None:
         """Raises RequestError if a module has got some of its tensors and needs others. Changes nothing.
 
         Args:
             whole: Every tensor of the model is needed.
+            upcoming: Tensors that will be loaded.
         """
         if whole and (absent := sorted(self._targets.keys() - self._loaded)):
             raise RequestError(
@@ -192,8 +193,9 @@ class ModelWeightUpdate:
             )
         lacking: set[str] = set()
         for unit in self._units.values():
-            if len(unit.missing) < len(unit.names):
-                lacking |= unit.missing
+            missing = unit.missing.difference(upcoming)
+            if len(missing) < len(unit.names):
+                lacking |= missing
         if lacking:
             raise RequestError(
                 f"The update lacks {_listed(sorted(lacking))}. Other tensors of the same modules were sent, and here a "

@@ -80,7 +80,10 @@ class WeightUpdater:
                 raise RequestError(f"{where} has no tensor {missing[0]!r}.", parameter="names")
             found = {name: found[name] for name in update.names}
         whole = update.source is WeightSource.FOLDER and update.names is None
-        self._checked = update, current.check(found, where, whole=whole)
+        matched = current.check(found, where, whole=whole)
+        if update.is_only_part:
+            current.check_complete(upcoming=matched)
+        self._checked = update, matched
 
     def update(self, update: WeightUpdate) -> None:
         """Loads the part of the update that `check` has checked last."""

@@ -55,6 +55,7 @@ UTILITY_METHODS = frozenset(
         "finish_weight_update",
         "init_weight_transfer",
         "is_scheduler_paused",
+        "is_scheduler_running",
         "pause_scheduler",
         "remove_lora",
         "reset_prefix_cache",
@@ -310,7 +311,7 @@ class EngineCore(CoreRollouts):
                 self._executor.collective_rpc("warm_up")
             self._released_memory = tuple(tag for tag in self._released_memory if tag not in wanted)
             if WEIGHTS in wanted:
-                self._weights.reloaded()
+                self._weights_reloaded()
         return not self._released_memory
 
     def add_lora(self, request: LoRARequest) -> bool:

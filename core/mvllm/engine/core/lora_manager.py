@@ -9,12 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+import msgspec
+
 from mvllm.config.engine_config import LoRAConfig
 from mvllm.errors import MvllmError, PlatformError, RequestError, WorkerDiedError, WorkerStuckError
 from mvllm.executor.interface import Executor
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.models.peft_adapter import folder_fingerprint
+
+_TRIAL_ID = -1
+"""Id of an adapter that is loaded as a trial. No request has it."""
 
 
 class LoRAManager:
@@ -49,7 +54,9 @@ class LoRAManager:
         Raises:
             RequestError: The workers cannot load its files, or its id belongs to another adapter.
         """
-        request = self._replaced.get(request, request)
+        self._add(self._replaced.get(request, request))
+
+    def _add(self, request: LoRARequest) -> None:
         known = self._loaded.get(request.lora_int_id)
         if known is not None and known != request and request.lora_int_id not in self._in_use():
             self._unload(request.lora_int_id)
@@ -80,8 +87,10 @@ class LoRAManager:
         known = self._loaded.get(request.lora_int_id)
         if known is None:
             self._file_states.pop(request, None)
-            self.add(request)
+            self._add(request)
+            self._redirect_to(request)
             return
+        self._try_to_load(request)
         state = self._file_states.pop(known)
         self._file_states.pop(request, None)
         self._unload(request.lora_int_id)
@@ -93,9 +102,21 @@ class LoRAManager:
             self._loaded[known.lora_int_id] = known
             raise
         self._loaded[request.lora_int_id] = request
+        self._replaced[known] = request
+        self._redirect_to(request)
+
+    def _try_to_load(self, request: LoRARequest) -> None:
+        """Raises RequestError if the files cannot be used: those of the present adapter may be overwritten already."""
+        try:
+            self._executor.collective_rpc("add_lora", (msgspec.structs.replace(request, lora_int_id=_TRIAL_ID),))
+        finally:
+            self._executor.collective_rpc("remove_lora", (_TRIAL_ID,))
+
+    def _redirect_to(self, request: LoRARequest) -> None:
+        """Lets requests that named any earlier adapter of an id use this one."""
+        earlier = [old for old in self._replaced if old.lora_int_id == request.lora_int_id]
+        self._replaced.update(dict.fromkeys(earlier, request))
         self._replaced.pop(request, None)
-        if known != request:
-            self._replaced[known] = request
 
     def remove(self, lora_int_id: int) -> bool:
         """Unloads an adapter; False, with nothing changed, if it is not loaded or a running request uses it."""
@@ -103,6 +124,7 @@ class LoRAManager:
         if request is None or lora_int_id in self._in_use():
             return False
         self._unload(lora_int_id)
+        self._replaced = {old: new for old, new in self._replaced.items() if old.lora_int_id != lora_int_id}
         return True
 
     def clear(self) -> None:

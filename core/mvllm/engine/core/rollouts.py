@@ -13,7 +13,9 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, Any
 
-from mvllm.engine.core.sleep import WEIGHTS
+import msgspec
+
+from mvllm.engine.core.sleep import KV_CACHE, WEIGHTS
 from mvllm.errors import EngineSleepingError, RequestError
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.weights import WeightTransferInfo, WeightUpdate
@@ -105,6 +107,10 @@ class CoreRollouts:
             self._pause_now(self._clears_cache_when_drained)
         return self._pause is PauseState.PAUSED
 
+    def is_scheduler_running(self) -> bool:
+        """Whether the scheduler neither is paused nor will be when the present requests have finished."""
+        return self._pause is PauseState.RUNNING
+
     def _pause_now(self, clear_cache: bool) -> None:
         self._pause = PauseState.PAUSED
         self._add_held_requests()
@@ -152,6 +158,7 @@ class CoreRollouts:
         is_own = not self._weights.is_open
         if is_own:
             self.start_weight_update()
+            update = msgspec.structs.replace(update, is_only_part=True)
         try:
             self._weights.update(update)
             if is_own:
@@ -162,11 +169,11 @@ class CoreRollouts:
             self._fail_requests_of_unusable_weights()
             raise
 
-    def finish_weight_update(self, version: int = 0, reset_running_requests: bool = False) -> int:
+    def finish_weight_update(self, version: int | None = None, reset_running_requests: bool = False) -> int:
         """Ends a weight update, drops the prefix cache, and resumes if `start_weight_update` has paused.
 
         Args:
-            version: The new version of the weights; 0 for one more than the last.
+            version: The new version of the weights; None for one more than the last.
             reset_running_requests: Compute the keys and values of running requests again, with the new weights.
                 Otherwise they continue with those of the old ones, which no other request then shares.
 
@@ -175,7 +182,8 @@ class CoreRollouts:
         """
         old = self._weights.version
         try:
-            self._weights.finish(version or None)
+            # While the KV cache sleeps no step can run; `wake_up` warms up.
+            self._weights.finish(version, warms_up=KV_CACHE not in self._released_memory)
         except BaseException:
             self._fail_requests_of_unusable_weights()
             raise
@@ -214,6 +222,7 @@ class CoreRollouts:
         """
         manager, is_own = self._required_lora_manager, not self._weights.is_open
         if is_own:
+            self._weights.check_usable()  # an adapter alone does not mend the weights
             self.start_weight_update()
         try:
             manager.replace(request)
@@ -223,7 +232,15 @@ class CoreRollouts:
             raise
         if is_own:
             self.finish_weight_update()
+        else:
+            self.scheduler.forget_computed(restart=False)  # the open update may be abandoned
         return True
+
+    def _weights_reloaded(self) -> None:
+        """Follows the workers, which have read the checkpoint again: weights that were unusable are not any more."""
+        self._weights.reloaded()
+        if self._resumes_after_update:  # paused by an update that has failed
+            self.resume_scheduler()
 
     def _fail_requests_of_unusable_weights(self) -> None:
         if self._weights.failure is not None:

@@ -12,9 +12,14 @@ checkpoint again.
 
 from __future__ import annotations
 
+import contextlib
+
 from mvllm.errors import EngineSleepingError, MvllmError, RequestError, WorkerDiedError, WorkerStuckError
 from mvllm.executor.interface import Executor
 from mvllm.messages.weights import WeightTransferInfo, WeightUpdate
+
+_MAX_VERSION = 2**62
+"""Versions are 64-bit integers in messages, and grow by one."""
 
 
 class WeightUpdateManager:
@@ -78,33 +83,38 @@ class WeightUpdateManager:
         self._has_written = True
         try:
             self._executor.collective_rpc("update_weights", (update,))
-        except MvllmError as e:
-            self._fail(f"a part of it could not be written ({e})")
+        except BaseException as e:  # also a TimeoutError
+            self._fail(f"a part of it could not be written ({str(e) or type(e).__name__})")
+            self._drop_on_workers(e)
             raise
 
-    def finish(self, version: int | None = None) -> None:
+    def finish(self, version: int | None = None, *, warms_up: bool = True) -> None:
         """Ends the update; the weights get a new version.
 
         Args:
             version: The version; None for one more than the last.
+            warms_up: Whether workers run steps before the next request if captured steps were dropped.
 
         Raises:
             RequestError: No update is open, tensors are missing, or the version is not larger than the last one. The
                 update stays open.
         """
         self._require_open()
-        if version is not None and version <= self._last_version:
+        is_valid = isinstance(version, int) and self._last_version < version < _MAX_VERSION
+        if version is not None and not is_valid:
             raise RequestError(
-                f"weight_version must be larger than the last version, {self._last_version}; found {version}.",
+                f"weight_version must be larger than the last version, {self._last_version}, and an integer below "
+                f"2**62; found {version!r:.40}.",
                 parameter="weight_version",
             )
         self._executor.collective_rpc("check_weight_update", (self.failure is not None,))
         try:
             moved = self._executor.collective_rpc("finish_weight_update")
-            if any(moved):
+            if any(moved) and warms_up:
                 self._executor.collective_rpc("warm_up")
-        except MvllmError as e:
-            self._fail(f"its last step failed ({e})")
+        except BaseException as e:
+            self._fail(f"its last step failed ({str(e) or type(e).__name__})")
+            self._drop_on_workers(e)
             raise
         self.is_open = False
         self.failure = None
@@ -121,6 +131,12 @@ class WeightUpdateManager:
     def reloaded(self) -> None:
         """The workers have read the checkpoint of the start again."""
         self.version, self.failure = 0, None
+
+    def _drop_on_workers(self, error: BaseException) -> None:
+        """Frees what the workers hold for an update that has failed, unless a worker does not answer."""
+        if isinstance(error, MvllmError) and not isinstance(error, WorkerDiedError | WorkerStuckError):
+            with contextlib.suppress(MvllmError):
+                self._executor.collective_rpc("abandon_weight_update")
 
     def _require_open(self) -> None:
         if not self.is_open:

@@ -177,6 +177,8 @@ class DPLBAsyncMPClient:
         else:
             calls = [core.call_utility(method, *args) for core in self._cores]
         results = await asyncio.gather(*calls)
+        if method == "weight_info":
+            return next((info for info in results if info["failure"] is not None), results[0])
         if all(isinstance(result, bool) for result in results):
             return all(results)
         return [each for result in results for each in result] if isinstance(results[0], list) else results[0]

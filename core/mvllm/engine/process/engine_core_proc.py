@@ -24,7 +24,7 @@ import msgspec
 from mvllm.engine.process.client_output_queues import ClientOutputQueues, LoadReporter, OutputQueue, make_output_queues
 from mvllm.engine.process.core_handshake import CoreHandshake, CoreReady, EngineCoreStartArgs
 from mvllm.engine.process.message_socket import MessageSocket
-from mvllm.errors import EngineDeadError
+from mvllm.errors import EngineDeadError, PlatformError
 from mvllm.executor.process.activity_table import IDLE, ActivityTable
 from mvllm.executor.process.child_startup import run_child
 from mvllm.executor.process.handshake import send_message
@@ -152,11 +152,26 @@ class EngineCoreProc:
         try:
             structs = UTILITY_STRUCTS.get(command.method, ())
             args: list[Any] = [msgspec.convert(arg, struct) for arg, struct in zip(command.args, structs)]
-            return UtilityResult(
-                command.id, self._core.call_utility(command.method, *args, *command.args[len(structs) :])
-            )
+            value = self._core.call_utility(command.method, *args, *command.args[len(structs) :])
+            _check_encodable(command.method, value)
+            return UtilityResult(command.id, value)
         except Exception as e:  # noqa: BLE001  (raised in the caller's process)
             return UtilityResult(command.id, None, describe_failure(e, name=self._name, activity=command.method))
+
+
+def _check_encodable(method: str, value: Any) -> None:
+    """Checks a result before the thread that sends it does, which an error would end.
+
+    Raises:
+        PlatformError: It cannot be sent.
+    """
+    try:
+        msgspec.msgpack.encode(value)
+    except Exception as e:
+        raise PlatformError(
+            f"The result of {method} cannot be sent to the front end's process ({e}). Return numbers, texts, bytes, "
+            "lists and dicts."
+        ) from e
 
 
 def main() -> None:

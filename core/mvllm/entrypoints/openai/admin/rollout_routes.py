@@ -111,7 +111,12 @@ class RolloutRoutes:
         """Ends a weight update."""
         engine = self._engine(request)
         body = await self._body_routes.decode(request, FinishWeightUpdateRequest)
-        await engine.finish_weight_update(body.weight_version, reset_running_requests=bool(body.reset_running_requests))
+        try:
+            await engine.finish_weight_update(
+                body.weight_version, reset_running_requests=bool(body.reset_running_requests)
+            )
+        except (ModelError, PlatformError) as e:
+            raise APIError(503, str(e), code="update_failed") from e
         return await self._info(engine)
 
     async def abandon(self, request: Request) -> Response:
