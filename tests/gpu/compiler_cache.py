@@ -35,7 +35,8 @@ def kept_compiler_cache(folder: Path, out: Path, seconds: float = SECONDS) -> It
 
     def keep() -> None:
         while not ended.wait(seconds):
-            pack(folder, out)
+            with contextlib.suppress(OSError):  # a folder has vanished meanwhile, for instance: the next copy has it
+                pack(folder, out)
 
     thread = threading.Thread(target=keep, daemon=True)
     thread.start()
@@ -56,7 +57,12 @@ def pack(folder: Path, out: Path) -> None:
     draft = out / f"{ARCHIVE}.new"
     with tarfile.open(draft, "w:gz", compresslevel=1) as archive:
         for path in sorted(folder.rglob("*")):
-            if path.is_file() and ".tmp" not in path.name:
+            if path.is_file() and not _is_unfinished(path.relative_to(folder)):
                 with contextlib.suppress(OSError):
                     archive.add(path, str(path.relative_to(folder)))
     draft.replace(out / ARCHIVE)
+
+
+def _is_unfinished(path: Path) -> bool:
+    """Whether a file is one that Triton moves into place later: it writes into folders `tmp.pid_...`."""
+    return ".tmp" in path.name or any(part.startswith("tmp.") for part in path.parts)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import importlib
 
+import numpy as np
 import pytest
 import torch
 
 from mvllm.plugin_api import WorkerContext
-from mvllm.testing.attention_cases import expected, make_case, make_spec, run, tolerance
+from mvllm.testing.attention_cases import expected, make_case, make_layout, make_spec, run, tolerance
 from mvllm_cpu.runtime import CPURuntime
 
 importlib.import_module("platforms.torch-gpu.tests.interpreted")  # skips without Triton
 
 import mvllm_torch_gpu.attention  # noqa: E402
 from mvllm_torch_gpu import attention_libraries, cudnn_attention  # noqa: E402
+from mvllm_torch_gpu.attention_library import UNSUPPORTED  # noqa: E402
 from mvllm_torch_gpu.autotuned_attention import AutotunedAttention  # noqa: E402
 
 KERNELS = importlib.import_module("platforms.cuda.tests.hosted_platform").KERNELS
@@ -68,6 +70,38 @@ def test_long_prompts_are_exact_and_their_shapes_are_rounded_up(requests, dense,
     off = (found[: case.num_real_tokens].double() - expected(case)).abs().max()
     assert off <= tolerance(backend.spec.dtype, backend.spec.kv_dtype)
     assert shapes == dense
+
+
+def test_values_that_are_not_finite_behind_the_last_token_change_nothing(shapes):
+    backend = backend_of()
+    case = make_case(backend.spec, [(1030, 600)], block_size=64)
+    found = run(backend, CPURuntime(WorkerContext()), case, poison=float("nan"))
+    off = (found.double() - expected(case)).abs().max()
+    assert off <= tolerance(backend.spec.dtype, backend.spec.kv_dtype)
+    assert len(shapes) == 2
+
+
+def test_a_prompt_for_which_the_memory_does_not_suffice_uses_the_kernels(shapes, monkeypatch):
+    def without_memory(query, key, value, *, scale, causal):
+        shapes.append((len(query), len(key), causal))
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(cudnn_attention, "dense_attention", without_memory)
+    backend = backend_of()
+    case = make_case(backend.spec, [(40, 1), (9, 520)], block_size=16, padding=3)
+    found = run(backend, CPURuntime(WorkerContext()), case)
+    off = (found[: case.num_real_tokens].double() - expected(case)).abs().max()
+    assert off <= tolerance(backend.spec.dtype, backend.spec.kv_dtype)
+    assert len(shapes) == 1
+
+
+def test_a_sequence_whose_gathered_keys_and_values_exceed_the_limit_uses_the_kernels(shapes):
+    spec = make_spec(dtype="float16", num_heads=32, num_kv_heads=32, head_size=128)
+    [library] = attention_libraries.libraries_for(spec, ("cudnn",))[0]
+    layout = make_layout([(0, 600)], np.zeros((1, 38), np.int32), 16)
+    assert library.plan(layout, torch.device("cpu")) is not UNSUPPORTED
+    layout.seq_lens = np.array([1 << 17], np.int32)  # 2 GiB: more than an int32 holds
+    assert library.plan(layout, torch.device("cpu")) is UNSUPPORTED
 
 
 @pytest.mark.parametrize("requests", [[(0, 511)], [(9, 1), (0, 600), (30, 2)], [(40, 1), (50, 1)]])

@@ -20,7 +20,7 @@ import pytest
 from tests.gpu import __main__ as script
 from tests.gpu import installed
 from tests.gpu.bench import FULL, alike_requests, chat_requests
-from tests.gpu.compiler_cache import ARCHIVE, VARIABLE, kept_compiler_cache
+from tests.gpu.compiler_cache import ARCHIVE, VARIABLE, kept_compiler_cache, pack
 from tests.gpu.models import CONFIGS, Size, prepare_model, tensors
 from tests.gpu.result_log import FAILED, MEASURED, NOT_RUN, OK, ResultLog, Row
 from tests.gpu.runner import run_items
@@ -180,6 +180,16 @@ def test_compiled_kernels_are_kept_while_a_run_goes_on_and_used_by_the_next(
     assert VARIABLE not in os.environ
     with kept_compiler_cache(second, tmp_path):
         assert (second / "kernel" / "attend.cubin").read_bytes() == b"code"
+
+
+def test_kernels_that_a_compiler_is_writing_are_left_out(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    for name in ("kernel/attend.cubin", "kernel/tmp.pid_7_ab/attend.ptx"):
+        (cache / name).parent.mkdir(parents=True)
+        (cache / name).write_bytes(b"code")
+    pack(cache, tmp_path)
+    with tarfile.open(tmp_path / ARCHIVE) as archive:
+        assert archive.getnames() == ["kernel/attend.cubin"]
 
 
 @pytest.mark.parametrize("arguments", [["--budget", "581"], ["--budget", "0"], ["--resume", "/nowhere"], ["speed"]])

@@ -1,7 +1,8 @@
 """Attention of long prompts by cuDNN, which torch contains.
 
 cuDNN reads dense tensors. So the blocks of a prompt are gathered first, which takes a few percent of the time of the
-attention itself. Decodes of the same step use the Triton kernels.
+attention itself. Decodes of the same step use the Triton kernels, and so do prompts for which there is no memory: the
+profile run does not gather, because its cache has one block.
 
 Torch's function masks causally from the upper left corner only, and prepares an execution plan for every new shape. So
 a prompt is computed in two parts that are merged by their log-sum-exps, and sizes are rounded up:
@@ -23,11 +24,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from mvllm.plugin_api import AttentionSpec, BatchLayout
+from mvllm.plugin_api import AttentionSpec, BatchLayout, get_logger
 from mvllm_torch_gpu.attention_library import UNSUPPORTED, AttentionLibrary
+from mvllm_torch_gpu.out_of_memory import is_out_of_memory
 from mvllm_torch_gpu.paged_metadata import PagedMetadata
 from mvllm_triton.attention import paged_attention
 from mvllm_triton.merge import merge_attention
+
+logger = get_logger("mvllm.torch_gpu.cudnn_attention")
 
 LEAST_TOKENS = 2048
 """Tokens of the shortest prompt: shorter ones are not worth the gathering."""
@@ -104,7 +108,9 @@ class CudnnAttention(AttentionLibrary):
         decodes = int(longer[0]) if len(longer) else real
         spec = self.spec
         row_bytes = 2 * spec.num_kv_heads * spec.head_size * 2
-        if counts[decodes:].min(initial=LEAST_TOKENS) < LEAST_TOKENS or lengths.max() * row_bytes > GATHERED_BYTES:
+        # int, because the product of int32 numbers may overflow.
+        gathered_bytes = int(lengths[decodes:].max(initial=0)) * row_bytes
+        if counts[decodes:].min(initial=LEAST_TOKENS) < LEAST_TOKENS or gathered_bytes > GATHERED_BYTES:
             return UNSUPPORTED
         prompts = tuple(
             Prompt(row, int(starts[row]), int(counts[row]), int(lengths[row])) for row in range(decodes, real)
@@ -131,8 +137,42 @@ class CudnnAttention(AttentionLibrary):
             )
         for prompt in plan.prompts:
             tokens = slice(prompt.first, prompt.first + prompt.num_tokens)
-            self._attend_prompt(query[tokens], keys, values, metadata.block_table[prompt.request], prompt, out[tokens])
+            table, has_memory = metadata.block_table[prompt.request], True
+            try:
+                self._attend_prompt(query[tokens], keys, values, table, prompt, out[tokens])
+            except RuntimeError as e:
+                if not is_out_of_memory(e):
+                    raise
+                has_memory = False
+            if not has_memory:  # behind the except clause, which refers to the gathered tensors
+                logger.debug("The memory does not suffice for cuDNN and a sequence of %d tokens.", prompt.length)
+                self._attend_in_place(query[tokens], keys, values, metadata, prompt, out[tokens])
         return out
+
+    def _attend_in_place(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        metadata: PagedMetadata,
+        prompt: Prompt,
+        out: torch.Tensor,
+    ) -> None:
+        """As `_attend_prompt`, by the Triton kernels."""
+        row = slice(prompt.request, prompt.request + 1)
+        starts = metadata.query_start_loc[prompt.request : prompt.request + 2] - prompt.first
+        paged_attention(
+            query,
+            keys,
+            values,
+            metadata.block_table[row],
+            starts,
+            metadata.seq_lens[row],
+            scale=self.spec.scale,
+            max_query_len=prompt.num_tokens,
+            max_seq_len=prompt.length,
+            out=out,
+        )
 
     def _attend_prompt(
         self,
@@ -154,13 +194,13 @@ class CudnnAttention(AttentionLibrary):
             rows = query.new_zeros((size, *query.shape[1:]))
             rows[before : before + prompt.num_tokens] = query
         first, last = base // block_size, -(-prompt.length // block_size)
-        own = [_gathered(part, table[first:last], size) for part in (keys, values)]
+        own = [_gathered(part, table[first:last], prompt.length - base, size) for part in (keys, values)]
         found, sums = dense_attention(rows, own[0], own[1], scale=scale, causal=True)
         new = slice(before, before + prompt.num_tokens)
         if not base:
             out.copy_(found[new])
             return
-        earlier = [_gathered(part, table[:first], base) for part in (keys, values)]
+        earlier = [_gathered(part, table[:first], base, base) for part in (keys, values)]
         found_earlier, sums_earlier = dense_attention(rows, earlier[0], earlier[1], scale=scale, causal=False)
         merge_attention(out, found[new], sums[:, new], found_earlier[new], sums_earlier[:, new])
 
@@ -192,11 +232,15 @@ def dense_attention(
     return found[0].squeeze(0).transpose(0, 1), found[1].reshape(query.shape[1], query.shape[0])
 
 
-def _gathered(cache: torch.Tensor, blocks: torch.Tensor, size: int) -> torch.Tensor:
-    """The tokens of `blocks`, [size, kv_heads, head_size]; zeros after them."""
-    num_tokens = len(blocks) * cache.shape[1]
-    gathered = cache.new_empty((max(size, num_tokens), *cache.shape[2:]))
-    whole = gathered[:num_tokens].view(len(blocks), *cache.shape[1:])
+def _gathered(cache: torch.Tensor, blocks: torch.Tensor, num_tokens: int, size: int) -> torch.Tensor:
+    """The first `num_tokens` tokens of `blocks`, [size, kv_heads, head_size]; zeros after them.
+
+    The rest of the last block has values of earlier requests. If they are not finite, a weight of 0 does not remove
+    them from a sum.
+    """
+    num_slots = len(blocks) * cache.shape[1]
+    gathered = cache.new_empty((max(size, num_slots), *cache.shape[2:]))
+    whole = gathered[:num_slots].view(len(blocks), *cache.shape[1:])
     torch.index_select(cache, 0, blocks, out=whole)
     gathered[num_tokens:] = 0.0
     return gathered[:size]

@@ -71,4 +71,8 @@ def add_lora_by_slot(
 def _column_tiles(bands: tuple[tuple[int, int, int], ...], size: int, device: torch.device) -> torch.Tensor:
     """[tiles, 3], int32: first column of each tile, end of its band, and the band's block."""
     tiles = [(first, stop, block) for start, stop, block in bands for first in range(start, stop, size)]
-    return torch.tensor(tiles, dtype=torch.int32, device=device)
+    host = torch.tensor(tiles, dtype=torch.int32)
+    if device.type in ("cpu", "meta"):
+        return host.to(device)
+    # Without waiting for the device: the first call may be in a step that is about to be captured.
+    return host.pin_memory().to(device, non_blocking=True)
