@@ -45,8 +45,9 @@ READ_WHEN_LOADED = (
     *("GLIBC_", "PYTHON", "LANG", "LC_", "TRITON_", "CUDA_", "ROCR_", "HIP_", "ZE_"),
 )
 """Prefixes of environment variables that must have the values of the program server's start."""
-SET_ANEW = ("PYTHONPATH", "TORCHELASTIC_", "TORCH_NCCL_")
-"""Prefixes of variables among them that a fork sets: those of torchrun are read when a process group is created."""
+SET_ANEW = ("PYTHONPATH", "TORCHELASTIC_", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR")
+"""Prefixes of variables among them that a fork sets: those of torchrun are read when a process group is created, and the
+last one, which torch sets itself when transformers is imported, when something is compiled."""
 OPTIONS = ("-P", "-u")
 """Interpreter options that a fork applies."""
 PADDING = "PROGRAM_SERVER_PADDING"

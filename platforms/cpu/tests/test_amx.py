@@ -100,7 +100,9 @@ def test_kernels_with_emulated_tiles_are_correct_and_stay_in_bounds(tmp_path, re
 
     assert run(str(HERE / "edge_shapes.py"), *EDGES).split()[-1] == "amx_bf16"
     tests = [str(HERE / name) for name in EMULATED_TESTS]
-    lines = run("-c", TESTS_WITH_ISA, EVERY_NTH, *tests, "-k", "not instruction_sets_agree")
+    lines = run(
+        "-c", TESTS_WITH_ISA, EVERY_NTH, *tests, "-k", "not instruction_sets_agree and not no_thread_can_be_started"
+    )
     assert lines.splitlines()[0] == "amx_bf16 amx_int8"
 
 

@@ -20,6 +20,7 @@ from mvllm.plugin_api import (
     Plan,
     PlatformError,
     Refusals,
+    SchedulerConfig,
     WorkerContext,
 )
 from mvllm_rocm import doctor, runtime
@@ -37,7 +38,9 @@ def platform():
 
 
 def engine_config(dtype="auto", kv_dtype="auto"):
-    return SimpleNamespace(model=SimpleNamespace(dtype=dtype), cache=CacheConfig(dtype=kv_dtype))
+    return SimpleNamespace(
+        model=SimpleNamespace(dtype=dtype), cache=CacheConfig(dtype=kv_dtype), scheduler=SchedulerConfig()
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- plans

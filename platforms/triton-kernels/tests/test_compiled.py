@@ -84,8 +84,8 @@ def test_products_of_few_rows_are_read_16_bytes_at_a_time_and_nothing_is_spilled
     lines = compile_launches(tmp_path, "sm_90", "few-rows-1", "few-rows-16").splitlines()
     assert [line.split()[:2] for line in lines] == [["few-rows-1", "multiply_row"], ["few-rows-16", "multiply"]]
     for line in lines:
-        *_, spilled, _, copies = line.split()
-        assert spilled == "0" and int(copies) >= 16, line
+        numbers = dict(pairwise(line.split()))
+        assert numbers["spilled"] == "0" and int(numbers["copies"]) >= 16, line
 
 
 def test_attention_has_few_compiled_variants():

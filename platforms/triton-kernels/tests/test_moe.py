@@ -56,7 +56,7 @@ def test_experts_keep_the_order_of_their_entries_across_pieces(num_experts):
     tiles = expert_tiles(ids.numel(), num_experts, 4)
     max_tiles = ids.numel() // tiles.rows + num_experts
     assert ids.numel() > 2 * routed_entries(power_of_two(num_experts))
-    order, experts = moe._ordered(ids, num_experts, max_tiles, tiles)
+    order, experts = moe.ordered(ids, num_experts, max_tiles, tiles)
     flat, row = ids.flatten(), 0
     for expert in range(num_experts):
         wanted = (flat == expert).nonzero().flatten().tolist()

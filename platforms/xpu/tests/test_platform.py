@@ -21,6 +21,7 @@ from mvllm.plugin_api import (
     Plan,
     PlatformError,
     Refusals,
+    SchedulerConfig,
     WorkerContext,
 )
 from mvllm_torch_gpu import torch_build
@@ -40,7 +41,9 @@ def platform(monkeypatch):
 
 
 def engine_config(dtype="auto", kv_dtype="auto"):
-    return SimpleNamespace(model=SimpleNamespace(dtype=dtype), cache=CacheConfig(dtype=kv_dtype))
+    return SimpleNamespace(
+        model=SimpleNamespace(dtype=dtype), cache=CacheConfig(dtype=kv_dtype), scheduler=SchedulerConfig()
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- plans

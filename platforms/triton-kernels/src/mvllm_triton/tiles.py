@@ -110,7 +110,7 @@ def attention_tiles(
         num_threads = 64
     needed = 2 * (1 if latent else 2) * columns * row_bytes + (0 if short else rows * row_bytes)
     if few:
-        num_stages = 2
+        num_stages = 2 if size > 64 else 3
     elif large:
         num_stages = 2 if size > 256 and rows >= 64 and not latent else 3
     else:
