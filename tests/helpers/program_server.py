@@ -46,8 +46,8 @@ READ_WHEN_LOADED = (
 )
 """Prefixes of environment variables that must have the values of the program server's start."""
 SET_ANEW = ("PYTHONPATH", "TORCHELASTIC_", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR")
-"""Prefixes of variables among them that a fork sets: those of torchrun are read when a process group is created, and the
-last one, which torch sets itself when transformers is imported, when something is compiled."""
+"""Prefixes of variables among them that a fork sets: those of torchrun are read when a process group is created; torch
+sets the last one itself when transformers is imported, and reads it when something is compiled."""
 OPTIONS = ("-P", "-u")
 """Interpreter options that a fork applies."""
 PADDING = "PROGRAM_SERVER_PADDING"
