@@ -31,6 +31,7 @@ from mvllm.engine.frontend.pooling_outputs import PoolingRequestOutput
 from mvllm.engine.frontend.request_output_stream import RequestOutputStream
 from mvllm.engine.frontend.request_state import RequestState
 from mvllm.engine.frontend.requested_config import requested_config
+from mvllm.engine.frontend.tokenization_cost import tokenization_cost
 from mvllm.engine.metrics.periodic_stats_log import PeriodicStatsLog
 from mvllm.engine.metrics.stats import EngineLoad, EngineMetrics, EngineMetricsSnapshot, RateMeter
 from mvllm.engine.metrics.tracing import Tracer
@@ -45,8 +46,6 @@ from mvllm.messages.sampling_params import SamplingParams
 
 logger = get_logger(__name__)
 
-_MAX_INLINE_TEXT_CHARS = 4096  # tokenized in the loop's thread: passing a shorter text to another thread is slower
-_MAX_INLINE_TOKEN_IDS = 1 << 16
 _NUM_TOKENIZER_THREADS = 2
 _DRAIN_POLL_SECONDS = 0.05
 
@@ -240,7 +239,7 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient]):
                 lora_requests=[lora_request] * len(ids),
             )
 
-        if sum(_tokenization_cost(prompt) for prompt in prompts) <= 1.0:
+        if sum(tokenization_cost(prompt) for prompt in prompts) <= 1.0:
             requests = process()
         else:
             with self._admission.tokenizing(len(prompts)):
@@ -292,7 +291,7 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient]):
         def encode() -> list[int]:
             return self.tokenizer.encode(self.input_processor.check_text(text), add_special_tokens=add_special_tokens)
 
-        return encode() if len(text) <= _MAX_INLINE_TEXT_CHARS else await self._run_in_thread(encode)
+        return encode() if tokenization_cost(text) <= 1.0 else await self._run_in_thread(encode)
 
     # --- state
 
@@ -587,15 +586,3 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient]):
 
         self._require_open()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work_unless_closed)
-
-
-def _tokenization_cost(prompt: object) -> float:
-    """Size of a prompt, relative to the largest one that is validated and tokenized in the loop's thread."""
-    if isinstance(prompt, dict):
-        ids = prompt.get("prompt_token_ids")
-        prompt = ids if ids is not None else prompt.get("prompt")
-    try:
-        length = len(prompt)  # type: ignore[arg-type]
-    except TypeError:
-        return 0.0  # the input processor rejects it
-    return length / (_MAX_INLINE_TEXT_CHARS if isinstance(prompt, str) else _MAX_INLINE_TOKEN_IDS)
