@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +20,16 @@ if TYPE_CHECKING:
 _DRAIN_POLL_SECONDS = 0.01
 
 
-class AsyncRollouts:
+class AsyncRollouts(ABC):
     """Base of AsyncLLM, which defines the attributes that it uses."""
 
     _client: AsyncEngineCoreClient
     _lora_validator: LoRARequestValidator
     _num_long_calls = 0  # that take longer than a step, and during which the core does not report
 
+    @abstractmethod
     def _require_alive(self) -> None:
-        raise NotImplementedError
+        """Raises if the engine is closed or dead."""
 
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
         """Stops computing, and returns when no step runs. Requests that come meanwhile wait for `resume_generation`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +16,16 @@ if TYPE_CHECKING:
     from mvllm.engine.llm_engine import EngineCoreClient
 
 
-class EngineRollouts:
+class EngineRollouts(ABC):
     """Base of LLMEngine, which defines the attributes that it uses."""
 
     _client: EngineCoreClient
     _lora_validator: LoRARequestValidator
     _may_be_paused = False  # by this front end, the only one
 
+    @abstractmethod
     def _require_alive(self) -> None:
-        raise NotImplementedError
+        """Raises if the engine is closed or dead."""
 
     def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> bool:
         """As `AsyncLLM.pause_generation`; does not wait for requests to finish, which need further steps.

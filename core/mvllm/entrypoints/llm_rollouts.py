@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,13 +15,13 @@ if TYPE_CHECKING:
     import torch
 
 
-class LLMRollouts:
+class LLMRollouts(ABC):
     """Base of LLM."""
 
     @property
+    @abstractmethod
     def llm_engine(self) -> LLMEngine:
         """The engine that runs the requests."""
-        raise NotImplementedError
 
     def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
         """Stops computing. Only requests added through `llm_engine` can be unfinished then.

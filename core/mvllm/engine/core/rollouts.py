@@ -11,6 +11,7 @@ come from one version.
 from __future__ import annotations
 
 import enum
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -39,7 +40,7 @@ class PauseState(enum.Enum):
     PAUSED = enum.auto()
 
 
-class CoreRollouts:
+class CoreRollouts(ABC):
     """Base of EngineCore, which has the scheduler, the executor and the steps in flight."""
 
     scheduler: Scheduler
@@ -52,24 +53,30 @@ class CoreRollouts:
     _resumes_after_update = False
 
     @property
+    @abstractmethod
     def _required_lora_manager(self) -> LoRAManager:
-        raise NotImplementedError
+        """The LoRA manager; an error without one."""
 
+    @abstractmethod
     def _collect_all_steps(self) -> None:
-        raise NotImplementedError
+        """Waits for the steps in flight and processes their results."""
 
+    @abstractmethod
     def _hold_outputs(self, outputs: list[EngineCoreOutput]) -> None:
-        raise NotImplementedError
+        """Keeps outputs until the next step's."""
 
+    @abstractmethod
     def _add_held_requests(self) -> None:
-        raise NotImplementedError
+        """Adds the requests that came while the engine was paused."""
 
+    @abstractmethod
     def _fail_all_requests(self, message: str) -> None:
-        raise NotImplementedError
+        """Ends all requests with an error."""
 
     @property
+    @abstractmethod
     def _has_steps_in_flight(self) -> bool:
-        raise NotImplementedError
+        """Whether results of steps have not been collected."""
 
     def pause_scheduler(self, mode: str, clear_cache: bool) -> bool:
         """Stops scheduling. Requests that come meanwhile wait.
