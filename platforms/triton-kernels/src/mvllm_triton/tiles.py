@@ -104,7 +104,7 @@ def attention_tiles(
     held = rows * size * max(itemsize, 2) // 2  # elements that a program keeps in registers
     num_threads = 256 if rows >= 128 or held >= 1 << 14 else 128
     # One tile of rows and few threads: many programs of a multiprocessor wait for memory at the same time. On an H200
-    # two warps with two stages are faster than four warps or three stages, from one to 256 sequences.
+    # two warps with two stages are faster than four warps with three from 64 sequences on, less clearly below.
     few = short and large and not narrow and warp_size == 32 and rows == 16 and size <= 128
     if few:
         num_threads = 64

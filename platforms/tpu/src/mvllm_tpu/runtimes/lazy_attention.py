@@ -20,7 +20,7 @@ class LazyAttention(XlaAttention):
         torch_xla.sync(wait=True)
 
     def reuse_buffer(self, cache: torch.Tensor) -> None:
-        # A lazy step does it by itself; torch.compile returns what is written as a new tensor, unless it is told.
+        # A lazy step does so without this mark; torch.compile otherwise returns the written cache as a new tensor.
         if torch.compiler.is_compiling():
             torch.ops.xla.dynamo_set_buffer_donor_(cache, True)
 
