@@ -13,6 +13,7 @@ const point = {
 };
 const tools = [{ type: "function", function: { name: "point", parameters: point, strict: true } }];
 const found = {};
+process.on("exit", () => { if (found["errors"]?.length !== 3) console.error(`ended early, after ${Object.keys(found)}`); });
 
 const sdk = new OpenAI({ baseURL: url, apiKey: key, maxRetries: 0 });
 const answer = await sdk.chat.completions.create(ask);
@@ -54,7 +55,7 @@ found["response"] = (await sdk.responses.create({ model: "demo", input: messages
 
 const stopped = new AbortController();
 try {
-  for await (const chunk of await sdk.chat.completions.create({ ...ask, stream: true }, { signal: stopped.signal })) stopped.abort();
+  for await (const chunk of await sdk.chat.completions.create({ ...ask, stream: true, max_tokens: 600, ignore_eos: true }, { signal: stopped.signal })) stopped.abort();
   found["abort"] = "ended";
 } catch (e) {
   found["abort"] = e.constructor.name;
