@@ -1,6 +1,6 @@
 """Repeats the kernel tests in one process for each other instruction set of this processor.
 
-By default every sixth case of each test runs; with `ci/dev.py test --all`, every case.
+By default every twelfth case of each test runs; with `ci/dev.py test --all`, every case.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ OTHERS = [isa for isa in dict.fromkeys(NAMES["isa"] + NAMES["quantized_isa"]) if
 @pytest.mark.parametrize(
     ("isa", "nth"),
     [
-        *(pytest.param(isa, 6, id=isa) for isa in OTHERS if isa not in FURTHER),
+        *(pytest.param(isa, 12, id=isa) for isa in OTHERS if isa not in FURTHER),
         *(pytest.param(isa, 1, id=f"{isa} in every form", marks=pytest.mark.exhaustive) for isa in OTHERS),
     ],
 )

@@ -21,13 +21,15 @@ from tests.helpers.model_zoo import ZOO, make_checkpoint
 from tests.helpers.mxfp4 import pack_experts
 from tests.helpers.plugins import prepend
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[5 + 7 * i + j for j in range(3 + 4 * i)] for i in range(2)]
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 96}
 SETTINGS = {
     "dtype": "float32",
     "max_model_len": 64,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 64,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 16,  # the warm-up runs a step of so many tokens, and interpreted kernels are slow
     "kv_cache_memory_bytes": 1 << 20,
     "enforce_eager": True,
     "async_scheduling": False,
