@@ -61,6 +61,7 @@ class VendorEnvironment:
             "PIP_NO_INDEX": "1",
             "PIP_FIND_LINKS": str(self.wheels),
             "PIP_NO_BUILD_ISOLATION": "0",  # 0 disables isolation: the build tools are those of the environment
+            "PIP_NO_COMPILE": "0",  # 0 disables compilation: most modules are not imported
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
             "PIP_CONFIG_FILE": os.devnull,
         }
