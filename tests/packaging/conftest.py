@@ -147,7 +147,9 @@ def link_distributions(required: list[str], folder: Path) -> None:
             if not (folder / top).is_symlink():
                 (folder / top).symlink_to(found.locate_file(top))
         for each in map(Requirement, found.requires or ()):
-            if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in ("", *requirement.extras)):
+            if each.marker is None or any(
+                each.marker.evaluate({"extra": extra}) for extra in ("", *requirement.extras)
+            ):
                 waiting.append(each)
 
 
