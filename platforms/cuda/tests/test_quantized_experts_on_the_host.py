@@ -92,8 +92,8 @@ def test_gpt_oss_in_mxfp4_gives_the_tokens_of_transformers(tmp_path, monkeypatch
     pack_experts(plain, packed)
     experts = Experts()
     monkeypatch.setattr(HostedPlatform, "provided", (experts.provider(),))
-    found = generate(packed, 4)
-    assert found == parity.oracle_of(plain, PROMPTS, 4).tokens
+    found = generate(packed, 3)
+    assert found == parity.oracle_of(plain, PROMPTS, 3).tokens
     assert experts.calls and {weight.kind for weight in experts.packed} == {MXFP4}
     for weight in experts.packed:
         elements = weight.num_experts * weight.out_features * weight.in_features
@@ -122,8 +122,8 @@ def test_block_scaled_experts_with_rounded_inputs_give_the_tokens_of_the_referen
     folder = float8_zoo.make_float8("fp8-square", tmp_path, "qwen3moe").quantized
     reference = OpProvider("quantized_moe", "reference's", SCHEMAS["quantized_moe"].reference)
     monkeypatch.setattr(HostedPlatform, "provided", (reference,))
-    expected = generate(folder, 3)
+    expected = generate(folder, 2)
     experts = Experts()
     monkeypatch.setattr(HostedPlatform, "provided", (experts.provider(),))
-    assert generate(folder, 3) == expected
+    assert generate(folder, 2) == expected
     assert experts.calls and all(weight.rounded and weight.group_size == 32 for weight in experts.packed)
