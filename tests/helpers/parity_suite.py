@@ -16,10 +16,6 @@ from tests.helpers.parity import BLOCK_SIZE, Oracle
 
 NUM_TOKENS = 40
 """More than two blocks, and enough for every window and RoPE scaling of the zoo to take effect."""
-WHICH = (0, 3, 4, 5, 6, 8, 9, 11, 15)
-"""Prompts of the oracle, of 1 to 97 tokens: around one block and three, and some that share prefixes."""
-ALONE = [WHICH.index(i) for i in (0, 5, 11)]
-"""Those that also run alone: one token, a token more than a block, and several blocks."""
 
 
 def generate(llm: LLM, prompts: list[list[int]], **settings: object) -> list[RequestOutput]:
@@ -34,11 +30,11 @@ class ParitySuite:
 
     @pytest.fixture
     def expected(self, checkpoint: str) -> Oracle:
-        return parity.oracle(checkpoint, WHICH, NUM_TOKENS)
+        return parity.oracle(checkpoint, num_tokens=NUM_TOKENS)
 
     def test_alone_in_a_batch_and_after_prefix_hits(self, expected: Oracle) -> None:
         with parity.engine(expected.folder) as llm:
-            for i in ALONE:
+            for i in (0, 5, 11):
                 parity.check(expected, generate(llm, [expected.prompts[i]]), [i])
             assert llm.reset_prefix_cache()
             parity.check(expected, generate(llm, expected.prompts))
