@@ -41,11 +41,13 @@ SETTINGS = {
     ("odd", "engine"),
     [
         *(("no streams", engine) for engine in ("mp", "core")),
-        ("no stdout", "core"),
         ("gone", "core"),
         *(
             pytest.param(*one, marks=pytest.mark.exhaustive)  # one stream is less unusual than none
-            for one in [("", "uni"), ("no stdout", "mp"), ("no stdin", "core"), ("no stderr", "mp")]
+            for one in [
+                *(("", "uni"), ("no stdout", "core"), ("no stdout", "mp")),
+                *(("no stdin", "core"), ("no stderr", "mp")),
+            ]
         ),
         ("path object", "core"),
     ],

@@ -398,12 +398,12 @@ def test_a_cluster_that_the_engine_joined_is_left_at_its_end_and_leaving_it_earl
 def test_more_workers_than_devices_choose_ray_if_there_is_a_cluster(
     monkeypatch: pytest.MonkeyPatch, nodes: TwoNodes
 ) -> None:
+    for kind in (RayDistributedExecutor, MultiprocExecutor):  # the choice alone: no worker is started
+        monkeypatch.setattr(kind, "__init__", lambda self, config, platform: None)
     executor = make_executor(config(2, distributed_executor_backend=None), choose_platform("cpu").platform)
-    executor.shutdown()
     assert isinstance(executor, RayDistributedExecutor)  # the host is one device
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     executor = make_executor(config(2, distributed_executor_backend=None), choose_platform("cpu").platform)
-    executor.shutdown()
     assert isinstance(executor, MultiprocExecutor)
 
 

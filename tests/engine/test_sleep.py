@@ -63,26 +63,30 @@ def test_each_level_frees_the_documented_memory(make_llm: MakeLLM) -> None:
     assert resident() < weights_alone + 0.2 * WEIGHTS, "some weights are there twice"
 
 
-@pytest.mark.parametrize("level", [1, 2])
+THREADS = f"{ThreadExecutor.__module__}.{ThreadExecutor.__name__}"
+ENGINES = {
+    "as it is": {},
+    "planned ahead": {"async_scheduling": True, "enforce_eager": True},
+    "shards": {"tensor_parallel_size": 2, "distributed_executor_backend": THREADS},
+    "stages": {"pipeline_parallel_size": 3, "distributed_executor_backend": THREADS},
+    "quantized": {"quantization": "int8"},
+}
+KEPT = {("as it is", 1), ("as it is", 2), ("planned ahead", 2), ("shards", 2), ("stages", 1), ("quantized", 2)}
+"""Engines and levels that every run tests: each engine, and each level with one worker and with several."""
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "level"),
     [
-        {},
-        {"async_scheduling": True, "enforce_eager": True},
-        {
-            "tensor_parallel_size": 2,
-            "distributed_executor_backend": f"{ThreadExecutor.__module__}.{ThreadExecutor.__name__}",
-        },
-        {
-            "pipeline_parallel_size": 3,
-            "distributed_executor_backend": f"{ThreadExecutor.__module__}.{ThreadExecutor.__name__}",
-        },
-        {"quantization": "int8"},
+        pytest.param(
+            settings, level, id=f"{name}-{level}", marks=() if (name, level) in KEPT else pytest.mark.exhaustive
+        )
+        for name, settings in ENGINES.items()
+        for level in (1, 2)
     ],
-    ids=["as it is", "planned ahead", "shards", "stages", "quantized"],
 )
 def test_after_waking_up_tokens_are_the_same_and_the_prefix_cache_is_empty(
-    make_llm: MakeLLM, level: int, settings: dict[str, object]
+    make_llm: MakeLLM, settings: dict[str, object], level: int
 ) -> None:
     llm = make_llm(**settings)
     expected = tokens(llm)

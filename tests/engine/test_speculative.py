@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import re
 import tempfile
@@ -438,9 +439,18 @@ def replace_logits_at(monkeypatch: pytest.MonkeyPatch, length: int, value: float
     monkeypatch.setattr(Sampler, "sample", sample_replaced)
 
 
-@pytest.mark.parametrize("kind", ["same", "ngram"])
-@pytest.mark.parametrize("length", [12, 14, 16])
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")], ids=["not a number", "nothing to sample"])
+NAN, NOTHING = float("nan"), float("-inf")
+EVERY_TIME = {("same", 12, NOTHING), ("same", 14, NAN), ("ngram", 14, NOTHING), ("ngram", 16, NAN)}
+"""Kinds of drafts, lengths and values that every run tests: in the prompt's step, and in both places of a draft."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "value"),
+    [
+        pytest.param(*each, marks=() if each in EVERY_TIME else pytest.mark.exhaustive)
+        for each in itertools.product(("same", "ngram"), (12, 14, 16), (NAN, NOTHING))
+    ],
+)
 def test_invalid_logits_fail_the_request_at_their_position(
     make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, kind: str, length: int, value: float
 ) -> None:
@@ -465,7 +475,7 @@ def test_invalid_logits_fail_the_request_at_their_position(
         assert b.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_after_sleep_drafts_are_accepted_as_before(make_llm: MakeLLM, level: int) -> None:
     llm = make_llm(speculative_config=spec_config("same", 3))
     prompts = [draw(random.Random(i), 33) for i in range(3)]

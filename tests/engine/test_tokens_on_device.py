@@ -176,8 +176,8 @@ def test_asynchronous_tokens_equal_synchronous_ones(make: MakeLLM, executor: str
 
 @IN_BOTH
 def test_tokens_and_log_probabilities_are_those_of_transformers(make: MakeLLM, executor: str) -> None:
-    expected = parity.oracle("llama-gqa", num_tokens=24)
-    llm = make(executor, model=expected.folder, max_num_seqs=8, max_num_batched_tokens=32)
+    expected = parity.oracle("llama-gqa", (0, 3, 5, 6, 8, 9, 11, 15), 24)  # 1 to 97 tokens; some share prefixes
+    llm = make(executor, model=expected.folder, max_num_seqs=5, max_num_batched_tokens=32)
     parity.check(expected, parity.generate(llm, expected.prompts, max_tokens=24))
     again = parity.generate(llm, expected.prompts[:4], max_tokens=24, prompt_logprobs=2)
     parity.check(expected, again)

@@ -1,8 +1,9 @@
 """Environments and temporary distributions for the packaging tests.
 
 One virtual environment, made once and kept in pytest's cache, holds the *built wheel* of the core, its requirements and
-pytest, but neither torch nor a platform. A platform plugin is then only a folder on PYTHONPATH with a `.dist-info`
-inside, which takes a millisecond to make instead of a pip installation.
+pytest, but neither torch nor a platform. The requirements are links to the distributions of the environment that runs
+the tests, which are compiled already. A platform plugin is then only a folder on PYTHONPATH with a `.dist-info` inside,
+which takes a millisecond to make instead of a pip installation.
 """
 
 from __future__ import annotations
@@ -10,17 +11,22 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
 import subprocess
 import sys
+import sysconfig
 import textwrap
 import venv
+import zipfile
 from dataclasses import dataclass
+from email.parser import Parser
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONSTRAINTS = REPOSITORY / "ci" / "constraints" / "cpu.txt"
@@ -63,22 +69,20 @@ def core_only(request) -> Environment:
     cache = request.config.cache.mkdir("core-only")
     folder, stamp = cache / "venv", cache / "venv" / "sources.sha256"
     with locked(cache / "lock"):
-        wanted = sources_hash()
-        if not stamp.exists() or stamp.read_text().split()[0] != requirements_hash():
-            venv.EnvBuilder(clear=True, with_pip=True, symlinks=True).create(folder)
-            stamp.unlink(missing_ok=True)
+        required, sources = requirements_hash(), sources_hash()
+        made_from = stamp.read_text().split() if stamp.exists() else [None]
         wheels = sorted((cache / "wheels").glob("*.whl"))
-        if not stamp.exists() or stamp.read_text().split()[1] != wanted or not wheels:
+        if made_from != [required, sources] or len(wheels) != 1:
+            stamp.unlink(missing_ok=True)
             for old in wheels:
                 old.unlink()
-            build_wheel(REPOSITORY, cache / "wheels")
-            [wheel] = (cache / "wheels").glob("*.whl")
-            install = ["-m", "pip", "install", "-q", "--no-compile", "--progress-bar", "off", "-c", CONSTRAINTS]
-            if not stamp.exists():
-                run_quietly([folder / "bin" / "python", *install, f"{wheel}[testing]"])
-            else:
-                run_quietly([folder / "bin" / "python", *install, "--no-deps", "--force-reinstall", wheel])
-            stamp.write_text(f"{requirements_hash()} {wanted}\n")
+            wheel = build_wheel(REPOSITORY, cache / "wheels")
+            if made_from[0] != required:
+                venv.EnvBuilder(clear=True, symlinks=True).create(folder)
+                link_distributions(["pip", *requirements_of(wheel, extra="testing")], site_packages(folder))
+            pip = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "-q"]
+            run_quietly([*pip, "--no-compile", "--no-deps", "--no-index", "--force-reinstall", wheel])
+            stamp.write_text(f"{required} {sources}\n")
         [wheel] = (cache / "wheels").glob("*.whl")
     return Environment(folder, wheel)
 
@@ -105,7 +109,48 @@ def locked(path: Path):
 
 def requirements_hash() -> str:
     content = CONSTRAINTS.read_bytes() + (REPOSITORY / "pyproject.toml").read_bytes() + sys.version.encode()
-    return hashlib.sha256(content).hexdigest()
+    return hashlib.sha256(content + sys.prefix.encode()).hexdigest()
+
+
+def requirements_of(wheel: Path, extra: str) -> list[str]:
+    """The requirements in a wheel's metadata, with those of one extra."""
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        required = Parser().parsestr(archive.read(name).decode()).get_all("Requires-Dist")
+    markers = [(text, Requirement(text).marker) for text in required]
+    return [
+        text.partition(";")[0]
+        for text, marker in markers
+        if marker is None or marker.evaluate({"extra": ""}) or marker.evaluate({"extra": extra})
+    ]
+
+
+def site_packages(folder: Path) -> Path:
+    """The folder for packages of a virtual environment of this Python."""
+    return Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
+
+
+def link_distributions(required: list[str], folder: Path) -> None:
+    """Links the distributions of this environment that satisfy `required`, and their requirements, into `folder`.
+
+    As an installation by pip would, it fails for a requirement that no installed distribution satisfies.
+    """
+    waiting, seen = [Requirement(text) for text in required], set[tuple[str, frozenset[str]]]()
+    while waiting:
+        requirement = waiting.pop()
+        found = importlib.metadata.distribution(requirement.name)
+        assert requirement.specifier.contains(found.version, prereleases=True), f"{requirement}: it is {found.version}"
+        if (key := (found.name, frozenset(requirement.extras))) in seen:
+            continue
+        seen.add(key)
+        for top in {file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "__pycache__")}:
+            if not (folder / top).is_symlink():
+                (folder / top).symlink_to(found.locate_file(top))
+        for each in map(Requirement, found.requires or ()):
+            if each.marker is None or any(
+                each.marker.evaluate({"extra": extra}) for extra in ("", *requirement.extras)
+            ):
+                waiting.append(each)
 
 
 def sources_hash() -> str:

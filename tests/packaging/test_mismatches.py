@@ -1,4 +1,4 @@
-"""Errors and doctor reports for mismatched core and plugins: wheels installed by pip in a clean environment.
+"""Errors and doctor reports for mismatched core and plugins: wheels in a clean environment.
 
 Each combination runs the doctor and selects a platform, both in one new interpreter.
 """
@@ -61,7 +61,7 @@ class Seen:
 @pytest.fixture
 def seen_with(tmp_path, core_only):
     def see(*built, ask=(), **variables):
-        site = wheels.install(core_only, tmp_path / "site", *built)
+        site = wheels.install(tmp_path / "site", *built)
         done = core_only.run("-c", ASK, *ask, path=[site], **variables)
         assert done.returncode == 0, done.stdout + done.stderr
         report = json.loads(done.stdout.splitlines()[-1])

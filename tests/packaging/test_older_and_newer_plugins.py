@@ -57,7 +57,7 @@ def install_frozen(tmp_path_factory, core_only):
         for old, new in replacements:
             assert old in plugin.read_text()
             plugin.write_text(plugin.read_text().replace(old, new))
-        return wheels.install(core_only, folder / "site", wheels.build(project))
+        return wheels.install(folder / "site", wheels.build(project))
 
     return install
 
@@ -156,7 +156,7 @@ def test_a_platform_whose_torch_backend_name_is_taken_names_the_owner(
     owner = install_frozen(("torch_floor=", 'torch_backend="ice", torch_floor='))
     code = "def start():\n    import torch\n    torch.utils.rename_privateuse1_backend('lava')\n"
     wheel = wheels.library_wheel(tmp_path, "torch-lava", "7.0", code, autoload=True)
-    rival = wheels.install(core_only, tmp_path / "rival", wheel)
+    rival = wheels.install(tmp_path / "rival", wheel)
     program = GENERATE.format(prompts=["The capital of France is"])
     path = [owner, rival, beside_torch]
     refused = core_only.run("-c", program, path=path, timeout=300)

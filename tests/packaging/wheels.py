@@ -1,16 +1,15 @@
-"""Third-party platform plugins for tests, as real wheels that pip installs into a folder."""
+"""Third-party platform plugins for tests, as real wheels that are unpacked into a folder."""
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import json
+import zipfile
 from pathlib import Path
 
 from hatchling.builders.wheel import WheelBuilder
-from packaging.requirements import Requirement
 
 from mvllm.plugin_api import CONTRACT
+from tests.packaging.conftest import link_distributions
 
 PROJECT = """
 [build-system]
@@ -121,32 +120,21 @@ def write(folder: Path, name: str, text: str) -> None:
     path.write_text(text)
 
 
-def install(environment, folder: Path, *wheels: Path) -> Path:
-    """Installs the wheels with pip into `folder`, to be put on a search path.
+def install(folder: Path, *wheels: Path) -> Path:
+    """Unpacks the wheels into `folder`, to be put on a search path: what pip does with wheels of Python files.
 
-    One at a time: two of them may contain the same file, as two distributions of one environment may.
+    Two of them may contain the same file, as two distributions of one environment may; the last one's file stays.
     """
-    for wheel in wheels:
-        options = ["--no-deps", "--no-index", "--no-compile", "--quiet", "--disable-pip-version-check", "--upgrade"]
-        done = environment.run("-m", "pip", "install", *options, "--target", folder, wheel)
-        assert done.returncode == 0, done.stdout + done.stderr
     folder.mkdir(exist_ok=True)
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            assert not any(".data/" in name for name in archive.namelist()), "pip distributes these files"
+            archive.extractall(folder)
     return folder
 
 
 def link_torch(folder: Path) -> Path:
     """Links torch of this environment and its requirements, and nothing else, into `folder`."""
     folder.mkdir()
-    for name in distributions_below("torch"):
-        found = importlib.metadata.distribution(name)
-        for top in {file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "__pycache__")}:
-            (folder / top).symlink_to(found.locate_file(top))
+    link_distributions(["torch"], folder)
     return folder
-
-
-@functools.cache
-def distributions_below(name: str) -> frozenset[str]:
-    """A distribution and its installed requirements, recursively."""
-    required = [Requirement(text) for text in importlib.metadata.requires(name) or []]
-    needed = [r.name for r in required if r.marker is None or r.marker.evaluate({"extra": ""})]
-    return frozenset({name}).union(*(distributions_below(r) for r in needed))

@@ -2,7 +2,9 @@
 
 The library is built for one instruction set at a time and loaded by a new process that runs `edge_shapes.py`, with the
 sanitizer's runtime preloaded. By default only this processor's instruction set is tested, with small register tiles and
-without optimization, and with the address sanitizer only, which compiles four times faster.
+without optimization, and with the address sanitizer only, which compiles four times faster. The address sanitizer does
+not see the accesses of AMX tiles. So on a processor whose vectors are those beside the tiles this library has emulated
+tiles, too, and a second test runs kernels with them.
 """
 
 from __future__ import annotations
@@ -15,14 +17,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from platforms.cpu.tests.instruction_sets import skip_unless_supported
+from platforms.cpu.tests.instruction_sets import NEEDS, features, skip_unless_supported
+from platforms.cpu.tests.test_other_instruction_sets import TESTS_WITH_ISA
 
 from mvllm_cpu import kernels
 
-CSRC = Path(__file__).resolve().parents[1] / "csrc"
+HERE = Path(__file__).resolve().parent
+CSRC = HERE.parent / "csrc"
 FLAGS = ["-g1", "-std=c++17", "-fopenmp", "-fPIC", "-fno-sanitize-recover=all"]
 ISA = kernels.load().isa or "generic"
 ISAS = sorted(path.stem.removeprefix("isa_") for path in CSRC.glob("isa_*.cpp"))
+VECTORS = "avx512_bf16"
+"""Instruction set of the vectors beside AMX tiles."""
+EMULATED = "MVLLM_AMX_EMULATED=2"
 
 
 def runtime(compiler: str) -> Path:
@@ -31,16 +38,27 @@ def runtime(compiler: str) -> Path:
     return Path(found.stdout.strip())
 
 
-def build(compiler: str, isa: str, folder: Path, *, whole: bool) -> Path:
+def compiler_with_sanitizer() -> str:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++ to build with")
+    if not runtime(compiler).is_absolute():
+        pytest.skip("this g++ comes without the address sanitizer")
+    return compiler
+
+
+def build(compiler: str, isa: str, folder: Path, *, whole: bool, emulated: bool = False) -> Path:
     """Builds the library with one instruction set, and the generic one if this processor may lack the former."""
-    names = {isa} | ({"generic"} if isa != ISA else set()) | ({"avx512_bf16"} if isa.startswith("amx") else set())
+    names = {isa} | ({"generic"} if isa != ISA else set()) | ({VECTORS} if isa.startswith("amx") else set())
     wanted = {kind + name for kind in ("isa_", "qisa_") for name in names}
     sanitizers = "-fsanitize=address,undefined" if whole else "-fsanitize=address"
-    flags = [*FLAGS, sanitizers, *(["-O1"] if whole else ["-O0", "-DMVLLM_SMALL_TILES=1"])]
+    flags = [*FLAGS, sanitizers, *([] if whole else ["-DMVLLM_SMALL_TILES=1"])]
+    flags += [f"-D{EMULATED}"] if emulated else []
 
     def compile_one(source: Path) -> Path:
         target = folder / f"{source.stem}.o"
-        subprocess.run([compiler, *flags, "-c", str(source), "-o", str(target)], check=True, timeout=600)
+        level = "-O1" if whole or source.stem.startswith("amx_") else "-O0"  # emulated tiles are slow without it
+        subprocess.run([compiler, *flags, level, "-c", str(source), "-o", str(target)], check=True, timeout=600)
         return target
 
     sources = [path for path in CSRC.glob("*.cpp") if "isa_" not in path.stem or path.stem in wanted]
@@ -51,32 +69,63 @@ def build(compiler: str, isa: str, folder: Path, *, whole: bool) -> Path:
     return library
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("isa", "whole"),
-    [
-        pytest.param(ISA, False, id=f"{ISA}-small-tiles"),
-        *(pytest.param(isa, True, marks=pytest.mark.exhaustive, id=isa) for isa in ISAS),
-    ],
-)
-def test_no_kernel_accesses_memory_out_of_bounds_or_has_undefined_behaviour(isa, whole, tmp_path, request):
-    skip_unless_supported(isa)
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no g++ to build with")
-    asan = runtime(compiler)
-    if not asan.is_absolute():
-        pytest.skip("this g++ comes without the address sanitizer")
-    environment = {
+@pytest.fixture(scope="module")
+def small_tiles(tmp_path_factory) -> Path:
+    """The library with small register tiles, of `VECTORS` and emulated AMX tiles if this processor's vectors are those;
+    else of its own instruction set.
+    """
+    folder = tmp_path_factory.mktemp("small-tiles")
+    return build(compiler_with_sanitizer(), ISA, folder, whole=False, emulated=ISA == VECTORS)
+
+
+def run(library: Path, isa: str, request, *command: object) -> str:
+    """Runs a Python program with the library, whose instruction set is `isa`; returns its output."""
+    env = {
         **os.environ,
-        "LD_PRELOAD": str(asan),
+        "LD_PRELOAD": str(runtime(compiler_with_sanitizer())),
         "ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0",  # leaks of the Python interpreter are ignored
         "UBSAN_OPTIONS": "print_stacktrace=1",
-        "MVLLM_CPU_KERNELS": str(build(compiler, isa, tmp_path, whole=whole)),
+        "MVLLM_CPU_KERNELS": str(library),
         "MVLLM_CPU_ISA": isa,
         "PYTHONPATH": os.pathsep.join([str(request.config.rootpath), *sys.path]),
     }
-    script = Path(__file__).with_name("edge_shapes.py")
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    assert done.stdout.split()[-1] == isa
+    program = [sys.executable, *map(str, command)]
+    done = subprocess.run(program, env=env, capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", [pytest.param(ISA, id=f"{ISA}-small-tiles")])
+def test_no_kernel_accesses_memory_out_of_bounds(isa, small_tiles, request):
+    assert run(small_tiles, isa, request, HERE / "edge_shapes.py").split()[-1] == isa
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("isa", ISAS)
+def test_no_kernel_accesses_memory_out_of_bounds_or_has_undefined_behaviour(isa, tmp_path, request):
+    skip_unless_supported(isa)
+    library = build(compiler_with_sanitizer(), isa, tmp_path, whole=True)
+    assert run(library, isa, request, HERE / "edge_shapes.py").split()[-1] == isa
+
+
+EDGES = ("attention", "linear", "quantized", "block_quantized", "quantized_experts")
+EMULATED_TESTS = ("test_paged_attention.py", "test_quantized_linear.py", "test_block_quantized_linear.py")
+EVERY_NTH = "24"
+"""Every case of each test that runs: emulated tiles are slow."""
+OFTEN_WITHOUT_AMX = pytest.mark.exhaustive if NEEDS["amx_int8"] <= features() else pytest.mark.slow
+
+
+@pytest.mark.slow
+@OFTEN_WITHOUT_AMX
+def test_kernels_with_emulated_tiles_are_correct_and_stay_in_bounds(small_tiles, tmp_path, request):
+    skip_unless_supported(VECTORS)
+    library = small_tiles
+    if ISA != VECTORS:  # a processor with AMX: its own library has no emulated tiles
+        library = build(compiler_with_sanitizer(), VECTORS, tmp_path, whole=False, emulated=True)
+    assert run(library, "amx_bf16", request, HERE / "edge_shapes.py", *EDGES).split()[-1] == "amx_bf16"
+    tests = [str(HERE / name) for name in EMULATED_TESTS]
+    without = ["-k", "not instruction_sets_agree and not no_thread_can_be_started"]
+    lines = run(library, "amx_bf16", request, "-c", TESTS_WITH_ISA, EVERY_NTH, *tests, *without).splitlines()
+    assert lines[0] == "amx_bf16 amx_int8"

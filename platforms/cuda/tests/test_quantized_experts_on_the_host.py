@@ -21,13 +21,15 @@ from tests.helpers.model_zoo import ZOO, make_checkpoint
 from tests.helpers.mxfp4 import pack_experts
 from tests.helpers.plugins import prepend
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[5 + 7 * i + j for j in range(3 + 4 * i)] for i in range(2)]
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 96}
 SETTINGS = {
     "dtype": "float32",
     "max_model_len": 64,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 64,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 16,  # the warm-up runs a step of so many tokens, and interpreted kernels are slow
     "kv_cache_memory_bytes": 1 << 20,
     "enforce_eager": True,
     "async_scheduling": False,
@@ -90,8 +92,8 @@ def test_gpt_oss_in_mxfp4_gives_the_tokens_of_transformers(tmp_path, monkeypatch
     pack_experts(plain, packed)
     experts = Experts()
     monkeypatch.setattr(HostedPlatform, "provided", (experts.provider(),))
-    found = generate(packed, 4)
-    assert found == parity.oracle_of(plain, PROMPTS, 4).tokens
+    found = generate(packed, 3)
+    assert found == parity.oracle_of(plain, PROMPTS, 3).tokens
     assert experts.calls and {weight.kind for weight in experts.packed} == {MXFP4}
     for weight in experts.packed:
         elements = weight.num_experts * weight.out_features * weight.in_features
@@ -120,8 +122,8 @@ def test_block_scaled_experts_with_rounded_inputs_give_the_tokens_of_the_referen
     folder = float8_zoo.make_float8("fp8-square", tmp_path, "qwen3moe").quantized
     reference = OpProvider("quantized_moe", "reference's", SCHEMAS["quantized_moe"].reference)
     monkeypatch.setattr(HostedPlatform, "provided", (reference,))
-    expected = generate(folder, 3)
+    expected = generate(folder, 2)
     experts = Experts()
     monkeypatch.setattr(HostedPlatform, "provided", (experts.provider(),))
-    assert generate(folder, 3) == expected
+    assert generate(folder, 2) == expected
     assert experts.calls and all(weight.rounded and weight.group_size == 32 for weight in experts.packed)

@@ -16,7 +16,10 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+]
 
 
 GFX = ("90a", "942", "950", "1100", "1201")

@@ -209,6 +209,65 @@ def test_metrics_and_the_list_have_every_model(client: httpx.Client) -> None:
     assert entry["type"] == "model" and entry["max_input_tokens"] == cards["small"]["max_model_len"]
 
 
+def test_a_model_that_dies_ends_its_streams_with_an_error_and_only_these(
+    server: ServerProcess, client: httpx.Client
+) -> None:
+    load_only(client, "small", "other")
+    last: dict[str, str] = {}
+    begun = {name: threading.Event() for name in ("small", "other")}
+
+    def read(name: str) -> None:
+        with client.stream("POST", "/v1/completions", json=LONG | {"model": name}) as stream:
+            for line in stream.iter_lines():
+                begun[name].set()
+                last[name] = line if "error" in line else last.get(name, "")
+
+    threads = [threading.Thread(target=read, args=(name,)) for name in begun]
+    for thread in threads:
+        thread.start()
+    assert all(event.wait(60) for event in begun.values())
+    os.kill(model_process(server, "small").pid, signal.SIGKILL)
+    for thread in threads:
+        thread.join(60)
+    assert "model_stopped" in last["small"] and last["other"] == ""
+    wait_until(lambda: "small" not in loaded(client), 20, "the death is noticed")
+    core = engine_core(server, "other")
+    complete(client, "small")
+    core.kill()  # of the other one, only the engine
+    wait_until(lambda: "other" not in loaded(client), 20, "the death is noticed")
+    assert client.get("/health").status_code == 200 and "death" in client.get("/metrics").text
+
+
+def test_a_client_that_disconnects_aborts_its_request(server: ServerProcess, client: httpx.Client) -> None:
+    load_only(client, "small")
+    before = client.get("/metrics?model=small").text
+    body = json.dumps(LONG | {"model": "small"}).encode()
+    assert b"data:" in server.exchange(raw_post("/v1/completions", body), close_after=2000)
+
+    def is_idle() -> bool:
+        load = client.get("/load?model=small").json()
+        return not load["num_requests_running"] and not client.get("/load").json()["num_requests_running"]
+
+    wait_until(is_idle, 10, "the request has been aborted")
+    aborted = [
+        line for line in client.get("/metrics?model=small").text.splitlines() if 'finished_reason="abort"' in line
+    ]
+    assert aborted and aborted[0] not in before
+
+
+def test_a_client_that_reads_late_gets_the_whole_stream(server: ServerProcess, client: httpx.Client) -> None:
+    load_only(client, "small")
+    with socket.create_connection(server.address, timeout=30) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        body = json.dumps(LONG | {"model": "small", "logprobs": 20}).encode()
+        connection.sendall(raw_post("/v1/completions", body))
+        complete(client, "small")  # others are served meanwhile
+        received = b""
+        while piece := connection.recv(1 << 16):
+            received += piece
+    assert received.count(b"data: ") > 100 and b"data: [DONE]" in received
+
+
 def test_ollamas_clients_load_and_unload_with_keep_alive(client: httpx.Client) -> None:
     load_only(client, "small")
     answer = client.post("/api/generate", json={"model": "small", "keep_alive": 0}).json()
@@ -252,65 +311,6 @@ def test_a_model_has_its_own_limit_of_requests(client: httpx.Client) -> None:
     assert sum(each.status_code == 200 for each in answers) >= 3
     refused = next(each for each in answers if each.status_code == 429)
     assert refused.headers["retry-after"] == "1" and "may have 3 requests" in refused.json()["error"]["message"]
-
-
-def test_a_client_that_disconnects_aborts_its_request(server: ServerProcess, client: httpx.Client) -> None:
-    load_only(client, "small")
-    before = client.get("/metrics?model=small").text
-    body = json.dumps(LONG | {"model": "small"}).encode()
-    assert b"data:" in server.exchange(raw_post("/v1/completions", body), close_after=2000)
-
-    def is_idle() -> bool:
-        load = client.get("/load?model=small").json()
-        return not load["num_requests_running"] and not client.get("/load").json()["num_requests_running"]
-
-    wait_until(is_idle, 10, "the request has been aborted")
-    aborted = [
-        line for line in client.get("/metrics?model=small").text.splitlines() if 'finished_reason="abort"' in line
-    ]
-    assert aborted and aborted[0] not in before
-
-
-def test_a_client_that_reads_late_gets_the_whole_stream(server: ServerProcess, client: httpx.Client) -> None:
-    load_only(client, "small")
-    with socket.create_connection(server.address, timeout=30) as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        body = json.dumps(LONG | {"model": "small", "logprobs": 20}).encode()
-        connection.sendall(raw_post("/v1/completions", body))
-        complete(client, "small")  # others are served meanwhile
-        received = b""
-        while piece := connection.recv(1 << 16):
-            received += piece
-    assert received.count(b"data: ") > 100 and b"data: [DONE]" in received
-
-
-def test_a_model_that_dies_ends_its_streams_with_an_error_and_only_these(
-    server: ServerProcess, client: httpx.Client
-) -> None:
-    load_only(client, "small", "other")
-    last: dict[str, str] = {}
-    begun = {name: threading.Event() for name in ("small", "other")}
-
-    def read(name: str) -> None:
-        with client.stream("POST", "/v1/completions", json=LONG | {"model": name}) as stream:
-            for line in stream.iter_lines():
-                begun[name].set()
-                last[name] = line if "error" in line else last.get(name, "")
-
-    threads = [threading.Thread(target=read, args=(name,)) for name in begun]
-    for thread in threads:
-        thread.start()
-    assert all(event.wait(60) for event in begun.values())
-    os.kill(model_process(server, "small").pid, signal.SIGKILL)
-    for thread in threads:
-        thread.join(60)
-    assert "model_stopped" in last["small"] and last["other"] == ""
-    wait_until(lambda: "small" not in loaded(client), 20, "the death is noticed")
-    core = engine_core(server, "other")
-    complete(client, "small")
-    core.kill()  # of the other one, only the engine
-    wait_until(lambda: "other" not in loaded(client), 20, "the death is noticed")
-    assert client.get("/health").status_code == 200 and "death" in client.get("/metrics").text
 
 
 def test_a_router_that_is_killed_leaves_nothing(tmp_path: Path) -> None:

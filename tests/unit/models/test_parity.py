@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,15 @@ from tests.helpers.paged_driver import PagedDriver, load_model, make_context, re
 
 PROMPT_LEN, TOTAL_LEN = 40, 64
 TOLERANCE = 1e-4
+
+
+FolderOf = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
+    """Makes a checkpoint of the zoo when it is first asked for."""
+    return cache(lambda name: make_checkpoint(name, tmp_path_factory.mktemp("zoo") / name, tokenizer=False))
 
 
 def draw_tokens(count: int, seed: int) -> list[int]:
@@ -47,8 +58,8 @@ def run_mixed(driver: PagedDriver, plans: list[tuple[list[int], int, list[int]]]
 
 
 @pytest.mark.parametrize("name", marked(ZOO))
-def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
-    folder = make_checkpoint(name, tmp_path, tokenizer=False)
+def test_logits_equal_transformers(name: str, folder_of: FolderOf) -> None:
+    folder = folder_of(name)
     reference, driver = load_reference(folder), PagedDriver(load_model(folder))
     plans = [
         (draw_tokens(TOTAL_LEN, seed=1), PROMPT_LEN, [PROMPT_LEN]),
@@ -64,8 +75,10 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama-rope-dynamic", "llama-rope-longrope"])
 @pytest.mark.parametrize("chunks", [[70], [16, 16, 16, 16, 6]], ids=["whole", "chunked"])
-def test_prompts_beyond_the_original_context_equal_transformers(name: str, chunks: list[int], tmp_path: Path) -> None:
-    folder = make_checkpoint(name, tmp_path, tokenizer=False)
+def test_prompts_beyond_the_original_context_equal_transformers(
+    name: str, chunks: list[int], folder_of: FolderOf
+) -> None:
+    folder = folder_of(name)
     reference, driver = load_reference(folder), PagedDriver(load_model(folder))
     tokens = draw_tokens(90, seed=5)
     (ours,) = run_mixed(driver, [(tokens, 70, chunks)])
@@ -73,16 +86,16 @@ def test_prompts_beyond_the_original_context_equal_transformers(name: str, chunk
 
 
 @pytest.mark.parametrize("name", marked(ZOO))
-def test_prompts_with_batch_independent_rope_share_cached_keys(name: str, tmp_path: Path) -> None:
-    key = prompt_cache_key(read_config(make_checkpoint(name, tmp_path, tokenizer=False)))
+def test_prompts_with_batch_independent_rope_share_cached_keys(name: str, folder_of: FolderOf) -> None:
+    key = prompt_cache_key(read_config(folder_of(name)))
     longest = ZOO[name].max_prompt_len
     assert {key(prompt_len) for prompt_len in range(1, longest + 1)} == {0}
     assert (key(longest + 1) == 0) == (longest == MAX_LEN)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "opt", "gpt2"])
-def test_bfloat16_stays_near_float32(name: str, tmp_path: Path) -> None:
-    folder = make_checkpoint(name, tmp_path, tokenizer=False)
+def test_bfloat16_stays_near_float32(name: str, folder_of: FolderOf) -> None:
+    folder = folder_of(name)
     reference = load_reference(folder)
     driver = PagedDriver(load_model(folder, make_context(dtype=torch.bfloat16)))
     tokens = draw_tokens(PROMPT_LEN, seed=6)
