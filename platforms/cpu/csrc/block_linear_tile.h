@@ -118,7 +118,7 @@ INLINE const char* group_of(const char* head, int group) {
     return head + (F::LAYOUT.head + group % F::LAYOUT.groups * F::LAYOUT.group()) * BTILE;
 }
 
-// Adds one group's product to `total`. `sums`: integer sums of the group, or of its two halves.
+// Adds one group's product to `total`. `sums`: exact integer sums of the group, or of its two halves.
 template <BlockKind KIND>
 INLINE vf add_group(vf total, const vi* sums, const BlockScale& scale, float offset, const BlockInput& x) {
     const vf first = __builtin_convertvector(sums[0], vf);
@@ -130,6 +130,49 @@ INLINE vf add_group(vf total, const vi* sums, const BlockScale& scale, float off
     const vf a = multiply_add(splat(x.half[0]), splat(-offset), first);
     const vf b = multiply_add(splat(x.half[1]), splat(-offset), second);
     return multiply_add(multiply_add(a, scale.a, b * scale.b), splat(x.scale), total);
+}
+
+// Where an FMA instruction exists, an integer sum of a group starts at the bits of MAGIC less the offset of its bytes. Its bits
+// are then those of the float MAGIC + sum, because sums have less than 22 bits: neither a conversion nor a subtraction of the
+// offset follows. The FMA a * (MAGIC + sum) - a * MAGIC rounds only a * sum, because the scale a has at most 18 bits and
+// a * MAGIC is exact: results are those of add_group.
+#if LANES >= 8
+constexpr bool SUMS_ARE_FLOATS = true;
+#else
+constexpr bool SUMS_ARE_FLOATS = false;
+#endif
+constexpr float MAGIC = 12582912.f;
+
+// Scales of a group, and -a * MAGIC or -b * MAGIC.
+struct GroupScale {
+    BlockScale scale;
+    vf correction;
+};
+
+template <BlockKind KIND>
+INLINE vf correction_of(const BlockScale& scale) {
+    return (KIND == BlockKind::HALVES ? scale.b : scale.a) * -MAGIC;
+}
+
+// The first value of the integer sums of a row: of a group, or of its two halves.
+template <BlockKind KIND, int HALVES>
+INLINE void begin_group(vi (&start)[HALVES], float offset, const BlockInput& x) {
+    for (int half = 0; half < HALVES; ++half)
+        if constexpr (!SUMS_ARE_FLOATS || KIND == BlockKind::MINIMUM) start[half] = vi{};
+        else start[half] = (vi)multiply_add(splat(KIND == BlockKind::HALVES ? x.half[half] : x.total), splat(-offset), splat(MAGIC));
+}
+
+// Adds one group's product to `total`, from sums that begin_group() has started.
+template <BlockKind KIND, int HALVES>
+INLINE vf end_group(vf total, const vi (&sums)[HALVES], const GroupScale& group, float offset, const BlockInput& x) {
+    const BlockScale& scale = group.scale;
+    if constexpr (!SUMS_ARE_FLOATS || KIND == BlockKind::MINIMUM) return add_group<KIND>(total, sums, scale, offset, x);
+    else if constexpr (KIND == BlockKind::OFFSET)
+        return multiply_add(multiply_add((vf)sums[0], scale.a, group.correction), splat(x.scale), total);
+    else {
+        const vf second = multiply_add((vf)sums[1], scale.b, group.correction);
+        return multiply_add(multiply_add((vf)sums[0] - MAGIC, scale.a, second), splat(x.scale), total);
+    }
 }
 
 INLINE uint32_t quad_at(const int8_t* x) {
@@ -176,12 +219,19 @@ static void block_direct_unit(const BlockRows& op, const char* weight, int64_t r
         for (int g = 0; g < F::LAYOUT.groups; ++g, x += BLOCK_GROUP, ++inputs) {
             if (ahead)
                 for (int i = 0; i < GROUP_BYTES; i += 64) prefetch(weight + g * GROUP_BYTES + ahead + i);
-            vi acc[MR][BNV][HALVES] = {};
+            vi acc[MR][BNV][HALVES];
+            for (int m = 0; m < MR; ++m) {
+                vi start[HALVES];
+                begin_group<F::KIND>(start, offset_of<F>(), inputs[m * groups]);
+                for (int v = 0; v < BNV; ++v)
+                    for (int half = 0; half < HALVES; ++half) acc[m][v][half] = start[half];
+            }
             add_pairs<F, 0, MR, HALVES>(acc, at + F::LAYOUT.sub * BTILE, x, op.x_stride);
             for (int v = 0; v < BNV; ++v) {
                 const BlockScale scale = F::scale(weight, at, v * LANES);
+                const GroupScale group{scale, correction_of<F::KIND>(scale)};
                 for (int m = 0; m < MR; ++m)
-                    total[m][v] = add_group<F::KIND>(total[m][v], acc[m][v], scale, offset_of<F>(), inputs[m * groups]);
+                    total[m][v] = end_group<F::KIND>(total[m][v], acc[m][v], group, offset_of<F>(), inputs[m * groups]);
             }
             at += F::LAYOUT.group() * BTILE;
         }
@@ -239,7 +289,7 @@ INLINE vu less_bytes(vu lanes) {
 // Unpacked groups: eight rows of quads per group, and the scales.
 struct BlockPanel {
     uint32_t quads[BLOCK_PIECE * 8 * BTILE];
-    float a[BLOCK_PIECE * BTILE], b[BLOCK_PIECE * BTILE];
+    float a[BLOCK_PIECE * BTILE], b[BLOCK_PIECE * BTILE], correction[BLOCK_PIECE * BTILE];
 };
 
 template <class F, int R, int LESS>
@@ -262,6 +312,7 @@ static void unpack_block_panel(const char* weight, int first, int groups, BlockP
             const BlockScale scale = F::scale(head, at, c);
             store(panel.a + g * BTILE + c, scale.a);
             store(panel.b + g * BTILE + c, scale.b);
+            store(panel.correction + g * BTILE + c, correction_of<F::KIND>(scale));
         }
     }
 }
@@ -275,7 +326,13 @@ static void block_panel_unit(const BlockPanel& panel, int groups, float offset, 
         for (int v = 0; v < BNV; ++v) total[m][v] = load(sums + m * BTILE + v * LANES);
     const uint32_t* quads = panel.quads;
     for (int g = 0; g < groups; ++g) {
-        vi acc[HALVES][MR][BNV] = {};
+        vi acc[MR][BNV][HALVES];
+        for (int m = 0; m < MR; ++m) {
+            vi start[HALVES];
+            begin_group<KIND>(start, offset, inputs[m * inputs_stride + g]);
+            for (int v = 0; v < BNV; ++v)
+                for (int half = 0; half < HALVES; ++half) acc[m][v][half] = start[half];
+        }
         for (int half = 0; half < HALVES; ++half)
             for (int j = 0; j < 8 / HALVES; j += 2, quads += 2 * BTILE, x += 8) {
                 Dot first[BNV], second[BNV];
@@ -285,15 +342,14 @@ static void block_panel_unit(const BlockPanel& panel, int groups, float offset, 
                 }
                 for (int m = 0; m < MR; ++m) {
                     const uint32_t x0 = quad_at(x + m * stride), x1 = quad_at(x + m * stride + 4);
-                    for (int v = 0; v < BNV; ++v) acc[half][m][v] = add_two(acc[half][m][v], first[v], second[v], x0, x1);
+                    for (int v = 0; v < BNV; ++v) acc[m][v][half] = add_two(acc[m][v][half], first[v], second[v], x0, x1);
                 }
             }
         for (int v = 0; v < BNV; ++v) {
-            const BlockScale scale = {load(panel.a + g * BTILE + v * LANES), load(panel.b + g * BTILE + v * LANES)};
-            for (int m = 0; m < MR; ++m) {
-                const vi exact[2] = {acc[0][m][v], acc[HALVES - 1][m][v]};
-                total[m][v] = add_group<KIND>(total[m][v], exact, scale, offset, inputs[m * inputs_stride + g]);
-            }
+            const int at = g * BTILE + v * LANES;
+            const GroupScale group{{load(panel.a + at), load(panel.b + at)}, load(panel.correction + at)};
+            for (int m = 0; m < MR; ++m)
+                total[m][v] = end_group<KIND>(total[m][v], acc[m][v], group, offset, inputs[m * inputs_stride + g]);
         }
     }
     for (int m = 0; m < MR; ++m)
