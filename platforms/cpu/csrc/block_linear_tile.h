@@ -16,6 +16,20 @@
 constexpr int BLOCK_PIECE = 8;        // groups of a panel of bytes
 constexpr int BLOCK_FLOAT_PIECE = 4;  // groups of a panel of floats
 
+// Where an FMA instruction exists, an integer sum of a group starts at the bits of MAGIC less the offset of its bytes. Its bits
+// are then those of the float MAGIC + sum, because sums have less than 22 bits: neither a conversion nor a subtraction of the
+// offset follows. The FMA a * (MAGIC + sum) - a * MAGIC rounds only a * sum, because the scale a has at most 18 bits and
+// a * MAGIC is exact: results are those of add_group.
+#if LANES >= 8
+constexpr bool SUMS_ARE_FLOATS = true;
+#else
+constexpr bool SUMS_ARE_FLOATS = false;
+#endif
+constexpr float MAGIC = 12582912.f;  // adding it to a float leaves the nearest integer, ties to even, in the low bits
+
+// Offsets of the bytes of formats with one scale. Without VNNI, products of bytes above 127 subtract theirs themselves.
+constexpr int OFFSETS[] = {8, 12, 16, Quads::OFFSET};
+
 // ---- rounding to int8 ----------------------------------------------------------------------------------------------------
 
 INLINE uint32_t max_bits(vu v) {
@@ -31,7 +45,6 @@ INLINE uint32_t max_bits(vu v) {
 template <class E>
 static void block_quantize_rows(const typename E::type* x, int64_t x_stride, int size, int8_t* out, int64_t stride,
                                 BlockInput* inputs, int64_t rows) {
-    const float magic = 12582912.f;  // adding it leaves the nearest integer, ties to even, in the low bits
     for (int64_t row = 0; row < rows; ++row, x += x_stride, out += stride)
         for (int k = 0; k < size; k += BLOCK_GROUP, ++inputs) {
             // The largest magnitude, compared as bits: infinity is greater than every number, NaN greater than infinity.
@@ -43,7 +56,7 @@ static void block_quantize_rows(const typename E::type* x, int64_t x_stride, int
             const uint32_t top = max_bits(most);
             if (top >= 0x7f800000u) {
                 const float nan = as_float(0x7fc00000u);
-                *inputs = {nan, 0, {0, 0}};
+                *inputs = {nan, 0, {0, 0}, {MAGIC, MAGIC, MAGIC, MAGIC}};
                 __builtin_memset(out + k, 0, BLOCK_GROUP);
                 continue;
             }
@@ -52,13 +65,15 @@ static void block_quantize_rows(const typename E::type* x, int64_t x_stride, int
             for (int half = 0; half < 2; ++half) {
                 vi sum = {};
                 for (int i = half * 16; i < half * 16 + 16; i += LANES) {
-                    const vf v = vmax(vmin(E::widen(x + k + i) / divisor, splat(127.f)), splat(-127.f)) + magic;
+                    const vf v = vmax(vmin(E::widen(x + k + i) / divisor, splat(127.f)), splat(-127.f)) + MAGIC;
                     store_bytes(out + k + i, (vu)v);
                     sum += (vi)v - 0x4b400000;
                 }
                 inputs->half[half] = float(sum_ints(sum));
             }
-            inputs->total = inputs->half[0] + inputs->half[1];
+            const float total = inputs->half[0] + inputs->half[1];
+            inputs->total = total;
+            for (int i = 0; i < 4; ++i) inputs->start[i] = MAGIC - float(OFFSETS[i]) * total;
         }
 }
 
@@ -132,17 +147,6 @@ INLINE vf add_group(vf total, const vi* sums, const BlockScale& scale, float off
     return multiply_add(multiply_add(a, scale.a, b * scale.b), splat(x.scale), total);
 }
 
-// Where an FMA instruction exists, an integer sum of a group starts at the bits of MAGIC less the offset of its bytes. Its bits
-// are then those of the float MAGIC + sum, because sums have less than 22 bits: neither a conversion nor a subtraction of the
-// offset follows. The FMA a * (MAGIC + sum) - a * MAGIC rounds only a * sum, because the scale a has at most 18 bits and
-// a * MAGIC is exact: results are those of add_group.
-#if LANES >= 8
-constexpr bool SUMS_ARE_FLOATS = true;
-#else
-constexpr bool SUMS_ARE_FLOATS = false;
-#endif
-constexpr float MAGIC = 12582912.f;
-
 // Scales of a group, and -a * MAGIC or -b * MAGIC.
 struct GroupScale {
     BlockScale scale;
@@ -154,19 +158,31 @@ INLINE vf correction_of(const BlockScale& scale) {
     return (KIND == BlockKind::HALVES ? scale.b : scale.a) * -MAGIC;
 }
 
+// Offset of the bytes of a format, and its index in OFFSETS.
+struct ByteOffset {
+    float value;
+    int index;
+
+    constexpr ByteOffset(int offset) : value(float(offset == 128 ? Quads::OFFSET : offset)), index(0) {
+        while (index < 3 && OFFSETS[index] != offset) ++index;
+    }
+};
+
 // The first value of the integer sums of a row: of a group, or of its two halves.
 template <BlockKind KIND, int HALVES>
-INLINE void begin_group(vi (&start)[HALVES], float offset, const BlockInput& x) {
+INLINE void begin_group(vi (&start)[HALVES], const ByteOffset& offset, const BlockInput& x) {
     for (int half = 0; half < HALVES; ++half)
         if constexpr (!SUMS_ARE_FLOATS || KIND == BlockKind::MINIMUM) start[half] = vi{};
-        else start[half] = (vi)multiply_add(splat(KIND == BlockKind::HALVES ? x.half[half] : x.total), splat(-offset), splat(MAGIC));
+        else if constexpr (KIND == BlockKind::OFFSET) start[half] = (vi)splat(x.start[offset.index]);
+        else start[half] = (vi)multiply_add(splat(x.half[half]), splat(-offset.value), splat(MAGIC));
 }
 
 // Adds one group's product to `total`, from sums that begin_group() has started.
 template <BlockKind KIND, int HALVES>
-INLINE vf end_group(vf total, const vi (&sums)[HALVES], const GroupScale& group, float offset, const BlockInput& x) {
+INLINE vf end_group(vf total, const vi (&sums)[HALVES], const GroupScale& group, const ByteOffset& offset,
+                    const BlockInput& x) {
     const BlockScale& scale = group.scale;
-    if constexpr (!SUMS_ARE_FLOATS || KIND == BlockKind::MINIMUM) return add_group<KIND>(total, sums, scale, offset, x);
+    if constexpr (!SUMS_ARE_FLOATS || KIND == BlockKind::MINIMUM) return add_group<KIND>(total, sums, scale, offset.value, x);
     else if constexpr (KIND == BlockKind::OFFSET)
         return multiply_add(multiply_add((vf)sums[0], scale.a, group.correction), splat(x.scale), total);
     else {
@@ -197,20 +213,13 @@ INLINE void add_pairs(vi (&acc)[MR][BNV][HALVES], const char* lanes, const int8_
     if constexpr (R < 3) add_pairs<F, R + 1, MR, HALVES>(acc, lanes, x, stride);
 }
 
-// The offset to subtract from the bytes. Without VNNI, products of bytes above 127 subtract theirs themselves.
-template <class F>
-constexpr float offset_of() {
-    return float(F::OFFSET == 128 ? Quads::OFFSET : F::OFFSET);
-}
-
-// A tile is contiguous. Where `prefetch_distance.unpacking` is 0, prefetch instructions made this up to twice as slow.
+// Prefetches weights `ahead` bytes ahead, none if it is 0.
 template <class F, int MR>
-static void block_direct_unit(const BlockRows& op, const char* weight, int64_t row, float* sums) {
+static void block_direct_unit(const BlockRows& op, const char* weight, int64_t row, float* sums, int64_t ahead) {
     constexpr int HALVES = F::KIND == BlockKind::HALVES ? 2 : 1;
     constexpr int BLOCK_BYTES = F::LAYOUT.block() * BTILE;
     constexpr int GROUP_BYTES = BLOCK_BYTES / F::LAYOUT.groups;
     const int groups = op.in_features / BLOCK_GROUP;
-    const int64_t ahead = prefetch_distance.unpacking;
     const int8_t* x = static_cast<const int8_t*>(op.x) + row * op.x_stride;
     const BlockInput* inputs = op.inputs + row * groups;
     vf total[MR][BNV] = {};
@@ -222,7 +231,7 @@ static void block_direct_unit(const BlockRows& op, const char* weight, int64_t r
             vi acc[MR][BNV][HALVES];
             for (int m = 0; m < MR; ++m) {
                 vi start[HALVES];
-                begin_group<F::KIND>(start, offset_of<F>(), inputs[m * groups]);
+                begin_group<F::KIND>(start, ByteOffset(F::OFFSET), inputs[m * groups]);
                 for (int v = 0; v < BNV; ++v)
                     for (int half = 0; half < HALVES; ++half) acc[m][v][half] = start[half];
             }
@@ -231,7 +240,7 @@ static void block_direct_unit(const BlockRows& op, const char* weight, int64_t r
                 const BlockScale scale = F::scale(weight, at, v * LANES);
                 const GroupScale group{scale, correction_of<F::KIND>(scale)};
                 for (int m = 0; m < MR; ++m)
-                    total[m][v] = end_group<F::KIND>(total[m][v], acc[m][v], group, offset_of<F>(), inputs[m * groups]);
+                    total[m][v] = end_group<F::KIND>(total[m][v], acc[m][v], group, ByteOffset(F::OFFSET), inputs[m * groups]);
             }
             at += F::LAYOUT.group() * BTILE;
         }
@@ -253,29 +262,33 @@ constexpr int direct_rows() {
 }
 
 template <class F>
-INLINE void block_direct_pass(const BlockRows& op, const char* weight, int64_t row, int rows, float* sums) {
+INLINE void block_direct_pass(const BlockRows& op, const char* weight, int64_t row, int rows, float* sums, int64_t ahead) {
     switch (rows) {
-        case 1: return block_direct_unit<F, 1>(op, weight, row, sums);
+        case 1: return block_direct_unit<F, 1>(op, weight, row, sums, ahead);
 #if LANES == 16 && !MVLLM_SMALL_TILES
-        case 3: return block_direct_unit<F, 3>(op, weight, row, sums);
-        case 4: return block_direct_unit<F, 4>(op, weight, row, sums);
+        case 3: return block_direct_unit<F, 3>(op, weight, row, sums, ahead);
+        case 4: return block_direct_unit<F, 4>(op, weight, row, sums, ahead);
         case 5:
-            if constexpr (direct_unit<F>() >= 5) return block_direct_unit<F, 5>(op, weight, row, sums);
+            if constexpr (direct_unit<F>() >= 5) return block_direct_unit<F, 5>(op, weight, row, sums, ahead);
             [[fallthrough]];
         case 6:
-            if constexpr (direct_unit<F>() >= 6) return block_direct_unit<F, 6>(op, weight, row, sums);
+            if constexpr (direct_unit<F>() >= 6) return block_direct_unit<F, 6>(op, weight, row, sums, ahead);
             [[fallthrough]];
 #endif
-        default: return block_direct_unit<F, 2>(op, weight, row, sums);
+        default: return block_direct_unit<F, 2>(op, weight, row, sums, ahead);
     }
 }
 
+// A tile is contiguous. Where `prefetch_distance.unpacking` is 0, prefetches in a single pass made it up to twice as slow. Of
+// two passes, the second one has weights in a cache and prefetches the next tile.
 template <class F>
 INLINE void block_direct(const BlockRows& op, const char* weight, int64_t row, int rows, float* sums) {
-    if (rows <= direct_unit<F>()) return block_direct_pass<F>(op, weight, row, rows, sums);
+    const int64_t ahead = prefetch_distance.unpacking;
+    if (rows <= direct_unit<F>()) return block_direct_pass<F>(op, weight, row, rows, sums, ahead);
     const int first = (rows + 1) / 2;
-    block_direct_pass<F>(op, weight, row, first, sums);
-    block_direct_pass<F>(op, weight, row + first, rows - first, sums + first * BTILE);
+    block_direct_pass<F>(op, weight, row, first, sums, ahead);
+    block_direct_pass<F>(op, weight, row + first, rows - first, sums + first * BTILE,
+                         ahead ? ahead : head_of<F>(weight, op.in_features / BLOCK_GROUP) - weight);
 }
 
 // The bytes of the lanes less a constant. The upper bit is set first and restored, so that no byte borrows from the next.
@@ -317,15 +330,22 @@ static void unpack_block_panel(const char* weight, int first, int groups, BlockP
     }
 }
 
+// Weights that a unit prefetches: `lines` cache lines during each group.
+struct BlockAhead {
+    const char* from;
+    int lines;
+};
+
 template <class Dot, BlockKind KIND, int MR>
-static void block_panel_unit(const BlockPanel& panel, int groups, float offset, const int8_t* x, int64_t stride,
-                             const BlockInput* inputs, int64_t inputs_stride, float* sums) {
+static void block_panel_unit(const BlockPanel& panel, int groups, const ByteOffset& offset, const int8_t* x, int64_t stride,
+                             const BlockInput* inputs, int64_t inputs_stride, float* sums, BlockAhead ahead) {
     constexpr int HALVES = KIND == BlockKind::HALVES ? 2 : 1;
     vf total[MR][BNV];
     for (int m = 0; m < MR; ++m)
         for (int v = 0; v < BNV; ++v) total[m][v] = load(sums + m * BTILE + v * LANES);
     const uint32_t* quads = panel.quads;
     for (int g = 0; g < groups; ++g) {
+        for (int i = 0; i < ahead.lines; ++i, ahead.from += 64) prefetch(ahead.from);
         vi acc[MR][BNV][HALVES];
         for (int m = 0; m < MR; ++m) {
             vi start[HALVES];
@@ -357,17 +377,17 @@ static void block_panel_unit(const BlockPanel& panel, int groups, float offset, 
 }
 
 template <class Dot, BlockKind KIND>
-INLINE void block_panel_group(int rows, const BlockPanel& panel, int groups, float offset, const int8_t* x, int64_t stride,
-                              const BlockInput* inputs, int64_t inputs_stride, float* sums) {
+INLINE void block_panel_group(int rows, const BlockPanel& panel, int groups, const ByteOffset& offset, const int8_t* x, int64_t stride,
+                              const BlockInput* inputs, int64_t inputs_stride, float* sums, BlockAhead ahead) {
     switch (rows) {
-        case 1: return block_panel_unit<Dot, KIND, 1>(panel, groups, offset, x, stride, inputs, inputs_stride, sums);
-        case 2: return block_panel_unit<Dot, KIND, 2>(panel, groups, offset, x, stride, inputs, inputs_stride, sums);
+        case 1: return block_panel_unit<Dot, KIND, 1>(panel, groups, offset, x, stride, inputs, inputs_stride, sums, ahead);
+        case 2: return block_panel_unit<Dot, KIND, 2>(panel, groups, offset, x, stride, inputs, inputs_stride, sums, ahead);
 #if !MVLLM_SMALL_TILES
-        case 3: return block_panel_unit<Dot, KIND, 3>(panel, groups, offset, x, stride, inputs, inputs_stride, sums);
+        case 3: return block_panel_unit<Dot, KIND, 3>(panel, groups, offset, x, stride, inputs, inputs_stride, sums, ahead);
 #if LANES == 16
-        case 4: return block_panel_unit<Dot, KIND, 4>(panel, groups, offset, x, stride, inputs, inputs_stride, sums);
-        case 5: return block_panel_unit<Dot, KIND, 5>(panel, groups, offset, x, stride, inputs, inputs_stride, sums);
-        default: return block_panel_unit<Dot, KIND, 6>(panel, groups, offset, x, stride, inputs, inputs_stride, sums);
+        case 4: return block_panel_unit<Dot, KIND, 4>(panel, groups, offset, x, stride, inputs, inputs_stride, sums, ahead);
+        case 5: return block_panel_unit<Dot, KIND, 5>(panel, groups, offset, x, stride, inputs, inputs_stride, sums, ahead);
+        default: return block_panel_unit<Dot, KIND, 6>(panel, groups, offset, x, stride, inputs, inputs_stride, sums, ahead);
 #endif
 #endif
     }
@@ -381,6 +401,7 @@ static void block_int8_tile(const BlockRows& op, const BlockTile& tile, int64_t 
         block_direct<F>(op, tile.weight, row, rows, sums);
         return store_block_tile(tile, sums, rows, op.dtype);
     }
+    constexpr int group_lines = (F::LAYOUT.block() * BTILE / F::LAYOUT.groups + 63) / 64;
     const int groups = op.in_features / BLOCK_GROUP, teams = (rows + BMR - 1) / BMR;
     const int8_t* x = static_cast<const int8_t*>(op.x) + row * op.x_stride;
     const BlockInput* inputs = op.inputs + row * groups;
@@ -388,11 +409,15 @@ static void block_int8_tile(const BlockRows& op, const BlockTile& tile, int64_t 
     for (int first = 0; first < groups; first += BLOCK_PIECE) {
         const int count = least(BLOCK_PIECE, groups - first);
         unpack_block_panel<F>(tile.weight, first, count, panel);
+        // The first unit prefetches the next piece, of this tile or of the next one.
+        BlockAhead ahead{head_of<F>(tile.weight, first + count), group_lines};
         for (int t = 0, m = 0; t < teams; ++t) {
             const int height = (rows - m + teams - t - 1) / (teams - t);
-            block_panel_group<typename F::Dot, F::KIND>(height, panel, count, offset_of<F>(),
+            block_panel_group<typename F::Dot, F::KIND>(height, panel, count, ByteOffset(F::OFFSET),
                                                         x + m * op.x_stride + first * BLOCK_GROUP, op.x_stride,
-                                                        inputs + int64_t(m) * groups + first, groups, sums + m * BTILE);
+                                                        inputs + int64_t(m) * groups + first, groups, sums + m * BTILE,
+                                                        ahead);
+            ahead.lines = 0;
             m += height;
         }
     }
