@@ -42,6 +42,24 @@ INLINE uint32_t max_bits(vu v) {
 #endif
 }
 
+// Sums of 16 integers each, as floats.
+INLINE void half_sums(const vi (&values)[2][16 / (LANES < 16 ? LANES : 16)], float (&half)[2]) {
+#if LANES == 16
+    const __m512i a = (__m512i)values[0][0], b = (__m512i)values[1][0];
+    const __m512i both = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    const __m256i eight = _mm256_add_epi32(_mm512_castsi512_si256(both), _mm512_extracti64x4_epi64(both, 1));
+    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    _mm_storel_pi(reinterpret_cast<__m64*>(half), _mm_cvtepi32_ps(two));
+#else
+    for (int h = 0; h < 2; ++h) {
+        vi sum = {};
+        for (const vi& part : values[h]) sum += part;
+        half[h] = float(sum_ints(sum));
+    }
+#endif
+}
+
 template <class E>
 static void block_quantize_rows(const typename E::type* x, int64_t x_stride, int size, int8_t* out, int64_t stride,
                                 BlockInput* inputs, int64_t rows) {
@@ -61,18 +79,19 @@ static void block_quantize_rows(const typename E::type* x, int64_t x_stride, int
                 continue;
             }
             const float scale = as_float(top) / 127.f, divisor = scale > 0 ? scale : 1.f;
-            inputs->scale = scale;
-            for (int half = 0; half < 2; ++half) {
-                vi sum = {};
-                for (int i = half * 16; i < half * 16 + 16; i += LANES) {
-                    const vf v = vmax(vmin(E::widen(x + k + i) / divisor, splat(127.f)), splat(-127.f)) + MAGIC;
-                    store_bytes(out + k + i, (vu)v);
-                    sum += (vi)v - 0x4b400000;
+            constexpr int PARTS = 16 / (LANES < 16 ? LANES : 16);
+            vi values[2][PARTS];
+            for (int half = 0; half < 2; ++half)
+                for (int i = 0; i < PARTS; ++i) {
+                    const int at = k + half * 16 + i * LANES;
+                    const vf v = vmax(vmin(E::widen(x + at) / divisor, splat(127.f)), splat(-127.f)) + MAGIC;
+                    store_bytes(out + at, (vu)v);
+                    values[half][i] = (vi)v - 0x4b400000;
                 }
-                inputs->half[half] = float(sum_ints(sum));
-            }
-            const float total = inputs->half[0] + inputs->half[1];
-            inputs->total = total;
+            float half[2];
+            half_sums(values, half);
+            const float total = half[0] + half[1];
+            *inputs = {scale, total, {half[0], half[1]}, {}};
             for (int i = 0; i < 4; ++i) inputs->start[i] = MAGIC - float(OFFSETS[i]) * total;
         }
 }
@@ -393,6 +412,12 @@ INLINE void block_panel_group(int rows, const BlockPanel& panel, int groups, con
     }
 }
 
+// Rows of a register tile of a panel. Two sums per group leave registers for four rows.
+template <class F>
+constexpr int panel_rows() {
+    return LANES == 16 && !MVLLM_SMALL_TILES && F::KIND == BlockKind::HALVES ? 4 : BMR;
+}
+
 template <class F>
 static void block_int8_tile(const BlockRows& op, const BlockTile& tile, int64_t row, int rows) {
     alignas(64) float sums[BLOCK_ROWS * BTILE];
@@ -402,7 +427,7 @@ static void block_int8_tile(const BlockRows& op, const BlockTile& tile, int64_t 
         return store_block_tile(tile, sums, rows, op.dtype);
     }
     constexpr int group_lines = (F::LAYOUT.block() * BTILE / F::LAYOUT.groups + 63) / 64;
-    const int groups = op.in_features / BLOCK_GROUP, teams = (rows + BMR - 1) / BMR;
+    const int groups = op.in_features / BLOCK_GROUP, teams = (rows + panel_rows<F>() - 1) / panel_rows<F>();
     const int8_t* x = static_cast<const int8_t*>(op.x) + row * op.x_stride;
     const BlockInput* inputs = op.inputs + row * groups;
     for (int i = 0; i < rows * BTILE; i += LANES) store(sums + i, vf{});
