@@ -60,39 +60,58 @@ INLINE void half_sums(const vi (&values)[2][16 / (LANES < 16 ? LANES : 16)], flo
 #endif
 }
 
+// Bits of the largest magnitude of a run: infinity is greater than every number, NaN greater than infinity.
+template <class E>
+INLINE uint32_t top_of_run(const typename E::type* x) {
+    vu most = {};
+    for (int i = 0; i < BLOCK_GROUP; i += LANES) {
+        const vu bits = (vu)E::widen(x + i) & 0x7fffffffu;
+        most = bits > most ? bits : most;
+    }
+    return max_bits(most);
+}
+
+template <class E>
+INLINE void round_run(const typename E::type* x, float scale, float divisor, int8_t* out, BlockInput& input) {
+    constexpr int PARTS = 16 / (LANES < 16 ? LANES : 16);
+    vi values[2][PARTS];
+    for (int half = 0; half < 2; ++half)
+        for (int i = 0; i < PARTS; ++i) {
+            const int at = half * 16 + i * LANES;
+            const vf v = vmax(vmin(E::widen(x + at) / divisor, splat(127.f)), splat(-127.f)) + MAGIC;
+            store_bytes(out + at, (vu)v);
+            values[half][i] = (vi)v - 0x4b400000;
+        }
+    half_sums(values, input.half);
+    input.scale = scale;
+    input.total = input.half[0] + input.half[1];
+    for (int i = 0; i < 4; ++i) input.start[i] = MAGIC - float(OFFSETS[i]) * input.total;
+}
+
 template <class E>
 static void block_quantize_rows(const typename E::type* x, int64_t x_stride, int size, int8_t* out, int64_t stride,
                                 BlockInput* inputs, int64_t rows) {
+    constexpr int RUNS = 8;  // the magnitudes of some runs first: processors cannot overlap whole runs, a chain of 100 cycles
     for (int64_t row = 0; row < rows; ++row, x += x_stride, out += stride)
-        for (int k = 0; k < size; k += BLOCK_GROUP, ++inputs) {
-            // The largest magnitude, compared as bits: infinity is greater than every number, NaN greater than infinity.
-            vu most = {};
-            for (int i = 0; i < BLOCK_GROUP; i += LANES) {
-                const vu bits = (vu)E::widen(x + k + i) & 0x7fffffffu;
-                most = bits > most ? bits : most;
+        for (int k = 0; k < size; k += RUNS * BLOCK_GROUP, inputs += RUNS) {
+            const int runs = least(RUNS, (size - k) / BLOCK_GROUP);
+            uint32_t top[RUNS] = {};
+            float scale[RUNS], divisor[RUNS];
+            for (int i = 0; i < runs; ++i) top[i] = top_of_run<E>(x + k + i * BLOCK_GROUP);
+            for (int i = 0; i < RUNS; ++i) {
+                scale[i] = as_float(top[i]) / 127.f;
+                divisor[i] = scale[i] > 0 ? scale[i] : 1.f;
             }
-            const uint32_t top = max_bits(most);
-            if (top >= 0x7f800000u) {
-                const float nan = as_float(0x7fc00000u);
-                *inputs = {nan, 0, {0, 0}, {MAGIC, MAGIC, MAGIC, MAGIC}};
-                __builtin_memset(out + k, 0, BLOCK_GROUP);
-                continue;
-            }
-            const float scale = as_float(top) / 127.f, divisor = scale > 0 ? scale : 1.f;
-            constexpr int PARTS = 16 / (LANES < 16 ? LANES : 16);
-            vi values[2][PARTS];
-            for (int half = 0; half < 2; ++half)
-                for (int i = 0; i < PARTS; ++i) {
-                    const int at = k + half * 16 + i * LANES;
-                    const vf v = vmax(vmin(E::widen(x + at) / divisor, splat(127.f)), splat(-127.f)) + MAGIC;
-                    store_bytes(out + at, (vu)v);
-                    values[half][i] = (vi)v - 0x4b400000;
+            for (int i = 0; i < runs; ++i) {
+                int8_t* to = out + k + i * BLOCK_GROUP;
+                if (top[i] < 0x7f800000u) {
+                    round_run<E>(x + k + i * BLOCK_GROUP, scale[i], divisor[i], to, inputs[i]);
+                } else {
+                    inputs[i] = {as_float(0x7fc00000u), 0, {0, 0}, {MAGIC, MAGIC, MAGIC, MAGIC}};
+                    __builtin_memset(to, 0, BLOCK_GROUP);
                 }
-            float half[2];
-            half_sums(values, half);
-            const float total = half[0] + half[1];
-            *inputs = {scale, total, {half[0], half[1]}, {}};
-            for (int i = 0; i < 4; ++i) inputs->start[i] = MAGIC - float(OFFSETS[i]) * total;
+            }
+            if (runs < RUNS) inputs += runs - RUNS;
         }
 }
 
@@ -277,7 +296,7 @@ constexpr int direct_unit() {
 // Maximum number of rows for which weights are unpacked in registers. Two passes are still faster than a panel.
 template <class F>
 constexpr int direct_rows() {
-    return F::KIND == BlockKind::HALVES ? direct_unit<F>() : 2 * direct_unit<F>();
+    return 2 * direct_unit<F>();
 }
 
 template <class F>
