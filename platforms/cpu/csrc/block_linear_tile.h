@@ -16,10 +16,8 @@
 constexpr int BLOCK_PIECE = 8;        // groups of a panel of bytes
 constexpr int BLOCK_FLOAT_PIECE = 4;  // groups of a panel of floats
 
-// Where an FMA instruction exists, an integer sum of a group starts at the bits of MAGIC less the offset of its bytes. Its bits
-// are then those of the float MAGIC + sum, because sums have less than 22 bits: neither a conversion nor a subtraction of the
-// offset follows. The FMA a * (MAGIC + sum) - a * MAGIC rounds only a * sum, because the scale a has at most 18 bits and
-// a * MAGIC is exact: results are those of add_group.
+// With wide vectors, an integer sum of a group starts at the bits of MAGIC less the offset of its bytes. Its bits are then those
+// of the float MAGIC + sum, because sums have less than 22 bits: one exact subtraction replaces a conversion and an FMA.
 #if LANES >= 8
 constexpr bool SUMS_ARE_FLOATS = true;
 #else
@@ -185,17 +183,6 @@ INLINE vf add_group(vf total, const vi* sums, const BlockScale& scale, float off
     return multiply_add(multiply_add(a, scale.a, b * scale.b), splat(x.scale), total);
 }
 
-// Scales of a group, and -a * MAGIC or -b * MAGIC.
-struct GroupScale {
-    BlockScale scale;
-    vf correction;
-};
-
-template <BlockKind KIND>
-INLINE vf correction_of(const BlockScale& scale) {
-    return (KIND == BlockKind::HALVES ? scale.b : scale.a) * -MAGIC;
-}
-
 // Offset of the bytes of a format, and its index in OFFSETS.
 struct ByteOffset {
     float value;
@@ -215,17 +202,17 @@ INLINE void begin_group(vi (&start)[HALVES], const ByteOffset& offset, const Blo
         else start[half] = (vi)multiply_add(splat(x.half[half]), splat(-offset.value), splat(MAGIC));
 }
 
-// Adds one group's product to `total`, from sums that begin_group() has started.
+// Adds one group's product to `total`, like add_group, from sums that begin_group() has started.
 template <BlockKind KIND, int HALVES>
-INLINE vf end_group(vf total, const vi (&sums)[HALVES], const GroupScale& group, const ByteOffset& offset,
+INLINE vf end_group(vf total, const vi (&sums)[HALVES], const BlockScale& scale, const ByteOffset& offset,
                     const BlockInput& x) {
-    const BlockScale& scale = group.scale;
-    if constexpr (!SUMS_ARE_FLOATS || KIND == BlockKind::MINIMUM) return add_group<KIND>(total, sums, scale, offset.value, x);
-    else if constexpr (KIND == BlockKind::OFFSET)
-        return multiply_add(multiply_add((vf)sums[0], scale.a, group.correction), splat(x.scale), total);
-    else {
-        const vf second = multiply_add((vf)sums[1], scale.b, group.correction);
-        return multiply_add(multiply_add((vf)sums[0] - MAGIC, scale.a, second), splat(x.scale), total);
+    if constexpr (!SUMS_ARE_FLOATS || KIND == BlockKind::MINIMUM) {
+        return add_group<KIND>(total, sums, scale, offset.value, x);
+    } else {
+        const vf first = (vf)sums[0] - MAGIC;
+        if constexpr (KIND == BlockKind::OFFSET) return multiply_add(first * scale.a, splat(x.scale), total);
+        const vf second = (vf)sums[HALVES - 1] - MAGIC;
+        return multiply_add(multiply_add(first, scale.a, second * scale.b), splat(x.scale), total);
     }
 }
 
@@ -276,9 +263,8 @@ static void block_direct_unit(const BlockRows& op, const char* weight, int64_t r
             add_pairs<F, 0, MR, HALVES>(acc, at + F::LAYOUT.sub * BTILE, x, op.x_stride);
             for (int v = 0; v < BNV; ++v) {
                 const BlockScale scale = F::scale(weight, at, v * LANES);
-                const GroupScale group{scale, correction_of<F::KIND>(scale)};
                 for (int m = 0; m < MR; ++m)
-                    total[m][v] = end_group<F::KIND>(total[m][v], acc[m][v], group, ByteOffset(F::OFFSET), inputs[m * groups]);
+                    total[m][v] = end_group<F::KIND>(total[m][v], acc[m][v], scale, ByteOffset(F::OFFSET), inputs[m * groups]);
             }
             at += F::LAYOUT.group() * BTILE;
         }
@@ -340,7 +326,7 @@ INLINE vu less_bytes(vu lanes) {
 // Unpacked groups: eight rows of quads per group, and the scales.
 struct BlockPanel {
     uint32_t quads[BLOCK_PIECE * 8 * BTILE];
-    float a[BLOCK_PIECE * BTILE], b[BLOCK_PIECE * BTILE], correction[BLOCK_PIECE * BTILE];
+    float a[BLOCK_PIECE * BTILE], b[BLOCK_PIECE * BTILE];
 };
 
 template <class F, int R, int LESS>
@@ -363,7 +349,6 @@ static void unpack_block_panel(const char* weight, int first, int groups, BlockP
             const BlockScale scale = F::scale(head, at, c);
             store(panel.a + g * BTILE + c, scale.a);
             store(panel.b + g * BTILE + c, scale.b);
-            store(panel.correction + g * BTILE + c, correction_of<F::KIND>(scale));
         }
     }
 }
@@ -404,10 +389,9 @@ static void block_panel_unit(const BlockPanel& panel, int groups, const ByteOffs
                 }
             }
         for (int v = 0; v < BNV; ++v) {
-            const int at = g * BTILE + v * LANES;
-            const GroupScale group{{load(panel.a + at), load(panel.b + at)}, load(panel.correction + at)};
+            const BlockScale scale = {load(panel.a + g * BTILE + v * LANES), load(panel.b + g * BTILE + v * LANES)};
             for (int m = 0; m < MR; ++m)
-                total[m][v] = end_group<KIND>(total[m][v], acc[m][v], group, offset, inputs[m * inputs_stride + g]);
+                total[m][v] = end_group<KIND>(total[m][v], acc[m][v], scale, offset, inputs[m * inputs_stride + g]);
         }
     }
     for (int m = 0; m < MR; ++m)
@@ -415,17 +399,21 @@ static void block_panel_unit(const BlockPanel& panel, int groups, const ByteOffs
 }
 
 template <class Dot, BlockKind KIND>
-INLINE void block_panel_group(int rows, const BlockPanel& panel, int groups, const ByteOffset& offset, const int8_t* x, int64_t stride,
-                              const BlockInput* inputs, int64_t inputs_stride, float* sums, BlockAhead ahead) {
+INLINE void block_panel_group(int rows, const BlockPanel& panel, int groups, const ByteOffset& offset, const int8_t* x,
+                              int64_t stride, const BlockInput* inputs, int64_t inputs_stride, float* sums,
+                              BlockAhead ahead) {
+    auto run = [&](auto unit) __attribute__((always_inline)) {
+        unit(panel, groups, offset, x, stride, inputs, inputs_stride, sums, ahead);
+    };
     switch (rows) {
-        case 1: return block_panel_unit<Dot, KIND, 1>(panel, groups, offset, x, stride, inputs, inputs_stride, sums, ahead);
-        case 2: return block_panel_unit<Dot, KIND, 2>(panel, groups, offset, x, stride, inputs, inputs_stride, sums, ahead);
+        case 1: return run(block_panel_unit<Dot, KIND, 1>);
+        case 2: return run(block_panel_unit<Dot, KIND, 2>);
 #if !MVLLM_SMALL_TILES
-        case 3: return block_panel_unit<Dot, KIND, 3>(panel, groups, offset, x, stride, inputs, inputs_stride, sums, ahead);
+        case 3: return run(block_panel_unit<Dot, KIND, 3>);
 #if LANES == 16
-        case 4: return block_panel_unit<Dot, KIND, 4>(panel, groups, offset, x, stride, inputs, inputs_stride, sums, ahead);
-        case 5: return block_panel_unit<Dot, KIND, 5>(panel, groups, offset, x, stride, inputs, inputs_stride, sums, ahead);
-        default: return block_panel_unit<Dot, KIND, 6>(panel, groups, offset, x, stride, inputs, inputs_stride, sums, ahead);
+        case 4: return run(block_panel_unit<Dot, KIND, 4>);
+        case 5: return run(block_panel_unit<Dot, KIND, 5>);
+        default: return run(block_panel_unit<Dot, KIND, 6>);
 #endif
 #endif
     }
