@@ -84,9 +84,11 @@ inline BlockPlace place_of(const char* weight, const BlockPart* part, int64_t in
             int32_t(columns < tile ? columns : tile)};
 }
 
-// A run of 32 values of x rounded to int8: its scale, and the sums of the rounded values (all, each half).
+// A run of 32 values of x rounded to int8: its scale, and the sums of the rounded values (all, each half). `start`: first
+// values of integer sums, by the offset of the weight's bytes (block_linear_tile.h).
 struct BlockInput {
     float scale, total, half[2];
+    float start[4];
 };
 
 struct BlockRows {

@@ -16,6 +16,18 @@
 constexpr int BLOCK_PIECE = 8;        // groups of a panel of bytes
 constexpr int BLOCK_FLOAT_PIECE = 4;  // groups of a panel of floats
 
+// With wide vectors, an integer sum of a group starts at the bits of MAGIC less the offset of its bytes. Its bits are then those
+// of the float MAGIC + sum, because sums have less than 22 bits: one exact subtraction replaces a conversion and an FMA.
+#if LANES >= 8
+constexpr bool SUMS_ARE_FLOATS = true;
+#else
+constexpr bool SUMS_ARE_FLOATS = false;
+#endif
+constexpr float MAGIC = 12582912.f;  // adding it to a float leaves the nearest integer, ties to even, in the low bits
+
+// Offsets of the bytes of formats with one scale. Without VNNI, products of bytes above 127 subtract theirs themselves.
+constexpr int OFFSETS[] = {8, 12, 16, Quads::OFFSET};
+
 // ---- rounding to int8 ----------------------------------------------------------------------------------------------------
 
 INLINE uint32_t max_bits(vu v) {
@@ -28,37 +40,76 @@ INLINE uint32_t max_bits(vu v) {
 #endif
 }
 
+// Sums of 16 integers each, as floats.
+INLINE void half_sums(const vi (&values)[2][16 / (LANES < 16 ? LANES : 16)], float (&half)[2]) {
+#if LANES == 16
+    const __m512i a = (__m512i)values[0][0], b = (__m512i)values[1][0];
+    const __m512i both = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    const __m256i eight = _mm256_add_epi32(_mm512_castsi512_si256(both), _mm512_extracti64x4_epi64(both, 1));
+    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    _mm_storel_pi(reinterpret_cast<__m64*>(half), _mm_cvtepi32_ps(two));
+#else
+    for (int h = 0; h < 2; ++h) {
+        vi sum = {};
+        for (const vi& part : values[h]) sum += part;
+        half[h] = float(sum_ints(sum));
+    }
+#endif
+}
+
+// Bits of the largest magnitude of a run: infinity is greater than every number, NaN greater than infinity.
+template <class E>
+INLINE uint32_t top_of_run(const typename E::type* x) {
+    vu most = {};
+    for (int i = 0; i < BLOCK_GROUP; i += LANES) {
+        const vu bits = (vu)E::widen(x + i) & 0x7fffffffu;
+        most = bits > most ? bits : most;
+    }
+    return max_bits(most);
+}
+
+template <class E>
+INLINE void round_run(const typename E::type* x, float scale, float divisor, int8_t* out, BlockInput& input) {
+    constexpr int PARTS = 16 / (LANES < 16 ? LANES : 16);
+    vi values[2][PARTS];
+    for (int half = 0; half < 2; ++half)
+        for (int i = 0; i < PARTS; ++i) {
+            const int at = half * 16 + i * LANES;
+            const vf v = vmax(vmin(E::widen(x + at) / divisor, splat(127.f)), splat(-127.f)) + MAGIC;
+            store_bytes(out + at, (vu)v);
+            values[half][i] = (vi)v - 0x4b400000;
+        }
+    half_sums(values, input.half);
+    input.scale = scale;
+    input.total = input.half[0] + input.half[1];
+    for (int i = 0; i < 4; ++i) input.start[i] = MAGIC - float(OFFSETS[i]) * input.total;
+}
+
 template <class E>
 static void block_quantize_rows(const typename E::type* x, int64_t x_stride, int size, int8_t* out, int64_t stride,
                                 BlockInput* inputs, int64_t rows) {
-    const float magic = 12582912.f;  // adding it leaves the nearest integer, ties to even, in the low bits
+    constexpr int RUNS = 8;  // the magnitudes of some runs first: processors cannot overlap whole runs, a chain of 100 cycles
     for (int64_t row = 0; row < rows; ++row, x += x_stride, out += stride)
-        for (int k = 0; k < size; k += BLOCK_GROUP, ++inputs) {
-            // The largest magnitude, compared as bits: infinity is greater than every number, NaN greater than infinity.
-            vu most = {};
-            for (int i = 0; i < BLOCK_GROUP; i += LANES) {
-                const vu bits = (vu)E::widen(x + k + i) & 0x7fffffffu;
-                most = bits > most ? bits : most;
+        for (int k = 0; k < size; k += RUNS * BLOCK_GROUP, inputs += RUNS) {
+            const int runs = least(RUNS, (size - k) / BLOCK_GROUP);
+            uint32_t top[RUNS] = {};
+            float scale[RUNS], divisor[RUNS];
+            for (int i = 0; i < runs; ++i) top[i] = top_of_run<E>(x + k + i * BLOCK_GROUP);
+            for (int i = 0; i < RUNS; ++i) {
+                scale[i] = as_float(top[i]) / 127.f;
+                divisor[i] = scale[i] > 0 ? scale[i] : 1.f;
             }
-            const uint32_t top = max_bits(most);
-            if (top >= 0x7f800000u) {
-                const float nan = as_float(0x7fc00000u);
-                *inputs = {nan, 0, {0, 0}};
-                __builtin_memset(out + k, 0, BLOCK_GROUP);
-                continue;
-            }
-            const float scale = as_float(top) / 127.f, divisor = scale > 0 ? scale : 1.f;
-            inputs->scale = scale;
-            for (int half = 0; half < 2; ++half) {
-                vi sum = {};
-                for (int i = half * 16; i < half * 16 + 16; i += LANES) {
-                    const vf v = vmax(vmin(E::widen(x + k + i) / divisor, splat(127.f)), splat(-127.f)) + magic;
-                    store_bytes(out + k + i, (vu)v);
-                    sum += (vi)v - 0x4b400000;
+            for (int i = 0; i < runs; ++i) {
+                int8_t* to = out + k + i * BLOCK_GROUP;
+                if (top[i] < 0x7f800000u) {
+                    round_run<E>(x + k + i * BLOCK_GROUP, scale[i], divisor[i], to, inputs[i]);
+                } else {
+                    inputs[i] = {as_float(0x7fc00000u), 0, {0, 0}, {MAGIC, MAGIC, MAGIC, MAGIC}};
+                    __builtin_memset(to, 0, BLOCK_GROUP);
                 }
-                inputs->half[half] = float(sum_ints(sum));
             }
-            inputs->total = inputs->half[0] + inputs->half[1];
+            if (runs < RUNS) inputs += runs - RUNS;
         }
 }
 
@@ -118,7 +169,7 @@ INLINE const char* group_of(const char* head, int group) {
     return head + (F::LAYOUT.head + group % F::LAYOUT.groups * F::LAYOUT.group()) * BTILE;
 }
 
-// Adds one group's product to `total`. `sums`: integer sums of the group, or of its two halves.
+// Adds one group's product to `total`. `sums`: exact integer sums of the group, or of its two halves.
 template <BlockKind KIND>
 INLINE vf add_group(vf total, const vi* sums, const BlockScale& scale, float offset, const BlockInput& x) {
     const vf first = __builtin_convertvector(sums[0], vf);
@@ -130,6 +181,39 @@ INLINE vf add_group(vf total, const vi* sums, const BlockScale& scale, float off
     const vf a = multiply_add(splat(x.half[0]), splat(-offset), first);
     const vf b = multiply_add(splat(x.half[1]), splat(-offset), second);
     return multiply_add(multiply_add(a, scale.a, b * scale.b), splat(x.scale), total);
+}
+
+// Offset of the bytes of a format, and its index in OFFSETS.
+struct ByteOffset {
+    float value;
+    int index;
+
+    constexpr ByteOffset(int offset) : value(float(offset == 128 ? Quads::OFFSET : offset)), index(0) {
+        while (index < 3 && OFFSETS[index] != offset) ++index;
+    }
+};
+
+// The first value of the integer sums of a row: of a group, or of its two halves.
+template <BlockKind KIND, int HALVES>
+INLINE void begin_group(vi (&start)[HALVES], const ByteOffset& offset, const BlockInput& x) {
+    for (int half = 0; half < HALVES; ++half)
+        if constexpr (!SUMS_ARE_FLOATS || KIND == BlockKind::MINIMUM) start[half] = vi{};
+        else if constexpr (KIND == BlockKind::OFFSET) start[half] = (vi)splat(x.start[offset.index]);
+        else start[half] = (vi)multiply_add(splat(x.half[half]), splat(-offset.value), splat(MAGIC));
+}
+
+// Adds one group's product to `total`, like add_group, from sums that begin_group() has started.
+template <BlockKind KIND, int HALVES>
+INLINE vf end_group(vf total, const vi (&sums)[HALVES], const BlockScale& scale, const ByteOffset& offset,
+                    const BlockInput& x) {
+    if constexpr (!SUMS_ARE_FLOATS || KIND == BlockKind::MINIMUM) {
+        return add_group<KIND>(total, sums, scale, offset.value, x);
+    } else {
+        const vf first = (vf)sums[0] - MAGIC;
+        if constexpr (KIND == BlockKind::OFFSET) return multiply_add(first * scale.a, splat(x.scale), total);
+        const vf second = (vf)sums[HALVES - 1] - MAGIC;
+        return multiply_add(multiply_add(first, scale.a, second * scale.b), splat(x.scale), total);
+    }
 }
 
 INLINE uint32_t quad_at(const int8_t* x) {
@@ -154,20 +238,13 @@ INLINE void add_pairs(vi (&acc)[MR][BNV][HALVES], const char* lanes, const int8_
     if constexpr (R < 3) add_pairs<F, R + 1, MR, HALVES>(acc, lanes, x, stride);
 }
 
-// The offset to subtract from the bytes. Without VNNI, products of bytes above 127 subtract theirs themselves.
-template <class F>
-constexpr float offset_of() {
-    return float(F::OFFSET == 128 ? Quads::OFFSET : F::OFFSET);
-}
-
-// A tile is contiguous. Where `prefetch_distance.unpacking` is 0, prefetch instructions made this up to twice as slow.
+// Prefetches weights `ahead` bytes ahead, none if it is 0.
 template <class F, int MR>
-static void block_direct_unit(const BlockRows& op, const char* weight, int64_t row, float* sums) {
+static void block_direct_unit(const BlockRows& op, const char* weight, int64_t row, float* sums, int64_t ahead) {
     constexpr int HALVES = F::KIND == BlockKind::HALVES ? 2 : 1;
     constexpr int BLOCK_BYTES = F::LAYOUT.block() * BTILE;
     constexpr int GROUP_BYTES = BLOCK_BYTES / F::LAYOUT.groups;
     const int groups = op.in_features / BLOCK_GROUP;
-    const int64_t ahead = prefetch_distance.unpacking;
     const int8_t* x = static_cast<const int8_t*>(op.x) + row * op.x_stride;
     const BlockInput* inputs = op.inputs + row * groups;
     vf total[MR][BNV] = {};
@@ -176,12 +253,18 @@ static void block_direct_unit(const BlockRows& op, const char* weight, int64_t r
         for (int g = 0; g < F::LAYOUT.groups; ++g, x += BLOCK_GROUP, ++inputs) {
             if (ahead)
                 for (int i = 0; i < GROUP_BYTES; i += 64) prefetch(weight + g * GROUP_BYTES + ahead + i);
-            vi acc[MR][BNV][HALVES] = {};
+            vi acc[MR][BNV][HALVES];
+            for (int m = 0; m < MR; ++m) {
+                vi start[HALVES];
+                begin_group<F::KIND>(start, ByteOffset(F::OFFSET), inputs[m * groups]);
+                for (int v = 0; v < BNV; ++v)
+                    for (int half = 0; half < HALVES; ++half) acc[m][v][half] = start[half];
+            }
             add_pairs<F, 0, MR, HALVES>(acc, at + F::LAYOUT.sub * BTILE, x, op.x_stride);
             for (int v = 0; v < BNV; ++v) {
                 const BlockScale scale = F::scale(weight, at, v * LANES);
                 for (int m = 0; m < MR; ++m)
-                    total[m][v] = add_group<F::KIND>(total[m][v], acc[m][v], scale, offset_of<F>(), inputs[m * groups]);
+                    total[m][v] = end_group<F::KIND>(total[m][v], acc[m][v], scale, ByteOffset(F::OFFSET), inputs[m * groups]);
             }
             at += F::LAYOUT.group() * BTILE;
         }
@@ -199,33 +282,37 @@ constexpr int direct_unit() {
 // Maximum number of rows for which weights are unpacked in registers. Two passes are still faster than a panel.
 template <class F>
 constexpr int direct_rows() {
-    return F::KIND == BlockKind::HALVES ? direct_unit<F>() : 2 * direct_unit<F>();
+    return 2 * direct_unit<F>();
 }
 
 template <class F>
-INLINE void block_direct_pass(const BlockRows& op, const char* weight, int64_t row, int rows, float* sums) {
+INLINE void block_direct_pass(const BlockRows& op, const char* weight, int64_t row, int rows, float* sums, int64_t ahead) {
     switch (rows) {
-        case 1: return block_direct_unit<F, 1>(op, weight, row, sums);
+        case 1: return block_direct_unit<F, 1>(op, weight, row, sums, ahead);
 #if LANES == 16 && !MVLLM_SMALL_TILES
-        case 3: return block_direct_unit<F, 3>(op, weight, row, sums);
-        case 4: return block_direct_unit<F, 4>(op, weight, row, sums);
+        case 3: return block_direct_unit<F, 3>(op, weight, row, sums, ahead);
+        case 4: return block_direct_unit<F, 4>(op, weight, row, sums, ahead);
         case 5:
-            if constexpr (direct_unit<F>() >= 5) return block_direct_unit<F, 5>(op, weight, row, sums);
+            if constexpr (direct_unit<F>() >= 5) return block_direct_unit<F, 5>(op, weight, row, sums, ahead);
             [[fallthrough]];
         case 6:
-            if constexpr (direct_unit<F>() >= 6) return block_direct_unit<F, 6>(op, weight, row, sums);
+            if constexpr (direct_unit<F>() >= 6) return block_direct_unit<F, 6>(op, weight, row, sums, ahead);
             [[fallthrough]];
 #endif
-        default: return block_direct_unit<F, 2>(op, weight, row, sums);
+        default: return block_direct_unit<F, 2>(op, weight, row, sums, ahead);
     }
 }
 
+// A tile is contiguous. Where `prefetch_distance.unpacking` is 0, prefetches in a single pass made it up to twice as slow. Of
+// two passes, the second one has weights in a cache and prefetches the next tile.
 template <class F>
 INLINE void block_direct(const BlockRows& op, const char* weight, int64_t row, int rows, float* sums) {
-    if (rows <= direct_unit<F>()) return block_direct_pass<F>(op, weight, row, rows, sums);
+    const int64_t ahead = prefetch_distance.unpacking;
+    if (rows <= direct_unit<F>()) return block_direct_pass<F>(op, weight, row, rows, sums, ahead);
     const int first = (rows + 1) / 2;
-    block_direct_pass<F>(op, weight, row, first, sums);
-    block_direct_pass<F>(op, weight, row + first, rows - first, sums + first * BTILE);
+    block_direct_pass<F>(op, weight, row, first, sums, ahead);
+    block_direct_pass<F>(op, weight, row + first, rows - first, sums + first * BTILE,
+                         ahead ? ahead : head_of<F>(weight, op.in_features / BLOCK_GROUP) - weight);
 }
 
 // The bytes of the lanes less a constant. The upper bit is set first and restored, so that no byte borrows from the next.
@@ -266,16 +353,29 @@ static void unpack_block_panel(const char* weight, int first, int groups, BlockP
     }
 }
 
+// Weights that a unit prefetches: `lines` cache lines during each group.
+struct BlockAhead {
+    const char* from;
+    int lines;
+};
+
 template <class Dot, BlockKind KIND, int MR>
-static void block_panel_unit(const BlockPanel& panel, int groups, float offset, const int8_t* x, int64_t stride,
-                             const BlockInput* inputs, int64_t inputs_stride, float* sums) {
+static void block_panel_unit(const BlockPanel& panel, int groups, const ByteOffset& offset, const int8_t* x, int64_t stride,
+                             const BlockInput* inputs, int64_t inputs_stride, float* sums, BlockAhead ahead) {
     constexpr int HALVES = KIND == BlockKind::HALVES ? 2 : 1;
     vf total[MR][BNV];
     for (int m = 0; m < MR; ++m)
         for (int v = 0; v < BNV; ++v) total[m][v] = load(sums + m * BTILE + v * LANES);
     const uint32_t* quads = panel.quads;
     for (int g = 0; g < groups; ++g) {
-        vi acc[HALVES][MR][BNV] = {};
+        for (int i = 0; i < ahead.lines; ++i, ahead.from += 64) prefetch(ahead.from);
+        vi acc[MR][BNV][HALVES];
+        for (int m = 0; m < MR; ++m) {
+            vi start[HALVES];
+            begin_group<KIND>(start, offset, inputs[m * inputs_stride + g]);
+            for (int v = 0; v < BNV; ++v)
+                for (int half = 0; half < HALVES; ++half) acc[m][v][half] = start[half];
+        }
         for (int half = 0; half < HALVES; ++half)
             for (int j = 0; j < 8 / HALVES; j += 2, quads += 2 * BTILE, x += 8) {
                 Dot first[BNV], second[BNV];
@@ -285,15 +385,13 @@ static void block_panel_unit(const BlockPanel& panel, int groups, float offset, 
                 }
                 for (int m = 0; m < MR; ++m) {
                     const uint32_t x0 = quad_at(x + m * stride), x1 = quad_at(x + m * stride + 4);
-                    for (int v = 0; v < BNV; ++v) acc[half][m][v] = add_two(acc[half][m][v], first[v], second[v], x0, x1);
+                    for (int v = 0; v < BNV; ++v) acc[m][v][half] = add_two(acc[m][v][half], first[v], second[v], x0, x1);
                 }
             }
         for (int v = 0; v < BNV; ++v) {
             const BlockScale scale = {load(panel.a + g * BTILE + v * LANES), load(panel.b + g * BTILE + v * LANES)};
-            for (int m = 0; m < MR; ++m) {
-                const vi exact[2] = {acc[0][m][v], acc[HALVES - 1][m][v]};
-                total[m][v] = add_group<KIND>(total[m][v], exact, scale, offset, inputs[m * inputs_stride + g]);
-            }
+            for (int m = 0; m < MR; ++m)
+                total[m][v] = end_group<KIND>(total[m][v], acc[m][v], scale, offset, inputs[m * inputs_stride + g]);
         }
     }
     for (int m = 0; m < MR; ++m)
@@ -301,20 +399,30 @@ static void block_panel_unit(const BlockPanel& panel, int groups, float offset, 
 }
 
 template <class Dot, BlockKind KIND>
-INLINE void block_panel_group(int rows, const BlockPanel& panel, int groups, float offset, const int8_t* x, int64_t stride,
-                              const BlockInput* inputs, int64_t inputs_stride, float* sums) {
+INLINE void block_panel_group(int rows, const BlockPanel& panel, int groups, const ByteOffset& offset, const int8_t* x,
+                              int64_t stride, const BlockInput* inputs, int64_t inputs_stride, float* sums,
+                              BlockAhead ahead) {
+    auto run = [&](auto unit) __attribute__((always_inline)) {
+        unit(panel, groups, offset, x, stride, inputs, inputs_stride, sums, ahead);
+    };
     switch (rows) {
-        case 1: return block_panel_unit<Dot, KIND, 1>(panel, groups, offset, x, stride, inputs, inputs_stride, sums);
-        case 2: return block_panel_unit<Dot, KIND, 2>(panel, groups, offset, x, stride, inputs, inputs_stride, sums);
+        case 1: return run(block_panel_unit<Dot, KIND, 1>);
+        case 2: return run(block_panel_unit<Dot, KIND, 2>);
 #if !MVLLM_SMALL_TILES
-        case 3: return block_panel_unit<Dot, KIND, 3>(panel, groups, offset, x, stride, inputs, inputs_stride, sums);
+        case 3: return run(block_panel_unit<Dot, KIND, 3>);
 #if LANES == 16
-        case 4: return block_panel_unit<Dot, KIND, 4>(panel, groups, offset, x, stride, inputs, inputs_stride, sums);
-        case 5: return block_panel_unit<Dot, KIND, 5>(panel, groups, offset, x, stride, inputs, inputs_stride, sums);
-        default: return block_panel_unit<Dot, KIND, 6>(panel, groups, offset, x, stride, inputs, inputs_stride, sums);
+        case 4: return run(block_panel_unit<Dot, KIND, 4>);
+        case 5: return run(block_panel_unit<Dot, KIND, 5>);
+        default: return run(block_panel_unit<Dot, KIND, 6>);
 #endif
 #endif
     }
+}
+
+// Rows of a register tile of a panel. Two sums per group leave registers for four rows.
+template <class F>
+constexpr int panel_rows() {
+    return LANES == 16 && !MVLLM_SMALL_TILES && F::KIND == BlockKind::HALVES ? 4 : BMR;
 }
 
 template <class F>
@@ -325,18 +433,23 @@ static void block_int8_tile(const BlockRows& op, const BlockTile& tile, int64_t 
         block_direct<F>(op, tile.weight, row, rows, sums);
         return store_block_tile(tile, sums, rows, op.dtype);
     }
-    const int groups = op.in_features / BLOCK_GROUP, teams = (rows + BMR - 1) / BMR;
+    constexpr int group_lines = (F::LAYOUT.block() * BTILE / F::LAYOUT.groups + 63) / 64;
+    const int groups = op.in_features / BLOCK_GROUP, teams = (rows + panel_rows<F>() - 1) / panel_rows<F>();
     const int8_t* x = static_cast<const int8_t*>(op.x) + row * op.x_stride;
     const BlockInput* inputs = op.inputs + row * groups;
     for (int i = 0; i < rows * BTILE; i += LANES) store(sums + i, vf{});
     for (int first = 0; first < groups; first += BLOCK_PIECE) {
         const int count = least(BLOCK_PIECE, groups - first);
         unpack_block_panel<F>(tile.weight, first, count, panel);
+        // The first unit prefetches the next piece, of this tile or of the next one.
+        BlockAhead ahead{head_of<F>(tile.weight, first + count), group_lines};
         for (int t = 0, m = 0; t < teams; ++t) {
             const int height = (rows - m + teams - t - 1) / (teams - t);
-            block_panel_group<typename F::Dot, F::KIND>(height, panel, count, offset_of<F>(),
+            block_panel_group<typename F::Dot, F::KIND>(height, panel, count, ByteOffset(F::OFFSET),
                                                         x + m * op.x_stride + first * BLOCK_GROUP, op.x_stride,
-                                                        inputs + int64_t(m) * groups + first, groups, sums + m * BTILE);
+                                                        inputs + int64_t(m) * groups + first, groups, sums + m * BTILE,
+                                                        ahead);
+            ahead.lines = 0;
             m += height;
         }
     }
