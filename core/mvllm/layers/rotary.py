@@ -63,6 +63,8 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, ctx: BuildContext, rope: RopeParameters, max_len: int, *, interleaved: bool = False) -> None:
         super().__init__()
+        if rope.rope_type == "dynamic":
+            ctx.refuse_batch_invariance("The RoPE scaling 'dynamic'")
         self.rope = rope
         self.max_len = max_len
         self.uses_prompt_lens = rope.depends_on_length(max_len)

@@ -69,7 +69,7 @@ def gelu_tanh_and_mul(x: torch.Tensor) -> torch.Tensor:
 _SIZE = {"size": "size of the result's last dimension"}
 
 ACTIVATIONS = tuple(
-    OpSchema(function, facts=_SIZE)
+    OpSchema(function, facts=_SIZE, is_exact=function is relu or function is relu_squared)
     for function in (
         relu,
         relu_squared,

@@ -56,6 +56,7 @@ CAPABILITIES = Capabilities(
     soft_cap=True,
     sinks=True,
     mla=True,
+    batch_invariant=True,
 )
 
 
@@ -122,6 +123,10 @@ class CPUPlatform(Platform):
         from mvllm_cpu.paged_attention import PagedAttention
 
         loaded = kernels.load()
+        if spec.batch_invariant and loaded.library is None:
+            raise PlatformError(
+                f"batch_invariant needs the compiled kernels of the CPU platform: {loaded.reason} {loaded.remedy or ''}"
+            )
         backend = ReferenceAttention if loaded.library is None else PagedAttention
         problems = list(dict.fromkeys([*PagedAttention.validate(spec), *backend.validate(spec)]))
         if problems:
