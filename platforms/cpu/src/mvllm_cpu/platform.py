@@ -28,7 +28,7 @@ from mvllm.plugin_api import (
     WorkerContext,
     get_logger,
 )
-from mvllm_cpu import host_resources, torch_build, worker_environment
+from mvllm_cpu import host_resources, kernels, torch_build, worker_environment
 from mvllm_cpu.plugin import SPEC
 
 if TYPE_CHECKING:
@@ -85,6 +85,9 @@ class CPUPlatform(Platform):
             )
             if name not in ("auto", *supported)
         ]
+        if config.batch_invariant and (absent := kernels.find_absent()) is not None:
+            reason = f"it needs the compiled kernels of this platform: {absent.reason}"
+            refusals.append(Refusal("batch_invariant", reason, absent.remedy or "Leave batch_invariant out."))
         if refusals:
             return Refusals(tuple(refusals))
         changes = []
@@ -119,7 +122,6 @@ class CPUPlatform(Platform):
 
     def attention_backend(self, spec: AttentionSpec) -> AttentionBackend:
         from mvllm.plugin_api import ReferenceAttention
-        from mvllm_cpu import kernels
         from mvllm_cpu.paged_attention import PagedAttention
 
         loaded = kernels.load()
@@ -136,7 +138,7 @@ class CPUPlatform(Platform):
         return backend(spec)
 
     def ops(self) -> Sequence[OpProvider]:
-        from mvllm_cpu import kernels, onednn_linear
+        from mvllm_cpu import onednn_linear
         from mvllm_cpu.block_quantized_linear import BlockQuantizedLinear
         from mvllm_cpu.linear import Linear
         from mvllm_cpu.moe import Moe
@@ -153,7 +155,6 @@ class CPUPlatform(Platform):
         return (*compiled, *integers, *experts, *onednn_linear.providers())
 
     def compiler(self) -> CompileBackend:
-        from mvllm_cpu import kernels
         from mvllm_cpu.replay import Replay
 
         return Replay(kernels.load().library)
