@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from mvllm import LLM, ConfigError, RequestOutput, SamplingParams
-from tests.engine.conftest import MakeLLM
 from tests.helpers.model_zoo import VOCAB_SIZE, make_checkpoint
 from tests.helpers.parity import bytes_of_blocks, engine
 
@@ -159,7 +158,9 @@ def invariant_engine(folder: Path, **settings: Any) -> Iterator[LLM]:
         yield llm
 
 
-def check_invariance(folder: Path, settings: dict[str, Any], paths: Sequence[str], seed: int, count: int) -> Counter[str]:
+def check_invariance(
+    folder: Path, settings: dict[str, Any], paths: Sequence[str], seed: int, count: int
+) -> Counter[str]:
     """The property: every path gives the bits of a request that is alone. Returns how often the paths were taken."""
     taken: Counter[str] = Counter()
     requests = make_requests(seed, count)
@@ -206,3 +207,34 @@ def test_more_requests_dtypes_and_paths(root: Path, model: str, seed: int, path:
 def test_windows_sinks_and_experts(root: Path, architecture: str, model: str) -> None:
     settings = {**MODELS[model], "hf_overrides": ARCHITECTURES[architecture]}
     check_invariance(folder_of(architecture, root), settings, list(PATHS), seed=7, count=32)
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({"platform": "example"}, "the platform 'example' does not claim this capability"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
+        ({"enable_lora": True}, "enable_lora is set"),
+        ({"logprobs_mode": "processed_logprobs"}, "logprobs_mode is 'processed_logprobs'"),
+    ],
+    ids=str,
+)
+def test_settings_that_exclude_it_are_refused(root: Path, settings: dict[str, Any], found: str) -> None:
+    with (
+        pytest.raises(ConfigError, match=found),
+        engine(folder_of("llama-gqa", root), batch_invariant=True, **settings),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("gpt2", "needs the operation layer_norm in float32"),
+        ("deepseek2", r"Multi-head latent attention \(MLA\) is not batch-invariant"),
+        ("llama-rope-dynamic", "RoPE scaling 'dynamic' is not batch-invariant"),
+    ],
+)
+def test_models_that_exclude_it_are_refused(root: Path, name: str, found: str) -> None:
+    with pytest.raises(ConfigError, match=found), engine(folder_of(name, root), batch_invariant=True):
+        pass

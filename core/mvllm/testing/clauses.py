@@ -378,8 +378,8 @@ _ALL = (
     Clause("E2E-06", "A request that was preempted and recomputed gives the same tokens."),
     Clause(
         "E2E-07",
-        "An engine with `batch_invariant` gives the log-probabilities of a request the same bits alone, in a batch, with "
-        "a prompt that is cut or cached, and when its tokens are the end of a prompt.",
+        "An engine with `batch_invariant` gives the log-probabilities of a request the same bits alone, in a batch, "
+        "with a prompt that is cut or cached, and when its tokens are the end of a prompt.",
         "batch_invariant",
         since=(1, 1),
     ),

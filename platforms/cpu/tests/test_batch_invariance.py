@@ -1,4 +1,4 @@
-"""What the engine's setting batch_invariant asks of this platform: rows whose bits depend on nothing else in the step."""
+"""The engine's setting batch_invariant on this platform: the bits of a row depend on nothing else in the step."""
 
 from __future__ import annotations
 
@@ -129,7 +129,9 @@ def test_rows_without_a_finite_logit_draw_some_token():
     logits[1, 3], logits[2, 5] = torch.nan, torch.inf
     ones, k = torch.ones(3), torch.full((3,), 40)
     peaks = logits.amax(dim=1)
-    found = KernelOps(LOADED.library).filtered_draw(logits, peaks, ones, -torch.inf * ones, k, ones, ones / 2, ones / 2, 8)
+    found = KernelOps(LOADED.library).filtered_draw(
+        logits, peaks, ones, -torch.inf * ones, k, ones, ones / 2, ones / 2, 8
+    )
     assert ((found >= 0) & (found < 40)).all()
 
 
