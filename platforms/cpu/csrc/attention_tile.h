@@ -400,11 +400,18 @@ static void store_partial(const Geometry& g, const Scratch& scratch, int rows, f
     for (int m = 0; m < rows; ++m) to[g.tile_rows * (g.dv + 1) + m] = total(scratch.row_sum + m * STRIP);
 }
 
-// Adds the segment in `acc` to `total`.
-static void end_segment(const Geometry& g, const Scratch& scratch, int rows) {
-    for (int m = 0; m < rows; ++m)
+// Adds the segment in `acc` to `total`, which is empty if it is the first.
+static void end_segment(const Geometry& g, const Scratch& scratch, int rows, bool is_first) {
+    for (int m = 0; m < rows; ++m) {
+        const float sum = total(scratch.row_sum + m * STRIP);
+        if (is_first) {
+            scratch.total_max[m] = -__builtin_inff();
+            scratch.total_sum[m] = 0;
+            if (sum == 0) __builtin_memset(scratch.total + m * g.dv, 0, sizeof(float) * size_t(g.dv));
+        }
         add_segment(scratch.total + m * g.dv, scratch.total_max[m], scratch.total_sum[m], scratch.acc + m * g.dv,
-                    scratch.row_max[m], total(scratch.row_sum + m * STRIP), g.dv);
+                    scratch.row_max[m], sum, g.dv);
+    }
 }
 
 // Moves the sums of earlier segments from `acc` to `total`, or back.
@@ -439,7 +446,8 @@ static void attend_tile(const Geometry& g, const Layer& layer, const Item& item,
         clear_rows(g, scratch, rows);
     }
     const bool by_segments = g.spec.batch_invariant != 0;
-    if (by_segments) take_total(g, scratch, rows);
+    bool has_total = by_segments && item.load_state >= 0;
+    if (has_total) take_total(g, scratch, rows);
     int partial = item.partial;
 
     // Tiles with few rows are memory-bound, so only these prefetch.
@@ -450,10 +458,12 @@ static void attend_tile(const Geometry& g, const Layer& layer, const Item& item,
     const int first_chunk = item.key_begin / alignment * alignment;
     for (int begin = first_chunk; begin < item.key_end; begin += CHUNK) {
         if (by_segments && begin % SEGMENT == 0 && begin > first_chunk) {
-            if (partial < 0)
-                end_segment(g, scratch, rows);
-            else
+            if (partial < 0) {
+                end_segment(g, scratch, rows, !has_total);
+                has_total = true;
+            } else {
                 store_partial(g, scratch, rows, partials + int64_t(partial++) * g.partial_size);
+            }
             clear_rows(g, scratch, rows);
         }
         if (chunk.ahead) {
@@ -488,13 +498,16 @@ static void attend_tile(const Geometry& g, const Layer& layer, const Item& item,
         }
     }
 
-    if (by_segments && partial < 0) {
-        end_segment(g, scratch, rows);
-        give_total(g, scratch, rows);
-    }
+    if (has_total || (by_segments && item.save_state >= 0)) end_segment(g, scratch, rows, !has_total);
     if (item.save_state >= 0) {
+        if (by_segments) give_total(g, scratch, rows);
         for (int t = 0; t < item.query_end - item.query_begin; ++t)
             copy_state<false>(g, g.states + int64_t(item.save_state + t) * g.state_size, scratch, t);
+        return;
+    }
+    if (has_total) {
+        for (int m = 0; m < rows; ++m)
+            finish_row(g, layer, item, m, scratch.total + m * g.dv, scratch.total_max[m], scratch.total_sum[m]);
         return;
     }
     if (item.partial < 0) {
