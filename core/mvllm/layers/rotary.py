@@ -69,7 +69,8 @@ class RotaryEmbedding(nn.Module):
         self.max_len = max_len
         self.uses_prompt_lens = rope.depends_on_length(max_len)
         self._device = ctx.device
-        self._in_float64 = ctx.batch_invariant  # in float32, torch's results depend on the place in the table and threads
+        # In float32, torch's cosines depend on their place in the table and on the number of threads.
+        self._in_float64 = ctx.batch_invariant
         self.op = ctx.op("rotary_embedding", head_size=rope.head_size, rotary_dim=rope.rotary_dim)
         self._rotate = self.op.function
         self.interleaved = interleaved
