@@ -140,6 +140,13 @@ class EngineArgs:
         group="model",
     )
     enforce_eager: bool = option(False, help="Never capture graphs or compile.", group="model")
+    batch_invariant: bool = option(
+        False,
+        help="Log-probabilities of a request have the same bits whatever else is in the batch, however its prompt was "
+        "cut or found in the prefix cache, preempted or not, with draft tokens or not. Needs a platform with this "
+        "capability, and makes steps somewhat slower.",
+        group="model",
+    )
 
     memory_utilization: float | None = option(
         None,
@@ -503,6 +510,7 @@ class EngineArgs:
             stat_loggers=_names(self.stat_loggers),
             log_stats=not self.disable_log_stats,
             logits_processors=_names(self.logits_processors),
+            batch_invariant=self.batch_invariant,
         )
 
     def create_model_config(self) -> ModelConfig:

@@ -153,6 +153,9 @@ class EngineConfig:
         log_stats: Whether a server logs its load.
         logits_processors: Installed logits processors by name, or classes as `module:Class`, in the order in which they
             change logits.
+        batch_invariant: The log-probabilities of a request have the same bits whatever else is in the batch, however
+            its prompt was cut or found in the prefix cache, preempted or not, with draft tokens or not (since contract
+            1.1).
     """
 
     model: ModelConfig
@@ -168,6 +171,7 @@ class EngineConfig:
     stat_loggers: tuple[str, ...] = ()
     logits_processors: tuple[str, ...] = ()
     log_stats: bool = True
+    batch_invariant: bool = False
 
 
 def replace_field(config: EngineConfig, field: str, value: Any) -> EngineConfig:

@@ -60,6 +60,7 @@ class Attention(nn.Module):
             sinks=sinks is not None,
             value_head_size=latent_size,
             values_in_keys=latent_size is not None,
+            batch_invariant=ctx.batch_invariant,
         )
         self.backend = ctx.attention(self.spec)
         self.metadata_key: Hashable = self.spec

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mvllm.distributed.group_coordinator import GroupCoordinator
+from mvllm.errors import ConfigError
 from mvllm.ops.dtypes import dtype_name
 from mvllm.ops.registry import OpTable, ResolvedOp
 from mvllm.platform.attention import AttentionBackend, AttentionMetadata, AttentionSpec
@@ -50,6 +51,7 @@ class BuildContext:
         with_adapters: Whether LoRA is enabled.
         num_devices: Devices that this worker drives, over which its shard of each layer is sharded again.
         spread: `DeviceRuntime.place`, for workers with several devices.
+        batch_invariant: The engine was started with `batch_invariant`.
     """
 
     dtype: torch.dtype
@@ -63,6 +65,7 @@ class BuildContext:
     with_adapters: bool = False
     num_devices: int = 1
     spread: Callable[[torch.Tensor, int | None], torch.Tensor] | None = None
+    batch_invariant: bool = False
 
     @property
     def shares(self) -> tuple[ShardIndex, ...]:
@@ -86,6 +89,21 @@ class BuildContext:
     def op(self, name: str, **facts: object) -> ResolvedOp:
         """The implementation of operation `name` in the compute dtype."""
         return self.ops.get(name, self.dtype, **facts)
+
+    def refuse_batch_invariance(self, what: str) -> None:
+        """For layers whose results depend on the other rows of a step.
+
+        Args:
+            what: The feature, at the start of a sentence.
+
+        Raises:
+            ConfigError: The engine was started with `batch_invariant`.
+        """
+        if self.batch_invariant:
+            raise ConfigError(
+                f"{what} is not batch-invariant, but batch_invariant is set. Choose another model, or leave "
+                "batch_invariant out."
+            )
 
     def floats(self, dtype: torch.dtype | None = None) -> BuildContext:
         """A copy for a layer that is never quantized, with another compute dtype if `dtype` is given."""

@@ -73,6 +73,7 @@ class MLAAttention(nn.Module):
 
     def __init__(self, ctx: BuildContext, name: str, shape: MLAConfig, rotary: RotaryEmbedding) -> None:
         super().__init__()
+        ctx.refuse_batch_invariance("Multi-head latent attention (MLA)")
         self.shape = shape
         share = HeadShard.for_shards(shape.num_heads, shape.num_heads, ctx.shares)
         heads = HeadShard(share.num_heads, 1, share.first_head, 0)

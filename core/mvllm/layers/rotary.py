@@ -63,10 +63,14 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, ctx: BuildContext, rope: RopeParameters, max_len: int, *, interleaved: bool = False) -> None:
         super().__init__()
+        if rope.rope_type == "dynamic":
+            ctx.refuse_batch_invariance("The RoPE scaling 'dynamic'")
         self.rope = rope
         self.max_len = max_len
         self.uses_prompt_lens = rope.depends_on_length(max_len)
         self._device = ctx.device
+        # In float32, torch's cosines depend on their place in the table and on the number of threads.
+        self._in_float64 = ctx.batch_invariant
         self.op = ctx.op("rotary_embedding", head_size=rope.head_size, rotary_dim=rope.rotary_dim)
         self._rotate = self.op.function
         self.interleaved = interleaved
@@ -125,12 +129,17 @@ class RotaryEmbedding(nn.Module):
         if by_length is not None:
             return _cos_sin(positions * by_length, 1.0)
         inv_freq, scale = frequencies(self.rope)
-        table = _cos_sin(positions * inv_freq, scale)
+        table = self._rows_of(positions * inv_freq, scale)
         if not self.uses_prompt_lens:
             return table
-        long_table = _cos_sin(positions * long_frequencies(self.rope)[0], scale)
+        long_table = self._rows_of(positions * long_frequencies(self.rope)[0], scale)
         native = self.rope.native_len
         return torch.cat((table[:native], long_table[native:], long_table))
+
+    def _rows_of(self, angles: torch.Tensor, scale: float) -> torch.Tensor:
+        if not self._in_float64:
+            return _cos_sin(angles, scale)
+        return torch.cat((angles.double().cos().float() * scale, angles.double().sin().float() * scale), dim=-1)
 
 
 def _interleaved_order(rope: RopeParameters) -> torch.Tensor:

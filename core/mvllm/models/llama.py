@@ -212,6 +212,8 @@ class LlamaForCausalLM(CausalLM):
         eps = norm_eps(config, options)
         self.norm = options.norm(ctx, "model.norm", config.hidden_size, eps) if self.stage.is_last else None
         self.lm_head = self._build_head(ctx, "model.embed_tokens", config.hidden_size, self.embed_tokens)
+        if options.logits_soft_cap is not None:
+            self._tanh = ctx.op("tanh", size=config.vocab_size).function
         if ctx.tp.fuses_add_rms_norm and type(self).forward is LlamaForCausalLM.forward:
             self._sum_in_norms()
 
@@ -280,7 +282,7 @@ class LlamaForCausalLM(CausalLM):
         logits, cap = super().compute_logits(hidden), self.family.logits_soft_cap
         if self.family.logits_scale != 1.0:
             logits = logits / self.family.logits_scale
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return logits if cap is None else cap * self._tanh(logits / cap)
 
     def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         assert self.embed_tokens is not None, "only the first pipeline stage embeds tokens"

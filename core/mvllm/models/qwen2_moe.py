@@ -62,8 +62,9 @@ class SharedExpert(nn.Module):
         super().__init__()
         size = config.hf_config.positive_int("shared_expert_intermediate_size", 5632)
         self.mlp = shared_mlp(config, ctx, f"{name}.shared_expert", size)
+        self._sigmoid = ctx.op("sigmoid", size=1).function
         self.gate = ReplicatedLinear(ctx.floats(), f"{name}.shared_expert_gate", config.hidden_size, 1, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
-        return torch.sigmoid(self.gate(x)) * self.mlp(x)
+        return self._sigmoid(self.gate(x)) * self.mlp(x)

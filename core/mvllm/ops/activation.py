@@ -68,19 +68,20 @@ def gelu_tanh_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 _SIZE = {"size": "size of the result's last dimension"}
 
-ACTIVATIONS = tuple(
-    OpSchema(function, facts=_SIZE)
-    for function in (
-        relu,
-        relu_squared,
-        gelu,
-        gelu_tanh,
-        quick_gelu,
-        silu,
-        tanh,
-        sigmoid,
-        silu_and_mul,
-        gelu_and_mul,
-        gelu_tanh_and_mul,
-    )
+ACTIVATIONS = (
+    *(OpSchema(exact, facts=_SIZE, is_exact=True) for exact in (relu, relu_squared)),
+    *(
+        OpSchema(function, facts=_SIZE)
+        for function in (
+            gelu,
+            gelu_tanh,
+            quick_gelu,
+            silu,
+            tanh,
+            sigmoid,
+            silu_and_mul,
+            gelu_and_mul,
+            gelu_tanh_and_mul,
+        )
+    ),
 )

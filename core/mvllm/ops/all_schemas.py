@@ -9,6 +9,7 @@ from mvllm.ops.draw import FILTERED_DRAW
 from mvllm.ops.embedding import EMBEDDING
 from mvllm.ops.float8_linear import FLOAT8_LINEAR
 from mvllm.ops.linear import LINEAR, LINEAR_SILU_AND_MUL
+from mvllm.ops.logsumexp import LOGSUMEXP
 from mvllm.ops.lora import ADD_LORA, ADD_LORA_BY_SLOT
 from mvllm.ops.moe import CLAMPED_MOE, MOE
 from mvllm.ops.norm import FUSED_ADD_RMS_NORM, LAYER_NORM, RMS_NORM
@@ -40,6 +41,7 @@ SCHEMAS: dict[str, OpSchema] = {
         QUANTIZED_MOE,
         SELECT_EXPERTS,
         ARGMAX,
+        LOGSUMEXP,
         FILTERED_DRAW,
         *ACTIVATIONS,
     )

@@ -128,6 +128,7 @@ BLOCK_QUANTIZED_LINEAR = OpSchema(
         "out_features": "rows of the weight on this rank",
         **_FACTS,
     },
+    replaces_others=True,
 )
 
 BLOCK_QUANTIZED_LINEAR_SILU_AND_MUL = OpSchema(
@@ -137,4 +138,5 @@ BLOCK_QUANTIZED_LINEAR_SILU_AND_MUL = OpSchema(
         "size": "half of the weight's rows on this rank",
         **_FACTS,
     },
+    replaces_others=True,
 )

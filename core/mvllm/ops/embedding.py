@@ -29,4 +29,5 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, first: int | None = None)
 EMBEDDING = OpSchema(
     embedding,
     facts={"num_embeddings": "rows of the table on this rank", "embedding_dim": "columns of the table"},
+    is_exact=True,
 )

@@ -125,4 +125,5 @@ FLOAT8_LINEAR = OpSchema(
         "block_columns": "columns that share a scale; in_features if a row has one scale",
         "inputs": "rounding of the inputs: 'floats' for none, 'dynamic' or 'static' to 8-bit floats",
     },
+    replaces_others=True,
 )

@@ -46,6 +46,7 @@ LINEAR_SILU_AND_MUL = OpSchema(
         "size": "half of the weight's rows on this rank",
         "bias": "whether a bias is added",
     },
+    replaces_others=True,
 )
 
 LINEAR = OpSchema(

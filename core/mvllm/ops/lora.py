@@ -94,4 +94,4 @@ _FACTS = {
 
 ADD_LORA = OpSchema(add_lora, facts=_FACTS, may_overwrite=("y",))
 
-ADD_LORA_BY_SLOT = OpSchema(add_lora_by_slot, facts=_FACTS, may_overwrite=("y",))
+ADD_LORA_BY_SLOT = OpSchema(add_lora_by_slot, facts=_FACTS, may_overwrite=("y",), replaces_others=True)

@@ -142,4 +142,5 @@ QUANTIZED_LINEAR_SILU_AND_MUL = OpSchema(
         "size": "half of the weight's rows on this rank",
         **_FACTS,
     },
+    replaces_others=True,
 )

@@ -90,4 +90,5 @@ QUANTIZED_MOE = OpSchema(
         "gate_up": "further facts of that operation for gate_up: a tuple of (name, value), sorted by name",
         "down": "likewise for down",
     },
+    replaces_others=True,
 )

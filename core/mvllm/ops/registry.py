@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mvllm.errors import ContractError
+from mvllm.errors import ConfigError, ContractError
 from mvllm.ops.all_schemas import SCHEMAS
 from mvllm.ops.dtypes import dtype_name
 from mvllm.platform.op_provider import OpCase, OpProvider
@@ -73,20 +73,33 @@ class OpRow:
 
 @dataclass
 class OpTable:
-    """The operations of one worker. Created by `resolve`."""
+    """The operations of one worker. Created by `resolve`.
 
+    Attributes:
+        batch_invariant: Only implementations whose rows do not depend on each other are selected.
+    """
+
+    batch_invariant: bool = False
     _providers: dict[str, list[OpProvider]] = field(default_factory=dict)
     _asked_for: tuple[OpProvider, ...] = ()
     _resolved: dict[tuple[Any, ...], tuple[ResolvedOp, OpRow]] = field(default_factory=dict)
 
     @classmethod
-    def resolve(cls, providers: Sequence[OpProvider] = (), asked_for: Sequence[OpProvider] = ()) -> OpTable:
+    def resolve(
+        cls,
+        providers: Sequence[OpProvider] = (),
+        asked_for: Sequence[OpProvider] = (),
+        *,
+        batch_invariant: bool = False,
+    ) -> OpTable:
         """A table that tries the user's providers `asked_for`, then `providers`, then the references.
+
+        With `batch_invariant` only providers that declare it are tried, and references that are exact.
 
         Raises:
             ContractError: A provider names an unknown operation.
         """
-        table = cls(_asked_for=tuple(asked_for))
+        table = cls(batch_invariant, _asked_for=tuple(asked_for))
         for provider in (*asked_for, *providers):
             if provider.op not in SCHEMAS:
                 raise ContractError(
@@ -105,12 +118,15 @@ class OpTable:
             op: Name of the operation.
             dtype: Compute dtype.
             facts: Exactly the facts that the schema lists.
+
+        Raises:
+            ConfigError: `batch_invariant` is set, and no such implementation takes the case.
         """
         schema = SCHEMAS[op]
         assert facts.keys() == schema.facts.keys(), f"{op} takes the facts {list(schema.facts)}, got {list(facts)}"
         key = (op, dtype, *sorted(facts.items()))
         if key not in self._resolved:
-            self._resolved[key] = self._choose(OpCase(op, dtype_name(dtype), facts))
+            self._resolved[key] = self._choose(OpCase(op, dtype_name(dtype), facts, self.batch_invariant))
         return self._resolved[key][0]
 
     def describe(self) -> list[OpRow]:
@@ -126,14 +142,30 @@ class OpTable:
         chosen = ResolvedOp(schema.reference, REFERENCE)
         declined: list[tuple[str, tuple[str, ...]]] = []
         for provider in self._providers.get(case.op, ()):
-            reasons = provider.supports(case)
+            reasons = self._reasons(provider, case)
             if not reasons:
                 asked_for = any(provider is selected for selected in self._asked_for)
                 chosen = ResolvedOp(provider.function, provider.name, provider.prepare, provider.lookup, asked_for)
                 break
             declined.append((provider.name, tuple(reasons)))
+        if self.batch_invariant and chosen.provider == REFERENCE and not (schema.is_exact or schema.replaces_others):
+            raise _not_batch_invariant(case, declined)
         candidates = self._candidates(case.op)
         return chosen, OpRow(case.op, schema.summary, candidates, case, chosen.provider, tuple(declined))
 
+    def _reasons(self, provider: OpProvider, case: OpCase) -> list[str]:
+        """Why a provider is not selected for a case; empty if it is."""
+        if self.batch_invariant and not provider.batch_invariant:
+            return ["it is not batch-invariant"]
+        return provider.supports(case)
+
     def _candidates(self, op: str) -> tuple[str, ...]:
         return (*(provider.name for provider in self._providers.get(op, ())), REFERENCE)
+
+
+def _not_batch_invariant(case: OpCase, declined: Sequence[tuple[str, tuple[str, ...]]]) -> ConfigError:
+    why = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in declined) or "no provider has it"
+    return ConfigError(
+        f"batch_invariant is set, and the model needs the operation {case.op} in {case.dtype}, of which this platform "
+        f"has no batch-invariant implementation ({why}). Choose another model or dtype, or leave batch_invariant out."
+    )

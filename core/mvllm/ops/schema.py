@@ -17,11 +17,17 @@ class OpSchema:
             replacements.
         facts: Descriptions, by name, of the facts that layers pass when they resolve the operation.
         may_overwrite: Parameters whose storage an implementation may reuse; callers do not read them afterwards.
+        is_exact: Every element of the reference's result is an element of its arguments, or rounded once. So it does
+            not depend on the other rows on any device.
+        replaces_others: Layers use the operation only if a provider has it (`ResolvedOp.may_replace`), and other
+            operations in place of its reference.
     """
 
     reference: Callable[..., Any]
     facts: Mapping[str, str] = field(default_factory=dict)
     may_overwrite: tuple[str, ...] = ()
+    is_exact: bool = False
+    replaces_others: bool = False
 
     @property
     def name(self) -> str:

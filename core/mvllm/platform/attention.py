@@ -45,6 +45,9 @@ class AttentionSpec:
         value_head_size: Elements of a value head; None means `head_size`.
         values_in_keys: Multi-head latent attention (MLA): values are the first `value_size` elements of the keys and
             are not stored separately.
+        batch_invariant: A token's result has the same bits in every step, whatever else is in the step, however its
+            request was cut into steps, and whether earlier tokens were found in the prefix cache. Core sets it only if
+            `Capabilities.batch_invariant` is claimed. Since contract 1.1.
     """
 
     num_heads: int
@@ -58,6 +61,7 @@ class AttentionSpec:
     sinks: bool = False
     value_head_size: int | None = None
     values_in_keys: bool = False
+    batch_invariant: bool = False
 
     @property
     def value_size(self) -> int:

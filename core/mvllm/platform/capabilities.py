@@ -38,6 +38,9 @@ class Capabilities:
             the keys.
         lazy_kernels: Since contract 1.1. Kernels are compiled when they are first called. Before the first request,
             core runs prompts of several lengths and common kinds of sampling.
+        batch_invariant: Since contract 1.1. The engine setting `batch_invariant` is supported: attention backends
+            accept specs with `AttentionSpec.batch_invariant`, and the providers with `OpProvider.batch_invariant`
+            include the operations of its models, `logsumexp` and `filtered_draw`.
     """
 
     dtypes: tuple[str, ...]
@@ -62,3 +65,4 @@ class Capabilities:
     deterministic: bool = False
     mla: bool = False
     lazy_kernels: bool = False
+    batch_invariant: bool = False

@@ -15,11 +15,15 @@ class OpCase:
         op: Name of the operation.
         dtype: Compute dtype by name.
         facts: Further facts by name, as the operation's schema lists them (for instance `hidden_size`).
+        batch_invariant: The engine was started with `batch_invariant`, so only providers with
+            `OpProvider.batch_invariant` are asked, and `supports` must not decline a case because another provider is
+            faster. Since contract 1.1.
     """
 
     op: str
     dtype: str
     facts: Mapping[str, Any] = field(default_factory=dict)
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class OpProvider:
         rounds_inputs: For operations with weights of quantized blocks: inputs of 16 bits are rounded to int8 if the
             facts contain `int8_activations`. False if the provider multiplies unrounded inputs instead; its results are
             then those of the same weights without `int8_activations`.
+        batch_invariant: Each row of the result has the same bits whatever the number and contents of the other rows,
+            its place among them, and the number of threads. Since contract 1.1.
     """
 
     op: str
@@ -55,3 +61,4 @@ class OpProvider:
     prepare: Callable[[Any], Any] | None = None
     lookup: Callable[..., Any] | None = None
     rounds_inputs: bool = True
+    batch_invariant: bool = False

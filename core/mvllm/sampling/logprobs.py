@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
 from mvllm.messages.requests import PositionLogprobs
+from mvllm.ops.logsumexp import logsumexp as reference_logsumexp
+
+LogSumExp = Callable[[torch.Tensor], torch.Tensor]
+"""The operation `logsumexp`."""
 
 _CHUNK_ELEMENTS = 1 << 24
 """Logits converted to float32 at a time, which bounds the memory for long prompts and large vocabularies."""
 
 
 def gather_logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int, *, as_logits: bool = False
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_logprobs: int,
+    logsumexp: LogSumExp = reference_logsumexp,
+    *,
+    as_logits: bool = False,
 ) -> torch.Tensor:
     """Computes log-probabilities on the device, for `read_logprobs`. Does not wait for the device.
 
@@ -20,14 +31,15 @@ def gather_logprobs(
         logits: [m, vocab], any floating dtype.
         token_ids: int64 [m]; the token at each position.
         num_logprobs: Most probable tokens to add, 0 to vocab.
+        logsumexp: The operation of that name.
         as_logits: Return logits in place of log-probabilities.
 
     Returns:
         float32 [m, 2 + 2 * num_logprobs]: the token's log-probability, its rank, then the log-probabilities and the
         ids of the most probable tokens in falling order, lower ids first where they tie.
     """
+    normalizer: torch.Tensor | float = 0.0 if as_logits else logsumexp(logits).unsqueeze(1)
     logits = logits.float()
-    normalizer: torch.Tensor | float = 0.0 if as_logits else torch.logsumexp(logits, dim=1, keepdim=True)
     chosen = logits.gather(1, token_ids.unsqueeze(1))
     # Directly as float32: faster than a boolean, and exact for every vocabulary size.
     is_above = torch.gt(logits, chosen, out=torch.empty_like(logits))
@@ -55,13 +67,16 @@ def read_logprobs(gathered: np.ndarray, token_id: int, num_logprobs: int) -> Pos
     )
 
 
-def gather_prompt_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> torch.Tensor:
+def gather_prompt_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int, logsumexp: LogSumExp = reference_logsumexp
+) -> torch.Tensor:
     """Computes log-probabilities of given tokens on the device. Does not wait for the device.
 
     Args:
         logits: [m, vocab], any floating dtype; row i predicts token i.
         token_ids: int64 [m] on the same device.
         num_logprobs: Most probable tokens to add to each; -1, or more than the vocabulary, for the whole vocabulary.
+        logsumexp: The operation of that name.
 
     Returns:
         float32 [m, ...], as `gather_logprobs`.
@@ -70,7 +85,7 @@ def gather_prompt_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_lo
     count = vocab_size if num_logprobs == -1 else min(num_logprobs, vocab_size)
     chunk = max(1, _CHUNK_ELEMENTS // vocab_size)
     parts = zip(logits.split(chunk), token_ids.split(chunk), strict=True)
-    return torch.cat([gather_logprobs(some_logits, some_ids, count) for some_logits, some_ids in parts])
+    return torch.cat([gather_logprobs(some_logits, some_ids, count, logsumexp) for some_logits, some_ids in parts])
 
 
 def read_prompt_logprobs(gathered: np.ndarray, token_ids: np.ndarray) -> list[PositionLogprobs]:

@@ -20,11 +20,12 @@ import torch
 
 from mvllm.ops.argmax import argmax as reference_argmax
 from mvllm.ops.draw import draw, draw_block
+from mvllm.ops.logsumexp import logsumexp as reference_logsumexp
 from mvllm.platform.staging_buffers import StagingBuffers
 from mvllm.sampling.batch_plan import BatchPlan, DevicePenaltyKeys
 from mvllm.sampling.batch_upload import BatchUpload, RowSelection
 from mvllm.sampling.filters import filtered_weights, next_power_of_two
-from mvllm.sampling.logprobs import gather_logprobs
+from mvllm.sampling.logprobs import LogSumExp, gather_logprobs
 from mvllm.sampling.penalties import apply_penalties
 from mvllm.sampling.sampler_output import GatheredLogprobs, SamplerOutput
 from mvllm.sampling.sampling_state import LOGPROBS, SamplingState, TokenHistory
@@ -46,6 +47,7 @@ class Sampler:
         staging: Buffers for uploads, where a step must not wait for the previous one.
         argmax: The operation of that name.
         filtered_draw: The operation of that name, if a provider has it.
+        logsumexp: The operation of that name.
         logprobs_mode: What log-probabilities are computed from, see ModelConfig.
         static: Each shape costs a compilation. All rows then go through the same operations, whether they need them or
             not, so that there are few programs: see `warm_up_params`.
@@ -59,6 +61,7 @@ class Sampler:
         staging: StagingBuffers | None = None,
         argmax: Argmax = reference_argmax,
         filtered_draw: FilteredDraw | None = None,
+        logsumexp: LogSumExp = reference_logsumexp,
         *,
         logprobs_mode: str = "raw_logprobs",
         static: bool = False,
@@ -68,6 +71,7 @@ class Sampler:
         self._staging = staging
         self._argmax = argmax
         self._filtered_draw = filtered_draw
+        self._logsumexp = logsumexp
         self._static = static
         self.may_synchronize = staging is None and not static  # with staging the previous step may still run
 
@@ -218,7 +222,7 @@ class Sampler:
             most = min(int(next_power_of_two(most)), logits.shape[1]) if most else 0
         else:
             logits, token_ids = selection.gather(logits), selection.gather(token_ids)
-        gathered = gather_logprobs(logits, token_ids, most, as_logits=self._logprobs_are_logits)
+        gathered = gather_logprobs(logits, token_ids, most, self._logsumexp, as_logits=self._logprobs_are_logits)
         return GatheredLogprobs(selection.indices, num_logprobs, gathered)
 
 

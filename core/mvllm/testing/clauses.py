@@ -244,6 +244,13 @@ _ALL = (
         since=(1, 1),
     ),
     Clause(
+        "ATT-14",
+        "With `batch_invariant` and a spec that asks for it, a token's result is bit-identical whatever else is in the "
+        "step, and however its request was cut into steps.",
+        "batch_invariant",
+        since=(1, 1),
+    ),
+    Clause(
         "OPS-01",
         "A provider's function has the parameters and the result of the reference with the same name; its `lookup`"
         " has those of `embedding`.",
@@ -258,6 +265,13 @@ _ALL = (
         "OPS-03",
         "A provider does not change its arguments, except those that the operation's schema allows it to overwrite.",
         "torch_device",
+    ),
+    Clause(
+        "OPS-04",
+        "A provider that declares `batch_invariant` gives a row the same bits alone, among other rows and at every "
+        "place among them, and the result of the reference within the suite's tolerance.",
+        "batch_invariant",
+        since=(1, 1),
     ),
     Clause("COM-01", "Every rank makes the same calls in the same order.", "torch_device"),
     Clause(
@@ -363,6 +377,13 @@ _ALL = (
     Clause("E2E-05", "A prompt that is computed in chunks gives the same tokens.", "chunked_prefill"),
     Clause("E2E-06", "A request that was preempted and recomputed gives the same tokens."),
     Clause(
+        "E2E-07",
+        "An engine with `batch_invariant` gives the log-probabilities of a request the same bits alone, in a batch, "
+        "with a prompt that is cut or cached, and when its tokens are the end of a prompt.",
+        "batch_invariant",
+        since=(1, 1),
+    ),
+    Clause(
         "LIF-01",
         "When a worker process is killed, the engine raises an error that names it, and leaves no process and no "
         "shared memory.",
@@ -402,6 +423,9 @@ def claims(capabilities: Capabilities, needs: str | None) -> bool:
 
 
 _OF_TORCH = frozenset(
-    {"soft_cap", "sinks", "mla", "deterministic", "graphs", "compile", "collectives", "static_shapes"}
+    {
+        *("soft_cap", "sinks", "mla", "deterministic", "batch_invariant"),
+        *("graphs", "compile", "collectives", "static_shapes"),
+    }
 )
 """Capabilities that only core's worker uses. Without `torch_device` they have no effect outside of the platform."""

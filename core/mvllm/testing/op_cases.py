@@ -51,7 +51,7 @@ def exact(case: OpCall) -> Any:
 
 def result_dtype(op: str, dtype: str) -> str:
     """Dtype of an operation's floating-point results for a compute dtype."""
-    return "float32" if op == "select_experts" else dtype
+    return "float32" if op in ("select_experts", "logsumexp") else dtype
 
 
 def tolerance(dtype: str, case: OpCall | None = None) -> float:
@@ -270,6 +270,19 @@ def _argmax(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
             )
 
 
+def _logsumexp(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
+    for rows in ROWS:
+        for size in (5, 64, 200, 9001):
+            yield OpCall(op, {"size": size}, lambda rows=rows, size=size: _sum_arguments(dtype, rows, size))  # type: ignore[misc]
+
+
+def _sum_arguments(dtype: torch.dtype, rows: int, size: int) -> tuple[Any, ...]:
+    """Logits, some of them masked, as a strided view: the padding of a vocabulary is cut off."""
+    logits = random_tensor(dtype, rows, size + 3, scale=4.0)
+    logits[:, 1] = -torch.inf
+    return (logits[:, :size],)
+
+
 _DRAWS = (  # temperature, min_p, top_k (None where it is off), top_p
     (1.0, 0.0, None, 1.0),
     (0.5, 0.0, 1, 1.0),
@@ -344,6 +357,7 @@ _MAKERS: dict[str, Callable[[str, torch.dtype], Iterator[OpCall]]] = {
     "select_experts": _select_experts,
     "clamped_moe": _moe,
     "argmax": _argmax,
+    "logsumexp": _logsumexp,
     "filtered_draw": _filtered_draw,
     "add_lora": _add_lora,
     "add_lora_by_slot": _add_lora_by_slot,

@@ -80,9 +80,7 @@ class ModelLoader:
         context = BuildContext(
             dtype=torch_dtype(config.dtype),
             device=self._runtime.device,
-            ops=OpTable.resolve(
-                call_checked(self._platform, "ops", returns=Sequence), installed_providers(self._config.op_providers)
-            ),
+            ops=self._resolve_ops(batch_invariant=self._config.batch_invariant),
             attention=self._layers.backend_for,
             tp=self._tp,
             pp=self._pp,
@@ -91,6 +89,7 @@ class ModelLoader:
             with_adapters=self._config.lora is not None,
             num_devices=self._num_devices,
             spread=self._runtime.place,
+            batch_invariant=self._config.batch_invariant,
         )
         self._context = context
         model = self._model = self._load(config, context)
@@ -102,6 +101,8 @@ class ModelLoader:
             whole = dataclasses.replace(
                 context, pp=GroupCoordinator.single("pp"), quantization=quantization_method(draft), with_adapters=False
             )
+            if context.batch_invariant:  # draft tokens do not affect outputs
+                whole = dataclasses.replace(whole, ops=self._resolve_ops(batch_invariant=False), batch_invariant=False)
             self.draft = DraftModel(draft, self._load(draft, whole))
             layers = [*layers, *self.draft.model.attention_layers()]
         if (lora := self._config.lora) is not None:
@@ -111,6 +112,11 @@ class ModelLoader:
                 self._adapters = LoRAModelManager(model, context, lora, self._runtime)
         self._layers.set_layers(layers)
         return context
+
+    def _resolve_ops(self, *, batch_invariant: bool) -> OpTable:
+        of_platform = call_checked(self._platform, "ops", returns=Sequence)
+        asked_for = installed_providers(self._config.op_providers)
+        return OpTable.resolve(of_platform, asked_for, batch_invariant=batch_invariant)
 
     def _load(self, config: ModelConfig, context: BuildContext) -> CausalLM:
         """Builds one model on the device and loads its weights."""

@@ -31,6 +31,7 @@ from mvllm.logging import get_logger
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.ops.argmax import argmax as reference_argmax
 from mvllm.ops.dtypes import torch_dtype
+from mvllm.ops.logsumexp import logsumexp as reference_logsumexp
 from mvllm.ops.registry import REFERENCE
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
@@ -39,6 +40,7 @@ from mvllm.platform.worker_protocol import KVCacheNeeds
 from mvllm.pooling.pooler import pool_step
 from mvllm.sampling.logits_processor import LogitsProcessorContext
 from mvllm.sampling.logits_processor_set import LogitsProcessorSet
+from mvllm.sampling.logprobs import LogSumExp
 from mvllm.sampling.penalties import DeviceTokenCounts
 from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.sampler_output import SamplerOutput
@@ -130,6 +132,7 @@ class ModelRunner:
         self._make_sampler: Callable[..., Sampler] = Sampler
         self._sampler = self._make_sampler()
         self._argmax: Argmax = reference_argmax
+        self._logsumexp: LogSumExp = reference_logsumexp
         self._proposer: Proposer | None = None
         self._sampled_token_buffer: SampledTokenBuffer | None = None
         self._step_awaiting_masks: _UnsampledStep | None = None
@@ -142,11 +145,13 @@ class ModelRunner:
         vocab_size = self._config.model.vocab_size
         filtered_draw = context.op("filtered_draw", size=vocab_size)
         self._argmax = context.op("argmax", size=vocab_size).function
+        self._logsumexp = context.op("logsumexp", size=vocab_size).function
         self._make_sampler = partial(
             Sampler,
             logprobs_mode=self._config.model.logprobs_mode,
             static=self._forward.is_static,
             argmax=self._argmax,
+            logsumexp=self._logsumexp,
             filtered_draw=None if filtered_draw.provider == REFERENCE else filtered_draw.function,
         )
         self._sampler = self._make_sampler()
@@ -215,7 +220,7 @@ class ModelRunner:
             every_request_samples=self._forward.is_static,
         )
         sizes = None if shapes.requests is None else tuple(reversed(sample_sizes(shapes, max_rows)))
-        self._prompt_logprobs = PromptLogprobsComputer(self.rows, self._runtime, sizes)
+        self._prompt_logprobs = PromptLogprobsComputer(self.rows, self._runtime, sizes, self._logsumexp)
         if on_device:
             self._sampled_token_buffer = SampledTokenBuffer(self._runtime, self.rows.history)
             self._sampler = self._make_sampler(self._inputs.staging)

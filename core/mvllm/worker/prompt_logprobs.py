@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.shapes import ShapePolicy
-from mvllm.sampling.logprobs import gather_prompt_logprobs
+from mvllm.sampling.logprobs import LogSumExp, gather_prompt_logprobs
 from mvllm.worker.input_batch import InputBatch
 from mvllm.worker.step_inputs import StepInputs
 from mvllm.worker.step_result import PromptLogprobsChunk
@@ -26,9 +26,13 @@ class PromptLogprobsComputer:
         rows: The worker's rows.
         runtime: The device.
         sizes: Padded numbers of rows whose logits are computed at once, rising; None if any size is allowed.
+        logsumexp: The operation of that name.
     """
 
-    def __init__(self, rows: InputBatch, runtime: DeviceRuntime, sizes: tuple[int, ...] | None) -> None:
+    def __init__(
+        self, rows: InputBatch, runtime: DeviceRuntime, sizes: tuple[int, ...] | None, logsumexp: LogSumExp
+    ) -> None:
+        self._logsumexp = logsumexp
         self._rows = rows
         self._runtime = runtime
         self._sizes = sizes
@@ -71,6 +75,9 @@ class PromptLogprobsComputer:
         padding = ShapePolicy.pad(len(states), self._sizes) - len(states)
         padded = F.pad(states, (0, 0, 0, padding)) if padding else states
         gathered = gather_prompt_logprobs(
-            compute_logits(padded)[: len(states)], self._runtime.from_numpy(token_ids), num_logprobs
+            compute_logits(padded)[: len(states)],
+            self._runtime.from_numpy(token_ids),
+            num_logprobs,
+            self._logsumexp,
         )
         return PromptLogprobsChunk(self._runtime.to_host(gathered), token_ids)

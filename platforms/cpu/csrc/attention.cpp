@@ -4,6 +4,8 @@
 // small tile per request and key/value head; a prompt has many large ones. If there are too few items to occupy all
 // threads, long items are split along their keys; their partial results are combined afterwards.
 //
+// With `Spec::batch_invariant` long items are split between segments only, and leave one partial result per segment.
+//
 // Adjacent decodes of a batch may share a prefix, that is, their first blocks. Then one item processes the shared
 // blocks for all of them, as if they were the rows of one request, and each request continues from the saved softmax
 // state. The result of a row is bit-identical to that without sharing.
@@ -44,6 +46,9 @@ int64_t cost_of(const Geometry& g, const Item& item) {
     return int64_t((item.query_end - item.query_begin) * g.group + 4) * (item.key_end - item.key_begin);
 }
 
+// Number of keys at whose multiples the keys of an item or of several requests may be divided.
+int granularity(const Geometry& g) { return g.spec.batch_invariant ? SEGMENT : CHUNK; }
+
 void add_request(Step& step, int request, int per_tile, std::vector<Item>& tiles) {
     const Geometry& g = step.geometry;
     const int new_tokens = g.batch.query_start_loc[request + 1] - g.batch.query_start_loc[request];
@@ -74,14 +79,14 @@ bool is_decode(const Batch& batch, int request) {
 void find_common(Step& step, std::vector<Item>& tiles) {
     Geometry& g = step.geometry;
     const Batch& batch = g.batch;
-    const int heads = g.spec.num_kv_heads;
+    const int heads = g.spec.num_kv_heads, unit = granularity(g);
     int num_states = 0;
     for (int first = 0, end; g.spec.window == 0 && first < batch.num_requests; first = end) {
         end = first + 1;
         if (!is_decode(batch, first)) continue;
         int keys = batch.seq_lens[first];
         for (; end < batch.num_requests && is_decode(batch, end); ++end) {
-            const int both = std::min(keys, shared_keys(batch, first, end) / CHUNK * CHUNK);
+            const int both = std::min(keys, shared_keys(batch, first, end) / unit * unit);
             if (both < FEWEST_COMMON || both < std::max(keys, batch.seq_lens[end]) / 2) break;
             keys = both;
         }
@@ -134,21 +139,24 @@ void divide(Step& step) {
     int num_partials = 0;
     step.items.reserve(tiles.size());
     for (Item tile : tiles) {
-        const int first = tile.key_begin / STRIP * STRIP, keys = tile.key_end - first;
+        const int unit = granularity(g), step_size = g.spec.batch_invariant ? SEGMENT : STRIP;
+        const int first = tile.key_begin / step_size * step_size, keys = tile.key_end - first;
         int64_t parts = std::min<int64_t>((cost_of(g, tile) + fair - 1) / fair, keys / SMALLEST_SPLIT);
         if (parts <= 1 || tile.load_state >= 0) {
             step.items.push_back(tile);
             continue;
         }
-        const int length = round_up(int((keys + parts - 1) / parts), CHUNK);
+        const int length = round_up(int((keys + parts - 1) / parts), unit);
         SplitTile split{tile, num_partials, 0};
         for (int begin = first; begin < tile.key_end; begin += length) {
             Item part = tile;
             part.key_begin = std::max(begin, tile.key_begin);
             part.key_end = std::min(begin + length, tile.key_end);
-            part.partial = num_partials++;
+            part.partial = num_partials;
             step.items.push_back(part);
-            ++split.num_partials;
+            const int count = g.spec.batch_invariant ? (part.key_end - begin + SEGMENT - 1) / SEGMENT : 1;
+            num_partials += count;
+            split.num_partials += count;
         }
         step.split_tiles.push_back(split);
     }
@@ -170,6 +178,9 @@ class ScratchMemory {
             rows * g.dv * 4,                          // acc
             rows * 4,                                 // row_max
             rows * STRIP * 4,                         // row_sum
+            g.spec.batch_invariant ? rows * g.dv * 4 : 0,  // total
+            g.spec.batch_invariant ? rows * 4 : 0,    // total_max
+            g.spec.batch_invariant ? rows * 4 : 0,    // total_sum
             bytes ? size_t(CHUNK) * g.dk * 2 : 0,     // keys
             bytes || g.spec.latent ? CHUNK * g.dv * item : 0,  // values
         };
@@ -177,14 +188,15 @@ class ScratchMemory {
         for (size_t size : sizes) total += size + 64;
         if (size_ < total) memory_.reset(new char[total]), size_ = total;
         uintptr_t at = reinterpret_cast<uintptr_t>(memory_.get());
-        void* parts[8];
-        for (int i = 0; i < 8; ++i) {
+        void* parts[11];
+        for (int i = 0; i < 11; ++i) {
             at = (at + 63) & ~uintptr_t(63);
             parts[i] = reinterpret_cast<void*>(at);
             at += sizes[i];
         }
         auto floats = [&](int i) { return static_cast<float*>(parts[i]); };
-        return {floats(0), floats(1), static_cast<uint32_t*>(parts[2]), floats(3), floats(4), floats(5), parts[6], parts[7]};
+        return {floats(0), floats(1), static_cast<uint32_t*>(parts[2]), floats(3), floats(4), floats(5),
+                floats(6), floats(7), floats(8), parts[9], parts[10]};
     }
 
   private:

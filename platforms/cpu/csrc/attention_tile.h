@@ -367,6 +367,71 @@ static void copy_state(const Geometry& g, float* state, const Scratch& scratch, 
 
 INLINE float total(const float* row_sum) { return sum_lanes(load(row_sum)); }
 
+// ---- segments (Spec::batch_invariant) ----------------------------------------------------------------------------------
+
+// Adds the sums of a row's next segment to those of the earlier ones. Not inlined: an item that covers several segments and
+// the combination of several items execute the same instructions.
+static __attribute__((noinline)) void add_segment(float* acc, float& top, float& sum, const float* part, float part_top,
+                                                  float part_sum, int dv) {
+    if (part_sum == 0) return;  // the row sees no key of the segment
+    if (sum == 0) {
+        __builtin_memcpy(acc, part, sizeof(float) * size_t(dv));
+        top = part_top;
+        sum = part_sum;
+        return;
+    }
+    const float both = part_top > top ? part_top : top;
+    const float factor = exp2_one(top - both), part_factor = exp2_one(part_top - both);
+    for (int d = 0; d < dv; d += LANES) store(acc + d, load(acc + d) * factor + load(part + d) * part_factor);
+    sum = sum * factor + part_sum * part_factor;
+    top = both;
+}
+
+INLINE void clear_rows(const Geometry& g, const Scratch& scratch, int rows) {
+    for (int m = 0; m < rows; ++m) scratch.row_max[m] = -__builtin_inff();
+    for (int i = 0; i < rows * STRIP; ++i) scratch.row_sum[i] = 0;
+    for (int i = 0; i < rows * g.dv; ++i) scratch.acc[i] = 0;
+}
+
+// Stores the rows' sums over the keys of a part.
+static void store_partial(const Geometry& g, const Scratch& scratch, int rows, float* to) {
+    __builtin_memcpy(to, scratch.acc, sizeof(float) * size_t(rows * g.dv));
+    __builtin_memcpy(to + g.tile_rows * g.dv, scratch.row_max, sizeof(float) * size_t(rows));
+    for (int m = 0; m < rows; ++m) to[g.tile_rows * (g.dv + 1) + m] = total(scratch.row_sum + m * STRIP);
+}
+
+// Adds the segment in `acc` to `total`, which is empty if it is the first.
+static void end_segment(const Geometry& g, const Scratch& scratch, int rows, bool is_first) {
+    for (int m = 0; m < rows; ++m) {
+        const float sum = total(scratch.row_sum + m * STRIP);
+        if (is_first) {
+            scratch.total_max[m] = -__builtin_inff();
+            scratch.total_sum[m] = 0;
+            if (sum == 0) __builtin_memset(scratch.total + m * g.dv, 0, sizeof(float) * size_t(g.dv));
+        }
+        add_segment(scratch.total + m * g.dv, scratch.total_max[m], scratch.total_sum[m], scratch.acc + m * g.dv,
+                    scratch.row_max[m], sum, g.dv);
+    }
+}
+
+// Moves the sums of earlier segments from `acc` to `total`, or back.
+static void take_total(const Geometry& g, const Scratch& scratch, int rows) {
+    __builtin_memcpy(scratch.total, scratch.acc, sizeof(float) * size_t(rows * g.dv));
+    for (int m = 0; m < rows; ++m) {
+        scratch.total_max[m] = scratch.row_max[m];
+        scratch.total_sum[m] = scratch.row_sum[m * STRIP];
+    }
+    clear_rows(g, scratch, rows);
+}
+
+static void give_total(const Geometry& g, const Scratch& scratch, int rows) {
+    __builtin_memcpy(scratch.acc, scratch.total, sizeof(float) * size_t(rows * g.dv));
+    for (int m = 0; m < rows; ++m) {
+        scratch.row_max[m] = scratch.total_max[m];
+        for (int i = 0; i < STRIP; ++i) scratch.row_sum[m * STRIP + i] = i ? 0 : scratch.total_sum[m];
+    }
+}
+
 template <class KV, class Bytes, bool DOT, bool DOT_VALUES>
 static void attend_tile(const Geometry& g, const Layer& layer, const Item& item, const Item* next, const Scratch& scratch,
                         float* partials) {
@@ -378,17 +443,29 @@ static void attend_tile(const Geometry& g, const Layer& layer, const Item& item,
     if (item.load_state >= 0) {
         copy_state<true>(g, g.states + int64_t(item.load_state) * g.state_size, scratch, 0);
     } else {
-        for (int m = 0; m < rows; ++m) scratch.row_max[m] = -__builtin_inff();
-        for (int i = 0; i < rows * STRIP; ++i) scratch.row_sum[i] = 0;
-        for (int i = 0; i < rows * g.dv; ++i) scratch.acc[i] = 0;
+        clear_rows(g, scratch, rows);
     }
+    const bool by_segments = g.spec.batch_invariant != 0;
+    bool has_total = by_segments && item.load_state >= 0;
+    if (has_total) take_total(g, scratch, rows);
+    int partial = item.partial;
 
     // Tiles with few rows are memory-bound, so only these prefetch.
     Strip strips[2 * CHUNK / STRIP];
     Chunk<typename KV::T> chunk;
     chunk.ahead = rows <= READ_AHEAD_ROWS ? strips : nullptr;
-    const int first_chunk = item.key_begin / STRIP * STRIP;
+    const int alignment = by_segments ? CHUNK : STRIP;
+    const int first_chunk = item.key_begin / alignment * alignment;
     for (int begin = first_chunk; begin < item.key_end; begin += CHUNK) {
+        if (by_segments && begin % SEGMENT == 0 && begin > first_chunk) {
+            if (partial < 0) {
+                end_segment(g, scratch, rows, !has_total);
+                has_total = true;
+            } else {
+                store_partial(g, scratch, rows, partials + int64_t(partial++) * g.partial_size);
+            }
+            clear_rows(g, scratch, rows);
+        }
         if (chunk.ahead) {
             if (begin == first_chunk) {
                 find_strips<KV, Bytes>(g, layer, item, begin, strips);
@@ -421,9 +498,16 @@ static void attend_tile(const Geometry& g, const Layer& layer, const Item& item,
         }
     }
 
+    if (has_total || (by_segments && item.save_state >= 0)) end_segment(g, scratch, rows, !has_total);
     if (item.save_state >= 0) {
+        if (by_segments) give_total(g, scratch, rows);
         for (int t = 0; t < item.query_end - item.query_begin; ++t)
             copy_state<false>(g, g.states + int64_t(item.save_state + t) * g.state_size, scratch, t);
+        return;
+    }
+    if (has_total) {
+        for (int m = 0; m < rows; ++m)
+            finish_row(g, layer, item, m, scratch.total + m * g.dv, scratch.total_max[m], scratch.total_sum[m]);
         return;
     }
     if (item.partial < 0) {
@@ -431,18 +515,15 @@ static void attend_tile(const Geometry& g, const Layer& layer, const Item& item,
             finish_row(g, layer, item, m, scratch.acc + m * g.dv, scratch.row_max[m], total(scratch.row_sum + m * STRIP));
         return;
     }
-    float* to = partials + int64_t(item.partial) * g.partial_size;
-    __builtin_memcpy(to, scratch.acc, sizeof(float) * rows * g.dv);
-    __builtin_memcpy(to + g.tile_rows * g.dv, scratch.row_max, sizeof(float) * rows);
-    for (int m = 0; m < rows; ++m) to[g.tile_rows * (g.dv + 1) + m] = total(scratch.row_sum + m * STRIP);
+    store_partial(g, scratch, rows, partials + int64_t(partial) * g.partial_size);
 }
 
 // Whether probabilities of bfloat16 queries, whose products with keys are exact, are rounded to bfloat16. That loses precision,
 // so it is done only in compute-bound tiles (of several tokens, or of very many heads), and with 8-bit keys and values, whose
-// precision is lower anyway.
+// precision is lower anyway. With `batch_invariant` it is done in all tiles: a prompt may end with a tile of one token.
 INLINE bool rounds_probabilities(const Geometry& g, const Item& item, bool bytes) {
     const bool is_prompt = item.save_state < 0 && item.query_end - item.query_begin > 1;
-    return bytes || is_prompt || g.group >= 16;
+    return bytes || is_prompt || g.group >= 16 || g.spec.batch_invariant;
 }
 
 template <class Bytes>
@@ -477,6 +558,16 @@ static void combine(const Geometry& g, const Layer& layer, const SplitTile& tile
     for (int m = 0; m < rows; ++m) {
         const float* first = partials + int64_t(tile.first_partial) * g.partial_size;
         float top = -__builtin_inff(), sum = 0;
+        if (g.spec.batch_invariant) {
+            for (int d = 0; d < g.dv; ++d) acc[d] = 0;
+            for (int i = 0; i < tile.num_partials; ++i) {
+                const float* part = first + int64_t(i) * g.partial_size;
+                add_segment(acc, top, sum, part + m * g.dv, part[g.tile_rows * g.dv + m],
+                            part[g.tile_rows * (g.dv + 1) + m], g.dv);
+            }
+            finish_row(g, layer, tile.item, m, acc, top, sum);
+            continue;
+        }
         for (int i = 0; i < tile.num_partials; ++i) {
             float one = first[int64_t(i) * g.partial_size + g.tile_rows * g.dv + m];
             top = one > top ? one : top;

@@ -19,6 +19,7 @@ namespace avx2 {
 #include "elementwise.h"
 #include "linear_tile.h"
 #include "moe_tile.h"
+#include "sampling_rows.h"
 }  // namespace avx2
 #pragma GCC pop_options
 
@@ -38,6 +39,8 @@ const Isa isa_avx2 = {
     avx2::bf16_dot,
     avx2::moe_combine,
     avx2::clamped_gate,
+    avx2::logsumexp,
+    avx2::filtered_draw,
 };
 }  // namespace mvllm
 #endif

@@ -19,6 +19,7 @@ namespace avx512 {
 #include "elementwise.h"
 #include "linear_tile.h"
 #include "moe_tile.h"
+#include "sampling_rows.h"
 }  // namespace avx512
 #pragma GCC pop_options
 
@@ -38,6 +39,8 @@ const Isa isa_avx512 = {
     avx512::bf16_dot,
     avx512::moe_combine,
     avx512::clamped_gate,
+    avx512::logsumexp,
+    avx512::filtered_draw,
 };
 }  // namespace mvllm
 #endif

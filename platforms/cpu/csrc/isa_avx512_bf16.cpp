@@ -19,6 +19,7 @@ namespace avx512_bf16 {
 #include "elementwise.h"
 #include "linear_tile.h"
 #include "moe_tile.h"
+#include "sampling_rows.h"
 }  // namespace avx512_bf16
 #pragma GCC pop_options
 
@@ -38,6 +39,8 @@ const Isa isa_avx512_bf16 = {
     avx512_bf16::bf16_dot,
     avx512_bf16::moe_combine,
     avx512_bf16::clamped_gate,
+    avx512_bf16::logsumexp,
+    avx512_bf16::filtered_draw,
 };
 }  // namespace mvllm
 #endif

@@ -13,6 +13,7 @@ namespace generic {
 #include "elementwise.h"
 #include "linear_tile.h"
 #include "moe_tile.h"
+#include "sampling_rows.h"
 }  // namespace generic
 const Isa isa_generic = {
     "generic",
@@ -30,5 +31,7 @@ const Isa isa_generic = {
     generic::bf16_dot,
     generic::moe_combine,
     generic::clamped_gate,
+    generic::logsumexp,
+    generic::filtered_draw,
 };
 }  // namespace mvllm

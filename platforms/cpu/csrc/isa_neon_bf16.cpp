@@ -20,6 +20,7 @@ namespace neon_bf16 {
 #include "elementwise.h"
 #include "linear_tile.h"
 #include "moe_tile.h"
+#include "sampling_rows.h"
 }  // namespace neon_bf16
 #pragma GCC pop_options
 
@@ -39,6 +40,8 @@ const Isa isa_neon_bf16 = {
     neon_bf16::bf16_dot,
     neon_bf16::moe_combine,
     neon_bf16::clamped_gate,
+    neon_bf16::logsumexp,
+    neon_bf16::filtered_draw,
 };
 }  // namespace mvllm
 #endif

@@ -35,6 +35,7 @@ inline bool is_byte(int32_t dtype) { return dtype == INT8 || dtype == FP8; }
 
 constexpr int STRIP = 16;        // tokens computed together; the block size is a multiple
 constexpr int CHUNK = 128;       // tokens whose scores are in memory at a time
+constexpr int SEGMENT = 2 * CHUNK;  // tokens of a segment, see `Spec::batch_invariant`
 constexpr int TILE_ROWS = 96;    // maximum number of rows (query tokens x heads of a group) computed in one pass over the keys
 #ifndef MVLLM_SMALL_TILES        // fewer template instances, to compile faster with sanitizers
 #define MVLLM_SMALL_TILES 0
@@ -50,6 +51,10 @@ struct Spec {
     int32_t window;              // 0: none
     int32_t latent;              // values are the first `value_size` dimensions of the keys
     float scale, soft_cap;       // soft_cap 0: none
+    // A row's result has the same bits in every step. Keys are divided into segments of SEGMENT, by their positions in the
+    // sequence; each segment has its own softmax, and the results of segments are added in their order. So the order of sums
+    // depends neither on the tile that the row is in nor on how many threads share its keys.
+    int32_t batch_invariant;
 };
 
 // One step's batch. Mirrored in Python. The caller owns the arrays, which outlive the step.
@@ -68,7 +73,8 @@ struct Item {
     int32_t request, kv_head;
     int32_t query_begin, query_end;  // tokens, as indices of the request's new tokens
     int32_t key_begin, key_end;
-    int32_t partial;                 // index of its partial result, or -1 if the item covers all keys of its rows
+    int32_t partial;                 // index of its partial result (with `batch_invariant` of its first segment's), or -1 if
+                                     // the item covers all keys of its rows
     int32_t save_state = -1, load_state = -1;  // index of a token's state, or -1
 };
 
@@ -115,6 +121,9 @@ struct Scratch {
     float* acc;        // [rows, dv]
     float* row_max;    // [rows]: exponent to which a row's sums are relative
     float* row_sum;    // [rows, STRIP]: partial sums per lane
+    float* total;      // [rows, dv]: sums of earlier segments, with `batch_invariant`
+    float* total_max;  // [rows]
+    float* total_sum;  // [rows]
     void* keys;        // a chunk's keys and values, if the products cannot read them in place
     void* values;
 };
@@ -206,6 +215,28 @@ struct MoeCombine {
     int32_t top_k, dtype;
 };
 
+// out[i] = log(sum of exp(row i)).
+struct LogSumExp {
+    const void* x;  // rows `x_stride` elements apart
+    float* out;
+    int64_t x_stride, size;
+    int32_t dtype;
+};
+
+// Draws a token for each row; the parameters are those of `filtered_draw` in mvllm.ops.draw.
+struct FilteredDraw {
+    const float* logits;  // rows `stride` elements apart
+    const float* peaks;
+    const float* inv_temperature;
+    const float* min_p_gap;
+    const int64_t* top_k;
+    const float* top_p;
+    const float* coarse;
+    const float* fine;
+    int64_t* out;
+    int64_t stride, size, block_size;
+};
+
 constexpr int LINEAR_ROWS = 96;  // maximum number of rows per call of `Isa::linear`
 
 // The kernels of one instruction set.
@@ -227,6 +258,8 @@ struct Isa {
     bool bf16_dot;
     void (*moe_combine)(const MoeCombine&, int64_t token_begin, int64_t token_end);
     void (*clamped_gate)(const ClampedGate&, int64_t row_begin, int64_t row_end);
+    void (*logsumexp)(const LogSumExp&, int64_t row_begin, int64_t row_end);
+    void (*filtered_draw)(const FilteredDraw&, int64_t row_begin, int64_t row_end, float* scratch);
 };
 
 extern const Isa isa_generic;

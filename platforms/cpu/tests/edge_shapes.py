@@ -41,10 +41,24 @@ def attention() -> None:
     for requests in ([(0, 150)], [(1200, 1)]):  # several tiles; one that is split
         spec = make_spec(2, 1, 64, "bfloat16")
         run(PagedAttention(spec), make_case(spec, requests))
-    for heads, dtype in itertools.product(((2, 1), (7, 7)), DTYPES):  # requests with a common prefix
-        case = make_case(make_spec(*heads, 40, dtype), [(290, 1), (257, 1), (300, 1), (256, 1), (10, 1)])
+    for heads, dtype, invariant in itertools.product(((2, 1), (7, 7)), DTYPES, (False, True)):  # a common prefix
+        spec = make_spec(*heads, 40, dtype, batch_invariant=invariant)
+        case = make_case(spec, [(290, 1), (257, 1), (300, 1), (256, 1), (10, 1)])
         case.layout.block_table[1:4, :16] = case.layout.block_table[0, :16]
         run(PagedAttention(case.spec), case)
+    for dtype, features in itertools.product(DTYPES, ({}, {"sliding_window": 270})):
+        spec = make_spec(3, 1, 40, dtype, batch_invariant=True, **features)
+        run(PagedAttention(spec), make_case(spec, [(0, 300), (511, 2), (1200, 1)]))
+
+
+def logits() -> None:
+    ops = KernelOps(kernels.load().library)
+    for rows, size in itertools.product((1, 5), (1, 5, 16, 33, 100, 5000)):
+        x, ones, k = torch.randn(rows, size), torch.ones(rows), torch.full((rows,), max(1, size // 2))
+        for dtype in DTYPES.values():
+            ops.logsumexp(x.to(dtype))
+        for top_k, top_p in itertools.product((k, torch.full_like(k, size)), (ones, ones * 0.5)):
+            ops.filtered_draw(x, x.amax(dim=1), ones, -ones, top_k, top_p, ones * 0.3, ones * 0.7, 16)
 
 
 def linear() -> None:
@@ -179,6 +193,7 @@ if __name__ == "__main__":
     torch.set_num_threads(2)
     for name in sys.argv[1:] or (
         "attention",
+        "logits",
         "linear",
         "quantized",
         "block_quantized",

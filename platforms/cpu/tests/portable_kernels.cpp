@@ -231,6 +231,7 @@ void all_attention() {
                 spec.dtype = dtype, spec.kv_dtype = kv_dtype;
                 spec.window = features ? 20 : 0, spec.soft_cap = features ? 3.f : 0.f;
                 spec.scale = 1 / std::sqrt(float(spec.head_size));
+                spec.batch_invariant = features != (dtype == BF16);
                 attention(spec, requests, features ? 32 : 16);
             }
 }

@@ -45,6 +45,7 @@ CLAUSES_OF: dict[str, tuple[str, ...]] = {
     "deterministic": ("ATT-11",),
     "mla": ("ATT-12",),
     "lazy_kernels": ("RUN-01",),
+    "batch_invariant": ("ATT-14", "OPS-04", "E2E-07"),
 }
 """The clauses of each capability; a new field of Capabilities must be added here (a test checks this)."""
 

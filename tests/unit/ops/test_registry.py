@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mvllm.errors import ContractError
+from mvllm.errors import ConfigError, ContractError
 from mvllm.layers.linear import ColumnParallelLinear
 from mvllm.layers.mlp import GatedMLP
 from mvllm.ops.all_schemas import SCHEMAS
@@ -66,6 +66,30 @@ def test_facts_are_those_of_the_schema() -> None:
 def test_a_provider_for_an_unknown_operation_is_refused() -> None:
     with pytest.raises(ContractError, match=r"'fast' replaces 'warp'.*Operations: .*linear"):
         OpTable.resolve([provide("warp", "fast")])
+
+
+def test_a_batch_invariant_table_selects_only_providers_that_declare_it() -> None:
+    def supports(case: OpCase) -> list[str]:
+        return [] if case.batch_invariant else ["another is faster"]
+
+    providers = [
+        provide("rms_norm", "fast", priority=1),
+        provide("rms_norm", "ordered", batch_invariant=True, supports=supports),
+    ]
+    assert OpTable.resolve(providers).get("rms_norm", torch.float32, hidden_size=4).provider == "fast"
+    table = OpTable.resolve(providers, batch_invariant=True)
+    assert table.get("rms_norm", torch.float32, hidden_size=4).provider == "ordered"
+    [row] = [row for row in table.describe() if row.op == "rms_norm"]
+    assert row.declined == (("fast", ("it is not batch-invariant",)),)
+
+
+def test_a_batch_invariant_table_has_no_references_that_add_up() -> None:
+    table = OpTable.resolve([provide("gelu", "fast")], batch_invariant=True)
+    assert table.get("relu", torch.float32, size=4).provider == REFERENCE  # exact
+    facts = {"in_features": 2, "size": 2, "bias": False}
+    assert table.get("linear_silu_and_mul", torch.float32, **facts).provider == REFERENCE  # not used
+    with pytest.raises(ConfigError, match=r"the operation gelu in float32.*\(fast: it is not batch-invariant\)"):
+        table.get("gelu", torch.float32, size=4)
 
 
 def test_the_description_names_the_provider_of_each_case_and_why_others_were_skipped() -> None:

@@ -29,6 +29,7 @@ def required_config_changes(config: EngineConfig, capabilities: Capabilities, pl
     _check_parallel(config, capabilities, platform)
     _check_lora(config, capabilities, platform)
     _check_speculative(config, capabilities, platform)
+    _check_batch_invariant(config, capabilities, platform)
     cache, scheduler = config.cache, config.scheduler
     if cache.enable_prefix_caching and not capabilities.prefix_caching:
         yield ConfigChange("cache.enable_prefix_caching", False, "the platform does not claim prefix_caching")
@@ -102,6 +103,30 @@ def _check_speculative(config: EngineConfig, capabilities: Capabilities, platfor
             "before the step before it has finished. Leave one of them out: by default async_scheduling is off with "
             "speculative_config."
         )
+
+
+def _check_batch_invariant(config: EngineConfig, capabilities: Capabilities, platform: str) -> None:
+    if not config.batch_invariant:
+        return
+    if not capabilities.batch_invariant:
+        raise ConfigError(
+            f"batch_invariant is set, but the platform {platform!r} does not claim this capability. Choose another "
+            "platform, or leave batch_invariant out."
+        )
+    size = config.parallel.tensor_parallel_size
+    conflicts = (
+        (size > 1, f"tensor_parallel_size is {size}", "Ranks add up their parts of each layer. Set it to 1."),
+        (config.lora is not None, "enable_lora is set", "Merge the adapter into the model's weights."),
+        (
+            config.model.logprobs_mode.startswith("processed"),
+            f"logprobs_mode is {config.model.logprobs_mode!r}",
+            "Use 'raw_logprobs' or 'raw_logits'.",
+        ),
+        (config.model.kind.is_encoder, "the model is an encoder", "Leave batch_invariant out."),
+    )
+    for applies, setting, remedy in conflicts:
+        if applies:
+            raise ConfigError(f"batch_invariant is set and {setting}, which is not batch-invariant. {remedy}")
 
 
 def _check_model(model: ModelConfig, capabilities: Capabilities, platform: str, draft: str | None = None) -> None:

@@ -52,6 +52,7 @@ class TransformersForCausalLM(CausalLM):
 
     def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
         super().__init__(config, ctx)
+        ctx.refuse_batch_invariance(f"{config.architecture}, which runs through transformers,")
         if ctx.pp.world_size > 1:
             raise ConfigError(
                 f"{config.architecture} runs through transformers, whose models are not cut into stages here. Use "

@@ -383,6 +383,43 @@ def test_a_result_does_not_depend_on_what_else_is_in_the_step(
     assert_equal(run(backend, bound_device, batch)[:20], alone, "the request in a batch, by token")
 
 
+SEQUENCES = {"short": 45, "long": 613}
+CUTS = {"short": ((0, 17), (44, 45), (20, 45)), "long": ((0, 613), (0, 300), (300, 301), (259, 612), (612, 613))}
+OTHERS: tuple[list[tuple[int, int]], ...] = ([], [(50, 1)], [(0, 33), (600, 1), (601, 1), (7, 40)], [(30, 1)] * 31)
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sliding_window": {"sliding_window": 150},
+    "soft_cap": {"soft_cap": 3.0},
+    "sinks": {"sinks": True},
+}
+
+
+@clause("ATT-14")
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("length", SEQUENCES)
+def test_a_batch_invariant_result_has_the_same_bits_in_every_step(
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str, length: str, feature: str
+) -> None:
+    if feature != "plain" and not getattr(subject.capabilities, feature):
+        skip_not_claimed(feature)
+    spec = make_spec(dtype=claimed_dtype, batch_invariant=True, **FEATURES[feature])
+    backend = backend_for(subject, spec)
+    size = backend.kv_layout().block_sizes[0]
+    whole = make_case(spec, [(0, SEQUENCES[length])], block_size=size, seed=1)
+    wanted = run(backend, bound_device, whole)
+    assert_near(wanted, whole)
+    for number, (first, end) in enumerate(CUTS[length]):
+        for others in OTHERS:
+            place = number % (len(others) + 1)
+            requests = [*others[:place], (first, end - first), *others[place:]]
+            case = make_case(spec, requests, block_size=size, seed=2)
+            case.keys[place], case.values[place] = whole.keys[0][:end], whole.values[0][:end]
+            case.sinks, start = whole.sinks, sum(new for _, new in requests[:place])
+            case.query[start : start + end - first] = whole.query[first:end]
+            found = run(backend, bound_device, case)[start : start + end - first]
+            assert_equal(found, wanted[first:end], f"tokens {first} to {end} in a step of {requests}")
+
+
 # ---------------------------------------------------------------------------------------------- rotary and KV write
 
 

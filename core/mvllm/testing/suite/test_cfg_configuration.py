@@ -210,6 +210,12 @@ def test_chunked_prefill_that_is_not_claimed_is_switched_off(frontend: Platform)
     assert resolved.scheduler.max_num_batched_tokens >= resolved.model.max_model_len, "a step must hold every prompt"
 
 
+@clause("CFG-04", "ATT-14", "OPS-04", "E2E-07", refusal=True)
+def test_batch_invariance_that_is_not_claimed_is_refused(frontend: Platform) -> None:
+    with pytest.raises(ConfigError, match="batch_invariant"):
+        resolve_config(make_config(batch_invariant=True), frontend)
+
+
 @clause("CFG-04", needs="sliding_window", refusal=True)
 def test_a_model_with_a_window_that_is_not_claimed_is_refused(frontend: Platform) -> None:
     config = make_config()

@@ -140,6 +140,39 @@ def test_a_request_that_was_preempted_changes_no_token(
         assert stats is not None and stats.num_preemptions > 0, "no request was preempted, so the test tested nothing"
 
 
+def bits_of(output: Any) -> tuple[list[int], list[float]]:
+    """Tokens of a finished request, and their log-probabilities."""
+    [sequence] = output.outputs
+    tokens = list(sequence.token_ids)
+    return tokens, [entry[token].logprob for token, entry in zip(tokens, sequence.logprobs, strict=True)]
+
+
+@clause("E2E-07")
+@pytest.mark.parametrize("family", some("llama"))
+def test_batch_invariant_log_probabilities_have_the_same_bits(
+    subject: PlatformUnderTest, free_device: None, zoo: Zoo, claimed_dtype: str, family: str
+) -> None:
+    expected = zoo.oracle("llama")
+    settings: dict[str, Any] = {"dtype": claimed_dtype, "batch_invariant": True}
+    try:
+        engine = make_llm(subject, zoo.checkpoint(family), **settings)
+    except ConfigError as e:  # the family has an operation without a batch-invariant provider
+        if family == "llama":
+            raise
+        skip_not_claimed(f"batch_invariant for {family}: {e}")
+    with engine as llm:
+        alone = [bits_of(generate(llm, [prompt], logprobs=0)[0]) for prompt in expected.prompts]
+        for _ in range(2):  # the second time prompts are in the cache
+            assert [bits_of(output) for output in generate(llm, expected.prompts, logprobs=0)] == alone
+        for prompt, (tokens, logprobs) in zip(expected.prompts, alone, strict=True):
+            [forced] = generate(llm, [prompt + tokens], max_tokens=0, prompt_logprobs=0)
+            entries = forced.prompt_logprobs[len(prompt) :]
+            assert [entry[token].logprob for token, entry in zip(tokens, entries, strict=True)] == logprobs
+    if subject.capabilities.chunked_prefill:
+        with make_llm(subject, zoo.checkpoint(family), max_num_batched_tokens=11, **settings) as llm:
+            assert [bits_of(output) for output in generate(llm, expected.prompts, logprobs=0)] == alone
+
+
 def smallest_block(subject: PlatformUnderTest, device_holder: DeviceHolder) -> int | None:
     """The smallest supported block size of at least 8 tokens; None if the platform's own worker chooses it."""
     if not subject.capabilities.torch_device or subject.platform.worker_class() is not None:

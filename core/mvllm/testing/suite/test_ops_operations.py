@@ -39,9 +39,10 @@ def providers_of(subject: PlatformUnderTest, op: str) -> list[OpProvider]:
     return found or skip_not_claimed(f"{op}: the reference runs")
 
 
-def supported_calls(provider: OpProvider, dtype: str) -> list[OpCall]:
+def supported_calls(provider: OpProvider, dtype: str, *, batch_invariant: bool = False) -> list[OpCall]:
     """The cases that the provider supports."""
-    return [t for t in op_calls(provider.op, dtype) if not provider.supports(OpCase(provider.op, dtype, t.facts))]
+    calls = op_calls(provider.op, dtype)
+    return [t for t in calls if not provider.supports(OpCase(provider.op, dtype, t.facts, batch_invariant))]
 
 
 def move(runtime: DeviceRuntime, arguments: tuple[Any, ...]) -> list[Any]:
@@ -100,6 +101,20 @@ def call(runtime: DeviceRuntime, provider: OpProvider, case_: OpCall) -> tuple[l
     return [runtime.to_host(tensor).wait() for tensor in found], arguments
 
 
+def assert_like_reference(provider: OpProvider, case_: OpCall, found: list[torch.Tensor], dtype: str) -> None:
+    """Fails unless results on the host are the reference's, within the tolerance of `dtype`."""
+    wanted = results(exact(case_ if provider.rounds_inputs else with_unrounded_inputs(case_)))
+    assert len(found) == len(wanted), f"{provider.name}: {case_}"
+    for one, other in zip(found, wanted, strict=True):
+        assert one.shape == other.shape, f"{provider.name}: {case_}"
+        if not other.dtype.is_floating_point:  # indices, for instance
+            assert_equal(one, other, f"{provider.name}: {case_}")
+            continue
+        assert one.dtype == torch_dtype(dtype), f"{provider.name}: {case_}"
+        off = float((one.double() - other).abs().max() / other.abs().max().clamp(min=1e-3))
+        assert off < tolerance(dtype, case_), f"{provider.name}, {case_}: off by {off:.2g}"
+
+
 @clause("OPS-01")
 def test_every_provider_replaces_an_operation_that_there_is(
     subject: PlatformUnderTest, bound_device: DeviceRuntime
@@ -127,17 +142,7 @@ def test_a_provider_gives_what_the_reference_gives(
     num_run, dtype = 0, result_dtype(op, claimed_dtype)
     for provider in providers_of(subject, op):
         for case_ in supported_calls(provider, claimed_dtype):
-            found, _ = call(bound_device, provider, case_)
-            wanted = results(exact(case_ if provider.rounds_inputs else with_unrounded_inputs(case_)))
-            assert len(found) == len(wanted), f"{provider.name}: {case_}"
-            for one, other in zip(found, wanted, strict=True):
-                assert one.shape == other.shape, f"{provider.name}: {case_}"
-                if not other.dtype.is_floating_point:  # indices, for instance
-                    assert_equal(one, other, f"{provider.name}: {case_}")
-                    continue
-                assert one.dtype == torch_dtype(dtype), f"{provider.name}: {case_}"
-                off = float((one.double() - other).abs().max() / other.abs().max().clamp(min=1e-3))
-                assert off < tolerance(dtype, case_), f"{provider.name}, {case_}: off by {off:.2g}"
+            assert_like_reference(provider, case_, call(bound_device, provider, case_)[0], dtype)
             num_run += 1
     if not num_run:
         skip_not_claimed(f"{op} in {claimed_dtype}: the reference runs")
@@ -233,3 +238,49 @@ def test_a_provider_leaves_its_arguments_alone(
             num_run += 1
     if not num_run:
         skip_not_claimed(f"{op} in {claimed_dtype}: the reference runs")
+
+
+FEWEST_ROWS = 4
+
+PER_ROW = {
+    *("x", "residual", "index", "query", "key", "ids", "logits", "expert_ids", "expert_weights"),
+    *("peaks", "inv_temperature", "min_p_gap", "top_k", "top_p", "coarse", "fine"),
+}
+"""Parameters with one row (or number) for each row of the result."""
+
+
+def with_rows(case_: OpCall, rows: list[int]) -> OpCall:
+    """The case with some rows of its arguments, in this order."""
+    names = list(SCHEMAS[case_.op].parameters)
+
+    def make() -> tuple[Any, ...]:
+        return tuple(
+            argument[rows] if name in PER_ROW and isinstance(argument, torch.Tensor) else argument
+            for name, argument in zip(names, case_.make(), strict=False)
+        )
+
+    return replace(case_, make=make)
+
+
+@clause("OPS-04")
+@pytest.mark.parametrize("op", OPS)
+def test_a_row_of_a_batch_invariant_provider_does_not_depend_on_the_others(
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str, op: str
+) -> None:
+    num_run = 0
+    for provider in providers_of(subject, op):
+        if not provider.batch_invariant:
+            continue
+        for case_ in supported_calls(provider, claimed_dtype, batch_invariant=True):
+            whole, _ = call(bound_device, provider, case_)
+            assert_like_reference(provider, case_, whole, result_dtype(op, claimed_dtype))
+            count = len(whole[0])
+            if count < FEWEST_ROWS:
+                continue
+            for rows in ([0], [count - 1], list(range(count))[::-1], list(range(2, count, 2)), [1] * 40):
+                part, _ = call(bound_device, provider, with_rows(case_, rows))
+                for one, other in zip(part, whole, strict=True):
+                    assert_equal(one, other[rows], f"{provider.name}, rows {rows} of {case_}")
+            num_run += 1
+    if not num_run:
+        skip_not_claimed(f"{op} in {claimed_dtype}: no batch-invariant provider")

@@ -92,9 +92,16 @@ class BlockQuantizedLinear:
         name, silu = "block_quantized_linear", self.block_quantized_linear_silu_and_mul
         return (
             OpProvider(
-                *(name, PROVIDER, self.block_quantized_linear, self.supports), prepare=self.pack, lookup=self.lookup
+                *(name, PROVIDER, self.block_quantized_linear, self.supports),
+                prepare=self.pack,
+                lookup=self.lookup,
+                batch_invariant=True,
             ),
-            OpProvider(f"{name}_silu_and_mul", PROVIDER, silu, self.supports_silu, prepare=self.pack_halves),
+            OpProvider(
+                *(f"{name}_silu_and_mul", PROVIDER, silu, self.supports_silu),
+                prepare=self.pack_halves,
+                batch_invariant=True,
+            ),
         )
 
     def supports(self, case: OpCase) -> list[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 LIBRARY = Path(__file__).parent / "_kernels.so"
 NO_COMPILER_REMEDY = (
     "Install a C++ compiler (g++) and reinstall mvllm-cpu: pip install --force-reinstall --no-deps mvllm-cpu"
@@ -40,16 +40,25 @@ class Kernels:
 
 def load() -> Kernels:
     """The kernels, opened on first use. `MVLLM_CPU_KERNELS` may be 0 (do not use them) or the path of a library."""
-    requested = os.environ.get("MVLLM_CPU_KERNELS", "1")
-    if requested == "0":
+    return find_absent() or _open(_path())
+
+
+def find_absent() -> Kernels | None:
+    """The reason why there is no library, as far as it is known without torch and without opening it; else None."""
+    if os.environ.get("MVLLM_CPU_KERNELS") == "0":
         return Kernels(None, reason="MVLLM_CPU_KERNELS=0 is set.", remedy="Unset MVLLM_CPU_KERNELS.")
-    return _open(LIBRARY if requested in ("", "1") else Path(requested))
+    if not _path().exists():
+        return Kernels(None, reason=f"{_path()} was not built.", remedy=NO_COMPILER_REMEDY)
+    return None
+
+
+def _path() -> Path:
+    requested = os.environ.get("MVLLM_CPU_KERNELS", "")
+    return LIBRARY if requested in ("", "1") else Path(requested)
 
 
 @cache
 def _open(path: Path) -> Kernels:
-    if not path.exists():
-        return Kernels(None, reason=f"{path} was not built.", remedy=NO_COMPILER_REMEDY)
     import torch  # noqa: F401  loads its OpenMP runtime first
 
     try:

@@ -83,9 +83,12 @@ class Linear:
                 *("linear", PROVIDER, self.linear, self.supports, FASTER_THAN_ONEDNN),
                 prepare=self.pack,
                 lookup=self.lookup,
+                batch_invariant=True,
             ),
             OpProvider(
-                "linear_silu_and_mul", PROVIDER, self.linear_silu_and_mul, self.supports_silu, prepare=self.pack
+                *("linear_silu_and_mul", PROVIDER, self.linear_silu_and_mul, self.supports_silu),
+                prepare=self.pack,
+                batch_invariant=True,
             ),
         )
 
@@ -94,6 +97,8 @@ class Linear:
         fastest_with = FASTEST_WITH.get(case.dtype)
         if fastest_with is None:
             return [f"dtype {case.dtype} has no kernel (there are kernels for {', '.join(FASTEST_WITH)})"]
+        if case.batch_invariant:
+            return []
         if self._isa not in fastest_with:
             return [f"for {case.dtype} the kernel is the fastest with {'/'.join(fastest_with)}, not with {self._isa}"]
         if case.dtype == "bfloat16" and self._isa != AMX and torch.cpu._is_amx_tile_supported() and not _is_head(case):
@@ -104,7 +109,7 @@ class Linear:
         """Reasons why the product and its activation are not fused."""
         in_features, size = case.facts["in_features"], case.facts["size"]
         facts = {"in_features": in_features, "out_features": 2 * size, "bias": case.facts["bias"]}
-        reasons = self.supports(OpCase("linear", case.dtype, facts))
+        reasons = self.supports(OpCase("linear", case.dtype, facts, case.batch_invariant))
         if not reasons and not self._silu_takes(in_features, size, DTYPE_CODES[DTYPES[case.dtype]]):
             reasons = [
                 f"{size} columns of {in_features} {case.dtype} are not what the fused kernel takes with {self._isa}"

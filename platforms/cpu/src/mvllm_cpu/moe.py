@@ -53,9 +53,9 @@ class Moe:
     def providers(self) -> Sequence[OpProvider]:
         """One per operation."""
         return (
-            OpProvider("moe", PROVIDER, self.moe, supports, prepare=self.pack),
-            OpProvider("clamped_moe", PROVIDER, self.clamped_moe, supports, prepare=self.pack),
-            OpProvider("select_experts", PROVIDER, self.select_experts, supports),
+            OpProvider("moe", PROVIDER, self.moe, supports, prepare=self.pack, batch_invariant=True),
+            OpProvider("clamped_moe", PROVIDER, self.clamped_moe, supports, prepare=self.pack, batch_invariant=True),
+            OpProvider("select_experts", PROVIDER, self.select_experts, supports, batch_invariant=True),
         )
 
     def pack(self, weights: tuple[torch.Tensor, torch.Tensor]) -> tuple[PackedExperts, PackedExperts]:

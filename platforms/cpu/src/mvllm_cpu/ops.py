@@ -25,6 +25,11 @@ def supports(case: OpCase) -> list[str]:
     return []
 
 
+def _only_batch_invariant(case: OpCase) -> list[str]:
+    """Reasons why a kernel that serves `batch_invariant` only does not take a case."""
+    return supports(case) if case.batch_invariant else ["it is used with batch_invariant only"]
+
+
 class KernelOps:
     """The operations, bound to the opened library."""
 
@@ -40,6 +45,10 @@ class KernelOps:
         self._rotary = Kernel(library, "mvllm_cpu_rotary", rotary)
         largest = (pointer, length, pointer, pointer, length, length, number)
         self._argmax = Kernel(library, "mvllm_cpu_argmax", largest)
+        sums = (pointer, length, pointer, length, length, number)
+        self._logsumexp = Kernel(library, "mvllm_cpu_logsumexp", sums)
+        draws = (pointer, length, *(pointer,) * 8, length, length, length)
+        self._filtered_draw = Kernel(library, "mvllm_cpu_filtered_draw", draws)
         lookup = (pointer, number, pointer, length, pointer, length, length, length, length)
         self._embedding = Kernel(library, "mvllm_cpu_embedding", lookup)
 
@@ -47,6 +56,7 @@ class KernelOps:
         """One per operation."""
         functions = (
             self.argmax,
+            self.logsumexp,
             self.embedding,
             self.rms_norm,
             self.fused_add_rms_norm,
@@ -54,7 +64,10 @@ class KernelOps:
             self.gelu_tanh_and_mul,
             self.rotary_embedding,
         )
-        return [OpProvider(f.__name__, PROVIDER, f, supports) for f in functions]
+        return [
+            *(OpProvider(f.__name__, PROVIDER, f, supports, batch_invariant=True) for f in functions),
+            OpProvider("filtered_draw", PROVIDER, self.filtered_draw, _only_batch_invariant, batch_invariant=True),
+        ]
 
     def argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The largest element of each row, and its index."""
@@ -70,6 +83,48 @@ class KernelOps:
             DTYPE_CODES[x.dtype],
         )
         return values, ids
+
+    def logsumexp(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logarithm of the sum of the exponentials of each row, float32."""
+        x = rows_of(logits)
+        sums = torch.empty(x.shape[:1], dtype=torch.float32)
+        self._logsumexp(
+            x.data_ptr(),
+            x.stride(0),
+            sums.data_ptr(),
+            x.shape[0],
+            x.shape[1],
+            DTYPE_CODES[x.dtype],
+        )
+        return sums
+
+    def filtered_draw(
+        self,
+        logits: torch.Tensor,
+        peaks: torch.Tensor,
+        inv_temperature: torch.Tensor,
+        min_p_gap: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+        coarse: torch.Tensor,
+        fine: torch.Tensor,
+        block_size: int,
+    ) -> torch.Tensor:
+        """Draws one token per row after min_p, top_k and top_p filtering."""
+        x = rows_of(logits)
+        out = torch.empty(x.shape[:1], dtype=torch.int64)
+        settings = (peaks, inv_temperature, min_p_gap, top_k, top_p, coarse, fine)
+        settings = tuple(setting.contiguous() for setting in settings)
+        self._filtered_draw(
+            x.data_ptr(),
+            x.stride(0),
+            *(setting.data_ptr() for setting in settings),
+            out.data_ptr(),
+            x.shape[0],
+            x.shape[1],
+            block_size,
+        )
+        return out
 
     def embedding(self, ids: torch.Tensor, weight: torch.Tensor, first: int | None = None) -> torch.Tensor:
         """Rows of a table; zeros for ids outside of it (other vocabulary shards)."""

@@ -54,6 +54,7 @@ class _Spec(ctypes.Structure):
         ("latent", ctypes.c_int32),
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
+        ("batch_invariant", ctypes.c_int32),
     ]
 
 
@@ -195,6 +196,7 @@ class PagedAttention(AttentionBackend):
             latent=spec.values_in_keys,
             scale=spec.scale,
             soft_cap=spec.soft_cap or 0.0,
+            batch_invariant=spec.batch_invariant,
         )
         self._sizes: tuple[int, ...] = (_round_up(spec.head_size, 4),)
         if not spec.values_in_keys:

@@ -28,7 +28,7 @@ from mvllm.plugin_api import (
     WorkerContext,
     get_logger,
 )
-from mvllm_cpu import host_resources, torch_build, worker_environment
+from mvllm_cpu import host_resources, kernels, torch_build, worker_environment
 from mvllm_cpu.plugin import SPEC
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ CAPABILITIES = Capabilities(
     soft_cap=True,
     sinks=True,
     mla=True,
+    batch_invariant=True,
 )
 
 
@@ -84,6 +85,9 @@ class CPUPlatform(Platform):
             )
             if name not in ("auto", *supported)
         ]
+        if config.batch_invariant and (absent := kernels.find_absent()) is not None:
+            reason = f"it needs the compiled kernels of this platform: {absent.reason}"
+            refusals.append(Refusal("batch_invariant", reason, absent.remedy or "Leave batch_invariant out."))
         if refusals:
             return Refusals(tuple(refusals))
         changes = []
@@ -118,10 +122,13 @@ class CPUPlatform(Platform):
 
     def attention_backend(self, spec: AttentionSpec) -> AttentionBackend:
         from mvllm.plugin_api import ReferenceAttention
-        from mvllm_cpu import kernels
         from mvllm_cpu.paged_attention import PagedAttention
 
         loaded = kernels.load()
+        if spec.batch_invariant and loaded.library is None:
+            raise PlatformError(
+                f"batch_invariant needs the compiled kernels of the CPU platform: {loaded.reason} {loaded.remedy or ''}"
+            )
         backend = ReferenceAttention if loaded.library is None else PagedAttention
         problems = list(dict.fromkeys([*PagedAttention.validate(spec), *backend.validate(spec)]))
         if problems:
@@ -131,7 +138,7 @@ class CPUPlatform(Platform):
         return backend(spec)
 
     def ops(self) -> Sequence[OpProvider]:
-        from mvllm_cpu import kernels, onednn_linear
+        from mvllm_cpu import onednn_linear
         from mvllm_cpu.block_quantized_linear import BlockQuantizedLinear
         from mvllm_cpu.linear import Linear
         from mvllm_cpu.moe import Moe
@@ -148,7 +155,6 @@ class CPUPlatform(Platform):
         return (*compiled, *integers, *experts, *onednn_linear.providers())
 
     def compiler(self) -> CompileBackend:
-        from mvllm_cpu import kernels
         from mvllm_cpu.replay import Replay
 
         return Replay(kernels.load().library)

@@ -7,7 +7,7 @@ from mvllm.plugin_api import PlatformSpec, hookimpl
 SPEC = PlatformSpec(
     name="cpu",
     vendor="mvllm",
-    contract=(1, 0),
+    contract=(1, 1),
     probe="mvllm_cpu.probe:probe",
     factory="mvllm_cpu.platform:make_platform",
     torch_floor="2.6",

@@ -93,8 +93,16 @@ class QuantizedLinear:
         """One per operation."""
         silu = self.quantized_linear_silu_and_mul
         return (
-            OpProvider("quantized_linear", PROVIDER, self.quantized_linear, self.supports, prepare=self.pack),
-            OpProvider("quantized_linear_silu_and_mul", PROVIDER, silu, self.supports_silu, prepare=self.pack),
+            OpProvider(
+                *("quantized_linear", PROVIDER, self.quantized_linear, self.supports),
+                prepare=self.pack,
+                batch_invariant=True,
+            ),
+            OpProvider(
+                *("quantized_linear_silu_and_mul", PROVIDER, silu, self.supports_silu),
+                prepare=self.pack,
+                batch_invariant=True,
+            ),
         )
 
     def supports(self, case: OpCase) -> list[str]:

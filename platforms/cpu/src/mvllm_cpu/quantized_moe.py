@@ -57,7 +57,13 @@ class QuantizedMoe:
 
     def providers(self) -> Sequence[OpProvider]:
         """The operation's provider."""
-        return (OpProvider("quantized_moe", PROVIDER, self.quantized_moe, self.supports, prepare=self.pack),)
+        return (
+            OpProvider(
+                *("quantized_moe", PROVIDER, self.quantized_moe, self.supports),
+                prepare=self.pack,
+                batch_invariant=True,
+            ),
+        )
 
     def supports(self, case: OpCase) -> list[str]:
         """Reasons why the kernels do not take a case."""
