@@ -26,6 +26,7 @@ from mvllm.config.model_kind import ModelKind
 from mvllm.config.pooler_config import check_pooler_config
 from mvllm.config.quantization import resolve_quantization
 from mvllm.config.sentence_transformers_config import max_seq_length
+from mvllm.config.token_spaces import token_spaces_of
 from mvllm.errors import ConfigError, ModelError
 from mvllm.logging import get_logger
 
@@ -177,6 +178,7 @@ def build_model_config(
         quantization=resolve_quantization(hf_config, quantization),
         kind=kind,
         pooler_config=check_pooler_config(pooler_config or {}),
+        token_spaces=token_spaces_of(architecture, hf_config, shape.vocab_size),
     )
 
 

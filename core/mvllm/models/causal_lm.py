@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from mvllm.config.model import ModelConfig
+from mvllm.config.token_spaces import TokenSpace
+from mvllm.errors import ModelError
 from mvllm.layers.attention import Attention
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.embedding import LMHead, VocabEmbedding
@@ -86,6 +88,26 @@ class CausalLM(nn.Module, ABC):
         """Last stage only: rows of `forward`'s result [n, hidden_size] to logits [n, vocab_size], compute dtype."""
         assert self.lm_head is not None, "only the last pipeline stage computes logits"
         return self.lm_head(hidden)
+
+    @property
+    def token_spaces(self) -> Mapping[str, TokenSpace]:
+        """Spaces of tokens beside text, by name."""
+        return self.config.token_spaces
+
+    def compute_space_logits(self, hidden: torch.Tensor, space: TokenSpace) -> torch.Tensor:
+        """Last stage only: the logits of a space with a head of its own.
+
+        Args:
+            hidden: [n, hidden_size]: rows of `forward`'s result.
+            space: One of `token_spaces` whose `has_own_head` is set.
+
+        Returns:
+            [n, space.size], compute dtype.
+        """
+        raise ModelError(
+            f"{type(self).__name__} computes no logits for the token space {space.name!r}, which config.json declares. "
+            "A model with such a space overrides compute_space_logits."
+        )
 
     def attention_layers(self) -> list[Attention]:
         """The attention of each layer on this rank, in layer order."""
