@@ -22,6 +22,7 @@ from mvllm.messages.scheduler_output import NewRequestData, SchedulerOutput
 from mvllm.pooling.pooler import PoolingState
 from mvllm.sampling.logits_processor import RowTokens
 from mvllm.sampling.sampling_state import SamplingState, TokenHistory
+from mvllm.worker.guidance import GuidedRows
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class InputBatch:
         prompt_logprobs: Row to the requested number, for requests with `prompt_logprobs`.
         pooling: Pooling requests; their rows never sample.
         lora_ids: int64 [max_rows]; LoRA adapter of the row's request, 0 for none.
+        guidance: Which rows are pairs.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class InputBatch:
         self.prompt_logprobs: dict[int, int] = {}
         self.pooling = PoolingState()
         self.lora_ids = np.zeros(max_rows, dtype=np.int64)
+        self.guidance = GuidedRows(max_rows)
         self.sampling = sampling
 
     def apply_plan(self, plan: SchedulerOutput) -> None:
@@ -132,6 +135,7 @@ class InputBatch:
         if params.prompt_logprobs is not None:
             self.prompt_logprobs[row] = params.prompt_logprobs
         self.pooling.set_row(row, request.pooling_params)
+        self.guidance.set_row(row, params.guidance_scale, request.guided_row)
         self.lora_ids[row] = 0 if request.lora_request is None else request.lora_request.lora_int_id
         self.sampling.set_row(
             row,
@@ -148,4 +152,5 @@ class InputBatch:
         self.prompt_logprobs.pop(row, None)
         self.pooling.clear_row(row)
         self.lora_ids[row] = 0
+        self.guidance.clear_row(row)
         self.sampling.clear_row(row)
