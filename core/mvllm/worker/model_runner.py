@@ -144,7 +144,7 @@ class ModelRunner:
     def load_model(self) -> None:
         """Builds the model on the device and loads this rank's weights."""
         context = self.loader.load()
-        vocab_size = self._config.model.vocab_size
+        vocab_size = self._config.model.num_token_ids
         filtered_draw = context.op("filtered_draw", size=vocab_size)
         self._argmax = context.op("argmax", size=vocab_size).function
         self._float32_argmax = context.floats(torch.float32).op("argmax", size=vocab_size).function
@@ -204,9 +204,10 @@ class ModelRunner:
         max_rows, on_device = scheduler.max_num_seqs, self._keeps_tokens_on_device
         counts = None
         if on_device:
-            counts = DeviceTokenCounts(self._runtime.empty, max_rows, model.vocab_size, model.max_model_len)
-        state = SamplingState(max_rows, model.vocab_size, model.seed, self._logits_processors(), counts)
-        self.rows = InputBatch(max_rows, model.max_model_len, block_size, state, len(self._layers.groups))
+            counts = DeviceTokenCounts(self._runtime.empty, max_rows, model.num_token_ids, model.max_model_len)
+        state = SamplingState(max_rows, model.num_token_ids, model.seed, self._logits_processors(), counts)
+        num_groups = len(self._layers.groups)
+        self.rows = InputBatch(max_rows, model.max_model_len, block_size, state, num_groups, list(model.token_spaces))
         shapes = self._forward.shapes()
         self._inputs = StepInputBuilder(
             self.rows,
@@ -241,7 +242,7 @@ class ModelRunner:
         """The configured logits processors and those of requests, on the pipeline stage that samples."""
         if not self._pipeline.is_last:
             return None
-        max_rows, vocab_size = self._config.scheduler.max_num_seqs, self._config.model.vocab_size
+        max_rows, vocab_size = self._config.scheduler.max_num_seqs, self._config.model.num_token_ids
         context = LogitsProcessorContext(vocab_size, max_rows, self._runtime.device)
         return LogitsProcessorSet(self._config.logits_processors, context)
 
@@ -440,7 +441,7 @@ class ModelRunner:
         result = StepResult(plan.step, inputs.rows, inputs.sampling_positions, draft_token_ids=plan.draft_token_ids)
         if self.rows.prompt_logprobs:
             result.prompt_logprobs_chunks = self._prompt_logprobs.compute(
-                inputs, hidden, self.loader.model.compute_logits
+                inputs, hidden, self._forward.prompt_logits
             )
         if self.rows.pooling.params:
             result.pooled = pool_step(
@@ -497,9 +498,9 @@ class ModelRunner:
         """Samples for the rows that have reached the end of their known tokens."""
         state, history = self.rows.sampling, self.rows.history
         rows, seq_lens = inputs.rows[inputs.sampling_positions], None
-        has_pairs = self.rows.guidance.num_pairs > 0
+        has_pairs, spaces = self.rows.guidance.num_pairs > 0, self.rows.spaces.of(rows)
         if states is None:
-            if not has_pairs and state.samples_greedily(rows):
+            if not has_pairs and spaces is None and state.samples_greedily(rows):
                 assert self._forward.head is not None
                 sampled = self._forward.head.sample(hidden, inputs, self._upload_masks(inputs, masks))
                 if self._sampled_token_buffer is None:
@@ -510,7 +511,7 @@ class ModelRunner:
         if inputs.num_draft_tokens.any():
             seq_lens = ragged_ranges(history.num_tokens[rows], inputs.num_logits_rows)
             rows = rows.repeat(inputs.num_logits_rows)
-        logits = self._forward.logits(states, len(rows))
+        logits = self._forward.logits(states, len(rows), spaces)
         if self._sampled_token_buffer is not None and history.ends_in_placeholder(
             state.rows_reading_tokens(rows, history.num_tokens[rows])
         ):
