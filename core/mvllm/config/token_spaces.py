@@ -63,25 +63,30 @@ class TokenSpace:
 
 TokenSpaces = Mapping[str, TokenSpace]
 
-_SPACES_OF_ARCHITECTURE: dict[str, Callable[[HFConfig, int], dict[str, TokenSpace]]] = {}
-"""Reads the spaces of a family from its config, given the size of the text vocabulary."""
+ReadSpaces = Callable[[HFConfig, int, HFConfig], dict[str, TokenSpace]]
+"""Reads the spaces of a family from its config, the size of the text vocabulary, and `generation_config.json`."""
 
 
-def token_spaces_of(architecture: str, hf_config: HFConfig, vocab_size: int) -> dict[str, TokenSpace]:
+def token_spaces_of(
+    hf_config: HFConfig, vocab_size: int, generation: HFConfig, read: ReadSpaces | None
+) -> dict[str, TokenSpace]:
     """The spaces of a model, by name: those of its family, or those of the key `token_spaces` of its config.
 
     The key holds an object of names to the fields of TokenSpace. Models of plugins declare their spaces with it.
 
     Args:
         vocab_size: Size of the text vocabulary.
+        generation: `generation_config.json`.
+        read: Reads the spaces of the family; None for families without.
 
     Raises:
         ModelError: The key is invalid.
     """
     declared = hf_config.get("token_spaces")
     if declared is None:
-        read = _SPACES_OF_ARCHITECTURE.get(architecture)
-        return {} if read is None else check_token_spaces(read(hf_config, vocab_size), vocab_size, hf_config.source)
+        if read is None:
+            return {}
+        return check_token_spaces(read(hf_config, vocab_size, generation), vocab_size, hf_config.source)
     if not isinstance(declared, dict) or not all(isinstance(fields, dict) for fields in declared.values()):
         raise ModelError(
             f"{hf_config.source}: 'token_spaces' should be an object of names to objects with 'first' and 'size', "

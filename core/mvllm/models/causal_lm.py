@@ -20,6 +20,7 @@ from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.embedding import LMHead, VocabEmbedding
 from mvllm.layers.pipeline_stage import PipelineStage
 from mvllm.layers.weight_target import WeightTarget
+from mvllm.models.pixel_decoder import PixelDecoder
 
 
 class CausalLM(nn.Module, ABC):
@@ -38,6 +39,7 @@ class CausalLM(nn.Module, ABC):
         ignored_names: Regular expression for names of checkpoint tensors that are not weights.
         uses_prompt_lens, uses_token_types: Whether the model reads `ForwardStep`'s field of that name.
         lm_head: The language-model head on the last stage, else None.
+        pixel_decoder: Decoder of image codes, on one rank of the last stage of models that generate images; else None.
         scores: Classification head on the last stage: pooled states [n, hidden_size] to [n, labels]; else None.
     """
 
@@ -56,6 +58,7 @@ class CausalLM(nn.Module, ABC):
         self.config = config
         self.stage = PipelineStage.for_rank(config.num_layers, ctx.pp)
         self.scores: nn.Module | None = None
+        self.pixel_decoder: PixelDecoder | None = None
         self._quantization = ctx.quantization
         self._place, self._uses_several_devices = ctx.place, ctx.num_devices > 1
         self._placed: dict[nn.Parameter, nn.Parameter] = {}
