@@ -50,16 +50,7 @@ SHAPES = {name: np.array([[cell == "#" for cell in row] for row in rows]) for na
 PLACES = {"top left": (0, 0), "top right": (0, 4), "bottom left": (4, 0), "bottom right": (4, 4), "middle": (2, 2)}
 """The row and column of a shape's first code."""
 
-PAD, BOS, EOS, PLAN, BEGIN_IMAGE, END_IMAGE, IMAGE, UNKNOWN = SPECIAL = (
-    "<pad>",
-    "<bos>",
-    "<eos>",
-    "<plan>",
-    "<begin_of_image>",
-    "<end_of_image>",
-    "<image_placeholder>",
-    "<unknown>",
-)
+PAD, BOS, EOS, PLAN, BEGIN_IMAGE = SPECIAL = ("<pad>", "<bos>", "<eos>", "<plan>", "<begin_of_image>")
 WORDS = (*SPECIAL, "a", "like", *THINGS, *COLOURS, *SHAPES, "top", "bottom", "left", "right", "middle")
 WORD_ID = {word: index for index, word in enumerate(WORDS)}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from shapes import (
@@ -16,31 +15,29 @@ from shapes import (
     BOS,
     CELL,
     COLOURS,
-    END_IMAGE,
     EOS,
     GRID,
-    IMAGE,
     NUM_CODES,
     PAD,
     RGB,
     SHAPES,
-    SPECIAL,
-    UNKNOWN,
     WORD_ID,
     WORDS,
     Scene,
     Task,
 )
-from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
 from torch.nn import functional
-from transformers import JanusConfig, JanusForConditionalGeneration, PreTrainedTokenizerFast
+from transformers import JanusConfig, JanusForConditionalGeneration
 from transformers.models.janus.modeling_janus import JanusVQVAE
 
 FIRST_CODE = len(WORDS)  # id of code 0
-HIDDEN = 128
+HIDDEN = 96
 
 
 LAYERS = 3
+
+
 def make_model(seed: int = 0) -> JanusForConditionalGeneration:
     """A new model. All weights are random but those of the VQ decoder, which paints the colour of each code."""
     torch.manual_seed(seed)
@@ -76,11 +73,11 @@ def make_model(seed: int = 0) -> JanusForConditionalGeneration:
             "latent_channels": len(RGB),
             "base_channels": 64,
             "channel_multiplier": [1, 1],
-            "num_res_blocks": 0,
+            "num_res_blocks": 1,
             "projection_dim": HIDDEN,
             "image_token_embed_dim": HIDDEN,
         },
-        image_token_id=WORD_ID[IMAGE],
+        image_token_id=WORD_ID[PAD],
         tie_word_embeddings=False,
         dtype="float32",
     )
@@ -100,8 +97,8 @@ def make_model(seed: int = 0) -> JanusForConditionalGeneration:
 def write_decoder(vq: JanusVQVAE) -> None:
     """Writes the weights of a VQ decoder in which code c is a square of the colour `RGB[c]`.
 
-    The vector of code c has a one at index c. Channel 2 j is 1 where the code is j and -1 elsewhere, and channel 2 j + 1
-    is its negative, so group normalization of the pair changes nothing. Residual and attention blocks add zero.
+    The vector of code c has a one at index c. Channel 2 j is 1 where the code is j and -1 elsewhere, and channel
+    2 j + 1 is its negative, so group normalization of the pair changes nothing. Residual and attention blocks add 0.
     """
     vq.quantize.embedding.weight.copy_(torch.eye(len(RGB)))
     for parameter in [*vq.post_quant_conv.parameters(), *vq.decoder.parameters()]:
@@ -121,20 +118,11 @@ def write_decoder(vq: JanusVQVAE) -> None:
     decoder.conv_out.bias.copy_(-functional.silu(torch.tensor(-1.0)) * colours.sum(0))
 
 
-def save(model: JanusForConditionalGeneration, folder: Path) -> None:
-    """Writes the checkpoint, with a tokenizer that has a token for each word."""
-    model.save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel(WORD_ID, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(list(SPECIAL))
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=BOS,
-        eos_token=EOS,
-        pad_token=PAD,
-        unk_token=UNKNOWN,
-        extra_special_tokens={"boi_token": BEGIN_IMAGE, "eoi_token": END_IMAGE, "image_token": IMAGE},
-    ).save_pretrained(folder)
+def trained_modules(model: JanusForConditionalGeneration) -> list[nn.Module]:
+    """All modules of generation but the VQ decoder."""
+    inner = model.model
+    images = [inner.generation_embeddings, inner.generation_aligner, inner.generation_head]
+    return [inner.language_model, model.lm_head, *images]
 
 
 # ------------------------------------------------------------------------------------------------------ teacher forcing
@@ -142,7 +130,7 @@ def save(model: JanusForConditionalGeneration, folder: Path) -> None:
 
 def log_probs(
     model: JanusForConditionalGeneration, sequences: Sequence[tuple[list[int], list[int], list[int]]]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The log-probability of every token of plans and pictures, without guidance.
 
     Args:
@@ -150,8 +138,8 @@ def log_probs(
         sequences: Prompt ids, plan ids (up to the id that begins the picture), and the codes, of each sequence.
 
     Returns:
-        Log-probabilities [sequences, length - 1], float32, 0 elsewhere, and the positions (bool) of tokens of plans
-        and of codes, of the same shape. Column i belongs to token i + 1.
+        Four tensors [sequences, length - 1], whose column i belongs to token i + 1: the log-probabilities, float32 and
+        0 elsewhere, the positions of plans and those of codes, bool, and the ids.
     """
     length = max(len(prompt) + len(plan) + len(codes) for prompt, plan, codes in sequences)
     ids = torch.full((len(sequences), length), WORD_ID[PAD])
@@ -184,8 +172,8 @@ def log_probs(
 def noisy_sample(task: Task, rng: random.Random) -> tuple[list[int], list[int], list[int]]:
     """A sample of a bad teacher.
 
-    In 40 % of the plans the colour is any, in 40 % of the pictures the shape is any. One sample in ten has no prompt and
-    no plan, for guidance.
+    In 40 % of the plans the colour is any, in 40 % of the pictures the shape is any. One sample in ten has padding for
+    prompt and plan: the unconditional prompt of guidance.
     """
     asked = task.scene
     colour = rng.choice(list(COLOURS)) if rng.random() < 0.4 else asked.colour
@@ -198,16 +186,18 @@ def noisy_sample(task: Task, rng: random.Random) -> tuple[list[int], list[int], 
     return prompt, plan, codes
 
 
-def train_supervised(model: JanusForConditionalGeneration, tasks: list[Task], steps: int, batch: int = 32, lr: float = 3e-3) -> float:
+def train_supervised(
+    model: JanusForConditionalGeneration, tasks: list[Task], steps: int, batch: int = 16, lr: float = 4e-3
+) -> float:
     """Trains plans and codes on the samples of the bad teacher. Returns the last loss."""
     rng = random.Random(0)
-    inner = model.model
-    trained = [inner.language_model, inner.generation_embeddings, inner.generation_aligner, inner.generation_head, model.lm_head]
-    parameters = [parameter for module in trained for parameter in module.parameters()]
+    parameters = [parameter for module in trained_modules(model) for parameter in module.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=steps)
     for _ in range(steps):
-        result, is_plan, is_code, targets = log_probs(model, [noisy_sample(rng.choice(tasks), rng) for _ in range(batch)])
+        result, is_plan, is_code, targets = log_probs(
+            model, [noisy_sample(rng.choice(tasks), rng) for _ in range(batch)]
+        )
         painted = is_code & (targets > FIRST_CODE)
         loss = -result[is_plan].mean() - result[is_code].mean() - result[painted].mean()
         optimizer.zero_grad()
