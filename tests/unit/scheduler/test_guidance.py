@@ -88,7 +88,7 @@ def test_siblings_share_prompt_blocks_on_both_sides():
 def test_each_side_finds_its_own_prefix():
     engine = Engine(make_scheduler())
     engine.run(guided(other=[1] * 5))
-    again = guided(prompt=PROMPT[:6] + [7, 8, 9])
+    again = guided(prompt=[*PROMPT[:6], 7, 8, 9])
     engine.add(again)
     plan = engine.step()
     assert [each.num_computed_tokens for each in plan.new_requests] == [4, 0]
@@ -175,3 +175,16 @@ def test_limits_that_hold_no_pair_are_errors():
     result = engine.run(guided())[0]
     assert result.finish_reason is FinishReason.ERROR
     assert "30 tokens in the KV cache, 9 blocks of 4" in str(result.outputs[-1].error)
+
+
+def test_a_worker_that_does_not_know_of_pairs_is_found_out():
+    engine = Engine(make_scheduler())
+    request = guided()
+    engine.add(request)
+    plan = engine.scheduler.schedule()
+    output = engine.runner.execute(plan)
+    output.sampled_token_ids[1] += 1
+    engine.scheduler.update_from_output(plan, output)
+    outputs = engine.scheduler.pop_outputs()
+    assert [(each.finish_reason, each.error_parameter) for each in outputs] == [(FinishReason.ERROR, "guidance_scale")]
+    assert num_free(engine) == 64
