@@ -1,18 +1,54 @@
-"""Families that generate images: the defaults of their configs, and their token spaces.
+"""Families that generate images: the defaults of their configs, their token spaces, and the formats of their images.
 
 Published configs list only the values that differ from transformers' defaults, which the tables here repeat.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.token_spaces import ReadSpaces, TokenSpace
 from mvllm.errors import ModelError
 
+if TYPE_CHECKING:
+    from mvllm.config.model import ModelConfig
+
 IMAGE = "image"
 """Name of the token space of these families."""
+
+
+@dataclass(frozen=True)
+class ImageFormat:
+    """How a model writes an image as tokens.
+
+    Attributes:
+        rows, columns: Codes of an image; for models that let choose the size, of an image of the default size.
+        scale: Pixels per code, along each side.
+        guidance_scale: The default of ImageParams.
+        chat_prompt: A prompt is a chat message: the format of that message for tokenizers without a chat template.
+            None for models that take the text as it is.
+        names_size: The prompt names the number of rows and columns, which may be chosen.
+        begin_token_ids: The tokens that begin an image. If the prompt names the size, it is between the two.
+        row_end_id: The token at the end of each row; None for models without.
+    """
+
+    rows: int
+    columns: int
+    scale: int
+    guidance_scale: float
+    chat_prompt: str | None = None
+    names_size: bool = False
+    begin_token_ids: tuple[int, ...] = ()
+    row_end_id: int | None = None
+
+    def num_tokens(self, rows: int, columns: int) -> int:
+        """Tokens of an image."""
+        return rows * (columns + (self.row_end_id is not None))
+
 
 _LLAMA = {
     "vocab_size": 32000,
@@ -81,6 +117,38 @@ def janus_spaces(hf_config: HFConfig, vocab_size: int, generation: HFConfig) -> 
 
 
 _JANUS_PARTS = ("vq_config", "vision_config")
+_JANUS_CHAT = "<|User|>: {}\n\n<|Assistant|>:"
+
+
+def janus_format(config: ModelConfig) -> ImageFormat:
+    """Images are squares of the one size that the model was trained on.
+
+    Raises:
+        ModelError: The number of codes is not a square.
+    """
+    hf_config, space = config.hf_config, config.token_spaces[IMAGE]
+    count = space.num_tokens or 0
+    side = math.isqrt(count)
+    if side * side != count or not count:
+        raise ModelError(
+            f"{hf_config.source}: 'num_image_tokens' of 'vision_config' is {count}, which is no square: an image has "
+            "as many rows as columns of codes."
+        )
+    multipliers = hf_config.get("vq_config", {}).get("channel_multiplier") or [1, 1, 2, 2, 4]
+    return ImageFormat(
+        rows=side,
+        columns=side,
+        scale=2 ** (len(multipliers) - 1),
+        guidance_scale=5.0,
+        chat_prompt=_JANUS_CHAT,
+        begin_token_ids=space.begin_token_ids,
+    )
+
+
+def image_format(config: ModelConfig) -> ImageFormat | None:
+    """The format of a model's images; None if it generates none."""
+    read = FORMATS.get(config.architecture)
+    return None if read is None else read(config)
 
 
 def _token_id(config: HFConfig, key: str, vocab_size: int) -> int | None:
@@ -94,3 +162,6 @@ def _token_id(config: HFConfig, key: str, vocab_size: int) -> int | None:
 
 SPACES: dict[str, ReadSpaces] = {"JanusForConditionalGeneration": janus_spaces}
 """Readers of the token spaces, by architecture."""
+
+FORMATS: dict[str, Callable[[ModelConfig], ImageFormat]] = {"JanusForConditionalGeneration": janus_format}
+"""Readers of the formats of images, by architecture."""

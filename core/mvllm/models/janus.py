@@ -1,4 +1,4 @@
-"""Janus and Janus-Pro: Llama with a second vocabulary, the codes of images, which has an embedding and a head of its own.
+"""Janus and Janus-Pro: Llama with a second vocabulary, the codes of images, with an embedding and a head of its own.
 
 id          0 ............ vocab_size | vocab_size + code
 embedding   embed_tokens              | generation_aligner(generation_embeddings)
