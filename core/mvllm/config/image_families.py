@@ -6,6 +6,7 @@ Published configs list only the values that differ from transformers' defaults, 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -151,6 +152,68 @@ def image_format(config: ModelConfig) -> ImageFormat | None:
     return None if read is None else read(config)
 
 
+_VISUAL_TOKEN = re.compile(r"<\|visual token (\d+)\|>")
+_BEGIN, _WRAPPER, _ROW_END = "<|image start|>", "<|image token|>", "<|extra_200|>"
+_VISUAL_TOKENS = "visual_tokens"
+_EMU3_SIDE = 90
+
+
+def shorten_vocabulary_map(config: dict[str, Any], source: str) -> None:
+    """Replaces the tokenizer's vocabulary in a config of Emu3, megabytes, by what is needed of it: the tokens around
+    images, and the id of code 0 and the number of codes as `visual_tokens`.
+
+    Raises:
+        ModelError: The ids of the codes are not contiguous.
+    """
+    vocabulary = config.get("vocabulary_map")
+    if config.get("model_type") != "emu3" or not isinstance(vocabulary, dict):
+        return
+    codes = {int(match[1]): ids for name, ids in vocabulary.items() if (match := _VISUAL_TOKEN.fullmatch(name))}
+    first = codes.get(0)
+    if first is None or any(codes.get(code) != first + code for code in range(len(codes))):
+        raise ModelError(
+            f"{source}: 'vocabulary_map' has {len(codes)} tokens like '<|visual token 000000|>', whose ids are not "
+            "contiguous. Only contiguous ids are supported."
+        )
+    config["vocabulary_map"] = {name: vocabulary[name] for name in (_BEGIN, _WRAPPER, _ROW_END) if name in vocabulary}
+    config[_VISUAL_TOKENS] = [first, len(codes)]
+
+
+def emu3_spaces(hf_config: HFConfig, vocab_size: int, generation: HFConfig) -> dict[str, TokenSpace]:
+    """The codes of images, which are a part of the vocabulary.
+
+    Raises:
+        ModelError: The config has no `vocabulary_map`.
+    """
+    first, size = hf_config.require(_VISUAL_TOKENS if _VISUAL_TOKENS in hf_config else "vocabulary_map", list)
+    return {IMAGE: TokenSpace(IMAGE, first=first, size=size, has_own_head=False)}
+
+
+def emu3_format(config: ModelConfig) -> ImageFormat:
+    """Images of any size, of 720 x 720 pixels by default, whose rows end with a token.
+
+    Raises:
+        ModelError: `vocabulary_map` lacks a token.
+    """
+    hf_config = config.hf_config
+    vocabulary = hf_config.get("vocabulary_map", {})
+    ids = [vocabulary.get(name) for name in (_BEGIN, _WRAPPER, _ROW_END)]
+    if not all(type(each) is int and 0 <= each < config.vocab_size for each in ids):
+        raise ModelError(
+            f"{hf_config.source}: 'vocabulary_map' needs the ids of {_BEGIN}, {_WRAPPER} and {_ROW_END}, found {ids}."
+        )
+    multipliers = hf_config.get("vq_config", {}).get("channel_multiplier") or [1, 2, 2, 4]
+    return ImageFormat(
+        rows=_EMU3_SIDE,
+        columns=_EMU3_SIDE,
+        scale=2 ** (len(multipliers) - 1),
+        guidance_scale=3.0,
+        names_size=True,
+        begin_token_ids=(ids[0], ids[1]),
+        row_end_id=ids[2],
+    )
+
+
 def _token_id(config: HFConfig, key: str, vocab_size: int) -> int | None:
     value = config.get(key)
     if value is None:
@@ -160,8 +223,14 @@ def _token_id(config: HFConfig, key: str, vocab_size: int) -> int | None:
     return value
 
 
-SPACES: dict[str, ReadSpaces] = {"JanusForConditionalGeneration": janus_spaces}
+SPACES: dict[str, ReadSpaces] = {
+    "Emu3ForConditionalGeneration": emu3_spaces,
+    "JanusForConditionalGeneration": janus_spaces,
+}
 """Readers of the token spaces, by architecture."""
 
-FORMATS: dict[str, Callable[[ModelConfig], ImageFormat]] = {"JanusForConditionalGeneration": janus_format}
+FORMATS: dict[str, Callable[[ModelConfig], ImageFormat]] = {
+    "Emu3ForConditionalGeneration": emu3_format,
+    "JanusForConditionalGeneration": janus_format,
+}
 """Readers of the formats of images, by architecture."""
