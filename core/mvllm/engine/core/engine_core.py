@@ -168,6 +168,9 @@ class EngineCore(CoreRollouts):
             self._required_lora_manager  # noqa: B018  (raises where there is none)
         if key := self._position_key(len(request.prompt_token_ids)):
             request = msgspec.structs.replace(request, position_key=key)
+        if request.unconditional_prompt_token_ids is not None:
+            key = self._position_key(len(request.unconditional_prompt_token_ids))
+            request = msgspec.structs.replace(request, unconditional_position_key=key)
         if request.sibling_group is not None and not self._supports_prefix_caching:
             request = msgspec.structs.replace(request, sibling_group=None)
         self.scheduler.add_request(request)
