@@ -21,7 +21,7 @@ from mvllm.config.generation_config import (
     sampling_defaults,
 )
 from mvllm.config.hf_config import HFConfig
-from mvllm.config.image_families import SPACES, text_defaults
+from mvllm.config.image_families import SPACES, shorten_vocabulary_map, text_defaults
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_kind import ModelKind
 from mvllm.config.pooler_config import check_pooler_config
@@ -59,6 +59,7 @@ _ARCHITECTURE_OF_TYPE = {
     "glm4": "Glm4ForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
     "falcon": "FalconForCausalLM",
+    "emu3": "Emu3ForConditionalGeneration",
     "janus": "JanusForConditionalGeneration",
 }
 
@@ -81,7 +82,7 @@ _ABSENT_SLIDING_WINDOW = {
 
 # Families with full attention even if the config has the key `sliding_window`.
 _NEVER_SLIDING = (
-    *("llama", "opt", "gpt2", "granite", "olmo2", "glm", "glm4", "falcon"),
+    *("llama", "opt", "gpt2", "granite", "olmo2", "glm", "glm4", "falcon", "emu3_text_model"),
     *("deepseek_v2", "deepseek_v3"),
     *("bert", "roberta", "xlm-roberta", "distilbert"),
 )
@@ -199,6 +200,7 @@ def load_hf_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> 
         raise ModelError(f"{outer.source}: 'text_config' should be a JSON object, found {text!r}.")
     flat = outer.as_dict()
     flat.pop("text_config", None)
+    shorten_vocabulary_map(flat, outer.source)
     # The outer config is that of the whole checkpoint, with its head.
     inner = {key: value for key, value in text.items() if key not in _OUTER_KEYS or key not in outer}
     return HFConfig({**flat, **text_defaults(outer, text), **inner, **(overrides or {})}, outer.source)

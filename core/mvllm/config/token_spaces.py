@@ -107,16 +107,16 @@ def check_token_spaces(spaces: dict[str, TokenSpace], vocab_size: int, source: s
         is_inside = space.stop <= vocab_size
         if space.name == TEXT or space.size < 1 or space.first < 0 or space.stop > _LARGEST_ID:
             raise ModelError(
-                f"{source}: the token space {space.name!r} has the ids {space.first} to {space.stop - 1}. A space needs "
-                f"a name other than {TEXT!r} and at least one id from 0 to {_LARGEST_ID - 1}."
+                f"{source}: the token space {space.name!r} has the ids {space.first} to {space.stop - 1}. A space "
+                f"needs a name other than {TEXT!r} and at least one id from 0 to {_LARGEST_ID - 1}."
             )
         if is_inside and not space.has_own_head:
             continue
         if space.first != stop or not space.has_own_head:
             raise ModelError(
-                f"{source}: the token space {space.name!r} has the ids {space.first} to {space.stop - 1}. A space with "
-                f"a head of its own must begin at {stop}, behind the vocabulary and the spaces before; one without must "
-                f"lie within the vocabulary of {vocab_size} tokens."
+                f"{source}: the token space {space.name!r} has the ids {space.first} to {space.stop - 1}. A space "
+                f"with its own head must begin at {stop}, behind the vocabulary and the spaces before; one without "
+                f"must lie within the vocabulary of {vocab_size} tokens."
             )
         stop = space.stop
     return spaces

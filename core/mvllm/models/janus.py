@@ -1,4 +1,4 @@
-"""Janus and Janus-Pro: Llama with a second vocabulary, the codes of images, which has an embedding and a head of its own.
+"""Janus and Janus-Pro: Llama with a second vocabulary, the codes of images, with an embedding and a head of its own.
 
 id          0 ............ vocab_size | vocab_size + code
 embedding   embed_tokens              | generation_aligner(generation_embeddings)
@@ -22,6 +22,7 @@ from mvllm.layers.linear import ColumnParallelLinear, ReplicatedLinear
 from mvllm.logging import get_logger
 from mvllm.models.janus_vq import JanusPixelDecoder
 from mvllm.models.llama import LlamaForCausalLM
+from mvllm.models.pixel_decoder import pixel_statistics
 
 logger = get_logger(__name__)
 
@@ -48,6 +49,7 @@ class JanusForConditionalGeneration(LlamaForCausalLM):
         self.image_head = _ImageHead(floats, vq, config.hidden_size) if self.stage.is_last else None
         if self.stage.is_last and ctx.tp.is_first:
             self.pixel_decoder = JanusPixelDecoder(ctx, vq)
+            self.pixel_decoder.mean, self.pixel_decoder.std = pixel_statistics(config.path)
         self._mentions_skipped = self.stage.is_first and ctx.tp.is_first
 
     def compute_space_logits(self, hidden: torch.Tensor, space: TokenSpace) -> torch.Tensor:

@@ -7,12 +7,15 @@ checkpoint, on one rank of the last pipeline stage, and computes in float32.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mvllm.config.hf_config import read_json_object
+from mvllm.errors import ModelError
 from mvllm.layers.context import BuildContext
 from mvllm.layers.weight_target import WeightTarget
 
@@ -28,12 +31,12 @@ class PixelDecoder(nn.Module, ABC):
 
     Attributes:
         scale: Pixels per code, along each side.
-        mean, std: Pixels are `(x * std + mean) * 255`, where x is the result of `decode`.
+        mean, std: Pixels are `(x * std + mean) * 255`, where x is the result of `decode`, see `pixel_statistics`.
     """
 
     scale: int
-    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    mean: Sequence[float] = (0.5, 0.5, 0.5)
+    std: Sequence[float] = (0.5, 0.5, 0.5)
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -73,6 +76,30 @@ class PixelDecoder(nn.Module, ABC):
         for name, parameter in self.named_parameters():
             whole = tuple(slice(0, size) for size in parameter.shape)
             yield f"{self._name}.{name}", WeightTarget(parameter, tuple(parameter.shape), whole, whole)
+
+
+def pixel_statistics(folder: Path) -> tuple[Sequence[float], Sequence[float]]:
+    """`image_mean` and `image_std` of the image processor in a model's folder; 0.5 if it has none.
+
+    Raises:
+        ModelError: They are not three numbers each.
+    """
+    default = PixelDecoder.mean, PixelDecoder.std
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        if not (folder / name).is_file():
+            continue
+        values = read_json_object(folder / name)
+        values = values.get("image_processor") or values
+        found = values.get("image_mean"), values.get("image_std")
+        if None in found:
+            continue
+        for each in found:
+            if not isinstance(each, list) or len(each) != 3 or not all(isinstance(v, int | float) for v in each):
+                raise ModelError(
+                    f"{folder / name}: image_mean and image_std should have three numbers, found {each!r:.80}."
+                )
+        return found
+    return default
 
 
 class GroupNorm(nn.GroupNorm):

@@ -363,6 +363,8 @@ class Scheduler:
             accepted: Draft tokens accepted behind the sampled token, by position in the batch.
         """
         running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
+        if self.requests.num_guided:
+            self._check_pairs(batch, tokens)
         ended: list[Request] = []
         failed: list[tuple[str, str]] = []
         num_generated = 0
@@ -409,6 +411,18 @@ class Scheduler:
             self.requests.finish(ended)
         for request_id, error in failed:  # in the next results, behind the token before the error
             self.fail_request(request_id, error, "structured_outputs")
+
+    def _check_pairs(self, batch: list[Request], tokens: list[int]) -> None:
+        """Fails guided requests whose sides have different tokens, because the worker does not know of pairs."""
+        token_of = {
+            request.companion: token
+            for request, token in zip(batch, tokens, strict=True)
+            if request.companion is not None and request.status is not RequestStatus.FINISHED
+        }
+        for request, token in zip(batch, tokens, strict=True):
+            if token_of.get(request, token) != token:
+                message = "The platform's worker does not support guidance: it sampled the two rows of a request apart."
+                self.requests.fail(request.listed, message, "guidance_scale")
 
     def _finish_pooled(self, batch: list[Request], vectors: dict[int, bytes], outputs: list[EngineCoreOutput]) -> None:
         """Finishes the pooling requests whose vectors are in the results."""

@@ -337,7 +337,11 @@ class StepPlanner:
         """
         num_planned, held = len(plan.new_block_ids), [len(blocks.block_ids) for blocks in request.table.groups]
         for side, num_new in zip(request.sides, counts, strict=True):
-            if not num_new or self._get_slots(side, [], plan, can_preempt=can_preempt):
+            # In the second round a side with tokens has blocks for all that a step may compute. Another call would free
+            # blocks that the first of these tokens attends to.
+            if not num_new or (not can_preempt and side.row in plan.rows):
+                continue
+            if self._get_slots(side, [], plan, can_preempt=can_preempt):
                 continue
             del plan.new_block_rows[num_planned:], plan.new_block_ids[num_planned:]
             if request.status is RequestStatus.RUNNING:
@@ -354,12 +358,9 @@ class StepPlanner:
         requests, kv_cache, long_prefills = self._requests, self._kv_cache, self._long_prefill_limiter
         if requests.rows.num_free < len(request.sides):
             return -1
-        found = [[] if side.needs_every_position else kv_cache.get_computed_blocks(side.table) for side in request.sides]
-        num_computed = [len(blocks) // self._num_groups * kv_cache.block_size for blocks in found]
+        num_computed = [self._num_cached(self._find_cached(side)) for side in request.sides]
         left = [side.num_tokens - computed for side, computed in zip(request.sides, num_computed, strict=True)]
         total = sum(left)
-        if total > budget and not self._config.enable_chunked_prefill:
-            return -1
         if not long_prefills.can_start(total, budget):
             return -1
         request.is_very_long = long_prefills.is_very_long(total)
@@ -367,17 +368,16 @@ class StepPlanner:
         request.is_long = not share
         if request.is_long:
             return 0
+        num_computed = self._allocate_admitted_pair(request)
+        if not num_computed:
+            return 0 if request.status is RequestStatus.FINISHED else -1
+        left = [side.num_tokens - computed for side, computed in zip(request.sides, num_computed, strict=True)]
+        total = sum(left)  # may have grown: blocks for one side evict cached ones that the other side would share
         counts = split_tokens(left[0], left[1], min(share, budget))
-        if not any(counts):
+        if not any(counts) or (sum(counts) < total and not self._config.enable_chunked_prefill):
+            for side in request.sides:
+                kv_cache.free(side.table, 0)
             return -1
-        num_spare = requests.rows.num_allocated * self._num_groups
-        for side, blocks in zip(request.sides, found, strict=True):
-            if kv_cache.allocate_slots(side.table, side.num_tokens, blocks, num_spare=num_spare) is None:
-                kv_cache.free(request.table, 0)
-                if requests.running:
-                    return -1
-                self._fail_cache_too_small(request)
-                return 0
         if request.lora_int_id:
             self._lora_admission.record_admission(request)
         requests.run_next()
@@ -390,6 +390,34 @@ class StepPlanner:
         if long_prefills.max_partial is not None:
             long_prefills.num_partial += sum(counts) < total
         return sum(counts)
+
+    def _allocate_admitted_pair(self, request: Request) -> list[int]:
+        """Gives both sides of a waiting guided request blocks for all their tokens, or neither.
+
+        Returns:
+            The tokens of each side that were found in the prefix cache; empty if there are not enough blocks. The
+            request has failed if no other one holds blocks.
+        """
+        requests, kv_cache = self._requests, self._kv_cache
+        num_spare = requests.rows.num_allocated * self._num_groups
+        num_computed = []
+        for side in request.sides:
+            found = self._find_cached(side)
+            if kv_cache.allocate_slots(side.table, side.num_tokens, found, num_spare=num_spare) is None:
+                kv_cache.free(request.table, 0)
+                if not requests.running:
+                    self._fail_cache_too_small(request)
+                return []
+            num_computed.append(self._num_cached(found))
+        return num_computed
+
+    def _find_cached(self, request: Request) -> list[int]:
+        """The blocks of a waiting request that are in the prefix cache."""
+        return [] if request.needs_every_position else self._kv_cache.get_computed_blocks(request.table)
+
+    def _num_cached(self, blocks: list[int]) -> int:
+        """Tokens in blocks found in the prefix cache."""
+        return len(blocks) // self._num_groups * self._kv_cache.block_size
 
     # -------------------------------------------------------------------------------------------------------- blocks
 

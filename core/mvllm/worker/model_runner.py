@@ -440,9 +440,7 @@ class ModelRunner:
         """Samples, pools and computes prompt log-probabilities; reads the results unless they stay on the device."""
         result = StepResult(plan.step, inputs.rows, inputs.sampling_positions, draft_token_ids=plan.draft_token_ids)
         if self.rows.prompt_logprobs:
-            result.prompt_logprobs_chunks = self._prompt_logprobs.compute(
-                inputs, hidden, self._forward.prompt_logits
-            )
+            result.prompt_logprobs_chunks = self._prompt_logprobs.compute(inputs, hidden, self._forward.prompt_logits)
         if self.rows.pooling.params:
             result.pooled = pool_step(
                 self.rows.pooling,

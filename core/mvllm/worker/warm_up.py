@@ -83,7 +83,9 @@ def profile_sampling(forward: ModelForward, make_sampler: Callable[[], Sampler],
     on_device = keeps_sampled_tokens_on_device(config, forward.platform.capabilities)
     counts = None
     if on_device:
-        counts = DeviceTokenCounts(forward.runtime.empty, num_rows, config.model.num_token_ids, config.model.max_model_len)
+        counts = DeviceTokenCounts(
+            forward.runtime.empty, num_rows, config.model.num_token_ids, config.model.max_model_len
+        )
     params = SamplingParams(top_p=0.5, repetition_penalty=1.5, logprobs=0)
     state, history = _dummy_sampling_rows(config.model.num_token_ids, [params] * num_rows, counts)
     sampler = make_sampler()

@@ -116,7 +116,7 @@ def test_any_traffic_gives_the_tokens_of_each_request_alone(limits, actions):
         if action == "add":
             request = make_request(**argument, request_id=f"r{len(added)}")
             if request.unconditional_prompt_token_ids is not None and not limits.can_guide(request):
-                with pytest.raises(RequestError, match="guidance_scale|chunked prefill"):
+                with pytest.raises(RequestError, match=r"guidance_scale|chunked prefill"):
                     engine.scheduler.add_request(request)
                 request.unconditional_prompt_token_ids = None
             added[request.request_id] = request
