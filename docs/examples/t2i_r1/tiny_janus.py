@@ -48,9 +48,10 @@ def make_model(seed: int = 0) -> JanusForConditionalGeneration:
             "hidden_size": HIDDEN,
             "intermediate_size": 2 * HIDDEN,
             "num_hidden_layers": LAYERS,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
             "max_position_embeddings": 128,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},  # short sequences
             "bos_token_id": WORD_ID[BOS],
             "eos_token_id": WORD_ID[EOS],
             "pad_token_id": WORD_ID[PAD],
