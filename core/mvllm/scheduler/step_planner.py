@@ -337,7 +337,11 @@ class StepPlanner:
         """
         num_planned, held = len(plan.new_block_ids), [len(blocks.block_ids) for blocks in request.table.groups]
         for side, num_new in zip(request.sides, counts, strict=True):
-            if not num_new or self._get_slots(side, [], plan, can_preempt=can_preempt):
+            # In the second round a side with tokens has blocks for all that a step may compute. Another call would free
+            # blocks that the first of these tokens attends to.
+            if not num_new or (not can_preempt and side.row in plan.rows):
+                continue
+            if self._get_slots(side, [], plan, can_preempt=can_preempt):
                 continue
             del plan.new_block_rows[num_planned:], plan.new_block_ids[num_planned:]
             if request.status is RequestStatus.RUNNING:
