@@ -131,6 +131,46 @@ def test_tokens_stay_on_the_device(
     oracle.run(make_llm(platform="late", async_scheduling=True, max_num_batched_tokens=40), logprobs=1)
 
 
+@pytest.mark.parametrize("mode", ["static", pytest.param("lazy", marks=pytest.mark.exhaustive)])
+def test_devices_with_static_shapes_and_lazy_ones_give_the_same_tokens(
+    make_llm: MakeLLM, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setenv("MVLLM_EXAMPLE_MODE", mode)
+    limits = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    llm = make_llm(platform="example", distributed_executor_backend="uni", **limits)
+    params = [oracle.params(0, max_tokens=5, logprobs=0), oracle.params(4, max_tokens=5)]
+    outputs = llm.generate([{"prompt_token_ids": oracle.prompts[i]} for i in (0, 4)], params, use_tqdm=False)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == [oracle.guided[0][:5], oracle.guided[4][:5]]
+    assert len(outputs[0].outputs[0].conditional_logprobs or ()) == 5
+
+
+@pytest.mark.parametrize("clear_cache", [True, False])
+def test_guided_requests_go_on_after_a_pause_and_leave_nothing_when_aborted(
+    make_llm: MakeLLM, oracle: Oracle, clear_cache: bool
+) -> None:
+    llm = make_llm(async_scheduling=True, max_num_batched_tokens=24)
+    engine, tokens = llm.llm_engine, dict[str, list[int]]()
+
+    def step() -> None:
+        for output in engine.step():
+            tokens[output.request_id] = list(output.outputs[0].token_ids)
+
+    for i in range(4):
+        engine.add_request(str(i), {"prompt_token_ids": oracle.prompts[i]}, oracle.params(i))
+    for _ in range(12):
+        step()
+    llm.pause_generation(mode="keep", clear_cache=clear_cache)
+    assert llm.is_paused()
+    engine.abort_request("3")
+    llm.resume_generation()
+    while engine.has_unfinished_requests():
+        step()
+    assert [tokens[str(i)] for i in range(3)] == oracle.guided[:3]
+    assert tokens.get("3", []) == oracle.guided[3][: len(tokens.get("3", []))] != oracle.guided[3]
+    assert engine.stats is not None and engine.stats.kv_cache_usage == 0
+    assert llm.reset_prefix_cache(), "no request holds a block"
+
+
 def test_conditional_and_guided_logprobs_are_those_of_teacher_forcing(make_llm: MakeLLM, oracle: Oracle) -> None:
     for i, output in enumerate(oracle.run(make_llm(), logprobs=3)):
         found = output.outputs[0]
