@@ -35,9 +35,6 @@ FIRST_CODE = len(WORDS)  # id of code 0
 HIDDEN = 96
 
 
-LAYERS = 3
-
-
 def make_model(seed: int = 0) -> JanusForConditionalGeneration:
     """A new model. All weights are random but those of the VQ decoder, which paints the colour of each code."""
     torch.manual_seed(seed)
@@ -47,7 +44,7 @@ def make_model(seed: int = 0) -> JanusForConditionalGeneration:
             "vocab_size": len(WORDS),
             "hidden_size": HIDDEN,
             "intermediate_size": 2 * HIDDEN,
-            "num_hidden_layers": LAYERS,
+            "num_hidden_layers": 3,
             "num_attention_heads": 3,
             "num_key_value_heads": 3,
             "max_position_embeddings": 128,
@@ -90,8 +87,18 @@ def make_model(seed: int = 0) -> JanusForConditionalGeneration:
         guidance_scale=5,
         generation_kwargs={"boi_token_id": WORD_ID[BEGIN_IMAGE]},
     )
+    for module in trained_modules(model):
+        module.apply(_draw_weights)
     write_decoder(model.model.vqmodel)
     return model
+
+
+def _draw_weights(module: nn.Module) -> None:
+    """Draws weights for a narrow model, for which transformers' default deviation of 0.02 is too small."""
+    if isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight)
+    elif isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=module.in_features**-0.5)
 
 
 @torch.no_grad()

@@ -167,14 +167,14 @@ def mean_scores(samples: Sequence[Sample]) -> tuple[float, float, float, float, 
 class Settings:
     """The length of a run."""
 
-    supervised: int = 700  # steps with the bad teacher
+    supervised: int = 400  # steps with the bad teacher
     steps: int = 120
     prompts: int = 8  # per step
-    lr: float = 5e-4
+    lr: float = 8e-4
     held_out: int = 40  # prompts that are scored before and after
 
 
-SHORT = Settings(supervised=120, steps=6, prompts=4, held_out=8)
+SHORT = Settings(supervised=160, steps=6, prompts=4, held_out=8)
 
 
 def run(settings: Settings, pictures: Path | None = None) -> list[float]:
