@@ -180,13 +180,13 @@ def log_probs(
 def noisy_sample(task: Task, rng: random.Random) -> tuple[list[int], list[int], list[int]]:
     """A sample of a bad teacher.
 
-    In 40 % of the plans the colour is any, in 40 % of the pictures the shape is any. One sample in ten has padding for
+    In 40 % of the plans the colour is any, in 25 % of the pictures the shape is any. One sample in ten has padding for
     prompt and plan: the unconditional prompt of guidance.
     """
     asked = task.scene
     colour = rng.choice(list(COLOURS)) if rng.random() < 0.4 else asked.colour
     planned = Scene(colour, asked.shape, asked.place)
-    shape = rng.choice(list(SHAPES)) if rng.random() < 0.4 else asked.shape
+    shape = rng.choice(list(SHAPES)) if rng.random() < 0.25 else asked.shape
     prompt, plan, codes = task.prompt(), planned.plan(), Scene(colour, shape, asked.place).draw()
     if rng.random() < 0.1:
         unconditional = [WORD_ID[PAD]] * (len(prompt) + len(plan) - 2)
@@ -195,7 +195,7 @@ def noisy_sample(task: Task, rng: random.Random) -> tuple[list[int], list[int], 
 
 
 def train_supervised(
-    model: JanusForConditionalGeneration, tasks: list[Task], steps: int, batch: int = 16, lr: float = 4e-3
+    model: JanusForConditionalGeneration, tasks: list[Task], steps: int, batch: int = 16, lr: float = 3e-3
 ) -> float:
     """Trains plans and codes on the samples of the bad teacher. Returns the last loss."""
     rng = random.Random(0)
