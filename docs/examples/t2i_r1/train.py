@@ -170,7 +170,7 @@ class Settings:
     supervised: int = 700  # steps with the bad teacher
     steps: int = 100
     prompts: int = 8  # per step
-    lr: float = 3e-4
+    lr: float = 2e-4
     held_out: int = 40  # prompts that are scored before and after
 
 
