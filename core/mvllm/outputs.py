@@ -1,5 +1,6 @@
 """Public names of the outputs of requests."""
 
+from mvllm.engine.frontend.image_outputs import GeneratedImage, ImageRequestOutput
 from mvllm.engine.frontend.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -26,6 +27,8 @@ __all__ = [
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "GeneratedImage",
+    "ImageRequestOutput",
     "Logprob",
     "PoolingOutput",
     "PoolingRequestOutput",

@@ -326,13 +326,19 @@ def _tokenizer_json() -> str:
     return tokenizer.to_str()
 
 
+def base_tokenizer() -> Any:
+    """A new `tokenizers.Tokenizer`, byte-level BPE."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(_tokenizer_json())
+
+
 def make_tokenizer(folder: Path) -> None:
     """Writes a byte-level BPE tokenizer of at most VOCAB_SIZE tokens, with a chat template, into `folder`."""
-    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_tokenizer_json()),
+        tokenizer_object=base_tokenizer(),
         bos_token="<s>",
         eos_token="</s>",
         chat_template=CHAT_TEMPLATE,

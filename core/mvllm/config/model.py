@@ -8,6 +8,7 @@ from typing import Any
 
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.model_kind import ModelKind
+from mvllm.config.token_spaces import TokenSpace
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class ModelConfig:
         quantization: Name of the method of quantized weights, or of online quantization; None for unquantized weights.
         kind: Whether it generates, embeds or classifies.
         pooler_config: The user's pooling settings, which override the model's sentence-transformers files.
+        token_spaces: Spaces of tokens beside text, by name.
     """
 
     model: str
@@ -69,6 +71,12 @@ class ModelConfig:
     pooler_config: dict[str, Any] = field(default_factory=dict)
     seed_is_random: bool = False
     logprobs_mode: str = "raw_logprobs"
+    token_spaces: dict[str, TokenSpace] = field(default_factory=dict)
+
+    @property
+    def num_token_ids(self) -> int:
+        """Number of token ids of all spaces: columns of logits and masks. Without spaces behind it, `vocab_size`."""
+        return max([self.vocab_size, *(space.stop for space in self.token_spaces.values())])
 
     @property
     def weights_seed(self) -> int:

@@ -21,11 +21,13 @@ from mvllm.config.generation_config import (
     sampling_defaults,
 )
 from mvllm.config.hf_config import HFConfig
+from mvllm.config.image_families import SPACES, shorten_vocabulary_map, text_defaults
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_kind import ModelKind
 from mvllm.config.pooler_config import check_pooler_config
 from mvllm.config.quantization import resolve_quantization
 from mvllm.config.sentence_transformers_config import max_seq_length
+from mvllm.config.token_spaces import token_spaces_of
 from mvllm.errors import ConfigError, ModelError
 from mvllm.logging import get_logger
 
@@ -57,6 +59,8 @@ _ARCHITECTURE_OF_TYPE = {
     "glm4": "Glm4ForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
     "falcon": "FalconForCausalLM",
+    "emu3": "Emu3ForConditionalGeneration",
+    "janus": "JanusForConditionalGeneration",
 }
 
 _LARGEST_SIZE = 2**31 - 1
@@ -78,12 +82,15 @@ _ABSENT_SLIDING_WINDOW = {
 
 # Families with full attention even if the config has the key `sliding_window`.
 _NEVER_SLIDING = (
-    *("llama", "opt", "gpt2", "granite", "olmo2", "glm", "glm4", "falcon"),
+    *("llama", "opt", "gpt2", "granite", "olmo2", "glm", "glm4", "falcon", "emu3_text_model"),
     *("deepseek_v2", "deepseek_v3"),
     *("bert", "roberta", "xlm-roberta", "distilbert"),
 )
 # Families whose `sliding_window` applies only with `use_sliding_window`, which is off by default.
 _SLIDING_ON_REQUEST = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+
+# Keys of a composite config that describe the checkpoint, not the language model within it.
+_OUTER_KEYS = ("architectures", "tie_word_embeddings")
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_MAX_LOGPROBS = 20
@@ -177,6 +184,7 @@ def build_model_config(
         quantization=resolve_quantization(hf_config, quantization),
         kind=kind,
         pooler_config=check_pooler_config(pooler_config or {}),
+        token_spaces=token_spaces_of(hf_config, shape.vocab_size, own_generation, SPACES.get(architecture)),
     )
 
 
@@ -192,9 +200,10 @@ def load_hf_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> 
         raise ModelError(f"{outer.source}: 'text_config' should be a JSON object, found {text!r}.")
     flat = outer.as_dict()
     flat.pop("text_config", None)
-    # The outer config names the architecture of the whole checkpoint; the inner one rarely names any.
-    inner = {key: value for key, value in text.items() if key != "architectures" or "architectures" not in outer}
-    return HFConfig({**flat, **inner, **(overrides or {})}, outer.source)
+    shorten_vocabulary_map(flat, outer.source)
+    # The outer config is that of the whole checkpoint, with its head.
+    inner = {key: value for key, value in text.items() if key not in _OUTER_KEYS or key not in outer}
+    return HFConfig({**flat, **text_defaults(outer, text), **inner, **(overrides or {})}, outer.source)
 
 
 def architecture_of(hf_config: HFConfig) -> str:

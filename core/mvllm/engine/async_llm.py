@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig
+from mvllm.engine.async_images import AsyncImages
 from mvllm.engine.async_rollouts import AsyncRollouts
 from mvllm.engine.core.sleep import check_sleep_level, check_wake_up_tags
 from mvllm.engine.frontend.admission import AdmissionControl
@@ -52,7 +53,7 @@ _DRAIN_POLL_SECONDS = 0.05
 _T = TypeVar("_T")
 
 
-class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient]):
+class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages):
     """An engine for use in an event loop. The engine core runs in its own process.
 
     The constructor loads the model; call it in any thread, with or without a running loop. All methods must then be

@@ -271,6 +271,16 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
         if not self._closed:
             self._client.interrupt_step()
 
+    def decode_images(self, codes: bytes, rows: int, columns: int) -> bytes:
+        """Decodes image codes, see `WorkerProtocol.decode_images`.
+
+        Raises:
+            RequestError: The model generates no images, or a code does not exist.
+            EngineSleepingError: The weights sleep.
+        """
+        self._require_alive()
+        return bytes(self._client.call_utility("decode_images", codes, rows, columns))
+
     def reset_prefix_cache(self) -> bool:
         """Clears the prefix cache. Returns False if running requests use some of its blocks."""
         self._require_alive()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +25,9 @@ from mvllm.engine.llm_engine import LLMEngine
 from mvllm.engine.metrics.profiler import Profiler
 from mvllm.entrypoints.chat_template import Conversation, is_conversation, render_chat
 from mvllm.entrypoints.generate_progress import GenerateProgress
+from mvllm.entrypoints.llm_images import LLMImages
 from mvllm.entrypoints.llm_rollouts import LLMRollouts
+from mvllm.entrypoints.prompt_lists import as_prompt_list, one_per_prompt
 from mvllm.entrypoints.step_loop import step_until_finished
 from mvllm.errors import EngineDeadError, RequestError
 from mvllm.logging import configure_logging
@@ -46,7 +48,7 @@ LoRAArgument = LoRARequest | Sequence[LoRARequest | None] | None
 PoolingArgument = PoolingParams | Sequence[PoolingParams] | None
 
 
-class LLM(LLMRollouts):
+class LLM(LLMRollouts, LLMImages):
     """A loaded model for offline inference. Not thread-safe.
 
     The model's memory is freed by `close()`, or at the end of a `with` block.
@@ -207,7 +209,7 @@ class LLM(LLMRollouts):
             EngineDeadError: The engine has failed or was closed.
         """
         engine = self.llm_engine
-        return self._generate(engine, _as_prompt_list(prompts), sampling_params, use_tqdm, priority, lora_request)
+        return self._generate(engine, as_prompt_list(prompts), sampling_params, use_tqdm, priority, lora_request)
 
     def chat(
         self,
@@ -290,7 +292,7 @@ class LLM(LLMRollouts):
         engine = self.llm_engine
         settings = params.as_sampling_params()
         settings.detokenize = engine.has_tokenizer
-        outputs = self._generate(engine, _as_prompt_list(prompts), settings, use_tqdm, priority)
+        outputs = self._generate(engine, as_prompt_list(prompts), settings, use_tqdm, priority)
         return [_as_beam_search_output(output, settings.length_penalty) for output in outputs]
 
     def encode(
@@ -317,14 +319,14 @@ class LLM(LLMRollouts):
             EngineDeadError: The engine has failed or was closed.
         """
         engine = self.llm_engine
-        each = _as_prompt_list(prompts)
+        each = as_prompt_list(prompts)
         if not each:
             return []
         requests = engine.pooling_input_processor.process_batch(
             [str(next(self._request_ids)) for _ in each],
             each,
-            _one_per_prompt(pooling_params, len(each), "pooling_params"),
-            priorities=None if priority is None else _one_per_prompt(priority, len(each), "priority"),
+            one_per_prompt(pooling_params, len(each), "pooling_params"),
+            priorities=None if priority is None else one_per_prompt(priority, len(each), "priority"),
         )
         return [
             PoolingRequestOutput.from_request_output(output)
@@ -447,9 +449,9 @@ class LLM(LLMRollouts):
         requests = engine.input_processor.process_batch(
             ids,
             prompts,
-            _final_only(_one_per_prompt(chosen, len(prompts), "sampling_params")),
-            priorities=None if priority is None else _one_per_prompt(priority, len(prompts), "priority"),
-            lora_requests=None if lora_request is None else _one_per_prompt(lora_request, len(prompts), "lora_request"),
+            _final_only(one_per_prompt(chosen, len(prompts), "sampling_params")),
+            priorities=None if priority is None else one_per_prompt(priority, len(prompts), "priority"),
+            lora_requests=None if lora_request is None else one_per_prompt(lora_request, len(prompts), "lora_request"),
         )
         return self._run_requests(engine, requests, use_tqdm)
 
@@ -510,11 +512,6 @@ def _as_beam_search_output(output: RequestOutput, length_penalty: float) -> Beam
     return BeamSearchOutput(sequences)
 
 
-def _as_prompt_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
-    """A list of prompts; a single prompt becomes a list of one."""
-    return [cast(PromptType, prompts)] if _is_single_prompt(prompts) else list(cast(Iterable[PromptType], prompts))
-
-
 def _final_only(params: Sequence[Any]) -> list[Any]:
     """Copies that request final outputs only. Parameters that several prompts share are copied once."""
     copies: dict[int, Any] = {}
@@ -524,24 +521,3 @@ def _final_only(params: Sequence[Any]) -> list[Any]:
             final = RequestOutputKind.FINAL_ONLY
             copies[id(each)] = msgspec.structs.replace(each, output_kind=final) if is_params else each
     return [copies[id(each)] for each in params]
-
-
-def _is_single_prompt(prompts: object) -> bool:
-    if isinstance(prompts, str | Mapping | range):
-        return True
-    if isinstance(prompts, list | tuple):
-        # Scalars of array libraries have no dimension; a prompt that is an array has one.
-        is_array = bool(prompts) and getattr(prompts[0], "ndim", 0) > 0
-        return bool(prompts) and not is_array and not isinstance(prompts[0], str | Mapping | list | tuple | range)
-    return getattr(prompts, "ndim", 2) < 2 or not isinstance(prompts, Iterable)
-
-
-def _one_per_prompt(value: Any, count: int, name: str) -> Any:
-    """`value` for each of `count` prompts; a list must have one entry per prompt."""
-    if isinstance(value, list | tuple):
-        if len(value) != count:
-            raise RequestError(
-                f"{name} has {len(value)} entries for {count} prompts; give one, or one per prompt.", parameter=name
-            )
-        return value
-    return [value] * count

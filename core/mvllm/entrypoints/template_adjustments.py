@@ -3,6 +3,7 @@
 the template                                          the conversation instead
 does not mention the role developer                   role system
 renders only the first call of a message              a message for each call, followed by its result
+loops over the parts of a content, never a text       a text is a list of one part
 fails: a function has no description                  an empty description
 fails: a message may have only one call               a message for each call, followed by its result
 fails: ids of calls must have nine characters         other ids
@@ -15,6 +16,8 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+from mvllm.engine.tokenizer.content_parts import expects_content_parts, with_content_parts
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]]
@@ -36,6 +39,8 @@ def adjust_to_template(messages: list[Message], template: str) -> list[Message]:
         messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
     if _FIRST_CALL.search(template) and not _EVERY_CALL.search(template):
         messages = one_call_per_message(messages)
+    if expects_content_parts(template):
+        messages = [with_content_parts(message) for message in messages]
     return messages
 
 

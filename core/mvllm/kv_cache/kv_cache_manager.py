@@ -270,6 +270,17 @@ class KVCacheManager:
         table.num_slots = table.num_hashed_blocks = 0
         self._tables.discard(table)
 
+    def take_back(self, table: BlockTable, lengths: Sequence[int]) -> None:
+        """Undoes an `allocate_slots` that only appended blocks, before they are hashed or written.
+
+        Args:
+            lengths: Length of each group's block list before.
+        """
+        for blocks, length in zip(table.groups, lengths):
+            self._pool.free(blocks.block_ids[length:])
+            del blocks.block_ids[length:]
+        table.num_slots = min(lengths) * self.block_size
+
     def discard(self, tables: Collection[BlockTable]) -> list[BlockTable]:
         """Frees and evicts all blocks of requests that failed in the oldest unconfirmed plan, and of all that depend on
         them.

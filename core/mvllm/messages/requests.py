@@ -46,6 +46,8 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
             caching is off. None for a single sequence.
         pooling_params: Set for a pooling request, with every field chosen; the sampling parameters then have no effect.
         lora_request: The LoRA adapter; None for the base model.
+        unconditional_prompt_token_ids: Set for a guided request: the prompt of its unconditional companion.
+        unconditional_position_key: `position_key` of that prompt.
     """
 
     request_id: str
@@ -59,6 +61,8 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     sibling_group: str | None = None
     pooling_params: PoolingParams | None = None
     lora_request: LoRARequest | None = None
+    unconditional_prompt_token_ids: list[int] | None = None
+    unconditional_position_key: int = 0
 
 
 class PositionLogprobs(msgspec.Struct, array_like=True):
@@ -93,6 +97,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
         pooling_output: The pooled vector of a pooling request: float32 in little-endian order.
         weight_versions: In the only output of a request, if the weights changed while it ran: (version, number of
             tokens) of each earlier version. The other tokens have the version of the EngineCoreOutputs.
+        conditional_logprobs: Of a guided request with `logprobs`: the log-probability of each new token without
+            guidance.
     """
 
     request_id: str
@@ -108,6 +114,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     error_parameter: str | None = None
     pooling_output: bytes | None = None
     weight_versions: list[tuple[int, int]] | None = None
+    conditional_logprobs: list[float] | None = None
 
 
 class SchedulerStats(msgspec.Struct, omit_defaults=True):

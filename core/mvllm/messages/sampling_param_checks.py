@@ -36,7 +36,10 @@ MAX_BAD_WORD_TOKENS = 1 << 15
 MAX_LOGIT_BIASES = 4096
 MAX_LOGIT_BIAS = 100.0
 MAX_ALLOWED_TOKEN_IDS = 1 << 20
+MAX_FORCED_TOKEN_IDS = 1 << 16
 MAX_EXTRA_ARGS_BYTES = 1 << 16
+MAX_GUIDANCE_SCALE = 1000.0
+MAX_NEGATIVE_PROMPT_CHARS = 1 << 22
 
 MIN_TEMPERATURE = 0.01
 """The lowest temperature that samples; values between 0 and this are raised to it, as smaller divisors overflow."""
@@ -48,6 +51,34 @@ _non_negative = number(0.0, LARGEST_FLOAT)
 def check_temperature(name: str, value: object) -> float:
     temperature: float = _non_negative(name, value)
     return max(temperature, MIN_TEMPERATURE) if temperature > 0.0 else 0.0
+
+
+def check_guidance_scale(name: str, value: object) -> float | None:
+    if value is None:
+        return None
+    scale = as_float(value)
+    if scale is None or not 0.0 <= scale <= MAX_GUIDANCE_SCALE:
+        return reject(name, value, f"a number from 0 to {MAX_GUIDANCE_SCALE:g}, or None")
+    return scale
+
+
+def check_negative_prompt(name: str, value: object) -> str | list[int] | None:
+    expected = f"a text of at most {MAX_NEGATIVE_PROMPT_CHARS} characters, a list of token ids, or None"
+    if value is None:
+        return None
+    if isinstance(value, str):
+        if not 0 < len(value) <= MAX_NEGATIVE_PROMPT_CHARS:
+            return reject(name, value, expected)
+        return value if is_unicode(value) else reject(name, value, "valid Unicode, without lone surrogates")
+    if not isinstance(value, list | tuple) or not value:
+        return reject(name, value, expected)
+    return token_ids(name, value)
+
+
+def check_token_space(name: str, value: object) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= 64:
+        return reject(name, value, "the name of a token space, such as 'text' or 'image'")
+    return value
 
 
 def check_functions(name: str, value: object) -> list[Any] | None:
@@ -98,6 +129,19 @@ def check_logit_bias(name: str, value: object) -> dict[int, float] | None:
             return reject(name, key, "made of token ids and finite numbers")
         biases[token_id] = min(max(number, -MAX_LOGIT_BIAS), MAX_LOGIT_BIAS)
     return biases or None
+
+
+def check_forced_token_ids(name: str, value: object) -> dict[int, int] | None:
+    if value is None:
+        return None
+    expected = f"a dict of at most {MAX_FORCED_TOKEN_IDS} positions in the output, from 0, and token ids"
+    if not isinstance(value, Mapping) or len(value) > MAX_FORCED_TOKEN_IDS:
+        return reject(name, value, expected)
+    for each in (*value.keys(), *value.values()):
+        found = as_int(each)
+        if found is None or not 0 <= found < 2**31:
+            return reject(name, each, expected)
+    return {int(position): int(token_id) for position, token_id in value.items()} or None
 
 
 def check_allowed_token_ids(name: str, value: object) -> list[int] | None:

@@ -32,6 +32,9 @@ from mvllm.messages.field_checks import (
 from mvllm.messages.structured_outputs import StructuredOutputsParams, as_structured_outputs
 from mvllm.messages.thinking import ThinkingTokens, as_thinking_tokens, check_thinking_tags
 
+TEXT = "text"
+"""The token space of text."""
+
 MAX_N = 128
 """Sequences per prompt. Each of them uses a row and KV blocks, so the number per request is limited."""
 
@@ -114,6 +117,16 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             `f(prompt_ids, output_ids, logits)`, with lists of token ids and float32 [vocab]; each returns the new
             logits. Only for an `LLM` whose model runs in its own process.
         skip_reading_prefix_cache: Compute the whole prompt, also what the prefix cache holds.
+        guidance_scale: Classifier-free guidance: tokens are sampled from `u + guidance_scale * (c - u)`. c are the
+            logits behind the prompt and u those behind `negative_prompt`, each with the same output tokens. From 0 to
+            1000. None or 1 samples from c alone, without the cost of u. Penalties, masks and filters apply to the
+            combined logits, and `logprobs` are those of the guided distribution.
+        negative_prompt: The unconditional prompt of guidance: a text, or token ids. None takes the model's: of text
+            the beginning-of-sequence token, or the last token of the prompt if the model has none.
+        token_space: The space of the output tokens: `text`, or one that the model declares, as `image`. In another
+            space `max_tokens=None` means the length of one output, and end-of-sequence tokens do not occur.
+        forced_token_ids: Positions in the output, from 0, to the token that is generated there in place of what the
+            model would sample, also one of another space.
 
     Raises:
         RequestError: A value has the wrong type or lies outside its range.
@@ -157,6 +170,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     thinking_tokens: ThinkingTokens | None = None
     logits_processors: list[Any] | None = None
     skip_reading_prefix_cache: bool | None = None
+    guidance_scale: float | None = None
+    negative_prompt: str | list[int] | None = None
+    token_space: str = TEXT
+    forced_token_ids: dict[int, int] | None = None
 
     def __post_init__(self) -> None:
         for name, default, check in _CHECKS:
@@ -169,6 +186,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def is_greedy(self) -> bool:
         """Whether each token is the most probable one."""
         return self.temperature == 0.0
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether the logits of an unconditional prompt are needed."""
+        return self.guidance_scale is not None and self.guidance_scale != 1.0
 
     @property
     def num_sequences(self) -> int:
@@ -195,6 +217,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def num_entries(self) -> int:
         """Approximate number of entries in its lists, dicts and texts: the cost of checking and sending them."""
         ids = sum(map(len, (self.stop_token_ids or (), self.logit_bias or (), self.allowed_token_ids or ())))
+        ids += len(self.forced_token_ids or ())
         ids += sum(map(len, self.bad_words_token_ids or ())) + sum(map(len, self.bad_words or ()))  # a token or less
         num_bytes = sum(map(len, self.stop or ()))
         if self.extra_args:
@@ -214,6 +237,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             reject("min_tokens", self.min_tokens, f"an integer from 0 to max_tokens, which is {self.max_tokens}")
         if self.stop and not self.detokenize:
             reject("stop", self.stop, "unset when detokenize is False, since stop strings are looked for in the text")
+        if self.forced_token_ids and self.structured_outputs is not None:
+            name = "forced_token_ids"
+            reject(name, self.forced_token_ids, "unset with structured_outputs, which may not allow these tokens")
+        if self.negative_prompt is not None and self.guidance_scale is None:
+            reject("negative_prompt", self.negative_prompt, "unset without guidance_scale, which makes use of it")
 
     def _check_sampling(self) -> None:
         if self.temperature == 0.0:
@@ -295,6 +323,8 @@ def _token_ids_of(params: SamplingParams) -> Iterator[tuple[str, Iterable[int]]]
         yield "logit_bias", params.logit_bias
     if params.allowed_token_ids:
         yield "allowed_token_ids", params.allowed_token_ids
+    if params.forced_token_ids:
+        yield "forced_token_ids", params.forced_token_ids.values()
     for word in params.bad_words_token_ids or ():
         yield "bad_words_token_ids", word
     if params.thinking_tokens is not None:
@@ -358,6 +388,10 @@ _FIELD_CHECKS: dict[str, Check] = {
     "thinking_tokens": as_thinking_tokens,
     "logits_processors": checks.check_functions,
     "skip_reading_prefix_cache": boolean,
+    "guidance_scale": checks.check_guidance_scale,
+    "negative_prompt": checks.check_negative_prompt,
+    "token_space": checks.check_token_space,
+    "forced_token_ids": checks.check_forced_token_ids,
 }
 _CHECKS = tuple(
     (field.name, field.default, _FIELD_CHECKS[field.name]) for field in msgspec.structs.fields(SamplingParams)
@@ -381,4 +415,7 @@ _NOT_WITH_BEAMS = (
     "extra_args",
     "thinking_token_budget",
     "logits_processors",
+    "guidance_scale",
+    "token_space",
+    "forced_token_ids",
 )

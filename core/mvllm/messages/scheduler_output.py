@@ -37,6 +37,8 @@ class NewRequestData(msgspec.Struct, array_like=True):
         more_block_ids: Its block tables in the KV cache groups after the first; `block_ids` is the table of the first.
             Entries of blocks that have left a group's sliding window hold an arbitrary block id.
         lora_request: The LoRA adapter; None for the base model.
+        guided_row: Set for the unconditional companion of a guided request: the row of that request, which starts in
+            the same step. Both always sample in the same step, and the token of `guided_row` is appended to both.
     """
 
     request_id: str
@@ -50,6 +52,7 @@ class NewRequestData(msgspec.Struct, array_like=True):
     pooling_params: PoolingParams | None = None
     more_block_ids: list[list[int]] = []
     lora_request: LoRARequest | None = None
+    guided_row: int | None = None
 
 
 class SchedulerOutput(msgspec.Struct, omit_defaults=True):
@@ -104,6 +107,8 @@ class ModelRunnerOutput(msgspec.Struct, omit_defaults=True):
         errors: Failure reasons of single rows, for instance NaN logits. The other rows are valid.
         pooler_output: The pooled vectors of pooling requests whose prompt is complete: float32 in little-endian order.
             No token is sampled for these rows.
+        conditional_logprobs: Of guided rows that request log-probabilities: the log-probability of the sampled token in
+            the row's own logits.
     """
 
     step: int
@@ -115,3 +120,4 @@ class ModelRunnerOutput(msgspec.Struct, omit_defaults=True):
     prompt_logprobs: dict[int, list[PositionLogprobs]] = {}
     errors: dict[int, str] = {}
     pooler_output: dict[int, bytes] = {}
+    conditional_logprobs: dict[int, float] = {}

@@ -13,11 +13,14 @@ import torch
 from torch import nn
 
 from mvllm.config.model import ModelConfig
+from mvllm.config.token_spaces import TokenSpace
+from mvllm.errors import ModelError
 from mvllm.layers.attention import Attention
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.embedding import LMHead, VocabEmbedding
 from mvllm.layers.pipeline_stage import PipelineStage
 from mvllm.layers.weight_target import WeightTarget
+from mvllm.models.pixel_decoder import PixelDecoder
 
 
 class CausalLM(nn.Module, ABC):
@@ -36,6 +39,7 @@ class CausalLM(nn.Module, ABC):
         ignored_names: Regular expression for names of checkpoint tensors that are not weights.
         uses_prompt_lens, uses_token_types: Whether the model reads `ForwardStep`'s field of that name.
         lm_head: The language-model head on the last stage, else None.
+        pixel_decoder: Decoder of image codes, on one rank of the last stage of models that generate images; else None.
         scores: Classification head on the last stage: pooled states [n, hidden_size] to [n, labels]; else None.
     """
 
@@ -54,6 +58,7 @@ class CausalLM(nn.Module, ABC):
         self.config = config
         self.stage = PipelineStage.for_rank(config.num_layers, ctx.pp)
         self.scores: nn.Module | None = None
+        self.pixel_decoder: PixelDecoder | None = None
         self._quantization = ctx.quantization
         self._place, self._uses_several_devices = ctx.place, ctx.num_devices > 1
         self._placed: dict[nn.Parameter, nn.Parameter] = {}
@@ -86,6 +91,26 @@ class CausalLM(nn.Module, ABC):
         """Last stage only: rows of `forward`'s result [n, hidden_size] to logits [n, vocab_size], compute dtype."""
         assert self.lm_head is not None, "only the last pipeline stage computes logits"
         return self.lm_head(hidden)
+
+    @property
+    def token_spaces(self) -> Mapping[str, TokenSpace]:
+        """Spaces of tokens beside text, by name."""
+        return self.config.token_spaces
+
+    def compute_space_logits(self, hidden: torch.Tensor, space: TokenSpace) -> torch.Tensor:
+        """Last stage only: the logits of a space with a head of its own.
+
+        Args:
+            hidden: [n, hidden_size]: rows of `forward`'s result.
+            space: One of `token_spaces` whose `has_own_head` is set.
+
+        Returns:
+            [n, space.size], compute dtype.
+        """
+        raise ModelError(
+            f"{type(self).__name__} computes no logits for the token space {space.name!r}, which config.json declares. "
+            "A model with such a space overrides compute_space_logits."
+        )
 
     def attention_layers(self) -> list[Attention]:
         """The attention of each layer on this rank, in layer order."""

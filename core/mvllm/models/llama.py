@@ -183,8 +183,8 @@ class LlamaLayer(nn.Module):
 class LlamaForCausalLM(CausalLM):
     """`LlamaForCausalLM` of Hugging Face checkpoints."""
 
-    first_stage_names = ("model.embed_tokens.",)
-    last_stage_names = ("model.norm.",)
+    first_stage_names: tuple[str, ...] = ("model.embed_tokens.",)
+    last_stage_names: tuple[str, ...] = ("model.norm.",)
 
     def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
         super().__init__(config, ctx)

@@ -197,6 +197,23 @@ class WorkerProtocol(Protocol):
         bytes, lists and dicts.
         """
 
+    def decode_images(self, codes: bytes, rows: int, columns: int) -> bytes:
+        """Decodes images of one size between two steps. Called on all workers.
+
+        A class without models that generate images may leave this method out.
+
+        Args:
+            codes: int32 [n, rows * columns], little-endian: the codes of n images, from 0, row by row.
+            rows, columns: Codes along each side of an image.
+
+        Returns:
+            uint8 [n, height, width, 3]: red, green, blue. Empty on workers without a pixel decoder: all but the first
+            rank of the last pipeline stage.
+
+        Raises:
+            RequestError: The model generates no images, or a code does not exist.
+        """
+
     def check_health(self) -> None:
         """Raises an error when the device does not respond."""
 

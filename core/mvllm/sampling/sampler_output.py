@@ -33,6 +33,21 @@ class GatheredLogprobs:
     gathered: torch.Tensor
 
 
+@dataclass(frozen=True)
+class ConditionalLogprobs:
+    """Log-probabilities of the tokens of guided rows in the rows' own logits.
+
+    Attributes:
+        rows: int64 [m] on the host; indices into the batch.
+        wanted: bool [m] on the host; the rows whose requests ask for them.
+        values: float32 [m or more] on the device.
+    """
+
+    rows: np.ndarray
+    wanted: np.ndarray
+    values: torch.Tensor
+
+
 @dataclass(eq=False)
 class SamplerOutput:
     """Sampled tokens. `token_ids` is usable on the device at once; reading anything else waits for the device.
@@ -43,6 +58,7 @@ class SamplerOutput:
         max_logits: [n] on the device; the largest logit that each row could choose from. Not finite if the row has
         failed. gathered_logprobs: Log-probabilities, if requested.
         failures: Known errors, by index into the batch.
+        conditional_logprobs: Of guided rows, if requested.
         num_rows: Rows of the batch, if more were computed as padding; None for all of `token_ids`.
     """
 
@@ -51,8 +67,10 @@ class SamplerOutput:
     gathered_logprobs: GatheredLogprobs | None = None
     failures: dict[int, str] = field(default_factory=dict)
     num_rows: int | None = None
+    conditional_logprobs: ConditionalLogprobs | None = None
     _copies: list[HostCopy] = field(default_factory=list, init=False, repr=False)
     _packed_ids: torch.Tensor | None = field(default=None, init=False, repr=False)
+    _conditional_copy: HostCopy | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def from_packed(cls, packed: torch.Tensor, num_rows: int) -> SamplerOutput:
@@ -71,6 +89,8 @@ class SamplerOutput:
         self._copies = [to_host(self._packed())]
         if self.gathered_logprobs is not None:
             self._copies.append(to_host(self.gathered_logprobs.gathered))
+        if self.conditional_logprobs is not None:
+            self._conditional_copy = to_host(self.conditional_logprobs.values)
 
     def numpy(self) -> np.ndarray:
         """`token_ids` on the host, int64 [n]."""
@@ -107,6 +127,15 @@ class SamplerOutput:
             for index, count, row in zip(found.rows.tolist(), found.num_logprobs.tolist(), host, strict=True)
             if index not in self.errors
         }
+
+    def read_conditional_logprobs(self) -> dict[int, float]:
+        """Conditional log-probabilities by index into the batch, for rows that requested them and have not failed."""
+        found = self.conditional_logprobs
+        if found is None:
+            return {}
+        values = found.values.cpu() if self._conditional_copy is None else self._conditional_copy.wait()
+        by_row = zip(found.rows.tolist(), found.wanted.tolist(), values.tolist())  # `values` may be padded
+        return {row: value for row, is_wanted, value in by_row if is_wanted and row not in self.errors}
 
     @cached_property
     def _host(self) -> np.ndarray:

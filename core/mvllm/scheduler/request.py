@@ -96,9 +96,14 @@ class Request:
         grammar: Its grammar, if it has one.
         weight_versions: Versions of the weights that sampled its tokens before the present one, with the number of
             tokens of each.
+        companion: The unconditional companion of a guided request, see `guidance.py`.
+        primary: Of a companion: the guided request.
+        conditional_logprobs: Of tokens not sent yet, for guided requests with `logprobs`.
     """
 
     __slots__ = (
+        "companion",
+        "conditional_logprobs",
         "data",
         "draft_token_ids",
         "emits_each_step",
@@ -117,6 +122,7 @@ class Request:
         "num_tokens",
         "order",
         "pooling_type",
+        "primary",
         "prompt_logprobs",
         "request_id",
         "row",
@@ -166,9 +172,22 @@ class Request:
         self.is_long = False
         self.is_very_long = False
         self.weight_versions: list[tuple[int, int]] = []
+        self.companion: Request | None = None
+        self.primary: Request | None = None
+        self.conditional_logprobs: list[float] = []
 
     def __lt__(self, other: Request) -> bool:
         return self.order < other.order
+
+    @property
+    def sides(self) -> tuple[Request, ...]:
+        """The request and its companion, if it has one. Each side has a row and blocks."""
+        return (self,) if self.companion is None else (self, self.companion)
+
+    @property
+    def listed(self) -> Request:
+        """The request that lists and outputs know: of a companion its primary."""
+        return self.primary or self
 
     @property
     def has_token_in_flight(self) -> bool:

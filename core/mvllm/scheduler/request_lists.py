@@ -37,6 +37,11 @@ class RowAllocator:
         """Rows that can be allocated."""
         return len(self._free)
 
+    @property
+    def num_allocated(self) -> int:
+        """Rows in use."""
+        return self.num_rows - len(self._free)
+
     def allocate(self) -> int:
         """Allocates a row; there must be a free one."""
         return heapq.heappop(self._free)
@@ -72,6 +77,7 @@ class RequestLists:
         pending_outputs: Final outputs of requests that ended outside of a step, for the next results.
         num_prompt_logprobs: How many return prompt log-probabilities.
         num_grammars: How many have a grammar.
+        num_guided: How many have a companion.
     """
 
     def __init__(self, kv_cache: KVCacheManager, num_rows: int) -> None:
@@ -84,11 +90,13 @@ class RequestLists:
         self.pending_outputs: list[EngineCoreOutput] = []
         self.num_prompt_logprobs = 0
         self.num_grammars = 0
+        self.num_guided = 0
 
     def add(self, request: Request) -> None:
         """Adds a new request. With `structured_outputs` it is blocked until `start_grammar`."""
         self.by_id[request.request_id] = request
         self.num_prompt_logprobs += request.prompt_logprobs is not None
+        self.num_guided += request.companion is not None
         if request.data.sampling_params.structured_outputs is None:
             self.waiting.push(request)
         else:
@@ -103,42 +111,49 @@ class RequestLists:
         self._move_to_waiting(request)
 
     def run_next(self) -> Request:
-        """Allocates a row to the next waiting request, which has its blocks: waiting -> running."""
+        """Allocates a row, or two, to the next waiting request, which has its blocks: waiting -> running."""
         request = self.waiting.pop()
-        request.status = RequestStatus.RUNNING
-        request.row = self.rows.allocate()
+        for side in request.sides:
+            side.status = RequestStatus.RUNNING
+            side.row = self.rows.allocate()
         insort(self.running, request)
         return request
 
     def preempt_last(self) -> Request:
         """Frees row and blocks of the last running request: running -> waiting, or blocked if a token is in flight."""
         request = self.running.pop()
-        self._kv_cache.free(request.table, request.num_computed_tokens)
-        self._reset_computed(request)
-        if request.has_token_in_flight:
-            request.status = RequestStatus.WAITING_FOR_TOKEN
+        waits = request.has_token_in_flight
+        for side in request.sides:
+            self._kv_cache.free(side.table, side.num_computed_tokens)
+            self._reset_computed(side)
+            side.status = RequestStatus.WAITING_FOR_TOKEN if waits else RequestStatus.WAITING
+        if waits:
             self.blocked.add(request)
         else:
-            request.status = RequestStatus.WAITING
             self.waiting.push(request)
         return request
 
     def restart(self, request: Request) -> None:
         """Recomputes all tokens of a request whose blocks were freed and whose tokens in flight are dropped."""
-        request.num_tokens = len(request.token_ids)
-        request.draft_token_ids = []
+        for side in request.sides:
+            side.num_tokens = len(side.token_ids)
+            side.draft_token_ids = []
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
-            self._reset_computed(request)
-            request.status = RequestStatus.WAITING
+            for side in request.sides:
+                self._kv_cache.free(side.table, side.num_computed_tokens)  # of the other side of a pair
+                self._reset_computed(side)
+                side.status = RequestStatus.WAITING
             self.waiting.push(request)
         else:
             self.unblock(request)
 
     def unblock(self, request: Request) -> None:
         """Moves a preempted request whose tokens are all known: blocked -> waiting."""
-        if request.status is RequestStatus.WAITING_FOR_TOKEN and not request.has_token_in_flight:
-            self._move_to_waiting(request)
+        request = request.listed
+        if request.status is RequestStatus.WAITING_FOR_TOKEN:
+            if not any(side.has_token_in_flight for side in request.sides):
+                self._move_to_waiting(request)
 
     def fail(self, request: Request, message: str, parameter: str | None = None) -> None:
         """Ends a request in any state with an error, which is added to `pending_outputs`."""
@@ -180,7 +195,8 @@ class RequestLists:
 
     def _move_to_waiting(self, request: Request) -> None:
         self.blocked.remove(request)
-        request.status = RequestStatus.WAITING
+        for side in request.sides:
+            side.status = RequestStatus.WAITING
         self.waiting.push(request)
 
     def _reset_computed(self, request: Request) -> None:
@@ -190,21 +206,24 @@ class RequestLists:
         request.draft_token_ids = []
 
     def _release(self, request: Request) -> None:
-        """Frees row and blocks of a request that has been removed from its list."""
-        if request.row >= 0:
-            self.rows.free(request.row)
-            request.row = -1
-        self._kv_cache.free(request.table, request.num_computed_tokens)
+        """Frees rows and blocks of a request that has been removed from its list."""
+        for side in request.sides:
+            if side.row >= 0:
+                self.rows.free(side.row)
+                side.row = -1
+            self._kv_cache.free(side.table, side.num_computed_tokens)
+            side.status = RequestStatus.FINISHED
         self.num_prompt_logprobs -= request.data.sampling_params.prompt_logprobs is not None
         self.num_grammars -= request.grammar is not None
+        self.num_guided -= request.companion is not None
         request.grammar = None
-        request.status = RequestStatus.FINISHED
         del self.by_id[request.request_id]
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every request is in the list of its status and holds what that allows."""
         self._kv_cache.check_integrity()
-        self.rows.check_integrity([request.row for request in self.running])
+        running = [side for request in self.running for side in request.sides]
+        self.rows.check_integrity([request.row for request in running])
         listed = [*self.running, *self.waiting, *self.blocked]
         assert len(listed) == len(set(listed)), "A request is listed twice"
         assert set(listed) == set(self.by_id.values()), "The lists and the requests known differ"
@@ -216,10 +235,13 @@ class RequestLists:
         ):
             for request in requests:
                 assert request.status in statuses, f"{request.request_id} is listed as {statuses}, not {request.status}"
-                _check_request(request)
-        num_held = len({block for request in self.running for block in request.table.held_blocks})
+                for side in request.sides:
+                    assert side.status is request.status, f"the sides of {request.request_id} differ"
+                    _check_request(side)
+        num_held = len({block for request in running for block in request.table.held_blocks})
         assert num_held == self._kv_cache.num_blocks - self._kv_cache.num_free_blocks, "Blocks leaked"
         assert self.num_grammars == sum(request.grammar is not None for request in self.by_id.values())
+        assert self.num_guided == sum(request.companion is not None for request in self.by_id.values())
 
 
 def _check_request(request: Request) -> None:

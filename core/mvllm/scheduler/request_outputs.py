@@ -26,6 +26,7 @@ def new_request_data(request: Request, num_computed_tokens: int) -> NewRequestDa
         pooling_params=data.pooling_params,
         more_block_ids=[blocks.block_ids.copy() for blocks in table.groups[1:]],
         lora_request=data.lora_request,
+        guided_row=None if request.primary is None else request.primary.row,
     )
 
 
@@ -45,6 +46,8 @@ def collect_logprobs(batch: list[Request], starts: dict[int, int], output: Model
         if request.logprobs is not None and request.status is not RequestStatus.FINISHED:
             request.logprobs.append(entry)
             request.logprobs += output.further_logprobs.get(position, ())
+            if position in output.conditional_logprobs:
+                request.conditional_logprobs.append(output.conditional_logprobs[position])
     for position, entries in output.prompt_logprobs.items():
         request = batch[position]
         if position in starts and request.status is not RequestStatus.FINISHED:  # a finished request may have a gap
@@ -71,6 +74,9 @@ def make_output(
     logprobs: list[PositionLogprobs] | None = None
     if request.logprobs is not None:
         logprobs, request.logprobs = request.logprobs, []
+    conditional_logprobs: list[float] | None = None
+    if request.conditional_logprobs:
+        conditional_logprobs, request.conditional_logprobs = request.conditional_logprobs, []
     prompt_logprobs = request.prompt_logprobs if request.has_all_prompt_logprobs else None
     request.prompt_logprobs = None
     request.has_only_tokens = request.emits_each_step and request.logprobs is None
@@ -85,6 +91,7 @@ def make_output(
         error=error,
         scheduled_time=request.scheduled_time,
         first_token_time=request.first_token_time,
+        conditional_logprobs=conditional_logprobs,
     )
 
 
@@ -102,6 +109,7 @@ def final_output(
     if request.data.sampling_params.max_tokens == 0 and error is None:
         new_token_ids, finish_reason, stop_reason = [], FinishReason.LENGTH, None
         request.logprobs = None if request.logprobs is None else []
+        request.conditional_logprobs = []
     elif not request.emits_each_step:
         new_token_ids = request.token_ids[request.num_prompt_tokens :]
     elif error is None:

@@ -27,6 +27,7 @@ from mvllm.messages.requests import (
 )
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.scheduler.grammar_masks import masks_of_batch
+from mvllm.scheduler.guidance import add_companion, check_guided, companion_data
 from mvllm.scheduler.request import RESTARTED, Grammar, Request, RequestStatus
 from mvllm.scheduler.request_lists import RequestLists
 from mvllm.scheduler.request_outputs import collect_logprobs, count_draft_tokens, final_output, make_output
@@ -153,16 +154,25 @@ class Scheduler:
                 f"max_model_len={self._max_model_len}.",
                 parameter="prompt",
             )
-        table = self._kv_cache.make_table(
-            list(prompt),
+        is_guided = request.unconditional_prompt_token_ids is not None
+        if is_guided:
+            check_guided(request, self._config, self._max_model_len)
+        order = (request.priority if self._config.policy == "priority" else 0, self._num_added)
+        self._num_added += 1
+        added = Request(request, self._make_table(request), order, self._max_model_len)
+        if is_guided:
+            data = companion_data(request)
+            add_companion(added, data, self._make_table(data), self._max_model_len)
+        self.requests.add(added)
+
+    def _make_table(self, request: EngineCoreRequest) -> BlockTable:
+        return self._kv_cache.make_table(
+            list(request.prompt_token_ids),
             cache_salt=request.cache_salt,
             position_key=request.position_key,
             sibling_group=request.sibling_group,
             adapter_keys=() if request.lora_request is None else request.lora_request.cache_keys,
         )
-        order = (request.priority if self._config.policy == "priority" else 0, self._num_added)
-        self._num_added += 1
-        self.requests.add(Request(request, table, order, self._max_model_len))
 
     def is_waiting_for_grammar(self, request_id: str) -> bool:
         """Whether the request is blocked until `start_grammar`."""
@@ -353,6 +363,8 @@ class Scheduler:
             accepted: Draft tokens accepted behind the sampled token, by position in the batch.
         """
         running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
+        if self.requests.num_guided:
+            self._check_pairs(batch, tokens)
         ended: list[Request] = []
         failed: list[tuple[str, str]] = []
         num_generated = 0
@@ -389,11 +401,28 @@ class Scheduler:
                 outputs.append(make_output(request, new))
             elif not request.first_token_time:
                 request.first_token_time = self._clock()
+        if self.requests.num_guided:  # every token of theirs was counted twice
+            num_generated -= sum(
+                token >= 0 and request.primary is not None and request.status is not finished
+                for token, request in zip(tokens, batch, strict=True)
+            )
         self._stats.num_generated_tokens += num_generated
         if ended:
             self.requests.finish(ended)
         for request_id, error in failed:  # in the next results, behind the token before the error
             self.fail_request(request_id, error, "structured_outputs")
+
+    def _check_pairs(self, batch: list[Request], tokens: list[int]) -> None:
+        """Fails guided requests whose sides have different tokens, because the worker does not know of pairs."""
+        token_of = {
+            request.companion: token
+            for request, token in zip(batch, tokens, strict=True)
+            if request.companion is not None and request.status is not RequestStatus.FINISHED
+        }
+        for request, token in zip(batch, tokens, strict=True):
+            if token_of.get(request, token) != token:
+                message = "The platform's worker does not support guidance: it sampled the two rows of a request apart."
+                self.requests.fail(request.listed, message, "guidance_scale")
 
     def _finish_pooled(self, batch: list[Request], vectors: dict[int, bytes], outputs: list[EngineCoreOutput]) -> None:
         """Finishes the pooling requests whose vectors are in the results."""
@@ -409,14 +438,17 @@ class Scheduler:
 
     def _fail_rows(self, batch: list[Request], errors: dict[int, str], outputs: list[EngineCoreOutput]) -> None:
         """Fails the requests whose rows failed, evicts their blocks, and restarts the requests that read them."""
-        failed, tables = [], []
+        failed: list[Request] = []
+        tables: list[BlockTable] = []
         for position, message in errors.items():
-            request = batch[position]
-            if request is RESTARTED:
+            if batch[position] is RESTARTED:
                 continue  # it failed because it read blocks of a failed request
+            request = batch[position].listed
+            if request in failed:
+                continue  # because of its other side
             parameter = request.data.sampling_params.narrowed_by if message == NOTHING_TO_SAMPLE else None
             if parameter is None:  # otherwise its keys and values are correct: only the sampling failed
-                tables.append(request.table)  # also if it has ended meanwhile
+                tables += [side.table for side in request.sides]  # also if it has ended meanwhile
             if request.status is not RequestStatus.FINISHED:
                 ended = final_output(request, FinishReason.ERROR, None, message)
                 ended.error_parameter = parameter
@@ -435,8 +467,8 @@ class Scheduler:
         affected: dict[Request, None] = {}  # an ordered set: all ranks must restart them in the same order
         for batch in batches:
             for position, request in enumerate(batch):
-                if request.table in tables:
-                    affected[request] = None
+                if any(side.table in tables for side in request.listed.sides):
+                    affected[request.listed] = None
                     batch[position] = RESTARTED
         for request in affected:
             if request.status is not RequestStatus.FINISHED:

@@ -21,9 +21,10 @@ from mvllm.kv_cache.kv_cache_manager import KVCacheManager
 from mvllm.messages.requests import SchedulerStats
 from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.scheduler.grammar_masks import DeferredMasks
+from mvllm.scheduler.guidance import split_tokens
 from mvllm.scheduler.long_prefill_limiter import LongPrefillLimiter
 from mvllm.scheduler.lora_admission import LoRAAdmission
-from mvllm.scheduler.request import Request
+from mvllm.scheduler.request import Request, RequestStatus
 from mvllm.scheduler.request_lists import RequestLists
 from mvllm.scheduler.request_outputs import cache_too_small_message, new_request_data
 from mvllm.scheduler.step_time_model import StepTimeModel
@@ -105,7 +106,7 @@ class StepPlanner:
         """Plans running requests. Returns what is left of the budget."""
         rows, num_scheduled, running = plan.rows, plan.num_scheduled_tokens, self._requests.running
         in_pipeline = self._num_stages > 1
-        counts_partial = self._long_prefill_limiter.max_partial is not None
+        counts_partial, has_guided = self._long_prefill_limiter.max_partial is not None, self._requests.num_guided > 0
         samples_left = -(-len(running) // self._num_stages)
         self.draft_masks = {}
         self._deferred_masks.start_plan()
@@ -121,6 +122,13 @@ class StepPlanner:
                 break
             if request.grammar is not None and not self._deferred_masks.can_schedule(request, plan):
                 continue  # its mask depends on a token in flight, or is being computed
+            if has_guided and request.companion is not None:
+                num_new = self._schedule_pair(request, plan, batch, budget)
+                if num_new < 0:
+                    break
+                budget -= num_new
+                samples_left -= request.num_tokens > num_tokens
+                continue
             if num_new > 1:
                 share = self._long_prefill_limiter.num_allowed_tokens(num_new, is_very_long=request.is_very_long)
                 if share < num_new:
@@ -161,6 +169,11 @@ class StepPlanner:
         """Gives the rest of the budget to long prompts, in order and without preemption. Returns what is left."""
         kv_cache = self._kv_cache
         for request, position in self._long_prefill_limiter.held_back:
+            if request.companion is not None:
+                budget -= max(0, self._schedule_pair(request, plan, batch, budget, can_preempt=False))
+                if not budget:
+                    break
+                continue
             table, num_computed = request.table, request.num_computed_tokens
             if position < 0:
                 lengths = [len(blocks.block_ids) for blocks in table.groups]
@@ -205,6 +218,12 @@ class StepPlanner:
             if request.awaits_mask:  # a preempted request, which goes on when its mask is computed
                 passed_over.append(waiting.pop())
                 continue
+            if request.companion is not None:
+                num_new = self._admit_pair(request, plan, batch, budget)
+                if num_new < 0:
+                    break
+                budget -= num_new
+                continue
             table, num_tokens = request.table, request.num_tokens
             computed_blocks = [] if request.needs_every_position else kv_cache.get_computed_blocks(table)
             num_computed = len(computed_blocks) // self._num_groups * kv_cache.block_size
@@ -221,7 +240,7 @@ class StepPlanner:
             is_held_back, num_new = share < num_new, min(share, budget)
             # It gets blocks for all of its tokens at once, however it is chunked, and leaves one block for each running
             # request: a request that is preempted in the next step has computed for nothing.
-            num_spare = len(requests.running) * self._num_groups
+            num_spare = requests.rows.num_allocated * self._num_groups
             new_blocks = kv_cache.allocate_slots(table, num_tokens, computed_blocks, num_spare=num_spare)
             if new_blocks is None:
                 if requests.running:
@@ -230,7 +249,7 @@ class StepPlanner:
                 continue
             if request.lora_int_id:
                 lora_admission.record_admission(request)
-            self._admit_next(num_computed, num_new, plan)
+            self._start(requests.run_next(), num_computed, num_new, plan)
             if is_held_back:
                 long_prefills.held_back.append((request, len(batch)))
             batch.append(request)
@@ -243,13 +262,13 @@ class StepPlanner:
             long_prefills.num_waiting = max(long_prefills.num_waiting, sum(request.is_long for request in passed_over))
         return budget
 
-    def _admit_next(self, num_computed: int, num_new: int, plan: SchedulerOutput) -> None:
-        """Runs the next waiting request, which has its blocks, and plans its first tokens."""
-        request = self._requests.run_next()
+    def _start(self, request: Request, num_computed: int, num_new: int, plan: SchedulerOutput) -> None:
+        """Plans the first tokens of a request that has just got its row and its blocks; `num_new` may be 0."""
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = num_computed
             request.scheduled_time = self._clock()
-            self._stats.num_prompt_tokens += request.num_prompt_tokens
+            if request.primary is None:
+                self._stats.num_prompt_tokens += request.num_prompt_tokens
             if not request.needs_every_position and request.table.root is not None:
                 self._stats.prefix_cache_queries += request.num_tokens
                 self._stats.prefix_cache_hits += num_computed
@@ -257,10 +276,150 @@ class StepPlanner:
         self._kv_cache.cache_blocks(request.table, end)
         request.num_computed_tokens = end
         plan.new_requests.append(new_request_data(request, num_computed))
+        if not num_new:
+            return  # the other side of a pair computes first
         plan.rows.append(request.row)
         plan.num_scheduled_tokens.append(num_new)
         if end == request.num_tokens:
             request.num_tokens = end + 1  # the token that this step samples
+
+    # ------------------------------------------------------------------------------------------------------ guidance
+
+    def _schedule_pair(
+        self, request: Request, plan: SchedulerOutput, batch: list[Request], budget: int, *, can_preempt: bool = True
+    ) -> int:
+        """Plans both sides of a running guided request.
+
+        Args:
+            can_preempt: Other requests may be preempted. Otherwise it is the second round of the step, in which the
+                sides may have tokens already.
+
+        Returns:
+            The tokens planned; -1 if the request was preempted or has ended, or if it waits for blocks.
+        """
+        limiter, sides = self._long_prefill_limiter, request.sides
+        left = [side.num_tokens - side.num_computed_tokens for side in sides]
+        total = sum(left)
+        share = limiter.num_allowed_tokens(total, is_very_long=request.is_very_long) if total > len(sides) else total
+        counts = split_tokens(left[0], left[1], min(share, budget))
+        if not self._allocate_pair_slots(request, counts, plan, can_preempt=can_preempt):
+            return -1
+        if can_preempt:
+            if share < total:
+                limiter.held_back.append((request, -1))
+            limiter.num_partial += limiter.max_partial is not None and sum(counts) < total
+        for side, num_new in zip(sides, counts, strict=True):
+            self._plan_tokens(side, num_new, plan, batch)
+        return sum(counts)
+
+    def _plan_tokens(self, side: Request, num_new: int, plan: SchedulerOutput, batch: list[Request]) -> None:
+        """Plans further tokens of one side of a running guided request, which has blocks for them."""
+        if not num_new:
+            return
+        position = batch.index(side) if side.row in plan.rows else len(batch)
+        if position == len(batch):
+            plan.rows.append(side.row)
+            plan.num_scheduled_tokens.append(0)
+            batch.append(side)
+        plan.num_scheduled_tokens[position] += num_new
+        end = side.num_computed_tokens = side.num_computed_tokens + num_new
+        self._kv_cache.cache_blocks(side.table, end)
+        if end == side.num_tokens:
+            side.num_tokens = end + 1  # the token that this step samples
+
+    def _allocate_pair_slots(
+        self, request: Request, counts: tuple[int, int], plan: SchedulerOutput, *, can_preempt: bool
+    ) -> bool:
+        """Gives both sides of a running guided request blocks for their known tokens, or neither.
+
+        Returns:
+            False if the request cannot compute in this step, as `_allocate_slots`.
+        """
+        num_planned, held = len(plan.new_block_ids), [len(blocks.block_ids) for blocks in request.table.groups]
+        for side, num_new in zip(request.sides, counts, strict=True):
+            # In the second round a side with tokens has blocks for all that a step may compute. Another call would free
+            # blocks that the first of these tokens attends to.
+            if not num_new or (not can_preempt and side.row in plan.rows):
+                continue
+            if self._get_slots(side, [], plan, can_preempt=can_preempt):
+                continue
+            del plan.new_block_rows[num_planned:], plan.new_block_ids[num_planned:]
+            if request.status is RequestStatus.RUNNING:
+                self._kv_cache.take_back(request.table, held)
+            return False
+        return True
+
+    def _admit_pair(self, request: Request, plan: SchedulerOutput, batch: list[Request], budget: int) -> int:
+        """Admits the next waiting request, which is guided.
+
+        Returns:
+            The tokens planned; -1 if it does not fit now. 0 if it has failed, or waits for other long prompts.
+        """
+        requests, kv_cache, long_prefills = self._requests, self._kv_cache, self._long_prefill_limiter
+        if requests.rows.num_free < len(request.sides):
+            return -1
+        num_computed = [self._num_cached(self._find_cached(side)) for side in request.sides]
+        left = [side.num_tokens - computed for side, computed in zip(request.sides, num_computed, strict=True)]
+        total = sum(left)
+        if not long_prefills.can_start(total, budget):
+            return -1
+        request.is_very_long = long_prefills.is_very_long(total)
+        share = long_prefills.num_allowed_tokens(total, is_very_long=request.is_very_long)
+        request.is_long = not share
+        if request.is_long:
+            return 0
+        num_computed = self._allocate_admitted_pair(request)
+        if not num_computed:
+            return 0 if request.status is RequestStatus.FINISHED else -1
+        left = [side.num_tokens - computed for side, computed in zip(request.sides, num_computed, strict=True)]
+        total = sum(left)  # may have grown: blocks for one side evict cached ones that the other side would share
+        counts = split_tokens(left[0], left[1], min(share, budget))
+        if not any(counts) or (sum(counts) < total and not self._config.enable_chunked_prefill):
+            for side in request.sides:
+                kv_cache.free(side.table, 0)
+            return -1
+        if request.lora_int_id:
+            self._lora_admission.record_admission(request)
+        requests.run_next()
+        for side, computed, num_new in zip(request.sides, num_computed, counts, strict=True):
+            self._start(side, computed, num_new, plan)
+            if num_new:
+                batch.append(side)
+        if share < total:
+            long_prefills.held_back.append((request, -1))
+        if long_prefills.max_partial is not None:
+            long_prefills.num_partial += sum(counts) < total
+        return sum(counts)
+
+    def _allocate_admitted_pair(self, request: Request) -> list[int]:
+        """Gives both sides of a waiting guided request blocks for all their tokens, or neither.
+
+        Returns:
+            The tokens of each side that were found in the prefix cache; empty if there are not enough blocks. The
+            request has failed if no other one holds blocks.
+        """
+        requests, kv_cache = self._requests, self._kv_cache
+        num_spare = requests.rows.num_allocated * self._num_groups
+        num_computed = []
+        for side in request.sides:
+            found = self._find_cached(side)
+            if kv_cache.allocate_slots(side.table, side.num_tokens, found, num_spare=num_spare) is None:
+                kv_cache.free(request.table, 0)
+                if not requests.running:
+                    self._fail_cache_too_small(request)
+                return []
+            num_computed.append(self._num_cached(found))
+        return num_computed
+
+    def _find_cached(self, request: Request) -> list[int]:
+        """The blocks of a waiting request that are in the prefix cache."""
+        return [] if request.needs_every_position else self._kv_cache.get_computed_blocks(request.table)
+
+    def _num_cached(self, blocks: list[int]) -> int:
+        """Tokens in blocks found in the prefix cache."""
+        return len(blocks) // self._num_groups * self._kv_cache.block_size
+
+    # -------------------------------------------------------------------------------------------------------- blocks
 
     def _take_draft_tokens(self, request: Request, budget: int) -> list[int]:
         """Removes a running request's draft tokens, and returns as many as the budget allows."""
@@ -271,14 +430,23 @@ class StepPlanner:
         return drafts[: max(0, min(budget, request.max_num_tokens - request.num_tokens - 1))]
 
     def _allocate_slots(self, request: Request, num_tokens: int, drafts: list[int], plan: SchedulerOutput) -> bool:
-        """Gives a running request blocks for its first `num_tokens` tokens, if needed by preemption.
+        """Gives a running request blocks, see `_get_slots`, and caches the full ones among its first `num_tokens`."""
+        if not self._get_slots(request, drafts, plan):
+            return False
+        self._kv_cache.cache_blocks(request.table, num_tokens)
+        return True
+
+    def _get_slots(
+        self, request: Request, drafts: list[int], plan: SchedulerOutput, *, can_preempt: bool = True
+    ) -> bool:
+        """Gives a running request, or one side of a guided one, blocks for its known tokens, if needed by preemption.
 
         No request is preempted for draft tokens: without free blocks for `drafts` and for lookahead, `drafts` is
         cleared.
 
         Returns:
             False if the request cannot compute in this step: it was preempted itself, or ended, or waits for a token in
-            flight.
+            flight, or would have to preempt others.
         """
         requests, kv_cache = self._requests, self._kv_cache
         table, num_computed = request.table, request.num_computed_tokens
@@ -293,18 +461,19 @@ class StepPlanner:
         if new_blocks is None:
             new_blocks = kv_cache.allocate_slots(table, request.num_tokens, num_computed_tokens=num_computed)
         while new_blocks is None:
+            if not can_preempt:
+                return False
             if len(requests.running) == 1:
                 # There is no other request to preempt. Unless a token in flight turns out to be its last, it fails.
                 if not request.has_token_in_flight:
-                    self._fail_cache_too_small(request)
+                    self._fail_cache_too_small(request.listed)
                 return False
             self._stats.num_preemptions += 1
-            if requests.preempt_last() is request:
+            if requests.preempt_last() is request.listed:
                 return False
             new_blocks = kv_cache.allocate_slots(table, request.num_tokens, num_computed_tokens=num_computed)
         if new_blocks:
             self._add_blocks_to_plan(request, lengths, new_blocks, plan)
-        kv_cache.cache_blocks(table, num_tokens)
         return True
 
     def _add_blocks_to_plan(
@@ -326,8 +495,8 @@ class StepPlanner:
 
     def _fail_cache_too_small(self, request: Request) -> None:
         """Fails a request that does not fit although no other request holds blocks."""
-        kv_cache, num_tokens = self._kv_cache, request.num_tokens
-        num_needed = kv_cache.blocks_for(num_tokens)
+        kv_cache, num_tokens = self._kv_cache, sum(side.num_tokens for side in request.sides)
+        num_needed = sum(kv_cache.blocks_for(side.num_tokens) for side in request.sides)
         message = cache_too_small_message(num_tokens, num_needed, kv_cache.block_size, kv_cache.num_blocks)
         self._requests.fail(request, message)
 

@@ -22,6 +22,8 @@ from mvllm.messages.scheduler_output import NewRequestData, SchedulerOutput
 from mvllm.pooling.pooler import PoolingState
 from mvllm.sampling.logits_processor import RowTokens
 from mvllm.sampling.sampling_state import SamplingState, TokenHistory
+from mvllm.worker.guidance import GuidedRows
+from mvllm.worker.space_logits import RowSpaces
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class InputBatch:
         block_size: Tokens per KV block.
         sampling: Sampling state of the rows.
         num_groups: Groups of layers.
+        space_names: The model's token spaces beside text.
 
     Attributes:
         history: Token ids, with `num_tokens` and `num_prompt_tokens` per row.
@@ -52,10 +55,18 @@ class InputBatch:
         prompt_logprobs: Row to the requested number, for requests with `prompt_logprobs`.
         pooling: Pooling requests; their rows never sample.
         lora_ids: int64 [max_rows]; LoRA adapter of the row's request, 0 for none.
+        guidance: Which rows are pairs.
+        spaces: The token spaces of the rows.
     """
 
     def __init__(
-        self, max_rows: int, max_model_len: int, block_size: int, sampling: SamplingState, num_groups: int = 1
+        self,
+        max_rows: int,
+        max_model_len: int,
+        block_size: int,
+        sampling: SamplingState,
+        num_groups: int = 1,
+        space_names: Sequence[str] = (),
     ) -> None:
         self.max_rows = max_rows
         self.num_groups = num_groups
@@ -67,6 +78,8 @@ class InputBatch:
         self.prompt_logprobs: dict[int, int] = {}
         self.pooling = PoolingState()
         self.lora_ids = np.zeros(max_rows, dtype=np.int64)
+        self.guidance = GuidedRows(max_rows)
+        self.spaces = RowSpaces(max_rows, list(space_names))
         self.sampling = sampling
 
     def apply_plan(self, plan: SchedulerOutput) -> None:
@@ -132,6 +145,8 @@ class InputBatch:
         if params.prompt_logprobs is not None:
             self.prompt_logprobs[row] = params.prompt_logprobs
         self.pooling.set_row(row, request.pooling_params)
+        self.spaces.set_row(row, params.token_space)
+        self.guidance.set_row(row, params.guidance_scale, request.guided_row)
         self.lora_ids[row] = 0 if request.lora_request is None else request.lora_request.lora_int_id
         self.sampling.set_row(
             row,
@@ -148,4 +163,5 @@ class InputBatch:
         self.prompt_logprobs.pop(row, None)
         self.pooling.clear_row(row)
         self.lora_ids[row] = 0
+        self.guidance.clear_row(row)
         self.sampling.clear_row(row)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from mvllm.config.engine_config import EngineConfig
@@ -25,6 +26,7 @@ from mvllm.worker.kv_cache_layers import KVCacheLayers
 from mvllm.worker.model_loader import ModelLoader
 from mvllm.worker.pipeline_transport import PipelineTransport
 from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
+from mvllm.worker.space_logits import SpaceLogits
 from mvllm.worker.step_inputs import StepInputs
 
 
@@ -65,6 +67,8 @@ class ModelForward:
         self.needs_warm_up = False
         self.decoder: DecoderForward | None = None
         self.head: GreedyHead | None = None
+        has_spaces = bool(config.model.token_spaces)
+        self._space_logits = SpaceLogits(config.model, runtime.from_numpy) if has_spaces else None
 
     def bind_model(self) -> None:
         """Prepares to run the loaded model, with the current KV cache groups."""
@@ -179,10 +183,30 @@ class ModelForward:
         assert self.decoder is not None, "the model is not loaded"
         return self.decoder.run(inputs, intermediate, adapters)
 
-    def logits(self, states: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """[num_rows, vocab]; with static shapes one row for each of `states`, padding included."""
-        logits = self.loader.model.compute_logits(states)
+    def logits(self, states: torch.Tensor, num_rows: int, spaces: np.ndarray | None = None) -> torch.Tensor:
+        """[num_rows, columns]; with static shapes one row for each of `states`, padding included.
+
+        There is a column for each token id: the vocabulary, and the ids of token spaces behind it.
+
+        Args:
+            spaces: int [num_rows], host: the token space of each row, from `RowSpaces.of`.
+        """
+        if self._space_logits is None:
+            logits = self.loader.model.compute_logits(states)
+        else:
+            logits = self._space_logits.compute(self.loader.model, states, spaces)
         return logits if self.is_static else logits[:num_rows]
+
+    def prompt_logits(self, states: torch.Tensor, token_ids: np.ndarray) -> torch.Tensor:
+        """Logits that predict tokens of a prompt: [n or more, columns].
+
+        Args:
+            states: [n or more, hidden_size].
+            token_ids: int [n] on the host: the tokens.
+        """
+        if self._space_logits is None:
+            return self.loader.model.compute_logits(states)
+        return self._space_logits.compute_for(self.loader.model, states, token_ids)
 
     def _run_encoder(
         self, inputs: StepInputs, intermediate: torch.Tensor | None, pooling: PoolingState | None

@@ -35,6 +35,7 @@ from mvllm.ops.logsumexp import logsumexp as reference_logsumexp
 from mvllm.ops.registry import REFERENCE
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
+from mvllm.platform.staging_buffers import StagingBuffers
 from mvllm.platform.tokens_on_device import keeps_sampled_tokens_on_device
 from mvllm.platform.worker_protocol import KVCacheNeeds
 from mvllm.pooling.pooler import pool_step
@@ -44,9 +45,10 @@ from mvllm.sampling.logprobs import LogSumExp
 from mvllm.sampling.penalties import DeviceTokenCounts
 from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.sampler_output import SamplerOutput
-from mvllm.sampling.sampling_state import PROCESSED, SamplingState
+from mvllm.sampling.sampling_state import LOGPROBS, PROCESSED, SamplingState
 from mvllm.sampling.token_masks import TokenMasks
 from mvllm.worker.greedy_head import Argmax
+from mvllm.worker.guidance import GuidedLogits
 from mvllm.worker.input_batch import InputBatch, RowLengths
 from mvllm.worker.kv_cache_layers import KVCacheLayers
 from mvllm.worker.model_forward import ModelForward
@@ -133,6 +135,9 @@ class ModelRunner:
         self._sampler = self._make_sampler()
         self._argmax: Argmax = reference_argmax
         self._logsumexp: LogSumExp = reference_logsumexp
+        self._guided_sampler: Sampler | None = None
+        self._guidance_staging: StagingBuffers | None = None
+        self._float32_argmax: Argmax = reference_argmax
         self._proposer: Proposer | None = None
         self._sampled_token_buffer: SampledTokenBuffer | None = None
         self._step_awaiting_masks: _UnsampledStep | None = None
@@ -142,10 +147,11 @@ class ModelRunner:
     def load_model(self) -> None:
         """Builds the model on the device and loads this rank's weights."""
         context = self.loader.load()
-        vocab_size = self._config.model.vocab_size
+        vocab_size = self._config.model.num_token_ids
         filtered_draw = context.op("filtered_draw", size=vocab_size)
         self._argmax = context.op("argmax", size=vocab_size).function
         self._logsumexp = context.op("logsumexp", size=vocab_size).function
+        self._float32_argmax = context.floats(torch.float32).op("argmax", size=vocab_size).function
         self._make_sampler = partial(
             Sampler,
             logprobs_mode=self._config.model.logprobs_mode,
@@ -203,9 +209,10 @@ class ModelRunner:
         max_rows, on_device = scheduler.max_num_seqs, self._keeps_tokens_on_device
         counts = None
         if on_device:
-            counts = DeviceTokenCounts(self._runtime.empty, max_rows, model.vocab_size, model.max_model_len)
-        state = SamplingState(max_rows, model.vocab_size, model.seed, self._logits_processors(), counts)
-        self.rows = InputBatch(max_rows, model.max_model_len, block_size, state, len(self._layers.groups))
+            counts = DeviceTokenCounts(self._runtime.empty, max_rows, model.num_token_ids, model.max_model_len)
+        state = SamplingState(max_rows, model.num_token_ids, model.seed, self._logits_processors(), counts)
+        num_groups = len(self._layers.groups)
+        self.rows = InputBatch(max_rows, model.max_model_len, block_size, state, num_groups, list(model.token_spaces))
         shapes = self._forward.shapes()
         self._inputs = StepInputBuilder(
             self.rows,
@@ -240,7 +247,7 @@ class ModelRunner:
         """The configured logits processors and those of requests, on the pipeline stage that samples."""
         if not self._pipeline.is_last:
             return None
-        max_rows, vocab_size = self._config.scheduler.max_num_seqs, self._config.model.vocab_size
+        max_rows, vocab_size = self._config.scheduler.max_num_seqs, self._config.model.num_token_ids
         context = LogitsProcessorContext(vocab_size, max_rows, self._runtime.device)
         return LogitsProcessorSet(self._config.logits_processors, context)
 
@@ -438,9 +445,7 @@ class ModelRunner:
         """Samples, pools and computes prompt log-probabilities; reads the results unless they stay on the device."""
         result = StepResult(plan.step, inputs.rows, inputs.sampling_positions, draft_token_ids=plan.draft_token_ids)
         if self.rows.prompt_logprobs:
-            result.prompt_logprobs_chunks = self._prompt_logprobs.compute(
-                inputs, hidden, self.loader.model.compute_logits
-            )
+            result.prompt_logprobs_chunks = self._prompt_logprobs.compute(inputs, hidden, self._forward.prompt_logits)
         if self.rows.pooling.params:
             result.pooled = pool_step(
                 self.rows.pooling,
@@ -496,8 +501,9 @@ class ModelRunner:
         """Samples for the rows that have reached the end of their known tokens."""
         state, history = self.rows.sampling, self.rows.history
         rows, seq_lens = inputs.rows[inputs.sampling_positions], None
+        has_pairs, spaces = self.rows.guidance.num_pairs > 0, self.rows.spaces.of(rows)
         if states is None:
-            if state.samples_greedily(rows):
+            if not has_pairs and spaces is None and state.samples_greedily(rows):
                 assert self._forward.head is not None
                 sampled = self._forward.head.sample(hidden, inputs, self._upload_masks(inputs, masks))
                 if self._sampled_token_buffer is None:
@@ -508,12 +514,15 @@ class ModelRunner:
         if inputs.num_draft_tokens.any():
             seq_lens = ragged_ranges(history.num_tokens[rows], inputs.num_logits_rows)
             rows = rows.repeat(inputs.num_logits_rows)
-        logits = self._forward.logits(states, len(rows))
+        logits = self._forward.logits(states, len(rows), spaces)
         if self._sampled_token_buffer is not None and history.ends_in_placeholder(
             state.rows_reading_tokens(rows, history.num_tokens[rows])
         ):
             self._sampled_token_buffer.read_all_steps()  # while the device computes
-        sampled = self._sampler.sample(logits, rows, state, history, masks=masks, seq_lens=seq_lens)
+        if has_pairs and (pairs := self.rows.guidance.pairs_of(rows)).size:
+            sampled = self._sample_guided(logits, rows, pairs, masks)
+        else:
+            sampled = self._sampler.sample(logits, rows, state, history, masks=masks, seq_lens=seq_lens)
         del logits  # a lazy tensor that is still referenced becomes an output of the program: not what was warmed up
         if self._sampled_token_buffer is not None:
             assert inputs.sample_rows is not None
@@ -522,4 +531,27 @@ class ModelRunner:
                 state.device_counts.add(sampled.token_ids, inputs.sample_rows)
         else:
             sampled.send_to_host(self._runtime.to_host)
+        return sampled
+
+    def _sample_guided(
+        self, logits: torch.Tensor, rows: np.ndarray, pairs: np.ndarray, masks: TokenMasks | None
+    ) -> SamplerOutput:
+        """Samples a step with guided rows, whose logits are combined first. Arguments as in GuidedLogits.combine."""
+        state, static = self.rows.sampling, self._forward.is_static
+        if self._guided_sampler is None:
+            on_device = self._sampled_token_buffer is not None
+            staging = self._inputs.staging if on_device else None
+            self._guided_sampler = self._make_sampler(staging, argmax=self._float32_argmax)
+            self._guidance_staging = StagingBuffers(self._runtime) if on_device else None
+        scale, own_staging = self.rows.guidance.scale[rows[pairs[0]]], self._guidance_staging
+        if own_staging is not None:
+            own_staging.begin_step()
+        guided = GuidedLogits.combine(logits, pairs, scale, own_staging, static=static)
+        if own_staging is not None:
+            own_staging.end_step()
+        sampled = self._guided_sampler.sample(guided.logits, rows, state, self.rows.history, masks=masks)
+        guided.share_tokens(sampled)
+        wanted = (state.flags[rows[pairs[0]]] & LOGPROBS).astype(bool)
+        if wanted.any():
+            guided.add_conditional_logprobs(sampled, pairs[0], wanted)
         return sampled

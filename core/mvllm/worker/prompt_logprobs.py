@@ -15,6 +15,8 @@ from mvllm.worker.input_batch import InputBatch
 from mvllm.worker.step_inputs import StepInputs
 from mvllm.worker.step_result import PromptLogprobsChunk
 
+PromptLogits = Callable[[torch.Tensor, np.ndarray], torch.Tensor]
+
 _CHUNK = 256
 """Prompt positions whose logits exist at one time: [256, vocabulary] rather than [prompt, vocabulary]."""
 
@@ -38,13 +40,13 @@ class PromptLogprobsComputer:
         self._sizes = sizes
 
     def compute(
-        self, inputs: StepInputs, hidden: torch.Tensor, compute_logits: Callable[[torch.Tensor], torch.Tensor]
+        self, inputs: StepInputs, hidden: torch.Tensor, compute_logits: PromptLogits
     ) -> dict[int, list[PromptLogprobsChunk]]:
         """Log-probabilities of the prompt tokens that the step's positions predict, by position in the batch.
 
         Args:
             hidden: [T, hidden_size].
-            compute_logits: From [n, hidden_size] to [n, vocab].
+            compute_logits: See ModelForward.prompt_logits.
         """
         history, found = self._rows.history, {}
         starts = inputs.layout.query_start_loc
@@ -70,12 +72,12 @@ class PromptLogprobsComputer:
         states: torch.Tensor,
         token_ids: np.ndarray,
         num_logprobs: int,
-        compute_logits: Callable[[torch.Tensor], torch.Tensor],
+        compute_logits: PromptLogits,
     ) -> PromptLogprobsChunk:
         padding = ShapePolicy.pad(len(states), self._sizes) - len(states)
         padded = F.pad(states, (0, 0, 0, padding)) if padding else states
         gathered = gather_prompt_logprobs(
-            compute_logits(padded)[: len(states)],
+            compute_logits(padded, token_ids)[: len(states)],
             self._runtime.from_numpy(token_ids),
             num_logprobs,
             self._logsumexp,

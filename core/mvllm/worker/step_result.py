@@ -59,6 +59,9 @@ class StepResult:
             sampled_ids = self.sampled.numpy()
             output.logprobs = {int(positions[i]): entry for i, entry in self.sampled.logprobs.items()}
             output.errors = {int(positions[i]): text for i, text in self.sampled.errors.items()}
+            if self.sampled.conditional_logprobs is not None:
+                found = self.sampled.read_conditional_logprobs()
+                output.conditional_logprobs = {int(positions[i]): value for i, value in found.items()}
         tokens = sampled_ids
         if len(positions) < len(self.rows):
             tokens = np.full(len(self.rows), -1, dtype=np.int64)

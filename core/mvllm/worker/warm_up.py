@@ -68,7 +68,7 @@ def profile_step(
     hidden = forward.run(inputs, forward.pipeline.zero_hidden_states(num_tokens), adapters)
     if forward.pipeline.is_last and model.kind.generates:
         indices = inputs.logits_indices.repeat(1 + num_draft_tokens)[:num_tokens]
-        profile_sampling(forward, make_sampler, forward.loader.model.compute_logits(hidden.index_select(0, indices)))
+        profile_sampling(forward, make_sampler, forward.logits(hidden.index_select(0, indices), len(indices)))
     if (draft := forward.loader.draft) is not None:
         inputs.positions = inputs.positions.clamp(max=draft.config.max_model_len - 1)
         draft.forward(forward.layers).run(inputs)
@@ -83,9 +83,11 @@ def profile_sampling(forward: ModelForward, make_sampler: Callable[[], Sampler],
     on_device = keeps_sampled_tokens_on_device(config, forward.platform.capabilities)
     counts = None
     if on_device:
-        counts = DeviceTokenCounts(forward.runtime.empty, num_rows, config.model.vocab_size, config.model.max_model_len)
+        counts = DeviceTokenCounts(
+            forward.runtime.empty, num_rows, config.model.num_token_ids, config.model.max_model_len
+        )
     params = SamplingParams(top_p=0.5, repetition_penalty=1.5, logprobs=0)
-    state, history = _dummy_sampling_rows(config.model.vocab_size, [params] * num_rows, counts)
+    state, history = _dummy_sampling_rows(config.model.num_token_ids, [params] * num_rows, counts)
     sampler = make_sampler()
     sampler.may_synchronize &= not on_device
     sampler.sample(logits, np.arange(num_rows), state, history)
@@ -113,7 +115,7 @@ def warm_up(
     if forward.is_static:
         all_shapes = step_shapes(shapes, **limits, max_pages=max_pages, block_size=block_size)
         states = _run_all_shapes(forward, buffer, all_shapes, block_size)
-        _warm_up_sampling(forward, sampler, buffer, states, warm_up_params(forward.config.model.vocab_size))
+        _warm_up_sampling(forward, sampler, buffer, states, warm_up_params(forward.config.model.num_token_ids))
     elif shapes.capture is not None:
         captured = capture_shapes(forward, shapes, **limits, block_size=block_size)
         _run_models(forward, captured, block_size, with_sample_rows=buffer is not None)
@@ -184,7 +186,7 @@ def _warm_up_sampling(
     kinds: list[SamplingParams],
 ) -> None:
     """Runs each kind of sampling for each number of requests."""
-    max_rows, vocab_size = forward.config.scheduler.max_num_seqs, forward.config.model.vocab_size
+    max_rows, vocab_size = forward.config.scheduler.max_num_seqs, forward.config.model.num_token_ids
     for size, states in states_by_size.items():
         num_rows = min(size, max_rows)
         for params in kinds:

@@ -14,6 +14,7 @@ from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.topology import WorkerContext
 from mvllm.platform.worker_protocol import KVCacheNeeds
+from mvllm.worker.image_decoding import decode_images, peak_decode_bytes
 from mvllm.worker.model_runner import ModelRunner
 from mvllm.worker.weight_updater import WeightUpdater
 
@@ -79,7 +80,7 @@ class Worker:
         runtime = self.runtime
         runtime.synchronize()
         before = runtime.memory()
-        peak = self._peak_step_bytes()
+        peak = max(self._peak_step_bytes(), self._peak_decode_bytes())
         runtime.release_cached_memory()
         utilization = self._config.cache.memory_utilization
         assert utilization is not None, "resolved before start"
@@ -121,6 +122,12 @@ class Worker:
         before = runtime.memory().used_by_me
         self.runner.profile(divisor)
         return max(0, runtime.memory().peak_by_me - before)
+
+    def _peak_decode_bytes(self) -> int:
+        """As `_peak_step_bytes`, for decoding an image. Not measured on the host, where it takes seconds."""
+        if self._platform.capabilities.unified_memory:
+            return 0
+        return peak_decode_bytes(self.runner.loader.model, self.runtime, self._config.model)
 
     def group_layers(self, windows: list[int | None]) -> None:
         self.runner.group_layers(windows)
@@ -181,6 +188,9 @@ class Worker:
 
     def abandon_weight_update(self) -> None:
         self.updater.abandon()
+
+    def decode_images(self, codes: bytes, rows: int, columns: int) -> bytes:
+        return decode_images(self.runner.loader.model, self.runtime, codes, rows, columns)
 
     def check_health(self) -> None:
         self.runtime.health()

@@ -36,6 +36,7 @@ _OPTIONAL = frozenset(
         "finish_weight_update",
         "abandon_weight_update",
         "call_extension",
+        "decode_images",
     }
 )
 

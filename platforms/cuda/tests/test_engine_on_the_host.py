@@ -70,6 +70,20 @@ def test_replayed_steps_give_the_tokens_of_the_cpu_platform(name, generate, tmp_
     assert graphs.replays > graphs.captures
 
 
+def test_guided_requests_have_the_same_tokens_with_replayed_steps(generate, tmp_path):
+    """Steps with a guided row run the replayed model and an eager head; steps after them replay both again."""
+    folder = make_checkpoint("llama-gqa", tmp_path)
+    guided = SamplingParams(max_tokens=7, temperature=0, ignore_eos=True, guidance_scale=3.0, negative_prompt=[9, 8])
+    params = [PARAMS[0], guided, PARAMS[2]]
+    expected = generate(folder, "cpu", params)
+    assert expected != generate(folder, "cpu", PARAMS)
+    for asynchronous in (True, False):
+        assert generate(folder, "hosted", params, async_scheduling=asynchronous) == expected
+        [graphs] = HostedPlatform.graphs_made
+        assert graphs.captures == HostedRuntime.captured_in_warm_up == 12
+        assert graphs.replays > graphs.captures
+
+
 def attention_without_memory(rows):
     """Attention that runs out of memory in steps with this number of rows."""
 

@@ -75,6 +75,7 @@ def make_request(
     eos: list[int] | None = None,
     lora_int_id: int = 0,
     pooling: PoolingType | None = None,
+    unconditional: list[int] | None = None,
     **params: object,
 ) -> EngineCoreRequest:
     """A request. An integer prompt stands for that many tokens, different from those of all other requests."""
@@ -90,6 +91,7 @@ def make_request(
         cache_salt=cache_salt,
         sibling_group=sibling_group,
         pooling_params=None if pooling is None else PoolingParams(pooling_type=pooling, normalize=True),
+        unconditional_prompt_token_ids=unconditional,
         lora_request=LoRARequest(f"adapter-{lora_int_id}", lora_int_id, f"/adapters/{lora_int_id}")
         if lora_int_id
         else None,
@@ -102,6 +104,7 @@ class Result:
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.logprobs: list[PositionLogprobs] = []
+        self.conditional_logprobs: list[float] = []
         self.prompt_logprobs: list[PositionLogprobs] | None = None
         self.outputs: list[EngineCoreOutput] = []
 
@@ -112,6 +115,7 @@ class Result:
             self.prompt_logprobs = output.prompt_logprobs
         self.token_ids.extend(output.new_token_ids)
         self.logprobs.extend(output.logprobs or [])
+        self.conditional_logprobs.extend(output.conditional_logprobs or [])
         self.outputs.append(output)
 
     @property
@@ -144,13 +148,13 @@ class Engine:
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.results: dict[str, Result] = {}
         self.last_plan: SchedulerOutput | None = None
-        self.requests: list[Request] = []
+        self.requests: list[Request] = []  # with companions
 
     def add(self, *requests: EngineCoreRequest) -> None:
         for request in requests:
             self.results[request.request_id] = Result()
             self.scheduler.add_request(request)
-            self.requests.append(self.scheduler.requests.by_id[request.request_id])
+            self.requests += self.scheduler.requests.by_id[request.request_id].sides
 
     def step(self) -> SchedulerOutput:
         """Plans one step, and applies the oldest results once `depth` plans are in flight."""

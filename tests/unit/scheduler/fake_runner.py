@@ -11,6 +11,9 @@ A step without memory writes nothing. A request that reads a slot that this step
 `WRONG_TOKEN` and writes garbage, which must have no effect. The same holds for rows that compute without a missing
 adapter.
 
+The token of a guided row depends on its own fingerprints and on those of its companion. Both must sample in the same
+step, and get the same token.
+
 Draft tokens are computed and written like known tokens; rejected ones are dropped. A draft model's writes ahead are
 garbage in every slot after the known tokens: any other reader of such a slot fails.
 """
@@ -54,23 +57,38 @@ def next_token(fingerprint: int) -> int:
     return fingerprint // 17 % VOCAB_SIZE
 
 
+def guided_token(conditional: int, unconditional: int) -> int:
+    """The token of a pair with these fingerprints."""
+    return next_token(3 * conditional + unconditional)
+
+
 def first_print(lora_int_id: int) -> int:
     """The initial fingerprint of an adapter, or of none."""
     return 7 + 100 * lora_int_id
 
 
 def expected_tokens(
-    prompt: list[int], params: SamplingParams, eos: list[int], max_model_len: int, lora_int_id: int = 0
+    prompt: list[int],
+    params: SamplingParams,
+    eos: list[int],
+    max_model_len: int,
+    lora_int_id: int = 0,
+    unconditional: list[int] | None = None,
 ) -> list[int]:
     """The tokens that a request generates, independent of the schedule."""
-    tokens = list(prompt)
+    tokens, start = list(prompt), first_print(lora_int_id)
+    longest = max_model_len - max(0, len(unconditional or []) - len(prompt))
     stops = {*([] if params.ignore_eos else eos), *(params.stop_token_ids or [])}
     while True:
-        tokens.append(next_token(fingerprints(tokens, first_print(lora_int_id))[-1]))
+        own = fingerprints(tokens, start)[-1]
+        if unconditional is None:
+            tokens.append(next_token(own))
+        else:
+            tokens.append(guided_token(own, fingerprints(unconditional + tokens[len(prompt) :], start)[-1]))
         num_output = len(tokens) - len(prompt)
         if tokens[-1] in stops and num_output >= params.min_tokens:
             break
-        if len(tokens) == max_model_len or num_output == params.max_tokens:
+        if len(tokens) == longest or num_output == params.max_tokens:
             break
     return tokens[len(prompt) :]
 
@@ -161,12 +179,34 @@ class FakeRunner:
             self._write(self.rows[row], count)
         self._spread_poison(plan)
         output = ModelRunnerOutput(step=plan.step)
+        sampling = {row for row in plan.rows if self.rows[row].num_computed == len(self.rows[row].tokens)}
+        for row, state in self.rows.items():
+            if state.data.guided_row is not None:
+                assert (row in sampling) == (state.data.guided_row in sampling), "one side of a pair samples alone"
         for position, (row, count) in enumerate(zip(plan.rows, plan.num_scheduled_tokens, strict=True)):
             self._read_and_sample(position, self.rows[row], count, output)
         for data in plan.new_requests:
             if data.lora_request is not None and data.lora_request.lora_int_id in self.missing_adapters:
-                output.errors[plan.rows.index(data.row)] = "no such adapter"
+                if data.row in plan.rows:
+                    output.errors[plan.rows.index(data.row)] = "no such adapter"
+        self._sample_pairs(plan, sampling, output)
         return output
+
+    def _sample_pairs(self, plan: SchedulerOutput, sampling: set[int], output: ModelRunnerOutput) -> None:
+        for row in [row for row in plan.rows if row in sampling and self.rows[row].data.guided_row is not None]:
+            companion, primary = self.rows[row], self.rows[self.rows[row].data.guided_row]
+            sides = plan.rows.index(primary.data.row), plan.rows.index(row)
+            token = guided_token(primary.prints[-1], companion.prints[-1])
+            if not output.errors.keys().isdisjoint(sides):
+                token = -1
+            elif primary.reads_garbage or companion.reads_garbage:
+                token = WRONG_TOKEN
+            if token >= 0 and primary.data.sampling_params.logprobs is not None:
+                output.logprobs[sides[0]] = logprobs_of(token)
+                output.conditional_logprobs[sides[0]] = -0.5 * token
+            for side, state in zip(sides, (primary, companion), strict=True):
+                output.sampled_token_ids[side] = token
+                state.append(max(token, 0))
 
     def _fail_step(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Fails a step: nothing is written, and the rows have the lengths of the plan."""
@@ -280,11 +320,11 @@ class FakeRunner:
             output.errors[position] = "not a number"
             row.has_failed = True
             row.drop_drafts()
-            if row.data.pooling_params is None and row.num_computed == len(row.tokens):
+            if row.data.pooling_params is None and row.num_computed == len(row.tokens) and not self._is_paired(row):
                 row.append(0)
         elif row.data.pooling_params is not None:
             self._pool(position, row, count, output)
-        elif row.num_computed == len(row.tokens):
+        elif row.num_computed == len(row.tokens) and not self._is_paired(row):
             token, *accepted = row.verify_drafts()
             if row.reads_garbage:
                 token = WRONG_TOKEN
@@ -299,6 +339,10 @@ class FakeRunner:
             if self.propose is not None:
                 self._propose_drafts(position, row, output)
         output.sampled_token_ids.append(token)
+
+    def _is_paired(self, row: _Row) -> bool:
+        own = row.data.row
+        return row.data.guided_row is not None or any(other.data.guided_row == own for other in self.rows.values())
 
     def _propose_drafts(self, position: int, row: _Row, output: ModelRunnerOutput) -> None:
         assert self.propose is not None

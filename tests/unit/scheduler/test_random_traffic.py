@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mvllm.errors import RequestError
 from mvllm.messages.requests import FinishReason
 from mvllm.messages.sampling_params import RequestOutputKind
 from tests.unit.scheduler.builders import Engine, make_request, make_scheduler
@@ -37,10 +38,21 @@ class Limits:
     max_num_partial_prefills: int | None
     long_prefill_slowdown: float | None
 
+    @property
+    def num_batched_tokens(self) -> int:
+        least = 0 if self.enable_chunked_prefill else MAX_MODEL_LEN
+        return max(self.max_num_batched_tokens, least)
+
+    def can_guide(self, request) -> bool:
+        prompts = request.prompt_token_ids, request.unconditional_prompt_token_ids
+        room = MAX_MODEL_LEN - max(map(len, prompts))
+        longest = sum(map(len, prompts)) + 2 * min(room, request.sampling_params.max_tokens or room)
+        fits = self.enable_chunked_prefill or longest <= self.num_batched_tokens
+        return self.max_num_seqs > 1 and self.num_batched_tokens > 1 and fits
+
     def make_engine(self) -> Engine:
         settings = {name: value for name, value in vars(self).items() if name != "depth"}
-        if not self.enable_chunked_prefill:
-            settings["max_num_batched_tokens"] = max(self.max_num_batched_tokens, MAX_MODEL_LEN)
+        settings["max_num_batched_tokens"] = self.num_batched_tokens
         ticks = itertools.count()
         scheduler = make_scheduler(max_model_len=MAX_MODEL_LEN, clock=lambda: next(ticks) % 97 + 0.01, **settings)
         return Engine(scheduler, depth=self.depth)
@@ -78,6 +90,9 @@ requests = st.fixed_dictionaries(
         "logprobs": st.sampled_from([None, 1]),
         "prompt_logprobs": st.sampled_from([None, None, 1]),
         "output_kind": st.sampled_from(list(RequestOutputKind)),
+        "unconditional": st.one_of(
+            st.none(), st.none(), st.lists(st.sampled_from([1, 1, 1, 1, 2]), min_size=1, max_size=24)
+        ),
     }
 ).filter(lambda request: request["min_tokens"] <= (request["max_tokens"] or MAX_MODEL_LEN))
 
@@ -86,7 +101,7 @@ actions = st.lists(
         st.tuples(st.just("add"), requests),
         st.tuples(st.just("step"), st.integers(1, 4)),
         st.tuples(st.just("abort"), st.integers(0, 30)),
-        st.tuples(st.just("fail"), st.integers(0, 30)),
+        st.tuples(st.just("fail"), st.integers(0, 61)),  # from 31 on, the unconditional side of a request
     ),
     max_size=40,
 )
@@ -97,24 +112,28 @@ actions = st.lists(
 def test_any_traffic_gives_the_tokens_of_each_request_alone(limits, actions):
     engine, added, aborted = limits.make_engine(), {}, set()
     for action, argument in actions:
-        name = f"r{argument}" if isinstance(argument, int) else ""
+        name = f"r{argument % 31}" if isinstance(argument, int) else ""
         if action == "add":
             request = make_request(**argument, request_id=f"r{len(added)}")
+            if request.unconditional_prompt_token_ids is not None and not limits.can_guide(request):
+                with pytest.raises(RequestError, match=r"guidance_scale|chunked prefill"):
+                    engine.scheduler.add_request(request)
+                request.unconditional_prompt_token_ids = None
             added[request.request_id] = request
             engine.add(request)
         elif action == "step":
             for _ in range(argument):
                 engine.step()
         elif action == "abort":
-            if name in added and engine.results[name].finish_reason is None:
+            if name in engine.scheduler.requests.by_id:  # else it may have failed, with its output still to come
                 aborted.add(name)
             engine.scheduler.abort_requests([name])
             engine.scheduler.check_integrity()
         elif action == "fail":
-            engine.runner.failing.add(name)
+            engine.runner.failing.add(name if argument < 31 else f"{name} (unconditional)")
     engine.run()
 
-    any_failed = bool(engine.runner.failing & added.keys())
+    any_failed = bool({name.removesuffix(" (unconditional)") for name in engine.runner.failing} & added.keys())
     for name, request in added.items():
         check_result(engine, request, limits, ended_early=name in aborted, may_fail=any_failed)
     assert engine.scheduler.make_stats().kv_cache_usage == 0.0
@@ -131,15 +150,19 @@ def test_any_traffic_gives_the_tokens_of_each_request_alone(limits, actions):
 def check_result(engine, request, limits, *, ended_early, may_fail):
     result = engine.results[request.request_id]
     params = request.sampling_params
-    expected = expected_tokens(request.prompt_token_ids, params, request.eos_token_ids, MAX_MODEL_LEN)
-    num_needed = len(request.prompt_token_ids) + len(expected) - 1
+    unconditional = request.unconditional_prompt_token_ids
+    expected = expected_tokens(
+        request.prompt_token_ids, params, request.eos_token_ids, MAX_MODEL_LEN, unconditional=unconditional
+    )
+    prompts = [request.prompt_token_ids] if unconditional is None else [request.prompt_token_ids, unconditional]
     if ended_early:
         assert result.finish_reason is None
         assert result.token_ids == expected[: len(result.token_ids)]
         return
     if result.finish_reason is FinishReason.ERROR:
         kv_cache = engine.scheduler._kv_cache
-        assert may_fail or kv_cache.blocks_for(num_needed) > kv_cache.num_blocks, result.outputs[-1].error
+        num_blocks = sum(kv_cache.blocks_for(len(prompt) + len(expected) - 1) for prompt in prompts)
+        assert may_fail or num_blocks > kv_cache.num_blocks, result.outputs[-1].error
         assert result.token_ids == expected[: len(result.token_ids)]
         return
     assert result.token_ids == expected
@@ -148,6 +171,7 @@ def check_result(engine, request, limits, *, ended_early, may_fail):
     assert result.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
     if params.logprobs is not None:
         assert result.logprobs == [logprobs_of(token) for token in expected]
+        assert result.conditional_logprobs == ([] if unconditional is None else [-0.5 * token for token in expected])
     if params.prompt_logprobs is not None:
         assert result.prompt_logprobs == [logprobs_of(token) for token in request.prompt_token_ids[1:]]
     if params.output_kind is RequestOutputKind.FINAL_ONLY:

@@ -52,6 +52,7 @@ UTILITY_METHODS = frozenset(
         "add_lora",
         "call_workers",
         "check_health",
+        "decode_images",
         "finish_weight_update",
         "init_weight_transfer",
         "is_scheduler_paused",
@@ -167,6 +168,9 @@ class EngineCore(CoreRollouts):
             self._required_lora_manager  # noqa: B018  (raises where there is none)
         if key := self._position_key(len(request.prompt_token_ids)):
             request = msgspec.structs.replace(request, position_key=key)
+        if request.unconditional_prompt_token_ids is not None:
+            key = self._position_key(len(request.unconditional_prompt_token_ids))
+            request = msgspec.structs.replace(request, unconditional_position_key=key)
         if request.sibling_group is not None and not self._supports_prefix_caching:
             request = msgspec.structs.replace(request, sibling_group=None)
         self.scheduler.add_request(request)
@@ -259,6 +263,24 @@ class EngineCore(CoreRollouts):
     def apply_model(self, function: Callable[[Any], _T]) -> list[_T]:
         """Calls a function with the model of every worker, see `Executor.apply_model`."""
         return self._executor.apply_model(function)
+
+    def decode_images(self, codes: bytes, rows: int, columns: int) -> bytes:
+        """Decodes images between two steps, see `WorkerProtocol.decode_images`.
+
+        Raises:
+            EngineSleepingError: The weights sleep.
+            RequestError: The model generates no images, or a code does not exist.
+        """
+        if WEIGHTS in self._released_memory:
+            raise EngineSleepingError("The weights sleep. Wake them up (wake_up) before decoding images.")
+        self._collect_all_steps()
+        for pixels in self._executor.collective_rpc("decode_images", (codes, rows, columns)):
+            if pixels:
+                return pixels
+        raise RequestError(
+            "The rank in this process has no pixel decoder, and with external_launcher each process calls its own rank "
+            "only. Decode on the first rank of the last pipeline stage."
+        )
 
     def reset_prefix_cache(self) -> bool:
         """Clears the prefix cache; returns False, with nothing changed, while requests use blocks."""

@@ -144,7 +144,8 @@ class LoRAManager:
                 try:
                     self.add(new.lora_request)
                 except (RequestError, PlatformError) as e:
-                    errors[plan.rows.index(new.row)] = str(e)
+                    if new.row in plan.rows:  # else the other side of a guided request is, with the same adapter
+                        errors[plan.rows.index(new.row)] = str(e)
         return errors
 
     def _load(self, request: LoRARequest) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Generic, TypeVar, cast
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.model import ModelConfig
 from mvllm.config.tokenizer_check import check_tokenizer
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
+from mvllm.engine.frontend.image_requests import ImageRequests
 from mvllm.engine.frontend.input_processor import InputProcessor
 from mvllm.engine.frontend.lora_request_validator import LoRARequestValidator
 from mvllm.engine.frontend.output_processor import OutputProcessor
@@ -87,6 +89,15 @@ class EngineFrontend(Generic[Client]):
     def model_config(self) -> ModelConfig:
         """The model's configuration in use."""
         return self.config.model
+
+    @cached_property
+    def image_requests(self) -> ImageRequests:
+        """Converts requests for images.
+
+        Raises:
+            RequestError: The model generates no images.
+        """
+        return ImageRequests(self.config.model, self._tokenizer)
 
     @property
     def platform_summary(self) -> str:

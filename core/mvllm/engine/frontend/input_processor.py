@@ -17,7 +17,9 @@ from typing import Any
 import msgspec
 
 from mvllm.config.engine_config import EngineConfig
+from mvllm.config.token_spaces import TokenSpace
 from mvllm.engine.frontend.bad_words import bad_word_token_ids
+from mvllm.engine.frontend.guidance import GuidanceProcessor
 from mvllm.engine.frontend.thinking_tags import fit_thinking_to_prompt, thinking_tokens_of
 from mvllm.engine.tokenizer.tokenizer import Tokenizer, check_supports_grammars
 from mvllm.errors import RequestError
@@ -46,11 +48,13 @@ class ProcessedRequest:
         prompt: The prompt as text, if known.
         params: The validated parameters; `n` may be larger than 1.
         core: The request for the engine core; its `sampling_params` are `params`.
+        space: The space of its output tokens; None for text.
     """
 
     prompt: str | None
     params: SamplingParams
     core: EngineCoreRequest
+    space: TokenSpace | None = None
 
 
 @dataclass(slots=True)
@@ -84,8 +88,10 @@ class InputProcessor:
         self._runs_functions = runs_functions
         self._tokenizer = tokenizer
         self._priorities_allowed = config.scheduler.policy == "priority"
+        self._num_token_ids = config.model.num_token_ids
         self._eos_token_ids = self._end_token_ids()
         self._processor_classes = processor_classes(config.logits_processors)
+        self._guidance = GuidanceProcessor(config, tokenizer, self._check_token_ids)
 
     def default_params(self) -> SamplingParams:
         """The sampling parameters of the model's generation_config.json."""
@@ -140,6 +146,7 @@ class InputProcessor:
         self._tokenize(parts)
         processed = []
         checked: dict[int, SamplingParams] = {}  # params shared by many prompts are checked once
+        negative: dict[int, list[int] | None] = {}
         for i, part in enumerate(parts):
             chosen = params[i]
             if chosen is None:
@@ -148,7 +155,15 @@ class InputProcessor:
                 validated = copy.copy(checked[id(chosen)])
             else:
                 validated = checked[id(chosen)] = self._check_for_prompt(i, prompts, self._check_params, chosen)
-            validated = self._check_for_prompt(i, prompts, self._fit_params_to_prompt, validated, part)
+            unconditional = None
+            if validated.is_guided:
+                if id(chosen) not in negative:
+                    check = self._guidance.negative_token_ids
+                    negative[id(chosen)] = self._check_for_prompt(i, prompts, check, validated)
+                unconditional = negative[id(chosen)]
+                if unconditional is None:
+                    unconditional = self._guidance.default_token_ids(validated, part.token_ids or [])
+            validated = self._check_for_prompt(i, prompts, self._fit_params_to_prompt, validated, part, unconditional)
             core = EngineCoreRequest(
                 request_id=_check_request_id(request_ids[i]),
                 prompt_token_ids=part.token_ids or [],
@@ -158,8 +173,9 @@ class InputProcessor:
                 priority=self._check_priority(priorities[i]) if priorities is not None else 0,
                 cache_salt=part.cache_salt,
                 lora_request=None if lora_requests is None else self._check_lora_request(lora_requests[i]),
+                unconditional_prompt_token_ids=unconditional,
             )
-            processed.append(ProcessedRequest(part.text, validated, core))
+            processed.append(ProcessedRequest(part.text, validated, core, self._guidance.space_of(validated)))
         return processed
 
     # --- prompts
@@ -249,10 +265,10 @@ class InputProcessor:
         values: list[int] = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         if set(map(type, values)) != {int}:
             values = [_as_token_id(value, i) for i, value in enumerate(values)]
-        if min(values) < 0 or max(values) >= self._model.vocab_size:
-            i, bad = next((i, v) for i, v in enumerate(values) if not 0 <= v < self._model.vocab_size)
+        if min(values) < 0 or max(values) >= self._num_token_ids:
+            i, bad = next((i, v) for i, v in enumerate(values) if not 0 <= v < self._num_token_ids)
             raise RequestError(
-                f"Token ids must be from 0 to {self._model.vocab_size - 1}, the model's vocabulary; "
+                f"Token ids must be from 0 to {self._num_token_ids - 1}, the model's vocabulary; "
                 f"found {describe_value(bad)} at position {i} of the prompt.",
                 parameter="prompt",
             )
@@ -338,6 +354,7 @@ class InputProcessor:
         if self._processor_classes:
             validate(self._processor_classes, params)
         params = params.clone()  # validates again, and the caller may change its own copy
+        self._guidance.check_params(params)
         if params.bad_words:  # the replacement checks the limits of both together
             ids = [*(params.bad_words_token_ids or ()), *self._bad_words(params.bad_words)]
             params = msgspec.structs.replace(params, bad_words_token_ids=ids)
@@ -355,14 +372,16 @@ class InputProcessor:
         tokens = thinking_tokens_of(params.thinking_tags or DEFAULT_TAGS, self._tokenizer)
         return msgspec.structs.replace(params, thinking_tokens=tokens)
 
-    def _fit_params_to_prompt(self, params: SamplingParams, part: _Prompt) -> SamplingParams:
+    def _fit_params_to_prompt(
+        self, params: SamplingParams, part: _Prompt, unconditional: list[int] | None = None
+    ) -> SamplingParams:
         params = fit_thinking_to_prompt(params, part.text, part.token_ids or (), self._tokenizer)
         return validate_for_model(
             params,
-            vocab_size=self._model.vocab_size,
+            vocab_size=self._num_token_ids,
             max_model_len=self._model.max_model_len,
             max_logprobs=self._model.max_logprobs,
-            prompt_len=len(part.token_ids or ()),
+            prompt_len=max(len(part.token_ids or ()), len(unconditional or ())),
         )
 
     def _check_lora_request(self, request: LoRARequest | None) -> LoRARequest | None:

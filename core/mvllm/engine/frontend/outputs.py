@@ -41,6 +41,9 @@ class CompletionOutput:
         error_parameter: The request parameter that caused the error, if one did.
         weight_versions: (version, number of tokens) of the weights that sampled `token_ids`, in their order. Weights
             have version 0 at the start, and a larger one after each update. Empty for a beam search.
+        image_codes: The codes of `token_ids`, from 0; None for outputs of text.
+        conditional_logprobs: Of a guided request with `logprobs`: the log-probability of each of `token_ids` without
+            guidance, the log-softmax of the conditional logits. `logprobs` are those of the guided distribution.
     """
 
     index: int
@@ -53,6 +56,8 @@ class CompletionOutput:
     error: str | None = None
     error_parameter: str | None = None
     weight_versions: list[tuple[int, int]] = field(default_factory=list)
+    image_codes: list[int] | None = None
+    conditional_logprobs: list[float] | None = None
 
     @property
     def finished(self) -> bool:

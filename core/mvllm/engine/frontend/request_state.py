@@ -44,6 +44,7 @@ class RequestState:
         priority_class: `high` for a priority below 0, `low` for one above; None for 0.
         search: The beam search that finds the sequences, if the request asks for one.
         metrics: Times of the request's events.
+        space: The space of its output tokens; None for text.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class RequestState:
         self._num_cached_tokens: int | None = None
         self._pooling_output: bytes | None = None
         self._lora_request = core.lora_request
+        self.space = request.space
         self.metrics = RequestMetrics(arrival_time=core.arrival_time)
 
     @property
@@ -222,6 +224,7 @@ class SequenceState:
         self._returns_logprobs = params.logprobs is not None
         self._sums_logprobs = self._returns_logprobs or params.is_ranked
         self._logprobs: list[PositionLogprobMap] = []
+        self._conditional_logprobs: list[float] | None = [] if self._returns_logprobs and params.is_guided else None
         self._text = make_sequence_detokenizer(params, self._tokenizer, request.final_only, self.token_ids)
         self.uses_fast_path = not self._sums_logprobs and (
             self._text is None or isinstance(self._text, LazyDetokenizer)
@@ -248,6 +251,8 @@ class SequenceState:
                 if self._returns_logprobs:
                     self._logprobs.append(_to_logprob_map(position, self._tokenizer))
                 self.cumulative_logprob += position.logprobs[0]
+        if self._conditional_logprobs is not None and output.conditional_logprobs:
+            self._conditional_logprobs += output.conditional_logprobs[: len(new)]
         if ended is not None and self.finish_reason is None:
             self.finish_reason, self.stop_reason, self.error = str(ended), output.stop_reason, output.error
             self.error_parameter = output.error_parameter
@@ -323,10 +328,11 @@ class SequenceState:
         self, text: str, start: int, logprobs: list[PositionLogprobMap] | None
     ) -> CompletionOutput:
         """The output with the tokens from `start` on."""
+        token_ids, space, conditional = self.token_ids[start:], self.request.space, self._conditional_logprobs
         return CompletionOutput(
             self.index,
             text,
-            self.token_ids[start:],
+            token_ids,
             self.cumulative_logprob if self._sums_logprobs else None,
             logprobs,
             self.finish_reason,
@@ -334,6 +340,8 @@ class SequenceState:
             self.error,
             self.error_parameter,
             self._versions_of(start, len(self.token_ids)),
+            None if space is None else space.codes_of(token_ids),
+            None if conditional is None else conditional[start:],
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -84,6 +85,7 @@ class DPLBAsyncMPClient:
         self._load_balancer = DPLoadBalancer(len(cores))
         self._rank_by_request_id: dict[str, int] = {}  # of unfinished sequences
         self._coordinator_client = coordinator_client
+        self._decoding_turns = itertools.count()
         self._on_outputs: OnOutputs = lambda outputs: None
         self._on_death: OnDeath = lambda error: None
 
@@ -160,13 +162,15 @@ class DPLBAsyncMPClient:
                 self._cores[rank].abort_requests([request_id])
 
     async def call_utility(self, method: str, *args: UtilityArg) -> Any:
-        """Calls a utility method of every core.
+        """Calls a utility method of every core; `decode_images` of one, in turn.
 
         Returns:
             Whether all returned True; of other results the first, and lists joined.
         """
         if method in ("reset_prefix_cache", "sleep", "finish_weight_update", "update_weights"):
             self._load_balancer.clear_prefixes()
+        if method == "decode_images":
+            return await self._cores[next(self._decoding_turns) % len(self._cores)].call_utility(method, *args)
         if method == "init_weight_transfer":
             (info,) = args
             size = self.config.parallel.world_size

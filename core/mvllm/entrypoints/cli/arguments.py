@@ -40,6 +40,7 @@ _NOT_SAMPLING_OPTIONS = {
     "seed",
     "skip_reading_prefix_cache",
     "thinking_tokens",
+    "token_space",  # a terminal shows text
 }
 _NOT_ENGINE_OPTIONS = {"skip_tokenizer_init"}
 _OPTIONS_OF_COMMANDS = {"served_model_name", "otlp_traces_endpoint", "reasoning_parser"}
@@ -103,7 +104,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int |
     """
     group = parser.add_argument_group("sampling", "Defaults come from the model's generation_config.json.")
     help_texts = attribute_help(SamplingParams)
-    hints = typing.get_type_hints(SamplingParams)
+    hints = typing.get_type_hints(SamplingParams) | {"negative_prompt": str | None}  # not as token ids
     default = "the rest of the context" if max_tokens is None else str(max_tokens)
     for field in msgspec.structs.fields(SamplingParams):
         if field.name in _NOT_SAMPLING_OPTIONS or (field.name == "n" and not several):

@@ -90,6 +90,20 @@ class ChatPromptRenderer:
         text = await render(request.messages, self._template_arguments(request))
         return await self._tokenizer_pool.run(lambda: self._tokenize(text, request))
 
+    async def render_user_message(self, text: str, without_template: str) -> str:
+        """A conversation of one message, as text that ends with the header of the answer.
+
+        Args:
+            without_template: Format of the message if there is no chat template.
+
+        Raises:
+            RequestError: The template failed.
+        """
+        if not await self._tokenizer_pool.run(self.template_text):
+            return without_template.format(text)
+        settings = {"chat_template": self._chat_template, "add_generation_prompt": True}
+        return await self._tokenizer_pool.render([{"role": "user", "content": text}], settings)
+
     def _check_length(self, request: ChatCompletionRequest | TokenizeRequest) -> None:
         """Checks that the conversation may fit into the model's context, before its messages are processed."""
         max_messages = self._engine.model_config.max_model_len

@@ -1,0 +1,1 @@
+"""Generation of images over HTTP."""

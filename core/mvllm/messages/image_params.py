@@ -1,0 +1,61 @@
+"""ImageParams: the settings of `generate_images`."""
+
+from __future__ import annotations
+
+import msgspec
+
+from mvllm.errors import RequestError
+from mvllm.messages.field_checks import integer, reject
+
+MAX_SIDE = 1 << 14
+"""Pixels of the longest side of an image."""
+
+
+class ImageParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Settings of the images of one prompt. The bounds of fields that SamplingParams also has are the same.
+
+    Attributes:
+        guidance_scale: Strength of classifier-free guidance, see `SamplingParams.guidance_scale`; 1 switches it off.
+            None takes the family's: 5 for Janus, 3 for Emu3.
+        n: Number of images.
+        temperature, top_k, top_p: How codes are sampled. Temperature 0 takes the most probable code.
+        seed: Makes the images reproducible. Image i of a prompt has the seed `seed + i`.
+        max_tokens: Tokens to generate at most. With fewer than an image has, there are codes but no pixels.
+        height, width: Size in pixels, for models that let choose it (Emu3). None takes the model's size.
+        negative_prompt: Text of the unconditional prompt, formatted like the prompt, or token ids, used as they are.
+            None takes the model's: the prompt with its text replaced by padding (Janus), or an empty text (Emu3).
+        logprobs: Return log-probabilities of the codes.
+        decode: Decode the codes to pixels.
+
+    Raises:
+        RequestError: A size is out of its range. The other fields are checked when a request is made.
+    """
+
+    guidance_scale: float | None = None
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    height: int | None = None
+    width: int | None = None
+    negative_prompt: str | list[int] | None = None
+    logprobs: bool | int | None = None
+    decode: bool = True
+
+    def __post_init__(self) -> None:
+        check = integer(1, MAX_SIDE)
+        for name in ("height", "width"):
+            if getattr(self, name) is not None:
+                check(name, getattr(self, name))
+        if (self.height is None) != (self.width is None):
+            name = "width" if self.width is None else "height"
+            reject(name, None, "given together with the other side of the image")
+        if not isinstance(self.decode, bool):
+            raise RequestError(f"decode must be True or False, not {self.decode!r:.40}.", parameter="decode")
+
+    @property
+    def returns_logprobs(self) -> bool:
+        """Whether log-probabilities are returned; `logprobs=0` asks for those of the sampled codes."""
+        return self.logprobs is not None and self.logprobs is not False
