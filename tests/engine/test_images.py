@@ -7,15 +7,29 @@ allowed tokens and a negative prompt. Both are greedy, in float32, with one prom
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from prometheus_client import CollectorRegistry
 
 from mvllm import LLM, AsyncLLM, EngineArgs, ImageParams, ImageRequestOutput, RequestError, SamplingParams
+from mvllm.entrypoints.openai.common.chat_prompt_renderer import ChatPromptRenderer
+from mvllm.entrypoints.openai.common.serving_context import ServingContext
+from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
+from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
+from mvllm.entrypoints.openai.server.app import build_app
+from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
+from mvllm.entrypoints.openai.server.server_state import ServerState
+from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.errors import ConfigError
 from tests.helpers.image_zoo import (
     BEGIN_OF_IMAGE_ID,
@@ -123,17 +137,25 @@ def test_prompts_are_formatted_as_transformers_processors_do(llm: LLM) -> None:
         assert output.prompt_token_ids == tokenizer(text + "<begin_of_image>").input_ids
 
 
+@pytest.mark.shows("tokens", family="janus")
 @pytest.mark.parametrize(
     "settings",
     [
-        {"async_scheduling": False},
-        {"async_scheduling": True, "max_num_batched_tokens": 17},
-        {"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 17, "block_size": 16},
-        {"max_num_seqs": 3, "max_num_batched_tokens": 3, "enable_prefix_caching": False},
-        {"tensor_parallel_size": 2, **THREADS},
-        {"pipeline_parallel_size": 2, "max_num_batched_tokens": 30, **THREADS},
+        pytest.param({"async_scheduling": False}, id="plain", marks=pytest.mark.exhaustive),
+        pytest.param({"async_scheduling": True, "max_num_batched_tokens": 17}, id="async in chunks"),
+        pytest.param({"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 17, "block_size": 16}, id="preempted"),
+        pytest.param(
+            {"max_num_seqs": 3, "max_num_batched_tokens": 3, "enable_prefix_caching": False},
+            id="three rows",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param({"tensor_parallel_size": 2, **THREADS}, id="TP"),
+        pytest.param(
+            {"pipeline_parallel_size": 2, "max_num_batched_tokens": 30, **THREADS},
+            id="PP in chunks",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
-    ids=["plain", "async in chunks", "preempted", "three rows", "TP", "PP in chunks"],
 )
 def test_images_beside_text_are_those_of_transformers(janus: Janus, settings: dict[str, Any]) -> None:
     with LLM(str(janus.folder), **{**SETTINGS, **settings}) as llm:
@@ -211,19 +233,13 @@ def test_an_unfinished_image_has_codes_and_no_pixels(llm: LLM) -> None:
 
 
 def test_images_become_png_files(llm: LLM) -> None:
-    from io import BytesIO
-
-    from PIL import Image
-
     (image,) = llm.generate_images(PROMPTS[0], GREEDY, use_tqdm=False)[0].images
     assert image.pixels is not None
-    assert np.array_equal(np.asarray(Image.open(BytesIO(image.png()))), image.pixels)
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(image.png()))), image.pixels)
     assert np.array_equal(np.asarray(image.pil()), image.pixels)
 
 
 def test_without_pillow_the_error_names_the_extra(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     (image,) = llm.generate_images(PROMPTS[0], GREEDY, use_tqdm=False)[0].images
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ConfigError, match=r"pip install 'mvllm\[images\]'"):
@@ -259,20 +275,60 @@ def test_models_of_text_refuse_images(checkpoint: Path) -> None:
             llm.llm_engine.decode_images(bytes(4), 1, 1)
 
 
-def test_the_async_engine_generates_and_decodes(janus: Janus) -> None:
-    async def run() -> tuple[ImageRequestOutput, np.ndarray]:
+async def ask(engine: AsyncLLM, bodies: list[dict[str, Any]]) -> list[httpx.Response]:
+    """Sends requests to the HTTP application with this engine."""
+    pool = TokenizerPool(engine.tokenizer, engine.model_config.max_model_len)
+    state = ServerState(60.0)
+    state.set_ready(ServingContext(engine, pool, ChatPromptRenderer(engine, pool)))
+    app = build_app(state, OpenAIServingModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), ServerSettings())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        return [await client.post("/v1/images/generations", json=body) for body in bodies]
+
+
+def test_the_async_engine_and_the_server_generate_and_decode(janus: Janus) -> None:
+    refused = [
+        ({}, "prompt", "must be a text"),
+        ({"prompt": "a", "response_format": "url"}, "response_format", "must be 'b64_json'"),
+        ({"prompt": "a", "size": "big"}, "size", "such as '384x384'"),
+        ({"prompt": "a", "size": "24x24"}, "size", "have 12 x 12 pixels"),
+        ({"prompt": "a", "output_format": "webp"}, "output_format", "must be 'png'"),
+        ({"prompt": "a", "stream": True}, "stream", "not supported"),
+        ({"prompt": "a", "image": "data:"}, "image", "not accepted as input"),
+        ({"prompt": "a", "n": 0}, "n", "integer from 1"),
+    ]
+    good = {"prompt": PROMPTS[2], "temperature": 0, "size": "12x12", "model": "m"}
+    two = {"prompt": PROMPTS[2], "n": 2, "seed": 3, "negative_prompt": "sea", "guidance_scale": 2}
+
+    async def run() -> tuple[ImageRequestOutput, np.ndarray, list[httpx.Response]]:
         engine = AsyncLLM.from_engine_args(EngineArgs(model=str(janus.folder), **SETTINGS), log_stats=False)
         try:
             output = await engine.generate_images(PROMPTS[2], GREEDY)
-            return output, await engine.decode_images(output.images[0].codes)
+            pixels = await engine.decode_images(output.images[0].codes)
+            return output, pixels, await ask(engine, [good, two, *(body for body, _, _ in refused)])
         finally:
             engine.shutdown()
 
-    output, pixels = asyncio.run(run())
+    output, pixels, (greedy, sampled, *errors) = asyncio.run(run())
     (image,) = output.images
     assert image.codes == wanted_codes(janus, output.prompt_token_ids)
     check_pixels(image.pixels, janus.pixels(image.codes))
     assert image.pixels is not None and np.array_equal(pixels[0], image.pixels)
+
+    def images_of(answer: httpx.Response) -> list[np.ndarray]:
+        assert answer.status_code == 200, answer.text
+        files = [base64.b64decode(each["b64_json"]) for each in answer.json()["data"]]
+        return [np.asarray(Image.open(io.BytesIO(file))) for file in files]
+
+    (found,) = images_of(greedy)
+    assert np.array_equal(found, image.pixels)
+    usage = greedy.json()["usage"]
+    assert usage["input_tokens"] == len(output.prompt_token_ids) and usage["output_tokens"] == GRID * GRID
+    assert greedy.json()["size"] == "12x12"
+    first, second = images_of(sampled)
+    assert first.shape == (12, 12, 3) and not np.array_equal(first, second)
+    for answer, (_, field, words) in zip(errors, refused, strict=True):
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["param"] == field and words in error["message"], error
 
 
 class Emu3:
@@ -318,10 +374,13 @@ def emu3(tmp_path_factory: pytest.TempPathFactory) -> Emu3:
     return Emu3(tmp_path_factory.mktemp("emu3"))
 
 
+@pytest.mark.shows("tokens", family="emu3")
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"max_num_batched_tokens": 9, "max_num_seqs": 4}, {"tensor_parallel_size": 2, **THREADS}],
-    ids=["plain", "chunks", "TP"],
+    [
+        pytest.param({"max_num_batched_tokens": 9, "max_num_seqs": 4}, id="chunks"),
+        pytest.param({"tensor_parallel_size": 2, **THREADS}, id="TP", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_images_of_emu3_are_those_of_transformers(emu3: Emu3, settings: dict[str, Any]) -> None:
     size = {"height": ROWS * EMU3_SCALE, "width": COLUMNS * EMU3_SCALE}
