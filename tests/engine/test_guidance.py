@@ -7,6 +7,7 @@ probabilities are equal.
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mvllm import LLM, RequestError, RequestOutput, SamplingParams
+from mvllm import LLM, RequestError, RequestOutput, SamplingParams, StructuredOutputsParams
 from tests.engine.conftest import MakeLLM
 from tests.engine.test_async_scheduling import TIGHT
 from tests.helpers.late_plugin import LOG
@@ -119,7 +120,9 @@ def test_tokens_of_guided_requests_are_those_of_transformers(
 @pytest.mark.slow
 def test_tokens_of_guided_requests_are_those_of_transformers_in_processes(make_llm: MakeLLM, oracle: Oracle) -> None:
     sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
-    oracle.run(make_llm(async_scheduling=True, max_num_batched_tokens=40, **sizes))
+    llm = make_llm(async_scheduling=True, max_num_batched_tokens=40, engine_core_process=True, **sizes)
+    for output in oracle.run(llm, logprobs=0):
+        assert output.outputs[0].conditional_logprobs is None or len(output.outputs[0].logprobs or ()) == NUM_TOKENS
 
 
 def test_tokens_stay_on_the_device(
@@ -214,6 +217,17 @@ def test_penalties_and_masks_apply_to_the_combined_logits(make_llm: MakeLLM, ora
             logits[token] -= 2.0
         tokens.append(max(allowed, key=lambda token: float(logits[token])))
     assert list(found.token_ids) == tokens
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_a_grammar_applies_to_the_combined_logits(make_llm: MakeLLM, oracle: Oracle, async_scheduling: bool) -> None:
+    llm = make_llm(async_scheduling=async_scheduling)
+    grammar = StructuredOutputsParams(regex="(ab|ba){3}")
+    settings: dict[str, Any] = {"detokenize": True, "ignore_eos": False, "structured_outputs": grammar}
+    params = [oracle.params(i, **settings) for i in (0, 4)]
+    prompts = [{"prompt_token_ids": oracle.prompts[i]} for i in (0, 4)]
+    texts = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
+    assert all(re.fullmatch("(ab|ba){3}", text) for text in texts), texts
 
 
 def test_a_text_needs_no_negative_prompt(make_llm: MakeLLM, oracle: Oracle) -> None:
