@@ -10,6 +10,8 @@ There is no prefill phase and no decode phase. A request has `num_tokens` tokens
 
 Running requests are planned first, in service order, then waiting ones. If blocks run out, the last running request is
 preempted. It has not been planned in this step yet.
+
+A guided request has two sides with a row and blocks each, which are planned together (see `guidance.py`).
 """
 
 from __future__ import annotations
