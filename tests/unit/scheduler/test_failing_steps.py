@@ -22,7 +22,12 @@ PROMPT = list(range(1, 18))
 def tokens_of(request) -> list[int]:
     adapter = 0 if request.lora_request is None else request.lora_request.lora_int_id
     return expected_tokens(
-        request.prompt_token_ids, request.sampling_params, request.eos_token_ids, MAX_MODEL_LEN, adapter
+        request.prompt_token_ids,
+        request.sampling_params,
+        request.eos_token_ids,
+        MAX_MODEL_LEN,
+        adapter,
+        request.unconditional_prompt_token_ids,
     )
 
 
@@ -294,6 +299,7 @@ traffic = st.fixed_dictionaries(
         "logprobs": st.sampled_from([None, 1]),
         "prompt_logprobs": st.sampled_from([None, None, None, 1]),
         "output_kind": st.sampled_from(list(RequestOutputKind)),
+        "unconditional": st.sampled_from([None, None, PROMPT[:5], PROMPT, [3] * 7]),
     }
 )
 
@@ -304,7 +310,7 @@ events = st.lists(
         st.tuples(st.just("no memory, add and step"), traffic),
         st.tuples(st.just("step"), st.integers(1, 3)),
         st.tuples(st.just("abort"), st.integers(0, 12)),
-        st.tuples(st.just("not a number"), st.integers(0, 12)),
+        st.tuples(st.just("not a number"), st.integers(0, 25)),  # from 13 on, the unconditional side of a request
         st.tuples(st.just("adapter goes"), st.integers(1, 2)),
         st.tuples(st.just("adapter comes"), st.integers(1, 2)),
     ),
@@ -330,6 +336,9 @@ def test_after_any_failure_other_requests_give_correct_tokens_and_hashes_are_val
             runner.steps_without_memory.add(scheduler.next_step)
         if "add" in event:
             added.append(make_request(**argument, request_id=f"r{len(added)}"))
+            limits_of_step = scheduler._config.max_num_seqs, scheduler._config.max_num_batched_tokens
+            if min(limits_of_step) < 2 or "num_speculative_tokens" in way:
+                added[-1].unconditional_prompt_token_ids = None
             engine.add(added[-1])
         if "step" in event:
             for _ in range(argument if event == "step" else 1):
@@ -341,7 +350,7 @@ def test_after_any_failure_other_requests_give_correct_tokens_and_hashes_are_val
             scheduler.abort_requests([f"r{argument}"])
             scheduler.check_integrity()
         elif event == "not a number":
-            runner.failing.add(f"r{argument}")
+            runner.failing.add(f"r{argument}" if argument < 13 else f"r{argument - 13} (unconditional)")
         elif event == "adapter goes":
             runner.missing_adapters.add(argument)
         elif event == "adapter comes":

@@ -1,0 +1,108 @@
+"""Guided requests in the front end: their unconditional prompts, their outputs, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mvllm import RequestError, SamplingParams
+from mvllm.config.token_spaces import TokenSpace
+from mvllm.engine.frontend.input_processor import InputProcessor
+from mvllm.engine.frontend.output_processor import OutputProcessor
+from mvllm.engine.frontend.parallel_sampling import CoreRequestIds
+from mvllm.entrypoints.openai.common.request_sampling_params import completion_sampling_params
+from mvllm.entrypoints.openai.protocol import CompletionRequest
+from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, FinishReason, PositionLogprobs
+from tests.unit.engine.builders import make_config
+from tests.unit.engine.tokenizers import make_tokenizer
+
+BEGIN, PAD = 6, 4
+
+
+def make_processor(*, tokenizer: bool = True, spaces: bool = False) -> InputProcessor:
+    config = make_config()
+    if spaces:
+        size = config.model.vocab_size
+        image = TokenSpace("image", first=size, size=8, num_tokens=9, begin_token_ids=(BEGIN,), pad_token_id=PAD)
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, token_spaces={"image": image}))
+    return InputProcessor(config, make_tokenizer() if tokenizer else None)
+
+
+def process(params: SamplingParams, prompt: object = (7, 8, 9), **settings: bool):
+    return make_processor(**settings).process("r", list(prompt) if isinstance(prompt, tuple) else prompt, params)
+
+
+@pytest.mark.parametrize("scale", [None, 1.0])
+def test_without_guidance_there_is_no_companion(scale):
+    negative = None if scale is None else "not this"
+    request = process(SamplingParams(guidance_scale=scale, negative_prompt=negative))
+    assert request.core.unconditional_prompt_token_ids is None
+
+
+def test_a_negative_prompt_is_a_text_or_token_ids():
+    text = process(SamplingParams(guidance_scale=2, negative_prompt="Hello world"))
+    assert text.core.unconditional_prompt_token_ids == make_tokenizer().encode("Hello world")
+    ids = process(SamplingParams(guidance_scale=2, negative_prompt=(3, 4)))
+    assert ids.core.unconditional_prompt_token_ids == [3, 4]
+
+
+def test_each_sequence_has_both_prompts():
+    processor = make_processor()
+    request = processor.process("r", [7, 8], SamplingParams(guidance_scale=2, negative_prompt=[5], n=3))
+    _, children = OutputProcessor(None, CoreRequestIds()).add_request(request)
+    assert [child.unconditional_prompt_token_ids for child in children] == [[5]] * 3
+    assert len({child.sibling_group for child in children}) == 1
+
+
+def test_the_longer_prompt_limits_the_output():
+    longest = make_config().model.max_model_len
+    request = process(SamplingParams(guidance_scale=2, negative_prompt=[5] * (longest - 3), max_tokens=None))
+    assert request.params.max_tokens == 3
+
+
+def test_a_space_has_its_own_defaults():
+    request = process(
+        SamplingParams(token_space="image", max_tokens=None, guidance_scale=3), (7, BEGIN, 9), spaces=True
+    )
+    assert (request.params.max_tokens, request.params.ignore_eos, request.params.detokenize) == (9, True, False)
+    bos = make_config().model.hf_config.get("bos_token_id")
+    expected = [BEGIN if token == BEGIN else PAD for token in (7, BEGIN, 9)]
+    assert bos not in (7, 9) and request.core.unconditional_prompt_token_ids == expected
+
+
+def test_outputs_have_codes_and_conditional_logprobs():
+    params = SamplingParams(token_space="image", max_tokens=2, guidance_scale=3, logprobs=0)
+    request = process(params, spaces=True)
+    first = make_config().model.vocab_size
+    outputs = OutputProcessor(None, CoreRequestIds())
+    _, [core] = outputs.add_request(request)
+    for token, logprob, reason in ((first + 3, -0.5, None), (first + 7, -1.5, FinishReason.LENGTH)):
+        entry = PositionLogprobs([token], [-0.1], 1)
+        output = EngineCoreOutput(core.request_id, [token], reason, logprobs=[entry], conditional_logprobs=[logprob])
+        [result] = outputs.process_outputs(EngineCoreOutputs([output])).request_outputs
+    completion = result.outputs[0]
+    assert completion.token_ids == [first + 3, first + 7]
+    assert completion.image_codes == [3, 7]
+    assert completion.conditional_logprobs == [-0.5, -1.5]
+    assert completion.text == ""
+
+
+def test_tokens_of_a_space_may_be_in_a_prompt():
+    size = make_config().model.vocab_size
+    assert process(SamplingParams(), (size + 7,), spaces=True).core.prompt_token_ids == [size + 7]
+    with pytest.raises(RequestError, match=f"Token ids must be from 0 to {size + 7}"):
+        process(SamplingParams(), (size + 8,), spaces=True)
+    with pytest.raises(RequestError, match=f"Token ids must be from 0 to {size - 1}"):
+        process(SamplingParams(), (size,))
+
+
+def test_a_text_needs_a_tokenizer():
+    with pytest.raises(RequestError, match="negative_prompt is a text, but the engine was started with skip_tokeni"):
+        process(SamplingParams(guidance_scale=2, negative_prompt="x", detokenize=False), tokenizer=False)
+
+
+def test_http_requests_have_the_two_fields():
+    body = CompletionRequest(prompt="x", guidance_scale=2.5, negative_prompt="not this")
+    params = completion_sampling_params(body, {}, None)
+    assert (params.guidance_scale, params.negative_prompt) == (2.5, "not this")
