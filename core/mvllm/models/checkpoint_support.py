@@ -10,9 +10,7 @@ from mvllm.models.transformers_backend.supported_classes import unsupported_reas
 
 _CONVERTED = {
     "MultiModalityCausalLM": " For Janus and Janus-Pro use a checkpoint in transformers' format, such as "
-    "deepseek-community/Janus-Pro-1B or deepseek-community/Janus-Pro-7B.",
-    "Emu3ForCausalLM": " For Emu3 use a checkpoint in transformers' format, such as Emu3-community/Emu3-Gen-hf or "
-    "Emu3-community/Emu3-Chat-hf.",
+    "deepseek-community/Janus-Pro-1B or deepseek-community/Janus-Pro-7B."
 }
 """Hints for architectures of original checkpoints, which were converted for transformers under other names."""
 

@@ -208,22 +208,16 @@ def test_codes_of_emu3_need_contiguous_ids() -> None:
         shorten_vocabulary_map(config, "x")
 
 
-@pytest.mark.parametrize(
-    ("architecture", "name"),
-    [("MultiModalityCausalLM", "deepseek-community/Janus-Pro-1B"), ("Emu3ForCausalLM", "Emu3-community/Emu3-Gen-hf")],
-)
-def test_original_checkpoints_are_refused_with_the_name_of_converted_ones(
-    architecture: str, name: str, tmp_path: Path
-) -> None:
+def test_original_checkpoints_of_janus_are_refused_with_the_name_of_converted_ones(tmp_path: Path) -> None:
     make_janus(tmp_path, grid=2, tokenizer=False)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
-    with pytest.raises(ModelError, match=name):
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["MultiModalityCausalLM"]}))
+    with pytest.raises(ModelError, match="deepseek-community/Janus-Pro-1B"):
         check_architecture(read_config(tmp_path))
 
 
 def test_transformers_class_is_not_used_for_models_of_images() -> None:
-    with pytest.raises(ModelError, match=r"model_impl|transformers"):
+    with pytest.raises(ModelError, match="'JanusForConditionalGeneration' is not supported"):
         check_architecture(read_config(janus(), model_impl="transformers"))
 
 
