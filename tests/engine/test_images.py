@@ -203,6 +203,19 @@ def test_samples_have_seeds_of_their_own_and_can_be_repeated(llm: LLM) -> None:
     assert alone.pixels is not None and np.array_equal(alone.pixels, first.images[1].pixels)  # type: ignore[arg-type]
 
 
+def test_weight_updates_reach_the_image_head_and_the_pixel_decoder(janus: Janus, tmp_path: Path) -> None:
+    other = make_janus(tmp_path, grid=GRID, seed=1)
+    with LLM(str(other), **SETTINGS) as llm:
+        (wanted,) = llm.generate_images(PROMPTS[0], GREEDY, use_tqdm=False)[0].images
+    with LLM(str(janus.folder), **SETTINGS) as llm:
+        (before,) = llm.generate_images(PROMPTS[0], GREEDY, use_tqdm=False)[0].images
+        llm.update_weights(path=other)
+        (after,) = llm.generate_images(PROMPTS[0], GREEDY, use_tqdm=False)[0].images
+    assert before.codes != wanted.codes
+    assert (after.codes, after.weight_versions) == (wanted.codes, [(1, GRID * GRID)])
+    assert np.array_equal(after.pixels, wanted.pixels)  # type: ignore[arg-type]
+
+
 def test_without_guidance_codes_are_those_of_the_conditional_logits(janus: Janus, llm: LLM) -> None:
     params = ImageParams(guidance_scale=1.0, temperature=0, logprobs=True)
     (output,) = llm.generate_images(PROMPTS[1], params, use_tqdm=False)
