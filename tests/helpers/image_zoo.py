@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
 import torch
-from transformers import JanusConfig, JanusForConditionalGeneration, PreTrainedModel
+from transformers import (
+    Emu3Config,
+    Emu3ForConditionalGeneration,
+    JanusConfig,
+    JanusForConditionalGeneration,
+    PreTrainedModel,
+)
 from transformers.models.janus.configuration_janus import JanusVisionConfig, JanusVQVAEConfig
 
 from mvllm.testing.zoo import draw_weight
@@ -15,6 +22,16 @@ from tests.helpers.model_zoo import BOS_TOKEN_ID, CHAT_TEMPLATE, EOS_TOKEN_ID, V
 PAD_TOKEN_ID = VOCAB_SIZE - 1
 BEGIN_OF_IMAGE_ID = VOCAB_SIZE - 2
 NUM_CODES = 96
+EMU3_TOKENS = {
+    "<|image start|>": VOCAB_SIZE,
+    "<|image token|>": VOCAB_SIZE + 1,
+    "<|extra_200|>": VOCAB_SIZE + 2,
+    "<|extra_201|>": VOCAB_SIZE + 3,
+    "<|image end|>": VOCAB_SIZE + 4,
+    "<image>": VOCAB_SIZE + 5,
+}
+EMU3_FIRST_CODE = VOCAB_SIZE + 6
+EMU3_SCALE = 2
 
 _TEXT = {
     "vocab_size": VOCAB_SIZE,
@@ -57,17 +74,42 @@ def make_janus(folder: Path, *, grid: int = 24, tied: bool = False, tokenizer: b
     _draw(model)
     if tied:
         model.tie_weights()
-    generation = {
-        "bos_token_id": BOS_TOKEN_ID,
-        "eos_token_id": EOS_TOKEN_ID,
-        "pad_token_id": PAD_TOKEN_ID,
-        "boi_token_id": BEGIN_OF_IMAGE_ID,
-    }
-    model.generation_config.update(**generation)
+    model.save_pretrained(folder)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "boi_token_id": BEGIN_OF_IMAGE_ID}))
+    if tokenizer:
+        _save_tokenizer(folder)
+    return folder
+
+
+def make_emu3(folder: Path, *, tokenizer: bool = True) -> Path:
+    """Writes an Emu3 checkpoint, whose images have EMU3_SCALE pixels per code along each side."""
+    codes = {f"<|visual token {code:06d}|>": EMU3_FIRST_CODE + code for code in range(NUM_CODES)}
+    config = Emu3Config(
+        text_config={**_TEXT, "vocab_size": EMU3_FIRST_CODE + NUM_CODES + 3, "attention_dropout": 0.0},
+        vq_config={
+            "codebook_size": NUM_CODES,
+            "base_channels": 32,
+            "channel_multiplier": [1, 2],
+            "num_res_blocks": 1,
+            "attn_resolutions": [1],
+            "hidden_size": 64,
+        },
+        vocabulary_map={**EMU3_TOKENS, **codes},
+    )
+    config._attn_implementation = "eager"
+    model = Emu3ForConditionalGeneration(config)
+    _draw(model)
     model.save_pretrained(folder)
     if tokenizer:
         _save_tokenizer(folder)
     return folder
+
+
+def load_emu3(folder: Path) -> Emu3ForConditionalGeneration:
+    """As `load_janus`."""
+    model = Emu3ForConditionalGeneration.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    return model.eval()
 
 
 def load_janus(folder: Path) -> JanusForConditionalGeneration:
@@ -84,6 +126,11 @@ def _draw(model: PreTrainedModel, seed: int = 0) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / math.sqrt(parameter[0].numel()))
             else:
                 parameter.copy_(draw_weight(name, parameter.shape, generator, embedding_scale=0.4))
+        for name, buffer in model.named_buffers():
+            if name.endswith("running_mean"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+            elif name.endswith("running_var"):
+                buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
 
 
 def _save_tokenizer(folder: Path) -> None:

@@ -56,9 +56,9 @@ class TokenSpace:
         return self.first + self.size
 
     def codes_of(self, token_ids: list[int]) -> list[int]:
-        """The codes of tokens of this space."""
-        first = self.first
-        return [token_id - first for token_id in token_ids]
+        """The codes of those tokens that are of this space, such as not the forced ends of an image's rows."""
+        first, stop = self.first, self.stop
+        return [token_id - first for token_id in token_ids if first <= token_id < stop]
 
 
 TokenSpaces = Mapping[str, TokenSpace]

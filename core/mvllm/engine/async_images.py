@@ -10,6 +10,7 @@ import numpy as np
 
 from mvllm.engine.frontend.image_outputs import GeneratedImage, ImageRequestOutput
 from mvllm.engine.frontend.image_requests import ImageRequests, codes_array, decode_batches, encode_codes, set_pixels
+from mvllm.engine.frontend.outputs import RequestOutput
 from mvllm.engine.frontend.request_output_stream import RequestOutputStream
 from mvllm.engine.process.async_core_client import AsyncEngineCoreClient
 from mvllm.errors import RequestError
@@ -79,15 +80,15 @@ class AsyncImages(ABC):
 
         formatted, settings = await self._run_in_thread(make)
         async with await self.add_request(formatted, settings, request_id, priority=priority) as stream:
-            last = None
-            async for last in stream:
-                pass
+            last: RequestOutput | None = None
+            async for output in stream:
+                last = output
         if last is None:
             raise RequestError("The request was aborted before it started.")
-        output = images.output(last, chosen)
+        found = images.output(last, chosen)
         if chosen.decode:
-            await self.set_pixels(output.images)
-        return output
+            await self.set_pixels(found.images)
+        return found
 
     async def set_pixels(self, images: Sequence[GeneratedImage]) -> None:
         """Decodes the whole images among `images`, and sets their `pixels`.

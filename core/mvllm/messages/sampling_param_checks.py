@@ -36,6 +36,7 @@ MAX_BAD_WORD_TOKENS = 1 << 15
 MAX_LOGIT_BIASES = 4096
 MAX_LOGIT_BIAS = 100.0
 MAX_ALLOWED_TOKEN_IDS = 1 << 20
+MAX_FORCED_TOKEN_IDS = 1 << 16
 MAX_EXTRA_ARGS_BYTES = 1 << 16
 MAX_GUIDANCE_SCALE = 1000.0
 MAX_NEGATIVE_PROMPT_CHARS = 1 << 22
@@ -128,6 +129,19 @@ def check_logit_bias(name: str, value: object) -> dict[int, float] | None:
             return reject(name, key, "made of token ids and finite numbers")
         biases[token_id] = min(max(number, -MAX_LOGIT_BIAS), MAX_LOGIT_BIAS)
     return biases or None
+
+
+def check_forced_token_ids(name: str, value: object) -> dict[int, int] | None:
+    if value is None:
+        return None
+    expected = f"a dict of at most {MAX_FORCED_TOKEN_IDS} positions in the output, from 0, and token ids"
+    if not isinstance(value, Mapping) or len(value) > MAX_FORCED_TOKEN_IDS:
+        return reject(name, value, expected)
+    for each in (*value.keys(), *value.values()):
+        found = as_int(each)
+        if found is None or not 0 <= found < 2**31:
+            return reject(name, each, expected)
+    return {int(position): int(token_id) for position, token_id in value.items()} or None
 
 
 def check_allowed_token_ids(name: str, value: object) -> list[int] | None:

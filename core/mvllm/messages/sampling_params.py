@@ -125,6 +125,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             the beginning-of-sequence token, or the last token of the prompt if the model has none.
         token_space: The space of the output tokens: `text`, or one that the model declares, as `image`. In another
             space `max_tokens=None` means the length of one output, and end-of-sequence tokens do not occur.
+        forced_token_ids: Positions in the output, from 0, to the token that is generated there in place of what the
+            model would sample, also one of another space.
 
     Raises:
         RequestError: A value has the wrong type or lies outside its range.
@@ -171,6 +173,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     guidance_scale: float | None = None
     negative_prompt: str | list[int] | None = None
     token_space: str = TEXT
+    forced_token_ids: dict[int, int] | None = None
 
     def __post_init__(self) -> None:
         for name, default, check in _CHECKS:
@@ -214,6 +217,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def num_entries(self) -> int:
         """Approximate number of entries in its lists, dicts and texts: the cost of checking and sending them."""
         ids = sum(map(len, (self.stop_token_ids or (), self.logit_bias or (), self.allowed_token_ids or ())))
+        ids += len(self.forced_token_ids or ())
         ids += sum(map(len, self.bad_words_token_ids or ())) + sum(map(len, self.bad_words or ()))  # a token or less
         num_bytes = sum(map(len, self.stop or ()))
         if self.extra_args:
@@ -233,6 +237,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             reject("min_tokens", self.min_tokens, f"an integer from 0 to max_tokens, which is {self.max_tokens}")
         if self.stop and not self.detokenize:
             reject("stop", self.stop, "unset when detokenize is False, since stop strings are looked for in the text")
+        if self.forced_token_ids and self.structured_outputs is not None:
+            name = "forced_token_ids"
+            reject(name, self.forced_token_ids, "unset with structured_outputs, which may not allow these tokens")
         if self.negative_prompt is not None and self.guidance_scale is None:
             reject("negative_prompt", self.negative_prompt, "unset without guidance_scale, which makes use of it")
 
@@ -316,6 +323,8 @@ def _token_ids_of(params: SamplingParams) -> Iterator[tuple[str, Iterable[int]]]
         yield "logit_bias", params.logit_bias
     if params.allowed_token_ids:
         yield "allowed_token_ids", params.allowed_token_ids
+    if params.forced_token_ids:
+        yield "forced_token_ids", params.forced_token_ids.values()
     for word in params.bad_words_token_ids or ():
         yield "bad_words_token_ids", word
     if params.thinking_tokens is not None:
@@ -382,6 +391,7 @@ _FIELD_CHECKS: dict[str, Check] = {
     "guidance_scale": checks.check_guidance_scale,
     "negative_prompt": checks.check_negative_prompt,
     "token_space": checks.check_token_space,
+    "forced_token_ids": checks.check_forced_token_ids,
 }
 _CHECKS = tuple(
     (field.name, field.default, _FIELD_CHECKS[field.name]) for field in msgspec.structs.fields(SamplingParams)
@@ -407,4 +417,5 @@ _NOT_WITH_BEAMS = (
     "logits_processors",
     "guidance_scale",
     "token_space",
+    "forced_token_ids",
 )

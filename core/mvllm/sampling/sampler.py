@@ -102,9 +102,12 @@ class Sampler:
         """
         flags = state.flags[rows]
         forced: np.ndarray | None = None
-        if state.thinking:
+        if state.thinking or state.forced:
             lengths = history.num_tokens[rows] if seq_lens is None else seq_lens
-            forced = state.thinking.forced_tokens(rows, lengths, history.token_ids, history.num_tokens)
+            if state.thinking:
+                forced = state.thinking.forced_tokens(rows, lengths, history.token_ids, history.num_tokens)
+            if state.forced:
+                forced = state.forced.add_to(forced, rows, lengths)
         if mask is None and masks is None and forced is None and not flags.any():
             max_logits, token_ids = self._argmax(logits)
             return SamplerOutput(token_ids, max_logits, num_rows=len(rows))

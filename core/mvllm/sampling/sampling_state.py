@@ -13,6 +13,7 @@ import numpy as np
 
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.sampling.bad_words import BadWords
+from mvllm.sampling.forced_tokens import ForcedTokens
 from mvllm.sampling.penalties import DeviceTokenCounts, TokenCounts
 from mvllm.sampling.thinking_budget import ThinkingBudgets
 from mvllm.sampling.token_masks import mask_from_token_ids
@@ -133,6 +134,7 @@ class SamplingState:
         allowed: Masks of the rows with ALLOWED, from `mask_from_token_ids`.
         bad_words: Of the rows with BAD_WORDS.
         thinking: Thinking budgets.
+        forced: Forced tokens.
     """
 
     def __init__(
@@ -166,6 +168,7 @@ class SamplingState:
         self.allowed: dict[int, np.ndarray] = {}
         self.bad_words: dict[int, BadWords] = {}
         self.thinking = ThinkingBudgets(max_rows)
+        self.forced = ForcedTokens()
 
     def set_row(
         self,
@@ -212,6 +215,8 @@ class SamplingState:
             self.flags[row] |= PROCESSED * acts | READS_TOKENS * reads
         if params.thinking_token_budget is not None and params.thinking_tokens is not None:
             self.thinking.set_row(row, params.thinking_token_budget, params.thinking_tokens, num_prompt_tokens)
+        if params.forced_token_ids:
+            self.forced.set_row(row, params.forced_token_ids, num_prompt_tokens)
         if params.logprobs is not None:
             wanted = self.vocab_size if params.logprobs == -1 else params.logprobs
             self.num_logprobs[row] = min(wanted, self.vocab_size)
@@ -225,6 +230,7 @@ class SamplingState:
         for by_row in (self.counts, self.biases, self.allowed, self.bad_words):
             by_row.pop(row, None)
         self.thinking.clear_row(row)
+        self.forced.clear_row(row)
         if self.processors is not None:
             self.processors.clear_row(row)
 
@@ -232,7 +238,7 @@ class SamplingState:
         """Whether the next token of each of these rows is that of its largest logit, and nothing else is returned."""
         if self.device_counts is not None and self.device_counts.is_allocated:
             return False  # every sampled token is counted
-        return not self.thinking and not self.flags[rows].any()
+        return not (self.thinking or self.forced or self.flags[rows].any())
 
     def rows_reading_tokens(self, rows: np.ndarray, seq_lens: np.ndarray | None = None) -> np.ndarray:
         """Those of `rows` for which the host needs the token ids.

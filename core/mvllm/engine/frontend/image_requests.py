@@ -116,6 +116,14 @@ class ImageRequests:
             negative = _NEGATIVE_TEXT
         if isinstance(negative, str):
             negative = self._format(negative, params, render)[1]
+        num_tokens = self.format.num_tokens(rows, columns)
+        if params.max_tokens is None and num_tokens >= self._config.max_model_len:
+            raise RequestError(
+                f"An image of {rows} x {columns} codes has {num_tokens} tokens, but prompt and image together may have "
+                f"{self._config.max_model_len} (max_model_len). Ask for a smaller image, or start the engine with a "
+                "larger max_model_len.",
+                parameter="height",
+            )
         settings: dict[str, Any] = {}
         if self.format.row_end_id is not None:
             settings["forced_token_ids"] = {
@@ -127,7 +135,7 @@ class ImageRequests:
             top_k=params.top_k,
             top_p=params.top_p,
             seed=params.seed,
-            max_tokens=self.format.num_tokens(rows, columns) if params.max_tokens is None else params.max_tokens,
+            max_tokens=num_tokens if params.max_tokens is None else params.max_tokens,
             ignore_eos=True,
             logprobs=0 if params.returns_logprobs else None,
             detokenize=False,
