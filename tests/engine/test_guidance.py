@@ -66,16 +66,19 @@ class Oracle:
         settings = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "detokenize": False} | settings
         return SamplingParams(guidance_scale=SCALES[i], negative_prompt=self.negative[i], **settings)
 
-    def run(self, llm: LLM, which: Sequence[int] = range(len(SCALES)), **settings: Any) -> list[RequestOutput]:
+    def run(
+        self, llm: LLM, which: Sequence[int] = range(len(SCALES)), num_tokens: int = NUM_TOKENS, **settings: Any
+    ) -> list[RequestOutput]:
         """Generates guided requests beside ordinary ones, and checks the tokens. Returns the guided ones."""
         prompts, params = [], []
         for i in which:
             prompts += [{"prompt_token_ids": self.prompts[i]}] * 2
-            plain = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
-            params += [self.params(i, **settings), plain]
+            plain = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+            params += [self.params(i, max_tokens=num_tokens, **settings), plain]
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        assert [list(output.outputs[0].token_ids) for output in outputs[::2]] == [self.guided[i] for i in which]
-        assert [list(output.outputs[0].token_ids) for output in outputs[1::2]] == [self.plain[i] for i in which]
+        found = [list(output.outputs[0].token_ids) for output in outputs]
+        assert found[::2] == [self.guided[i][:num_tokens] for i in which]
+        assert found[1::2] == [self.plain[i][:num_tokens] for i in which]
         assert llm.llm_engine.stats is not None and llm.llm_engine.stats.kv_cache_usage == 0, "blocks leaked"
         return outputs[::2]
 
@@ -132,7 +135,12 @@ def test_tokens_stay_on_the_device(
     prepend(monkeypatch, late_platform_path(tmp_path / "plugins"))
     monkeypatch.setenv("FAULT_INJECTION", "none")
     monkeypatch.setenv(LOG, str(tmp_path / "log"))
-    oracle.run(make_llm(platform="late", async_scheduling=True, max_num_batched_tokens=40), which=(0, 2, 4), logprobs=1)
+    oracle.run(
+        make_llm(platform="late", async_scheduling=True, max_num_batched_tokens=40),
+        which=(0, 4),
+        num_tokens=6,
+        logprobs=1,
+    )
 
 
 @pytest.mark.parametrize("mode", ["static", pytest.param("lazy", marks=pytest.mark.exhaustive)])
