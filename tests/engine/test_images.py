@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +22,9 @@ import pytest
 import torch
 from PIL import Image
 from prometheus_client import CollectorRegistry
+from safetensors.torch import load_file, save_file
 
-from mvllm import LLM, AsyncLLM, EngineArgs, ImageParams, ImageRequestOutput, RequestError, SamplingParams
+from mvllm import LLM, AsyncLLM, EngineArgs, ImageParams, ImageRequestOutput, LoRARequest, RequestError, SamplingParams
 from mvllm.entrypoints.openai.common.chat_prompt_renderer import ChatPromptRenderer
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
@@ -214,6 +217,34 @@ def test_weight_updates_reach_the_image_head_and_the_pixel_decoder(janus: Janus,
     assert before.codes != wanted.codes
     assert (after.codes, after.weight_versions) == (wanted.codes, [(1, GRID * GRID)])
     assert np.array_equal(after.pixels, wanted.pixels)  # type: ignore[arg-type]
+
+
+def test_adapters_change_images_as_merged_weights_do(janus: Janus, tmp_path: Path) -> None:
+    generator, rank = torch.Generator().manual_seed(3), 4
+    tensors, adapter = load_file(janus.folder / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith(("q_proj.weight", "up_proj.weight"))]:
+        if not name.startswith("model.language_model."):
+            continue
+        out_features, in_features = tensors[name].shape
+        down, up = (torch.randn(shape, generator=generator) for shape in ((rank, in_features), (out_features, rank)))
+        up *= 0.3 / in_features**0.5
+        tensors[name] = tensors[name] + up @ down
+        module = "base_model.model." + name.removesuffix(".weight")
+        adapter |= {f"{module}.lora_A.weight": down, f"{module}.lora_B.weight": up}
+    lora, merged = tmp_path / "lora", tmp_path / "merged"
+    lora.mkdir()
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj", "up_proj"]}
+    (lora / "adapter_config.json").write_text(json.dumps(settings))
+    save_file(adapter, lora / "adapter_model.safetensors")
+    shutil.copytree(janus.folder, merged)
+    save_file(tensors, merged / "model.safetensors", metadata={"format": "pt"})
+    with LLM(str(merged), **SETTINGS) as llm:
+        (wanted,) = llm.generate_images(PROMPTS[0], GREEDY, use_tqdm=False)[0].images
+    with LLM(str(janus.folder), enable_lora=True, max_lora_rank=8, **SETTINGS) as llm:
+        requests = [LoRARequest("a", 1, str(lora)), None]
+        found, plain = llm.generate_images([PROMPTS[0]] * 2, GREEDY, lora_request=requests, use_tqdm=False)
+    assert found.images[0].codes == wanted.codes
+    assert plain.images[0].codes == wanted_codes(janus, plain.prompt_token_ids) != wanted.codes
 
 
 def test_without_guidance_codes_are_those_of_the_conditional_logits(janus: Janus, llm: LLM) -> None:
