@@ -20,6 +20,7 @@ from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_kind import ModelKind
 from mvllm.config.speculative import SpeculativeConfig
+from mvllm.config.token_spaces import TokenSpace
 from mvllm.errors import ConfigError, ContractError, MvllmError, PlatformError
 from mvllm.logging import get_logger
 from mvllm.messages.lora import LoRARequest
@@ -156,6 +157,7 @@ __all__ = [
     "StepKind",
     "StructuredOutputsParams",
     "ThinkingTokens",
+    "TokenSpace",
     "TorchCommunicator",
     "WeightSource",
     "WeightTransferInfo",

@@ -7,6 +7,8 @@ probabilities are equal.
 from __future__ import annotations
 
 import random
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mvllm import LLM, RequestError, RequestOutput, SamplingParams
+from mvllm import LLM, RequestError, RequestOutput, SamplingParams, StructuredOutputsParams
 from tests.engine.conftest import MakeLLM
 from tests.engine.test_async_scheduling import TIGHT
 from tests.helpers.late_plugin import LOG
@@ -64,16 +66,19 @@ class Oracle:
         settings = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "detokenize": False} | settings
         return SamplingParams(guidance_scale=SCALES[i], negative_prompt=self.negative[i], **settings)
 
-    def run(self, llm: LLM, **settings: Any) -> list[RequestOutput]:
-        """Generates all guided requests beside all ordinary ones, and checks the tokens. Returns the guided ones."""
+    def run(
+        self, llm: LLM, which: Sequence[int] = range(len(SCALES)), num_tokens: int = NUM_TOKENS, **settings: Any
+    ) -> list[RequestOutput]:
+        """Generates guided requests beside ordinary ones, and checks the tokens. Returns the guided ones."""
         prompts, params = [], []
-        for i, prompt in enumerate(self.prompts):
-            prompts += [{"prompt_token_ids": prompt}] * 2
-            plain = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
-            params += [self.params(i, **settings), plain]
+        for i in which:
+            prompts += [{"prompt_token_ids": self.prompts[i]}] * 2
+            plain = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+            params += [self.params(i, max_tokens=num_tokens, **settings), plain]
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        assert [list(output.outputs[0].token_ids) for output in outputs[::2]] == self.guided
-        assert [list(output.outputs[0].token_ids) for output in outputs[1::2]] == self.plain
+        found = [list(output.outputs[0].token_ids) for output in outputs]
+        assert found[::2] == [self.guided[i][:num_tokens] for i in which]
+        assert found[1::2] == [self.plain[i][:num_tokens] for i in which]
         assert llm.llm_engine.stats is not None and llm.llm_engine.stats.kv_cache_usage == 0, "blocks leaked"
         return outputs[::2]
 
@@ -119,7 +124,9 @@ def test_tokens_of_guided_requests_are_those_of_transformers(
 @pytest.mark.slow
 def test_tokens_of_guided_requests_are_those_of_transformers_in_processes(make_llm: MakeLLM, oracle: Oracle) -> None:
     sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
-    oracle.run(make_llm(async_scheduling=True, max_num_batched_tokens=40, **sizes))
+    llm = make_llm(async_scheduling=True, max_num_batched_tokens=40, engine_core_process=True, **sizes)
+    for output in oracle.run(llm, logprobs=0):
+        assert output.outputs[0].conditional_logprobs is None or len(output.outputs[0].logprobs or ()) == NUM_TOKENS
 
 
 def test_tokens_stay_on_the_device(
@@ -128,7 +135,12 @@ def test_tokens_stay_on_the_device(
     prepend(monkeypatch, late_platform_path(tmp_path / "plugins"))
     monkeypatch.setenv("FAULT_INJECTION", "none")
     monkeypatch.setenv(LOG, str(tmp_path / "log"))
-    oracle.run(make_llm(platform="late", async_scheduling=True, max_num_batched_tokens=40), logprobs=1)
+    oracle.run(
+        make_llm(platform="late", async_scheduling=True, max_num_batched_tokens=40),
+        which=(0, 4),
+        num_tokens=6,
+        logprobs=1,
+    )
 
 
 @pytest.mark.parametrize("mode", ["static", pytest.param("lazy", marks=pytest.mark.exhaustive)])
@@ -214,6 +226,17 @@ def test_penalties_and_masks_apply_to_the_combined_logits(make_llm: MakeLLM, ora
             logits[token] -= 2.0
         tokens.append(max(allowed, key=lambda token: float(logits[token])))
     assert list(found.token_ids) == tokens
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_a_grammar_applies_to_the_combined_logits(make_llm: MakeLLM, oracle: Oracle, async_scheduling: bool) -> None:
+    llm = make_llm(async_scheduling=async_scheduling)
+    grammar = StructuredOutputsParams(regex="(ab|ba){3}")
+    settings: dict[str, Any] = {"detokenize": True, "ignore_eos": False, "structured_outputs": grammar}
+    params = [oracle.params(i, **settings) for i in (0, 4)]
+    prompts = [{"prompt_token_ids": oracle.prompts[i]} for i in (0, 4)]
+    texts = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
+    assert all(re.fullmatch("(ab|ba){3}", text) for text in texts), texts
 
 
 def test_a_text_needs_no_negative_prompt(make_llm: MakeLLM, oracle: Oracle) -> None:

@@ -47,7 +47,7 @@ _TEXT = {
 }
 
 
-def make_janus(folder: Path, *, grid: int = 24, tied: bool = False, tokenizer: bool = True) -> Path:
+def make_janus(folder: Path, *, grid: int = 24, tied: bool = False, tokenizer: bool = True, seed: int = 0) -> Path:
     """Writes a Janus checkpoint whose images have `grid` x `grid` codes, and twice as many pixels along each side."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "projection_dim": 64}
     vision = JanusVisionConfig(**sizes, image_size=grid, patch_size=1, num_image_tokens=grid * grid)
@@ -71,7 +71,7 @@ def make_janus(folder: Path, *, grid: int = 24, tied: bool = False, tokenizer: b
     )
     config._attn_implementation = "eager"
     model = JanusForConditionalGeneration(config)
-    _draw(model)
+    _draw(model, seed)
     if tied:
         model.tie_weights()
     model.save_pretrained(folder)

@@ -16,6 +16,7 @@ from mvllm.engine.process.async_core_client import AsyncEngineCoreClient
 from mvllm.errors import RequestError
 from mvllm.messages.image_params import ImageParams
 from mvllm.messages.inputs import PromptType
+from mvllm.messages.lora import LoRARequest
 from mvllm.messages.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class AsyncImages(ABC):
         request_id: str | None = None,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> RequestOutputStream:
         """Queues a request."""
 
@@ -60,12 +62,13 @@ class AsyncImages(ABC):
         request_id: str | None = None,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> ImageRequestOutput:
         """Generates the images of one prompt. A cancellation aborts the request.
 
         Args:
             prompt, params: As for `LLM.generate_images`.
-            request_id, priority: As for `generate`.
+            request_id, priority, lora_request: As for `generate`.
 
         Raises:
             RequestError: The model generates no images, or the request is invalid.
@@ -79,7 +82,8 @@ class AsyncImages(ABC):
             return images.prompt(prompt, chosen), settings
 
         formatted, settings = await self._run_in_thread(make)
-        async with await self.add_request(formatted, settings, request_id, priority=priority) as stream:
+        request = self.add_request(formatted, settings, request_id, priority=priority, lora_request=lora_request)
+        async with await request as stream:
             last: RequestOutput | None = None
             async for output in stream:
                 last = output

@@ -32,7 +32,7 @@ from mvllm.engine.frontend.pooling_outputs import PoolingRequestOutput
 from mvllm.engine.frontend.request_output_stream import RequestOutputStream
 from mvllm.engine.frontend.request_state import RequestState
 from mvllm.engine.frontend.requested_config import requested_config
-from mvllm.engine.frontend.tokenization_cost import tokenization_cost
+from mvllm.engine.frontend.tokenization_cost import tokenization_cost, total_cost
 from mvllm.engine.metrics.periodic_stats_log import PeriodicStatsLog
 from mvllm.engine.metrics.stats import EngineLoad, EngineMetrics, EngineMetricsSnapshot, RateMeter
 from mvllm.engine.metrics.tracing import Tracer
@@ -240,7 +240,7 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
                 lora_requests=[lora_request] * len(ids),
             )
 
-        if sum(tokenization_cost(prompt) for prompt in prompts) <= 1.0:
+        if total_cost(prompts, params) <= 1.0:
             requests = process()
         else:
             with self._admission.tokenizing(len(prompts)):

@@ -15,6 +15,7 @@ from mvllm.engine.llm_engine import LLMEngine
 from mvllm.entrypoints.prompt_lists import as_prompt_list, one_per_prompt
 from mvllm.messages.image_params import ImageParams
 from mvllm.messages.inputs import PromptType
+from mvllm.messages.lora import LoRARequest
 from mvllm.messages.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class LLMImages(ABC):
         params: Sequence[SamplingParams],
         use_tqdm: bool | Callable[..., Any],
         priority: int | Sequence[int] | None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Validates all prompts and parameters, then generates."""
 
@@ -47,6 +49,7 @@ class LLMImages(ABC):
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         priority: int | Sequence[int] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[ImageRequestOutput]:
         """Generates images from each prompt, with a model that does (Janus, Emu3).
 
@@ -54,7 +57,7 @@ class LLMImages(ABC):
             prompts: A prompt or a list of prompts. A text is formatted as the model expects it; token ids
                 (`{"prompt_token_ids": ids}`) are used as they are.
             params: For all prompts, or one per prompt; None is `ImageParams()`.
-            use_tqdm, priority: As for `generate`.
+            use_tqdm, priority, lora_request: As for `generate`.
 
         Returns:
             One output per prompt, in the order of the prompts.
@@ -69,10 +72,8 @@ class LLMImages(ABC):
         chosen = one_per_prompt(ImageParams() if params is None else params, len(each), "params")
         settings = [images.sampling_params(one) for one in chosen]
         formatted = [images.prompt(prompt, one) for prompt, one in zip(each, chosen, strict=True)]
-        outputs = [
-            images.output(output, one)
-            for output, one in zip(self._generate(engine, formatted, settings, use_tqdm, priority), chosen, strict=True)
-        ]
+        finished = self._generate(engine, formatted, settings, use_tqdm, priority, lora_request)
+        outputs = [images.output(output, one) for output, one in zip(finished, chosen, strict=True)]
         wanted = [image for output, one in zip(outputs, chosen, strict=True) if one.decode for image in output.images]
         for batch in decode_batches(wanted):
             set_pixels(batch, engine.decode_images(*encode_codes(batch)), images.format.scale)

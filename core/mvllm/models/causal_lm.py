@@ -175,7 +175,13 @@ class CausalLM(nn.Module, ABC):
 
     def given_name(self, name: str) -> str:
         """The name in `weight_targets` of a checkpoint tensor."""
+        name = self.model_name(name)
         return name if self._quantization is None else self._quantization.given_name(name)
+
+    def model_name(self, name: str) -> str:
+        """The name in this class of a tensor or module of a checkpoint or adapter. Overridden by families whose
+        checkpoints have other names than their base class."""
+        return name
 
     def after_load(self) -> None:
         """Prepares the remaining modules, which use another module's weight. Called once, after loading."""

@@ -8,6 +8,12 @@ from mvllm.layers.quantization.registry import quantization_method
 from mvllm.models.registry import is_native, supported_architectures
 from mvllm.models.transformers_backend.supported_classes import unsupported_reason
 
+_CONVERTED = {
+    "MultiModalityCausalLM": " For Janus and Janus-Pro use a checkpoint in transformers' format, such as "
+    "deepseek-community/Janus-Pro-1B or deepseek-community/Janus-Pro-7B."
+}
+"""Hints for architectures of original checkpoints, which were converted for transformers under other names."""
+
 
 def check_architecture(config: ModelConfig) -> None:
     """Checks that a model class or transformers supports a checkpoint's architecture.
@@ -27,10 +33,10 @@ def check_architecture(config: ModelConfig) -> None:
         if found is None:
             return
         reason = found[0].upper() + found[1:]
-    code = ""
+    code = _CONVERTED.get(config.architecture, "")
     if "auto_map" in config.hf_config:
         permission = "with" if config.trust_remote_code else "without"
-        code = (
+        code += (
             f" The folder brings its own model code (auto_map), which is not run: {permission} trust_remote_code, only "
             "architectures that are supported natively, or by transformers itself, can be run."
         )

@@ -44,12 +44,12 @@ class Emu3ForConditionalGeneration(LlamaForCausalLM):
             self.pixel_decoder.mean, self.pixel_decoder.std = pixel_statistics(config.path)
         self._mentions_skipped = self.stage.is_first and ctx.tp.is_first
 
-    def given_name(self, name: str) -> str:
+    def model_name(self, name: str) -> str:
         """Names as Llama's: `model.layers.0` for `model.text_model.layers.0`."""
         for prefix, ours in _RENAMED:
             if name.startswith(prefix):
-                return super().given_name(ours + name[len(prefix) :])
-        return super().given_name(name)
+                return ours + name[len(prefix) :]
+        return name
 
     def ignores(self, name: str) -> bool:
         if _ENCODER.match(name):

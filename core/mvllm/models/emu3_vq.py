@@ -73,7 +73,7 @@ class _Decoder(nn.Module):
             both = F.silu(upsample(both))
         x, codes = both[:, :, 0].chunk(2)
         x = self.middle_block(self.conv_in(x), codes)
-        for level in reversed(list(self.up_block["up"])):  # type: ignore[arg-type, call-overload]
+        for level in reversed(list(self.up_block["up"])):  # type: ignore[call-overload]
             x = level(x, codes)
         return self.conv_out(F.silu(self.norm_out(x, codes)))
 

@@ -56,9 +56,9 @@ class JanusForConditionalGeneration(LlamaForCausalLM):
         assert self.image_head is not None, "only the last pipeline stage computes logits"
         return self.image_head(hidden)
 
-    def given_name(self, name: str) -> str:
+    def model_name(self, name: str) -> str:
         """Names as Llama's: `model.layers.0` for `model.language_model.layers.0`."""
-        return super().given_name(name.replace("model.language_model.", "model.", 1))
+        return name.replace("model.language_model.", "model.", 1)
 
     def ignores(self, name: str) -> bool:
         if _UNDERSTANDING.match(name):

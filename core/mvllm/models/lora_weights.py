@@ -36,9 +36,9 @@ def load_lora_weights(
     """
     ours: dict[str, LoRAModule] = {}
     for name, module in adapter.modules.items():
-        known = _model_module_name(name, shapes)
+        known = _model_module_name(model.model_name(name), shapes)
         if known is None:
-            if not _is_on_another_stage(name, model, shapes):
+            if not _is_on_another_stage(model.model_name(name), model, shapes):
                 raise ModelError(_unknown(name, adapter, shapes))
             continue
         if module.shape != shapes[known]:

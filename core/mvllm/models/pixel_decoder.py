@@ -90,15 +90,15 @@ def pixel_statistics(folder: Path) -> tuple[Sequence[float], Sequence[float]]:
             continue
         values = read_json_object(folder / name)
         values = values.get("image_processor") or values
-        found = values.get("image_mean"), values.get("image_std")
-        if None in found:
+        mean, std = values.get("image_mean"), values.get("image_std")
+        if mean is None or std is None:
             continue
-        for each in found:
+        for each in (mean, std):
             if not isinstance(each, list) or len(each) != 3 or not all(isinstance(v, int | float) for v in each):
                 raise ModelError(
                     f"{folder / name}: image_mean and image_std should have three numbers, found {each!r:.80}."
                 )
-        return found
+        return mean, std
     return default
 
 

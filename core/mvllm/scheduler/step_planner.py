@@ -10,6 +10,8 @@ There is no prefill phase and no decode phase. A request has `num_tokens` tokens
 
 Running requests are planned first, in service order, then waiting ones. If blocks run out, the last running request is
 preempted. It has not been planned in this step yet.
+
+A guided request has two sides with a row and blocks each, which are planned together (see `guidance.py`).
 """
 
 from __future__ import annotations
@@ -368,12 +370,13 @@ class StepPlanner:
         request.is_long = not share
         if request.is_long:
             return 0
+        is_held_back = share < total
         num_computed = self._allocate_admitted_pair(request)
         if not num_computed:
             return 0 if request.status is RequestStatus.FINISHED else -1
         left = [side.num_tokens - computed for side, computed in zip(request.sides, num_computed, strict=True)]
         total = sum(left)  # may have grown: blocks for one side evict cached ones that the other side would share
-        counts = split_tokens(left[0], left[1], min(share, budget))
+        counts = split_tokens(left[0], left[1], min(share, budget) if is_held_back else budget)
         if not any(counts) or (sum(counts) < total and not self._config.enable_chunked_prefill):
             for side in request.sides:
                 kv_cache.free(side.table, 0)
@@ -385,7 +388,7 @@ class StepPlanner:
             self._start(side, computed, num_new, plan)
             if num_new:
                 batch.append(side)
-        if share < total:
+        if is_held_back:
             long_prefills.held_back.append((request, -1))
         if long_prefills.max_partial is not None:
             long_prefills.num_partial += sum(counts) < total

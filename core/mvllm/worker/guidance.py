@@ -110,7 +110,7 @@ class GuidedLogits:
         combined = other + upload.get(keys[2]).unsqueeze(1) * (own - other)
         # A token outside of the row's token space has -inf on both sides.
         combined = torch.where(own == -torch.inf, own, combined)
-        return cls(logits.index_copy(0, indices[0], combined), own, indices)
+        return cls(logits.index_copy_(0, indices[0], combined), own, indices)
 
     def share_tokens(self, sampled: SamplerOutput) -> None:
         """Gives companions the tokens of their rows, and their errors."""

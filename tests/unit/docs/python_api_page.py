@@ -33,11 +33,12 @@ KINDS = {
     "Engines": ("LLM", "AsyncLLM", "LLMEngine", "EngineArgs"),
     "Inputs": (
         *("SamplingParams", "RequestOutputKind", "StructuredOutputsParams", "BeamSearchParams", "PoolingParams"),
-        *("LoRARequest", "TextPrompt", "TokensPrompt"),
+        *("ImageParams", "LoRARequest", "TextPrompt", "TokensPrompt"),
     ),
     "Outputs": (
         *("RequestOutput", "CompletionOutput", "Logprob", "BeamSearchOutput", "PoolingRequestOutput"),
         *("EmbeddingRequestOutput", "ClassificationRequestOutput", "ScoringRequestOutput"),
+        *("ImageRequestOutput", "GeneratedImage"),
     ),
     "Weights": ("SharedMemoryWeights", "WeightTransferGroup", "WeightTransferInfo"),
     "Errors": ("MvllmError", "RequestError", "ConfigError", "ModelError", "PlatformError"),

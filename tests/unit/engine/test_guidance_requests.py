@@ -62,7 +62,9 @@ def test_the_longer_prompt_limits_the_output():
 
 
 def test_a_space_has_its_own_defaults():
-    request = process(SamplingParams(token_space="image", max_tokens=None, guidance_scale=3), (7, BEGIN, 9), spaces=True)
+    request = process(
+        SamplingParams(token_space="image", max_tokens=None, guidance_scale=3), (7, BEGIN, 9), spaces=True
+    )
     assert (request.params.max_tokens, request.params.ignore_eos, request.params.detokenize) == (9, True, False)
     bos = make_config().model.hf_config.get("bos_token_id")
     expected = [BEGIN if token == BEGIN else PAD for token in (7, BEGIN, 9)]

@@ -116,3 +116,20 @@ class TestTheModelsOwnTemplate:
         assert read_chat_template(tmp_path) == "d" and read_special_tokens(tmp_path) == {}
         (tmp_path / "chat_template.jinja").write_text("b")
         assert read_chat_template(tmp_path) == "b"
+
+
+@pytest.mark.parametrize(
+    ("loop", "text"),
+    [
+        ("{% for c in m['content'] %}{{ c['type'] }}={{ c['text'] }};{% endfor %}", "text=a\nü\n;text=b;"),
+        ("{% for c in m.content %}{{ c.text }}{% endfor %}", "a\nü\nb"),
+        (
+            "{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}?{% endfor %}{% endif %}",
+            "a\nü\nb",
+        ),
+    ],
+    ids=["loop", "loop over an attribute", "with a case for texts"],
+)
+def test_templates_that_loop_over_parts_get_a_text_as_one_part(tokenizer: Tokenizer, loop: str, text: str) -> None:
+    template = "{% for m in messages %}" + loop + "{% endfor %}"
+    assert render_chat(tokenizer, MESSAGES, chat_template=template, add_generation_prompt=False) == text

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from mvllm.messages.sampling_params import SamplingParams
+
 _MAX_INLINE_TEXT_CHARS = 4096  # tokenized in the loop's thread: passing a shorter text to another thread is slower
 _MAX_INLINE_TOKEN_IDS = 1 << 16
+
+
+def total_cost(prompts: Iterable[object], params: Iterable[object]) -> float:
+    """`tokenization_cost` of prompts and of the negative prompts of their parameters."""
+    negative = [each.negative_prompt for each in params if isinstance(each, SamplingParams) and each.negative_prompt]
+    return sum(map(tokenization_cost, (*prompts, *negative)))
 
 
 def tokenization_cost(prompt: object) -> float:

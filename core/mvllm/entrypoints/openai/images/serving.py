@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from mvllm.engine.frontend.image_outputs import GeneratedImage, encode_png, require_pillow
 from mvllm.entrypoints.openai.common.json_response import encode_json
@@ -32,6 +33,8 @@ class ImageGenerationHandler(RequestHandler):
         self._images = self._engine.image_requests
         _check_formats(request)
         self._params = _image_params(request)
+        with _size_errors():
+            self._images.grid(self._params)
 
     async def _build_engine_inputs(self) -> tuple[Sequence[PromptType], SamplingParams]:
         request, params, images = self._request, self._params, self._images
@@ -50,7 +53,8 @@ class ImageGenerationHandler(RequestHandler):
             prompt["cache_salt"] = request.cache_salt
 
         def make() -> tuple[Sequence[PromptType], SamplingParams]:
-            settings = images.sampling_params(params, rendered.__getitem__)
+            with _size_errors():
+                settings = images.sampling_params(params, rendered.__getitem__)
             return [images.prompt(prompt, params, rendered.__getitem__)], settings  # type: ignore[arg-type]
 
         return await self._context.tokenizer_pool.run(make)
@@ -121,8 +125,15 @@ def _image_params(request: ImageGenerationRequest) -> ImageParams:
         for name in ("n", "temperature", "top_k", "top_p", "seed", "guidance_scale", "negative_prompt")
         if (value := getattr(request, name)) is not None
     }
-    try:
+    with _size_errors():
         return ImageParams(height=height, width=width, **given)
+
+
+@contextlib.contextmanager
+def _size_errors() -> Iterator[None]:
+    """Errors of height and width are errors of the field `size`."""
+    try:
+        yield
     except RequestError as e:
         if e.parameter in ("height", "width"):
             raise RequestError(str(e), parameter="size") from e

@@ -17,6 +17,7 @@ _OPERATIONS = {
     "/api/chat": "chat",
     "/v1/completions": "text_completion",
     "/api/generate": "text_completion",
+    "/v1/images/generations": "image_generation",
     "/v1/embeddings": "embeddings",
     "/api/embed": "embeddings",
     "/api/embeddings": "embeddings",
