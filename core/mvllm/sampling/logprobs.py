@@ -27,32 +27,38 @@ def gather_logprobs(
         ids of the most probable tokens in falling order, lower ids first where they tie.
     """
     logits = logits.float()
-    normalizer: torch.Tensor | float = 0.0 if as_logits else torch.logsumexp(logits, dim=1, keepdim=True)
-    chosen = logits.gather(1, token_ids.unsqueeze(1))
-    # Directly as float32: faster than a boolean, and exact for every vocabulary size.
-    is_above = torch.gt(logits, chosen, out=torch.empty_like(logits))
-    parts = [chosen - normalizer, is_above.sum(dim=1, keepdim=True) + 1.0]
+    chosen_ids = token_ids.unsqueeze(1)
+    # One pass over each row, where logsumexp has one per operation.
+    values = logits if as_logits else logits.log_softmax(dim=1)
+    parts = [values.gather(1, chosen_ids)]
+    most: list[torch.Tensor] = []
     if num_logprobs:
-        values, ids = _most_probable(logits, num_logprobs)
-        parts += [values - normalizer, ids.float()]
-    return torch.cat(parts, dim=1)
+        ids = _most_probable(logits, num_logprobs)
+        most = [values.gather(1, ids), ids.float()]
+    # Directly as float32: faster than a boolean, and exact for every vocabulary size. In the memory of the
+    # log-probabilities, which have been read.
+    is_above = torch.gt(logits, logits.gather(1, chosen_ids), out=torch.empty_like(logits) if as_logits else values)
+    parts.append(is_above.sum(dim=1, keepdim=True) + 1.0)
+    return torch.cat(parts + most, dim=1)
 
 
-def read_logprobs(gathered: np.ndarray, token_id: int, num_logprobs: int) -> PositionLogprobs:
-    """The PositionLogprobs of one position.
+def read_logprobs(gathered: np.ndarray, token_ids: list[int], num_logprobs: list[int]) -> list[PositionLogprobs]:
+    """The PositionLogprobs of some positions.
 
     Args:
-        gathered: A row of the result of `gather_logprobs`, on the host.
-        token_id: The token at the position.
-        num_logprobs: How many of the most probable tokens to keep.
+        gathered: float32 [m, ...]: a result of `gather_logprobs`, on the host.
+        token_ids: The token at each position.
+        num_logprobs: How many of the most probable tokens to keep at each.
     """
-    most = (len(gathered) - 2) // 2
-    values, ids = gathered[2 : 2 + num_logprobs], gathered[2 + most : 2 + most + num_logprobs]
-    return PositionLogprobs(
-        token_ids=[token_id, *ids.astype(np.int64).tolist()],
-        logprobs=[float(gathered[0]), *values.tolist()],
-        rank=int(gathered[1]),
-    )
+    most = (gathered.shape[1] - 2) // 2
+    chosen, ranks = gathered[:, 0].tolist(), gathered[:, 1].astype(np.int64).tolist()
+    if not any(num_logprobs):  # as nearly always with many positions
+        return [PositionLogprobs([i], [value], rank) for i, value, rank in zip(token_ids, chosen, ranks, strict=True)]
+    values, ids = gathered[:, 2 : 2 + most].tolist(), gathered[:, 2 + most :].astype(np.int64).tolist()
+    return [
+        PositionLogprobs([token_ids[i], *ids[i][:count]], [chosen[i], *values[i][:count]], ranks[i])
+        for i, count in enumerate(num_logprobs)
+    ]
 
 
 def gather_prompt_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> torch.Tensor:
@@ -76,12 +82,12 @@ def gather_prompt_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_lo
 def read_prompt_logprobs(gathered: np.ndarray, token_ids: np.ndarray) -> list[PositionLogprobs]:
     """The PositionLogprobs of a result of `gather_prompt_logprobs` for `token_ids`, both on the host."""
     count = (gathered.shape[1] - 2) // 2
-    return [read_logprobs(row, token_id, count) for row, token_id in zip(gathered, token_ids.tolist(), strict=True)]
+    return read_logprobs(gathered, token_ids.tolist(), [count] * len(token_ids))
 
 
-def _most_probable(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest logits and their ids. Device order of ties is undefined, so a few more are taken and sorted."""
+def _most_probable(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """Ids of the largest logits. Device order of ties is undefined, so a few more are taken and sorted."""
     num_candidates = min(count + 8, logits.shape[1])
     ids = logits.topk(num_candidates, dim=1).indices.sort(dim=1).values
-    values, order = logits.gather(1, ids).sort(dim=1, descending=True, stable=True)
-    return values[:, :count], ids.gather(1, order)[:, :count]
+    order = logits.gather(1, ids).sort(dim=1, descending=True, stable=True).indices
+    return ids.gather(1, order)[:, :count]
