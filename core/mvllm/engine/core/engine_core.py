@@ -53,6 +53,7 @@ UTILITY_METHODS = frozenset(
         "call_workers",
         "check_health",
         "finish_weight_update",
+        "has_joined_weight_transfer",
         "init_weight_transfer",
         "is_scheduler_paused",
         "is_scheduler_running",
