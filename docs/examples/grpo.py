@@ -27,9 +27,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--group", type=int, default=8, help="stories per prompt")
     parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--learning-rate", type=float, default=1e-4)
-    parser.add_argument("--animal", default="turtle")
-    parser.add_argument("--last-word", default="patient")
+    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--animal", default="owl")
+    parser.add_argument("--last-word", default="friends")
     parser.add_argument("--plot", type=Path, help="write the rewards to this SVG file")
     args = parser.parse_args()
 
@@ -38,7 +38,8 @@ def main() -> None:
     start, curve = time.perf_counter(), []
 
     # float32 in the engine, too, so that both compute the same log-probabilities.
-    with LLM(args.model, dtype="float32", max_model_len=args.max_tokens + 32) as llm:
+    settings = {"dtype": "float32", "max_model_len": args.max_tokens + 32, "kv_cache_memory_bytes": 64 << 20}
+    with LLM(args.model, **settings) as llm:
         for step in range(1, args.steps + 1):
             # 1. Rollouts: each of the n stories of a prompt has a seed of its own, derived from that of the request.
             params = [
@@ -106,7 +107,7 @@ def train(
     # Teacher forcing. Padding stands behind the tokens, so causal attention needs no mask.
     logits = policy(token_ids).logits[:, :-1].float()
     logprobs = logits.log_softmax(-1).gather(2, token_ids[:, 1:, None]).squeeze(2)
-    difference = float(((logprobs - sampled).abs() * mask).max())
+    difference = float(((logprobs.detach() - sampled).abs() * mask).max())
 
     ratio = (logprobs - sampled).exp()
     weighted = torch.minimum(ratio * advantages[:, None], ratio.clamp(1 - CLIP, 1 + CLIP) * advantages[:, None])

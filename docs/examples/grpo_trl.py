@@ -33,8 +33,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--group", type=int, default=8, help="stories per prompt")
     parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--animal", default="turtle")
-    parser.add_argument("--last-word", default="patient")
+    parser.add_argument("--animal", default="owl")
+    parser.add_argument("--last-word", default="friends")
     parser.add_argument("--output", default="grpo-trl", help="folder of the trainer's files")
     args = parser.parse_args()
 
@@ -58,7 +58,7 @@ def main() -> None:
             per_device_train_batch_size=len(PROMPTS) * args.group,
             num_generations=args.group,
             max_completion_length=args.max_tokens,
-            learning_rate=1e-4,
+            learning_rate=3e-4,
             lr_scheduler_type="constant",
             beta=0.0,
             use_vllm=True,
