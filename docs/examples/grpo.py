@@ -43,7 +43,9 @@ def main() -> None:
         for step in range(1, args.steps + 1):
             # 1. Rollouts: each of the n stories of a prompt has a seed of its own, derived from that of the request.
             params = [
-                SamplingParams(n=args.group, temperature=1.0, logprobs=0, max_tokens=args.max_tokens, seed=1000 * step + i)
+                SamplingParams(
+                    n=args.group, temperature=1.0, logprobs=0, max_tokens=args.max_tokens, seed=1000 * step + i
+                )
                 for i in range(len(PROMPTS))
             ]
             outputs = llm.generate(PROMPTS, params, use_tqdm=False)

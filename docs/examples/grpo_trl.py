@@ -1,8 +1,9 @@
 """Reinforcement learning with TRL: GRPOTrainer samples from a server of mvllm, and gives it its weights.
 
 Start a server whose log-probabilities are those after temperature and filters, as TRL's correction expects, then the
-trainer, in an environment that has trl, datasets and requests beside mvllm:
+trainer, in an environment that has trl, datasets and requests beside mvllm. Weight updates need an administrator's key:
 
+    export MVLLM_ADMIN_API_KEY=...
     mvllm serve demo --dtype float32 --logprobs-mode processed_logprobs
     python docs/examples/grpo_trl.py [--url http://127.0.0.1:8000] [--steps 30]
 

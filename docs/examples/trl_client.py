@@ -53,9 +53,7 @@ class MvllmClient(vllm_client.VLLMClient):
             "backend": BACKEND,
         }
         with ThreadPoolExecutor(1) as thread:  # the server joins at the same time
-            joined = thread.submit(
-                self._post, f"{self.base_url}/init_weight_transfer_engine", json={"init_info": info}
-            )
+            joined = thread.submit(self._post, f"{self.base_url}/init_weight_transfer_engine", json={"init_info": info})
             self.communicator = WeightTransferGroup(WeightTransferInfo(**info))
             joined.result()
         atexit.register(self.close_communicator)

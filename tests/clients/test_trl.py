@@ -26,17 +26,19 @@ STEPS = 3
 def test_the_trainer_and_the_server_have_the_same_weights_in_every_step(run_client: RunClient, tmp_path: Path) -> None:
     before = shared_memory_names()
     options = ("--port", "0", "--dtype", "float32", "--logprobs-mode", "processed_logprobs", *SMALL)
+    key = {"MVLLM_ADMIN_API_KEY": "administrator"}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    with ServerProcess(tmp_path, "demo", *options) as server:
+    with ServerProcess(tmp_path, "demo", *options, **key) as server:
         server.wait_ready()
         ran = run_client(
             *("trl", ROOT / "docs" / "examples" / "grpo_trl.py", "--url", server.url, "--group-port", port),
             *("--steps", str(STEPS), "--group", "4", "--max-tokens", "16", "--output", tmp_path / "output"),
+            **key,
             PYTHONPATH=os.pathsep.join([str(Path(mvllm.__file__).parents[1]), *site.getsitepackages()]),
         )
-        info = httpx.get(f"{server.url}/weight_info").json()
+        info = httpx.get(f"{server.url}/weight_info", headers={"Authorization": "Bearer administrator"}).json()
     assert info == {"weight_version": STEPS, "is_updating": False, "failure": None}
     lines = re.findall(r"^step +(\d+)  reward (\d\.\d+)  difference (\S+)$", ran.stdout, re.MULTILINE)
     assert [int(step) for step, _, _ in lines] == [*range(1, STEPS + 1)], ran.stdout

@@ -36,7 +36,7 @@ from mvllm.engine.metrics.periodic_stats_log import PeriodicStatsLog
 from mvllm.engine.metrics.stats import EngineLoad, EngineMetrics, EngineMetricsSnapshot, RateMeter
 from mvllm.engine.metrics.tracing import Tracer
 from mvllm.engine.process.async_core_client import AsyncEngineCoreClient, make_async_client
-from mvllm.errors import EngineDeadError, EngineSleepingError
+from mvllm.errors import EngineDeadError, EngineSleepingError, RequestError
 from mvllm.logging import get_logger
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.lora import LoRARequest

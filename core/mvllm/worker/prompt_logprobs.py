@@ -109,6 +109,4 @@ class PromptLogprobsComputer:
         padding = ShapePolicy.pad(len(states), self._sizes) - len(states)
         padded = F.pad(states, (0, 0, 0, padding)) if padding else states
         logits = compute_logits(padded)[: len(states)]
-        return self._runtime.to_host(
-            gather_prompt_logprobs(logits, self._runtime.from_numpy(token_ids), num_logprobs)
-        )
+        return self._runtime.to_host(gather_prompt_logprobs(logits, self._runtime.from_numpy(token_ids), num_logprobs))
