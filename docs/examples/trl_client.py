@@ -11,13 +11,16 @@ Written for TRL 1.16. The trainer's environment needs `trl`, `requests`, and `mv
 import atexit
 import os
 import socket
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import torch
 from trl.generation import vllm_client, vllm_generation
 
 from mvllm import WeightTransferGroup, WeightTransferInfo
 
-BACKEND = os.environ.get("MVLLM_TRL_BACKEND", "gloo")
+BACKEND = "gloo"
 
 
 class MvllmClient(vllm_client.VLLMClient):
@@ -26,12 +29,13 @@ class MvllmClient(vllm_client.VLLMClient):
     An administrator's key of the server is read from the variable MVLLM_ADMIN_API_KEY.
     """
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def check_server(self, *args: Any, **kwargs: Any) -> None:
+        """The first call of the constructor."""
         if key := os.environ.get("MVLLM_ADMIN_API_KEY"):
             self.session.headers["Authorization"] = f"Bearer {key}"
+        super().check_server(*args, **kwargs)
 
-    def get_server_info(self):
+    def get_server_info(self) -> dict[str, Any]:
         """The two facts that TRL reads, in the form in which it reads them."""
         info = self._get(f"{self.base_url}/server_info")
         return {
@@ -40,11 +44,11 @@ class MvllmClient(vllm_client.VLLMClient):
             "num_workers": info["num_workers"],
         }
 
-    def get_world_size(self):
+    def get_world_size(self) -> int:
         """The number of the server's workers, of all replicas."""
         return self.get_server_info()["num_workers"]
 
-    def init_communicator(self, device=0):
+    def init_communicator(self, device: object = 0) -> None:
         """Joins the server's workers. The trainer is rank 0 and listens on `group_port`."""
         info = {
             "master_address": _own_address(self.host),
@@ -58,7 +62,9 @@ class MvllmClient(vllm_client.VLLMClient):
             joined.result()
         atexit.register(self.close_communicator)
 
-    def update_named_params(self, metadata, named_params):
+    def update_named_params(
+        self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, torch.Tensor]]
+    ) -> None:
         """Announces the tensors, then broadcasts them in the same order. One call is a whole update."""
         names, dtype_names, shapes = (list(field) for field in zip(*metadata, strict=True))
         info = {"names": names, "dtype_names": dtype_names, "shapes": shapes}
@@ -70,24 +76,24 @@ class MvllmClient(vllm_client.VLLMClient):
                 self.communicator.send([named])
             updated.result()
 
-    def close_communicator(self):
+    def close_communicator(self) -> None:
         """Leaves the group. Idempotent."""
         group, self.communicator = self.communicator, None
         if group is not None:
             group.close()
 
 
-def use_mvllm():
+def use_mvllm() -> None:
     """Makes `GRPOConfig(use_vllm=True, vllm_mode="server", vllm_server_base_url=...)` use MvllmClient."""
 
-    def is_available(min_version=None):
+    def is_available(min_version: str | None = None) -> bool:
         return True  # the routes of vLLM are, which is what TRL needs in this mode
 
     vllm_client.is_vllm_available = vllm_generation.is_vllm_available = is_available
     vllm_generation.VLLMClient = MvllmClient
 
 
-def _own_address(server):
+def _own_address(server: str) -> str:
     """This machine's address on the way to the server."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((server, 9))

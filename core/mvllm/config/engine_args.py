@@ -120,9 +120,9 @@ class EngineArgs:
     )
     logprobs_mode: str = option(
         "raw_logprobs",
-        help="What the logprobs of sampled tokens are: log-probabilities or logits of the model (raw); after penalties, "
-        "biases and masks, before temperature (pre_temperature); after temperature, before top_k, top_p and min_p "
-        "(post_temperature); or after all of them, as sampled from (processed).",
+        help="What the logprobs of sampled tokens are: log-probabilities or logits of the model (raw); after "
+        "penalties, biases and masks, before temperature (pre_temperature); after temperature, before top_k, "
+        "top_p and min_p (post_temperature); or after all of them, as sampled from (processed).",
         group="model",
         choices=LOGPROBS_MODES,
     )

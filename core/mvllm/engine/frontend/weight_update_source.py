@@ -111,7 +111,7 @@ def weight_update(info: UpdateInfo, *, shares_tensors: bool) -> Iterator[WeightU
 
 @asynccontextmanager
 async def weight_update_in_thread(fields: Mapping[str, Any]) -> AsyncIterator[WeightUpdate]:
-    """As `weight_update` of `update_info(fields)`: bytes and tensors are copied in a thread, and the event loop goes on.
+    """As `weight_update` of `update_info(fields)`: copies bytes and tensors in a thread, and the event loop goes on.
 
     Raises:
         RequestError: As `update_info`.
