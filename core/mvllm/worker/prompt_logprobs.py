@@ -61,7 +61,8 @@ class PromptLogprobsComputer:
             hidden: [T, hidden_size].
             compute_logits: From [n, hidden_size] to [n, vocab].
         """
-        history, found = self._rows.history, {}
+        history = self._rows.history
+        found: dict[int, list[PromptLogprobsChunk]] = {}
         starts = inputs.layout.query_start_loc
         by_number: dict[int, list[_Positions]] = {}
         for i, row in enumerate(inputs.rows.tolist()):

@@ -180,7 +180,7 @@ class DPLBAsyncMPClient:
             calls = [core.call_utility(method, info) for core, info in zip(self._cores, infos, strict=True)]
         else:
             calls = [core.call_utility(method, *args) for core in self._cores]
-        results = await asyncio.gather(*calls, return_exceptions=True)
+        results: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
         _raise_failure(method, results)
         if method == "weight_info":
             return next((info for info in results if info["failure"] is not None), results[0])
