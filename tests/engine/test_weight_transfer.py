@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from tests.helpers.parity import engine
 from tests.helpers.processes import shared_memory_names
 
 PROMPT = {"prompt_token_ids": [5, 6, 7, 8] * 6}
+Run = Callable[[Coroutine[Any, Any, None]], None]
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=8)
 
 
@@ -50,9 +51,16 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(checkpoints: Checkpoints) -> Iterator[AsyncLLM]:
+def llm(checkpoints: Checkpoints) -> Iterator[AsyncLLM]:
+    """Two ranks, each a process. Its outputs come to one event loop, that of `run`."""
     with async_engine(checkpoints.old, tensor_parallel_size=2, distributed_executor_backend="mp") as llm:
         yield llm
+
+
+@pytest.fixture(scope="module")
+def run(llm: AsyncLLM) -> Iterator[Run]:
+    with asyncio.Runner() as runner:
+        yield lambda scenario: runner.run(asyncio.wait_for(scenario, 60))
 
 
 def free_port() -> int:
@@ -69,7 +77,7 @@ async def tokens(llm: AsyncLLM) -> list[int]:
     return (await last(llm.generate(PROMPT, GREEDY))).outputs[0].token_ids
 
 
-async def scenario(llm: AsyncLLM, checkpoints: Checkpoints) -> None:
+async def join_and_update(llm: AsyncLLM, checkpoints: Checkpoints) -> None:
     # No trainer comes: an error after the timeout, and the next call is not affected by it.
     with pytest.raises(RequestError, match=r"cannot be joined as rank|is not complete after"):
         await llm.init_weight_transfer_engine(group_of(3, timeout=0.3))
@@ -101,24 +109,18 @@ async def scenario(llm: AsyncLLM, checkpoints: Checkpoints) -> None:
     assert await tokens(llm) == checkpoints.new_tokens
     await llm.update_weights(path=str(checkpoints.old))
     assert await tokens(llm) == checkpoints.old_tokens
-    await llm.update_weights(tensors=checkpoints.tensors)
-    assert await tokens(llm) == checkpoints.new_tokens
     trainer.close()
 
 
 def test_two_ranks_serve_while_they_wait_for_the_trainer_and_take_its_weights(
-    two_ranks: AsyncLLM, checkpoints: Checkpoints
+    llm: AsyncLLM, checkpoints: Checkpoints, run: Run
 ) -> None:
-    asyncio.run(asyncio.wait_for(scenario(two_ranks, checkpoints), 120))
+    run(join_and_update(llm, checkpoints))
 
 
-@pytest.fixture(scope="module")
-def llm(checkpoints: Checkpoints) -> Iterator[AsyncLLM]:
-    with async_engine(checkpoints.old) as llm:
-        yield llm
-
-
-def test_sleep_within_an_update_is_refused_and_aborts_no_request(llm: AsyncLLM, checkpoints: Checkpoints) -> None:
+def test_sleep_within_an_update_is_refused_and_aborts_no_request(
+    llm: AsyncLLM, checkpoints: Checkpoints, run: Run
+) -> None:
     async def main() -> None:
         long = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=100)
         running = asyncio.ensure_future(last(llm.generate(PROMPT, long)))
@@ -132,12 +134,12 @@ def test_sleep_within_an_update_is_refused_and_aborts_no_request(llm: AsyncLLM, 
         assert (await running).outputs[0].finish_reason == "length"
         assert (await waiting).outputs[0].token_ids == checkpoints.old_tokens
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    run(main())
 
 
 @pytest.mark.parametrize("source", ["tensors", "safetensors"])
 def test_the_event_loop_goes_on_while_tensors_are_copied(
-    llm: AsyncLLM, checkpoints: Checkpoints, source: str, monkeypatch: pytest.MonkeyPatch
+    llm: AsyncLLM, checkpoints: Checkpoints, source: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy waits for something that the event loop does."""
     copying, may_end = threading.Event(), threading.Event()
@@ -178,7 +180,7 @@ def test_the_event_loop_goes_on_while_tensors_are_copied(
             await asyncio.sleep(0.005)
         await llm.update_weights(path=str(checkpoints.old))
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    run(main())
     assert shared_memory_names() == before
 
 
