@@ -48,6 +48,10 @@ class PlatformError(MvllmError, RuntimeError):
     """No platform plugin is available, or the chosen one failed."""
 
 
+class UnsupportedMethodError(PlatformError):
+    """The platform's worker does not implement an optional method."""
+
+
 class ContractError(PlatformError):
     """A platform plugin was built for a contract version that this core does not support."""
 

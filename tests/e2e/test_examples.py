@@ -28,11 +28,17 @@ IN_PROCESS = {
     "speculative_decoding": r"Draft tokens: \d+, accepted: [1-9]\d*\n.*\nSame output without speculation: True\n",
     "quantized": r"as stored: ' Paris.*\n     int8: ' Paris.*\n     int4: ' Paris",
 }
+ARGUMENTS = {"grpo": ["--steps", "3", "--group", "4", "--max-tokens", "16"]}
+"""The short form of examples that take minutes."""
+
 OWN_PROCESS = {
+    # The difference shows that the engine has the trainer's weights of each step.
+    "grpo": r"(?s)step  1 .* difference \d\.\de-0[4-9]  weights 1 .*step  3 .* difference \d\.\de-0[4-9]  weights 3 ",
     "streaming_async": r"(?s)\[request 0\] .*\[request 1\] .*Complete: Once upon a time, .*Complete: What is",
     "tensor_parallel": r"2 workers\nGenerated: ' Paris",
     "own_platform": r"Platform: toy, .*\nGenerated: ' Paris",
 }
+ELSEWHERE = {"grpo_trl", "trl_client"}  # tests/clients/test_trl.py: they need an environment of their own
 OF_SERVER = {
     "openai_client": r"Models: \['demo'\]\nAnswer: The capital of France is Paris\.\n(?s:.*)Embedding: 192 dim",
     "tool_calling": r"Call:   get_weather\({'city': '(Rome|Oslo|Tokyo)', 'unit': '\w+'}\)\nResult: .*\nAnswer: ",
@@ -46,7 +52,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 def test_every_script_is_run_here() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*IN_PROCESS, *OWN_PROCESS, *OF_SERVER}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*IN_PROCESS, *OWN_PROCESS, *OF_SERVER, *ELSEWHERE}
 
 
 @pytest.mark.parametrize("name", [*IN_PROCESS, *OWN_PROCESS, *OF_SERVER])
@@ -62,7 +68,7 @@ def test_an_example_runs(
         runpy.run_path(str(script), run_name="__main__")
         printed = capsys.readouterr().out
     else:
-        arguments = [sys.executable, str(script)]
+        arguments = [sys.executable, str(script), *ARGUMENTS.get(name, [])]
         if name in OF_SERVER:
             arguments += ["--url", f"{request.getfixturevalue('server').url}/v1"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -37,6 +37,8 @@ from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.platform.choose import choose_platform
 from mvllm_ray.executor import RayDistributedExecutor
 from tests.helpers import parity
+from tests.helpers.changed_weights import changed_copy, tensors_of
+from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.plugins import prepend, scripted_platform_path
 from tests.helpers.processes import shared_memory_names, stop_process, wait_until
 from tests.helpers.scripted_worker import RAISE, SLEEP_MS, TELL
@@ -158,6 +160,28 @@ def _bytes_of_blocks(folder: Path) -> int:
     kv_heads = config.get("num_key_value_heads") or heads
     head_size = config.get("head_dim") or hidden // heads
     return NUM_BLOCKS * parity.BLOCK_SIZE * 2 * layers * -(-kv_heads // 2) * head_size * 4
+
+
+@pytest.mark.exhaustive
+def test_weights_are_updated_on_both_nodes(tmp_path: Path) -> None:
+    old = make_checkpoint("llama-gqa", tmp_path / "old")
+    new = changed_copy(old, tmp_path / "new")
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+
+    def tokens(llm: LLM) -> list[int]:
+        return llm.generate({"prompt_token_ids": [5, 6, 7, 8] * 6}, params, use_tqdm=False)[0].outputs[0].token_ids
+
+    with parity.engine(new) as llm:
+        expected = tokens(llm)
+    with parity.engine(old, tensor_parallel_size=2, distributed_executor_backend="ray") as llm:
+        before = tokens(llm)
+        assert before != expected
+        llm.update_weights(path=new)
+        assert tokens(llm) == expected
+        llm.update_weights(path=old)
+        assert tokens(llm) == before
+        llm.update_weights(tensors=tensors_of(new))  # shared memory: both nodes are on this machine
+        assert tokens(llm) == expected
 
 
 def test_inside_a_placement_group_ray_is_chosen_and_each_rank_gets_a_bundle() -> None:

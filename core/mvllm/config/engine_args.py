@@ -36,7 +36,10 @@ from mvllm.config.speculative import SpeculativeConfig, read_speculative_config
 from mvllm.errors import ConfigError
 
 MODEL_IMPLS = ("auto", "native", "transformers")
-LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
+LOGPROBS_MODES = (
+    *("raw_logprobs", "raw_logits", "pre_temperature_logprobs", "post_temperature_logprobs"),
+    *("processed_logprobs", "processed_logits"),
+)
 SERVER_MAX_QUEUED_REQUESTS = 1024
 """Default of max_queued_requests in a server, which can refuse requests of untrusted clients."""
 
@@ -117,8 +120,9 @@ class EngineArgs:
     )
     logprobs_mode: str = option(
         "raw_logprobs",
-        help="What the logprobs of sampled tokens are: log-probabilities or logits, of the model (raw) or as sampled "
-        "from, with penalties, temperature and top_k, top_p and min_p (processed).",
+        help="What the logprobs of sampled tokens are: log-probabilities or logits of the model (raw); after "
+        "penalties, biases and masks, before temperature (pre_temperature); after temperature, before top_k, "
+        "top_p and min_p (post_temperature); or after all of them, as sampled from (processed).",
         group="model",
         choices=LOGPROBS_MODES,
     )

@@ -9,7 +9,10 @@ which the trainer and the engine may have for themselves:
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     import torch
 
 _TRAINER = 0
+_GRACE_SECONDS = 2.0
+"""After the timeout, for torch's own error to arrive, which says more."""
 
 
 class WeightTransferGroup:
@@ -37,12 +42,7 @@ class WeightTransferGroup:
     """
 
     def __init__(self, info: WeightTransferInfo, rank: int = _TRAINER) -> None:
-        if not 0 <= rank < info.world_size:
-            raise RequestError(
-                f"Rank {rank} is outside of a group of {info.world_size} ranks: the trainer and all workers count. "
-                "Raise world_size, or check rank_offset.",
-                parameter="world_size",
-            )
+        _check_rank(info, rank)
         self.on_host = info.backend == HOST_BACKEND
         self._group: Any = None
         import torch.distributed as dist  # here: the class is a name of the package, which resolves without torch
@@ -104,3 +104,63 @@ class WeightTransferGroup:
             import torch.distributed as dist
 
             dist.destroy_process_group(group)
+
+
+class JoiningWeightTransferGroup:
+    """Joins a group in a thread of its own, so that the caller's thread goes on.
+
+    Args:
+        info: The group.
+        rank: This process' rank in it.
+
+    Attributes:
+        address: Where the trainer is expected.
+
+    Raises:
+        RequestError: The rank is outside of the group.
+    """
+
+    def __init__(self, info: WeightTransferInfo, rank: int) -> None:
+        _check_rank(info, rank)
+        self.address = f"{info.master_address}:{info.master_port}"
+        self._info, self._rank = info, rank
+        self._deadline = time.monotonic() + info.timeout + _GRACE_SECONDS
+        self._group: Future[WeightTransferGroup] = Future()
+        # A daemon: torch's wait for the other ranks cannot be interrupted, and must not delay the end of the process.
+        threading.Thread(target=self._join, name="weight-transfer-join", daemon=True).start()
+
+    def poll(self) -> WeightTransferGroup | None:
+        """The group once it is complete; None before.
+
+        Raises:
+            RequestError: It cannot be joined, or the timeout has passed.
+        """
+        if self._group.done():
+            return self._group.result()
+        if time.monotonic() < self._deadline:
+            return None
+        self.give_up()
+        raise RequestError(
+            f"The weight transfer group at {self.address} is not complete after {self._info.timeout:g} s: rank "
+            f"{self._rank} of {self._info.world_size} waits for the other ranks. Start the trainer's "
+            "WeightTransferGroup at the same time, with the same world_size, or raise timeout."
+        )
+
+    def give_up(self) -> None:
+        """Stops waiting. If the group is completed later, this rank leaves it."""
+        self._group.add_done_callback(lambda done: None if done.exception() is not None else done.result().close())
+
+    def _join(self) -> None:
+        try:
+            self._group.set_result(WeightTransferGroup(self._info, self._rank))
+        except BaseException as e:  # noqa: BLE001  (raised by `poll`)
+            self._group.set_exception(e)
+
+
+def _check_rank(info: WeightTransferInfo, rank: int) -> None:
+    if not 0 <= rank < info.world_size:
+        raise RequestError(
+            f"Rank {rank} is outside of a group of {info.world_size} ranks: the trainer and all workers count. "
+            "Raise world_size, or check rank_offset.",
+            parameter="world_size",
+        )

@@ -37,7 +37,7 @@ from mvllm.engine.metrics.periodic_stats_log import PeriodicStatsLog
 from mvllm.engine.metrics.stats import EngineLoad, EngineMetrics, EngineMetricsSnapshot, RateMeter
 from mvllm.engine.metrics.tracing import Tracer
 from mvllm.engine.process.async_core_client import AsyncEngineCoreClient, make_async_client
-from mvllm.errors import EngineDeadError, EngineSleepingError
+from mvllm.errors import EngineDeadError, EngineSleepingError, RequestError
 from mvllm.logging import get_logger
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.lora import LoRARequest
@@ -417,12 +417,15 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
             level: 1 frees the KV cache; 2 also frees the weights, which `wake_up` reads from the checkpoint again.
 
         Raises:
-            RequestError: `level` is neither 1 nor 2.
+            RequestError: `level` is neither 1 nor 2, or a weight update is under way; nothing was aborted.
             PlatformError: The platform's worker does not support it; requests are accepted as before.
         """
         check_sleep_level(level)
         self._require_alive()
-        self._is_sleeping = True  # before the first await: new requests are rejected from here on
+        was_sleeping, self._is_sleeping = self._is_sleeping, True  # before the first await: rejects new requests
+        if (await self._client.call_utility("weight_info"))["is_updating"]:
+            self._is_sleeping = was_sleeping
+            raise RequestError("A weight update is under way. Finish it before putting the engine to sleep.")
         self._abort(self._output_processor.requests)
         async with self._sleep_lock:
             self._is_sleeping = True

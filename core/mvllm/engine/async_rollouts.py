@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mvllm.engine.frontend.lora_request_validator import LoRARequestValidator
-from mvllm.engine.frontend.weight_update_source import transfer_info, update_info, weight_update
+from mvllm.engine.frontend.weight_update_source import transfer_info, weight_update_in_thread
 from mvllm.engine.process.async_core_client import AsyncEngineCoreClient
-from mvllm.errors import RequestError
+from mvllm.engine.rollouts import JOIN_POLL_SECONDS
+from mvllm.errors import MvllmError, RequestError
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.weights import WeightTransferInfo
 
@@ -74,14 +76,26 @@ class AsyncRollouts(ABC):
     async def init_weight_transfer_engine(self, init_info: Mapping[str, Any] | WeightTransferInfo) -> None:
         """Joins a trainer's process group on every worker; the trainer creates a WeightTransferGroup at the same time.
 
+        Requests run while it waits for the trainer. If it is cancelled, the workers stop waiting.
+
         Args:
             init_info: The fields of `mvllm.messages.weights.WeightTransferInfo`.
 
         Raises:
-            RequestError: A field is invalid, or the group cannot be joined.
+            RequestError: A field is invalid, the group cannot be joined or is not complete after its timeout, or
+                another call waits for a trainer.
         """
         self._require_alive()
-        await self._call_long("init_weight_transfer", transfer_info(init_info))
+        await self._client.call_utility("init_weight_transfer", transfer_info(init_info))
+        has_joined = False
+        try:
+            while not (has_joined := await self._client.call_utility("has_joined_weight_transfer", False)):
+                await asyncio.sleep(JOIN_POLL_SECONDS)
+                self._require_alive()
+        finally:
+            if not has_joined:
+                with contextlib.suppress(MvllmError):
+                    await asyncio.shield(self._client.call_utility("has_joined_weight_transfer", True))
 
     async def start_weight_update(self) -> None:
         """Stops computing at the end of the step in flight, and begins a weight update of one or more parts.
@@ -118,7 +132,7 @@ class AsyncRollouts(ABC):
             "dtype_names": dtype_names,
             "shapes": shapes,
         }
-        with weight_update(update_info({**fields, **(update_info_ or {})}), shares_tensors=False) as update:
+        async with weight_update_in_thread({**fields, **(update_info_ or {})}) as update:
             await self._call_long("update_weights", update)
 
     async def finish_weight_update(

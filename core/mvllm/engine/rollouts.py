@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,9 @@ from mvllm.messages.weights import WeightTransferInfo
 
 if TYPE_CHECKING:
     from mvllm.engine.llm_engine import EngineCoreClient
+
+JOIN_POLL_SECONDS = 0.02
+"""Between two questions whether a trainer's process group is complete."""
 
 
 class EngineRollouts(ABC):
@@ -52,6 +56,13 @@ class EngineRollouts(ABC):
         """As `AsyncLLM.init_weight_transfer_engine`."""
         self._require_alive()
         self._client.call_utility("init_weight_transfer", transfer_info(init_info))
+        has_joined = False
+        try:
+            while not (has_joined := self._client.call_utility("has_joined_weight_transfer", False)):
+                time.sleep(JOIN_POLL_SECONDS)
+        finally:
+            if not has_joined:  # also interrupted
+                self._client.call_utility("has_joined_weight_transfer", True)
 
     def start_weight_update(self) -> None:
         """As `AsyncLLM.start_weight_update`."""

@@ -141,9 +141,25 @@ class WorkerProtocol(Protocol):
         """
 
     def init_weight_transfer(self, info: WeightTransferInfo) -> None:
-        """Joins the process group of a trainer, as rank `info.rank_offset` plus its own rank.
+        """Begins to join the process group of a trainer, as rank `info.rank_offset` plus its own rank.
+
+        Returns at once, and steps run on: the group is complete when the trainer has joined, see
+        `has_joined_weight_transfer`. A class without weight updates may leave this method out.
+
+        Raises:
+            RequestError: The worker is still joining a group.
+        """
+
+    def has_joined_weight_transfer(self, give_up: bool) -> bool:
+        """Whether the worker has joined the group of `init_weight_transfer`.
 
         A class without weight updates may leave this method out.
+
+        Args:
+            give_up: Stop waiting for the group, if it is incomplete.
+
+        Raises:
+            RequestError: The group cannot be joined, or its timeout has passed. Raised once.
         """
 
     def start_weight_update(self) -> None:

@@ -38,33 +38,49 @@ def gather_logprobs(
         float32 [m, 2 + 2 * num_logprobs]: the token's log-probability, its rank, then the log-probabilities and the
         ids of the most probable tokens in falling order, lower ids first where they tie.
     """
-    normalizer: torch.Tensor | float = 0.0 if as_logits else logsumexp(logits).unsqueeze(1)
-    logits = logits.float()
-    chosen = logits.gather(1, token_ids.unsqueeze(1))
-    # Directly as float32: faster than a boolean, and exact for every vocabulary size.
-    is_above = torch.gt(logits, chosen, out=torch.empty_like(logits))
-    parts = [chosen - normalizer, is_above.sum(dim=1, keepdim=True) + 1.0]
+    floats = logits.float()
+    values, normalizer, scratch = floats, None, None
+    if not as_logits and logsumexp is reference_logsumexp:
+        # One pass over each row, where logsumexp has one per operation.
+        values = scratch = floats.log_softmax(dim=1)
+    elif not as_logits:
+        normalizer = logsumexp(logits).unsqueeze(1)
+
+    def values_at(ids: torch.Tensor) -> torch.Tensor:
+        found = values.gather(1, ids)
+        return found if normalizer is None else found - normalizer
+
+    chosen_ids = token_ids.unsqueeze(1)
+    parts = [values_at(chosen_ids)]
+    most: list[torch.Tensor] = []
     if num_logprobs:
-        values, ids = _most_probable(logits, num_logprobs)
-        parts += [values - normalizer, ids.float()]
-    return torch.cat(parts, dim=1)
+        ids = _most_probable(floats, num_logprobs)
+        most = [values_at(ids), ids.float()]
+    # Directly as float32: faster than a boolean, and exact for every vocabulary size. In the memory of the
+    # log-probabilities, which have been read, if there is one.
+    out = torch.empty_like(floats) if scratch is None else scratch
+    is_above = torch.gt(floats, floats.gather(1, chosen_ids), out=out)
+    parts.append(is_above.sum(dim=1, keepdim=True) + 1.0)
+    return torch.cat(parts + most, dim=1)
 
 
-def read_logprobs(gathered: np.ndarray, token_id: int, num_logprobs: int) -> PositionLogprobs:
-    """The PositionLogprobs of one position.
+def read_logprobs(gathered: np.ndarray, token_ids: list[int], num_logprobs: list[int]) -> list[PositionLogprobs]:
+    """The PositionLogprobs of some positions.
 
     Args:
-        gathered: A row of the result of `gather_logprobs`, on the host.
-        token_id: The token at the position.
-        num_logprobs: How many of the most probable tokens to keep.
+        gathered: float32 [m, ...]: a result of `gather_logprobs`, on the host.
+        token_ids: The token at each position.
+        num_logprobs: How many of the most probable tokens to keep at each.
     """
-    most = (len(gathered) - 2) // 2
-    values, ids = gathered[2 : 2 + num_logprobs], gathered[2 + most : 2 + most + num_logprobs]
-    return PositionLogprobs(
-        token_ids=[token_id, *ids.astype(np.int64).tolist()],
-        logprobs=[float(gathered[0]), *values.tolist()],
-        rank=int(gathered[1]),
-    )
+    most = (gathered.shape[1] - 2) // 2
+    chosen, ranks = gathered[:, 0].tolist(), gathered[:, 1].astype(np.int64).tolist()
+    if not any(num_logprobs):  # as nearly always with many positions
+        return [PositionLogprobs([i], [value], rank) for i, value, rank in zip(token_ids, chosen, ranks, strict=True)]
+    values, ids = gathered[:, 2 : 2 + most].tolist(), gathered[:, 2 + most :].astype(np.int64).tolist()
+    return [
+        PositionLogprobs([token_ids[i], *ids[i][:count]], [chosen[i], *values[i][:count]], ranks[i])
+        for i, count in enumerate(num_logprobs)
+    ]
 
 
 def gather_prompt_logprobs(
@@ -91,12 +107,12 @@ def gather_prompt_logprobs(
 def read_prompt_logprobs(gathered: np.ndarray, token_ids: np.ndarray) -> list[PositionLogprobs]:
     """The PositionLogprobs of a result of `gather_prompt_logprobs` for `token_ids`, both on the host."""
     count = (gathered.shape[1] - 2) // 2
-    return [read_logprobs(row, token_id, count) for row, token_id in zip(gathered, token_ids.tolist(), strict=True)]
+    return read_logprobs(gathered, token_ids.tolist(), [count] * len(token_ids))
 
 
-def _most_probable(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest logits and their ids. Device order of ties is undefined, so a few more are taken and sorted."""
+def _most_probable(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """Ids of the largest logits. Device order of ties is undefined, so a few more are taken and sorted."""
     num_candidates = min(count + 8, logits.shape[1])
     ids = logits.topk(num_candidates, dim=1).indices.sort(dim=1).values
-    values, order = logits.gather(1, ids).sort(dim=1, descending=True, stable=True)
-    return values[:, :count], ids.gather(1, order)[:, :count]
+    order = logits.gather(1, ids).sort(dim=1, descending=True, stable=True).indices
+    return ids.gather(1, order)[:, :count]

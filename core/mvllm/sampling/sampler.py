@@ -12,6 +12,7 @@ No row's result depends on another row. The host waits for the device only where
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from functools import partial
 
@@ -40,6 +41,15 @@ _ELEMENTS_AT_ONCE = 1 << 18
 """Logits that are filtered at a time on the host: intermediate results stay in the caches and take little memory."""
 
 
+class LogprobsStage(enum.Enum):
+    """The logits that log-probabilities of sampled tokens are computed from; the values begin the names of modes."""
+
+    RAW = "raw"  # the model's
+    PRE_TEMPERATURE = "pre_temperature"  # after logits processors, masks, biases and penalties
+    POST_TEMPERATURE = "post_temperature"  # divided by the temperature; greedy rows are not
+    PROCESSED = "processed"  # as sampled from: filtered tokens have -inf
+
+
 class Sampler:
     """Samples batches. Rows, parameters and tokens belong to the SamplingState and TokenHistory passed to `sample`.
 
@@ -66,8 +76,8 @@ class Sampler:
         logprobs_mode: str = "raw_logprobs",
         static: bool = False,
     ) -> None:
-        self._logprobs_are_logits = logprobs_mode.endswith("logits")
-        self._logprobs_are_processed = logprobs_mode.startswith("processed")
+        stage, _, kind = logprobs_mode.rpartition("_")
+        self._logprobs_stage, self._logprobs_are_logits = LogprobsStage(stage), kind == "logits"
         self._staging = staging
         self._argmax = argmax
         self._filtered_draw = filtered_draw
@@ -136,12 +146,12 @@ class Sampler:
             num_rows=num_rows if self._static else None,
         )
         with_logprobs = not only_tokens and bool((flags & LOGPROBS).any())
-        processed = self._logprobs_are_processed and with_logprobs
+        stage = self._logprobs_stage if with_logprobs else LogprobsStage.RAW
         in_chunks = self.may_synchronize and self._filtered_draw is None
         size = max(1, _ELEMENTS_AT_ONCE // logits.shape[1]) if in_chunks else len(rows)
         if len(rows) <= size:
             plan = make_plan(rows, flags, seq_lens, forced=forced)
-            token_ids, max_logits, final = self._choose_tokens(plan, logits, mask, processed=processed)
+            token_ids, max_logits, final = self._choose_tokens(plan, logits, mask, stage)
             gathered = None if only_tokens else self._gather_logprobs(plan.logprobs, state, rows, final, token_ids)
             return SamplerOutput(token_ids, max_logits, gathered, plan.failures, num_rows)
         chosen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -151,12 +161,12 @@ class Sampler:
             part = None if forced is None else forced[chunk]
             plan = make_plan(rows[chunk], flags[chunk], seq_lens[chunk], forced=part)
             part_mask = None if mask is None else mask[chunk]
-            chosen.append(self._choose_tokens(plan, logits[chunk], part_mask, processed=processed))
+            chosen.append(self._choose_tokens(plan, logits[chunk], part_mask, stage))
             failures |= {start + i: text for i, text in plan.failures.items()}
         token_ids, max_logits = (torch.cat([parts[i] for parts in chosen]) for i in (0, 1))
         gathered = None
         if with_logprobs:
-            final = torch.cat([parts[2] for parts in chosen]) if processed else logits
+            final = logits if stage is LogprobsStage.RAW else torch.cat([parts[2] for parts in chosen])
             upload = BatchUpload(self._staging)
             selection = upload.select((flags & LOGPROBS).astype(bool))
             upload.send(logits.device)
@@ -164,12 +174,12 @@ class Sampler:
         return SamplerOutput(token_ids, max_logits, gathered, failures)
 
     def _choose_tokens(
-        self, plan: BatchPlan, logits: torch.Tensor, mask: torch.Tensor | None, *, processed: bool
+        self, plan: BatchPlan, logits: torch.Tensor, mask: torch.Tensor | None, stage: LogprobsStage
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Token ids, int64 [n], the largest logit that each row could choose from, float32 [n], and `logits`.
 
         Args:
-            processed: Return in place of `logits` those that tokens were chosen from, float32 [n, vocab].
+            stage: Return in place of `logits` those of this stage, float32 [n, vocab], unless it is RAW.
         """
         num_rows, plain, work = len(plan.rows), plan.plain, plan.work
         token_ids = torch.zeros(num_rows, dtype=torch.int64, device=logits.device)
@@ -181,9 +191,9 @@ class Sampler:
             edited = _edited_logits(plan, logits, mask)
             ids, values = self._choose_work(plan, edited)
             token_ids, max_logits = work.scatter(token_ids, ids), work.scatter(max_logits, values)
-            if processed:
+            if stage is not LogprobsStage.RAW:
                 final = logits.to(torch.float32, copy=True)
-                logits = work.scatter(final, _filtered_logits(plan, edited))
+                logits = work.scatter(final, _logits_of_stage(plan, edited, stage))
         if plan.forced is not None:
             forced = plan.upload.get_ids(plan.forced)
             token_ids = torch.where(forced >= 0, forced, token_ids)
@@ -256,14 +266,16 @@ def _edited_logits(plan: BatchPlan, all_logits: torch.Tensor, mask: torch.Tensor
     return logits if plan.counted is None else _penalize_counted(plan, plan.counted, logits)
 
 
-def _filtered_logits(plan: BatchPlan, edited: torch.Tensor) -> torch.Tensor:
-    """float32 [w, vocab]: edited logits of the work rows, with temperature, and -inf for filtered tokens."""
-    if plan.random_inputs is None:
+def _logits_of_stage(plan: BatchPlan, edited: torch.Tensor, stage: LogprobsStage) -> torch.Tensor:
+    """float32 [w, vocab]: edited logits of the work rows; with temperature, and -inf for filtered tokens, if the stage
+    is behind these.
+    """
+    if plan.random_inputs is None or stage is LogprobsStage.PRE_TEMPERATURE:
         return edited
     filters, _, _ = plan.random_inputs()
     logits = plan.random.gather(edited)
     scaled = logits * filters.inv_temperature.unsqueeze(1)
-    if filters.any:
+    if filters.any and stage is LogprobsStage.PROCESSED:
         scaled.masked_fill_(filtered_weights(logits, logits.amax(dim=1), filters) == 0, -torch.inf)
     return plan.random.scatter(edited.clone(), scaled)
 

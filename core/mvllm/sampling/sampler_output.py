@@ -122,11 +122,9 @@ class SamplerOutput:
         token_ids, host = self.tolist(), gathered.numpy()
         if len(host) != len(found.rows):  # computed for all rows
             host = host[found.rows]
-        return {
-            index: read_logprobs(row, token_ids[index], count)
-            for index, count, row in zip(found.rows.tolist(), found.num_logprobs.tolist(), host, strict=True)
-            if index not in self.errors
-        }
+        rows, errors = found.rows.tolist(), self.errors
+        entries = read_logprobs(host, [token_ids[row] for row in rows], found.num_logprobs.tolist())
+        return {row: entry for row, entry in zip(rows, entries, strict=True) if row not in errors}
 
     def read_conditional_logprobs(self) -> dict[int, float]:
         """Conditional log-probabilities by index into the batch, for rows that requested them and have not failed."""

@@ -1,14 +1,18 @@
-"""Log-probabilities of prompt tokens, for requests with `prompt_logprobs`."""
+"""Log-probabilities of prompt tokens, for requests with `prompt_logprobs`.
+
+The positions of all prompts of a step go through the model's head together, in parts of at most 256.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from mvllm.platform.runtime import DeviceRuntime
+from mvllm.platform.runtime import DeviceRuntime, HostCopy
 from mvllm.platform.shapes import ShapePolicy
 from mvllm.sampling.logprobs import LogSumExp, gather_prompt_logprobs
 from mvllm.worker.input_batch import InputBatch
@@ -19,6 +23,21 @@ PromptLogits = Callable[[torch.Tensor, np.ndarray], torch.Tensor]
 
 _CHUNK = 256
 """Prompt positions whose logits exist at one time: [256, vocabulary] rather than [prompt, vocabulary]."""
+
+
+@dataclass(frozen=True)
+class _Positions:
+    """Some positions of one prompt: its index in the batch, the first row of `hidden`, and the tokens they predict."""
+
+    index: int
+    start: int
+    token_ids: np.ndarray
+
+    def head(self, count: int) -> _Positions:
+        return _Positions(self.index, self.start, self.token_ids[:count])
+
+    def tail(self, count: int) -> _Positions:
+        return _Positions(self.index, self.start + count, self.token_ids[count:])
 
 
 class PromptLogprobsComputer:
@@ -48,32 +67,52 @@ class PromptLogprobsComputer:
             hidden: [T, hidden_size].
             compute_logits: See ModelForward.prompt_logits.
         """
-        history, found = self._rows.history, {}
+        history = self._rows.history
+        found: dict[int, list[PromptLogprobsChunk]] = {}
         starts = inputs.layout.query_start_loc
-        chunk = self._sizes[-1] if self._sizes else _CHUNK
+        by_number: dict[int, list[_Positions]] = {}
         for i, row in enumerate(inputs.rows.tolist()):
             wanted = self._rows.prompt_logprobs.get(row)
             first, prompt_len = int(inputs.first_positions[i]), int(history.num_prompt_tokens[row])
             last = min(first + int(inputs.num_scheduled[i]), prompt_len - 1)
             if wanted is None or first >= last:
                 continue
+            found[i] = []
             targets = history.token_ids[row, first + 1 : last + 1].astype(np.int64)
-            states = hidden[int(starts[i]) : int(starts[i]) + last - first]
-            found[i] = [
-                self._compute_chunk(
-                    states[begin : begin + chunk], targets[begin : begin + chunk], wanted, compute_logits
-                )
-                for begin in range(0, len(targets), chunk)
-            ]
+            by_number.setdefault(wanted, []).append(_Positions(i, int(starts[i]), targets))
+        for wanted, positions in by_number.items():
+            for part in self._parts(positions):
+                gathered, start = self._compute_part(part, hidden, wanted, compute_logits), 0
+                for each in part:
+                    found[each.index].append(PromptLogprobsChunk(gathered, start, each.token_ids))
+                    start += len(each.token_ids)
         return found
 
-    def _compute_chunk(
+    def _parts(self, positions: list[_Positions]) -> Iterator[list[_Positions]]:
+        """Splits positions into parts of the rows whose logits exist at one time. Short prompts share a part."""
+        size = self._sizes[-1] if self._sizes else _CHUNK
+        part: list[_Positions] = []
+        room = size
+        for each in positions:
+            while len(each.token_ids) >= room:
+                yield [*part, each.head(room)]
+                each, part, room = each.tail(room), [], size
+            if len(each.token_ids):
+                part.append(each)
+                room -= len(each.token_ids)
+        if part:
+            yield part
+
+    def _compute_part(
         self,
-        states: torch.Tensor,
-        token_ids: np.ndarray,
+        part: list[_Positions],
+        hidden: torch.Tensor,
         num_logprobs: int,
         compute_logits: PromptLogits,
-    ) -> PromptLogprobsChunk:
+    ) -> HostCopy:
+        slices = [hidden[each.start : each.start + len(each.token_ids)] for each in part]
+        states = slices[0] if len(slices) == 1 else torch.cat(slices)
+        token_ids = np.concatenate([each.token_ids for each in part])
         padding = ShapePolicy.pad(len(states), self._sizes) - len(states)
         padded = F.pad(states, (0, 0, 0, padding)) if padding else states
         gathered = gather_prompt_logprobs(
@@ -82,4 +121,4 @@ class PromptLogprobsComputer:
             num_logprobs,
             self._logsumexp,
         )
-        return PromptLogprobsChunk(self._runtime.to_host(gathered), token_ids)
+        return self._runtime.to_host(gathered)

@@ -16,14 +16,22 @@ from mvllm.sampling.sampler_output import SamplerOutput
 
 @dataclass
 class PromptLogprobsChunk:
-    """Log-probabilities of some tokens of one prompt: a copy to the host, and the tokens, int64 [m] on the host."""
+    """Log-probabilities of some tokens of one prompt.
+
+    Attributes:
+        gathered: A copy to the host, which may have rows of other prompts.
+        start: The first row of these tokens.
+        token_ids: int64 [m] on the host.
+    """
 
     gathered: HostCopy
+    start: int
     token_ids: np.ndarray
 
     def read(self) -> list[PositionLogprobs]:
         """Waits for the copy, and returns its entries."""
-        return read_prompt_logprobs(self.gathered.wait().numpy(), self.token_ids)
+        rows = self.gathered.wait().numpy()[self.start : self.start + len(self.token_ids)]
+        return read_prompt_logprobs(rows, self.token_ids)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from mvllm.distributed.weight_transfer import WeightTransferGroup
+from mvllm.distributed.weight_transfer import JoiningWeightTransferGroup, WeightTransferGroup
 from mvllm.errors import RequestError
 from mvllm.gguf.model_folder import model_folder
 from mvllm.layers.weight_target import WeightTarget
@@ -45,18 +45,51 @@ class WeightUpdater:
         self._update: ModelWeightUpdate | None = None
         self._checked: tuple[WeightUpdate, Entries] | None = None
         self._group: WeightTransferGroup | None = None
+        self._joining: JoiningWeightTransferGroup | None = None
 
     def join(self, info: WeightTransferInfo) -> None:
-        """Joins the trainer's process group, in place of an earlier one. Waits for all of its ranks.
+        """Begins to join the trainer's process group, in place of an earlier one; see `has_joined`.
 
         Raises:
-            RequestError: The group cannot be joined.
+            RequestError: Another group is being joined, or this worker has no rank in the group.
         """
+        if self._joining is not None:
+            raise RequestError(
+                f"This engine is still joining the weight transfer group at {self._joining.address}. Let its trainer "
+                "join, or wait until the timeout of that call has passed."
+            )
+        joining = JoiningWeightTransferGroup(info, info.rank_offset + self._rank)
         self.leave()
-        self._group = WeightTransferGroup(info, info.rank_offset + self._rank)
+        self._joining = joining
+
+    def has_joined(self, *, give_up: bool = False) -> bool:
+        """Whether the group of `join` is complete.
+
+        Args:
+            give_up: Stop waiting for it.
+
+        Raises:
+            RequestError: It cannot be joined, or its timeout has passed.
+        """
+        joining = self._joining
+        if joining is None:
+            return self._group is not None
+        if give_up:
+            self._joining = None
+            joining.give_up()
+            return False
+        try:
+            self._group = joining.poll()
+        except BaseException:
+            self._joining = None
+            raise
+        if self._group is not None:
+            self._joining = None
+        return self._group is not None
 
     def leave(self) -> None:
-        """Leaves the trainer's process group. Idempotent."""
+        """Leaves the trainer's process group, or stops waiting for it. Idempotent."""
+        self.has_joined(give_up=True)
         group, self._group = self._group, None
         if group is not None:
             group.close()
@@ -134,7 +167,7 @@ class WeightUpdater:
                 return {name: _entry(name, where, t.dtype, t.shape) for name, t in update.tensors.items()}, where
         if self._group is None:
             raise RequestError(
-                "Weights are to be received from a trainer's process group, but this engine has joined none. Call "
+                "Weights are to be received from a trainer's process group, but this engine has joined none yet. Call "
                 "init_weight_transfer_engine first, or give a path or tensors."
             )
         where, names = Path("the tensors announced"), update.names or []

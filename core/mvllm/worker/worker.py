@@ -168,6 +168,9 @@ class Worker:
     def init_weight_transfer(self, info: WeightTransferInfo) -> None:
         self.updater.join(info)
 
+    def has_joined_weight_transfer(self, give_up: bool) -> bool:
+        return self.updater.has_joined(give_up=give_up)
+
     def start_weight_update(self) -> None:
         self.updater.start()
 

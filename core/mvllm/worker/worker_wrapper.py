@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from mvllm.config.engine_config import EngineConfig
-from mvllm.errors import ConfigError, MvllmError, PlatformError
+from mvllm.errors import ConfigError, MvllmError, PlatformError, UnsupportedMethodError
 from mvllm.logging import get_logger
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.platform.checked_calls import call_checked
@@ -29,6 +29,7 @@ _OPTIONAL = frozenset(
         "add_lora",
         "remove_lora",
         "init_weight_transfer",
+        "has_joined_weight_transfer",
         "start_weight_update",
         "check_weights",
         "update_weights",
@@ -86,7 +87,7 @@ class WorkerWrapper:
                 f"collective_rpc: method must be one of {', '.join(sorted(WORKER_METHODS))}, not {method!r}."
             )
         if method in _OPTIONAL and not hasattr(self._worker, method):
-            raise PlatformError(f"{self._name} does not implement the optional method {method!r}.")
+            raise UnsupportedMethodError(f"{self._name} does not implement the optional method {method!r}.")
         try:
             with enter_phase(Phase.WORKER):
                 return getattr(self._worker, method)(*args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mvllm.config.engine_args import LOGPROBS_MODES
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.sampling import logprobs as logprobs_module
 from mvllm.sampling.logprobs import gather_prompt_logprobs, read_prompt_logprobs
@@ -84,29 +85,64 @@ def test_impossible_tokens_have_a_logprob_of_minus_infinity():
 
 
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("of_logits", [False, True])
-@pytest.mark.parametrize("processed", [False, True])
-def test_every_logprobs_mode(static: bool, of_logits: bool, processed: bool) -> None:
-    """Raw: of the model's logits. Processed: with bias, temperature and filters, as the token was sampled from."""
-    logits = random_logits(4, VOCAB, seed=5)
+@pytest.mark.parametrize("mode", LOGPROBS_MODES)
+def test_every_logprobs_mode(mode: str, static: bool) -> None:
+    """Log-probabilities of the model, after bias and penalties, after temperature, and after filters."""
+    logits = random_logits(5, VOCAB, seed=5)
     kept = logits.clone()
     params = [
         SamplingParams(temperature=0, logprobs=3),
         SamplingParams(temperature=0, logprobs=3, logit_bias={7: 50.0}),
         SamplingParams(temperature=0.5, logprobs=3, top_k=2, seed=1),
         SamplingParams(temperature=2.0, logprobs=3, seed=1),
+        SamplingParams(
+            temperature=0.7,
+            logprobs=3,
+            seed=1,
+            top_p=0.6,
+            logit_bias={11: 4.0},
+            presence_penalty=1.5,
+            allowed_token_ids=[*range(100)],
+        ),
     ]
-    sampler = Sampler(logprobs_mode=f"{'processed' if processed else 'raw'}_{'logits' if of_logits else 'logprobs'}",
-                      static=static)  # fmt: skip
-    found = sample_batch(logits, [Sampled(each, request_id=str(i)) for i, each in enumerate(params)], sampler=sampler)
+    sequences = [Sampled(each, request_id=str(i)) for i, each in enumerate(params)]
+    sequences[4].output = [3, 11]
+    found = sample_batch(logits, sequences, sampler=Sampler(logprobs_mode=mode, static=static))
     assert torch.equal(logits, kept) and found.tolist()[1] == 7
-    if processed:
+    stage, _, kind = mode.rpartition("_")
+    if stage != "raw":
         logits[1, 7] += 50.0
-        logits[2] = (logits[2] / 0.5).where(logits[2] >= logits[2].topk(2).values[1], -torch.inf)
-        logits[3] /= 2.0
-    expected = logits if of_logits else logits.log_softmax(1)
+        logits[4, 11] += 4.0
+        logits[4, [3, 11]] -= 1.5
+        logits[4, 100:] = -torch.inf
+    if stage in ("post_temperature", "processed"):
+        logits /= torch.tensor([1.0, 1.0, 0.5, 2.0, 0.7]).unsqueeze(1)
+    if stage == "processed":
+        logits[2] = logits[2].where(logits[2] >= logits[2].topk(2).values[1], -torch.inf)
+        ordered = logits[4].sort(descending=True)
+        dropped = ordered.values.softmax(0).cumsum(0).roll(1)
+        dropped[0] = 0.0
+        logits[4, ordered.indices[dropped >= 0.6]] = -torch.inf
+    expected = logits if kind == "logits" else logits.log_softmax(1)
     for i, token in enumerate(found.tolist()):
         entry = found.logprobs[i]
         assert entry.token_ids[0] == token and entry.rank == 1 + int((logits[i] > logits[i, token]).sum())
         assert entry.logprobs == pytest.approx(expected[i, entry.token_ids].tolist(), abs=1e-4)
         assert entry.logprobs[1:] == pytest.approx(expected[i].topk(3).values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("mode", LOGPROBS_MODES)
+def test_the_logprob_of_the_sampled_token_alone_needs_no_top_k(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the vocabulary was searched or sorted")
+
+    params = [SamplingParams(temperature=t, seed=1, logprobs=0) for t in (0.0, 0.7, 1.0)]
+    sequences = [Sampled(each, request_id=str(i)) for i, each in enumerate(params)]
+    logits = random_logits(3, VOCAB)
+    for name in ("topk", "sort", "argsort"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    found = sample_batch(logits, sequences, sampler=Sampler(logprobs_mode=mode))
+    prompt = prompt_logprobs(logits, torch.tensor(found.tolist()), 0)
+    for i, token in enumerate(found.tolist()):
+        assert found.logprobs[i].token_ids == prompt[i].token_ids == [token]
+        assert prompt[i].logprobs == pytest.approx([float(logits[i].log_softmax(0)[token])], abs=1e-5)

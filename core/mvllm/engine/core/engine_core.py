@@ -54,6 +54,7 @@ UTILITY_METHODS = frozenset(
         "check_health",
         "decode_images",
         "finish_weight_update",
+        "has_joined_weight_transfer",
         "init_weight_transfer",
         "is_scheduler_paused",
         "is_scheduler_running",

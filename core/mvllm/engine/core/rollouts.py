@@ -139,9 +139,24 @@ class CoreRollouts(ABC):
         self._add_held_requests()
 
     def init_weight_transfer(self, info: WeightTransferInfo) -> None:
-        """Lets the workers join the process group of a trainer, which does so at the same time."""
-        self._collect_all_steps()
+        """Lets the workers begin to join the process group of a trainer; steps run on, see
+        `has_joined_weight_transfer`.
+
+        Raises:
+            RequestError: An earlier call still waits for its trainer.
+        """
         self._weights.join_group(info)
+
+    def has_joined_weight_transfer(self, give_up: bool) -> bool:
+        """Whether all workers have joined the group of `init_weight_transfer`.
+
+        Args:
+            give_up: Stop waiting.
+
+        Raises:
+            RequestError: The group cannot be joined, or its timeout has passed.
+        """
+        return self._weights.has_joined_group(give_up=give_up)
 
     def start_weight_update(self) -> None:
         """Pauses the scheduler at the end of the step in flight, and begins a weight update.

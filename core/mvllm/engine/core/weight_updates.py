@@ -48,8 +48,23 @@ class WeightUpdateManager:
             raise EngineSleepingError(self.failure)
 
     def join_group(self, info: WeightTransferInfo) -> None:
-        """Lets all workers join the process group of a trainer."""
-        self._executor.collective_rpc("init_weight_transfer", (info,), timeout=info.timeout + 1)
+        """Lets all workers begin to join the process group of a trainer, see `has_joined_group`."""
+        self._executor.collective_rpc("init_weight_transfer", (info,))
+
+    def has_joined_group(self, *, give_up: bool = False) -> bool:
+        """Whether all workers have joined. If one cannot join, the others stop waiting.
+
+        Args:
+            give_up: Let all stop waiting.
+
+        Raises:
+            RequestError: A worker cannot join, or the timeout has passed.
+        """
+        try:
+            return all(self._executor.collective_rpc("has_joined_weight_transfer", (give_up,)))
+        except RequestError:
+            self._executor.collective_rpc("has_joined_weight_transfer", (True,))
+            raise
 
     def start(self) -> None:
         """Begins an update.

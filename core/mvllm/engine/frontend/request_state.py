@@ -373,6 +373,8 @@ def _to_logprob_map(position: PositionLogprobs, tokenizer: Tokenizer | None) -> 
     text = tokenizer.token_text if tokenizer is not None else _no_text
     first = token_ids[0]
     result = {first: Logprob(logprobs[0], position.rank, text(first))}
+    if len(token_ids) == 1:
+        return result
     for rank, (token_id, logprob) in enumerate(zip(token_ids[1:], logprobs[1:], strict=True), start=1):
         if token_id != first:
             result[token_id] = Logprob(logprob, rank, text(token_id))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,35 @@ def weight_update(info: UpdateInfo, *, shares_tensors: bool) -> Iterator[WeightU
             dtype_names=info.dtype_names or [],
             shapes=info.shapes or [],
         )
+
+
+@asynccontextmanager
+async def weight_update_in_thread(fields: Mapping[str, Any]) -> AsyncIterator[WeightUpdate]:
+    """As `weight_update` of `update_info(fields)`: copies bytes and tensors in a thread, and the event loop goes on.
+
+    Raises:
+        RequestError: As `update_info`.
+    """
+
+    def enter() -> tuple[Any, WeightUpdate]:
+        manager = weight_update(update_info(fields), shares_tensors=False)
+        return manager, manager.__enter__()
+
+    entering = asyncio.ensure_future(asyncio.to_thread(enter))
+    try:
+        manager, update = await asyncio.shield(entering)
+    except asyncio.CancelledError:  # the thread cannot be stopped, and its copy must not stay
+        entering.add_done_callback(_exit_when_entered)
+        raise
+    try:
+        yield update
+    finally:
+        manager.__exit__(None, None, None)
+
+
+def _exit_when_entered(entering: asyncio.Future[tuple[Any, WeightUpdate]]) -> None:
+    if not entering.cancelled() and entering.exception() is None:
+        entering.result()[0].__exit__(None, None, None)
 
 
 def _named_tensors(tensors: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ receives the loads from the coordinator. Cores do not communicate with each othe
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -166,6 +167,9 @@ class DPLBAsyncMPClient:
 
         Returns:
             Whether all returned True; of other results the first, and lists joined.
+
+        Raises:
+            Exception: What a core raised, after all have answered. If only some failed, its text says which.
         """
         if method in ("reset_prefix_cache", "sleep", "finish_weight_update", "update_weights"):
             self._load_balancer.clear_prefixes()
@@ -180,7 +184,8 @@ class DPLBAsyncMPClient:
             calls = [core.call_utility(method, info) for core, info in zip(self._cores, infos, strict=True)]
         else:
             calls = [core.call_utility(method, *args) for core in self._cores]
-        results = await asyncio.gather(*calls)
+        results: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
+        _raise_failure(method, results)
         if method == "weight_info":
             return next((info for info in results if info["failure"] is not None), results[0])
         if all(isinstance(result, bool) for result in results):
@@ -227,3 +232,25 @@ class DPLBAsyncMPClient:
 
     def _remove_request(self, request_id: str) -> None:
         self._load_balancer.finish_sequence(self._rank_by_request_id.pop(request_id))
+
+
+def _raise_failure(method: str, results: Sequence[Any]) -> None:
+    """Raises the first exception of the results. If other replicas have succeeded, its text says which failed."""
+    failures = {rank: result for rank, result in enumerate(results) if isinstance(result, BaseException)}
+    if not failures:
+        return
+    first = next(iter(failures.values()))
+    if len(failures) == len(results) or isinstance(first, asyncio.CancelledError):
+        raise first
+    done = [rank for rank in range(len(results)) if rank not in failures]
+    text = (
+        f"{method} failed on {_replicas(list(failures))} of {len(results)} and was done on {_replicas(done)}, so that "
+        f"they differ until the call is repeated: {first}"
+    )
+    error = copy.copy(first)
+    error.args = (text, *first.args[1:])
+    raise error from first
+
+
+def _replicas(ranks: list[int]) -> str:
+    return f"{'replica' if len(ranks) == 1 else 'replicas'} {', '.join(map(str, ranks))}"

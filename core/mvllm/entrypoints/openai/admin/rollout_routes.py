@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,7 +23,7 @@ from mvllm.entrypoints.openai.protocol import (
 from mvllm.entrypoints.openai.server.body_routes import BodyRoutes
 from mvllm.entrypoints.openai.server.middleware import require_admin
 from mvllm.entrypoints.openai.server.server_state import ServerState
-from mvllm.errors import ConfigError, ModelError, PlatformError, RequestError
+from mvllm.errors import ConfigError, ModelError, PlatformError, RequestError, UnsupportedMethodError
 
 
 class RolloutRoutes:
@@ -80,16 +83,15 @@ class RolloutRoutes:
         """Joins a trainer's process group; answers when all of its ranks have joined."""
         engine = self._engine(request)
         body = await self._body_routes.decode(request, InitWeightTransferRequest)
-        await engine.init_weight_transfer_engine(body.init_info or {})
+        with _update_errors():
+            await engine.init_weight_transfer_engine(body.init_info or {})
         return json_response({"message": "Weight transfer initialized"})
 
     async def start(self, request: Request) -> Response:
         """Begins a weight update."""
         engine = self._engine(request)
-        try:
+        with _update_errors():
             await engine.start_weight_update()
-        except PlatformError as e:
-            raise APIError(501, str(e), code="weight_updates_unsupported") from e
         return await self._info(engine)
 
     async def update(self, request: Request) -> Response:
@@ -101,22 +103,18 @@ class RolloutRoutes:
             raise RequestError(
                 "Over HTTP, weights come from a path, shared_memory or a broadcast.", parameter="update_info"
             )
-        try:
+        with _update_errors():
             await engine.update_weights(info)
-        except (ModelError, PlatformError) as e:
-            raise APIError(503, str(e), code="update_failed") from e
         return await self._info(engine)
 
     async def finish(self, request: Request) -> Response:
         """Ends a weight update."""
         engine = self._engine(request)
         body = await self._body_routes.decode(request, FinishWeightUpdateRequest)
-        try:
+        with _update_errors():
             await engine.finish_weight_update(
                 body.weight_version, reset_running_requests=bool(body.reset_running_requests)
             )
-        except (ModelError, PlatformError) as e:
-            raise APIError(503, str(e), code="update_failed") from e
         return await self._info(engine)
 
     async def abandon(self, request: Request) -> Response:
@@ -154,3 +152,14 @@ class RolloutRoutes:
 
     async def _info(self, engine: AsyncLLM) -> Response:
         return json_response(await engine.weight_info())
+
+
+@contextmanager
+def _update_errors() -> Iterator[None]:
+    """Raises errors of weight updates as those of HTTP: 501 if the platform has no updates, 503 if this one failed."""
+    try:
+        yield
+    except UnsupportedMethodError as e:
+        raise APIError(501, str(e), code="weight_updates_unsupported") from e
+    except (ModelError, PlatformError) as e:
+        raise APIError(503, str(e), code="update_failed") from e

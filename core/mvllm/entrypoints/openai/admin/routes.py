@@ -98,7 +98,7 @@ class AdminRoutes:
         return json_response({"id": name, "object": "model", "deleted": True})
 
     async def server_info(self, request: Request) -> Response:
-        """Version, phase, plugins, platform and model."""
+        """Version, phase, plugins, platform, workers of all replicas, and model."""
         require_admin(request)
         engine = self._state.loaded_engine
         info: dict[str, Any] = {
@@ -106,11 +106,13 @@ class AdminRoutes:
             "phase": self._state.phase.value,
             "http_plugins": list(self._settings.http_plugins),
             "platform": None if engine is None else engine.platform_summary,
+            "num_workers": None,
             "model": None,
         }
         if engine is not None:
-            model = engine.model_config
-            fields = ("model", "architecture", "dtype", "max_model_len", "quantization")
+            model, parallel = engine.model_config, engine.config.parallel
+            info["num_workers"] = parallel.world_size * parallel.data_parallel_size
+            fields = ("model", "architecture", "dtype", "max_model_len", "quantization", "logprobs_mode")
             info["model"] = {field: getattr(model, field) for field in fields}
         return json_response(info)
 

@@ -1,0 +1,57 @@
+"""Utility calls of several replicas: all answer before an error is raised, which names those that failed."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from mvllm.config.engine_config import EngineConfig
+from mvllm.engine.process.async_mp_client import AsyncMPClient
+from mvllm.engine.process.dp_async_mp_client import DPLBAsyncMPClient
+from mvllm.errors import PlatformError, RequestError
+
+
+class Core:
+    """Answers utility calls after some turns of the event loop."""
+
+    platform_summary = ""
+
+    def __init__(self, answer: Any, turns: int = 0) -> None:
+        self._answer, self._turns = answer, turns
+        self.num_answered = 0
+
+    async def call_utility(self, method: str, *args: Any) -> Any:
+        for _ in range(self._turns):
+            await asyncio.sleep(0)
+        self.num_answered += 1
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+
+def call(*cores: Core) -> Any:
+    config = cast(EngineConfig, SimpleNamespace(parallel=SimpleNamespace(world_size=1)))
+    client = DPLBAsyncMPClient(config, cast("list[AsyncMPClient]", list(cores)))
+    return asyncio.run(client.call_utility("update_weights", "update"))
+
+
+def test_the_failure_of_some_replicas_is_named_when_all_have_answered() -> None:
+    cores = [Core(True, turns=3), Core(RequestError("no such tensor", parameter="names")), Core(True, turns=1)]
+    with pytest.raises(RequestError, match=r"failed on replica 1 of 3 .* on replicas 0, 2.*no such tensor") as found:
+        call(*cores)
+    assert found.value.parameter == "names"
+    assert [core.num_answered for core in cores] == [1, 1, 1], "none is still at work"
+
+
+def test_an_error_of_all_replicas_is_raised_as_it_is() -> None:
+    with pytest.raises(PlatformError) as found:
+        call(Core(PlatformError("a")), Core(PlatformError("b")))
+    assert str(found.value) == "a"
+
+
+def test_flags_of_all_replicas_are_combined() -> None:
+    assert call(Core(True), Core(True)) is True
+    assert call(Core(True), Core(False)) is False
