@@ -113,8 +113,8 @@ class KernelOps:
         """Draws one token per row after min_p, top_k and top_p filtering."""
         x = rows_of(logits)
         out = torch.empty(x.shape[:1], dtype=torch.int64)
-        settings = (peaks, inv_temperature, min_p_gap, top_k, top_p, coarse, fine)
-        settings = tuple(setting.contiguous() for setting in settings)
+        given = (peaks, inv_temperature, min_p_gap, top_k, top_p, coarse, fine)
+        settings = [setting.contiguous() for setting in given]
         self._filtered_draw(
             x.data_ptr(),
             x.stride(0),
