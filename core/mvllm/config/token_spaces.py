@@ -29,6 +29,8 @@ _LARGEST_ID = 2**31 - 1
 class TokenSpace:
     """One space of tokens beside text.
 
+    Phase: any.
+
     Attributes:
         name: What requests call it (`SamplingParams.token_space`).
         first: Id of code 0. The id of code c is `first + c`.

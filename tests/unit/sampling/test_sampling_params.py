@@ -75,6 +75,10 @@ ACCEPTED = [
     ("thinking_tokens", [None, {"forced": [5]}, {"starts": [[1, 2], (3,)], "ends": [[4]], "forced": (4,)}]),
     ("logits_processors", [None, [], [max], (min, max)]),
     ("skip_reading_prefix_cache", [None, True, False]),
+    ("guidance_scale", [None, 0, 1.0, 7.5, 1000]),
+    ("negative_prompt", [None]),  # others need guidance_scale
+    ("token_space", ["text", "image"]),
+    ("forced_token_ids", [None, {0: 1}, {5: 0, 2: 2**31 - 1}]),
 ]
 
 NO_NUMBER = ["1", b"1", [], [1], {}, 1j, object(), "", np.bool_(True), np.zeros(2)]
@@ -136,6 +140,10 @@ REFUSED = [
     ("extra_args", [[], "a", 5, {5: 1}, {"a": object()}, {"a": HUGE}, {"a": "x" * 70_000}, {"a": 1j}]),
     ("logits_processors", ["a", 5, max, [5], ["a"], [None], [int], {"a": max}]),
     ("skip_reading_prefix_cache", [0, 1, 1.0, "true", []]),
+    ("guidance_scale", [-0.1, 1000.1, math.nan, math.inf, "1", True, []]),
+    ("negative_prompt", ["", "\ud800", 5, [], [-1], [1.5], ["a"], {}]),
+    ("token_space", [None, "", 5, "x" * 65, []]),
+    ("forced_token_ids", [[], "a", 5, {-1: 1}, {0: -1}, {0: 2**31}, {"x": 1}, {0: 1.5}, {True: 1}, {0: None}]),
     ("structured_outputs", ["a", 1, True, [], object()]),  # its own fields: tests/unit/structured_output
 ]
 
