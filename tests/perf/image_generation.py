@@ -62,9 +62,8 @@ def make_checkpoint(folder: Path, grid: int, dtype: torch.dtype) -> JanusForCond
         tie_word_embeddings=False,
     )
     model = JanusForConditionalGeneration(config).to(dtype).eval()
-    model.generation_config.update(
-        bos_token_id=BOS, eos_token_id=3, pad_token_id=PAD, generation_kwargs={"boi_token_id": BEGIN_IMAGE}
-    )
+    model.generation_config.update(bos_token_id=BOS, eos_token_id=3, pad_token_id=PAD)
+    model.generation_config.generation_kwargs = {"boi_token_id": BEGIN_IMAGE}
     model.save_pretrained(folder)
     return model
 

@@ -85,8 +85,9 @@ def make_model(seed: int = 0) -> JanusForConditionalGeneration:
         eos_token_id=WORD_ID[EOS],
         pad_token_id=WORD_ID[PAD],
         guidance_scale=5,
-        generation_kwargs={"boi_token_id": WORD_ID[BEGIN_IMAGE]},
     )
+    # The unconditional prompt of guidance keeps this token. `update` ignores names that are no attribute yet.
+    model.generation_config.generation_kwargs = {"boi_token_id": WORD_ID[BEGIN_IMAGE]}
     for module in trained_modules(model):
         module.apply(_draw_weights)
     write_decoder(model.model.vqmodel)

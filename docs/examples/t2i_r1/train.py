@@ -10,7 +10,7 @@ Each step
 
     python docs/examples/t2i_r1/train.py [--short] [--pictures FOLDER]
 
-It needs a CPU, no data and no downloads. `--short` is a smaller run for tests, which learns little.
+It needs a CPU, no data and no downloads. `--short` is a smaller run, for tests.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Settings:
     held_out: int = 40  # prompts that are scored before and after
 
 
-SHORT = Settings(supervised=160, steps=6, prompts=4, held_out=8)
+SHORT = Settings(supervised=160, steps=12, prompts=4, held_out=8)
 
 
 @dataclass
