@@ -26,7 +26,7 @@ from mvllm.config.engine_config import (
 from mvllm.config.foreign_keywords import FOREIGN_KEYWORDS
 from mvllm.config.generation_config import find_generation_folder
 from mvllm.config.hub import find_model, find_tokenizer
-from mvllm.config.keyword_arguments import accepts_every_name
+from mvllm.config.keyword_arguments import accepts_every_name, class_path, listed_names
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_builder import DTYPE_ALIASES, DTYPES, build_model_config
 from mvllm.config.model_limits import DEFAULT_NUM_BATCHED_TOKENS, check_parallel_sizes, token_budget
@@ -370,7 +370,7 @@ class EngineArgs:
                 setattr(self, name, os.fspath(value))
         processors: Any = self.logits_processors
         if isinstance(processors, list | tuple):
-            self.logits_processors = ",".join(map(_class_path, processors)) or None
+            self.logits_processors = ",".join(map(class_path, processors)) or None
         self.dtype = str(self.dtype).removeprefix("torch.")  # a torch.dtype is permitted
 
     @classmethod
@@ -510,10 +510,10 @@ class EngineArgs:
             speculative=speculative,
             platform=self.platform,
             enforce_eager=self.enforce_eager,
-            op_providers=_names(self.op_providers),
-            stat_loggers=_names(self.stat_loggers),
+            op_providers=listed_names(self.op_providers),
+            stat_loggers=listed_names(self.stat_loggers),
             log_stats=not self.disable_log_stats,
-            logits_processors=_names(self.logits_processors),
+            logits_processors=listed_names(self.logits_processors),
             batch_invariant=self.batch_invariant,
         )
 
@@ -594,16 +594,6 @@ class EngineArgs:
             self.tokenizer, revision=revision, token=self.hf_token, trust_remote_code=self.trust_remote_code
         )
         return str(found)
-
-
-def _names(text: str | None) -> tuple[str, ...]:
-    """`a, b` as (a, b), without duplicates."""
-    return tuple(dict.fromkeys(part.strip() for part in (text or "").split(",") if part.strip()))
-
-
-def _class_path(named: object) -> str:
-    """`module:Class` of a class; a text unchanged."""
-    return f"{named.__module__}:{named.__qualname__}" if isinstance(named, type) else str(named)
 
 
 AsyncEngineArgs = EngineArgs

@@ -62,3 +62,13 @@ def nearest_setting(keyword: str, known: Iterable[str]) -> str | None:
         if all(difflib.get_close_matches(word, others, n=1, cutoff=0.72) for word in words):
             return candidate
     return None
+
+
+def listed_names(text: str | None) -> tuple[str, ...]:
+    """`a, b` as (a, b), without duplicates."""
+    return tuple(dict.fromkeys(part.strip() for part in (text or "").split(",") if part.strip()))
+
+
+def class_path(named: object) -> str:
+    """`module:Class` of a class; a text unchanged."""
+    return f"{named.__module__}:{named.__qualname__}" if isinstance(named, type) else str(named)

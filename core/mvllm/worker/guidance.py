@@ -18,9 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from mvllm.ops.logsumexp import logsumexp as reference_logsumexp
 from mvllm.platform.staging_buffers import StagingBuffers
 from mvllm.sampling.batch_upload import BatchUpload
 from mvllm.sampling.filters import next_power_of_two
+from mvllm.sampling.logprobs import LogSumExp
 from mvllm.sampling.sampler_output import ConditionalLogprobs, SamplerOutput
 
 
@@ -119,13 +121,16 @@ class GuidedLogits:
             values = getattr(sampled, name)
             setattr(sampled, name, values.index_copy(0, unconditional, values.index_select(0, conditional)))
 
-    def add_conditional_logprobs(self, sampled: SamplerOutput, rows: np.ndarray, wanted: np.ndarray) -> None:
+    def add_conditional_logprobs(
+        self, sampled: SamplerOutput, rows: np.ndarray, wanted: np.ndarray, logsumexp: LogSumExp = reference_logsumexp
+    ) -> None:
         """Adds the log-probabilities of the sampled tokens in the conditional logits.
 
         Args:
             rows: int64 [p]: indices of the conditional rows.
             wanted: bool [p]: those whose requests ask for log-probabilities.
+            logsumexp: The operation of that name.
         """
         chosen = sampled.token_ids.index_select(0, self._indices[0]).unsqueeze(1)
-        values = self._own.gather(1, chosen).squeeze(1) - torch.logsumexp(self._own, dim=1)
+        values = self._own.gather(1, chosen).squeeze(1) - logsumexp(self._own)
         sampled.conditional_logprobs = ConditionalLogprobs(rows, wanted, values)

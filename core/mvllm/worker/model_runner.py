@@ -553,5 +553,5 @@ class ModelRunner:
         guided.share_tokens(sampled)
         wanted = (state.flags[rows[pairs[0]]] & LOGPROBS).astype(bool)
         if wanted.any():
-            guided.add_conditional_logprobs(sampled, pairs[0], wanted)
+            guided.add_conditional_logprobs(sampled, pairs[0], wanted, self._logsumexp)
         return sampled
