@@ -44,7 +44,9 @@ def threads():
 
 
 def engine_config(**changes):
-    config = SimpleNamespace(model=SimpleNamespace(dtype="auto"), cache=CacheConfig(), parallel=ParallelConfig())
+    config = SimpleNamespace(
+        model=SimpleNamespace(dtype="auto"), cache=CacheConfig(), parallel=ParallelConfig(), batch_invariant=False
+    )
     for name, value in changes.items():
         setattr(config, name, value)
     return config

@@ -41,7 +41,8 @@ def available(*, unified_memory: bool, local_world_size: int, utilization: float
     )
     worker = Worker(config, platform, WorkerContext(world_size=8, local_world_size=local_world_size))
     worker._runtime = runtime = MeasuredRuntime()
-    worker._runner = SimpleNamespace(profile=lambda part: setattr(runtime, "peak", 150))
+    loader = SimpleNamespace(model=SimpleNamespace(pixel_decoder=None))
+    worker._runner = SimpleNamespace(profile=lambda part: setattr(runtime, "peak", 150), loader=loader)
     return worker.available_kv_bytes()
 
 
