@@ -39,7 +39,7 @@ class TokenSpace:
         has_own_head: Whether `CausalLM.compute_space_logits` computes the logits. Otherwise they are columns of the
             text logits.
         begin_token_ids: Tokens at the end of a prompt that begin an output of this space. The unconditional prompt
-            keeps them.
+            keeps them. Without them guided requests need a `negative_prompt`.
         pad_token_id: Replaces the other tokens in the unconditional prompt; None for models without such a convention,
             whose unconditional prompt is the first token and `begin_token_ids`.
     """
