@@ -98,7 +98,7 @@ def test_tokens_of_a_space_may_be_in_a_prompt():
 
 
 def test_a_text_needs_a_tokenizer():
-    with pytest.raises(RequestError, match="negative_prompt: it is a text, but the engine was started with skip_tokeni"):
+    with pytest.raises(RequestError, match="negative_prompt: it is a text, but the engine was started with"):
         process(SamplingParams(guidance_scale=2, negative_prompt="x", detokenize=False), tokenizer=False)
 
 
