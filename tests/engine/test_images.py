@@ -206,6 +206,17 @@ def test_samples_have_seeds_of_their_own_and_can_be_repeated(llm: LLM) -> None:
     assert alone.pixels is not None and np.array_equal(alone.pixels, first.images[1].pixels)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("seed", [-1, -5, 2**63 - 1])
+def test_the_seed_of_an_image_repeats_it(llm: LLM, seed: int) -> None:
+    images = llm.generate_images(PROMPTS[0], ImageParams(n=2, seed=seed), use_tqdm=False)[0].images
+    if seed == -1:
+        assert [image.seed for image in images] == [None, None]
+        return
+    for image in images:
+        (again,) = llm.generate_images(PROMPTS[0], ImageParams(seed=image.seed), use_tqdm=False)[0].images
+        assert again.codes == image.codes
+
+
 def test_weight_updates_reach_the_image_head_and_the_pixel_decoder(janus: Janus, tmp_path: Path) -> None:
     other = make_janus(tmp_path, grid=GRID, seed=1)
     with LLM(str(other), **SETTINGS) as llm:

@@ -16,6 +16,7 @@ from mvllm.config.image_families import IMAGE, ImageFormat, image_format
 from mvllm.config.model import ModelConfig
 from mvllm.engine.frontend.image_outputs import GeneratedImage, ImageRequestOutput
 from mvllm.engine.frontend.outputs import CompletionOutput, RequestOutput
+from mvllm.engine.frontend.parallel_sampling import child_seed
 from mvllm.engine.tokenizer.content_parts import expects_content_parts, with_content_parts
 from mvllm.engine.tokenizer.tokenizer import Tokenizer
 from mvllm.errors import RequestError
@@ -28,6 +29,7 @@ IMAGES_AT_ONCE = 16
 """Images that are decoded by one call of the worker, between two steps."""
 
 _NEGATIVE_TEXT = ""
+_NO_SEED = -1
 
 
 class ImageRequests:
@@ -98,7 +100,7 @@ class ImageRequests:
             if isinstance(given, Sized):
                 self._check_room("prompt", len(given), params)
             return prompt
-        shown, ids = self._format(text, params, render)
+        shown, ids = self._format("prompt", text, params, render)
         self._check_room("prompt", len(ids), params)
         extra: dict[str, Any] = (
             {k: v for k, v in prompt.items() if k != "prompt"} if isinstance(prompt, Mapping) else {}
@@ -157,18 +159,18 @@ class ImageRequests:
                     "Set negative_prompt to a list of token ids, or guidance_scale to 1.",
                     parameter="negative_prompt",
                 )
-            negative = self._format(negative, params, render)[1]
+            negative = self._format("negative_prompt", negative, params, render)[1]
         if params.negative_prompt is not None and isinstance(negative, Sized):
             self._check_room("negative_prompt", len(negative), params)
         return negative
 
-    def _check_room(self, name: str, length: int, params: ImageParams) -> None:
+    def _check_room(self, name: str, length: int, params: ImageParams, how: str = "") -> None:
         """Checks that a whole image fits behind a prompt of `length` tokens, unless `max_tokens` asks for less."""
         rows, columns = self.grid(params)
         num_tokens, most = self.format.num_tokens(rows, columns), self._config.max_model_len
         if params.max_tokens is None and length + num_tokens > most:
             raise RequestError(
-                f"{name} has {length} tokens and an image of {rows} x {columns} codes has {num_tokens}, but both "
+                f"{name} has {how}{length} tokens and an image of {rows} x {columns} codes has {num_tokens}, but both "
                 f"together may have {most} (max_model_len). Shorten {name}, or start the engine with a larger "
                 "max_model_len.",
                 parameter=name,
@@ -211,13 +213,15 @@ class ImageRequests:
             token_ids=sequence.token_ids,
             logprobs=logprobs,
             conditional_logprobs=None if conditional is None else [conditional[i] for i in places],
-            seed=None if params.seed is None else params.seed + sequence.index,
+            seed=None if params.seed in (None, _NO_SEED) else child_seed(int(params.seed), sequence.index),
             finish_reason=sequence.finish_reason,
             weight_versions=sequence.weight_versions,
         )
 
-    def _format(self, text: str, params: ImageParams, render: Callable[[str], str] | None) -> tuple[str, list[int]]:
-        """A text as the model expects it, and its token ids."""
+    def _format(
+        self, name: str, text: str, params: ImageParams, render: Callable[[str], str] | None
+    ) -> tuple[str, list[int]]:
+        """A text as the model expects it, and its token ids. `name` is the parameter in errors."""
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise RequestError(
@@ -232,6 +236,7 @@ class ImageRequests:
                 "'boi_token_id' to its generation_config.json, or pass {'prompt_token_ids': [...]}.",
                 parameter="prompt",
             )
+        self._check_room(name, tokenizer.num_tokens_lower_bound(text), params, "at least ")  # before tokenizing it
         if self.format.chat_prompt is not None:
             text = (render or self._render)(text)
             return text, [*tokenizer.encode(text), *begin]

@@ -162,8 +162,8 @@ class InputProcessor:
                     negative[id(chosen)] = self._check_for_prompt(i, prompts, check, validated)
                 unconditional = negative[id(chosen)]
                 if unconditional is None:
-                    check = self._guidance.default_token_ids
-                    unconditional = self._check_for_prompt(i, prompts, check, validated, part.token_ids or [])
+                    default = self._guidance.default_token_ids
+                    unconditional = self._check_for_prompt(i, prompts, default, validated, part.token_ids or [])
             validated.negative_prompt = None  # each sequence is sent with its token ids
             validated = self._check_for_prompt(i, prompts, self._fit_params_to_prompt, validated, part, unconditional)
             core = EngineCoreRequest(
