@@ -206,6 +206,17 @@ def test_samples_have_seeds_of_their_own_and_can_be_repeated(llm: LLM) -> None:
     assert alone.pixels is not None and np.array_equal(alone.pixels, first.images[1].pixels)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("seed", [-1, -5, 2**63 - 1])
+def test_the_seed_of_an_image_repeats_it(llm: LLM, seed: int) -> None:
+    images = llm.generate_images(PROMPTS[0], ImageParams(n=2, seed=seed), use_tqdm=False)[0].images
+    if seed == -1:
+        assert [image.seed for image in images] == [None, None]
+        return
+    for image in images:
+        (again,) = llm.generate_images(PROMPTS[0], ImageParams(seed=image.seed), use_tqdm=False)[0].images
+        assert again.codes == image.codes
+
+
 def test_weight_updates_reach_the_image_head_and_the_pixel_decoder(janus: Janus, tmp_path: Path) -> None:
     other = make_janus(tmp_path, grid=GRID, seed=1)
     with LLM(str(other), **SETTINGS) as llm:
@@ -302,8 +313,14 @@ def test_without_pillow_the_error_names_the_extra(llm: LLM, monkeypatch: pytest.
         (lambda llm: llm.decode_images([NUM_CODES] * 36), f"from 0 to {NUM_CODES - 1}"),
         (lambda llm: llm.decode_images([[0.5] * 36]), "must be integers"),
         (lambda llm: llm.decode_images([-1] * 36), "from 0 on; found -1"),
+        (lambda llm: llm.decode_images(np.zeros((0, 36), np.int64)), "must be integers"),
+        (lambda llm: llm.generate_images({"prompt_token_ids": [7] * 221}), "^prompt has 221 tokens .* codes has 36,"),
+        (
+            lambda llm: llm.generate_images("a", ImageParams(negative_prompt=[7] * 221)),
+            r"^negative_prompt has 221 tokens .* have 256 \(max_model_len\)",
+        ),
     ],
-    ids=range(9),
+    ids=range(12),
 )
 def test_wrong_requests_are_refused(llm: LLM, call: Any, words: str) -> None:
     with pytest.raises(RequestError, match=words):
@@ -373,6 +390,23 @@ def test_the_async_engine_and_the_server_generate_and_decode(janus: Janus) -> No
     for answer, (_, field, words) in zip(errors, refused, strict=True):
         error = answer.json()["error"]
         assert answer.status_code == 400 and error["param"] == field and words in error["message"], error
+
+
+def test_an_image_request_that_is_aborted_is_an_error_of_the_server(janus: Janus) -> None:
+    async def run() -> httpx.Response:
+        engine = AsyncLLM.from_engine_args(EngineArgs(model=str(janus.folder), **SETTINGS), log_stats=False)
+        try:
+            await engine.pause_generation(mode="keep")
+            asking = asyncio.create_task(ask(engine, [{"prompt": "a"}]))
+            while not engine.num_requests:
+                await asyncio.sleep(0.01)
+            await engine.pause_generation(mode="abort")
+            return (await asking)[0]
+        finally:
+            engine.shutdown()
+
+    answer = asyncio.run(run())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "aborted")
 
 
 class Emu3:
@@ -464,3 +498,15 @@ def test_sizes_of_emu3_are_checked(emu3: Emu3) -> None:
         assert output.images[0].pixels is not None and output.images[0].pixels.shape == (4, 6, 3)
         text = llm.generate("the sea", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)[0]
         assert len(text.outputs[0].token_ids) == 4
+
+
+def test_emu3_without_a_tokenizer_takes_token_ids(emu3: Emu3) -> None:
+    size = {"height": 4, "width": 6, "temperature": 0}
+    prompt = {"prompt_token_ids": [0, 7, EMU3_TOKENS["<|image start|>"]]}
+    with LLM(str(emu3.folder), skip_tokenizer_init=True, **SETTINGS) as llm:
+        for params in (ImageParams(guidance_scale=1, **size), ImageParams(negative_prompt=[0, 7], **size)):
+            (output,) = llm.generate_images(prompt, params, use_tqdm=False)
+            assert output.images[0].is_whole
+        with pytest.raises(RequestError, match="the unconditional prompt must be token ids") as caught:
+            llm.generate_images(prompt, ImageParams(**size))
+    assert caught.value.parameter == "negative_prompt"

@@ -99,11 +99,10 @@ def janus_spaces(hf_config: HFConfig, vocab_size: int, generation: HFConfig) -> 
     `boi_token_id` and `pad_token_id` of generation_config.json are the token that begins an image, and the one that
     replaces the prompt in the unconditional prompt.
     """
-    vq, vision = (HFConfig(hf_config.get(key, {}), f"{hf_config.source}: {key!r}") for key in _JANUS_PARTS)
+    vq, vision = (_object(hf_config, key) for key in _JANUS_PARTS)
     begin = _token_id(generation, "boi_token_id", vocab_size)
     if begin is None:
-        nested = generation.get("generation_kwargs", {})
-        begin = _token_id(HFConfig(nested, generation.source), "boi_token_id", vocab_size)
+        begin = _token_id(_object(generation, "generation_kwargs"), "boi_token_id", vocab_size)
     pad = _token_id(generation, "pad_token_id", vocab_size)
     return {
         IMAGE: TokenSpace(
@@ -212,6 +211,14 @@ def emu3_format(config: ModelConfig) -> ImageFormat:
         begin_token_ids=(ids[0], ids[1]),
         row_end_id=ids[2],
     )
+
+
+def _object(config: HFConfig, key: str) -> HFConfig:
+    """An object within a config; empty if it is absent."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise ModelError(f"{config.source}: {key!r} should be a JSON object, found {value!r:.80}.")
+    return HFConfig(value or {}, f"{config.source}: {key!r}")
 
 
 def _token_id(config: HFConfig, key: str, vocab_size: int) -> int | None:

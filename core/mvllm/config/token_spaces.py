@@ -39,7 +39,7 @@ class TokenSpace:
         has_own_head: Whether `CausalLM.compute_space_logits` computes the logits. Otherwise they are columns of the
             text logits.
         begin_token_ids: Tokens at the end of a prompt that begin an output of this space. The unconditional prompt
-            keeps them.
+            keeps them. Without them guided requests need a `negative_prompt`.
         pad_token_id: Replaces the other tokens in the unconditional prompt; None for models without such a convention,
             whose unconditional prompt is the first token and `begin_token_ids`.
     """
@@ -102,10 +102,17 @@ def check_token_spaces(spaces: dict[str, TokenSpace], vocab_size: int, source: s
     """Returns `spaces`.
 
     Raises:
-        ModelError: One has no ids, has the name of text, leaves a gap behind the vocabulary, or overlaps another.
+        ModelError: One has no ids, has the name of text, leaves a gap behind the vocabulary, or overlaps another; or a
+            token of its prompts is not one of text.
     """
     stop = vocab_size
     for space in sorted(spaces.values(), key=lambda each: each.first):
+        for token_id in (*space.begin_token_ids, *([] if space.pad_token_id is None else [space.pad_token_id])):
+            if type(token_id) is not int or not 0 <= token_id < vocab_size:
+                raise ModelError(
+                    f"{source}: begin_token_ids and pad_token_id of the token space {space.name!r} should be token ids "
+                    f"below {vocab_size}, found {token_id!r:.40}."
+                )
         is_inside = space.stop <= vocab_size
         if space.name == TEXT or space.size < 1 or space.first < 0 or space.stop > _LARGEST_ID:
             raise ModelError(

@@ -19,7 +19,7 @@ class ImageParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             None takes the family's: 5 for Janus, 3 for Emu3.
         n: Number of images.
         temperature, top_k, top_p: How codes are sampled. Temperature 0 takes the most probable code.
-        seed: Makes the images reproducible. Image i of a prompt has the seed `seed + i`.
+        seed: Makes the images reproducible. Image i > 0 of a prompt has the seed `(seed + i) % 2**63`. -1 is no seed.
         max_tokens: Tokens to generate at most. With fewer than an image has, there are codes but no pixels.
         height, width: Size in pixels, for models that let choose it (Emu3). None takes the model's size.
         negative_prompt: Text of the unconditional prompt, formatted like the prompt, or token ids, used as they are.

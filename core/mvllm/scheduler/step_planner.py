@@ -311,14 +311,20 @@ class StepPlanner:
                 limiter.held_back.append((request, -1))
             limiter.num_partial += limiter.max_partial is not None and sum(counts) < total
         for side, num_new in zip(sides, counts, strict=True):
-            self._plan_tokens(side, num_new, plan, batch)
+            self._plan_tokens(side, num_new, plan, batch, is_first=can_preempt)
         return sum(counts)
 
-    def _plan_tokens(self, side: Request, num_new: int, plan: SchedulerOutput, batch: list[Request]) -> None:
-        """Plans further tokens of one side of a running guided request, which has blocks for them."""
+    def _plan_tokens(
+        self, side: Request, num_new: int, plan: SchedulerOutput, batch: list[Request], *, is_first: bool
+    ) -> None:
+        """Plans further tokens of one side of a running guided request, which has blocks for them.
+
+        Args:
+            is_first: The side has no tokens in this step yet.
+        """
         if not num_new:
             return
-        position = batch.index(side) if side.row in plan.rows else len(batch)
+        position = len(batch) if is_first or side.row not in plan.rows else batch.index(side)
         if position == len(batch):
             plan.rows.append(side.row)
             plan.num_scheduled_tokens.append(0)

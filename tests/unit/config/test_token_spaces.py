@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from mvllm.config.hf_config import HFConfig
+from mvllm.config.image_families import janus_spaces
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_builder import build_model_config
 from mvllm.config.token_spaces import TokenSpace, check_token_spaces
@@ -49,6 +51,11 @@ def test_a_text_model_has_the_ids_of_its_vocabulary(tmp_path):
             {"image": {"first": VOCAB_SIZE - 1, "size": 4, "has_own_head": False}},
             f"one without must lie within the vocabulary of {VOCAB_SIZE} tokens",
         ),
+        ({"image": {"first": VOCAB_SIZE, "size": 4, "begin_token_ids": ["a"]}}, f"ids below {VOCAB_SIZE}, found 'a'"),
+        (
+            {"image": {"first": VOCAB_SIZE, "size": 4, "pad_token_id": VOCAB_SIZE}},
+            f"below {VOCAB_SIZE}, found {VOCAB_SIZE}",
+        ),
     ],
 )
 def test_spaces_without_valid_ids_are_refused(tmp_path, spaces, message):
@@ -61,3 +68,16 @@ def test_several_spaces_follow_each_other():
     assert check_token_spaces({"b": second, "a": first}, 10, "config.json")
     with pytest.raises(ModelError, match="must begin at 15"):
         check_token_spaces({"a": first, "b": TokenSpace("b", 14, 2)}, 10, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "message"),
+    [
+        ({"vq_config": "x"}, {}, "config.json: 'vq_config' should be a JSON object, found 'x'"),
+        ({}, {"generation_kwargs": 5}, "generation_config.json: 'generation_kwargs' should be a JSON object, found 5"),
+        ({}, {"generation_kwargs": {"boi_token_id": 10}}, "'boi_token_id' should be a token id below 10, found 10"),
+    ],
+)
+def test_malformed_configs_of_janus_are_refused(config, generation, message):
+    with pytest.raises(ModelError, match=message):
+        janus_spaces(HFConfig(config, "config.json"), 10, HFConfig(generation, "generation_config.json"))

@@ -98,7 +98,7 @@ def test_tokens_of_a_space_may_be_in_a_prompt():
 
 
 def test_a_text_needs_a_tokenizer():
-    with pytest.raises(RequestError, match="negative_prompt is a text, but the engine was started with skip_tokeni"):
+    with pytest.raises(RequestError, match="negative_prompt: it is a text, but the engine was started with"):
         process(SamplingParams(guidance_scale=2, negative_prompt="x", detokenize=False), tokenizer=False)
 
 
@@ -106,3 +106,21 @@ def test_http_requests_have_the_two_fields():
     body = CompletionRequest(prompt="x", guidance_scale=2.5, negative_prompt="not this")
     params = completion_sampling_params(body, {}, None)
     assert (params.guidance_scale, params.negative_prompt) == (2.5, "not this")
+
+
+def test_sequences_are_sent_without_the_text_of_the_negative_prompt():
+    request = process(SamplingParams(guidance_scale=2, negative_prompt="Hello world", n=2))
+    _, children = OutputProcessor(None, CoreRequestIds()).add_request(request)
+    assert [child.sampling_params.negative_prompt for child in children] == [None, None]
+
+
+def test_a_space_without_tokens_that_begin_an_output_needs_a_negative_prompt():
+    config = make_config()
+    image = TokenSpace("image", first=config.model.vocab_size, size=8, pad_token_id=PAD)
+    model = dataclasses.replace(config.model, token_spaces={"image": image})
+    processor = InputProcessor(dataclasses.replace(config, model=model), make_tokenizer())
+    with pytest.raises(RequestError, match="names no token that begins an output of the space 'image'") as caught:
+        processor.process("r", [7, 8], SamplingParams(token_space="image", guidance_scale=3))
+    assert caught.value.parameter == "negative_prompt"
+    params = SamplingParams(token_space="image", guidance_scale=3, negative_prompt=[5])
+    assert processor.process("r", [7, 8], params).core.unconditional_prompt_token_ids == [5]

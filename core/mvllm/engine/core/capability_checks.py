@@ -120,7 +120,7 @@ def _check_batch_invariant(config: EngineConfig, capabilities: Capabilities, pla
         (
             config.model.logprobs_mode.startswith("processed"),
             f"logprobs_mode is {config.model.logprobs_mode!r}",
-            "Use 'raw_logprobs' or 'raw_logits'.",
+            "Use a mode that does not begin with 'processed'.",
         ),
         (config.model.kind.is_encoder, "the model is an encoder", "Leave batch_invariant out."),
     )

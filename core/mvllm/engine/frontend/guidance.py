@@ -19,15 +19,21 @@ class GuidanceProcessor:
         config: The engine's configuration.
         tokenizer: The model's tokenizer, if there is one.
         check_token_ids: Checks the token ids of a prompt, and returns them.
+        check_length: Checks the number of tokens of a prompt, or a lower bound; its second argument says which.
     """
 
     def __init__(
-        self, config: EngineConfig, tokenizer: Tokenizer | None, check_token_ids: Callable[[Sequence[int]], list[int]]
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+        check_token_ids: Callable[[Sequence[int]], list[int]],
+        check_length: Callable[[int, str], None],
     ) -> None:
         self._model = config.model
         self._has_drafts = config.speculative is not None
         self._tokenizer = tokenizer
         self._check_token_ids = check_token_ids
+        self._check_length = check_length
         bos = config.model.hf_config.get("bos_token_id")
         is_token = type(bos) is int and 0 <= bos < config.model.vocab_size
         self._bos_token_id: int | None = bos if is_token else None
@@ -83,23 +89,21 @@ class GuidanceProcessor:
         given = params.negative_prompt
         if given is None or not params.is_guided:
             return None
-        if isinstance(given, str):
-            if self._tokenizer is None:
-                raise RequestError(
-                    "negative_prompt is a text, but the engine was started with skip_tokenizer_init. "
-                    "Pass a list of token ids.",
-                    parameter="negative_prompt",
-                )
-            text, (given,) = given, self._tokenizer.encode_batch([given])
-            if not given:
-                raise RequestError(
-                    f"negative_prompt is empty: its text {describe_value(text)} gives no tokens.",
-                    parameter="negative_prompt",
-                )
         try:
-            return self._check_token_ids(given)
+            return self._check_token_ids(self._encode(given) if isinstance(given, str) else given)
         except RequestError as e:
             raise RequestError(f"negative_prompt: {e}", parameter="negative_prompt") from e
+
+    def _encode(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            raise RequestError(
+                "it is a text, but the engine was started with skip_tokenizer_init. Pass a list of token ids."
+            )
+        self._check_length(self._tokenizer.num_tokens_lower_bound(text), "at least ")
+        (ids,) = self._tokenizer.encode_batch([text], check_length=lambda _, length: self._check_length(length, ""))
+        if not ids:
+            raise RequestError(f"it is empty: its text {describe_value(text)} gives no tokens.")
+        return ids
 
     def default_token_ids(self, params: SamplingParams, prompt_token_ids: list[int]) -> list[int]:
         """The unconditional prompt of a request without `negative_prompt`.
@@ -107,10 +111,20 @@ class GuidanceProcessor:
         Of text: the beginning-of-sequence token, or the last token of the prompt if the model has none. Of another
         space: the prompt with all tokens replaced by padding except those that begin a sequence or an output of the
         space; without a padding token, only tokens that begin something.
+
+        Raises:
+            RequestError: The space names no tokens that begin an output.
         """
         space = self.space_of(params)
         if space is None:
             return prompt_token_ids[-1:] if self._bos_token_id is None else [self._bos_token_id]
+        if not space.begin_token_ids:
+            raise RequestError(
+                f"The model {self._model.model} names no token that begins an output of the space {space.name!r}, so "
+                "there is no unconditional prompt by default. Set negative_prompt (of Janus, 'boi_token_id' in "
+                "generation_config.json names the token).",
+                parameter="negative_prompt",
+            )
         kept = {*space.begin_token_ids, *([] if self._bos_token_id is None else [self._bos_token_id])}
         if space.pad_token_id is None:
             return [token for token in prompt_token_ids if token in kept] or prompt_token_ids[-1:]

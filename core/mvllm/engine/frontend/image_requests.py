@@ -7,7 +7,7 @@ RequestOutput ── codes without ends of rows ──────────�
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from mvllm.config.image_families import IMAGE, ImageFormat, image_format
 from mvllm.config.model import ModelConfig
 from mvllm.engine.frontend.image_outputs import GeneratedImage, ImageRequestOutput
 from mvllm.engine.frontend.outputs import CompletionOutput, RequestOutput
+from mvllm.engine.frontend.parallel_sampling import child_seed
 from mvllm.engine.tokenizer.content_parts import expects_content_parts, with_content_parts
 from mvllm.engine.tokenizer.tokenizer import Tokenizer
 from mvllm.errors import RequestError
@@ -28,6 +29,7 @@ IMAGES_AT_ONCE = 16
 """Images that are decoded by one call of the worker, between two steps."""
 
 _NEGATIVE_TEXT = ""
+_NO_SEED = -1
 
 
 class ImageRequests:
@@ -86,16 +88,20 @@ class ImageRequests:
             render: Renders a text as a user's message with the chat template; by default the tokenizer's.
 
         Raises:
-            RequestError: It is neither text nor token ids, or text cannot be formatted.
+            RequestError: It has images, its text cannot be formatted, or it leaves no room for an image.
         """
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         if isinstance(prompt, Mapping) and {"multi_modal_data", "images", "image"} & prompt.keys():
             raise RequestError(
                 "Images are not supported as input: pass a text, or {'prompt_token_ids': [...]}.", parameter="prompt"
             )
-        if not isinstance(text, str) or (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is not None):
+        given = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
+        if not isinstance(text, str) or (isinstance(prompt, Mapping) and given is not None):
+            if isinstance(given, Sized):
+                self._check_room("prompt", len(given), params)
             return prompt
-        shown, ids = self._format(text, params, render)
+        shown, ids = self._format("prompt", text, params, render)
+        self._check_room("prompt", len(ids), params)
         extra: dict[str, Any] = (
             {k: v for k, v in prompt.items() if k != "prompt"} if isinstance(prompt, Mapping) else {}
         )
@@ -111,11 +117,6 @@ class ImageRequests:
             raise RequestError(f"params must be ImageParams; found {describe_value(params)}.", parameter="params")
         rows, columns = self.grid(params)
         scale = self.format.guidance_scale if params.guidance_scale is None else params.guidance_scale
-        negative = params.negative_prompt
-        if negative is None and self.format.names_size:
-            negative = _NEGATIVE_TEXT
-        if isinstance(negative, str):
-            negative = self._format(negative, params, render)[1]
         num_tokens = self.format.num_tokens(rows, columns)
         if params.max_tokens is None and num_tokens >= self._config.max_model_len:
             raise RequestError(
@@ -141,10 +142,39 @@ class ImageRequests:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             guidance_scale=scale,
-            negative_prompt=negative if scale != 1.0 else None,
+            negative_prompt=self._negative_prompt(params, render) if scale != 1.0 else None,
             token_space=IMAGE,
             **settings,
         )
+
+    def _negative_prompt(self, params: ImageParams, render: Callable[[str], str] | None) -> list[int] | None:
+        """The token ids of the unconditional prompt; None for the engine's default."""
+        negative = params.negative_prompt
+        if negative is None and self.format.names_size:
+            negative = _NEGATIVE_TEXT
+        if isinstance(negative, str):
+            if self._tokenizer is None:
+                raise RequestError(
+                    "The engine was started with skip_tokenizer_init, so the unconditional prompt must be token ids. "
+                    "Set negative_prompt to a list of token ids, or guidance_scale to 1.",
+                    parameter="negative_prompt",
+                )
+            negative = self._format("negative_prompt", negative, params, render)[1]
+        if params.negative_prompt is not None and isinstance(negative, Sized):
+            self._check_room("negative_prompt", len(negative), params)
+        return negative
+
+    def _check_room(self, name: str, length: int, params: ImageParams, how: str = "") -> None:
+        """Checks that a whole image fits behind a prompt of `length` tokens, unless `max_tokens` asks for less."""
+        rows, columns = self.grid(params)
+        num_tokens, most = self.format.num_tokens(rows, columns), self._config.max_model_len
+        if params.max_tokens is None and length + num_tokens > most:
+            raise RequestError(
+                f"{name} has {how}{length} tokens and an image of {rows} x {columns} codes has {num_tokens}, but both "
+                f"together may have {most} (max_model_len). Shorten {name}, or start the engine with a larger "
+                "max_model_len.",
+                parameter=name,
+            )
 
     def output(self, output: RequestOutput, params: ImageParams) -> ImageRequestOutput:
         """The images of a finished request, without pixels.
@@ -183,13 +213,15 @@ class ImageRequests:
             token_ids=sequence.token_ids,
             logprobs=logprobs,
             conditional_logprobs=None if conditional is None else [conditional[i] for i in places],
-            seed=None if params.seed is None else params.seed + sequence.index,
+            seed=None if params.seed in (None, _NO_SEED) else child_seed(int(params.seed), sequence.index),
             finish_reason=sequence.finish_reason,
             weight_versions=sequence.weight_versions,
         )
 
-    def _format(self, text: str, params: ImageParams, render: Callable[[str], str] | None) -> tuple[str, list[int]]:
-        """A text as the model expects it, and its token ids."""
+    def _format(
+        self, name: str, text: str, params: ImageParams, render: Callable[[str], str] | None
+    ) -> tuple[str, list[int]]:
+        """A text as the model expects it, and its token ids. `name` is the parameter in errors."""
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise RequestError(
@@ -204,6 +236,7 @@ class ImageRequests:
                 "'boi_token_id' to its generation_config.json, or pass {'prompt_token_ids': [...]}.",
                 parameter="prompt",
             )
+        self._check_room(name, tokenizer.num_tokens_lower_bound(text), params, "at least ")  # before tokenizing it
         if self.format.chat_prompt is not None:
             text = (render or self._render)(text)
             return text, [*tokenizer.encode(text), *begin]
@@ -270,7 +303,7 @@ def codes_array(codes: Any, grid: tuple[int, int]) -> tuple[np.ndarray, int, int
         array = np.asarray(codes)
     except ValueError:  # rows of different lengths
         array = np.empty(0)
-    if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or array.shape[-1] != rows * columns:
+    if not array.size or array.dtype.kind not in "iu" or array.ndim not in (1, 2) or array.shape[-1] != rows * columns:
         found = f"{array.dtype} {list(array.shape)}" if array.size else describe_value(codes)
         raise RequestError(
             f"codes must be integers [n, {rows * columns}]: images of {rows} x {columns} codes, row by row; found "

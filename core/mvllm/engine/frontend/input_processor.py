@@ -91,7 +91,7 @@ class InputProcessor:
         self._num_token_ids = config.model.num_token_ids
         self._eos_token_ids = self._end_token_ids()
         self._processor_classes = processor_classes(config.logits_processors)
-        self._guidance = GuidanceProcessor(config, tokenizer, self._check_token_ids)
+        self._guidance = GuidanceProcessor(config, tokenizer, self._check_token_ids, self._check_length)
 
     def default_params(self) -> SamplingParams:
         """The sampling parameters of the model's generation_config.json."""
@@ -162,7 +162,9 @@ class InputProcessor:
                     negative[id(chosen)] = self._check_for_prompt(i, prompts, check, validated)
                 unconditional = negative[id(chosen)]
                 if unconditional is None:
-                    unconditional = self._guidance.default_token_ids(validated, part.token_ids or [])
+                    default = self._guidance.default_token_ids
+                    unconditional = self._check_for_prompt(i, prompts, default, validated, part.token_ids or [])
+            validated.negative_prompt = None  # each sequence is sent with its token ids
             validated = self._check_for_prompt(i, prompts, self._fit_params_to_prompt, validated, part, unconditional)
             core = EngineCoreRequest(
                 request_id=_check_request_id(request_ids[i]),

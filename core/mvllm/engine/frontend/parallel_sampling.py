@@ -53,7 +53,7 @@ def fan_out(request: EngineCoreRequest, ids: CoreRequestIds) -> list[EngineCoreR
 def _child_params(params: SamplingParams, index: int) -> SamplingParams:
     """Settings of sequence `index`: its own seed, prompt log-probabilities for the first sequence only, and token
     log-probabilities if the sequences are ranked by them."""
-    seed = None if params.seed is None else _child_seed(params.seed, index)
+    seed = None if params.seed is None else child_seed(params.seed, index)
     prompt_logprobs = params.prompt_logprobs if index == 0 else None
     changes = {"n": 1, "best_of": None, "seed": seed, "prompt_logprobs": prompt_logprobs}
     if params.is_ranked:
@@ -61,6 +61,6 @@ def _child_params(params: SamplingParams, index: int) -> SamplingParams:
     return msgspec.structs.replace(params, **changes)
 
 
-def _child_seed(seed: int, index: int) -> int:
+def child_seed(seed: int, index: int) -> int:
     """`seed + index` modulo 2**63; never -1, which means no seed."""
     return seed if index == 0 else (seed + index) % _SEED_SPAN

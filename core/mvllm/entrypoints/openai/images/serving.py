@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from mvllm.engine.frontend.image_outputs import GeneratedImage, encode_png, require_pillow
+from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.entrypoints.openai.common.json_response import encode_json
 from mvllm.entrypoints.openai.common.serving_base import RequestHandler
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
@@ -63,6 +64,13 @@ class ImageGenerationHandler(RequestHandler):
         """The body of the response. See RequestHandler."""
         (output,) = await self._engine_requests.collect()
         found = self._images.output(output, self._params)
+        if not all(image.is_whole for image in found.images):
+            raise APIError(
+                503,
+                "The request was aborted before its images were complete; try again.",
+                code="aborted",
+                retry_after=1,
+            )
         await self._engine.set_pixels(found.images)
         num_prompt, num_generated = len(found.prompt_token_ids), sum(len(image.token_ids) for image in found.images)
         rows, columns = self._images.grid(self._params)
@@ -84,7 +92,7 @@ class ImageGenerationHandler(RequestHandler):
 
 
 def _encode(image: GeneratedImage) -> dict[str, str]:
-    assert image.pixels is not None, "the request has no max_tokens, so that images are whole"
+    assert image.pixels is not None, "whole images have been decoded"
     return {"b64_json": base64.b64encode(encode_png(image.pixels)).decode()}
 
 
