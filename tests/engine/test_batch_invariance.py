@@ -216,6 +216,7 @@ def test_windows_sinks_and_experts(root: Path, architecture: str, model: str) ->
         ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
         ({"enable_lora": True}, "enable_lora is set"),
         ({"logprobs_mode": "processed_logprobs"}, "logprobs_mode is 'processed_logprobs'"),
+        ({"logprobs_mode": "post_temperature_logprobs"}, "logprobs_mode is 'post_temperature_logprobs'"),
     ],
     ids=str,
 )
