@@ -58,8 +58,8 @@ class WeightUpdateManager:
         num_workers = len(self._executor.collective_rpc("has_joined_weight_transfer", (False,)))
         if info.rank_offset + num_workers > info.world_size:
             raise RequestError(
-                f"world_size is {info.world_size}, but {num_workers} workers from rank_offset {info.rank_offset} on need "
-                f"{info.rank_offset + num_workers}: the trainer and all workers count. Raise world_size, or check "
+                f"world_size is {info.world_size}, but {num_workers} workers from rank_offset {info.rank_offset} on "
+                f"need {info.rank_offset + num_workers}: the trainer and all workers count. Raise world_size, or check "
                 "rank_offset.",
                 parameter="world_size",
             )
