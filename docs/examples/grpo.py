@@ -41,10 +41,14 @@ def main() -> None:
     settings = {"dtype": "float32", "max_model_len": args.max_tokens + 32, "kv_cache_memory_bytes": 64 << 20}
     with LLM(args.model, **settings) as llm:
         for step in range(1, args.steps + 1):
-            # 1. Rollouts: each of the n stories of a prompt has a seed of its own, derived from that of the request.
+            # 1. Rollouts: story i of a prompt is drawn with `seed + i`, so the seeds of prompts lie `group` apart.
             params = [
                 SamplingParams(
-                    n=args.group, temperature=1.0, logprobs=0, max_tokens=args.max_tokens, seed=1000 * step + i
+                    n=args.group,
+                    temperature=1.0,
+                    logprobs=0,
+                    max_tokens=args.max_tokens,
+                    seed=1_000_000 * step + args.group * i,
                 )
                 for i in range(len(PROMPTS))
             ]

@@ -12,7 +12,7 @@ import atexit
 import os
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -58,6 +58,8 @@ class MvllmClient(vllm_client.VLLMClient):
         }
         with ThreadPoolExecutor(1) as thread:  # the server joins at the same time
             joined = thread.submit(self._post, f"{self.base_url}/init_weight_transfer_engine", json={"init_info": info})
+            if wait([joined], timeout=0.5).done:  # before the trainer has joined: the server has refused it
+                joined.result()
             self.communicator = WeightTransferGroup(WeightTransferInfo(**info))
             joined.result()
         atexit.register(self.close_communicator)

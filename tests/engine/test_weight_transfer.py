@@ -82,14 +82,19 @@ async def join_and_update(llm: AsyncLLM, checkpoints: Checkpoints) -> None:
     with pytest.raises(RequestError, match=r"cannot be joined as rank|is not complete after"):
         await llm.init_weight_transfer_engine(group_of(3, timeout=0.3))
 
-    # A call that was cancelled does not wait on.
-    waiting = asyncio.ensure_future(llm.init_weight_transfer_engine(group_of(3, timeout=30)))
-    await asyncio.sleep(0.05)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
+    # The group has no place for the second rank: the first one does not wait, either.
+    with pytest.raises(RequestError, match="2 workers from rank_offset 1 on need 3"):
+        await llm.init_weight_transfer_engine(group_of(2, timeout=30))
 
+    # A call that was cancelled does not wait on, however early, and does not disturb the next one at its address.
     info = group_of(3, timeout=60)
+    for seconds in (0.0, 0.05):
+        waiting = asyncio.ensure_future(llm.init_weight_transfer_engine(info))
+        await asyncio.sleep(seconds)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
     waiting = asyncio.ensure_future(llm.init_weight_transfer_engine(info))
     await asyncio.sleep(0.05)
     assert await tokens(llm) == checkpoints.old_tokens, "requests run while it waits"
@@ -127,8 +132,13 @@ def test_sleep_within_an_update_is_refused_and_aborts_no_request(
         while not llm.stats.num_running:
             await asyncio.sleep(0.005)
         await llm.start_weight_update()
-        with pytest.raises(RequestError, match="A weight update is under way"):
-            await llm.sleep(1)
+        refused = await asyncio.gather(llm.sleep(1), llm.sleep(1), return_exceptions=True)
+        assert all("A weight update is under way" in str(each) for each in refused)
+        cancelled = asyncio.ensure_future(llm.sleep(1))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        assert not await llm.is_sleeping()
         waiting = asyncio.ensure_future(last(llm.generate(PROMPT, GREEDY)))  # is accepted
         await llm.abandon_weight_update()
         assert (await running).outputs[0].finish_reason == "length"

@@ -45,9 +45,9 @@ def make_prompts(rng: random.Random, count: int, length: int) -> list[list[int]]
     return [[rng.randrange(16, 32000) for _ in range(length)] for _ in range(count)]
 
 
-def decode(llm: LLM, seed: int, *, batch: int, length: int = 32, **settings: Any) -> float:
+def decode(llm: LLM, prompt_seed: int, /, *, batch: int, length: int = 32, **settings: Any) -> float:
     """Seconds of a decode step: the difference of a long and a short run over the same number of requests."""
-    rng = random.Random(seed)
+    rng = random.Random(prompt_seed)
     short, long = (
         seconds(llm, make_prompts(rng, batch, length), max_tokens=count, **settings) for count in (1, 1 + STEPS)
     )

@@ -9,6 +9,7 @@ which the trainer and the engine may have for themselves:
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 _TRAINER = 0
 _GRACE_SECONDS = 2.0
 """After the timeout, for torch's own error to arrive, which says more."""
+_CONNECT_POLL_SECONDS = 0.05
+"""Between two attempts to connect to a trainer that does not listen yet."""
 
 
 class WeightTransferGroup:
@@ -109,6 +112,9 @@ class WeightTransferGroup:
 class JoiningWeightTransferGroup:
     """Joins a group in a thread of its own, so that the caller's thread goes on.
 
+    torch's wait cannot be interrupted, and a rank that still waits there would take the place of a later attempt at the
+    same address. So the thread first waits until the trainer listens, which `give_up` ends at once.
+
     Args:
         info: The group.
         rank: This process' rank in it.
@@ -124,9 +130,10 @@ class JoiningWeightTransferGroup:
         _check_rank(info, rank)
         self.address = f"{info.master_address}:{info.master_port}"
         self._info, self._rank = info, rank
-        self._deadline = time.monotonic() + info.timeout + _GRACE_SECONDS
+        self._deadline = time.monotonic() + info.timeout
+        self._given_up = threading.Event()
         self._group: Future[WeightTransferGroup] = Future()
-        # A daemon: torch's wait for the other ranks cannot be interrupted, and must not delay the end of the process.
+        # A daemon: torch's wait must not delay the end of the process.
         threading.Thread(target=self._join, name="weight-transfer-join", daemon=True).start()
 
     def poll(self) -> WeightTransferGroup | None:
@@ -137,24 +144,41 @@ class JoiningWeightTransferGroup:
         """
         if self._group.done():
             return self._group.result()
-        if time.monotonic() < self._deadline:
+        if time.monotonic() < self._deadline + _GRACE_SECONDS:
             return None
         self.give_up()
-        raise RequestError(
-            f"The weight transfer group at {self.address} is not complete after {self._info.timeout:g} s: rank "
-            f"{self._rank} of {self._info.world_size} waits for the other ranks. Start the trainer's "
-            "WeightTransferGroup at the same time, with the same world_size, or raise timeout."
-        )
+        raise self._incomplete()
 
     def give_up(self) -> None:
         """Stops waiting. If the group is completed later, this rank leaves it."""
+        self._given_up.set()
         self._group.add_done_callback(lambda done: None if done.exception() is not None else done.result().close())
 
     def _join(self) -> None:
         try:
+            self._wait_for_trainer()
             self._group.set_result(WeightTransferGroup(self._info, self._rank))
         except BaseException as e:  # noqa: BLE001  (raised by `poll`)
             self._group.set_exception(e)
+
+    def _wait_for_trainer(self) -> None:
+        """Returns when the trainer listens. Raises RequestError after the timeout, or if it is given up."""
+        address = self._info.master_address, self._info.master_port
+        while not self._given_up.is_set() and (seconds := self._deadline - time.monotonic()) > 0:
+            try:
+                socket.create_connection(address, timeout=min(1.0, seconds)).close()
+            except OSError:
+                self._given_up.wait(min(_CONNECT_POLL_SECONDS, seconds))
+            else:
+                return
+        raise self._incomplete()
+
+    def _incomplete(self) -> RequestError:
+        return RequestError(
+            f"The weight transfer group at {self.address} is not complete after {self._info.timeout:g} s: rank "
+            f"{self._rank} of {self._info.world_size} waits for the other ranks. Start the trainer's "
+            "WeightTransferGroup at the same time, with the same world_size, or raise timeout."
+        )
 
 
 def _check_rank(info: WeightTransferInfo, rank: int) -> None:

@@ -422,14 +422,15 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
         """
         check_sleep_level(level)
         self._require_alive()
-        was_sleeping, self._is_sleeping = self._is_sleeping, True  # before the first await: rejects new requests
-        if (await self._client.call_utility("weight_info"))["is_updating"]:
-            self._is_sleeping = was_sleeping
-            raise RequestError("A weight update is under way. Finish it before putting the engine to sleep.")
-        self._abort(self._output_processor.requests)
         async with self._sleep_lock:
-            self._is_sleeping = True
-            self._abort(self._output_processor.requests)  # requests accepted while a concurrent wake_up ran
+            was_sleeping, self._is_sleeping = self._is_sleeping, True  # rejects new requests
+            try:
+                if (await self._client.call_utility("weight_info"))["is_updating"]:
+                    raise RequestError("A weight update is under way. Finish it before putting the engine to sleep.")
+            except BaseException:  # also a cancellation
+                self._is_sleeping = was_sleeping
+                raise
+            self._abort(self._output_processor.requests)
             await self._client.broadcast_sleep(True)
             try:
                 await self._client.call_utility("sleep", level)

@@ -86,16 +86,22 @@ class AsyncRollouts(ABC):
                 another call waits for a trainer.
         """
         self._require_alive()
-        await self._client.call_utility("init_weight_transfer", transfer_info(init_info))
+        beginning = asyncio.ensure_future(self._client.call_utility("init_weight_transfer", transfer_info(init_info)))
         has_joined = False
         try:
+            await asyncio.shield(beginning)
             while not (has_joined := await self._client.call_utility("has_joined_weight_transfer", False)):
                 await asyncio.sleep(JOIN_POLL_SECONDS)
                 self._require_alive()
         finally:
             if not has_joined:
-                with contextlib.suppress(MvllmError):
-                    await asyncio.shield(self._client.call_utility("has_joined_weight_transfer", True))
+                await asyncio.shield(self._stop_joining(beginning))
+
+    async def _stop_joining(self, beginning: asyncio.Future[Any]) -> None:
+        """Lets the workers stop waiting for a trainer, if the call `init_weight_transfer` was not refused."""
+        with contextlib.suppress(MvllmError):
+            await beginning
+            await self._client.call_utility("has_joined_weight_transfer", True)
 
     async def start_weight_update(self) -> None:
         """Stops computing at the end of the step in flight, and begins a weight update of one or more parts.

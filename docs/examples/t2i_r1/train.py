@@ -38,7 +38,7 @@ MAX_PLAN_TOKENS = 8
 
 @dataclass
 class Sample:
-    """A plan, its picture, and what the engine said of them.
+    """A plan and its picture, with their log-probabilities and score.
 
     Attributes:
         task: The prompt.
@@ -46,7 +46,7 @@ class Sample:
         codes: Codes of the picture.
         old: Log-probabilities of the tokens of both, without guidance, when they were sampled.
         pixels: The picture; None without one.
-        score: What the checker said.
+        score: The result of the checker.
     """
 
     task: Task

@@ -12,6 +12,7 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.process.async_mp_client import AsyncMPClient
 from mvllm.engine.process.dp_async_mp_client import DPLBAsyncMPClient
 from mvllm.errors import PlatformError, RequestError
+from mvllm.messages.weights import WeightTransferInfo
 
 
 class Core:
@@ -22,8 +23,10 @@ class Core:
     def __init__(self, answer: Any, turns: int = 0) -> None:
         self._answer, self._turns = answer, turns
         self.num_answered = 0
+        self.calls: list[tuple[Any, ...]] = []
 
     async def call_utility(self, method: str, *args: Any) -> Any:
+        self.calls.append((method, *args))
         for _ in range(self._turns):
             await asyncio.sleep(0)
         self.num_answered += 1
@@ -32,10 +35,10 @@ class Core:
         return self._answer
 
 
-def call(*cores: Core) -> Any:
+def call(*cores: Core, method: str = "update_weights", argument: Any = "update") -> Any:
     config = cast(EngineConfig, SimpleNamespace(parallel=SimpleNamespace(world_size=1)))
     client = DPLBAsyncMPClient(config, cast("list[AsyncMPClient]", list(cores)))
-    return asyncio.run(client.call_utility("update_weights", "update"))
+    return asyncio.run(client.call_utility(method, argument))
 
 
 def test_the_failure_of_some_replicas_is_named_when_all_have_answered() -> None:
@@ -55,3 +58,12 @@ def test_an_error_of_all_replicas_is_raised_as_it_is() -> None:
 def test_flags_of_all_replicas_are_combined() -> None:
     assert call(Core(True), Core(True)) is True
     assert call(Core(True), Core(False)) is False
+
+
+def test_a_replica_stops_waiting_for_a_trainer_if_another_one_refuses() -> None:
+    cores = Core(None), Core(RequestError("still joining"))
+    info = WeightTransferInfo(master_address="127.0.0.1", master_port=1, world_size=3)
+    with pytest.raises(RequestError, match=r"failed on replica 1 of 2: still joining"):
+        call(*cores, method="init_weight_transfer", argument=info)
+    assert cores[0].calls[1:] == [("has_joined_weight_transfer", True)]
+    assert len(cores[1].calls) == 1, "it may wait for another call"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from mvllm.ops.logsumexp import logsumexp
 from mvllm.worker import prompt_logprobs as module
 from mvllm.worker.prompt_logprobs import PromptLogprobsComputer
 from tests.unit.worker.builders import VOCAB_SIZE, HostRuntime, make_new, make_plan, make_rows
@@ -41,11 +42,14 @@ def test_prompts_of_all_lengths_share_the_passes_through_the_head(
     hidden, head = torch.randn(sum(counts), HIDDEN), torch.randn(HIDDEN, VOCAB_SIZE)
     passes: list[int] = []
 
-    def compute_logits(states: torch.Tensor) -> torch.Tensor:
+    predicted: list[int] = []
+
+    def compute_logits(states: torch.Tensor, token_ids: np.ndarray) -> torch.Tensor:
         passes.append(len(states))
+        predicted.extend(token_ids.tolist())
         return states @ head
 
-    found = PromptLogprobsComputer(rows, HostRuntime(), sizes).compute(inputs, hidden, compute_logits)
+    found = PromptLogprobsComputer(rows, HostRuntime(), sizes, logsumexp).compute(inputs, hidden, compute_logits)
     assert set(found) == {0, 1, 3}
     exact = (hidden @ head).log_softmax(1)
     for index, chunks in found.items():
@@ -60,3 +64,4 @@ def test_prompts_of_all_lengths_share_the_passes_through_the_head(
     size = sizes[-1] if sizes else chunk
     assert len(passes) == -(-7 // size) + -(-9 // size), "7 positions with 0 further tokens, 9 with 2"
     assert max(passes) <= size
+    assert predicted == [token for index in (0, 1, 3) for token in PROMPTS[index][1:]]

@@ -48,7 +48,21 @@ class WeightUpdateManager:
             raise EngineSleepingError(self.failure)
 
     def join_group(self, info: WeightTransferInfo) -> None:
-        """Lets all workers begin to join the process group of a trainer, see `has_joined_group`."""
+        """Lets all workers begin to join the process group of a trainer, see `has_joined_group`.
+
+        Raises:
+            RequestError: A worker has no rank in the group, or still joins another one. None has begun.
+        """
+        with contextlib.suppress(RequestError):  # of an earlier call whose caller is gone
+            self.has_joined_group()
+        num_workers = len(self._executor.collective_rpc("has_joined_weight_transfer", (False,)))
+        if info.rank_offset + num_workers > info.world_size:
+            raise RequestError(
+                f"world_size is {info.world_size}, but {num_workers} workers from rank_offset {info.rank_offset} on "
+                f"need {info.rank_offset + num_workers}: the trainer and all workers count. Raise world_size, or check "
+                "rank_offset.",
+                parameter="world_size",
+            )
         self._executor.collective_rpc("init_weight_transfer", (info,))
 
     def has_joined_group(self, *, give_up: bool = False) -> bool:

@@ -185,12 +185,21 @@ class DPLBAsyncMPClient:
         else:
             calls = [core.call_utility(method, *args) for core in self._cores]
         results: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
+        if method == "init_weight_transfer":
+            await self._stop_joining_alone(results)
         _raise_failure(method, results)
         if method == "weight_info":
             return next((info for info in results if info["failure"] is not None), results[0])
         if all(isinstance(result, bool) for result in results):
             return all(results)
         return [each for result in results for each in result] if isinstance(results[0], list) else results[0]
+
+    async def _stop_joining_alone(self, results: Sequence[Any]) -> None:
+        """Lets replicas that have begun to join a trainer stop if another one has refused."""
+        if any(isinstance(result, BaseException) for result in results):
+            begun = [core for core, result in zip(self._cores, results, strict=True) if result is None]
+            calls = [core.call_utility("has_joined_weight_transfer", True) for core in begun]
+            await asyncio.gather(*calls, return_exceptions=True)
 
     def on_sleep(self, callback: Callable[[bool], None]) -> None:
         """Sets the callback for another front end's `sleep` (True) or `wake_up` (False)."""
@@ -243,10 +252,11 @@ def _raise_failure(method: str, results: Sequence[Any]) -> None:
     if len(failures) == len(results) or isinstance(first, asyncio.CancelledError):
         raise first
     done = [rank for rank in range(len(results)) if rank not in failures]
-    text = (
-        f"{method} failed on {_replicas(list(failures))} of {len(results)} and was done on {_replicas(done)}, so that "
-        f"they differ until the call is repeated: {first}"
-    )
+    text = f"{method} failed on {_replicas(list(failures))} of {len(results)}"
+    if method in ("init_weight_transfer", "has_joined_weight_transfer"):  # then none waits any longer
+        text += f": {first}"
+    else:
+        text += f" and was done on {_replicas(done)}, so that they differ until the call is repeated: {first}"
     error = copy.copy(first)
     error.args = (text, *first.args[1:])
     raise error from first
