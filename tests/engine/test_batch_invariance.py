@@ -232,7 +232,6 @@ def test_edited_and_scaled_logits_have_log_probabilities_with_the_same_bits(root
         ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
         ({"enable_lora": True}, "enable_lora is set"),
         ({"logprobs_mode": "processed_logprobs"}, "logprobs_mode is 'processed_logprobs'"),
-        ({"logprobs_mode": "post_temperature_logprobs"}, "logprobs_mode is 'post_temperature_logprobs'"),
     ],
     ids=str,
 )

@@ -45,9 +45,10 @@ READ_WHEN_LOADED = (
     *("GLIBC_", "PYTHON", "LANG", "LC_", "TRITON_", "CUDA_", "ROCR_", "HIP_", "ZE_"),
 )
 """Prefixes of environment variables that must have the values of the program server's start."""
-SET_ANEW = ("PYTHONPATH", "TORCHELASTIC_", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR")
-"""Prefixes of variables among them that a fork sets: those of torchrun are read when a process group is created; torch
-sets the last one itself when transformers is imported, and reads it when something is compiled."""
+SET_ANEW = ("PYTHONPATH", "TORCHELASTIC_", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR", "PYTHONBREAKPOINT")
+"""Prefixes of variables among them that a fork sets: those of torchrun are read when a process group is created. torch
+sets TORCHINDUCTOR_CACHE_DIR itself when transformers is imported, and reads it when something is compiled. Ray sets the
+last one when it connects, and `breakpoint()` reads it."""
 OPTIONS = ("-P", "-u")
 """Interpreter options that a fork applies."""
 PADDING = "PROGRAM_SERVER_PADDING"

@@ -118,7 +118,7 @@ def _check_batch_invariant(config: EngineConfig, capabilities: Capabilities, pla
         (size > 1, f"tensor_parallel_size is {size}", "Ranks add up their parts of each layer. Set it to 1."),
         (config.lora is not None, "enable_lora is set", "Merge the adapter into the model's weights."),
         (
-            not config.model.logprobs_mode.startswith("raw"),
+            config.model.logprobs_mode.startswith("processed"),
             f"logprobs_mode is {config.model.logprobs_mode!r}",
             "Use a mode that does not begin with 'processed'.",
         ),
