@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +116,9 @@ def janus_spaces(hf_config: HFConfig, vocab_size: int, generation: HFConfig) -> 
     }
 
 
+JANUS_MULTIPLIERS, EMU3_MULTIPLIERS = (1, 1, 2, 2, 4), (1, 2, 2, 4)
+"""Defaults of `channel_multiplier`."""
+
 _JANUS_PARTS = ("vq_config", "vision_config")
 _JANUS_CHAT = "<|User|>: {}\n\n<|Assistant|>:"
 
@@ -134,15 +137,33 @@ def janus_format(config: ModelConfig) -> ImageFormat:
             f"{hf_config.source}: 'num_image_tokens' of 'vision_config' is {count}, which is no square: an image has "
             "as many rows as columns of codes."
         )
-    multipliers = hf_config.get("vq_config", {}).get("channel_multiplier") or [1, 1, 2, 2, 4]
+    vq = HFConfig(hf_config.get("vq_config", {}), f"{hf_config.source}: 'vq_config'")
     return ImageFormat(
         rows=side,
         columns=side,
-        scale=2 ** (len(multipliers) - 1),
+        scale=2 ** (len(channel_multipliers(vq, JANUS_MULTIPLIERS)) - 1),
         guidance_scale=5.0,
         chat_prompt=_JANUS_CHAT,
         begin_token_ids=space.begin_token_ids,
     )
+
+
+def channel_multipliers(vq: HFConfig, default: Sequence[int]) -> Sequence[int]:
+    """The widths of the levels of a VQ decoder, as multiples. Each level but the last one doubles height and width.
+
+    Args:
+        vq: The object `vq_config`.
+        default: Of the family.
+
+    Raises:
+        ModelError: They are not a list of integers above 0.
+    """
+    found = vq.get("channel_multiplier") or default
+    if not isinstance(found, Sequence) or not all(type(each) is int and each > 0 for each in found):
+        raise ModelError(
+            f"{vq.source}: 'channel_multiplier' should be a list of integers above 0, found {found!r:.80}."
+        )
+    return found
 
 
 def image_format(config: ModelConfig) -> ImageFormat | None:
@@ -201,11 +222,11 @@ def emu3_format(config: ModelConfig) -> ImageFormat:
         raise ModelError(
             f"{hf_config.source}: 'vocabulary_map' needs the ids of {_BEGIN}, {_WRAPPER} and {_ROW_END}, found {ids}."
         )
-    multipliers = hf_config.get("vq_config", {}).get("channel_multiplier") or [1, 2, 2, 4]
+    vq = HFConfig(hf_config.get("vq_config", {}), f"{hf_config.source}: 'vq_config'")
     return ImageFormat(
         rows=_EMU3_SIDE,
         columns=_EMU3_SIDE,
-        scale=2 ** (len(multipliers) - 1),
+        scale=2 ** (len(channel_multipliers(vq, EMU3_MULTIPLIERS)) - 1),
         guidance_scale=3.0,
         names_size=True,
         begin_token_ids=(ids[0], ids[1]),

@@ -6,6 +6,7 @@ one is decoded to pixels here: after the convolutions over time, frames do not d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mvllm.config.hf_config import HFConfig
+from mvllm.config.image_families import EMU3_MULTIPLIERS, channel_multipliers
 from mvllm.layers.context import BuildContext
 from mvllm.models.pixel_decoder import NORM_EPS, NUM_GROUPS, PixelDecoder, ResnetBlock, Upsample, attend
 
@@ -30,7 +32,7 @@ class Emu3PixelDecoder(PixelDecoder):
     def __init__(self, ctx: BuildContext, vq: HFConfig) -> None:
         super().__init__("model.vqmodel")
         size, latent = vq.positive_int("embed_dim", 4), vq.positive_int("latent_channels", 4)
-        multipliers = vq.get("channel_multiplier", [1, 2, 2, 4])
+        multipliers = channel_multipliers(vq, EMU3_MULTIPLIERS)
         self.scale = 2 ** (len(multipliers) - 1)
         with torch.device("meta"):
             self.quantize = nn.ModuleDict({"embedding": nn.Embedding(vq.positive_int("codebook_size", 32768), size)})
@@ -44,7 +46,7 @@ class Emu3PixelDecoder(PixelDecoder):
 
 
 class _Decoder(nn.Module):
-    def __init__(self, vq: HFConfig, multipliers: list[int], size: int, latent: int) -> None:
+    def __init__(self, vq: HFConfig, multipliers: Sequence[int], size: int, latent: int) -> None:
         super().__init__()
         base, num_blocks = vq.positive_int("base_channels", 256), vq.positive_int("num_res_blocks", 2)
         channels = base * multipliers[-1]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from mvllm.config.hf_config import HFConfig
+from mvllm.config.image_families import JANUS_MULTIPLIERS, channel_multipliers
 from mvllm.layers.context import BuildContext
 from mvllm.models.pixel_decoder import GroupNorm, PixelDecoder, ResnetBlock, Upsample, attend
 
@@ -22,7 +25,7 @@ class JanusPixelDecoder(PixelDecoder):
     def __init__(self, ctx: BuildContext, vq: HFConfig) -> None:
         super().__init__("model.vqmodel")
         size, latent = vq.positive_int("embed_dim", 8), vq.positive_int("latent_channels", 256)
-        multipliers = vq.get("channel_multiplier", [1, 1, 2, 2, 4])
+        multipliers = channel_multipliers(vq, JANUS_MULTIPLIERS)
         self.scale = 2 ** (len(multipliers) - 1)
         with torch.device("meta"):
             self.quantize = nn.ModuleDict({"embedding": nn.Embedding(vq.positive_int("num_embeddings", 16384), size)})
@@ -36,7 +39,7 @@ class JanusPixelDecoder(PixelDecoder):
 
 
 class _Decoder(nn.Module):
-    def __init__(self, vq: HFConfig, multipliers: list[int], latent: int) -> None:
+    def __init__(self, vq: HFConfig, multipliers: Sequence[int], latent: int) -> None:
         super().__init__()
         base, num_blocks = vq.positive_int("base_channels", 128), vq.positive_int("num_res_blocks", 2) + 1
         channels = base * multipliers[-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mvllm.config.hf_config import HFConfig
-from mvllm.config.image_families import janus_spaces
+from mvllm.config.image_families import JANUS_MULTIPLIERS, channel_multipliers, janus_spaces
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_builder import build_model_config
 from mvllm.config.token_spaces import TokenSpace, check_token_spaces
@@ -81,3 +81,9 @@ def test_several_spaces_follow_each_other():
 def test_malformed_configs_of_janus_are_refused(config, generation, message):
     with pytest.raises(ModelError, match=message):
         janus_spaces(HFConfig(config, "config.json"), 10, HFConfig(generation, "generation_config.json"))
+
+
+@pytest.mark.parametrize("found", [3, "1, 2", [1, 0], [1, "2"]], ids=str)
+def test_malformed_multipliers_of_a_pixel_decoder_are_refused(found):
+    with pytest.raises(ModelError, match="'channel_multiplier' should be a list of integers above 0, found "):
+        channel_multipliers(HFConfig({"channel_multiplier": found}, "config.json: 'vq_config'"), JANUS_MULTIPLIERS)
