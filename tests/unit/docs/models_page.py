@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -71,7 +72,8 @@ def sources(record: Coverage) -> str:
         for test in tests:
             files.setdefault(test.partition("::")[0], []).append(test.rpartition("::")[2])
         if files:
-            lines.append(f"- **{title}**: {', '.join(f'`{file}`' for file in files)}")
+            text = f"- **{title}**: {', '.join(f'`{file}`' for file in files)}"
+            lines += textwrap.wrap(text, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines)
 
 
