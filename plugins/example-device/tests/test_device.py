@@ -82,23 +82,40 @@ def platform(tmp_path, monkeypatch):
     return choose_platform("example").platform
 
 
-def test_choice_plan_topology_and_doctor_open_no_device(platform):
-    import torch
+NO_DEVICE = """
+import torch
 
-    from mvllm.config.engine_args import EngineArgs
-    from mvllm.config.engine_config import replace_field
-    from mvllm.platform.phases import Phase, enter_phase
+from mvllm.config.engine_args import EngineArgs
+from mvllm.config.engine_config import replace_field
+from mvllm.platform.choose import choose_platform
+from mvllm.platform.phases import Phase, enter_phase
 
-    config = EngineArgs.from_kwargs(model="demo").create_engine_config()
-    with enter_phase(Phase.FRONTEND):
-        [change] = platform.plan(config).changes
-        assert (change.field, change.value) == ("cache.memory_utilization", 0.9)
-        assert platform.plan(replace_field(config, change.field, 0.5)).changes == ()
-        [refusal] = platform.plan(replace_field(config, "model.dtype", "float16")).reasons
-        assert "float16" in refusal.reason and "float32, bfloat16" in refusal.remedy
-        assert [check.status.value for check in platform.doctor()] == ["ok"]
-        assert platform.topology(config.parallel).num_workers == 1
-    assert torch._C._get_privateuse1_backend_name() == "privateuseone"
+platform = choose_platform("example").platform
+config = EngineArgs.from_kwargs(model="demo").create_engine_config()
+with enter_phase(Phase.FRONTEND):
+    [change] = platform.plan(config).changes
+    assert (change.field, change.value) == ("cache.memory_utilization", 0.9)
+    assert platform.plan(replace_field(config, change.field, 0.5)).changes == ()
+    [refusal] = platform.plan(replace_field(config, "model.dtype", "float16")).reasons
+    assert "float16" in refusal.reason and "float32, bfloat16" in refusal.remedy
+    assert [check.status.value for check in platform.doctor()] == ["ok"]
+    assert platform.topology(config.parallel).num_workers == 1
+assert torch._C._get_privateuse1_backend_name() == "privateuseone", "a device was opened"
+"""
+
+
+def test_choice_plan_topology_and_doctor_open_no_device(tmp_path):
+    """In a process of its own, because other tests of this process may have opened a device."""
+    path = os.pathsep.join([*example_platform_path(tmp_path), *filter(None, sys.path)])
+    settings = ("FAULT_INJECTION", "MVLLM_EXAMPLE_DEVICES", "MVLLM_EXAMPLE_MEMORY", "MVLLM_EXAMPLE_MODE")
+    done = subprocess.run(
+        [sys.executable, "-c", NO_DEVICE],
+        env={**{name: value for name, value in os.environ.items() if name not in settings}, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize(
