@@ -18,6 +18,7 @@ import msgspec
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.rope_parameters import prompt_cache_key
+from mvllm.engine.core.capability_checks import check_sequence_states
 from mvllm.engine.core.grammar_vocabulary import load_vocabulary
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary, choose_block_size, no_kv_cache, size_kv_cache
 from mvllm.engine.core.lora_manager import LoRAManager
@@ -137,6 +138,8 @@ class EngineCore(CoreRollouts):
                 hash_seed=config.cache.prefix_caching_seed,
                 windows=self.cache_summary.windows,
                 max_step_tokens=config.scheduler.max_num_batched_tokens,
+                num_state_slots=self.cache_summary.num_state_slots,
+                state_snapshot_interval=config.cache.state_snapshot_interval,
             ),
             num_stages=num_stages,
             max_loras=0 if config.lora is None else config.lora.max_loras,
@@ -476,13 +479,16 @@ class EngineCore(CoreRollouts):
         needs = self._executor.kv_cache_needs()
         configured = self.config.cache.kv_cache_memory_bytes
         choose_block_size(self.config, needs)
+        check_sequence_states(self.config, needs)
         available = [configured] * len(needs) if configured is not None else self._executor.available_kv_bytes()
         return size_kv_cache(self.config, needs, available)
 
     def _allocate_kv_cache(self) -> None:
         if len(self.cache_summary.windows) > 1:
             self._executor.collective_rpc("group_layers", (list(self.cache_summary.windows),))
-        self._executor.allocate_kv_cache(self.cache_summary.num_blocks, self.cache_summary.block_size)
+        summary = self.cache_summary
+        state = (summary.num_state_slots,) if summary.num_state_slots else ()
+        self._executor.allocate_kv_cache(summary.num_blocks, summary.block_size, *state)
 
     def _timed(self, phase: str, action: Callable[[], _T]) -> _T:
         self._on_phase(phase)
