@@ -9,26 +9,25 @@ NO_POSITION = sys.maxsize
 
 
 class RequestState:
-    """The state slots of one request, or none. Created by the KVCacheManager and changed only by its StateSlots.
+    """The state slots of one request, or none. Changed only by StateSlots.
 
-        position          0 .................... 512 ............. 640
-        source            -1 (zeros)             slot 7, kept      slot 2
-        slot              7                      2                 2
+        tokens      0 .................. 512 ............. 640          the next step reads slot 2 and writes it;
+        state       zeros                in slot 7         in slot 2    slot 7 is a snapshot, which nobody writes
 
     Attributes:
-        slot: The slot that its next step writes; -1 if it holds none.
+        slot: The slot that its next step writes; -1 if it holds none. No other request reads it.
         source: The slot that its next step reads: `slot`, or one with a snapshot, or -1 for zeros.
-        position: Tokens that the state in `source` has consumed.
-        next_snapshot: The next position at which its state is kept. No step goes beyond it.
-        prompt_snapshots: Such positions that are no multiples of the interval, in ascending order.
+        position: Tokens that the state in `source` has consumed, after the plans made so far.
+        next_snapshot: The next position at which its state is kept. Steps end there.
+        prompt_snapshots: Positions to keep besides the multiples of the interval, in ascending order.
         draft_slot: The slot that a step with draft tokens writes, if that is not `slot`; otherwise -1.
-        pending: Snapshots without a hash: their position, and their slot.
+        pending: Snapshots that have no hash yet: position and slot.
         num_prompt_tokens: Length of the prompt.
         has_siblings: Other requests have the same prompt.
-        shared_end: Leading tokens that cached blocks, or the prompts of running requests, have in common with it.
-        order: Its place in the service order while it computes its prompt.
-        awaited: The request whose snapshot it waits for, how often that one had started, and the position.
+        shared_end: Leading tokens that it has in common with cached blocks, or with the prompt of a running request.
+        order: Its place in the service order, while it runs.
         num_starts: How often it has got a slot.
+        awaited: The request whose snapshot it waits for, with the `num_starts` of that one and the position.
     """
 
     __slots__ = (
@@ -57,13 +56,17 @@ class RequestState:
         self.pending: list[tuple[int, int]] = []
         self.shared_end = 0
         self.order = (0, 0)
-        self.awaited: tuple[RequestState, int, int] | None = None
         self.num_starts = 0
+        self.awaited: tuple[RequestState, int, int] | None = None
 
     @property
     def held(self) -> list[int]:
-        """The slots that it uses, each as often as it is counted."""
+        """The slots that it uses, each as often as it counts as a user of it."""
         slots = [slot for slot in (self.slot, self.draft_slot) if slot >= 0]
         if self.source >= 0 and self.source != self.slot:
             slots.append(self.source)
         return slots + [slot for _, slot in self.pending]
+
+
+NO_STATE = RequestState(0, has_siblings=False)
+"""Of requests to models without sequence states. Never changed."""
