@@ -42,7 +42,7 @@ from mvllm.kv_cache.request_state import NO_POSITION, RequestState
 from mvllm.kv_cache.unconfirmed_block_hashes import UnconfirmedBlockHashes
 
 LEAST_DISTANCE = 64
-"""A snapshot at the end of a prompt is at least so many tokens behind the one before it."""
+"""Default of StateSlots."""
 
 _MOST_PROMPT_SNAPSHOTS = 8
 """Most snapshots of one prompt besides those at multiples of the interval: each one ends a step."""
@@ -57,6 +57,7 @@ class StateSlots:
         interval: Tokens between two regular snapshots, rounded up to blocks; 0 for none.
         unconfirmed: Records the hashes of snapshots like those of blocks. Slot s has the number ~s.
         hashes_of: The hashes of the first blocks of a table, whose tokens are known; fewer if not all may be shared.
+        least_distance: A snapshot at the end of a prompt is at least so many tokens behind the one before it.
     """
 
     def __init__(
@@ -67,12 +68,14 @@ class StateSlots:
         interval: int,
         unconfirmed: UnconfirmedBlockHashes,
         hashes_of: Callable[[BlockTable, int], list[BlockHash]],
+        least_distance: int = LEAST_DISTANCE,
     ) -> None:
         self._pool = BlockPool(num_slots)
         self._block_size = block_size
         self._interval = -(-interval // block_size) * block_size
         self._unconfirmed = unconfirmed
         self._hashes_of = hashes_of
+        self._least_distance = least_distance
         self._read_in_plan: list[int] = []  # slots to free at the end of the plan
         self._with_pending: dict[BlockTable, None] = {}
         self._computing: dict[BlockTable, None] = {}  # running requests that compute their prompt, and some that did
@@ -177,7 +180,7 @@ class StateSlots:
                 chosen.append(state.shared_end)
             prompt_end = (state.num_prompt_tokens - 1) // size * size
             last = max(position, *(each for each in chosen if each <= prompt_end), self._regular_before(table, prompt_end))
-            if prompt_end - last >= (1 if state.has_siblings else LEAST_DISTANCE):
+            if prompt_end - last >= (1 if state.has_siblings else self._least_distance):
                 insort(chosen, prompt_end)
         state.prompt_snapshots = chosen
         state.next_snapshot = self._next_position(table, position)
@@ -358,7 +361,7 @@ class StateSlots:
         is_ahead = common > table.num_hashed_blocks * self._block_size  # also of the plan being made
         if (
             is_ahead
-            and common - max(last, best) >= LEAST_DISTANCE
+            and common - max(last, best) >= self._least_distance
             and self._is_regular(table)
             and len(state.prompt_snapshots) < _MOST_PROMPT_SNAPSHOTS
         ):
