@@ -302,12 +302,12 @@ class StateSlots:
         """Removes all hashes. These requests keep their slots, and make no more snapshots."""
         self._pool.evict_all()
         self._computing.clear()
+        for table in self._with_pending:  # in the same order on all ranks that make the same plans
+            self._pool.free([slot for _, slot in table.state.pending])
+            table.state.pending.clear()
         self._with_pending.clear()
         for table in tables:
-            state = table.state
-            self._pool.free([slot for _, slot in state.pending])
-            state.pending.clear()
-            state.next_snapshot, state.prompt_snapshots = NO_POSITION, []
+            table.state.next_snapshot, table.state.prompt_snapshots = NO_POSITION, []
 
     def check_integrity(self, tables: Collection[BlockTable]) -> None:
         """Raises AssertionError unless the slots of all requests and the pool agree.
