@@ -19,7 +19,7 @@ class StateKVCacheManager(KVCacheManager):
 
     Args:
         num_blocks, block_size, enable_caching, hash_seed, windows, max_step_tokens: As for KVCacheManager.
-        num_state_slots: At least 1; 2 for guided requests.
+        num_state_slots: At least 1; 3 for guided requests, whose first side may hold a snapshot and a slot.
         state_snapshot_interval: Tokens between two regular snapshots; 0 for none.
         least_snapshot_distance: See StateSlots.
     """

@@ -16,7 +16,7 @@ its slot is needed, and the oldest is evicted first.
 Plans are executed in order, but the rows of one step run at the same time. Therefore
 
 - a snapshot can be found from the next plan on, not in the plan that writes it;
-- a slot that a plan reads is not allocated in this plan: its users keep it until `end_plan`.
+- a slot that a plan reads is not written in this plan: its users keep it until all rows have their slots (`assign`).
 
 Snapshots are made where a later request may continue: at multiples of an interval, at the end of the prompt, and where
 another prompt has left this one. Steps end at these positions. A running request can always go on without a free slot,
@@ -76,7 +76,6 @@ class StateSlots:
         self._unconfirmed = unconfirmed
         self._hashes_of = hashes_of
         self._least_distance = least_distance
-        self._read_in_plan: list[int] = []  # slots to free at the end of the plan
         self._with_pending: dict[BlockTable, None] = {}
         self._computing: dict[BlockTable, None] = {}  # running requests that compute their prompt, and some that did
 
@@ -223,7 +222,9 @@ class StateSlots:
     def assign(
         self, tables: Sequence[BlockTable], ends: Sequence[int], verifying: Collection[int]
     ) -> tuple[list[int], list[int]]:
-        """Chooses the slots of a plan's rows, and makes snapshots.
+        """Chooses the slots of a plan's rows, and makes snapshots. Once per plan, when its rows are complete.
+
+        Slots allocated here are for later plans, so they may be among those that the plan reads.
 
         Args:
             tables: One per row.
@@ -244,19 +245,12 @@ class StateSlots:
             writes.append(slot)
             if source != slot:
                 if source >= 0:
-                    self._read_in_plan.append(source)
+                    self._pool.free([source])
                 state.source = slot
             state.position = end
             if end >= state.next_snapshot:
                 self._pass_position(table)
         return reads, writes
-
-    def end_plan(self) -> None:
-        """Ends a plan: no slot is allocated for it any more."""
-        if self._read_in_plan:
-            for slot in self._read_in_plan:
-                self._pool.free([slot])
-            self._read_in_plan.clear()
 
     def reserve_draft_slot(self, state: RequestState) -> None:
         """Allocates the slot that a step with draft tokens writes. The caller has checked `can_verify`."""
@@ -317,7 +311,6 @@ class StateSlots:
         """
         pool = self._pool
         pool.check_integrity()
-        assert not self._read_in_plan, "A plan was not ended"
         users = Counter(slot for table in tables for slot in table.state.held)
         for slot, count in enumerate(pool.ref_counts):
             assert users[slot] == count, f"State slot {slot} has {users[slot]} users, its count says {count}"

@@ -40,7 +40,7 @@ class StateRunner(FakeRunner):
         for slot, row in zip(reads, plan.rows, strict=True):
             assert slot >= 0 or not self.rows[row].num_computed, "the state in the middle of a sequence is zeros"
         self._reads = {
-            row: self.states[slot] if slot >= 0 else (self._adapter(self.rows[row]), [])
+            row: self.states.get(slot) if slot >= 0 else (self._adapter(self.rows[row]), [])
             for slot, row in zip(reads, plan.rows, strict=True)
         }
         self._writes = dict(zip(plan.rows, writes, strict=True))

@@ -67,7 +67,8 @@ class Limits:
 
     @property
     def can_guide(self) -> bool:
-        return self.enable_chunked_prefill and self.max_num_seqs > 1 and not self.has_drafts
+        has_room = self.max_num_seqs > 1 and self.num_state_slots > 2
+        return self.enable_chunked_prefill and has_room and not self.has_drafts
 
 
 def random_request(dice: random.Random, number: int, prompts: list[list[int]], limits: Limits):
@@ -164,9 +165,9 @@ def run_random_schedule(seed: int) -> None:
     assert not engine.runner.rows
 
 
-@pytest.mark.parametrize("seed", range(0, 300, 30))
+@pytest.mark.parametrize("seed", range(0, 240, 24))
 def test_every_request_reads_its_own_state(seed):
-    for each in range(seed, seed + 30):
+    for each in range(seed, seed + 24):
         run_random_schedule(each)
 
 
