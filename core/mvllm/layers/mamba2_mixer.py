@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from mvllm.errors import ConfigError
+from mvllm.errors import ConfigError, ModelError
 from mvllm.layers.activation import ACTIVATIONS, activation
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.linear import Linear, RowParallelLinear, shard_slice
@@ -49,7 +49,7 @@ class Mamba2Config:
         state_size: Elements of B and C per group.
         conv_kernel: Tokens that one output of the convolution reads.
         conv_bias, in_bias, out_bias: Whether the convolution and the two projections have biases.
-        activation: The activation of the convolution and of the gate, by its name in checkpoints.
+        activation: The activation of the convolution by its name in checkpoints; 'silu'. That of the gate is silu.
         norm: Whether the result of the recurrence is normalised; if not, it is only multiplied by the gate.
         norm_groups: Parts of the inner size that are normalised alone; None for `num_groups`.
         norm_before_gate: The result is normalised before it is multiplied by the gate, not afterwards.
@@ -98,12 +98,8 @@ class Mamba2Shard:
         """The shard of this rank of the layer `name`.
 
         Raises:
-            ConfigError: The heads or groups do not divide evenly, or the worker drives several devices.
+            ConfigError: The heads or groups do not divide evenly.
         """
-        if ctx.num_devices > 1:
-            raise ConfigError(
-                f"{name}: Mamba layers are not supported on workers with several devices. Use one worker per device."
-            )
         num_ranks = ctx.tp.world_size
         if config.num_heads % config.num_groups:
             raise ConfigError(
@@ -175,7 +171,7 @@ class Mamba2Mixer(nn.Module):
         )
         facts = {"num_heads": self._heads, "head_size": config.head_size}
         self._ssd = ctx.op("ssd", **facts, num_groups=self._groups, state_size=config.state_size).function
-        self._act = activation(ctx, config.activation, inner)
+        self._silu = activation(ctx, "silu", inner)
         self._scales: torch.Tensor | None = None
         if any(factor != 1.0 for factor in config.multipliers):
             counts = torch.tensor([inner, *self._conv_sizes, self._heads])
@@ -191,7 +187,6 @@ class Mamba2Mixer(nn.Module):
 
     def forward(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]; reads and writes the state of the step's requests."""
-        assert self.cache.state is not None, "states are allocated"
         conv_state, ssm_state = self.cache.state
         arguments = self.cache.arguments(step)
         projected = self.in_proj(x)
@@ -211,7 +206,7 @@ class Mamba2Mixer(nn.Module):
             *arguments,
             *self.config.dt_limit,
         ).flatten(1)
-        return self.out_proj(y * self._act(gate) if self.norm is None else self.norm(y, gate))
+        return self.out_proj(y * self._silu(gate) if self.norm is None else self.norm(y, gate))
 
 
 class Mamba2Conv(nn.Module):
@@ -232,11 +227,9 @@ class Mamba2Conv(nn.Module):
     def __init__(self, ctx: BuildContext, name: str, config: Mamba2Config, rows: Sequence[_Place]) -> None:
         super().__init__()
         self.name, self._rows = name, rows
-        self._activation = ACTIVATIONS[config.activation]
-        if self._activation != "silu":
-            raise ConfigError(
-                f"{name}: the activation {config.activation!r} is not supported in a Mamba layer, only 'silu'. Use "
-                "another checkpoint."
+        if ACTIVATIONS.get(config.activation) != "silu":
+            raise ModelError(
+                f"{name}: the activation of a Mamba layer is {config.activation!r}, but only 'silu' is supported."
             )
         self.num_channels = rows[-1][2].stop
         self.weight = ctx.parameter(self.num_channels, 1, config.conv_kernel)
@@ -247,7 +240,7 @@ class Mamba2Conv(nn.Module):
         self, x: torch.Tensor, state: torch.Tensor, arguments: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]
     ) -> torch.Tensor:
         """[T, num_channels] to [T, num_channels]; `arguments` as of SequenceState."""
-        return self._conv(x, self.weight.squeeze(1), self.bias, state, *arguments, self._activation)
+        return self._conv(x, self.weight.squeeze(1), self.bias, state, *arguments, "silu")
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Checkpoint tensor names and their targets on this rank."""
@@ -292,7 +285,7 @@ class SSDHeads(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """RMS norm of each part of the inner size, times the activation of a gate before or after it.
+    """RMS norm of each part of the inner size, times silu of a gate before or after it.
 
     Where one part spans several ranks, the ranks add up its squares.
 
@@ -322,7 +315,7 @@ class GatedNorm(nn.Module):
                 f"{num_ranks} ranks. Choose a tensor_parallel_size that divides them or is a multiple of them."
             )
         self.weight = ctx.parameter(size)
-        self._act = activation(ctx.floats(torch.float32), config.activation, size)
+        self._silu = activation(ctx.floats(torch.float32), "silu", size)
         self._tp, self._num_parts = ctx.tp, num_parts
         self._part = None if num_parts % num_ranks == 0 else ctx.tp.rank_in_group * num_parts // num_ranks
         group_size = self._part_size if self._part is None else size
@@ -332,8 +325,8 @@ class GatedNorm(nn.Module):
         """[T, inner on this rank] and its gate to [T, inner on this rank]."""
         before, eps = self.config.norm_before_gate, self.config.eps
         if self._part is None:
-            return self._norm(x, gate, self.weight, eps, self._part_size, before, ACTIVATIONS[self.config.activation])
-        wide, factor = x.float(), self._act(gate.float())
+            return self._norm(x, gate, self.weight, eps, self._part_size, before, "silu")
+        wide, factor = x.float(), self._silu(gate.float())
         wide = wide if before else wide * factor
         sums = wide.new_zeros(len(x), self._num_parts)
         sums[:, self._part] = wide.pow(2).sum(-1)
