@@ -89,6 +89,21 @@ def _kernel(name: str, code: str) -> tuple[str, str, str]:
     return "runtime.py", _OPENED, _OPENED + added
 
 
+_STATES = "        return super().build_metadata(layout)\n"
+
+
+def _operation(op: str, code: str) -> tuple[str, str, str]:
+    """Replaces an operation on states by a function of `a`, its arguments, that may call the reference `exact`."""
+    before = '    return [\n        api.OpProvider("rms_norm"'
+    indented = "".join(f"        {line}\n" for line in code.splitlines())
+    added = (
+        f"    from mvllm.ops.all_schemas import SCHEMAS\n\n    exact = SCHEMAS[{op!r}].reference\n\n"
+        f"    def faulty(*given):\n        a = list(given)\n{indented}\n"
+    )
+    provider = f'    return [\n        api.OpProvider({op!r}, "faulty", faulty, _supports),\n        api.OpProvider("rms_norm"'
+    return "attention.py", before, added + provider
+
+
 MUTANTS = (
     # The plugin and its probe.
     Mutant("the plugin's module imports torch", "PLG-01", "plugin.py", "from pathlib", "import torch\nfrom pathlib"),
@@ -100,7 +115,7 @@ MUTANTS = (
         "import torch\n",
         "import torch\nimport mvllm.platform.phases\n",
     ),
-    Mutant("the contract is of another major version", "PLG-04", "plugin.py", "contract=(1, 0)", "contract=(2, 0)"),
+    Mutant("the contract is of another major version", "PLG-04", "plugin.py", "contract=(1, 1)", "contract=(2, 0)"),
     Mutant("the factory raises", "PLG-04", "platform.py", "    return ExamplePlatform()", "    raise OSError(5)"),
     Mutant("devices are numbered from 1", "PRB-01", "plugin.py", "DeviceInfo(i, ", "DeviceInfo(i + 1, "),
     Mutant(
@@ -228,7 +243,7 @@ MUTANTS = (
         "DEV-06",
         "runtime.py",
         "    def step_mark(self) -> None:\n",
-        "    def step_mark(self) -> None:\n        assert self._batch is not None\n",
+        "    def step_mark(self) -> None:\n        assert self._step is not None\n",
     ),
     Mutant(
         "memory that was given back is used again before the copy of it is made",
@@ -472,7 +487,6 @@ MUTANTS = (
         "COM-09",
         *_collective("def all_to_all(self, tensors):\n    return super().all_to_all(tensors)[::-1]"),
     ),
-    # Sampling.
     Mutant(
         "of many rows the largest logit is looked for in the first half", "SMP-01", *_kernel("max.dim", _MAX_OF_HALF)
     ),
