@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tests.conformance.state_mutants import STATE_MUTANTS
+
 ALWAYS = ("PLG-02", "CFG-02", "DEV-02", "DEV-04", "MEM-01", "KVL-01", "KVL-02", "ATT-05", "OPS-02")
 """Clauses that every mutant is tested against, in addition to the one that names its fault."""
 COMMUNICATION = ("COM-01", "COM-02")
@@ -87,21 +89,6 @@ def _kernel(name: str, code: str) -> tuple[str, str, str]:
         f'    _KERNELS.impl("{name}", {kernel}, "PrivateUse1")\n'
     )
     return "runtime.py", _OPENED, _OPENED + added
-
-
-_STATES = "        return super().build_metadata(layout)\n"
-
-
-def _operation(op: str, code: str) -> tuple[str, str, str]:
-    """Replaces an operation on states by a function of `a`, its arguments, that may call the reference `exact`."""
-    before = '    return [\n        api.OpProvider("rms_norm"'
-    indented = "".join(f"        {line}\n" for line in code.splitlines())
-    added = (
-        f"    from mvllm.ops.all_schemas import SCHEMAS\n\n    exact = SCHEMAS[{op!r}].reference\n\n"
-        f"    def faulty(*given):\n        a = list(given)\n{indented}\n"
-    )
-    provider = f'    return [\n        api.OpProvider({op!r}, "faulty", faulty, _supports),\n        api.OpProvider("rms_norm"'
-    return "attention.py", before, added + provider
 
 
 MUTANTS = (
@@ -425,7 +412,8 @@ MUTANTS = (
         "            rest = kv[1].index_select(0, sequence.blocks[-1:]).float().sum()\n"
         "            output[sequence.tokens] += (0 * rest).to(output.dtype)\n",
     ),
-    # Operations.
+    # Operations, and sequence states.
+    *(Mutant(*fields) for fields in STATE_MUTANTS),
     Mutant(
         "the norm has an epsilon of its own",
         "OPS-01",
@@ -487,6 +475,7 @@ MUTANTS = (
         "COM-09",
         *_collective("def all_to_all(self, tensors):\n    return super().all_to_all(tensors)[::-1]"),
     ),
+    # Sampling.
     Mutant(
         "of many rows the largest logit is looked for in the first half", "SMP-01", *_kernel("max.dim", _MAX_OF_HALF)
     ),
