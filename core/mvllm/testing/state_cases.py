@@ -1,277 +1,234 @@
-"""Test cases for operations on sequence states: tensors of a step, and a harness that runs steps on the device.
+"""Test cases of operations that update the states of sequences, and of the gated norm that follows them.
 
-    sequences on the host ──cut into steps──> StateHarness (backend and operation of the platform)
-             └──one token at a time──> the reference on the host, which is exact
+Slots that a call overwrites without reading them hold NaN before it, and so does the scratch row. Slots of no request
+hold numbers that stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from mvllm.ops.all_schemas import SCHEMAS
-from mvllm.ops.dtypes import torch_dtype
-from mvllm.ops.registry import OpTable
-from mvllm.platform.checked_calls import checked_state_backend
-from mvllm.plugin_api import DeviceRuntime, StateArguments, StateLayout, StateSpec, StateTensor, StepKind
-from mvllm.testing.op_call import random_tensor
-from mvllm.testing.platform_under_test import PlatformUnderTest
+from mvllm.testing.op_call import ROWS, OpCall, random_tensor
+
+NUM_SLOTS = 7
+
+PER_TOKEN = {"x", "dt", "b", "c", "q", "k", "v", "g", "beta"}
+"""Parameters [T, ...] of the operations with a state."""
 
 
 @dataclass(frozen=True)
-class StateCase:
-    """One operation with fixed sizes.
+class Slots:
+    """Requests of a step.
 
     Attributes:
-        op: Name of the operation.
-        dtype: Compute dtype by name.
-        facts: The facts with which layers resolve it.
-        spec: The state of a sequence.
-        per_token: Indices of the arguments that have a row for each token.
-        draw: Makes the arguments before the state, for a number of tokens and a seed, on the host.
-        last: The arguments after `max_query_len`.
+        lens: Tokens of each request.
+        reads, writes: Its slots.
+        num_padding: Tokens after the last request.
     """
 
-    op: str
-    dtype: str
-    facts: dict[str, Any]
-    spec: StateSpec
-    per_token: tuple[int, ...]
-    draw: Callable[[int, int], list[torch.Tensor | None]]
-    last: tuple[Any, ...]
+    lens: tuple[int, ...]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    num_padding: int = 0
 
-    def __str__(self) -> str:
-        return f"{self.op} {self.facts} in {self.dtype}"
-
-
-def state_cases(op: str, dtype: str) -> list[StateCase]:
-    """The cases of an operation in one compute dtype; empty if it has no state."""
-    makers = {
-        "causal_conv1d": _causal_conv1d,
-        "ssd": _ssd,
-        "gated_delta_rule": _gated_delta_rule,
-        "kda": _kda,
-    }
-    return makers[op](dtype) if op in makers else []
+    def arguments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        """query_start_loc, read_slots, write_slots and max_query_len."""
+        starts = torch.tensor((0, *self.lens)).cumsum(0)
+        rows = (torch.tensor(values, dtype=torch.int32) for values in (starts.tolist(), self.reads, self.writes))
+        return (*rows, max(self.lens))  # type: ignore[return-value]
 
 
-def tolerance(dtype: str) -> float:
-    """Largest allowed difference relative to the largest value: sums over a sequence, and roundings of the result."""
-    return 1e-4 if dtype == "float32" else 8 * torch.finfo(torch_dtype(dtype)).eps
+STEPS = {
+    # In place, into another slot, a start, another reader of the same slot; the last is padding.
+    "one token per request": Slots((1, 1, 1, 1, 0), (2, 0, -1, 0, -1), (2, 4, 1, 5, -1), num_padding=1),
+    # A start of more than a chunk, one token, no token, two that read one slot; then padding.
+    "prompts": Slots((70, 1, 0, 17, 2, 0), (-1, 3, 2, 4, 4, -1), (0, 3, 2, 5, 1, -1), num_padding=3),
+    "one token and padding": Slots((1, 0), (3, -1), (6, -1), num_padding=2),
+    "one chunk": Slots((64,), (3,), (3,)),
+}
 
 
-def step_by_step(case: StateCase, arguments: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results [T, ...] and the final state of one sequence, from the reference with one token at a time.
+def has_state(op: str) -> bool:
+    """Whether an operation updates states."""
+    return bool(SCHEMAS[op].updates)
+
+
+def compared(case: OpCall, found: Sequence[torch.Tensor], arguments: Sequence[Any]) -> list[torch.Tensor]:
+    """What a call determines: results of tokens, whether those of padding are finite, and states of slots.
 
     Args:
-        arguments: From `case.draw`.
+        case: A case of an operation that updates states.
+        found: The results of the call, on the host.
+        arguments: Its arguments after the call; states are on the host.
     """
-    (tensor,) = case.spec.tensors
-    state = torch.zeros((2, *tensor.shape), dtype=torch_dtype(tensor.dtype))
-    num_tokens = next(len(arguments[i]) for i in case.per_token)  # type: ignore[arg-type]
-    results = []
-    for t in range(num_tokens):
-        slots = torch.zeros(1, dtype=torch.int32)
-        read = slots if t else slots - 1
-        bounds = torch.tensor([0, 1], dtype=torch.int32)
-        token = rows_of(case, arguments, slice(t, t + 1))
-        results.append(SCHEMAS[case.op].reference(*token, state, bounds, read, slots, 1, *case.last))
-    return torch.cat(results), state[0]
+    parameters = list(SCHEMAS[case.op].parameters)
+    num_tokens = int(case.make()[parameters.index("query_start_loc")][-1])
+    states = [arguments[parameters.index(name)][:-1] for name in SCHEMAS[case.op].updates]
+    finite = [torch.tensor(int(y[num_tokens:].isfinite().all())) for y in found]
+    return [*(y[:num_tokens] for y in found), *finite, *states]
 
 
-def rows_of(
-    case: StateCase, arguments: Sequence[torch.Tensor | None], tokens: slice
-) -> tuple[torch.Tensor | None, ...]:
-    """The arguments for some of the tokens."""
-    return tuple(
-        x[tokens] if i in case.per_token and x is not None else x for i, x in enumerate(arguments)
+def state_dtypes(case: OpCall) -> set[torch.dtype]:
+    """Dtypes of the states that a case updates."""
+    schema = SCHEMAS[case.op]
+    arguments = zip(schema.parameters, case.make(), strict=False) if schema.updates else ()
+    return {argument.dtype for name, argument in arguments if name in schema.updates}
+
+
+def one_request(case: OpCall, request: int) -> OpCall:
+    """The case with one of its requests, which has tokens."""
+    names = list(SCHEMAS[case.op].parameters)
+
+    def make() -> tuple[Any, ...]:
+        of = dict(zip(names, case.make(), strict=True))
+        start, stop = of["query_start_loc"][request : request + 2].tolist()
+        of.update({name: of[name][start:stop] for name in PER_TOKEN & of.keys()})
+        of["query_start_loc"] = torch.tensor((0, stop - start), dtype=torch.int32)
+        of.update({name: of[name][request : request + 1] for name in ("read_slots", "write_slots")})
+        of["max_query_len"] = stop - start
+        return tuple(of.values())
+
+    return replace(case, make=make)
+
+
+def state_cases(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
+    """The cases of one operation with a state in one compute dtype."""
+    facts, arguments = _OPERATIONS[op]
+    for number, slots in enumerate(STEPS.values()):
+        for second, sizes in enumerate(facts):
+            yield OpCall(op, sizes, partial(arguments, dtype, slots, bool(number + second & 1), *sizes.values()))
+
+
+def _rows(dtype: torch.dtype, slots: Slots, *shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    """Random numbers for each token, as a strided view like a part of a fused projection."""
+    tokens, size = sum(slots.lens) + slots.num_padding, torch.Size(shape).numel()
+    return random_tensor(dtype, tokens, size + 16, seed=seed, scale=scale)[:, 8 : 8 + size].unflatten(-1, shape)
+
+
+def _states(dtype: torch.dtype, slots: Slots, *shape: int) -> torch.Tensor:
+    states = random_tensor(dtype, NUM_SLOTS + 1, *shape, seed=9)
+    with_tokens = [write for write, count in zip(slots.writes, slots.lens, strict=True) if count]
+    states[[NUM_SLOTS, *set(with_tokens).difference(slots.reads)]] = torch.nan
+    return states
+
+
+def _conv_arguments(
+    dtype: torch.dtype, slots: Slots, plain: bool, channels: int, kernel_size: int
+) -> tuple[Any, ...]:
+    return (
+        _rows(dtype, slots, channels, seed=1),
+        random_tensor(dtype, channels, kernel_size, seed=2, scale=0.5),
+        None if plain else random_tensor(dtype, channels, seed=3),
+        _states(dtype, slots, channels, kernel_size - 1),
+        *slots.arguments(),
+        "none" if plain else "silu",
     )
 
 
-@dataclass(frozen=True)
-class Piece:
-    """The tokens of one sequence in a step.
-
-    Attributes:
-        sequence: Index of the sequence.
-        tokens: Which of its tokens.
-        read, write: State slots.
-    """
-
-    sequence: int
-    tokens: slice
-    read: int
-    write: int
-
-
-def make_layout(pieces: Sequence[Piece], *, padding: int = 0, padding_requests: int = 0) -> StateLayout:
-    """The layout of a step, with its device arrays on the host.
-
-    Args:
-        padding: Tokens of padding at the end.
-        padding_requests: Requests of padding at the end.
-    """
-    lengths = [piece.tokens.stop - piece.tokens.start for piece in pieces]
-    num_requests, total = len(pieces) + padding_requests, sum(lengths)
-    starts = np.concatenate([[0], np.cumsum(lengths), [total] * padding_requests]).astype(np.int32)
-    spare = [-1] * padding_requests
-    read = np.array([piece.read for piece in pieces] + spare, dtype=np.int32)
-    write = np.array([piece.write for piece in pieces] + spare, dtype=np.int32)
-    longest = max(lengths)
-    return StateLayout(
-        num_requests,
-        total + padding,
-        longest,
-        starts,
-        read,
-        write,
-        *(torch.from_numpy(array) for array in (starts, read, write)),
-        kind=StepKind.DECODE if longest == 1 else StepKind.MIXED,
-        num_decodes=next((i for i, length in enumerate(lengths) if length != 1), len(lengths)),
+def _ssd_arguments(
+    dtype: torch.dtype, slots: Slots, plain: bool, heads: int, head_dim: int, groups: int, state_size: int
+) -> tuple[Any, ...]:
+    return (
+        _rows(dtype, slots, heads, head_dim, seed=1),
+        _rows(dtype, slots, heads, seed=2),
+        -torch.exp(random_tensor(torch.float32, heads, seed=3)),
+        _rows(dtype, slots, groups, state_size, seed=4, scale=0.5),
+        _rows(dtype, slots, groups, state_size, seed=5, scale=0.5),
+        None if plain else random_tensor(torch.float32, heads, seed=6),
+        None if plain else random_tensor(torch.float32, heads, seed=7),
+        _states(torch.float32, slots, heads, head_dim, state_size),
+        *slots.arguments(),
+        *((0.0, float("inf")) if plain else (0.01, 1.5)),
     )
 
 
-class StateHarness:
-    """States on the device, and steps of one operation over them.
-
-    Args:
-        subject: The platform.
-        runtime: The bound device.
-        case: The operation.
-        num_slots: State slots.
-
-    Attributes:
-        backend, state: The platform's backend, and the states of one layer that it has allocated.
-        provider: Name of the operation's provider.
-    """
-
-    def __init__(self, subject: PlatformUnderTest, runtime: DeviceRuntime, case: StateCase, num_slots: int) -> None:
-        self.case, self.runtime = case, runtime
-        self.backend = checked_state_backend(subject.platform, case.spec)
-        self.state = self.backend.allocate(num_slots, runtime.device)
-        resolved = OpTable.resolve(subject.platform.ops()).get(case.op, torch_dtype(case.dtype), **case.facts)
-        self._function, self.provider = resolved.function, resolved.provider
-
-    def metadata(self, layout: StateLayout) -> StateArguments:
-        """The backend's metadata of a step whose device arrays are on the host."""
-        for name in ("query_start_loc", "read_slots", "write_slots"):
-            setattr(layout, f"{name}_device", self.runtime.from_numpy(getattr(layout, name)))
-        return self.backend.build_metadata(layout)
-
-    def run(
-        self,
-        sequences: Sequence[Sequence[torch.Tensor | None]],
-        pieces: Sequence[Piece],
-        *,
-        padding: int = 0,
-        padding_requests: int = 0,
-    ) -> list[torch.Tensor]:
-        """Runs a step; the results of each piece on the host, and last those of the padding.
-
-        Args:
-            sequences: Arguments of each sequence, from `case.draw`. All have the same weights.
-        """
-        case = self.case
-        parts = [rows_of(case, sequences[piece.sequence], piece.tokens) for piece in pieces]
-        arguments: list[torch.Tensor | None] = []
-        for i, first in enumerate(parts[0]):
-            if first is None or i not in case.per_token:
-                arguments.append(None if first is None else self.runtime.to_device(first.clone()))
-                continue
-            rows = [part[i] for part in parts] + [torch.ones((padding, *first.shape[1:]), dtype=first.dtype)]
-            arguments.append(self.runtime.to_device(torch.cat(rows)))  # type: ignore[arg-type]
-        metadata = self.metadata(make_layout(pieces, padding=padding, padding_requests=padding_requests))
-        step = metadata.query_start_loc, metadata.read_slots, metadata.write_slots, metadata.max_query_len
-        with self.runtime.inference_mode():
-            result = self._function(*arguments, self.state[0], *step, *case.last)
-        self.runtime.step_mark()
-        sizes = [piece.tokens.stop - piece.tokens.start for piece in pieces] + [padding]
-        return list(self.runtime.to_host(result).wait().split(sizes))
-
-    def contents(self) -> torch.Tensor:
-        """All slots of the state but the scratch memory, on the host: [num_slots, ...]."""
-        return self.runtime.to_host(self.state[0]).wait().clone()[:-1]
+def _delta_rule_arguments(
+    dtype: torch.dtype, slots: Slots, plain: bool, k_heads: int, v_heads: int, k_dim: int, v_dim: int
+) -> tuple[Any, ...]:
+    return _delta_arguments(dtype, slots, plain, k_heads, v_heads, k_dim, v_dim, (v_heads,))
 
 
-def _causal_conv1d(dtype: str) -> list[StateCase]:
-    def case(channels: int, kernel_size: int, *, bias: bool, activation: str) -> StateCase:
-        def draw(num_tokens: int, seed: int) -> list[torch.Tensor | None]:
-            of = torch_dtype(dtype)
-            return [
-                random_tensor(of, num_tokens, channels, seed=100 + seed),
-                random_tensor(of, channels, kernel_size, seed=1, scale=kernel_size**-0.5),
-                random_tensor(of, channels, seed=2) if bias else None,
-            ]
-
-        spec = StateSpec((StateTensor((channels, kernel_size - 1), dtype),))
-        facts = {"channels": channels, "kernel_size": kernel_size}
-        return StateCase("causal_conv1d", dtype, facts, spec, (0,), draw, (activation,))
-
-    return [case(96, 4, bias=True, activation="silu"), case(64, 3, bias=False, activation="none")]
+def _kda_arguments(
+    dtype: torch.dtype, slots: Slots, plain: bool, heads: int, k_dim: int, v_dim: int
+) -> tuple[Any, ...]:
+    return _delta_arguments(dtype, slots, plain, heads, heads, k_dim, v_dim, (heads, k_dim))
 
 
-def _ssd(dtype: str) -> list[StateCase]:
-    def case(num_heads: int, head_dim: int, num_groups: int, state_size: int) -> StateCase:
-        def draw(num_tokens: int, seed: int) -> list[torch.Tensor | None]:
-            of = torch_dtype(dtype)
-            return [
-                random_tensor(of, num_tokens, num_heads, head_dim, seed=100 + seed),
-                random_tensor(of, num_tokens, num_heads, seed=200 + seed),
-                -random_tensor(torch.float32, num_heads, seed=1).exp(),
-                random_tensor(of, num_tokens, num_groups, state_size, seed=300 + seed, scale=state_size**-0.5),
-                random_tensor(of, num_tokens, num_groups, state_size, seed=400 + seed),
-                random_tensor(torch.float32, num_heads, seed=2),
-                random_tensor(torch.float32, num_heads, seed=3) - 3,
-            ]
-
-        spec = StateSpec((StateTensor((num_heads, head_dim, state_size), "float32"),))
-        facts = {"num_heads": num_heads, "head_dim": head_dim, "num_groups": num_groups, "state_size": state_size}
-        return StateCase("ssd", dtype, facts, spec, (0, 1, 3, 4), draw, (0.0, float("inf")))
-
-    return [case(4, 64, 2, 32), case(2, 32, 1, 64)]
-
-
-def _gated_delta_rule(dtype: str) -> list[StateCase]:
-    def case(num_k_heads: int, num_v_heads: int, head_dim: int) -> StateCase:
-        def draw(num_tokens: int, seed: int) -> list[torch.Tensor | None]:
-            of = torch_dtype(dtype)
-            decays = random_tensor(torch.float32, num_tokens, num_v_heads, seed=400 + seed)
-            return [
-                *(random_tensor(of, num_tokens, num_k_heads, head_dim, seed=100 * i + seed) for i in (1, 2)),
-                random_tensor(of, num_tokens, num_v_heads, head_dim, seed=300 + seed),
-                -0.1 * decays.exp(),
-                random_tensor(of, num_tokens, num_v_heads, seed=500 + seed).sigmoid(),
-            ]
-
-        spec = StateSpec((StateTensor((num_v_heads, head_dim, head_dim), "float32"),))
-        facts = {
-            "num_k_heads": num_k_heads,
-            "num_v_heads": num_v_heads,
-            "k_head_dim": head_dim,
-            "v_head_dim": head_dim,
-        }
-        last = (head_dim**-0.5, True)
-        return StateCase("gated_delta_rule", dtype, facts, spec, (0, 1, 2, 3, 4), draw, last)
-
-    return [case(2, 4, 64), case(2, 2, 32)]
+def _delta_arguments(
+    dtype: torch.dtype,
+    slots: Slots,
+    plain: bool,
+    k_heads: int,
+    v_heads: int,
+    k_dim: int,
+    v_dim: int,
+    decays: tuple[int, ...],
+) -> tuple[Any, ...]:
+    key_scale = 0.7 * k_dim**-0.5 if plain else 1.0  # without l2_norm keys longer than 1 would let the state grow
+    return (
+        _rows(dtype, slots, k_heads, k_dim, seed=1),
+        _rows(dtype, slots, k_heads, k_dim, seed=2, scale=key_scale),
+        _rows(dtype, slots, v_heads, v_dim, seed=3),
+        -_rows(torch.float32, slots, *decays, seed=4).exp() / 4,
+        _rows(dtype, slots, v_heads, seed=5).sigmoid().to(dtype if plain else torch.float32),
+        _states(torch.float32, slots, v_heads, k_dim, v_dim),
+        *slots.arguments(),
+        k_dim**-0.5,
+        not plain,
+    )
 
 
-def _kda(dtype: str) -> list[StateCase]:
-    num_heads, head_dim = 2, 64
+_OPERATIONS: dict[str, tuple[tuple[dict[str, int], ...], Callable[..., tuple[Any, ...]]]] = {
+    "causal_conv1d": (
+        ({"channels": 72, "kernel_size": 4}, {"channels": 300, "kernel_size": 3}),
+        _conv_arguments,
+    ),
+    "ssd": (
+        (
+            {"num_heads": 4, "head_dim": 16, "num_groups": 2, "state_size": 32},
+            {"num_heads": 3, "head_dim": 20, "num_groups": 1, "state_size": 85},
+        ),
+        _ssd_arguments,
+    ),
+    "gated_delta_rule": (
+        (
+            {"num_k_heads": 2, "num_v_heads": 4, "k_head_dim": 16, "v_head_dim": 64},
+            {"num_k_heads": 1, "num_v_heads": 3, "k_head_dim": 20, "v_head_dim": 43},
+        ),
+        _delta_rule_arguments,
+    ),
+    "kda": (
+        (
+            {"num_heads": 2, "k_head_dim": 16, "v_head_dim": 64},
+            {"num_heads": 3, "k_head_dim": 20, "v_head_dim": 43},
+        ),
+        _kda_arguments,
+    ),
+}
 
-    def draw(num_tokens: int, seed: int) -> list[torch.Tensor | None]:
-        of = torch_dtype(dtype)
-        decays = random_tensor(torch.float32, num_tokens, num_heads, head_dim, seed=400 + seed)
-        return [
-            *(random_tensor(of, num_tokens, num_heads, head_dim, seed=100 * i + seed) for i in (1, 2, 3)),
-            -0.1 * decays.exp(),
-            random_tensor(of, num_tokens, num_heads, seed=500 + seed).sigmoid(),
-        ]
 
-    spec = StateSpec((StateTensor((num_heads, head_dim, head_dim), "float32"),))
-    facts = {"num_heads": num_heads, "k_head_dim": head_dim, "v_head_dim": head_dim}
-    return [StateCase("kda", dtype, facts, spec, (0, 1, 2, 3, 4), draw, (head_dim**-0.5, True))]
+_GATES = ((True, "silu", True), (False, "silu", True), (True, "sigmoid", True), (False, "silu", False))
+"""norm_before_gate, activation, and whether there is a gate."""
+
+
+def gated_rms_norm_cases(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
+    """The cases of `gated_rms_norm`."""
+    for rows in ROWS:
+        for width, group_size in ((128, 32), (100, 100)):
+            for before, activation, gated in _GATES:
+                facts = {"width": width, "group_size": group_size, "norm_before_gate": before, "activation": activation}
+                yield OpCall(op, facts, partial(_gated_norm_arguments, dtype, rows, gated, **facts))
+
+
+def _gated_norm_arguments(
+    dtype: torch.dtype, rows: int, gated: bool, width: int, group_size: int, norm_before_gate: bool, activation: str
+) -> tuple[Any, ...]:
+    x, gate = random_tensor(dtype, rows, 2 * width).split(width, dim=1)
+    weight = random_tensor(torch.float32 if norm_before_gate else dtype, width, seed=1)
+    return x, gate if gated else None, weight, 1e-5, group_size, norm_before_gate, activation

@@ -14,19 +14,19 @@ from mvllm.platform.checked_calls import checked_state_backend
 from mvllm.plugin_api import DeviceRuntime, StateArguments, StateSpec, StateTensor
 from mvllm.testing.markers import clause
 from mvllm.testing.platform_under_test import PlatformUnderTest
-from mvllm.testing.state_cases import (
+from mvllm.testing.state_steps import (
     Piece,
     StateCase,
     StateHarness,
     make_layout,
-    state_cases,
+    step_cases,
     step_by_step,
     tolerance,
 )
 from mvllm.testing.tensor_assertions import assert_close, assert_equal
 from mvllm.testing.zoo import STATE_FAMILY, Zoo, assert_tokens, generate, main_dtype, make_llm, tie_of
 
-OPS = [op for op in sorted(SCHEMAS) if state_cases(op, "float32")]
+OPS = [op for op in sorted(SCHEMAS) if step_cases(op, "float32")]
 NUM_SLOTS = 8
 LENGTHS = (150, 70, 9, 1)
 """Tokens of the sequences: more than two chunks of 64, more than one, and a few."""
@@ -53,7 +53,7 @@ def test_states_are_zeros_of_the_announced_size(
     subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
 ) -> None:
     for op in OPS:
-        for case in state_cases(op, claimed_dtype):
+        for case in step_cases(op, claimed_dtype):
             backend = checked_state_backend(subject.platform, case.spec)
             state = backend.allocate(NUM_SLOTS, bound_device.device)
             assert isinstance(state, tuple) and len(state) == len(case.spec.tensors), f"{case}: one tensor is needed"
@@ -73,7 +73,7 @@ def test_states_are_zeros_of_the_announced_size(
 def test_metadata_hold_the_slots_of_the_layout(
     subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
 ) -> None:
-    harness = StateHarness(subject, bound_device, state_cases(OPS[0], claimed_dtype)[0], NUM_SLOTS)
+    harness = StateHarness(subject, bound_device, step_cases(OPS[0], claimed_dtype)[0], NUM_SLOTS)
     steps = (
         [Piece(0, slice(0, 1), 3, 3), Piece(1, slice(0, 1), -1, 5), Piece(2, slice(0, 1), 0, 2)],
         [Piece(0, slice(0, 1), 4, 4), Piece(1, slice(0, 5), -1, 0)],
@@ -94,7 +94,7 @@ def test_metadata_hold_the_slots_of_the_layout(
 def test_a_new_sequence_starts_from_zeros(
     subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str, op: str
 ) -> None:
-    for case in state_cases(op, claimed_dtype):
+    for case in step_cases(op, claimed_dtype):
         sequences = [case.draw(length, seed) for seed, length in enumerate((1, 5, 70))]
         exact = [step_by_step(case, sequence)[0] for sequence in sequences]
         for lengths in ((1,), (1, 5, 70)):
@@ -116,7 +116,7 @@ def test_only_the_written_slots_change(
     op: str,
     lengths: tuple[int, ...],
 ) -> None:
-    for case in state_cases(op, claimed_dtype):
+    for case in step_cases(op, claimed_dtype):
         sequences = [case.draw(length, seed) for seed, length in enumerate(lengths)]
         for padding in (0, 2):
             harness = StateHarness(subject, bound_device, case, NUM_SLOTS)
@@ -138,7 +138,7 @@ def test_only_the_written_slots_change(
 def test_a_sequence_in_pieces_gives_what_it_gives_token_by_token(
     subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str, op: str, cuts: str
 ) -> None:
-    case = state_cases(op, claimed_dtype)[0]
+    case = step_cases(op, claimed_dtype)[0]
     sequences = [case.draw(length, seed) for seed, length in enumerate(LENGTHS)]
     harness = StateHarness(subject, bound_device, case, NUM_SLOTS)
     harness.backend.fill(harness.state, math.nan)
@@ -172,7 +172,7 @@ def test_slots_are_copied_and_filled_whole(
     subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
 ) -> None:
     for op in OPS:
-        for case in state_cases(op, claimed_dtype):
+        for case in step_cases(op, claimed_dtype):
             harness = StateHarness(subject, bound_device, case, NUM_SLOTS)
             harness.backend.fill(harness.state, 2.5)
             assert_equal(harness.contents(), torch.full_like(harness.contents(), 2.5), f"filled states of {case}")
