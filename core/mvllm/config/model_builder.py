@@ -63,6 +63,7 @@ _ARCHITECTURE_OF_TYPE = {
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
     "emu3": "Emu3ForConditionalGeneration",
     "janus": "JanusForConditionalGeneration",
 }
