@@ -297,8 +297,6 @@ def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrain
 
 
 def _draw(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    if name.endswith(("A_log", "dt_bias")):  # states last for some tens of tokens
-        return 0.5 * torch.randn(shape, generator=generator) - 1.5
     return draw_weight(name, shape, generator, embedding_scale=0.4)
 
 

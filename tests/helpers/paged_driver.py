@@ -95,12 +95,12 @@ def make_layout(
 
 @dataclass
 class Sequence_:
-    """A request: its progress, its blocks, the length of its prompt and the slot of its state."""
+    """A request: its progress, its blocks, its state slot and the length of its prompt."""
 
     prompt_len: int
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
-    slot: int = -1
+    slot: int = 0
 
 
 class PagedDriver:
@@ -110,37 +110,33 @@ class PagedDriver:
         stages: The model, or its pipeline stages in order.
         block_size: Tokens per block.
         num_blocks: Blocks in the cache; allocated in a shuffled order.
-        num_slots: Slots of sequence states; each is filled with NaN, since the first step of a request reads none.
+        num_slots: State slots, which hold NaN at first; likewise.
     """
 
     def __init__(
-        self, *stages: CausalLM, block_size: int = 8, num_blocks: int = 256, num_slots: int = 8, seed: int = 0
+        self, *stages: CausalLM, block_size: int = 8, num_blocks: int = 256, seed: int = 0, num_slots: int = 16
     ) -> None:
         self.stages = stages
         self.block_size = block_size
         self._free = list(range(num_blocks))
         random.Random(seed).shuffle(self._free)
+        self._free_slots = random.Random(seed).sample(range(num_slots), num_slots)
         self._backends = {}
         for stage in stages:
             for layer in stage.attention_layers():
                 layer.kv_cache = layer.backend.allocate(num_blocks, block_size, HOST)
                 self._backends[layer.spec] = layer.backend
-            for layer in stage.state_layers():
-                layer.state = layer.backend.allocate(num_slots, HOST)
-                layer.backend.fill(layer.state, float("nan"))
-        self._free_slots = list(range(num_slots))
-        random.Random(seed).shuffle(self._free_slots)
+            for state_layer in stage.state_layers():
+                state_layer.state = state_layer.backend.allocate(num_slots, HOST)
+                state_layer.backend.fill(state_layer.state, torch.nan)
 
     def add(self, prompt_len: int) -> Sequence_:
         """Adds a request."""
-        return Sequence_(prompt_len)
+        return Sequence_(prompt_len, slot=self._free_slots.pop())
 
     @torch.inference_mode()
     def step(self, work: Sequence[tuple[Sequence_, Sequence[int]]]) -> list[torch.Tensor]:
-        """Computes the given tokens of each request; returns each request's logits [tokens, vocab_size].
-
-        Each step writes the state of a request into another slot than it reads.
-        """
+        """Computes the given tokens of each request; returns each request's logits [tokens, vocab_size]."""
         for sequence, tokens in work:
             needed = -(-(sequence.num_computed + len(tokens)) // self.block_size)
             while len(sequence.blocks) < needed:
@@ -156,20 +152,16 @@ class PagedDriver:
         positions = torch.cat([torch.arange(s.num_computed, s.num_computed + n) for (s, _), n in zip(work, lens)]).int()
         prompt_lens = torch.tensor([s.prompt_len for (s, _), n in zip(work, lens) for _ in range(n)], dtype=torch.int32)
         metadata = {spec: backend.build_metadata(layout) for spec, backend in self._backends.items()}
-        step = ForwardStep(metadata, prompt_lens, state_metadata=self._move_states([s for s, _ in work], layout))
+        slots = StateArguments(
+            layout.query_start_loc_device,
+            torch.tensor([s.slot if s.num_computed else -1 for s, _ in work], dtype=torch.int32),
+            torch.tensor([s.slot for s, _ in work], dtype=torch.int32),
+            layout.max_query_len,
+        )
         hidden = None
         for stage in self.stages:
-            hidden = stage(ids, positions, step, hidden)
+            hidden = stage(ids, positions, ForwardStep(metadata, prompt_lens, state_metadata=slots), hidden)
         for sequence, tokens in work:
             sequence.num_computed += len(tokens)
         assert hidden is not None
         return list(self.stages[-1].compute_logits(hidden).split(lens))
-
-    def _move_states(self, sequences: Sequence[Sequence_], layout: BatchLayout) -> StateArguments:
-        read = [sequence.slot for sequence in sequences]
-        write = [self._free_slots.pop(0) for _ in sequences]
-        self._free_slots += [slot for slot in read if slot >= 0]
-        for sequence, slot in zip(sequences, write, strict=True):
-            sequence.slot = slot
-        slots = (torch.tensor(each, dtype=torch.int32) for each in (read, write))
-        return StateArguments(layout.query_start_loc_device, *slots, layout.max_query_len)
