@@ -34,6 +34,7 @@ from mvllm.testing.zoo import draw_weight
 from tests.helpers.zoo_dense import DENSE
 from tests.helpers.zoo_hybrid import HYBRID
 from tests.helpers.zoo_moe import SPARSE
+from tests.helpers.zoo_state import STATE
 
 VOCAB_SIZE = 320
 EOS_TOKEN_ID = 1
@@ -238,6 +239,7 @@ ZOO: dict[str, ZooEntry] = {
     **{name: ZooEntry(**settings) for name, settings in DENSE.items()},
     **{name: ZooEntry(**settings) for name, settings in SPARSE.items()},
     **{name: ZooEntry(**settings) for name, settings in HYBRID.items()},
+    **{name: ZooEntry(**settings) for name, settings in STATE.items()},
 }
 
 
