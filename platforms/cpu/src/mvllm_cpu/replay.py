@@ -16,10 +16,6 @@ sums and products with a number (`recordable_torch_ops.py`), and any other opera
 incomplete. Then the record is executed with an arena full of NaN patterns and must reproduce the recorded result bit
 for bit; otherwise work is missing from it, and it is not used. Functions that cannot be replayed are called directly.
 
-A step must store sequence states once: a second run would start from what the first has stored. So the recorded run
-and its check store them in scratch memory, and a further run stores them. Of such functions only steps with one token
-per request are recorded.
-
 All-reduces over ranks are kernels, too. If a rank is late, the replay stops at that call and returns to Python, which
 checks whether the rank is alive, and resumes with the same call.
 """
@@ -29,13 +25,13 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mvllm.plugin_api import CompileBackend, StateArguments, get_logger
+from mvllm.plugin_api import CompileBackend, get_logger
 from mvllm_cpu import recording
 from mvllm_cpu.recordable_torch_ops import RecordableTorchOps
 from mvllm_cpu.recording import BlockingKernel, Call
@@ -186,33 +182,18 @@ class Replay(CompileBackend):
 
 
 class _Compiled:
-    """One function and its recordings, by the shapes of its arguments.
+    """One function and its recordings, by the shapes of its arguments."""
 
-    Args:
-        backend: Runs the recordings.
-        function: The function.
-        write_slots: Index of the argument with the slots to which it writes sequence states; None without states.
-    """
-
-    def __init__(self, backend: Replay, function: Callable[..., Any], write_slots: int | None = None) -> None:
+    def __init__(self, backend: Replay, function: Callable[..., Any]) -> None:
         self._backend = backend
         self._function = function
-        self._write_slots = write_slots
         self._programs: dict[Hashable, _Program | None] = {}
-        self._of_states: _Compiled | None = None
 
     def __call__(self, *args: Any) -> Any:
-        """Calls or replays the function.
-
-        Args:
-            args: Tensors, None, metadata of this platform's attention, or StateArguments.
-        """
+        """Calls or replays the function. `args`: tensors, None, or metadata of this platform's attention."""
         rows = next((arg.shape[0] for arg in args if isinstance(arg, torch.Tensor) and arg.dim()), MOST_ROWS + 1)
         if rows > MOST_ROWS:
             return self._function(*args)
-        place = next((i for i, arg in enumerate(args) if isinstance(arg, StateArguments)), None)
-        if place is not None:
-            return self._call_with_states(args[place], place, args)
         key = tuple(map(_key_of, args))
         program = self._programs.get(key, self)
         if program is None:
@@ -221,31 +202,8 @@ class _Compiled:
             return self._record(key, args)
         return self._backend.run(program, args)
 
-    def _call_with_states(self, states: StateArguments, place: int, args: tuple[Any, ...]) -> Any:
-        """Calls or replays the function with the tensors of `states` as separate arguments.
-
-        Args:
-            states: The argument at index `place`.
-        """
-        if states.max_query_len > 1:
-            return self._function(*args)
-        if self._of_states is None:
-
-            def function(*flat: Any) -> Any:
-                return self._function(*flat[:place], StateArguments(*flat[place : place + 3], 1), *flat[place + 3 :])
-
-            self._of_states = _Compiled(self._backend, function, write_slots=place + 2)
-        parts = states.query_start_loc, states.read_slots, states.write_slots
-        return self._of_states(*args[:place], *parts, *args[place + 1 :])
-
-    def _with_scratch(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments of a run that stores no sequence states."""
-        at = self._write_slots
-        return args if at is None else (*args[:at], torch.full_like(args[at], -1), *args[at + 1 :])
-
     def _record(self, key: Hashable, args: tuple[Any, ...]) -> Any:
         before = _copies(args)  # the function may modify its arguments
-        args, replayed = self._with_scratch(args), False
         with _OperationRecorder(self._backend.torch_ops) as recorder:
             result, calls, refusal = recording.record(lambda: self._function(*args))
         self._programs[key] = None
@@ -255,19 +213,14 @@ class _Compiled:
             program = _program(calls, recorder.allocated, result, args)
             self._backend.arena(program.arena_bytes)
             self._backend.poison_arena()
-            replayed = True
-            again = self._backend.run(program, self._with_scratch(_copies(before)))
+            again = self._backend.run(program, _copies(before))
             if not torch.equal(result.view(torch.uint8), again.view(torch.uint8)):
+                self._function(*before)  # the replay may have stored wrong keys and values
                 raise _NotReplayable("its kernels are not all of its work: the replay gives another result")
         except _NotReplayable as e:
             logger.debug("Steps of %s are not replayed: %s", key, e)
-            # The replay may have stored wrong keys and values, and no run has stored states.
-            if replayed or self._write_slots is not None:
-                self._function(*before)
         else:
             self._programs[key] = program
-            if self._write_slots is not None:
-                self._backend.run(program, before)
         return result
 
 
