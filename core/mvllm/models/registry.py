@@ -41,6 +41,11 @@ _MODELS = {
     "Glm4ForCausalLM": "mvllm.models.glm:Glm4ForCausalLM",
     "Starcoder2ForCausalLM": "mvllm.models.starcoder2:Starcoder2ForCausalLM",
     "FalconForCausalLM": "mvllm.models.falcon:FalconForCausalLM",
+    "BambaForCausalLM": "mvllm.models.bamba:BambaForCausalLM",
+    "GraniteMoeHybridForCausalLM": "mvllm.models.granite_moe_hybrid:GraniteMoeHybridForCausalLM",
+    "FalconH1ForCausalLM": "mvllm.models.falcon_h1:FalconH1ForCausalLM",
+    "NemotronHForCausalLM": "mvllm.models.nemotron_h:NemotronHForCausalLM",
+    "Mamba2ForCausalLM": "mvllm.models.mamba2:Mamba2ForCausalLM",
     "Emu3ForConditionalGeneration": "mvllm.models.emu3:Emu3ForConditionalGeneration",
     "JanusForConditionalGeneration": "mvllm.models.janus:JanusForConditionalGeneration",
 }

@@ -21,6 +21,7 @@ class OpSchema:
             not depend on the other rows on any device.
         replaces_others: Layers use the operation only if a provider has it (`ResolvedOp.may_replace`), and other
             operations in place of its reference.
+        updates: Parameters that the operation writes in place, as a part of its result.
     """
 
     reference: Callable[..., Any]
@@ -28,6 +29,7 @@ class OpSchema:
     may_overwrite: tuple[str, ...] = ()
     is_exact: bool = False
     replaces_others: bool = False
+    updates: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

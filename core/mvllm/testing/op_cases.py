@@ -12,6 +12,7 @@ import torch
 from mvllm.ops.all_schemas import SCHEMAS
 from mvllm.ops.draw import draw_block, filtered_draw
 from mvllm.ops.dtypes import torch_dtype
+from mvllm.ops.moe import UNGATED_ACTIVATIONS
 from mvllm.testing.block_quantized_cases import block_quantized_linear_cases, exact_block_quantized
 from mvllm.testing.op_call import ROWS, OpCall, random_tensor
 from mvllm.testing.quantized_moe_cases import exact_quantized_moe, inner_steps, quantized_moe_cases
@@ -21,6 +22,7 @@ from mvllm.testing.quantized_weight_cases import (
     float8_linear_cases,
     quantized_linear_cases,
 )
+from mvllm.testing.state_cases import compared, gated_rms_norm_cases, has_state, state_cases
 
 
 def op_calls(op: str, dtype: str) -> Iterator[OpCall]:
@@ -29,7 +31,10 @@ def op_calls(op: str, dtype: str) -> Iterator[OpCall]:
 
 
 def exact(case: OpCall) -> Any:
-    """The result of the reference for float64 arguments."""
+    """The result of the reference for float64 arguments.
+
+    For an operation that updates states, what `compared` returns for it.
+    """
     if case.op == "quantized_linear":
         return exact_quantized(*case.make())
     if case.op == "quantized_linear_silu_and_mul":
@@ -43,10 +48,11 @@ def exact(case: OpCall) -> Any:
     if case.op == "quantized_moe":
         return exact_quantized_moe(*case.make())
     arguments = [_as_float64(argument) for argument in case.make()]
-    if case.op in ("moe", "clamped_moe"):
+    if case.op in ("moe", "clamped_moe", "ungated_moe"):
         index = list(SCHEMAS[case.op].parameters).index("expert_weights")
         arguments[index] = arguments[index].float()  # float32 for every compute dtype
-    return SCHEMAS[case.op].reference(*arguments)
+    result = SCHEMAS[case.op].reference(*arguments)
+    return tuple(compared(case, [result], arguments)) if has_state(case.op) else result
 
 
 def result_dtype(op: str, dtype: str) -> str:
@@ -186,6 +192,19 @@ def _moe_arguments(dtype: torch.dtype, rows: int, clamped: bool) -> tuple[Any, .
         torch.softmax(random_tensor(torch.float32, rows, 2, seed=3), dim=-1),
         *((1.702, 1.5) if clamped else ()),  # alpha, and a limit that these inputs reach
     )
+
+
+def _ungated_moe(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
+    sizes = {"num_experts": 4, "top_k": 2, "hidden_size": 64, "intermediate_size": 32}
+    for activation in UNGATED_ACTIVATIONS:
+        for rows in ROWS:
+            arguments = partial(_ungated_moe_arguments, dtype, rows, activation)
+            yield OpCall(op, {**sizes, "activation": activation}, arguments, weight=(1, 2))
+
+
+def _ungated_moe_arguments(dtype: torch.dtype, rows: int, activation: str) -> tuple[Any, ...]:
+    x, gate_up, down, ids, weights = _moe_arguments(dtype, rows, False)
+    return x, gate_up[:, :32].contiguous(), down, ids, weights, activation
 
 
 _SELECTIONS = (  # whether there is a correction, and the parameters after it
@@ -356,9 +375,15 @@ _MAKERS: dict[str, Callable[[str, torch.dtype], Iterator[OpCall]]] = {
     "quantized_moe": quantized_moe_cases,
     "select_experts": _select_experts,
     "clamped_moe": _moe,
+    "ungated_moe": _ungated_moe,
     "argmax": _argmax,
     "logsumexp": _logsumexp,
     "filtered_draw": _filtered_draw,
     "add_lora": _add_lora,
     "add_lora_by_slot": _add_lora_by_slot,
+    "causal_conv1d": state_cases,
+    "ssd": state_cases,
+    "gated_delta_rule": state_cases,
+    "kda": state_cases,
+    "gated_rms_norm": gated_rms_norm_cases,
 }
