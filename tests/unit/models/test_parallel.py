@@ -33,6 +33,7 @@ NAMES = [
     "opt",
     "gpt2",
     "gpt2-untied",
+    "mamba2",
 ]
 TOKENS = draw_tokens(30, seed=7)
 
