@@ -62,6 +62,7 @@ from mvllm.platform.spec import (
     Refusal,
     Refusals,
 )
+from mvllm.platform.state import State, StateArguments, StateBackend, StateLayout, StateSpec, StateTensor
 from mvllm.platform.topology import GroupSpec, LaunchTopology, WorkerContext
 from mvllm.platform.worker_protocol import KVCacheNeeds, WorkerProtocol
 
@@ -154,6 +155,12 @@ __all__ = [
     "SchedulerOutput",
     "ShapePolicy",
     "SpeculativeConfig",
+    "State",
+    "StateArguments",
+    "StateBackend",
+    "StateLayout",
+    "StateSpec",
+    "StateTensor",
     "StepKind",
     "StructuredOutputsParams",
     "ThinkingTokens",

@@ -15,6 +15,7 @@ from mvllm.errors import ConfigError
 from mvllm.ops.dtypes import dtype_name
 from mvllm.ops.registry import OpTable, ResolvedOp
 from mvllm.platform.attention import AttentionBackend, AttentionMetadata, AttentionSpec
+from mvllm.platform.state import StateArguments, StateBackend, StateSpec
 
 if TYPE_CHECKING:
     from mvllm.layers.matrix_layout import MatrixLayout
@@ -52,6 +53,7 @@ class BuildContext:
         num_devices: Devices that this worker drives, over which its shard of each layer is sharded again.
         spread: `DeviceRuntime.place`, for workers with several devices.
         batch_invariant: The engine was started with `batch_invariant`.
+        state: Returns the backend of a spec of sequence states; equal specs have the same backend.
     """
 
     dtype: torch.dtype
@@ -66,6 +68,7 @@ class BuildContext:
     num_devices: int = 1
     spread: Callable[[torch.Tensor, int | None], torch.Tensor] | None = None
     batch_invariant: bool = False
+    state: Callable[[StateSpec], StateBackend] = StateBackend
 
     @property
     def shares(self) -> tuple[ShardIndex, ...]:
@@ -130,9 +133,11 @@ class ForwardStep:
         prompt_starts: Host, for encoders: the first token of each prompt, and the end of the last prompt.
         token_types: [T], int32, device: token type (first or second text) of each token; None means type 0 for all.
             Read only by models with `uses_token_types`.
+        state_metadata: The slots of the step's sequence states; None for models without them.
     """
 
     metadata: Mapping[Hashable, AttentionMetadata]
     prompt_lens: torch.Tensor | None = None
     prompt_starts: Sequence[int] | None = None
     token_types: torch.Tensor | None = None
+    state_metadata: StateArguments | None = None

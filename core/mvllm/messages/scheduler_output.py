@@ -76,6 +76,9 @@ class SchedulerOutput(msgspec.Struct, omit_defaults=True):
             allowed. Token t is bit t % 8 of byte t // 8. Each mask is padded to a multiple of 4 bytes.
         masks_follow: Whether masks are sent later because they depend on unknown tokens. Workers then sample only in
             `WorkerProtocol.sample_tokens`, which has the masks. Requires workers with that method.
+        read_slots: Of models with sequence states, the state slot that each of `rows` reads; -1 for a sequence that
+            starts, whose state is zeros. Empty for other models.
+        write_slots: The state slot that each of `rows` writes. Empty for models without sequence states.
     """
 
     step: int
@@ -90,6 +93,8 @@ class SchedulerOutput(msgspec.Struct, omit_defaults=True):
     mask_rows: list[int] = []
     token_masks: bytes = b""
     masks_follow: bool = False
+    read_slots: list[int] = []
+    write_slots: list[int] = []
 
 
 class ModelRunnerOutput(msgspec.Struct, omit_defaults=True):

@@ -19,6 +19,7 @@ from mvllm.layers.attention import Attention
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.embedding import LMHead, VocabEmbedding
 from mvllm.layers.pipeline_stage import PipelineStage
+from mvllm.layers.state import SequenceState
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.models.pixel_decoder import PixelDecoder
 
@@ -115,6 +116,10 @@ class CausalLM(nn.Module, ABC):
     def attention_layers(self) -> list[Attention]:
         """The attention of each layer on this rank, in layer order."""
         return [module for module in self.modules() if isinstance(module, Attention)]
+
+    def state_layers(self) -> list[SequenceState]:
+        """The sequence state of each layer on this rank that has one, in layer order."""
+        return [module for module in self.modules() if isinstance(module, SequenceState)]
 
     def weight_targets(self) -> dict[str, list[WeightTarget]]:
         """Targets on this rank by checkpoint tensor name. The checkpoint must have each of these tensors."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from mvllm.errors import MvllmError, PlatformError
+from mvllm.errors import ConfigError, MvllmError, PlatformError
 from mvllm.platform.attention import AttentionBackend, AttentionSpec
 from mvllm.platform.capabilities import Capabilities
 from mvllm.platform.interface import Platform
+from mvllm.platform.state import StateBackend, StateSpec
 
 
 def call_checked(platform: Platform, what: str, *args: Any, returns: type | tuple[type, ...]) -> Any:
@@ -61,4 +62,22 @@ def checked_attention_backend(platform: Platform, spec: AttentionSpec) -> Attent
             "support. Choose another platform."
         )
     backend: AttentionBackend = call_checked(platform, "attention_backend", spec, returns=AttentionBackend)
+    return backend
+
+
+def checked_state_backend(platform: Platform, spec: StateSpec) -> StateBackend:
+    """The platform's backend for `spec`.
+
+    Raises:
+        ConfigError: The platform does not claim `Capabilities.state`.
+        PlatformError: The platform has no backend for it.
+    """
+    claimed: Capabilities = call_checked(platform, "capabilities", returns=Capabilities)
+    if not claimed.state:
+        raise ConfigError(
+            f"The model has layers with a sequence state ({spec.bytes_per_sequence:,} bytes per sequence and layer), "
+            f"but the platform {platform.spec.name!r} does not claim Capabilities.state. Choose another platform, or a "
+            "model with attention only."
+        )
+    backend: StateBackend = call_checked(platform, "state_backend", spec, returns=StateBackend)
     return backend

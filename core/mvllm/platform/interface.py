@@ -15,6 +15,7 @@ from mvllm.platform.op_provider import OpProvider
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.shapes import ShapePolicy
 from mvllm.platform.spec import Check, Plan, PlatformSpec, Refusals
+from mvllm.platform.state import StateBackend, StateSpec
 from mvllm.platform.topology import GroupSpec, LaunchTopology, WorkerContext
 
 if TYPE_CHECKING:
@@ -75,6 +76,16 @@ class Platform(ABC):
         Raises:
             PlatformError: No backend supports the spec; the message lists the reasons.
         """
+
+    def state_backend(self, spec: StateSpec) -> StateBackend:
+        """A backend for sequence states of `spec`. Phase: worker. Since contract 1.1.
+
+        Called only if `capabilities.state`. Default: torch tensors on the device.
+
+        Raises:
+            PlatformError: No backend supports the spec; the message lists the reasons.
+        """
+        return StateBackend(spec)
 
     def ops(self) -> Sequence[OpProvider]:
         """Operations that the platform replaces. Phase: worker. Default: none; the references run."""

@@ -21,11 +21,14 @@ class KVCacheNeeds:
         block_sizes: Tokens per block that all its attention backends support, the preferred one first.
         layer_windows: Sliding window of each layer in tokens, or None for full attention; the layers take equal shares
             of the bytes. Empty if all layers have full attention.
+        state_bytes: Bytes of one state slot on this worker, over all its layers; 0 for models without sequence states.
+            Since contract 1.1.
     """
 
     bytes_per_token: int
     block_sizes: tuple[int, ...]
     layer_windows: tuple[int | None, ...] = ()
+    state_bytes: int = 0
 
 
 def defined_together(kind: type, method: str, other: str) -> bool:
@@ -61,6 +64,13 @@ class WorkerProtocol(Protocol):
         Called only if the `KVCacheNeeds` of all workers list windows, and different ones. A class that lists none
         may leave this method out. Layers of one window are assigned in turn to the groups of that window. A block then
         has the size of the largest group of this worker. A window of `max_model_len` or more counts as None.
+        """
+
+    def allocate_states(self, num_slots: int) -> None:
+        """Before `allocate_kv_cache`: the number of state slots, which `allocate_kv_cache` allocates with its blocks.
+
+        Since contract 1.1. Called only if the `KVCacheNeeds` of a worker have `state_bytes`. A class that has none may
+        leave this method out.
         """
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
