@@ -33,6 +33,7 @@ from transformers.models.auto import AutoModelForCausalLM
 from mvllm.testing.zoo import draw_weight
 from tests.helpers.zoo_dense import DENSE
 from tests.helpers.zoo_moe import SPARSE
+from tests.helpers.zoo_state import STATE
 
 VOCAB_SIZE = 320
 EOS_TOKEN_ID = 1
@@ -236,6 +237,7 @@ ZOO: dict[str, ZooEntry] = {
     "gpt2-first-names": ZooEntry(_gpt2(), edit_tensors=_as_original_gpt2),
     **{name: ZooEntry(**settings) for name, settings in DENSE.items()},
     **{name: ZooEntry(**settings) for name, settings in SPARSE.items()},
+    **{name: ZooEntry(**settings) for name, settings in STATE.items()},
 }
 
 

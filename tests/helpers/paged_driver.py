@@ -23,6 +23,7 @@ from mvllm.models.weight_loader import load_weights
 from mvllm.ops.registry import OpTable
 from mvllm.platform.attention import AttentionSpec, BatchLayout
 from mvllm.platform.op_provider import OpProvider
+from mvllm.platform.state import StateArguments
 
 HOST = torch.device("cpu")
 
@@ -94,11 +95,12 @@ def make_layout(
 
 @dataclass
 class Sequence_:
-    """A request: its progress, its blocks and the length of its prompt."""
+    """A request: its progress, its blocks, its state slot and the length of its prompt."""
 
     prompt_len: int
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    slot: int = 0
 
 
 class PagedDriver:
@@ -108,22 +110,29 @@ class PagedDriver:
         stages: The model, or its pipeline stages in order.
         block_size: Tokens per block.
         num_blocks: Blocks in the cache; allocated in a shuffled order.
+        num_slots: State slots, which hold NaN at first; likewise.
     """
 
-    def __init__(self, *stages: CausalLM, block_size: int = 8, num_blocks: int = 256, seed: int = 0) -> None:
+    def __init__(
+        self, *stages: CausalLM, block_size: int = 8, num_blocks: int = 256, seed: int = 0, num_slots: int = 16
+    ) -> None:
         self.stages = stages
         self.block_size = block_size
         self._free = list(range(num_blocks))
         random.Random(seed).shuffle(self._free)
+        self._free_slots = random.Random(seed).sample(range(num_slots), num_slots)
         self._backends = {}
         for stage in stages:
             for layer in stage.attention_layers():
                 layer.kv_cache = layer.backend.allocate(num_blocks, block_size, HOST)
                 self._backends[layer.spec] = layer.backend
+            for state_layer in stage.state_layers():
+                state_layer.state = state_layer.backend.allocate(num_slots, HOST)
+                state_layer.backend.fill(state_layer.state, torch.nan)
 
     def add(self, prompt_len: int) -> Sequence_:
         """Adds a request."""
-        return Sequence_(prompt_len)
+        return Sequence_(prompt_len, slot=self._free_slots.pop())
 
     @torch.inference_mode()
     def step(self, work: Sequence[tuple[Sequence_, Sequence[int]]]) -> list[torch.Tensor]:
@@ -143,9 +152,15 @@ class PagedDriver:
         positions = torch.cat([torch.arange(s.num_computed, s.num_computed + n) for (s, _), n in zip(work, lens)]).int()
         prompt_lens = torch.tensor([s.prompt_len for (s, _), n in zip(work, lens) for _ in range(n)], dtype=torch.int32)
         metadata = {spec: backend.build_metadata(layout) for spec, backend in self._backends.items()}
+        slots = StateArguments(
+            layout.query_start_loc_device,
+            torch.tensor([s.slot if s.num_computed else -1 for s, _ in work], dtype=torch.int32),
+            torch.tensor([s.slot for s, _ in work], dtype=torch.int32),
+            layout.max_query_len,
+        )
         hidden = None
         for stage in self.stages:
-            hidden = stage(ids, positions, ForwardStep(metadata, prompt_lens), hidden)
+            hidden = stage(ids, positions, ForwardStep(metadata, prompt_lens, state_metadata=slots), hidden)
         for sequence, tokens in work:
             sequence.num_computed += len(tokens)
         assert hidden is not None

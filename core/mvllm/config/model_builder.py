@@ -59,6 +59,7 @@ _ARCHITECTURE_OF_TYPE = {
     "glm4": "Glm4ForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
     "falcon": "FalconForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
     "emu3": "Emu3ForConditionalGeneration",
     "janus": "JanusForConditionalGeneration",
     "qwen3_next": "Qwen3NextForCausalLM",

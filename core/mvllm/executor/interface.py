@@ -168,7 +168,13 @@ class Executor(ABC):
         """The bytes that a profiling step leaves for the KV cache on each worker, in rank order."""
         return self.collective_rpc("available_kv_bytes")
 
-    def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
-        """Allocates the KV cache on every worker, then warms the workers up."""
+    def allocate_kv_cache(self, num_blocks: int, block_size: int, num_state_slots: int = 0) -> None:
+        """Allocates the KV cache on every worker, then warms the workers up.
+
+        Args:
+            num_state_slots: Slots for sequence states; 0 for models without them.
+        """
+        if num_state_slots:
+            self.collective_rpc("allocate_states", (num_state_slots,))
         self.collective_rpc("allocate_kv_cache", (num_blocks, block_size))
         self.collective_rpc("warm_up")

@@ -41,6 +41,7 @@ _MODELS = {
     "Glm4ForCausalLM": "mvllm.models.glm:Glm4ForCausalLM",
     "Starcoder2ForCausalLM": "mvllm.models.starcoder2:Starcoder2ForCausalLM",
     "FalconForCausalLM": "mvllm.models.falcon:FalconForCausalLM",
+    "Mamba2ForCausalLM": "mvllm.models.mamba2:Mamba2ForCausalLM",
     "Emu3ForConditionalGeneration": "mvllm.models.emu3:Emu3ForConditionalGeneration",
     "Qwen3NextForCausalLM": "mvllm.models.qwen3_next:Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM": "mvllm.models.qwen3_5:Qwen3_5ForCausalLM",

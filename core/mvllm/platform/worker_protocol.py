@@ -67,10 +67,13 @@ class WorkerProtocol(Protocol):
         """
 
     def allocate_states(self, num_slots: int) -> None:
-        """Before `allocate_kv_cache`: the number of state slots, which `allocate_kv_cache` allocates with its blocks.
+        """Before `allocate_kv_cache`: allocates slots for the sequence states of every layer.
 
         Since contract 1.1. Called only if the `KVCacheNeeds` of a worker have `state_bytes`. A class that has none may
         leave this method out.
+
+        Raises:
+            MemoryError: They do not fit.
         """
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:

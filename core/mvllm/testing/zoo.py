@@ -175,6 +175,8 @@ def draw_weight(
     noise = torch.randn(shape, generator=generator)
     if "norm" in name or ".ln_" in name:
         return 1 + 0.2 * noise if name.endswith("weight") else 0.05 * noise
+    if name.endswith("dt_bias"):
+        return 0.3 * noise - 2  # small time steps: a state keeps a token for some dozens of steps
     if len(shape) == 1:
         return 0.3 * noise
     if any(part in name for part in ("embed_positions", "wpe")):

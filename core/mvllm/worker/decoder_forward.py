@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,6 +11,7 @@ from mvllm.layers.context import ForwardStep
 from mvllm.layers.lora import CurrentLoRAMapping, LoRAMapping
 from mvllm.platform.attention import AttentionMetadata
 from mvllm.platform.graphs import CompileBackend
+from mvllm.platform.state import StateArguments, StateBackend
 from mvllm.worker.kv_cache_layers import AttentionGroups
 from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
 from mvllm.worker.step_inputs import StepInputs
@@ -25,6 +26,7 @@ class DecoderForward:
     Args:
         model: The model, with its weights.
         attention_groups: The attention backends of its layers.
+        state_backend: Builds the metadata of its sequence states; None if no layer has a state.
 
     Attributes:
         lora: The LoRA mapping that the layers of the model read; None without LoRA.
@@ -32,9 +34,12 @@ class DecoderForward:
             have no placeholders.
     """
 
-    def __init__(self, model: CausalLM, attention_groups: AttentionGroups) -> None:
+    def __init__(
+        self, model: CausalLM, attention_groups: AttentionGroups, state_backend: StateBackend | None = None
+    ) -> None:
         self.model = model
         self.attention_groups = attention_groups
+        self.state_backend = state_backend
         self.lora: CurrentLoRAMapping | None = None
         self.token_buffer: SampledTokenBuffer | None = None
         self._compiled: Callable[..., torch.Tensor] | None = None
@@ -60,7 +65,12 @@ class DecoderForward:
             adapters: LoRA adapters of the step's tokens.
         """
         function = self.call_model if self._compiled is None else self._compiled
-        metadata = [backend.build_metadata(inputs.layouts[group]) for backend, group in self.attention_groups.values()]
+        metadata: list[Any] = [
+            backend.build_metadata(inputs.layouts[group]) for backend, group in self.attention_groups.values()
+        ]
+        if self.state_backend is not None:
+            assert inputs.state_layout is not None, "the step has slots for states"
+            metadata.append(self.state_backend.build_metadata(inputs.state_layout))
         args = inputs.token_ids, inputs.positions, inputs.prompt_lens, intermediate, *metadata
         if adapters is None:
             return function(*args)
@@ -76,19 +86,19 @@ class DecoderForward:
         positions: torch.Tensor,
         prompt_lens: torch.Tensor | None,
         intermediate: torch.Tensor | None,
-        *others: AttentionMetadata,
+        *others: Any,
     ) -> torch.Tensor:
         """The function that is compiled.
 
         Args:
-            others: Attention metadata in the order of `attention_groups`; in a captured step with LoRA then the slot of
-                each token's adapter.
+            others: Attention metadata in the order of `attention_groups`; for models with sequence states then a
+                StateArguments; in a captured step with LoRA then the slot of each token's adapter.
         """
-        num_groups = len(self.attention_groups)
-        metadata = others[:num_groups]
-        if len(others) > num_groups:
+        num_metadata = len(self.attention_groups) + (self.state_backend is not None)
+        metadata = others[:num_metadata]
+        if len(others) > num_metadata:
             assert self.lora is not None
-            with self.lora.active(LoRAMapping(None, (), others[num_groups])):
+            with self.lora.active(LoRAMapping(None, (), others[num_metadata])):
                 return self._call_model(token_ids, positions, prompt_lens, intermediate, metadata)
         return self._call_model(token_ids, positions, prompt_lens, intermediate, metadata)
 
@@ -98,10 +108,14 @@ class DecoderForward:
         positions: torch.Tensor,
         prompt_lens: torch.Tensor | None,
         intermediate: torch.Tensor | None,
-        metadata: tuple[AttentionMetadata, ...],
+        metadata: tuple[Any, ...],
     ) -> torch.Tensor:
         if self.token_buffer is not None:
             token_ids = self.token_buffer.replace_placeholders(token_ids)
-        step = ForwardStep(dict(zip(self.attention_groups, metadata, strict=True)), prompt_lens)
+        slots: StateArguments | None = None
+        if self.state_backend is not None:
+            metadata, slots = metadata[:-1], metadata[-1]
+        of_groups: dict[Hashable, AttentionMetadata] = dict(zip(self.attention_groups, metadata, strict=True))
+        step = ForwardStep(of_groups, prompt_lens, state_metadata=slots)
         hidden: torch.Tensor = self.model(token_ids, positions, step, intermediate)
         return hidden

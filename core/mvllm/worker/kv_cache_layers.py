@@ -1,4 +1,4 @@
-"""The attention layers of a rank that have a KV cache: their backends, groups and cache tensors."""
+"""The layers of a rank that have a KV cache or sequence states: their backends, groups and cache tensors."""
 
 from __future__ import annotations
 
@@ -14,16 +14,22 @@ from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.worker_protocol import KVCacheNeeds
 from mvllm.worker.kv_cache_groups import assign_layers_to_groups, layer_windows, reported_windows
 from mvllm.worker.out_of_memory import out_of_memory_as
+from mvllm.worker.state_layers import StateLayers
 
 if TYPE_CHECKING:
     from mvllm.layers.attention import Attention
+    from mvllm.layers.state import SequenceState
 
 AttentionGroups = Mapping[Hashable, tuple[AttentionBackend, int]]
 """Backend and group of each attention metadata, by the layers' `metadata_key`."""
 
 
+_BLOCK_SIZES_WITHOUT_ATTENTION = (16, 1, 2, 4, 8, 32, 64, 128, 256, 512, 1024)
+"""Blocks of a rank without attention layers only name tokens. Other ranks may have attention backends."""
+
+
 class KVCacheLayers:
-    """All attention layers of a rank, of the served model and of a draft model.
+    """All attention layers of a rank, of the served model and of a draft model, and the layers with a sequence state.
 
     Args:
         config: The engine's configuration.
@@ -32,7 +38,8 @@ class KVCacheLayers:
 
     Attributes:
         groups: Attention window of each group in tokens, or None for full attention.
-        attention_groups: Backends and groups of all layers.
+        attention_groups: Backends and groups of all attention layers.
+        states: The layers with a sequence state.
     """
 
     def __init__(self, config: EngineConfig, platform: Platform, runtime: DeviceRuntime) -> None:
@@ -45,6 +52,7 @@ class KVCacheLayers:
         self._layer_positions: list[tuple[int, int]] = []
         self.groups: list[int | None] = [None]
         self.attention_groups: dict[Hashable, tuple[AttentionBackend, int]] = {}
+        self.states = StateLayers(platform, runtime)
 
     def backend_for(self, spec: AttentionSpec) -> AttentionBackend:
         """The backend of layers with this spec. Equal specs share one."""
@@ -52,9 +60,10 @@ class KVCacheLayers:
             self._backends[spec] = checked_attention_backend(self._platform, spec)
         return self._backends[spec]
 
-    def set_layers(self, layers: Iterable[Attention]) -> None:
-        """Replaces the layers, and assigns the new ones to the present groups."""
+    def set_layers(self, layers: Iterable[Attention], state_layers: Iterable[SequenceState] = ()) -> None:
+        """Replaces the layers, and assigns those with attention to the present groups."""
         self._layers = list(layers)
+        self.states.set_layers(state_layers)
         self._windows = layer_windows(self._layers, self._runtime.device)
         self._assign_groups()
 
@@ -62,6 +71,7 @@ class KVCacheLayers:
         """Drops the layers and their caches."""
         self.free_caches()
         self._layers = []
+        self.states.clear()
 
     def set_groups(self, windows: Sequence[int | None]) -> None:
         """Gives each group of layers its own block table.
@@ -78,13 +88,16 @@ class KVCacheLayers:
         return {key: plan for key, plan in self.attention_groups.items() if key in keys}
 
     def kv_cache_needs(self) -> KVCacheNeeds:
-        """Bytes of one token over all layers, and the block sizes that all backends accept.
+        """Bytes of one token and of one state slot over all layers, and the block sizes that all backends accept.
 
         Raises:
             CacheError: The backends have no block size in common.
         """
-        if not self._layers:  # an encoder: one block holds a whole prompt, and takes no memory
-            return KVCacheNeeds(0, (self._config.model.max_model_len,))
+        state_bytes = self.states.bytes_per_slot
+        if not self._layers:
+            if self._config.model.kind.is_encoder:  # one block holds a whole prompt, and takes no memory
+                return KVCacheNeeds(0, (self._config.model.max_model_len,))
+            return KVCacheNeeds(0, _BLOCK_SIZES_WITHOUT_ATTENTION, state_bytes=state_bytes)
         layouts = [layer.backend.kv_layout() for layer in self._layers]
         common = [size for size in layouts[0].block_sizes if all(size in layout.block_sizes for layout in layouts)]
         if not common:
@@ -96,7 +109,7 @@ class KVCacheLayers:
             return KVCacheNeeds(bytes_per_token, tuple(common), ())
         stages = self._config.parallel.pipeline_parallel_size
         windows = reported_windows(self._layers, self._windows, self._runtime.device, stages)
-        return KVCacheNeeds(bytes_per_token, tuple(common), windows)
+        return KVCacheNeeds(bytes_per_token, tuple(common), windows, state_bytes)
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Allocates the KV cache of every layer; layers of different groups share one.
@@ -118,13 +131,14 @@ class KVCacheLayers:
 
     @property
     def has_missing_caches(self) -> bool:
-        """Whether a layer has no cache."""
-        return any(layer.kv_cache is None for layer in self._layers)
+        """Whether a layer has no cache or no states."""
+        return self.states.has_missing_states or any(layer.kv_cache is None for layer in self._layers)
 
     def free_caches(self) -> None:
-        """Frees all caches."""
+        """Frees all caches and states."""
         for layer in self._layers:
             layer.kv_cache = None
+        self.states.free()
 
     def _assign_groups(self) -> None:
         """Assigns layers to groups. A backend builds one metadata per step, so each block table has its own backend."""

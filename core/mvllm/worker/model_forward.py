@@ -73,7 +73,8 @@ class ModelForward:
     def bind_model(self) -> None:
         """Prepares to run the loaded model, with the current KV cache groups."""
         model = self.loader.model
-        self.decoder = DecoderForward(model, self.layers.attention_groups_of(model.attention_layers()))
+        groups = self.layers.attention_groups_of(model.attention_layers())
+        self.decoder = DecoderForward(model, groups, self.layers.states.step_backend)
         self.decoder.lora = self.loader.lora_manager.step if self.loader.supports_lora else None
 
     def release(self) -> None:

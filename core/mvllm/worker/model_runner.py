@@ -141,6 +141,7 @@ class ModelRunner:
         self._proposer: Proposer | None = None
         self._sampled_token_buffer: SampledTokenBuffer | None = None
         self._step_awaiting_masks: _UnsampledStep | None = None
+        self._num_state_slots = 0
 
     # ------------------------------------------------------------------------------------------------------ start
 
@@ -164,7 +165,7 @@ class ModelRunner:
         self._forward.bind_model()
 
     def kv_cache_needs(self) -> KVCacheNeeds:
-        """Bytes of one token over all layers, and the block sizes that all backends accept.
+        """Bytes of one token and of one state slot over all layers, and the block sizes that all backends accept.
 
         Raises:
             CacheError: The backends have no block size in common.
@@ -173,7 +174,7 @@ class ModelRunner:
 
     @_in_inference_mode
     def profile(self, divisor: int = 1) -> None:
-        """Runs the largest step that the limits allow on a one-block KV cache, which is freed at the end.
+        """Runs the largest step that the limits allow on one block and one state slot, which are freed at the end.
 
         The caller reads the runtime's peak memory before and after.
 
@@ -182,6 +183,7 @@ class ModelRunner:
         """
         block_size = self.kv_cache_needs().block_sizes[0]
         self._layers.allocate(1, block_size)
+        self._layers.states.allocate(1)
         with step_out_of_memory_error(self._config.scheduler, self._runtime):
             profile_step(
                 self._forward,
@@ -200,6 +202,11 @@ class ModelRunner:
         """
         self._layers.set_groups(windows)
         self._forward.bind_model()
+
+    def allocate_states(self, num_slots: int) -> None:
+        """Allocates the sequence states of every layer, before `allocate_kv_cache`."""
+        self._num_state_slots = num_slots
+        self._layers.states.allocate(num_slots)
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
         """Allocates the KV cache of every layer, compiles the model, and makes the rows and buffers of steps."""
@@ -225,6 +232,7 @@ class ModelRunner:
             with_sample_rows=on_device,
             max_draft_tokens=self._num_speculative,
             every_request_samples=self._forward.is_static,
+            with_states=self._layers.states.step_backend is not None,
         )
         sizes = None if shapes.requests is None else tuple(reversed(sample_sizes(shapes, max_rows)))
         self._prompt_logprobs = PromptLogprobsComputer(self.rows, self._runtime, sizes, self._logsumexp)
@@ -268,7 +276,7 @@ class ModelRunner:
     # ------------------------------------------------------------------------------------------------ sleep and end
 
     def sleep(self, *, drop_weights: bool) -> None:
-        """Frees the KV cache, and with `drop_weights` the model. Rows and buffers stay: they are small."""
+        """Frees the KV cache and states, and with `drop_weights` the model. Rows and buffers stay: they are small."""
         self._runtime.synchronize()
         self._forward.drop_compiled()
         self._proposer = None
@@ -294,6 +302,7 @@ class ModelRunner:
             self._sampler = sampler
         if "kv_cache" in tags and self._layers.has_missing_caches:
             self._layers.allocate(self._num_blocks, self._block_size)
+            self._layers.states.allocate(self._num_state_slots)
             self._compile_models()
 
     def close(self) -> None:
@@ -389,6 +398,9 @@ class ModelRunner:
         self.rows.num_computed[inputs.rows] += inputs.num_scheduled
         # A draft token counts as computed once it is accepted.
         self.rows.num_computed[inputs.rows[inputs.sampling_positions]] -= inputs.num_draft_tokens
+        if plan.read_slots:
+            for position, drafts in plan.draft_token_ids.items():
+                self.rows.verified[plan.rows[position]] = (int(inputs.first_positions[position]), len(drafts))
         return inputs, hidden, states
 
     def _sample_step(

@@ -2,6 +2,7 @@
 
     | token_ids T | positions T | slots T | query_start_loc R+1 | seq_lens R | logits_indices L | block_table R*P |
     | prompt_lens T, for models that read it | sample_rows S, where tokens stay on the device |  all int32
+    | read_slots R | write_slots R, for models with sequence states |
     | slots T | block_table R*P | for each further group of layers
 
 T tokens, R requests, S rows that sample, P pages (width of the block table): each padded up to the platform's buckets,
@@ -29,6 +30,7 @@ from mvllm.platform.attention import BatchLayout
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.shapes import ShapePolicy, StepKind
 from mvllm.platform.staging_buffers import StagingBuffers
+from mvllm.platform.state import StateLayout
 from mvllm.worker.capture_shapes import reachable_shapes
 from mvllm.worker.input_batch import InputBatch
 
@@ -43,6 +45,7 @@ class BufferLayout:
         tokens, requests, logits_rows, pages: T, R, L, P.
         prompt_lens, sample_rows: Sizes of these parts; 0 without them.
         num_groups: Groups of layers.
+        state_slots: Sizes of `read_slots` and `write_slots`; 0 without sequence states.
     """
 
     tokens: int
@@ -52,18 +55,20 @@ class BufferLayout:
     prompt_lens: int
     sample_rows: int
     num_groups: int
+    state_slots: int = 0
 
     @cached_property
     def sizes(self) -> list[int]:
         """Sizes of the parts, in the order of the module's picture."""
         table = self.requests * self.pages
         first = [*[self.tokens] * 3, self.requests + 1, self.requests, self.logits_rows, table]
-        return [*first, self.prompt_lens, self.sample_rows, *[self.tokens, table] * (self.num_groups - 1)]
+        optional = [self.prompt_lens, self.sample_rows, self.state_slots, self.state_slots]
+        return [*first, *optional, *[self.tokens, table] * (self.num_groups - 1)]
 
     @property
     def slot_and_table_indices(self) -> list[tuple[int, int]]:
         """Index of each group's slots and block table among the parts."""
-        return [(2, 6), *((i, i + 1) for i in range(9, len(self.sizes), 2))]
+        return [(2, 6), *((i, i + 1) for i in range(11, len(self.sizes), 2))]
 
     def parts(self, buffer: _Buffer) -> list[_Buffer]:
         """The parts of a buffer. Slices rather than `split`, whose results some devices do not accept as indices."""
@@ -114,6 +119,33 @@ class BufferLayout:
         ]
 
 
+    def state_layout(
+        self, parts: list[np.ndarray], views: list[torch.Tensor], of: BatchLayout
+    ) -> StateLayout | None:
+        """The StateLayout of a step; None without sequence states.
+
+        Args:
+            parts, views: As in `layouts`.
+            of: The BatchLayout of the step.
+        """
+        if not self.state_slots:
+            return None
+        return StateLayout(
+            num_requests=self.requests,
+            num_tokens=self.tokens,
+            max_query_len=of.max_query_len,
+            query_start_loc=parts[3],
+            read_slots=parts[9],
+            write_slots=parts[10],
+            query_start_loc_device=views[3],
+            read_slots_device=views[9],
+            write_slots_device=views[10],
+            kind=of.kind,
+            num_decodes=of.num_decodes,
+            capture=of.capture,
+        )
+
+
 @dataclass
 class StepInputs:
     """The inputs of one step.
@@ -134,6 +166,7 @@ class StepInputs:
         prompt_lens: int32 [T], device: prompt length of each token's request; None for models that do not read it.
         sample_rows: int32 [S], device: the rows that sample, padded with an unused row; None where tokens do not stay
             on the device.
+        state_layout: For the state backend; None for models without sequence states.
     """
 
     rows: np.ndarray
@@ -147,6 +180,7 @@ class StepInputs:
     layouts: list[BatchLayout]
     prompt_lens: torch.Tensor | None = None
     sample_rows: torch.Tensor | None = None
+    state_layout: StateLayout | None = None
 
     @property
     def layout(self) -> BatchLayout:
@@ -173,6 +207,7 @@ class StepInputBuilder:
         with_sample_rows: Build `sample_rows`.
         max_draft_tokens: Most draft tokens of a row in one step.
         every_request_samples: Pad S to the size of R, so that shapes depend on one size less.
+        with_states: The model has sequence states.
 
     Attributes:
         staging: The buffers of the step that `build` has begun. The caller ends the step there after submitting it.
@@ -191,8 +226,10 @@ class StepInputBuilder:
         with_sample_rows: bool = False,
         max_draft_tokens: int = 0,
         every_request_samples: bool = False,
+        with_states: bool = False,
     ) -> None:
         self._every_request_samples = every_request_samples
+        self._with_states = with_states
         self._rows = rows
         self._block_size = block_size
         self._shapes = shapes
@@ -208,7 +245,7 @@ class StepInputBuilder:
             ):
                 max_tokens, max_rows = max(max_tokens, shape.tokens), max(max_rows, shape.requests)
         groups = rows.num_groups
-        per_row = 4 + max_draft_tokens + groups * max_pages
+        per_row = 4 + 2 * with_states + max_draft_tokens + groups * max_pages
         capacity = (3 + groups + (shapes.capture is not None)) * max_tokens + per_row * max_rows + 1
         self.staging = StagingBuffers(runtime)
         self.staging.reserve(capacity, torch.int32)
@@ -236,6 +273,7 @@ class StepInputBuilder:
             num_scheduled,
             sampling_positions,
             None if num_draft_tokens is None else num_draft_tokens[sampling_positions],
+            np.array([plan.read_slots, plan.write_slots], dtype=np.int32) if self._with_states else None,
         )
 
     def build_rows(
@@ -245,6 +283,7 @@ class StepInputBuilder:
         num_scheduled: np.ndarray,
         sampling_positions: np.ndarray,
         num_draft_tokens: np.ndarray | None = None,
+        slots: np.ndarray | None = None,
     ) -> StepInputs:
         """The inputs of a step over tokens in the history, draft tokens included.
 
@@ -254,6 +293,7 @@ class StepInputBuilder:
             num_scheduled: int32 [R]: positions of each row in the step, at least one.
             sampling_positions: int64 [S]: positions among `rows`, rising.
             num_draft_tokens: int32 [S]; None without draft tokens.
+            slots: int32 [2, R]: the state slots that each row reads and writes; None without sequence states.
         """
         table, history = self._rows, self._rows.history
         seq_lens = first + num_scheduled
@@ -286,6 +326,7 @@ class StepInputBuilder:
             prompt_lens=padded_tokens if self._with_prompt_lens else 0,
             sample_rows=padded_sampling if self._with_sample_rows else 0,
             num_groups=table.num_groups,
+            state_slots=padded_requests if self._with_states else 0,
         )
         size = sum(layout.sizes)
         self.staging.begin_step()
@@ -330,6 +371,10 @@ class StepInputBuilder:
         if self._with_sample_rows:
             sample_rows[:num_sampling] = rows[sampling_positions]
             sample_rows[num_sampling:] = table.max_rows
+        if slots is not None:
+            for part, of_rows in zip(parts[9:11], slots, strict=True):
+                part[:num_requests] = of_rows
+                part[num_requests:] = -1
         if padded_logits_rows > num_logits_rows:
             logits_indices[num_logits_rows:] = 0
         if padded_tokens > num_tokens:
@@ -365,6 +410,7 @@ class StepInputBuilder:
             layouts=layouts,
             prompt_lens=views[7] if self._with_prompt_lens else None,
             sample_rows=views[8] if self._with_sample_rows else None,
+            state_layout=layout.state_layout(parts, views, layouts[0]),
         )
 
 

@@ -1,6 +1,6 @@
 """Runs of the model without requests: the profile run, which measures memory, and the warm-up, which compiles.
 
-Such a run reads block 0 of the KV cache and writes nothing.
+Such a run reads block 0 of the KV cache, and states of zeros. It writes nothing but scratch memory.
 """
 
 from __future__ import annotations
@@ -222,6 +222,7 @@ def dummy_inputs(
     """
     num_tokens, num_requests = shape.num_tokens, shape.num_requests
     query_len, with_prompt_lens = -(-num_tokens // num_requests), forward.loader.model.uses_prompt_lens
+    with_states = forward.layers.states.step_backend is not None
     layout = BufferLayout(
         tokens=shape.tokens,
         requests=shape.requests,
@@ -230,6 +231,7 @@ def dummy_inputs(
         prompt_lens=shape.tokens if with_prompt_lens else 0,
         sample_rows=shape.requests if with_sample_rows else 0,
         num_groups=num_groups,
+        state_slots=shape.requests if with_states else 0,
     )
     buffer = np.zeros(sum(layout.sizes), dtype=np.int32)
     parts = layout.parts(buffer)
@@ -241,6 +243,8 @@ def dummy_inputs(
         logits_indices[:] = np.maximum(query_start_loc[1:] - 1, 0)
     for slot_mapping_index, _ in layout.slot_and_table_indices:
         parts[slot_mapping_index][:] = -1
+    for slots in parts[9:11]:
+        slots[:] = -1
     if with_sample_rows:
         parts[8][:] = forward.config.scheduler.max_num_seqs  # the row of padding
     views = layout.parts(forward.runtime.from_numpy(buffer))
@@ -266,6 +270,7 @@ def dummy_inputs(
         layouts=layouts,
         prompt_lens=views[7] if with_prompt_lens else None,
         sample_rows=views[8] if with_sample_rows else None,
+        state_layout=layout.state_layout(parts, views, layouts[0]),
     )
 
 

@@ -132,6 +132,9 @@ class Worker:
     def group_layers(self, windows: list[int | None]) -> None:
         self.runner.group_layers(windows)
 
+    def allocate_states(self, num_slots: int) -> None:
+        self.runner.allocate_states(num_slots)
+
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
         self.runner.allocate_kv_cache(num_blocks, block_size)
 

@@ -33,7 +33,10 @@ def draw_tokens(count: int, seed: int) -> list[int]:
 
 @torch.inference_mode()
 def reference_logits(model: PreTrainedModel, tokens: list[int], prompt_len: int) -> torch.Tensor:
-    """transformers' logits as in `generate`: the prompt at once, then token by token."""
+    """transformers' logits as in `generate`: the prompt at once, then token by token; with a state all at once."""
+    if model._is_stateful:
+        found: torch.Tensor = model(torch.tensor([tokens])).logits[0]
+        return found
     cache = DynamicCache(config=model.config)
     pieces = [tokens[:prompt_len], *([token] for token in tokens[prompt_len:])]
     logits = [model(torch.tensor([piece]), past_key_values=cache, use_cache=True).logits[0] for piece in pieces]

@@ -1,0 +1,8 @@
+"""Mamba-2 checkpoints give the outputs of transformers."""
+
+from tests.helpers.parity import names_of
+from tests.helpers.state_parity_suite import StateParitySuite
+
+
+class TestMamba2(StateParitySuite):
+    names = names_of("mamba2")
