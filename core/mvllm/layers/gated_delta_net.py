@@ -155,7 +155,7 @@ class GatedDeltaNet(nn.Module):
         facts = {"width": size, "group_size": size, "norm_before_gate": True, "activation": "silu"}
         self._norm = ctx.op("gated_rms_norm", **facts).function
 
-    def forward(self, x: torch.Tensor, angles: CosSinRows | None, step: ForwardStep) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]; updates the step's states. `angles` are not used."""
         config, arguments = self.config, self.cache.arguments(step)
         conv_state, state = self.cache.state

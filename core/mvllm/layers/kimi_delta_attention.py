@@ -102,7 +102,7 @@ class KimiDeltaAttention(nn.Module):
         facts = {"width": head_dim, "group_size": head_dim, "norm_before_gate": True, "activation": "sigmoid"}
         self._norm = ctx.op("gated_rms_norm", **facts).function
 
-    def forward(self, x: torch.Tensor, angles: CosSinRows | None, step: ForwardStep) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]; updates the step's states. `angles` are not used."""
         config, arguments = self.config, self.cache.arguments(step)
         conv_state, state = self.cache.state

@@ -328,19 +328,19 @@ class QKVLinear(Linear):
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The product for `x` [T, hidden_size] as query [T, heads, head_size], and key and value [T, kv_heads, ...]."""
-        return self.split_gated(x)[:3]
-
-    def split_gated(
-        self, x: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """As `split`, and the gates before their activation [T, heads * head_size]; None without gates."""
         y = self.forward(x)
         shape = (x.shape[0], -1, self._head_size)
         if self._num_devices > 1:
             q, k, v = y.unflatten(-1, (self._num_devices, -1)).split(self.sizes, dim=-1)
-            return q.reshape(shape), k.reshape(shape), v.reshape(shape), None
-        q, k, v, *gate = y.split(self.sizes, dim=-1)
-        return q.view(shape), k.view(shape), v.view(shape), gate[0] if gate else None
+            return q.reshape(shape), k.reshape(shape), v.reshape(shape)
+        q, k, v = y.split(self.sizes, dim=-1)
+        return q.view(shape), k.view(shape), v.view(shape)
+
+    def split_gated(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `split`, for a layer with gates: also the gates before their activation [T, heads * head_size]."""
+        q, k, v, gate = self.forward(x).split(self.sizes, dim=-1)
+        shape = (x.shape[0], -1, self._head_size)
+        return q.view(shape), k.view(shape), v.view(shape), gate
 
 
 def _stacked_qkv_parts(

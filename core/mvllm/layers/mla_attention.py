@@ -95,7 +95,7 @@ class MLAAttention(nn.Module):
         )
         self._rotary = [rotary]  # in a list, so that it is not registered as a submodule of every layer
 
-    def forward(self, x: torch.Tensor, angles: CosSinRows | None, step: ForwardStep) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
         shape = self.shape
         query_input = x
@@ -105,8 +105,8 @@ class MLAAttention(nn.Module):
         plain, rotated = query.split((shape.qk_nope_head_dim, shape.qk_rope_head_dim), dim=-1)
         latent, key_rotated = self.kv_a_proj_with_mqa(x).split((shape.kv_lora_rank, shape.qk_rope_head_dim), dim=-1)
         latent, key_rotated = self.kv_a_layernorm(latent).unsqueeze(1), key_rotated.unsqueeze(1)
-        if self._rotary[0] is not None and angles is not None:
-            rotated, key_rotated = self._rotary[0](angles, rotated, key_rotated)
+        if (rotary := self._rotary[0]) is not None:
+            rotated, key_rotated = rotary(angles, rotated, key_rotated)
         key = torch.cat((latent, key_rotated), dim=-1)
         query = torch.cat((self.kv_b_proj.absorb(plain), rotated), dim=-1)
         found = self.attention(query, key, key[..., : shape.kv_lora_rank], step)

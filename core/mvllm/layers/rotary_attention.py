@@ -19,16 +19,12 @@ class RotaryAttention:
 
     Args:
         attention: The attention layer.
-        rotary: The rotary embedding; None for a layer without positional encoding (NoPE).
+        rotary: The rotary embedding.
         q_norm, k_norm: Norms of each query head and each key head; None without them.
     """
 
     def __init__(
-        self,
-        attention: Attention,
-        rotary: RotaryEmbedding | None,
-        q_norm: Norm | None = None,
-        k_norm: Norm | None = None,
+        self, attention: Attention, rotary: RotaryEmbedding, q_norm: Norm | None = None, k_norm: Norm | None = None
     ) -> None:
         self._attention, self._rotary = attention, rotary
         self._q_norm, self._k_norm = q_norm, k_norm
@@ -37,8 +33,6 @@ class RotaryAttention:
         # Norms that a backend does not fuse run before it.
         self._fuses_norm = len(rms_norms) == 2 and rms_norms[0].eps == rms_norms[1].eps
         self._writer = None
-        if rotary is None:
-            return
         # Operations that the user has selected are not replaced.
         if not any(op.asked_for for op in (rotary.op, *(norm.op for norm in rms_norms))):
             eps = rms_norms[0].eps if self._fuses_norm else None
@@ -47,17 +41,15 @@ class RotaryAttention:
             )
 
     def __call__(
-        self, angles: CosSinRows | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: ForwardStep
+        self, angles: CosSinRows, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: ForwardStep
     ) -> torch.Tensor:
-        """Arguments and result are those of `RotaryEmbedding` (None without one) and of `Attention`; storage may be
-        reused."""
+        """Arguments and result are those of `RotaryEmbedding` and of `Attention`; storage may be reused."""
         layer, q_norm, k_norm = self._attention, self._q_norm, self._k_norm
         fused = self._writer is not None and layer.kv_cache is not None
         if q_norm is not None and k_norm is not None and not (fused and self._fuses_norm):
             query, key = q_norm(query), k_norm(key)
-        if self._writer is None or layer.kv_cache is None or angles is None:
-            if self._rotary is not None and angles is not None:
-                query, key = self._rotary(angles, query, key)
+        if self._writer is None or layer.kv_cache is None:
+            query, key = self._rotary(angles, query, key)
             return layer(query, key, value, step)
         weights = (q_norm.weight, k_norm.weight) if self._fuses_norm and q_norm and k_norm else (None, None)
         metadata = step.metadata[layer.metadata_key]

@@ -92,7 +92,7 @@ class ShortConv(nn.Module):
         self.output = RowParallelLinear(ctx, f"{name}.out_proj", hidden_size, hidden_size, bias=bias)
         self.cache = SequenceState(ctx, (self.conv.state_tensor,))
 
-    def forward(self, x: torch.Tensor, angles: CosSinRows | None, step: ForwardStep) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]; updates the step's states. `angles` are not used."""
         (state,) = self.cache.state
         b, c, x = self.in_proj(x).chunk(3, dim=-1)

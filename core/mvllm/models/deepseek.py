@@ -30,7 +30,7 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
         )
 
     def build_attention(
-        self, ctx: BuildContext, options: LlamaOptions, rotary: RotaryEmbedding | None, layer: int
+        self, ctx: BuildContext, options: LlamaOptions, rotary: RotaryEmbedding, layer: int
     ) -> nn.Module:
         hf = self.config.hf_config
         shape = MLAConfig(

@@ -29,6 +29,11 @@ from mvllm.models.moe_config import check_activation, shared_mlp
 class KimiLinearForCausalLM(LlamaForCausalLM):
     """`KimiLinearForCausalLM` of Hugging Face checkpoints."""
 
+    def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
+        super().__init__(config, ctx)
+        # Nothing is rotated: a table of one row replaces that of all positions.
+        self.rotary = RotaryEmbedding(ctx, self.rotary.rope, 1)
+
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
         """No positional encoding: the delta attention depends on the order of the tokens."""
@@ -38,7 +43,7 @@ class KimiLinearForCausalLM(LlamaForCausalLM):
                 f"{hf.source}: mla_use_nope is false, but latent attention of this family is supported without rotary "
                 "embedding only."
             )
-        return LlamaOptions(uses_rope=False, eps=hf.positive_number("rms_norm_eps", 1e-5))
+        return LlamaOptions(eps=hf.positive_number("rms_norm_eps", 1e-5))
 
     def model_name(self, name: str) -> str:
         """Names as DeepSeek's: `mlp` for `block_sparse_moe`, and gate_proj, up_proj, down_proj for w1, w3, w2."""
@@ -48,7 +53,7 @@ class KimiLinearForCausalLM(LlamaForCausalLM):
         return name
 
     def build_attention(
-        self, ctx: BuildContext, options: LlamaOptions, rotary: RotaryEmbedding | None, layer: int
+        self, ctx: BuildContext, options: LlamaOptions, rotary: RotaryEmbedding, layer: int
     ) -> nn.Module:
         hf, name = self.config.hf_config, f"model.layers.{layer}.self_attn"
         linear = _linear_attn_config(hf)
@@ -63,7 +68,7 @@ class KimiLinearForCausalLM(LlamaForCausalLM):
                 v_head_dim=hf.positive_int("v_head_dim"),
                 bias=bool(hf.get("attention_bias", False)),
             )
-            return MLAAttention(ctx, name, shape, rotary)
+            return MLAAttention(ctx, name, shape, None)
         sizes = KimiDeltaConfig(
             self.config.hidden_size,
             num_heads=linear.positive_int("num_heads", hf.positive_int("linear_num_heads", 32)),

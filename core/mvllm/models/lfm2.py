@@ -60,7 +60,7 @@ class Lfm2ForCausalLM(LlamaForCausalLM):
         return _PARTS.sub(lambda found: _RENAMED[found.group()], name)
 
     def build_attention(
-        self, ctx: BuildContext, options: LlamaOptions, rotary: RotaryEmbedding | None, layer: int
+        self, ctx: BuildContext, options: LlamaOptions, rotary: RotaryEmbedding, layer: int
     ) -> nn.Module:
         hf = self.config.hf_config
         attention = hf.get("full_attn_idxs", list(range(self.config.num_layers)))

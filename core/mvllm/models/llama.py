@@ -43,18 +43,17 @@ class LlamaOptions:
         qkv_bias, output_bias, mlp_bias: Which linear layers have biases.
         qk_norm: Queries and keys are normalised per head before the rotary embedding.
         qk_width_norm: Queries and keys are normalised over all heads together.
-        gated_attention: The query projection also has a gate for the result of each head, as in QKVLinear.
         fused_qkv, fused_gate_up: The checkpoint stores these as one matrix, `qkv_proj` and `gate_up_proj`.
         norms: Which norms a layer has.
         norm, eps: Class and epsilon of the norms; None reads `rms_norm_eps`.
         hidden_act: Activation of the MLP; None reads `hidden_act`.
         rope: RoPE parameters; None reads them from the config.
-        uses_rope: Whether queries and keys are rotated; if not, the model has no positional encoding (NoPE).
         local_rope: RoPE parameters of the layers with a window, if they differ.
         interleaved_rotary: As in RotaryEmbedding.
         attention_scale: Factor on query-key products; None means 1 / sqrt(head_size).
         soft_cap: Soft cap of query-key products, as in AttentionSpec.
         sinks: Each query head has a learned extra logit.
+        gated_attention: The query projection also has a gate for the result of each head, as in QKVLinear.
         embedding_scale: Factor on embeddings, rounded to the compute dtype.
         residual_scale: Factor on a block's output before it is added to the residual stream.
         logits_scale, logits_soft_cap: Logits are divided by the first, then soft-capped by the second.
@@ -66,7 +65,6 @@ class LlamaOptions:
     mlp_bias: bool = False
     qk_norm: bool = False
     qk_width_norm: bool = False
-    gated_attention: bool = False
     fused_qkv: bool = False
     fused_gate_up: bool = False
     norms: LayerNorms = LayerNorms()
@@ -74,12 +72,12 @@ class LlamaOptions:
     eps: float | None = None
     hidden_act: str | None = None
     rope: RopeParameters | None = None
-    uses_rope: bool = True
     local_rope: RopeParameters | None = None
     interleaved_rotary: bool = False
     attention_scale: float | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    gated_attention: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
@@ -98,7 +96,7 @@ class LlamaAttention(nn.Module):
         config: ModelConfig,
         ctx: BuildContext,
         options: LlamaOptions,
-        rotary: RotaryEmbedding | None,
+        rotary: RotaryEmbedding,
         layer: int,
     ) -> None:
         super().__init__()
@@ -115,8 +113,6 @@ class LlamaAttention(nn.Module):
             bias=options.qkv_bias,
             gated=options.gated_attention,
         )
-        if options.gated_attention:
-            self._sigmoid = ctx.op("sigmoid", size=self.qkv.heads.num_heads * head_size).function
         self.output = RowParallelLinear(
             ctx, f"{name}.o_proj", config.num_heads * head_size, hidden_size, bias=options.output_bias
         )
@@ -139,13 +135,12 @@ class LlamaAttention(nn.Module):
         )
         self._rotary_attention = RotaryAttention(self.attention, rotary, self.q_norm, self.k_norm)
 
-    def forward(self, x: torch.Tensor, angles: CosSinRows | None, step: ForwardStep) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
-        query, key, value, gate = self.qkv.split_gated(x)
+        query, key, value = self.qkv.split(x)
         if self.qk_norm is not None:
             query, key = self.qk_norm(query, key)
-        found = self._rotary_attention(angles, query, key, value, step)
-        return self.output(found if gate is None else found * self._sigmoid(gate))
+        return self.output(self._rotary_attention(angles, query, key, value, step))
 
 
 class LlamaLayer(nn.Module):
@@ -175,7 +170,7 @@ class LlamaLayer(nn.Module):
         self.residual_scale = options.residual_scale
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, angles: CosSinRows | None, step: ForwardStep
+        self, x: torch.Tensor, residual: torch.Tensor | None, angles: CosSinRows, step: ForwardStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes and returns the last block's output and the residual stream without that output."""
         x, residual = _add_norm(self.input_norm, x, residual)
@@ -201,18 +196,15 @@ class LlamaForCausalLM(CausalLM):
         def rotary(rope: RopeParameters) -> RotaryEmbedding:
             return RotaryEmbedding(ctx, rope, config.max_model_len, interleaved=options.interleaved_rotary)
 
-        self.rotary: RotaryEmbedding | None = None
-        if options.uses_rope:
-            self.rotary = rotary(options.rope or RopeParameters.from_config(config.hf_config, config.head_size))
+        self.rotary = rotary(options.rope or RopeParameters.from_config(config.hf_config, config.head_size))
         self.local_rotary = None if options.local_rope is None else rotary(options.local_rope)
         self.uses_prompt_lens = any(r is not None and r.uses_prompt_lens for r in (self.rotary, self.local_rotary))
         self.embed_tokens = self._build_embedding(ctx, "model.embed_tokens", config.hidden_size)
         self.embedding_scale = torch.tensor(options.embedding_scale, dtype=ctx.dtype).item()
         self.layers = nn.ModuleList(
-            LlamaLayer(
-                config,
+            self.build_layer(
                 ctx,
-                self.layer_options(layer),
+                options,
                 layer,
                 self.build_attention(ctx, options, self._rotary_of(layer), layer),
                 self.build_mlp(ctx, options, layer),
@@ -253,12 +245,8 @@ class LlamaForCausalLM(CausalLM):
             mlp_bias=bool(config.hf_config.get("mlp_bias", False)),
         )
 
-    def layer_options(self, layer: int) -> LlamaOptions:
-        """The options of one layer's norms and residual stream."""
-        return self.family
-
     def build_attention(
-        self, ctx: BuildContext, options: LlamaOptions, rotary: RotaryEmbedding | None, layer: int
+        self, ctx: BuildContext, options: LlamaOptions, rotary: RotaryEmbedding, layer: int
     ) -> nn.Module:
         """The attention of a layer; `forward` as in LlamaAttention."""
         return LlamaAttention(self.config, ctx, options, rotary, layer)
@@ -276,6 +264,12 @@ class LlamaForCausalLM(CausalLM):
             fused=options.fused_gate_up,
         )
 
+    def build_layer(
+        self, ctx: BuildContext, options: LlamaOptions, layer: int, attention: nn.Module, mlp: nn.Module
+    ) -> LlamaLayer:
+        """A layer of these blocks."""
+        return LlamaLayer(self.config, ctx, options, layer, attention, mlp)
+
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -288,8 +282,7 @@ class LlamaForCausalLM(CausalLM):
         angles = {r: r.angles(positions, step.prompt_lens) for r in (self.rotary, self.local_rotary) if r is not None}
         residual = None
         for number, layer in zip(self._layer_numbers(), self.layers, strict=True):
-            rotary = self._rotary_of(number)
-            x, residual = layer(x, residual, None if rotary is None else angles[rotary], step)
+            x, residual = layer(x, residual, angles[self._rotary_of(number)], step)
         assert residual is not None
         return x + residual if self.norm is None else self.norm.add_norm(x, residual)[0]
 
@@ -304,7 +297,7 @@ class LlamaForCausalLM(CausalLM):
         x = self.embed_tokens(input_ids)
         return x if self.embedding_scale == 1.0 else x * self.embedding_scale
 
-    def _rotary_of(self, layer: int) -> RotaryEmbedding | None:
+    def _rotary_of(self, layer: int) -> RotaryEmbedding:
         if self.local_rotary is None or self.family.window(layer) is None:
             return self.rotary
         return self.local_rotary

@@ -1,18 +1,22 @@
-"""OLMo hybrid: gated delta nets with norms before their blocks, and OLMo 2's attention with norms after its blocks."""
+"""OLMo hybrid: gated delta nets with norms before their blocks, and OLMo 2's attention with norms after its blocks.
+
+Published checkpoints have no rotary embedding. With a `rope_theta` in the config the attention has it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from mvllm.config.model import ModelConfig
 from mvllm.config.rope_parameters import rope_settings
-from mvllm.layers.context import BuildContext
+from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.gated_delta_net import DeltaNetConfig, DeltaNetNames, GatedDeltaNet
-from mvllm.layers.rotary import RotaryEmbedding
+from mvllm.layers.rotary import CosSinRows, RotaryEmbedding
 from mvllm.models.layer_kinds import layer_kinds
-from mvllm.models.llama import LayerNorms, LlamaOptions
+from mvllm.models.llama import LayerNorms, LlamaAttention, LlamaLayer, LlamaOptions
 from mvllm.models.moe_config import check_activation
 from mvllm.models.olmo2 import Olmo2ForCausalLM
 
@@ -25,20 +29,37 @@ _NAMES = DeltaNetNames(
 _NORM_EPS = 1e-5  # of the gated delta net; independent of rms_norm_eps
 
 
+class _UnrotatedAttention(LlamaAttention):
+    """LlamaAttention without positional encoding (NoPE), with norms over all heads."""
+
+    def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
+        query, key, value = self.qkv.split(x)
+        assert self.qk_norm is not None, "the family has norms over all heads"
+        return self.output(self.attention(*self.qk_norm(query, key), value, step))
+
+
 class OlmoHybridForCausalLM(Olmo2ForCausalLM):
     """`OlmoHybridForCausalLM` of Hugging Face checkpoints."""
 
+    def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
+        self._rotates = "rope_theta" in config.hf_config or "rope_theta" in rope_settings(config.hf_config)
+        super().__init__(config, ctx)
+        if not self._rotates:  # a table of one row replaces that of all positions
+            self.rotary = RotaryEmbedding(ctx, self.rotary.rope, 1)
+
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
-        """OLMo 2's, without rotary embedding unless the config has a `rope_theta`."""
-        hf = config.hf_config
-        check_activation(hf)
-        has_theta = "rope_theta" in hf or rope_settings(hf).get("rope_theta") is not None
-        return replace(super().options(config), eps=hf.positive_number("rms_norm_eps", 1e-6), uses_rope=has_theta)
+        """OLMo 2's, with another default of `rms_norm_eps`."""
+        check_activation(config.hf_config)
+        return replace(super().options(config), eps=config.hf_config.positive_number("rms_norm_eps", 1e-6))
 
-    def layer_options(self, layer: int) -> LlamaOptions:
+    def build_layer(
+        self, ctx: BuildContext, options: LlamaOptions, layer: int, attention: nn.Module, mlp: nn.Module
+    ) -> LlamaLayer:
         """Layers with a gated delta net have norms before their blocks instead of after them."""
-        return self.family if self._has_attention(layer) else replace(self.family, norms=LayerNorms())
+        if not self._has_attention(layer):
+            options = replace(options, norms=LayerNorms())
+        return super().build_layer(ctx, options, layer, attention, mlp)
 
     def model_name(self, name: str) -> str:
         """Names of norms as transformers has them."""
@@ -46,10 +67,11 @@ class OlmoHybridForCausalLM(Olmo2ForCausalLM):
         return name.replace(".feedforward_layer_norm.", ".post_attention_layernorm.")
 
     def build_attention(
-        self, ctx: BuildContext, options: LlamaOptions, rotary: RotaryEmbedding | None, layer: int
+        self, ctx: BuildContext, options: LlamaOptions, rotary: RotaryEmbedding, layer: int
     ) -> nn.Module:
         if self._has_attention(layer):
-            return super().build_attention(ctx, options, rotary, layer)
+            attention = LlamaAttention if self._rotates else _UnrotatedAttention
+            return attention(self.config, ctx, options, rotary, layer)
         hf, hidden_size, num_heads = self.config.hf_config, self.config.hidden_size, self.config.num_heads
         num_key_heads = hf.positive_int("linear_num_key_heads", num_heads)
         key_head_dim = hf.positive_int("linear_key_head_dim", int(0.75 * hidden_size / num_key_heads))

@@ -5,18 +5,34 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
+import torch
 from torch import nn
 
 from mvllm.config.model import ModelConfig
 from mvllm.config.rope_parameters import RopeParameters
-from mvllm.layers.context import BuildContext
+from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.gated_delta_net import DeltaNetConfig, DeltaNetNames, GatedDeltaNet
 from mvllm.layers.norm import GemmaRMSNorm
-from mvllm.layers.rotary import RotaryEmbedding
+from mvllm.layers.rotary import CosSinRows, RotaryEmbedding
 from mvllm.models.layer_kinds import layer_kinds
-from mvllm.models.llama import LlamaOptions, norm_eps
+from mvllm.models.llama import LlamaAttention, LlamaOptions, norm_eps
 from mvllm.models.moe_config import check_activation
 from mvllm.models.qwen2_moe import Qwen2MoeForCausalLM
+
+
+class GatedAttention(LlamaAttention):
+    """LlamaAttention that multiplies the result of each head by the sigmoid of a gate."""
+
+    def __init__(
+        self, config: ModelConfig, ctx: BuildContext, options: LlamaOptions, rotary: RotaryEmbedding, layer: int
+    ) -> None:
+        super().__init__(config, ctx, options, rotary, layer)
+        self._sigmoid = ctx.op("sigmoid", size=self.qkv.heads.num_heads * config.head_size).function
+
+    def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
+        query, key, value, gate = self.qkv.split_gated(x)
+        found = self._rotary_attention(angles, query, key, value, step)
+        return self.output(found * self._sigmoid(gate))
 
 
 class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
@@ -44,13 +60,13 @@ class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
         )
 
     def build_attention(
-        self, ctx: BuildContext, options: LlamaOptions, rotary: RotaryEmbedding | None, layer: int
+        self, ctx: BuildContext, options: LlamaOptions, rotary: RotaryEmbedding, layer: int
     ) -> nn.Module:
         hf = self.config.hf_config
         interval = hf.positive_int("full_attention_interval", 4)
         kinds = layer_kinds(self.config, "linear_attention", lambda number: (number + 1) % interval == 0)
         if kinds[layer] == "full_attention":
-            return super().build_attention(ctx, options, rotary, layer)
+            return GatedAttention(self.config, ctx, options, rotary, layer)
         sizes = DeltaNetConfig(
             self.config.hidden_size,
             num_key_heads=hf.positive_int("linear_num_key_heads", 16),
