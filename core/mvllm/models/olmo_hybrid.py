@@ -6,6 +6,7 @@ Published checkpoints have no rotary embedding. With a `rope_theta` in the confi
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,7 +43,7 @@ class OlmoHybridForCausalLM(Olmo2ForCausalLM):
     """`OlmoHybridForCausalLM` of Hugging Face checkpoints."""
 
     def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
-        self._rotates = "rope_theta" in config.hf_config or "rope_theta" in rope_settings(config.hf_config)
+        self._rotates = _rope_theta(config) is not None
         super().__init__(config, ctx)
         if not self._rotates:  # a table of one row replaces that of all positions
             self.rotary = RotaryEmbedding(ctx, self.rotary.rope, 1)
@@ -93,3 +94,7 @@ class OlmoHybridForCausalLM(Olmo2ForCausalLM):
             self.config, "linear_attention", lambda number: number % 4 == 3 or (count < 4 and number == count - 1)
         )
         return kinds[layer] == "full_attention"
+
+
+def _rope_theta(config: ModelConfig) -> Any:
+    return rope_settings(config.hf_config).get("rope_theta", config.hf_config.get("rope_theta"))
