@@ -117,6 +117,17 @@ def below_language_model(tensors: Tensors) -> Tensors:
     return {**renamed, **{name: torch.zeros(4, 4) for name in others}}
 
 
+def with_stacked_experts(tensors: Tensors) -> Tensors:
+    """As published: a tensor for the gates and ups of all experts of a layer, and one for the downs."""
+    stacked: dict[str, list[torch.Tensor]] = {}
+    for name in sorted(name for name in tensors if ".experts." in name and name.endswith("gate_proj.weight")):
+        module, gate, kinds = name.rsplit(".", 3)[0], tensors.pop(name), ("up", "down")
+        up, down = (tensors.pop(name.replace("gate_proj", f"{kind}_proj")) for kind in kinds)
+        stacked.setdefault(f"{module}.gate_up_proj", []).append(torch.cat((gate, up)))
+        stacked.setdefault(f"{module}.down_proj", []).append(down)
+    return below_language_model({**tensors, **{name: torch.stack(parts) for name, parts in stacked.items()}})
+
+
 def as_composite(config: dict[str, Any]) -> None:
     """The config of a checkpoint for text and images."""
     text, model_type = dict(config), config["model_type"]
@@ -177,13 +188,12 @@ DELTA: dict[str, dict[str, Any]] = {
         **_of(Qwen3_5TextConfig, _QWEN, layer_types=None, num_hidden_layers=4, attention_bias=True),
         **_LONG_RUN,
     },
-    "qwen35moe": _of(Qwen3_5MoeTextConfig, {**_QWEN, **_SHARED}),
-    "qwen35moe-composite": {
-        **_of(Qwen3_5MoeTextConfig, {**_QWEN, **_SHARED, **_EQUAL_HEADS}, rope_parameters=_MROPE),
+    "qwen35moe": {
+        **_of(Qwen3_5MoeTextConfig, {**_QWEN, **_SHARED}, rope_parameters=_MROPE),
         "edit_config": as_composite,
-        "edit_tensors": below_language_model,
-        **_LONG_RUN,
+        "edit_tensors": with_stacked_experts,
     },
+    "qwen35moe-text": {**_of(Qwen3_5MoeTextConfig, {**_QWEN, **_SHARED, **_EQUAL_HEADS}), **_LONG_RUN},
     "qwen35moe-tied": {
         **_of(Qwen3_5MoeTextConfig, {**_QWEN, **_SHARED}, tie_word_embeddings=True, num_key_value_heads=4),
         **_LONG_RUN,

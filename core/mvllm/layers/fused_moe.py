@@ -1,4 +1,4 @@
-"""FusedMoE: the experts of a mixture of experts, with a checkpoint tensor for each matrix of each expert or stacked ones.
+"""FusedMoE: the experts of a mixture of experts with a separate checkpoint tensor for each matrix of each expert.
 
 Tensor parallelism shards every expert along its inner size, so that the load of the ranks does not depend on the
 routing; `forward` returns this rank's summand of a sum over ranks. If a worker has several devices, each
@@ -11,7 +11,6 @@ quantized checkpoint are dequantized after loading, and online quantization does
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,9 +34,6 @@ class FusedMoE(nn.Module):
         hidden_size, intermediate_size: Outer and inner size of one expert.
         num_experts, top_k: Number of experts, and experts per token.
         names: Checkpoint names of gate, up and down of an expert.
-        stacked: An unquantized checkpoint stores the matrices of all experts in two tensors: `gate_up_proj`
-            [num_experts, 2 · intermediate_size, hidden_size] and `down_proj` [num_experts, hidden_size,
-            intermediate_size].
 
     Attributes:
         gate_up: [num_experts, 2 · size, hidden_size], where `size` is this rank's part of the inner size; after loading
@@ -59,11 +55,8 @@ class FusedMoE(nn.Module):
         num_experts: int,
         top_k: int,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-        stacked: bool = False,
     ) -> None:
         super().__init__()
-        self._name, self._intermediate_size = name, intermediate_size
-        self._stacked = stacked and (ctx.quantization is None or ctx.quantization.quantizes_on_load)
         self.hidden_size, self.num_experts = hidden_size, num_experts
         band = shard_slice(intermediate_size, ctx.shares, f"inner elements of {name}")
         size = band.stop - band.start
@@ -118,34 +111,12 @@ class FusedMoE(nn.Module):
         for e, layouts in enumerate(self._layouts):
             for which, (layout, parameter) in enumerate(zip(layouts, (self.gate_up, self.down), strict=True)):
                 matrix = self._quantized.matrix(e, which)
-                if matrix is None:
-                    targets, place = float_targets(layout, parameter), slice(e, e + 1)
-                else:
-                    targets, place = self._quantized.targets(matrix), None
-                for name, target in targets:
-                    if self._stacked:
-                        yield self._stacked_target(e, name, target, place)
-                    else:
-                        destination = target.destination if place is None else (e, *target.destination)
-                        yield name, replace(target, destination=destination)
-
-    def _stacked_target(
-        self, expert: int, name: str, target: WeightTarget, place: slice | None
-    ) -> tuple[str, WeightTarget]:
-        """The target of an expert's matrix in the tensor that stacks all experts.
-
-        Args:
-            expert: Number of the expert.
-            name, target: The target if the checkpoint had a tensor for each expert.
-            place: The expert's place in a parameter of all experts; None for a parameter of its own.
-        """
-        size, (rows, columns) = self._intermediate_size, target.source
-        is_down = name.endswith("down_proj.weight")
-        stack, offset = "down_proj" if is_down else "gate_up_proj", size if name.endswith("up_proj.weight") else 0
-        shape = (self.hidden_size, size) if is_down else (2 * size, self.hidden_size)
-        source = slice(expert, expert + 1), slice(offset + rows.start, offset + rows.stop), columns
-        destination = place, *target.destination
-        return f"{self._name}.{stack}", WeightTarget(target.parameter, (self.num_experts, *shape), source, destination)
+                if matrix is not None:
+                    yield from self._quantized.targets(matrix)
+                    continue
+                for name, target in float_targets(layout, parameter):
+                    place = (e, *target.destination)
+                    yield name, WeightTarget(parameter, target.source_shape, target.source, place)
 
     def tensor_loaded(self, name: str) -> None:
         """Called by the model when a checkpoint tensor of `weight_targets` is loaded and others are not."""

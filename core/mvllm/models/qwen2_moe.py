@@ -24,11 +24,9 @@ class Qwen2MoeForCausalLM(LlamaForCausalLM):
 
     Attributes:
         normalizes_weights_by_default: Default of `norm_topk_prob`.
-        stacked_experts: As `stacked` of FusedMoE.
     """
 
     normalizes_weights_by_default: ClassVar[bool] = False
-    stacked_experts: ClassVar[bool] = False
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
@@ -44,9 +42,7 @@ class Qwen2MoeForCausalLM(LlamaForCausalLM):
         check_activation(hf)
         count, top_k = num_experts(hf, "num_experts", "num_local_experts"), hf.positive_int("num_experts_per_tok")
         hidden_size, size = self.config.hidden_size, hf.positive_int("moe_intermediate_size")
-        experts = FusedMoE(
-            ctx, f"{name}.experts", hidden_size, size, num_experts=count, top_k=top_k, stacked=self.stacked_experts
-        )
+        experts = FusedMoE(ctx, f"{name}.experts", hidden_size, size, num_experts=count, top_k=top_k)
         routing = Routing(top_k, normalize=bool(hf.get("norm_topk_prob", self.normalizes_weights_by_default)))
         return SparseMoeBlock(ctx, f"{name}.gate", experts, routing, shared_experts=self.build_shared(ctx, name))
 

@@ -22,7 +22,6 @@ class Qwen3_5MoeForCausalLM(Qwen3NextForCausalLM):
     """`Qwen3_5MoeForCausalLM` of Hugging Face checkpoints, and the text part of those with images."""
 
     ignored_names = re.compile(rf"^model\.visual\.|{Qwen3NextForCausalLM.ignored_names.pattern}")
-    stacked_experts = True
     delta_net_names: ClassVar[DeltaNetNames] = DeltaNetNames(
         {"in_proj_qkv": "qkv", "in_proj_z": "z", "in_proj_b": "b", "in_proj_a": "a"}
     )

@@ -22,7 +22,7 @@ from tests.unit.models.test_parity import draw_tokens, reference_logits
 
 FAMILIES = ["qwen3next", "qwen35", "qwen35moe", "lfm2", "lfm2moe", "kimilinear", "olmohybrid"]
 FURTHER = [
-    *("qwen3next-dense-layer-tied", "qwen35-text-tied", "qwen35moe-composite", "lfm2-biases-untied"),
+    *("qwen3next-dense-layer-tied", "qwen35-text-tied", "qwen35moe-text", "lfm2-biases-untied"),
     *("lfm2moe-no-bias", "kimilinear-query-latent", "kimilinear-groups", "olmohybrid-rope"),
 ]
 TOKENS, PROMPT_LEN = draw_tokens(30, seed=7), 20
@@ -121,21 +121,30 @@ def test_multi_token_prediction_layers_are_ignored(name: str, tmp_path: Path) ->
 
 
 def test_stacked_experts_equal_those_with_a_tensor_each(tmp_path: Path) -> None:
-    experts = {}
-    for name in ("qwen35moe", "qwen3next"):
-        folder = make_checkpoint(name, tmp_path / name, tokenizer=False)
-        names = load_file(folder / "model.safetensors").keys()
-        assert any(each.endswith("experts.gate_up_proj") for each in names) == (name == "qwen35moe")
-        for rank in range(2):
-            model = load_model(folder, make_context(tp=fake_group("tp", rank, 2)))
-            experts[name, rank] = [module for module in model.modules() if isinstance(module, FusedMoE)]
-    reference = load_file(tmp_path / "qwen35moe" / "model.safetensors")
-    gate_up, down = (reference[f"model.layers.0.mlp.experts.{name}_proj"] for name in ("gate_up", "down"))
-    for rank in range(2):
-        found, band = experts["qwen35moe", rank][0], slice(20 * rank, 20 * rank + 20)
+    folder = make_checkpoint("qwen35moe", tmp_path, tokenizer=False)
+    tensors = load_file(folder / "model.safetensors")
+    gate_up, down = (
+        tensors[f"model.language_model.layers.0.mlp.experts.{name}_proj"] for name in ("gate_up", "down")
+    )
+    assert gate_up.shape == (6, 80, 64) and down.shape == (6, 64, 40)
+    for rank, band in enumerate((slice(0, 20), slice(20, 40))):
+        model = load_model(folder, make_context(tp=fake_group("tp", rank, 2)))
+        found = next(module for module in model.modules() if isinstance(module, FusedMoE))
         halves = torch.cat((gate_up[:, :40][:, band], gate_up[:, 40:][:, band]), dim=1)
         assert torch.equal(found.gate_up, halves) and torch.equal(found.down, down[:, :, band])
-        assert found.gate_up.shape == experts["qwen3next", rank][0].gate_up.shape
+
+
+def test_experts_that_are_stacked_and_single_are_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen35moe", tmp_path, tokenizer=False)
+    path, name = folder / "model.safetensors", "model.language_model.layers.0.mlp.experts"
+    tensors = load_file(path)
+    for extra, words in (
+        ({f"{name}.0.down_proj.weight": torch.ones(64, 40)}, "are both for"),
+        ({f"{name}.down_proj": torch.ones(7, 64, 40)}, "unknown tensor"),
+    ):
+        save_file({**tensors, **extra}, path, metadata={"format": "pt"})
+        with pytest.raises(ModelError, match=words):
+            load_model(folder)
 
 
 @pytest.mark.shows("quantization", by="scheme")
