@@ -75,6 +75,7 @@ def _operation(name: str, old: Operation, new: Operation) -> Iterator[Change]:
     kinds: tuple[tuple[str, Iterable[str], Iterable[str]], ...] = (
         ("fact", old.facts, new.facts),
         ("right to overwrite", old.may_overwrite, new.may_overwrite),
+        ("update of", old.updates, new.updates),
     )
     for what, had, has in kinds:
         yield from (Change(MAJOR, f"{name}: its {what} {one} was removed") for one in had if one not in set(has))

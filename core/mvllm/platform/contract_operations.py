@@ -31,6 +31,7 @@ class Operation:
         shapes: Shape, dtype and range by parameter, and under `returns` for the result. Empty if the summary has them.
         facts: Descriptions of `OpCase.facts` of the operation, by name.
         may_overwrite: Parameters whose storage the function may reuse.
+        updates: Parameters that it writes in place, as a part of its result.
     """
 
     summary: str
@@ -40,6 +41,7 @@ class Operation:
     shapes: dict[str, str] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)
     may_overwrite: list[str] = field(default_factory=list)
+    updates: list[str] = field(default_factory=list)
 
     def signature(self, name: str) -> str:
         """`name(parameters) -> type`."""
@@ -68,6 +70,8 @@ def operation_lines(name: str, operation: Operation) -> list[str]:
     lines += [f"    fact {fact}: {text}" for fact, text in operation.facts.items()]
     if operation.may_overwrite:
         lines.append(f"    may overwrite: {', '.join(operation.may_overwrite)}")
+    if operation.updates:
+        lines.append(f"    updates: {', '.join(operation.updates)}")
     return lines
 
 
@@ -97,8 +101,10 @@ def _operations(module: ast.Module) -> Iterator[tuple[str, Operation]]:
 
 def _operation(function: ast.FunctionDef, arguments: dict[str, object]) -> Operation:
     summary, notes, shapes = _describe(ast.get_docstring(function) or "")
-    facts, may_overwrite = arguments.get("facts", {}), arguments.get("may_overwrite", ())
-    assert isinstance(facts, dict) and isinstance(may_overwrite, tuple), function.name
+    facts = arguments.get("facts", {})
+    may_overwrite, updates = arguments.get("may_overwrite", ()), arguments.get("updates", ())
+    assert isinstance(facts, dict), function.name
+    assert isinstance(may_overwrite, tuple) and isinstance(updates, tuple), function.name
     return Operation(
         summary=summary,
         notes=notes,
@@ -107,6 +113,7 @@ def _operation(function: ast.FunctionDef, arguments: dict[str, object]) -> Opera
         shapes=shapes,
         facts=facts,
         may_overwrite=list(may_overwrite),
+        updates=list(updates),
     )
 
 

@@ -21,6 +21,7 @@ from mvllm.testing.quantized_weight_cases import (
     float8_linear_cases,
     quantized_linear_cases,
 )
+from mvllm.testing.state_cases import compared, gated_rms_norm_cases, has_state, state_cases
 
 
 def op_calls(op: str, dtype: str) -> Iterator[OpCall]:
@@ -29,7 +30,10 @@ def op_calls(op: str, dtype: str) -> Iterator[OpCall]:
 
 
 def exact(case: OpCall) -> Any:
-    """The result of the reference for float64 arguments."""
+    """The result of the reference for float64 arguments.
+
+    For an operation that updates states, what `compared` returns for it.
+    """
     if case.op == "quantized_linear":
         return exact_quantized(*case.make())
     if case.op == "quantized_linear_silu_and_mul":
@@ -46,7 +50,8 @@ def exact(case: OpCall) -> Any:
     if case.op in ("moe", "clamped_moe"):
         index = list(SCHEMAS[case.op].parameters).index("expert_weights")
         arguments[index] = arguments[index].float()  # float32 for every compute dtype
-    return SCHEMAS[case.op].reference(*arguments)
+    result = SCHEMAS[case.op].reference(*arguments)
+    return tuple(compared(case, [result], arguments)) if has_state(case.op) else result
 
 
 def result_dtype(op: str, dtype: str) -> str:
@@ -361,4 +366,9 @@ _MAKERS: dict[str, Callable[[str, torch.dtype], Iterator[OpCall]]] = {
     "filtered_draw": _filtered_draw,
     "add_lora": _add_lora,
     "add_lora_by_slot": _add_lora_by_slot,
+    "causal_conv1d": state_cases,
+    "ssd": state_cases,
+    "gated_delta_rule": state_cases,
+    "kda": state_cases,
+    "gated_rms_norm": gated_rms_norm_cases,
 }

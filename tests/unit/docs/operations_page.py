@@ -19,8 +19,9 @@ the signature below; without a provider the plain-torch reference runs. `mvllm o
 prints the operations with the providers of a platform, `mvllm contract` without them.
 
 *Facts* are the contents of `OpCase.facts` in a provider's `supports`, which core calls once, at
-model load. The caller does not read a parameter that *may be overwritten* afterwards. `T` is the
-number of tokens of the step; the compute dtype is `OpCase.dtype`.
+model load. The caller does not read a parameter that *may be overwritten* afterwards; one that is
+*updated* is written in place, as a part of the result. `T` and `R` are the numbers of tokens and
+requests of the step; the compute dtype is `OpCase.dtype`.
 
 Made from the source: `python -m tests.unit.docs.operations_page`.
 """
@@ -47,6 +48,8 @@ def section(name: str, operation: Operation) -> str:
     lines += [f"| `{key}` | {cell(text)} |" for key, text in operation.facts.items()]
     if operation.may_overwrite:
         lines += ["", f"May be overwritten: {', '.join(f'`{one}`' for one in operation.may_overwrite)}."]
+    if operation.updates:
+        lines += ["", f"Updated: {', '.join(f'`{one}`' for one in operation.updates)}."]
     return "\n".join(lines) + "\n"
 
 

@@ -131,6 +131,7 @@ def test_every_schema_describes_itself() -> None:
     for name, schema in SCHEMAS.items():
         assert schema.name == name and schema.summary and schema.facts
         assert set(schema.may_overwrite) <= set(schema.parameters)
+        assert set(schema.updates) <= set(schema.parameters) - set(schema.may_overwrite)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from mvllm.testing.op_call import OpCall
 from mvllm.testing.op_cases import exact, op_calls, result_dtype, tolerance
 from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.quantized_moe_cases import with_unrounded_inputs
+from mvllm.testing.state_cases import compared, has_state, one_request, state_dtypes
 from mvllm.testing.tensor_assertions import assert_equal
 
 OPS = sorted(SCHEMAS)
@@ -71,6 +73,19 @@ def results(found: Any) -> list[torch.Tensor]:
     return list(found) if isinstance(found, tuple | list) else [found]
 
 
+def outcome(runtime: DeviceRuntime, case_: OpCall, found: Any, arguments: list[Any]) -> list[torch.Tensor]:
+    """The results of a call on the host, with the states that it updated."""
+    host = [runtime.to_host(tensor).wait() for tensor in results(found)]
+    if not has_state(case_.op):
+        return host
+    updates = SCHEMAS[case_.op].updates
+    after = [
+        runtime.to_host(argument).wait() if name in updates else argument
+        for name, argument in zip(SCHEMAS[case_.op].parameters, arguments, strict=True)
+    ]
+    return compared(case_, host, after)
+
+
 def required(signature: inspect.Signature) -> list[inspect.Parameter]:
     return [p for p in signature.parameters.values() if p.default is inspect.Parameter.empty]
 
@@ -97,8 +112,8 @@ def call(runtime: DeviceRuntime, provider: OpProvider, case_: OpCall) -> tuple[l
         for index, weight in zip(indices, prepared if isinstance(case_.weight, tuple) else (prepared,), strict=True):
             arguments[index] = weight
     with runtime.inference_mode():
-        found = results(provider.function(*arguments))
-    return [runtime.to_host(tensor).wait() for tensor in found], arguments
+        found = provider.function(*arguments)
+    return outcome(runtime, case_, found, arguments), arguments
 
 
 def assert_like_reference(provider: OpProvider, case_: OpCall, found: list[torch.Tensor], dtype: str) -> None:
@@ -110,7 +125,7 @@ def assert_like_reference(provider: OpProvider, case_: OpCall, found: list[torch
         if not other.dtype.is_floating_point:  # indices, for instance
             assert_equal(one, other, f"{provider.name}: {case_}")
             continue
-        assert one.dtype == torch_dtype(dtype), f"{provider.name}: {case_}"
+        assert one.dtype in (torch_dtype(dtype), *state_dtypes(case_)), f"{provider.name}: {case_}"
         off = float((one.double() - other).abs().max() / other.abs().max().clamp(min=1e-3))
         assert off < tolerance(dtype, case_), f"{provider.name}, {case_}: off by {off:.2g}"
 
@@ -210,9 +225,9 @@ def test_references_run_on_the_device(
     for case_ in op_calls(op, claimed_dtype):
         arguments = move(bound_device, case_.make())
         with bound_device.inference_mode():
-            found = results(SCHEMAS[op].reference(*arguments))
-        for one, other in zip(found, results(exact(case_)), strict=True):
-            host = bound_device.to_host(one).wait()
+            found = SCHEMAS[op].reference(*arguments)
+        hosts = outcome(bound_device, case_, found, arguments)
+        for host, other in zip(hosts, results(exact(case_)), strict=True):
             off = float((host.double() - other).abs().max() / other.abs().max().clamp(min=1e-3))
             assert off < tolerance(claimed_dtype, case_), f"{case_}: off by {off:.2g}"
 
@@ -232,7 +247,8 @@ def test_a_provider_leaves_its_arguments_alone(
                 schema.parameters, before, arguments, strict=False
             ):  # optional ones may be left out
                 prepared = provider.prepare is not None and name in ("weight", "gate_up", "down")
-                if not isinstance(old, torch.Tensor) or name in schema.may_overwrite or prepared:
+                changes = name in (*schema.may_overwrite, *schema.updates)
+                if not isinstance(old, torch.Tensor) or changes or prepared:
                     continue
                 assert_equal(bound_device.to_host(new).wait(), old, f"{provider.name} changed {name}: {case_}")
             num_run += 1
@@ -243,7 +259,7 @@ def test_a_provider_leaves_its_arguments_alone(
 FEWEST_ROWS = 4
 
 PER_ROW = {
-    *("x", "residual", "index", "query", "key", "ids", "logits", "expert_ids", "expert_weights"),
+    *("x", "residual", "gate", "index", "query", "key", "ids", "logits", "expert_ids", "expert_weights"),
     *("peaks", "inv_temperature", "min_p_gap", "top_k", "top_p", "coarse", "fine"),
 }
 """Parameters with one row (or number) for each row of the result."""
@@ -262,6 +278,21 @@ def with_rows(case_: OpCall, rows: list[int]) -> OpCall:
     return replace(case_, make=make)
 
 
+def assert_requests_are_independent(runtime: DeviceRuntime, provider: OpProvider, case_: OpCall) -> None:
+    """Fails unless each request alone has the bits of the result and of the state that it has among the others."""
+    names = list(SCHEMAS[case_.op].parameters)
+    whole, after = call(runtime, provider, case_)
+    starts, slots = (after[names.index(name)] for name in ("query_start_loc", "write_slots"))
+    starts, slots = (runtime.to_host(tensor).wait().tolist() for tensor in (starts, slots))
+    for request, (start, stop) in enumerate(pairwise(starts)):
+        if start == stop:
+            continue
+        alone, _ = call(runtime, provider, one_request(case_, request))
+        where = f"{provider.name}, request {request} of {case_}"
+        assert_equal(alone[0], whole[0][start:stop], where)
+        assert_equal(alone[-1][slots[request]], whole[-1][slots[request]], where)
+
+
 @clause("OPS-04")
 @pytest.mark.parametrize("op", OPS)
 def test_a_row_of_a_batch_invariant_provider_does_not_depend_on_the_others(
@@ -274,6 +305,10 @@ def test_a_row_of_a_batch_invariant_provider_does_not_depend_on_the_others(
         for case_ in supported_calls(provider, claimed_dtype, batch_invariant=True):
             whole, _ = call(bound_device, provider, case_)
             assert_like_reference(provider, case_, whole, result_dtype(op, claimed_dtype))
+            if has_state(op):
+                assert_requests_are_independent(bound_device, provider, case_)
+                num_run += 1
+                continue
             count = len(whole[0])
             if count < FEWEST_ROWS:
                 continue
