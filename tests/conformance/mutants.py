@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tests.conformance.state_mutants import STATE_MUTANTS
+
 ALWAYS = ("PLG-02", "CFG-02", "DEV-02", "DEV-04", "MEM-01", "KVL-01", "KVL-02", "ATT-05", "OPS-02")
 """Clauses that every mutant is tested against, in addition to the one that names its fault."""
 COMMUNICATION = ("COM-01", "COM-02")
@@ -100,7 +102,7 @@ MUTANTS = (
         "import torch\n",
         "import torch\nimport mvllm.platform.phases\n",
     ),
-    Mutant("the contract is of another major version", "PLG-04", "plugin.py", "contract=(1, 0)", "contract=(2, 0)"),
+    Mutant("the contract is of another major version", "PLG-04", "plugin.py", "contract=(1, 1)", "contract=(2, 0)"),
     Mutant("the factory raises", "PLG-04", "platform.py", "    return ExamplePlatform()", "    raise OSError(5)"),
     Mutant("devices are numbered from 1", "PRB-01", "plugin.py", "DeviceInfo(i, ", "DeviceInfo(i + 1, "),
     Mutant(
@@ -228,7 +230,7 @@ MUTANTS = (
         "DEV-06",
         "runtime.py",
         "    def step_mark(self) -> None:\n",
-        "    def step_mark(self) -> None:\n        assert self._batch is not None\n",
+        "    def step_mark(self) -> None:\n        assert self._step is not None\n",
     ),
     Mutant(
         "memory that was given back is used again before the copy of it is made",
@@ -410,7 +412,8 @@ MUTANTS = (
         "            rest = kv[1].index_select(0, sequence.blocks[-1:]).float().sum()\n"
         "            output[sequence.tokens] += (0 * rest).to(output.dtype)\n",
     ),
-    # Operations.
+    # Operations, and sequence states.
+    *(Mutant(*fields) for fields in STATE_MUTANTS),
     Mutant(
         "the norm has an epsilon of its own",
         "OPS-01",

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1600)]
 UNCHANGED = unchanged()
 
 
-COSTLY = {"COM-04", "COM-08", "COM-09", "E2E-01", "LIF-05"}
+COSTLY = {"COM-04", "COM-08", "COM-09", "E2E-01", "LIF-05", "STA-07"}
 """Clauses whose mutants start processes or engines, and that are covered by others of the same family."""
 
 

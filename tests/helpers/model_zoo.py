@@ -33,6 +33,7 @@ from transformers.models.auto import AutoModelForCausalLM
 from mvllm.testing.zoo import draw_weight
 from tests.helpers.zoo_delta import DELTA
 from tests.helpers.zoo_dense import DENSE
+from tests.helpers.zoo_hybrid import HYBRID
 from tests.helpers.zoo_moe import SPARSE
 from tests.helpers.zoo_state import STATE
 
@@ -240,6 +241,7 @@ ZOO: dict[str, ZooEntry] = {
     **{name: ZooEntry(**settings) for name, settings in DELTA.items()},
     **{name: ZooEntry(**settings) for name, settings in DENSE.items()},
     **{name: ZooEntry(**settings) for name, settings in SPARSE.items()},
+    **{name: ZooEntry(**settings) for name, settings in HYBRID.items()},
     **{name: ZooEntry(**settings) for name, settings in STATE.items()},
 }
 

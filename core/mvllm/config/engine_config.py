@@ -25,6 +25,8 @@ class CacheConfig:
         dtype: Storage dtype of keys and values by name; `auto` is the model's.
         enable_prefix_caching: Reuse the KV of equal prompt prefixes.
         prefix_caching_seed: Makes block hashes reproducible across runs; None draws a random root.
+        state_snapshot_interval: Of models with sequence states: a state is kept for other requests every so many
+            tokens; 0 for the ends of prompts only (since contract 1.1).
     """
 
     block_size: int | None = None
@@ -33,6 +35,7 @@ class CacheConfig:
     dtype: str = "auto"
     enable_prefix_caching: bool = True
     prefix_caching_seed: int | None = None
+    state_snapshot_interval: int = 512
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,10 @@ _ARCHITECTURE_OF_TYPE = {
     "glm4": "Glm4ForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
     "falcon": "FalconForCausalLM",
+    "bamba": "BambaForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
     "emu3": "Emu3ForConditionalGeneration",
     "janus": "JanusForConditionalGeneration",
@@ -92,6 +96,7 @@ _ABSENT_SLIDING_WINDOW = {
 # Families with full attention even if the config has the key `sliding_window`.
 _NEVER_SLIDING = (
     *("llama", "opt", "gpt2", "granite", "olmo2", "glm", "glm4", "falcon", "emu3_text_model"),
+    *("bamba", "granitemoehybrid", "falcon_h1", "nemotron_h"),
     *("deepseek_v2", "deepseek_v3"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "kimi_linear", "olmo_hybrid"),
     *("bert", "roberta", "xlm-roberta", "distilbert"),
@@ -258,11 +263,18 @@ def transformer_shape(hf_config: HFConfig) -> TransformerShape:
     return TransformerShape(
         vocab_size=hf_config.positive_int("vocab_size", at_most=_LARGEST_SIZE),
         hidden_size=hidden_size,
-        num_layers=_size(hf_config, _NUM_LAYERS, at_most=_MOST_LAYERS),
+        num_layers=_num_layers(hf_config),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=_head_size(hf_config, hidden_size, num_heads),
     )
+
+
+def _num_layers(hf_config: HFConfig) -> int:
+    """The number of layers; that of the listed ones where the config only lists their kinds (Nemotron-H)."""
+    kinds = hf_config.get("layers_block_type")
+    listed = len(kinds) if isinstance(kinds, list) and kinds else None
+    return _size(hf_config, _NUM_LAYERS, listed, at_most=_MOST_LAYERS)
 
 
 def _is_multi_query(hf_config: HFConfig) -> bool:

@@ -15,7 +15,7 @@ millions starts at once.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from mvllm.kv_cache.block_hash import BlockHash
 
@@ -53,6 +53,10 @@ class BlockPool:
     def get_cached_block(self, block_hash: BlockHash) -> int | None:
         """The block with this hash, in use or free."""
         return self._block_by_hash.get(block_hash)
+
+    def cached_blocks(self) -> Collection[int]:
+        """All blocks with a hash."""
+        return self._block_by_hash.values()
 
     def count_free(self, block_ids: Iterable[int]) -> int:
         """How many of these blocks are free."""

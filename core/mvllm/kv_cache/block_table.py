@@ -5,6 +5,7 @@ from __future__ import annotations
 from operator import itemgetter
 
 from mvllm.kv_cache.block_hash import BlockHash
+from mvllm.kv_cache.request_state import NO_STATE, RequestState
 
 
 class GroupBlocks:
@@ -38,6 +39,7 @@ class BlockTable:
         num_shareable_tokens: Only full blocks within this many leading tokens get a hash.
         block_hashes: Hashes of the leading full blocks, as far as computed; kept when the blocks are freed.
         num_hashed_blocks: Leading blocks that were found in the cache or offered to it.
+        state: Its state slots; NO_STATE in models without sequence states.
     """
 
     __slots__ = (
@@ -47,6 +49,7 @@ class BlockTable:
         "num_shareable_tokens",
         "num_slots",
         "root",
+        "state",
         "token_ids",
     )
 
@@ -60,6 +63,7 @@ class BlockTable:
         self.block_hashes: list[BlockHash] = []
         self.num_slots = 0
         self.num_hashed_blocks = 0
+        self.state: RequestState = NO_STATE
 
     @property
     def block_ids(self) -> list[int]:

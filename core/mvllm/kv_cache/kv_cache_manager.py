@@ -32,6 +32,7 @@ from mvllm.config.sliding_window_blocks import first_visible_block, max_blocks_h
 from mvllm.kv_cache.block_hash import BlockHash, hash_block, make_root_hash, request_root_hash
 from mvllm.kv_cache.block_pool import BlockPool
 from mvllm.kv_cache.block_table import BlockTable
+from mvllm.kv_cache.state_slots import StateSlots
 from mvllm.kv_cache.unconfirmed_block_hashes import UnconfirmedBlockHashes
 
 _OUT_OF_WINDOW = -1
@@ -51,7 +52,10 @@ class KVCacheManager:
 
     Attributes:
         unconfirmed: Hashes set by plans whose results are not back. The scheduler confirms them.
+        states: The state slots; None in models without sequence states, see `state_kv_cache_manager.py`.
     """
+
+    states: StateSlots | None = None
 
     def __init__(
         self,
@@ -141,10 +145,7 @@ class KVCacheManager:
         """
         if table.root is None:
             return []
-        hashes = self._block_hashes(table, (len(table.token_ids) - 1) // self.block_size)
-        if self._has_one_full_group:
-            return self._cached_blocks_of_group(hashes, 0)
-        return self._common_cached_blocks(hashes)
+        return self._cached_blocks(self._block_hashes(table, (len(table.token_ids) - 1) // self.block_size))
 
     def allocate_slots(
         self,
@@ -345,6 +346,12 @@ class KVCacheManager:
                 self.cache_blocks(table, num_computed_tokens)
                 self._pool.free(blocks.block_ids[blocks.num_dropped : first])
                 blocks.num_dropped = first
+
+    def _cached_blocks(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """The longest cached prefix of these blocks, see `get_computed_blocks`."""
+        if self._has_one_full_group:
+            return self._cached_blocks_of_group(hashes, 0)
+        return self._common_cached_blocks(hashes)
 
     def _cached_blocks_of_group(self, hashes: Sequence[BlockHash], group: int) -> list[int]:
         """The longest run of leading blocks that are cached in the group."""

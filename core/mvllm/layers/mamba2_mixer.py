@@ -169,8 +169,8 @@ class Mamba2Mixer(nn.Module):
         self.out_proj = RowParallelLinear(
             ctx, f"{name}.out_proj", config.inner_size, config.hidden_size, bias=config.out_bias
         )
-        facts = {"num_heads": self._heads, "head_size": config.head_size}
-        self._ssd = ctx.op("ssd", **facts, num_groups=self._groups, state_size=config.state_size).function
+        facts = {"num_heads": self._heads, "num_groups": self._groups, "state_size": config.state_size}
+        self._ssd = ctx.op("ssd", head_dim=config.head_size, **facts).function
         self._silu = activation(ctx, "silu", inner)
         self._scales: torch.Tensor | None = None
         if any(factor != 1.0 for factor in config.multipliers):
@@ -319,7 +319,8 @@ class GatedNorm(nn.Module):
         self._tp, self._num_parts = ctx.tp, num_parts
         self._part = None if num_parts % num_ranks == 0 else ctx.tp.rank_in_group * num_parts // num_ranks
         group_size = self._part_size if self._part is None else size
-        self._norm = ctx.op("gated_rms_norm", size=size, group_size=group_size).function
+        facts = {"norm_before_gate": config.norm_before_gate, "activation": "silu"}
+        self._norm = ctx.op("gated_rms_norm", width=size, group_size=group_size, **facts).function
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """[T, inner on this rank] and its gate to [T, inner on this rank]."""
@@ -329,10 +330,10 @@ class GatedNorm(nn.Module):
         wide, factor = x.float(), self._silu(gate.float())
         wide = wide if before else wide * factor
         sums = wide.new_zeros(len(x), self._num_parts)
-        sums[:, self._part] = wide.pow(2).sum(-1)
+        sums[:, self._part] = wide.square().sum(-1)
         mean_square = self._tp.all_reduce(sums)[:, self._part, None] / self._part_size
-        normed = self.weight * (wide * torch.rsqrt(mean_square + eps)).to(x.dtype)
-        return (normed.float() * factor).to(x.dtype) if before else normed
+        normed = wide * torch.rsqrt(mean_square + eps) * self.weight.float()
+        return (normed * factor if before else normed).to(x.dtype)
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """The checkpoint tensor and its target on this rank."""

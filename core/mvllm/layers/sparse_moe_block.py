@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from mvllm.layers.context import BuildContext
-from mvllm.layers.fused_moe import FusedMoE
-from mvllm.layers.gpt_oss_experts import GptOssExperts
 from mvllm.layers.linear import ReplicatedLinear
 from mvllm.layers.norm import whole_tensor_target
 from mvllm.layers.routing import Routing
 from mvllm.layers.weight_target import WeightTarget
+
+
+class Experts(Protocol):
+    """The experts of a layer: FusedMoE and others.
+
+    Attributes:
+        hidden_size: Size of inputs and results.
+        num_experts: Number of experts.
+    """
+
+    hidden_size: int
+    num_experts: int
+
+    def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """As `FusedMoE.forward`."""
 
 
 class SparseMoeBlock(nn.Module):
@@ -37,7 +51,7 @@ class SparseMoeBlock(nn.Module):
         self,
         ctx: BuildContext,
         router: str,
-        experts: FusedMoE | GptOssExperts,
+        experts: Experts,
         routing: Routing,
         *,
         bias: bool = False,

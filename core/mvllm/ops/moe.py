@@ -1,4 +1,4 @@
-"""The operations `moe` and `clamped_moe`: the experts of a mixture-of-experts layer."""
+"""The operations `moe`, `clamped_moe` and `ungated_moe`: the experts of a mixture-of-experts layer."""
 
 from __future__ import annotations
 
@@ -75,6 +75,42 @@ def clamped_moe(
     return total.to(x.dtype)
 
 
+def ungated_moe(
+    x: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    activation: str,
+) -> torch.Tensor:
+    """Sums, for each token, the weighted outputs down · f(up · x) of the experts that it is routed to.
+
+    Args:
+        x: [T, hidden_size], compute dtype.
+        up: [num_experts, intermediate_size, hidden_size], compute dtype.
+        down: [num_experts, hidden_size, intermediate_size], compute dtype. A provider's `prepare` takes the pair
+            (up, down) and returns the pair that `function` takes.
+        expert_ids: [T, top_k], int64, distinct within a row.
+        expert_weights: [T, top_k], float32.
+        activation: f, `relu`, `relu_squared` or `silu`.
+
+    Returns:
+        [T, hidden_size], compute dtype; accumulated in float32.
+    """
+    share = expert_shares(up.shape[0], expert_ids, expert_weights)
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in range(up.shape[0]):
+        inner = F.linear(x, up[expert])
+        inner = F.silu(inner) if activation == "silu" else F.relu(inner)
+        inner = inner.square() if activation == "relu_squared" else inner
+        total += F.linear(inner, down[expert]).float() * share[:, expert, None]
+    return total.to(x.dtype)
+
+
+UNGATED_ACTIVATIONS = ("relu", "relu_squared", "silu")
+"""Values of `activation` of `ungated_moe`."""
+
+
 def clamped_gate(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
     """The inner elements of `clamped_moe`."""
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -100,3 +136,4 @@ _FACTS = {
 
 MOE = OpSchema(moe, facts=_FACTS)
 CLAMPED_MOE = OpSchema(clamped_moe, facts=_FACTS)
+UNGATED_MOE = OpSchema(ungated_moe, facts={**_FACTS, "activation": "as the parameter"})

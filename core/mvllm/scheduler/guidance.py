@@ -10,6 +10,8 @@ neither computes its last token before the other one can: so both sample in the 
 
 from __future__ import annotations
 
+import sys
+
 import msgspec
 
 from mvllm.config.engine_config import SchedulerConfig
@@ -92,14 +94,21 @@ def check_guided(data: EngineCoreRequest, config: SchedulerConfig, max_model_len
             )
 
 
-def split_tokens(num_left: int, num_companion_left: int, budget: int) -> tuple[int, int]:
+def split_tokens(
+    num_left: int,
+    num_companion_left: int,
+    budget: int,
+    room: int = sys.maxsize,
+    companion_room: int = sys.maxsize,
+) -> tuple[int, int]:
     """How many of their uncomputed tokens the two sides compute in a step; both may be 0.
 
     Args:
         num_left, num_companion_left: Uncomputed tokens, at least one each.
         budget: Most tokens of both together.
+        room, companion_room: Most tokens of each side.
     """
-    if num_left + num_companion_left <= budget:
+    if num_left + num_companion_left <= budget and num_left <= room and num_companion_left <= companion_room:
         return num_left, num_companion_left
-    first = min(num_left - 1, budget)
-    return first, min(num_companion_left - 1, budget - first)
+    first = min(num_left - 1, room, budget)
+    return first, min(num_companion_left - 1, companion_room, budget - first)

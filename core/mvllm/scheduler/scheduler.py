@@ -17,6 +17,7 @@ from mvllm.config.engine_config import SchedulerConfig
 from mvllm.errors import ConfigError, PlatformError, RequestError
 from mvllm.kv_cache.block_table import BlockTable
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
+from mvllm.kv_cache.state_slots import StateSlots
 from mvllm.messages.requests import (
     NOTHING_TO_SAMPLE,
     EngineCoreOutput,
@@ -334,6 +335,8 @@ class Scheduler:
         if plan.draft_token_ids:
             count_draft_tokens(self._stats, plan, output)
         self._append_tokens(batch, tokens, output.further_token_ids, outputs)
+        if plan.draft_token_ids and self._kv_cache.states is not None:
+            self._go_on_behind_drafts(self._kv_cache.states, plan, batch, output)
         for position, drafts in output.draft_token_ids.items():
             if batch[position].status is RequestStatus.RUNNING:
                 batch[position].draft_token_ids = drafts
@@ -411,6 +414,23 @@ class Scheduler:
             self.requests.finish(ended)
         for request_id, error in failed:  # in the next results, behind the token before the error
             self.fail_request(request_id, error, "structured_outputs")
+
+    def _go_on_behind_drafts(
+        self, states: StateSlots, plan: SchedulerOutput, batch: list[Request], output: ModelRunnerOutput
+    ) -> None:
+        """Chooses the state of requests whose draft tokens were verified; see `StateSlots`.
+
+        A request with a rejected draft token goes back to the position before the step, also on the worker.
+        """
+        for position, drafts in plan.draft_token_ids.items():
+            request = batch[position]
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            if len(output.further_token_ids.get(position, ())) == len(drafts):
+                states.accept_drafts(request.table, request.num_computed_tokens)
+            else:
+                states.reject_drafts(request.table.state)
+                request.num_computed_tokens = request.table.state.position
 
     def _check_pairs(self, batch: list[Request], tokens: list[int]) -> None:
         """Fails guided requests whose sides have different tokens, because the worker does not know of pairs."""

@@ -12,10 +12,14 @@ Running requests are planned first, in service order, then waiting ones. If bloc
 preempted. It has not been planned in this step yet.
 
 A guided request has two sides with a row and blocks each, which are planned together (see `guidance.py`).
+
+In models with sequence states each row also reads and writes a state slot. The steps of a prompt end where its state
+is kept for other requests (see `kv_cache/state_slots.py`).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 from mvllm.config.engine_config import SchedulerConfig
@@ -29,6 +33,7 @@ from mvllm.scheduler.lora_admission import LoRAAdmission
 from mvllm.scheduler.request import Request, RequestStatus
 from mvllm.scheduler.request_lists import RequestLists
 from mvllm.scheduler.request_outputs import cache_too_small_message, new_request_data
+from mvllm.scheduler.state_planner import StatePlanner
 from mvllm.scheduler.step_time_model import StepTimeModel
 
 _BYPASS_FACTOR = 4
@@ -68,6 +73,7 @@ class StepPlanner:
         self._requests = requests
         self._kv_cache = kv_cache
         self._num_groups = kv_cache.num_groups
+        self._states = StatePlanner(kv_cache.states, can_chunk=config.enable_chunked_prefill)
         self._stats = stats
         self._clock = clock
         self._num_stages = num_stages
@@ -84,6 +90,7 @@ class StepPlanner:
         batch: list[Request] = []
         num_preemptions = self._stats.num_preemptions
 
+        self._states.start_plan()
         long_prefills, waiting = self._long_prefill_limiter, self._requests.waiting
         if long_prefills.were_limited or long_prefills.num_partial:
             long_prefills.start_step()
@@ -98,7 +105,9 @@ class StepPlanner:
                 if budget and can_admit and waiting:
                     self._schedule_waiting(plan, batch, budget)
         assert batch or not plan.new_block_rows, "blocks were planned for a row that does not compute"
-        return plan, _decodes_first(plan, batch)
+        batch = _decodes_first(plan, batch)
+        self._states.end_plan(plan, batch)
+        return plan, batch
 
     def is_ordinary(self, plan: SchedulerOutput) -> bool:
         """Whether requests generate in the last plan, and no prompt's share is a cap, see `LongPrefillLimiter`."""
@@ -107,7 +116,7 @@ class StepPlanner:
     def _schedule_running(self, plan: SchedulerOutput, batch: list[Request], budget: int) -> int:
         """Plans running requests. Returns what is left of the budget."""
         rows, num_scheduled, running = plan.rows, plan.num_scheduled_tokens, self._requests.running
-        in_pipeline = self._num_stages > 1
+        in_pipeline, ends_at_snapshots = self._num_stages > 1, self._states.ends_steps
         counts_partial, has_guided = self._long_prefill_limiter.max_partial is not None, self._requests.num_guided > 0
         samples_left = -(-len(running) // self._num_stages)
         self.draft_masks = {}
@@ -139,6 +148,8 @@ class StepPlanner:
                         self._long_prefill_limiter.num_partial += counts_partial
                         continue
                 num_new = min(share, budget)
+                if ends_at_snapshots:
+                    num_new = min(num_new, request.table.state.next_snapshot - num_computed)
                 if counts_partial:
                     self._long_prefill_limiter.num_partial += num_computed + num_new < num_tokens
             end = num_computed + num_new
@@ -161,6 +172,7 @@ class StepPlanner:
             if drafts:
                 plan.draft_token_ids[len(batch)] = drafts
                 num_new += len(drafts)
+                self._states.reserve_draft_slot(request)
             rows.append(request.row)
             num_scheduled.append(num_new)
             batch.append(request)
@@ -177,6 +189,9 @@ class StepPlanner:
                     break
                 continue
             table, num_computed = request.table, request.num_computed_tokens
+            room = self._states.room(request)
+            if not room:
+                continue  # the first round has planned it up to a snapshot
             if position < 0:
                 lengths = [len(blocks.block_ids) for blocks in table.groups]
                 new_blocks = kv_cache.allocate_slots(table, request.num_tokens, num_computed_tokens=num_computed)
@@ -187,7 +202,7 @@ class StepPlanner:
                 plan.rows.append(request.row)
                 plan.num_scheduled_tokens.append(0)
                 batch.append(request)
-            num_new = min(request.num_tokens - num_computed, budget)
+            num_new = min(request.num_tokens - num_computed, budget, room)
             plan.num_scheduled_tokens[position] += num_new
             end = request.num_computed_tokens = num_computed + num_new
             kv_cache.cache_blocks(table, end)
@@ -201,17 +216,20 @@ class StepPlanner:
     def _schedule_waiting(self, plan: SchedulerOutput, batch: list[Request], budget: int) -> int:
         """Admits waiting requests in order, until one does not fit. Returns what is left of the budget.
 
-        A request that waits for a LoRA slot, for a mask, or for other long prompts is passed over.
+        A request that waits for a LoRA slot, for a mask, for other long prompts, or for the snapshot of another request
+        is passed over.
         """
-        requests, kv_cache = self._requests, self._kv_cache
+        requests, kv_cache, states = self._requests, self._kv_cache, self._states
         waiting, lora_admission, long_prefills = requests.waiting, self._lora_admission, self._long_prefill_limiter
         if lora_admission.max_loras:
             lora_admission.start_round(request.lora_int_id for request in requests.running)
         passed_over: list[Request] = []
         while waiting and budget and requests.rows.num_free:
             request = waiting.peek()
-            if (request.lora_int_id and not lora_admission.can_admit(request)) or (
-                request.is_long and not long_prefills.has_room
+            if (
+                (request.lora_int_id and not lora_admission.can_admit(request))
+                or (request.is_long and not long_prefills.has_room)
+                or (states.is_needed and states.still_waits(request))
             ):
                 if len(passed_over) >= _MAX_PASSED_OVER:
                     break
@@ -229,17 +247,21 @@ class StepPlanner:
             table, num_tokens = request.table, request.num_tokens
             computed_blocks = [] if request.needs_every_position else kv_cache.get_computed_blocks(table)
             num_computed = len(computed_blocks) // self._num_groups * kv_cache.block_size
-            num_new = num_tokens - num_computed
+            num_new, room = num_tokens - num_computed, sys.maxsize
             if num_new > budget and not self._config.enable_chunked_prefill:
                 break
-            if not long_prefills.can_start(num_new, budget):
+            if states.is_needed:
+                if states.must_wait(request, num_computed):
+                    continue  # is passed over
+                room = states.choose_snapshots(request, num_computed)
+            if not long_prefills.can_start(num_new, min(budget, room)):
                 break
             request.is_very_long = long_prefills.is_very_long(num_new)
             share = long_prefills.num_allowed_tokens(num_new, is_very_long=request.is_very_long)
             request.is_long = not share
             if request.is_long:
                 continue
-            is_held_back, num_new = share < num_new, min(share, budget)
+            is_held_back, num_new = share < num_new, min(share, budget, room)
             # It gets blocks for all of its tokens at once, however it is chunked, and leaves one block for each running
             # request: a request that is preempted in the next step has computed for nothing.
             num_spare = requests.rows.num_allocated * self._num_groups
@@ -277,6 +299,7 @@ class StepPlanner:
         end = num_computed + num_new
         self._kv_cache.cache_blocks(request.table, end)
         request.num_computed_tokens = end
+        self._states.record_start(request)
         plan.new_requests.append(new_request_data(request, num_computed))
         if not num_new:
             return  # the other side of a pair computes first
@@ -303,7 +326,7 @@ class StepPlanner:
         left = [side.num_tokens - side.num_computed_tokens for side in sides]
         total = sum(left)
         share = limiter.num_allowed_tokens(total, is_very_long=request.is_very_long) if total > len(sides) else total
-        counts = split_tokens(left[0], left[1], min(share, budget))
+        counts = split_tokens(*left, min(share, budget), *map(self._states.room, sides))
         if not self._allocate_pair_slots(request, counts, plan, can_preempt=can_preempt):
             return -1
         if can_preempt:
@@ -361,7 +384,8 @@ class StepPlanner:
         """Admits the next waiting request, which is guided.
 
         Returns:
-            The tokens planned; -1 if it does not fit now. 0 if it has failed, or waits for other long prompts.
+            The tokens planned; -1 if it does not fit now. 0 if it has failed, or waits for other long prompts, or for a
+            snapshot.
         """
         requests, kv_cache, long_prefills = self._requests, self._kv_cache, self._long_prefill_limiter
         if requests.rows.num_free < len(request.sides):
@@ -369,7 +393,10 @@ class StepPlanner:
         num_computed = [self._num_cached(self._find_cached(side)) for side in request.sides]
         left = [side.num_tokens - computed for side, computed in zip(request.sides, num_computed, strict=True)]
         total = sum(left)
-        if not long_prefills.can_start(total, budget):
+        if any(map(self._states.must_wait, request.sides, num_computed)):
+            return 0
+        rooms = list(map(self._states.choose_snapshots, request.sides, num_computed))
+        if not long_prefills.can_start(total, min(budget, *rooms)):
             return -1
         request.is_very_long = long_prefills.is_very_long(total)
         share = long_prefills.num_allowed_tokens(total, is_very_long=request.is_very_long)
@@ -382,7 +409,8 @@ class StepPlanner:
             return 0 if request.status is RequestStatus.FINISHED else -1
         left = [side.num_tokens - computed for side, computed in zip(request.sides, num_computed, strict=True)]
         total = sum(left)  # may have grown: blocks for one side evict cached ones that the other side would share
-        counts = split_tokens(left[0], left[1], min(share, budget) if is_held_back else budget)
+        rooms = list(map(self._states.choose_snapshots, request.sides, num_computed))
+        counts = split_tokens(*left, min(share, budget) if is_held_back else budget, *rooms)
         if not any(counts) or (sum(counts) < total and not self._config.enable_chunked_prefill):
             for side in request.sides:
                 kv_cache.free(side.table, 0)
@@ -435,6 +463,7 @@ class StepPlanner:
         drafts, request.draft_token_ids = request.draft_token_ids, []
         if request.num_computed_tokens + 1 < request.num_tokens:
             return []
+        budget = min(budget, self._states.draft_budget(request, others_wait=bool(self._requests.waiting)))
         # The step also samples a token behind the last draft token; that may be the request's last one.
         return drafts[: max(0, min(budget, request.max_num_tokens - request.num_tokens - 1))]
 

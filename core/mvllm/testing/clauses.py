@@ -19,6 +19,7 @@ FAMILIES = {
     "KVL": "KV layout",
     "ATT": "Attention",
     "OPS": "Operations",
+    "STA": "Sequence states",
     "COM": "Communication",
     "SMP": "Sampling",
     "SHP": "Shapes",
@@ -273,6 +274,49 @@ _ALL = (
         "batch_invariant",
         since=(1, 1),
     ),
+    Clause(
+        "STA-01",
+        "`StateBackend.allocate` returns zeros of [num_slots + 1, *shape] for each tensor of the spec, which take the "
+        "bytes that `bytes_per_sequence` gives; core refuses models with states if `state` is not claimed.",
+        "state",
+        since=(1, 1),
+    ),
+    Clause(
+        "STA-02",
+        "`StateBackend.build_metadata` returns StateArguments with the slots and `query_start_loc` of the layout on the "
+        "device.",
+        "state",
+        since=(1, 1),
+    ),
+    Clause(
+        "STA-03",
+        "An operation on states reads zeros for a request with read slot -1; earlier contents of its slots, NaN "
+        "included, do not affect results.",
+        "state",
+        since=(1, 1),
+    ),
+    Clause(
+        "STA-04",
+        "An operation on states writes to the write slots of requests with tokens, and to no other slot; padding writes "
+        "to none, and its results are finite.",
+        "state",
+        since=(1, 1),
+    ),
+    Clause(
+        "STA-05",
+        "The results of a sequence and its last state do not depend on how it is cut into steps, on other requests of "
+        "the steps, or on its slots, within the suite's tolerance for the dtype.",
+        "state",
+        since=(1, 1),
+    ),
+    Clause("STA-06", "`copy_slots` copies whole slots, and `fill` sets every element.", "state", since=(1, 1)),
+    Clause(
+        "STA-07",
+        "An engine generates the oracle's tokens with a model of attention and state layers: in a batch, from states "
+        "that are kept, for several samples of a prompt, and with prompts that are computed in chunks.",
+        "state",
+        since=(1, 1),
+    ),
     Clause("COM-01", "Every rank makes the same calls in the same order.", "torch_device"),
     Clause(
         "COM-02", "If an operation has the same result on all ranks, the results are bit-identical.", "torch_device"
@@ -424,7 +468,7 @@ def claims(capabilities: Capabilities, needs: str | None) -> bool:
 
 _OF_TORCH = frozenset(
     {
-        *("soft_cap", "sinks", "mla", "deterministic", "batch_invariant"),
+        *("soft_cap", "sinks", "mla", "deterministic", "batch_invariant", "state"),
         *("graphs", "compile", "collectives", "static_shapes"),
     }
 )

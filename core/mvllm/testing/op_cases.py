@@ -12,6 +12,7 @@ import torch
 from mvllm.ops.all_schemas import SCHEMAS
 from mvllm.ops.draw import draw_block, filtered_draw
 from mvllm.ops.dtypes import torch_dtype
+from mvllm.ops.moe import UNGATED_ACTIVATIONS
 from mvllm.testing.block_quantized_cases import block_quantized_linear_cases, exact_block_quantized
 from mvllm.testing.op_call import ROWS, OpCall, random_tensor
 from mvllm.testing.quantized_moe_cases import exact_quantized_moe, inner_steps, quantized_moe_cases
@@ -47,7 +48,7 @@ def exact(case: OpCall) -> Any:
     if case.op == "quantized_moe":
         return exact_quantized_moe(*case.make())
     arguments = [_as_float64(argument) for argument in case.make()]
-    if case.op in ("moe", "clamped_moe"):
+    if case.op in ("moe", "clamped_moe", "ungated_moe"):
         index = list(SCHEMAS[case.op].parameters).index("expert_weights")
         arguments[index] = arguments[index].float()  # float32 for every compute dtype
     result = SCHEMAS[case.op].reference(*arguments)
@@ -191,6 +192,19 @@ def _moe_arguments(dtype: torch.dtype, rows: int, clamped: bool) -> tuple[Any, .
         torch.softmax(random_tensor(torch.float32, rows, 2, seed=3), dim=-1),
         *((1.702, 1.5) if clamped else ()),  # alpha, and a limit that these inputs reach
     )
+
+
+def _ungated_moe(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
+    sizes = {"num_experts": 4, "top_k": 2, "hidden_size": 64, "intermediate_size": 32}
+    for activation in UNGATED_ACTIVATIONS:
+        for rows in ROWS:
+            arguments = partial(_ungated_moe_arguments, dtype, rows, activation)
+            yield OpCall(op, {**sizes, "activation": activation}, arguments, weight=(1, 2))
+
+
+def _ungated_moe_arguments(dtype: torch.dtype, rows: int, activation: str) -> tuple[Any, ...]:
+    x, gate_up, down, ids, weights = _moe_arguments(dtype, rows, False)
+    return x, gate_up[:, :32].contiguous(), down, ids, weights, activation
 
 
 _SELECTIONS = (  # whether there is a correction, and the parameters after it
@@ -361,6 +375,7 @@ _MAKERS: dict[str, Callable[[str, torch.dtype], Iterator[OpCall]]] = {
     "quantized_moe": quantized_moe_cases,
     "select_experts": _select_experts,
     "clamped_moe": _moe,
+    "ungated_moe": _ungated_moe,
     "argmax": _argmax,
     "logsumexp": _logsumexp,
     "filtered_draw": _filtered_draw,

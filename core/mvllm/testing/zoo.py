@@ -63,6 +63,22 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", _GPT2),
 }
 FAMILIES = tuple(_FAMILIES)
+STATE_FAMILY = "bamba"
+"""A family with attention and Mamba-2 layers, for platforms that claim `state`."""
+_FURTHER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    STATE_FAMILY: (
+        "BambaConfig",
+        {
+            **_LLAMA,
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 64,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 64,
+            "mamba_chunk_size": 32,
+        },
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -132,20 +148,21 @@ class Zoo:
         """Greedy tokens, and the smallest difference between the two largest logits."""
         model, tokens, lead = self._model(family), [], math.inf
         ids, past = torch.tensor([prompt]), None
+        caches = not model._is_stateful  # the names of caches with states differ between families
         for _ in range(num_tokens):
-            output = model(ids, past_key_values=past, use_cache=True)
-            past = output.past_key_values
+            output = model(ids, past_key_values=past, use_cache=True) if caches else model(ids)
+            past = output.past_key_values if caches else None
             best = output.logits[0, -1].float().topk(2)
             tokens.append(int(best.indices[0]))
             lead = min(lead, float(best.values[0] - best.values[1]))
-            ids = torch.tensor([tokens[-1:]])
+            ids = torch.tensor([tokens[-1:] if caches else prompt + tokens])
         return tokens, lead
 
     def _model(self, family: str) -> Any:
         if family not in self._models:
             import transformers
 
-            name, settings = _FAMILIES[family]
+            name, settings = (_FAMILIES | _FURTHER_FAMILIES)[family]
             config = getattr(transformers, name)(**settings)
             model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
             model = model.to(torch.float32).eval()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mvllm.plugin_api import PlatformError, StepKind
+from mvllm.plugin_api import PlatformError, StateArguments, StepKind
 from mvllm_torch_gpu import step_graphs
 from mvllm_torch_gpu.paged_metadata import PagedMetadata
 from mvllm_torch_gpu.shapes import LARGEST_CAPTURE, decode_sizes, mixed_sizes, policy
@@ -293,6 +293,32 @@ def test_mixed_and_verifying_steps_are_captured_by_kind_and_shape(graphs):
         given = rows, rows * 2, None, None, plan(requests, query_len=query_len, shift=number)
         assert torch.equal(function(*given), model(*given))
     assert graphs.captures == 3 and graphs.replays == 5
+
+
+@pytest.mark.parametrize("with_attention", [False, True])
+def test_a_captured_step_advances_each_state_once_and_reads_the_slots_of_its_own_step(graphs, with_attention):
+    states = torch.zeros(6 + 1)
+
+    def model(token_ids, *rest):
+        slots = rest[-1]
+        before = torch.where(slots.read_slots < 0, 0.0, states[slots.read_slots.long()])
+        states[slots.write_slots.long()] = 2 * before + token_ids
+        return (before + token_ids)[:, None].repeat(1, 2)
+
+    def step(read, write, shift):
+        attention = [plan(shift=shift)] if with_attention else []
+        starts, read, write = (torch.tensor(x, dtype=torch.int32) for x in (range(5), read, write))
+        return tokens(shift=shift), *attention, StateArguments(starts, read, write, 1, capture=True)
+
+    function, steps = compiled(model, graphs), (([-1, -1, 2, -1], [0, 1, 2, -1]), ([0, 1, 2, 0], [0, 3, 2, 4]))
+    for shift, slots in enumerate((*steps, *steps)):
+        before = states.clone()
+        expected = model(*step(*slots, shift))
+        after = states.clone()
+        states.copy_(before)
+        assert torch.equal(function(*step(*slots, shift)), expected)
+        assert torch.equal(states[:-1], after[:-1])
+    assert (graphs.captures, graphs.replays) == (1, 4)
 
 
 def test_errors_of_the_function_are_raised_unchanged(graphs):

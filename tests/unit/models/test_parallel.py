@@ -33,6 +33,7 @@ NAMES = [
     "opt",
     "gpt2",
     "gpt2-untied",
+    "mamba2",
 ]
 TOKENS = draw_tokens(30, seed=7)
 
@@ -97,7 +98,7 @@ def check_every_element_is_read(folder: Path, tp_size: int, pp_size: int) -> Non
                     assert (times == 1).all(), f"{parameter_name} is filled {times.unique().tolist()} times"
     for tensor_name, counts in read.items():
         assert counts.min() >= 1, f"nobody reads some elements of {tensor_name}"
-        copied = re.search(r"\.([kv]|qkv)_proj|k_norm|query_key_value", tensor_name)
+        copied = re.search(r"\.([kv]|qkv)_proj|k_norm|query_key_value|(mamba|mixer)\.(in_proj|conv1d)", tensor_name)
         assert counts.max() == counts.min() or copied
 
 

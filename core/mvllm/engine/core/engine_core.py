@@ -18,6 +18,7 @@ import msgspec
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.rope_parameters import prompt_cache_key
+from mvllm.engine.core.capability_checks import check_sequence_states
 from mvllm.engine.core.grammar_vocabulary import load_vocabulary
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary, choose_block_size, no_kv_cache, size_kv_cache
 from mvllm.engine.core.lora_manager import LoRAManager
@@ -27,6 +28,7 @@ from mvllm.engine.core.weight_updates import WeightUpdateManager
 from mvllm.errors import ConfigError, EngineDeadError, EngineSleepingError, MvllmError, RequestError
 from mvllm.executor.factory import can_sample_later, make_executor
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager, NullKVCacheManager
+from mvllm.kv_cache.state_kv_cache_manager import StateKVCacheManager
 from mvllm.logging import get_logger
 from mvllm.messages.core_protocol import UtilityArg
 from mvllm.messages.lora import LoRARequest
@@ -128,16 +130,7 @@ class EngineCore(CoreRollouts):
         self.scheduler = Scheduler(
             scheduling,
             max_model_len=config.model.max_model_len,
-            kv_cache=NullKVCacheManager(config.model.max_model_len)
-            if config.model.kind.is_encoder
-            else KVCacheManager(
-                num_blocks=self.cache_summary.num_blocks,
-                block_size=self.cache_summary.block_size,
-                enable_caching=config.cache.enable_prefix_caching,
-                hash_seed=config.cache.prefix_caching_seed,
-                windows=self.cache_summary.windows,
-                max_step_tokens=config.scheduler.max_num_batched_tokens,
-            ),
+            kv_cache=self._make_kv_cache_manager(),
             num_stages=num_stages,
             max_loras=0 if config.lora is None else config.lora.max_loras,
             num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
@@ -476,13 +469,36 @@ class EngineCore(CoreRollouts):
         needs = self._executor.kv_cache_needs()
         configured = self.config.cache.kv_cache_memory_bytes
         choose_block_size(self.config, needs)
+        check_sequence_states(self.config, needs)
         available = [configured] * len(needs) if configured is not None else self._executor.available_kv_bytes()
         return size_kv_cache(self.config, needs, available)
+
+    def _make_kv_cache_manager(self) -> KVCacheManager:
+        config, summary = self.config, self.cache_summary
+        if config.model.kind.is_encoder:
+            return NullKVCacheManager(config.model.max_model_len)
+        make: Callable[..., KVCacheManager] = KVCacheManager
+        if summary.num_state_slots:
+            make = partial(
+                StateKVCacheManager,
+                num_state_slots=summary.num_state_slots,
+                state_snapshot_interval=config.cache.state_snapshot_interval,
+            )
+        return make(
+            num_blocks=summary.num_blocks,
+            block_size=summary.block_size,
+            enable_caching=config.cache.enable_prefix_caching,
+            hash_seed=config.cache.prefix_caching_seed,
+            windows=summary.windows,
+            max_step_tokens=config.scheduler.max_num_batched_tokens,
+        )
 
     def _allocate_kv_cache(self) -> None:
         if len(self.cache_summary.windows) > 1:
             self._executor.collective_rpc("group_layers", (list(self.cache_summary.windows),))
-        self._executor.allocate_kv_cache(self.cache_summary.num_blocks, self.cache_summary.block_size)
+        summary = self.cache_summary
+        state = (summary.num_state_slots,) if summary.num_state_slots else ()
+        self._executor.allocate_kv_cache(summary.num_blocks, summary.block_size, *state)
 
     def _timed(self, phase: str, action: Callable[[], _T]) -> _T:
         self._on_phase(phase)

@@ -6,6 +6,8 @@ as running requests can use.
 All workers hold the same blocks, each for its own layers and heads, so the worker with the least memory decides. With
 several KV cache groups (`kv_cache_groups.py`) a request has blocks in each group, in groups with a window only those
 inside the window.
+
+In models with sequence states the memory also holds state slots (`state_slot_sizing.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.sliding_window_blocks import max_blocks_held
 from mvllm.engine.core.kv_cache_groups import bytes_per_block, choose_group_windows
+from mvllm.engine.core.state_slot_sizing import MIN_SLOTS, StateNeeds, divide_memory
 from mvllm.errors import CacheError
 from mvllm.platform.worker_protocol import KVCacheNeeds
 
@@ -36,6 +39,7 @@ class KVCacheSummary:
         windows: The window of each KV cache group in tokens, None for full attention.
         max_step_tokens: Most tokens of one request in one step.
         limit: The setting that limits the number of blocks.
+        num_state_slots: State slots on every worker; 0 for models without sequence states.
     """
 
     num_blocks: int
@@ -45,6 +49,7 @@ class KVCacheSummary:
     windows: tuple[int | None, ...] = (None,)
     max_step_tokens: int = 1
     limit: str = ""
+    num_state_slots: int = 0
 
     @property
     def blocks_per_request(self) -> int:
@@ -64,13 +69,15 @@ class KVCacheSummary:
     @property
     def max_concurrency(self) -> float:
         """Requests of the longest length that fit at once."""
-        return self.num_blocks / self.blocks_per_request
+        fitting = self.num_blocks / self.blocks_per_request
+        return min(fitting, self.num_state_slots) if self.num_state_slots else fitting
 
     def __str__(self) -> str:
         if not self.num_blocks:
             return "KV cache: none, because the model is an encoder"
+        slots = f" and {self.num_state_slots:,} state slots" if self.num_state_slots else ""
         return (
-            f"KV cache: {self.num_tokens:,} tokens ({self.num_blocks:,} blocks of {self.block_size}, "
+            f"KV cache: {self.num_tokens:,} tokens ({self.num_blocks:,} blocks of {self.block_size}{slots}, "
             f"{_format_bytes(self.total_bytes)}), enough for {self.max_concurrency:,.1f} concurrent requests of "
             f"{self.max_model_len:,} tokens" + (f"; sized by {self.limit}" if self.limit else "")
         )
@@ -109,7 +116,7 @@ def size_kv_cache(config: EngineConfig, needs: Sequence[KVCacheNeeds], available
 
     Args:
         needs: Bytes per token and accepted block sizes, per worker.
-        available: Bytes for the KV cache, per worker.
+        available: Bytes for the KV cache, and for state slots, per worker.
 
     Raises:
         CacheError: Not even one sequence of `max_model_len` fits; the error names the bytes needed and a length that
@@ -120,6 +127,17 @@ def size_kv_cache(config: EngineConfig, needs: Sequence[KVCacheNeeds], available
     windows = choose_group_windows(needs, max_len)
     costs = [bytes_per_block(need, windows, max_len, block_size) for need in needs]
     longest = max_blocks_of_sequence(max_len, block_size, windows, max_step_tokens)
+    if any(need.state_bytes for need in needs):
+        state_needs = StateNeeds(
+            [need.state_bytes for need in needs],
+            costs,
+            block_size,
+            longest,
+            config.scheduler.max_num_seqs,
+            config.cache.state_snapshot_interval,
+            config.cache.enable_prefix_caching,
+        )
+        return _size_with_states(config, needs, state_needs, available, windows)
     affordable = min(max(0, free) // cost for free, cost in zip(available, costs, strict=True))
     num_blocks, limit = min(affordable, _MAX_SLOTS // block_size), _memory_limit(config)
     usable = config.scheduler.max_num_seqs * max_blocks_of_sequence(max_len, block_size) * len(windows)
@@ -129,6 +147,28 @@ def size_kv_cache(config: EngineConfig, needs: Sequence[KVCacheNeeds], available
         fits = _longest_that_fits(num_blocks, max_len, block_size, windows, max_step_tokens)
         raise _too_small_error(config, needs, available, [longest * cost for cost in costs], fits)
     return KVCacheSummary(num_blocks, block_size, num_blocks * max(costs), max_len, windows, max_step_tokens, limit)
+
+
+def _size_with_states(
+    config: EngineConfig,
+    needs: Sequence[KVCacheNeeds],
+    state_needs: StateNeeds,
+    available: Sequence[int],
+    windows: tuple[int | None, ...],
+) -> KVCacheSummary:
+    """Divides the available bytes into blocks and state slots, see `size_kv_cache`."""
+    max_len, max_step_tokens = config.model.max_model_len, config.scheduler.max_num_batched_tokens
+    block_size, costs = state_needs.block_size, state_needs.block_bytes
+    num_slots, num_blocks = divide_memory(state_needs, available)
+    if num_slots < MIN_SLOTS or num_blocks < state_needs.longest:
+        fits = _longest_that_fits(num_blocks, max_len, block_size, windows, max_step_tokens) if any(costs) else 0
+        raise _too_small_error(config, needs, available, state_needs.min_bytes, fits)
+    num_blocks, limit = min(num_blocks, _MAX_SLOTS // block_size), _memory_limit(config)
+    usable = config.scheduler.max_num_seqs * max_blocks_of_sequence(max_len, block_size) * len(windows)
+    if not config.cache.enable_prefix_caching and usable < num_blocks:
+        num_blocks, limit = usable, f"max_num_seqs {config.scheduler.max_num_seqs}, without prefix caching"
+    total = max(num_blocks * cost + num_slots * need.state_bytes for cost, need in zip(costs, needs, strict=True))
+    return KVCacheSummary(num_blocks, block_size, total, max_len, windows, max_step_tokens, limit, num_slots)
 
 
 def _memory_limit(config: EngineConfig) -> str:
@@ -160,8 +200,11 @@ def _too_small_error(
     max_len = config.model.max_model_len
     tightest = min(range(len(needs)), key=lambda i: available[i] / required_by[i])
     required, found = required_by[tightest], available[tightest]
-    per_token = needs[tightest].bytes_per_token
-    need = f"max_model_len {max_len:,} needs {_format_bytes(required)} of KV cache ({per_token:,} bytes per token)"
+    per_token, state = needs[tightest].bytes_per_token, needs[tightest].state_bytes
+    each = f"{per_token:,} bytes per token" if per_token or not state else ""
+    if state:
+        each += f"{' and ' if each else ''}{MIN_SLOTS} state slots of {state:,} bytes"
+    need = f"max_model_len {max_len:,} needs {_format_bytes(required)} of KV cache ({each})"
     if config.cache.kv_cache_memory_bytes is not None:
         limits = f"kv_cache_memory_bytes gives {_format_bytes(found)}"
         grow = f"raise kv_cache_memory_bytes to {required}"

@@ -12,6 +12,7 @@ FILES = (
     "test_kvl_layout",
     "test_att_attention",
     "test_ops_operations",
+    "test_sta_states",
     "test_com_communication",
     "test_smp_sampling",
     "test_shp_shapes",

@@ -57,6 +57,7 @@ CAPABILITIES = Capabilities(
     sinks=True,
     mla=True,
     batch_invariant=True,
+    state=True,
 )
 
 

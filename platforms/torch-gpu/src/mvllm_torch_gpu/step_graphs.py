@@ -13,6 +13,9 @@ be captured again whenever the longest sequence exceeds a width, each in the tim
 a width for sequences of any usual length from the start, and graphs share it. Kernels launch for that length and read
 only as far as each sequence goes. Other steps, and functions that cannot be captured, run eagerly.
 
+A step stores sequence states once: another run would start from what the first has stored. So the run before a capture
+and the capture itself get write slots -1, which are scratch memory.
+
 A capture that fails is tried again, after more and more steps: memory may be free then. Such a step has run eagerly
 before, and is captured without another run, so that ranks make the same calls whether they capture or replay.
 """
@@ -21,13 +24,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 
-from mvllm.plugin_api import CompileBackend, PlatformError, get_logger
+from mvllm.plugin_api import CompileBackend, PlatformError, StateArguments, get_logger
 from mvllm_torch_gpu.out_of_memory import is_out_of_memory
 from mvllm_torch_gpu.paged_metadata import PagedMetadata
 from mvllm_torch_gpu.shapes import LARGEST_CAPTURE
@@ -42,6 +45,9 @@ FIRST_RETRY = 16
 
 RETRY_FACTOR = 8
 """After each further failure so many times more."""
+
+_OF_STATES = ("query_start_loc", "read_slots", "write_slots")
+"""The tensors of StateArguments."""
 
 
 class GraphCapturer(Protocol):
@@ -101,7 +107,7 @@ class StepGraphBackend(CompileBackend):
 
     def key_of(self, args: tuple[Any, ...], *, is_head: bool) -> Hashable | None:
         """Key under which steps share a graph; None for steps without a graph."""
-        plans = [arg for arg in args if isinstance(arg, PagedMetadata)]
+        plans = [arg for arg in args if isinstance(arg, PagedMetadata | StateArguments)]
         rows = len(args[0]) if args and isinstance(args[0], torch.Tensor) else 0
         if not 0 < rows <= LARGEST_CAPTURE or not (plans or is_head) or not all(plan.capture for plan in plans):
             return None
@@ -112,6 +118,8 @@ class StepGraphBackend(CompileBackend):
             elif isinstance(arg, PagedMetadata):
                 width = self._tables.width(arg.pages, arg.block_size)
                 key.append((arg.kind, arg.num_tokens, len(arg.seq_lens), width, arg.block_size))
+            elif isinstance(arg, StateArguments):
+                key.append((arg.max_query_len, len(arg.read_slots)))
             elif arg is None:
                 key.append(None)
             else:
@@ -124,6 +132,8 @@ class StepGraphBackend(CompileBackend):
             return arg if self._results.owns(arg) else torch.empty_like(arg, memory_format=torch.contiguous_format)
         if isinstance(arg, PagedMetadata):
             return arg.static_buffers(self._tables.buffer_for(place, arg))
+        if isinstance(arg, StateArguments):
+            return replace(arg, **{name: torch.empty_like(getattr(arg, name)) for name in _OF_STATES})
         return arg
 
     def result_buffer(self, result: torch.Tensor) -> torch.Tensor:
@@ -316,6 +326,7 @@ class _Captured:
     ) -> None:
         self._inputs = tuple(backend.input_buffer(arg, place) for place, arg in enumerate(args))
         self._load(args)
+        self._store_no_states()
         if earlier is None:
             try:
                 with backend.forbid_synchronization():
@@ -327,6 +338,7 @@ class _Captured:
             if not isinstance(earlier, torch.Tensor):
                 raise PlatformError(f"The step returns a {type(earlier).__name__}, not a tensor.")
             self._load(args)  # the function may modify its arguments
+            self._store_no_states()
         device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
         like = earlier if earlier.device == device else torch.empty_like(earlier, device=device)
         self._result = torch.empty_like(like) if is_head else backend.result_buffer(like)
@@ -343,6 +355,11 @@ class _Captured:
         self._replay()
         return self._result
 
+    def _store_no_states(self) -> None:
+        for target in self._inputs:
+            if isinstance(target, StateArguments):
+                target.write_slots.fill_(-1)
+
     def _load(self, args: tuple[Any, ...]) -> None:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
@@ -355,6 +372,9 @@ class _Captured:
                 for part, other in target.parts_to_fill(arg):
                     targets.append(part)
                     sources.append(other)
+            elif isinstance(arg, StateArguments):
+                targets += [getattr(target, name) for name in _OF_STATES]
+                sources += [getattr(arg, name) for name in _OF_STATES]
         _copy(targets, sources)
 
 

@@ -54,6 +54,7 @@ class ExamplePlatform(Strict, api.Platform):
             sliding_window=True,
             soft_cap=True,
             sinks=True,
+            state=True,
         )
 
     def plan(self, config: api.EngineConfig) -> api.Plan | api.Refusals:
@@ -101,6 +102,12 @@ class ExamplePlatform(Strict, api.Platform):
         if problems := ExampleAttention.validate(spec):
             raise api.PlatformError(f"The example device has no attention for this model: {'; '.join(problems)}.")
         return ExampleAttention(spec, runtime, self._faults)
+
+    def state_backend(self, spec: api.StateSpec) -> api.StateBackend:
+        runtime = self._opened()
+        from mvllm_example_device.state import ExampleStates
+
+        return ExampleStates(spec, runtime)
 
     def ops(self) -> Sequence[api.OpProvider]:
         in_worker()

@@ -11,7 +11,7 @@ from mvllm_example_device.settings import Settings
 SPEC = PlatformSpec(
     name="example",
     vendor="mvllm",
-    contract=(1, 0),
+    contract=(1, 1),
     probe="mvllm_example_device.plugin:probe",
     factory="mvllm_example_device.platform:make_platform",
     torch_floor="2.6",

@@ -1,0 +1,72 @@
+"""The state slots of one request in models with sequence states."""
+
+from __future__ import annotations
+
+import sys
+
+NO_POSITION = sys.maxsize
+"""A position that no sequence reaches."""
+
+
+class RequestState:
+    """The state slots of one request, or none. Changed only by StateSlots.
+
+        tokens      0 .................. 512 ............. 640          the next step reads slot 2 and writes it;
+        state       zeros                in slot 7         in slot 2    slot 7 is a snapshot, which nobody writes
+
+    Attributes:
+        slot: The slot that its next step writes; -1 if it holds none. No other request reads it.
+        source: The slot that its next step reads: `slot`, or one with a snapshot, or -1 for zeros.
+        position: Tokens that the state in `source` has consumed, after the plans made so far.
+        next_snapshot: The next position at which its state is kept. Steps end there.
+        prompt_snapshots: Positions to keep besides the multiples of the interval, in ascending order.
+        draft_slot: The slot that a step with draft tokens writes, if that is not `slot`; otherwise -1.
+        pending: Snapshots that have no hash yet: position and slot.
+        num_prompt_tokens: Length of the prompt.
+        has_siblings: Other requests have the same prompt.
+        shared_end: Leading tokens that it has in common with cached blocks, or with the prompt of a running request.
+        order: Its place in the service order, while it runs.
+        num_starts: How often it has got a slot.
+        awaited: The request whose snapshot it waits for, with the `num_starts` of that one and the position.
+    """
+
+    __slots__ = (
+        "awaited",
+        "draft_slot",
+        "has_siblings",
+        "next_snapshot",
+        "num_prompt_tokens",
+        "num_starts",
+        "order",
+        "pending",
+        "position",
+        "prompt_snapshots",
+        "shared_end",
+        "slot",
+        "source",
+    )
+
+    def __init__(self, num_prompt_tokens: int, *, has_siblings: bool) -> None:
+        self.num_prompt_tokens = num_prompt_tokens
+        self.has_siblings = has_siblings
+        self.slot = self.source = self.draft_slot = -1
+        self.position = 0
+        self.next_snapshot = NO_POSITION
+        self.prompt_snapshots: list[int] = []
+        self.pending: list[tuple[int, int]] = []
+        self.shared_end = 0
+        self.order = (0, 0)
+        self.num_starts = 0
+        self.awaited: tuple[RequestState, int, int] | None = None
+
+    @property
+    def held(self) -> list[int]:
+        """The slots that it uses, each as often as it counts as a user of it."""
+        slots = [slot for slot in (self.slot, self.draft_slot) if slot >= 0]
+        if self.source >= 0 and self.source != self.slot:
+            slots.append(self.source)
+        return slots + [slot for _, slot in self.pending]
+
+
+NO_STATE = RequestState(0, has_siblings=False)
+"""Of requests to models without sequence states. Never changed."""

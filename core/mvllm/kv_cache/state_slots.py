@@ -1,0 +1,404 @@
+"""Allocates state slots to requests, and keeps snapshots of states that other requests can start from.
+
+Layers such as Mamba-2 or gated DeltaNet keep a *state* of a sequence, which each step overwrites. A *slot* is an index
+of the state tensors, the same in all layers. A step reads a slot and writes a slot, so a snapshot costs no copy:
+
+    step          1          2          3          4                       5
+    tokens        0..255     256..511   512..639   640..767                768
+    reads         zeros      slot 7     slot 7     slot 2                  slot 2
+    writes        slot 7     slot 7     slot 2     slot 2                  slot 2
+                                        slot 7 is the snapshot of 512 tokens: it has the hash of the block that ends
+                                        there, is never written again, and any number of requests may read it
+
+Slots are a BlockPool, with the hash of the block that ends at a snapshot's position. So an unused snapshot stays until
+its slot is needed, and the oldest is evicted first.
+
+Plans are executed in order, but the rows of one step run at the same time. Therefore
+
+- a snapshot can be found from the next plan on, not in the plan that writes it;
+- a slot that a plan reads is not allocated in this plan: its users keep it until `end_plan`.
+
+Snapshots are made where a later request may continue: at multiples of an interval, at the end of the prompt, and where
+another prompt has left this one. Steps end at these positions. A running request can always go on without a free slot,
+because it overwrites its own: then it leaves no snapshot.
+
+A waiting request waits for a snapshot that an earlier running request is going to write. So equal prompts that arrive
+together are computed once. It waits no longer than that request runs; that one never waits for a later one.
+
+A step with draft tokens reads one slot and writes another. If all draft tokens are accepted the request goes on with
+the second one, otherwise with the first: it computes the accepted tokens again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+from mvllm.kv_cache.block_hash import BlockHash
+from mvllm.kv_cache.block_pool import BlockPool
+from mvllm.kv_cache.block_table import BlockTable
+from mvllm.kv_cache.request_state import NO_POSITION, RequestState
+from mvllm.kv_cache.unconfirmed_block_hashes import UnconfirmedBlockHashes
+
+LEAST_DISTANCE = 64
+"""A snapshot at the end of a prompt is at least so many tokens behind the one before it."""
+
+_MOST_PROMPT_SNAPSHOTS = 8
+"""Most snapshots of one prompt besides those at multiples of the interval: each one ends a step."""
+
+
+class StateSlots:
+    """Owner of all state slots. Used by the KVCacheManager and by the step planner.
+
+    Args:
+        num_slots: At least 1.
+        block_size: Tokens per KV cache block. Snapshots are at multiples of it.
+        interval: Tokens between two regular snapshots, rounded up to blocks; 0 for none.
+        unconfirmed: Records the hashes of snapshots like those of blocks. Slot s has the number ~s.
+        hashes_of: The hashes of the first blocks of a table, whose tokens are known; fewer if not all may be shared.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        *,
+        block_size: int,
+        interval: int,
+        unconfirmed: UnconfirmedBlockHashes,
+        hashes_of: Callable[[BlockTable, int], list[BlockHash]],
+    ) -> None:
+        self._pool = BlockPool(num_slots)
+        self._block_size = block_size
+        self._interval = -(-interval // block_size) * block_size
+        self._unconfirmed = unconfirmed
+        self._hashes_of = hashes_of
+        self._read_in_plan: list[int] = []  # slots to free at the end of the plan
+        self._with_pending: dict[BlockTable, None] = {}
+        self._computing: dict[BlockTable, None] = {}  # running requests that compute their prompt, and some that did
+
+    # ----------------------------------------------------------------------------------------------------- queries
+
+    @property
+    def num_slots(self) -> int:
+        """All slots."""
+        return self._pool.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Slots that no request uses. Some of them may hold snapshots."""
+        return self._pool.num_free
+
+    def snapshot_lengths(self, hashes: Sequence[BlockHash]) -> Iterator[int]:
+        """Numbers of leading blocks behind which there is a snapshot, the longest first."""
+        lookup = self._pool.get_cached_block
+        return (count for count in range(len(hashes), 0, -1) if lookup(hashes[count - 1]) is not None)
+
+    def must_wait(self, table: BlockTable, num_cached: int, order: tuple[int, int]) -> bool:
+        """Whether a request should wait for a snapshot that a running request is going to write.
+
+        Args:
+            num_cached: Tokens of the snapshot that it would start from now.
+            order: Its place in the service order.
+        """
+        state, size, best = table.state, self._block_size, num_cached
+        hashes = self._hashes_of(table, (len(table.token_ids) - 1) // size)
+        for other_table in list(self._computing):
+            other = other_table.state
+            if other.position >= len(other_table.block_hashes) * size:
+                del self._computing[other_table]
+                continue
+            if not other.order < order:
+                continue
+            common = _common_length(hashes, other_table.block_hashes) * size
+            state.shared_end = max(state.shared_end, common)
+            position = self._offered_position(other_table, common, best)
+            if position > best:
+                best = position
+                state.awaited = other, other.num_starts, position
+        return best > num_cached
+
+    def still_waits(self, state: RequestState) -> bool:
+        """Whether the snapshot that a request waits for is still going to be written."""
+        if state.awaited is None:
+            return False
+        other, num_starts, position = state.awaited
+        if other.slot >= 0 and other.num_starts == num_starts and other.position < position:
+            return True
+        state.awaited = None
+        return False
+
+    @property
+    def has_computing_prompts(self) -> bool:
+        """Whether `must_wait` may be true."""
+        return bool(self._computing)
+
+    def can_verify(self, state: RequestState, *, num_spare: int) -> bool:
+        """Whether a step of this request can have draft tokens.
+
+        Args:
+            num_spare: Slots that must stay free.
+        """
+        return state.source != state.slot or self._pool.num_free > num_spare
+
+    # -------------------------------------------------------------------------------------------- allocate and free
+
+    def start(self, table: BlockTable, position: int, name: BlockHash | None) -> None:
+        """Gives a request a slot. The caller has checked `num_free`.
+
+        The last free slot may be the snapshot itself, which is then overwritten.
+
+        Args:
+            position: Its first tokens, which it need not compute.
+            name: Hash of their snapshot; None for position 0.
+        """
+        pool, state = self._pool, table.state
+        state.source, state.position, state.awaited = -1, position, None
+        state.num_starts += 1
+        if name is not None:
+            snapshot = pool.get_cached_block(name)
+            assert snapshot is not None
+            pool.touch([snapshot])
+            self._unconfirmed.record_reader(table, [~snapshot])
+            state.source = snapshot
+            if not pool.num_free:
+                assert pool.ref_counts[snapshot] == 1
+                pool.evict(snapshot)
+                state.slot = snapshot
+                return
+        state.slot = pool.allocate(1)[0]
+
+    def choose_positions(self, table: BlockTable, position: int) -> None:
+        """Chooses where the state of a request is kept that starts at `position`."""
+        state, size = table.state, self._block_size
+        chosen: list[int] = []
+        if table.root is not None:
+            if self._is_regular(table) and state.shared_end > position:
+                chosen.append(state.shared_end)
+            prompt_end = (state.num_prompt_tokens - 1) // size * size
+            last = max(position, *(each for each in chosen if each <= prompt_end), self._regular_before(table, prompt_end))
+            if prompt_end - last >= (1 if state.has_siblings else LEAST_DISTANCE):
+                insort(chosen, prompt_end)
+        state.prompt_snapshots = chosen
+        state.next_snapshot = self._next_position(table, position)
+
+    def record_prompt(self, table: BlockTable, order: tuple[int, int]) -> None:
+        """Records that a request starts to run, so that others can wait for its snapshots."""
+        table.state.order = order
+        if table.root is not None:
+            self._computing[table] = None
+
+    def free(self, table: BlockTable, num_computed_tokens: int) -> None:
+        """Frees the slots of a request. Its snapshots stay.
+
+        Args:
+            num_computed_tokens: Snapshots at later positions have wrong contents.
+        """
+        state = table.state
+        if state.slot < 0:
+            return
+        if state.pending:
+            self._name_pending(table, num_computed_tokens)
+        for slot in state.held:
+            self._pool.free([slot])
+        state.slot = state.source = state.draft_slot = -1
+        state.position = 0
+        state.next_snapshot = NO_POSITION
+        state.pending.clear()
+        self._with_pending.pop(table, None)
+        self._computing.pop(table, None)
+
+    # ------------------------------------------------------------------------------------------------------- plans
+
+    def start_plan(self) -> None:
+        """Begins a plan: snapshots written by earlier plans get their hashes, as far as their tokens are known."""
+        for table in list(self._with_pending):
+            self._name_pending(table, NO_POSITION)
+            if not table.state.pending:
+                del self._with_pending[table]
+
+    def assign(
+        self, tables: Sequence[BlockTable], ends: Sequence[int], verifying: Collection[int]
+    ) -> tuple[list[int], list[int]]:
+        """Chooses the slots of a plan's rows, and makes snapshots.
+
+        Args:
+            tables: One per row.
+            ends: Known tokens that each of them has computed with this plan.
+            verifying: Rows with draft tokens.
+
+        Returns:
+            `read_slots` and `write_slots` of the plan.
+        """
+        reads, writes = [], []
+        for row, (table, end) in enumerate(zip(tables, ends, strict=True)):
+            state = table.state
+            source, slot = state.source, state.slot
+            reads.append(source)
+            if row in verifying:
+                writes.append(slot if source != slot else state.draft_slot)
+                continue
+            writes.append(slot)
+            if source != slot:
+                if source >= 0:
+                    self._read_in_plan.append(source)
+                state.source = slot
+            state.position = end
+            if end >= state.next_snapshot:
+                self._pass_position(table)
+        return reads, writes
+
+    def end_plan(self) -> None:
+        """Ends a plan: no slot is allocated for it any more."""
+        if self._read_in_plan:
+            for slot in self._read_in_plan:
+                self._pool.free([slot])
+            self._read_in_plan.clear()
+
+    def reserve_draft_slot(self, state: RequestState) -> None:
+        """Allocates the slot that a step with draft tokens writes. The caller has checked `can_verify`."""
+        if state.source == state.slot:
+            state.draft_slot = self._pool.allocate(1)[0]
+
+    def accept_drafts(self, table: BlockTable, position: int) -> None:
+        """Goes on with the state behind the draft tokens, all of which were accepted.
+
+        Args:
+            position: Tokens that it has consumed.
+        """
+        state = table.state
+        if state.draft_slot >= 0:
+            self._pool.free([state.slot])
+            state.slot, state.draft_slot = state.draft_slot, -1
+        elif state.source >= 0:
+            self._pool.free([state.source])
+        state.source, state.position = state.slot, position
+        if position >= state.next_snapshot:
+            self._pass_position(table)
+
+    def reject_drafts(self, state: RequestState) -> None:
+        """Goes on with the state before the step with draft tokens."""
+        if state.draft_slot >= 0:
+            self._pool.free([state.draft_slot])
+            state.draft_slot = -1
+
+    # ------------------------------------------------------------------------------------------------------ hashes
+
+    def evict(self, hashes: Iterable[BlockHash]) -> None:
+        """Removes the hashes of these snapshots."""
+        for name in hashes:
+            slot = self._pool.get_cached_block(name)
+            if slot is not None:
+                self._pool.evict(slot)
+
+    def evict_all(self) -> None:
+        """Removes all hashes."""
+        self._pool.evict_all()
+
+    def forget(self, tables: Iterable[BlockTable]) -> None:
+        """Removes all hashes. These requests keep their slots, and make no more snapshots."""
+        self._pool.evict_all()
+        self._computing.clear()
+        self._with_pending.clear()
+        for table in tables:
+            state = table.state
+            self._pool.free([slot for _, slot in state.pending])
+            state.pending.clear()
+            state.next_snapshot, state.prompt_snapshots = NO_POSITION, []
+
+    def check_integrity(self, tables: Collection[BlockTable]) -> None:
+        """Raises AssertionError unless the slots of all requests and the pool agree.
+
+        Args:
+            tables: Those of all requests with slots.
+        """
+        pool = self._pool
+        pool.check_integrity()
+        assert not self._read_in_plan, "A plan was not ended"
+        users = Counter(slot for table in tables for slot in table.state.held)
+        for slot, count in enumerate(pool.ref_counts):
+            assert users[slot] == count, f"State slot {slot} has {users[slot]} users, its count says {count}"
+        own = [slot for table in tables for slot in (table.state.slot, table.state.draft_slot) if slot >= 0]
+        named = set(pool.cached_blocks())
+        for slot in own:
+            assert users[slot] == 1, f"State slot {slot} is written by a request and used by another one"
+            assert slot not in named, f"State slot {slot} is a snapshot and is going to be written"
+        for table in tables:
+            state = table.state
+            assert state.slot >= 0, "A request holds blocks and no state slot"
+            assert state.position < state.next_snapshot, "A snapshot was missed"
+            assert not state.pending or table in self._with_pending
+        assert all(table in tables for table in (*self._with_pending, *self._computing))
+
+    # ------------------------------------------------------------------------------------------------------ private
+
+    def _is_regular(self, table: BlockTable) -> bool:
+        """Whether the state is also kept for requests that are no siblings."""
+        return table.root is not None and table.num_shareable_tokens == NO_POSITION
+
+    def _regular_before(self, table: BlockTable, position: int) -> int:
+        """The last multiple of the interval that is not behind `position`."""
+        return position // self._interval * self._interval if self._interval and self._is_regular(table) else 0
+
+    def _next_position(self, table: BlockTable, position: int) -> int:
+        """The first snapshot position behind `position`."""
+        found = NO_POSITION
+        if self._interval and self._is_regular(table):
+            found = (position // self._interval + 1) * self._interval
+        return min([found, *(each for each in table.state.prompt_snapshots if each > position)])
+
+    def _offered_position(self, table: BlockTable, common: int, best: int) -> int:
+        """The last position up to `common` at which a running request is going to leave a snapshot, or 0.
+
+        If it still has to compute these tokens, `common` becomes such a position.
+        """
+        state = table.state
+        chosen = [each for each in state.prompt_snapshots if each <= common]
+        last = max(self._regular_before(table, common), *chosen, 0)
+        is_ahead = common > table.num_hashed_blocks * self._block_size  # also of the plan being made
+        if (
+            is_ahead
+            and common - max(last, best) >= LEAST_DISTANCE
+            and self._is_regular(table)
+            and len(state.prompt_snapshots) < _MOST_PROMPT_SNAPSHOTS
+        ):
+            insort(state.prompt_snapshots, common)
+            state.next_snapshot = min(state.next_snapshot, common)
+            return common
+        return last if last > state.position else 0
+
+    def _pass_position(self, table: BlockTable) -> None:
+        """Keeps the state of a request that has reached a snapshot position, if a slot is free to go on with."""
+        state, pool = table.state, self._pool
+        if state.position == state.next_snapshot and pool.num_free and not self._is_kept(table):
+            pool.touch([state.slot])
+            state.pending.append((state.position, state.slot))
+            self._with_pending[table] = None
+            state.slot = pool.allocate(1)[0]
+        state.next_snapshot = self._next_position(table, state.position)
+
+    def _is_kept(self, table: BlockTable) -> bool:
+        """Whether there is a snapshot with the state of a request, as far as its hashes are known."""
+        count = table.state.position // self._block_size
+        hashes = table.block_hashes
+        return len(hashes) >= count and self._pool.get_cached_block(hashes[count - 1]) is not None
+
+    def _name_pending(self, table: BlockTable, num_computed_tokens: int) -> None:
+        """Gives hashes to the snapshots of a request, as far as its tokens are known and computed."""
+        state, known, left = table.state, min(len(table.token_ids), num_computed_tokens), []
+        for position, slot in state.pending:
+            if position > known or table.root is None:
+                left.append((position, slot))
+                continue
+            count = position // self._block_size
+            hashes = self._hashes_of(table, count)
+            if len(hashes) == count:
+                self._pool.set_hash(slot, hashes[-1])
+                self._unconfirmed.writers[~slot] = table
+            self._pool.free([slot])
+        state.pending = left
+
+
+def _common_length(some: Sequence[BlockHash], others: Sequence[BlockHash]) -> int:
+    """The number of leading blocks with equal hashes. A hash depends on all tokens before it."""
+    return bisect_left(range(min(len(some), len(others))), True, key=lambda i: some[i] != others[i])

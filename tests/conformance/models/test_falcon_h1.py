@@ -1,0 +1,8 @@
+"""Falcon-H1 checkpoints give the outputs of transformers."""
+
+from tests.helpers.parity import names_of
+from tests.helpers.state_parity_suite import StateParitySuite
+
+
+class TestFalconH1(StateParitySuite):
+    names = names_of("falconh1")

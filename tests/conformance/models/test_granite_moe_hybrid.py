@@ -1,0 +1,8 @@
+"""Granite 4 checkpoints give the outputs of transformers."""
+
+from tests.helpers.parity import names_of
+from tests.helpers.state_parity_suite import StateParitySuite
+
+
+class TestGraniteMoeHybrid(StateParitySuite):
+    names = names_of("granitehybrid")

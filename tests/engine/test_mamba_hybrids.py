@@ -1,0 +1,46 @@
+"""Engines with attention and Mamba-2 layers on several ranks give the tokens of transformers.
+
+Each engine combines a step budget that cuts prompts into chunks with prefix hits and few requests at a time.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers import parity
+from tests.helpers.thread_executor import ThreadExecutor
+
+WHICH = (0, 5, 6, 8, 11)
+"""Prompts of the oracle, of 1 to 97 tokens. Some share prefixes."""
+NUM_TOKENS = 24
+SETTINGS = {"max_model_len": 128, "max_num_seqs": 3, "max_num_batched_tokens": 32, "state_snapshot_interval": 32}
+
+SHARDS, STAGES, BOTH = (2, 1), (1, 2), (2, 2)
+NAMES = ("granitehybrid", "falconh1", "nemotronh")
+FURTHER = (
+    *("granitehybrid-dense", "granitehybrid-biases"),
+    *("falconh1-norm", "falconh1-norm-first"),
+    *("nemotronh-latent", "nemotronh-biases"),
+    "bamba-groups",
+)
+
+
+@pytest.mark.shows("layout")
+@pytest.mark.parametrize(
+    ("name", "tensor", "pipeline"),
+    [
+        ("granitehybrid", *BOTH),
+        *(pytest.param(name, *BOTH, marks=pytest.mark.exhaustive) for name in NAMES[1:]),
+        *(pytest.param(name, *SHARDS, marks=pytest.mark.exhaustive) for name in (*NAMES, *FURTHER)),
+        *(pytest.param(name, *STAGES, marks=pytest.mark.exhaustive) for name in (*NAMES, *FURTHER)),
+    ],
+)
+def test_several_ranks_give_the_tokens_of_transformers(name: str, tensor: int, pipeline: int) -> None:
+    expected = parity.oracle(name, WHICH, NUM_TOKENS)
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    threads = f"{ThreadExecutor.__module__}.{ThreadExecutor.__name__}"
+    with parity.engine(expected.folder, **sizes, **SETTINGS, distributed_executor_backend=threads) as llm:
+        parity.check(expected, parity.generate(llm, expected.prompts, max_tokens=NUM_TOKENS))
+        again = parity.generate(llm, expected.prompts, max_tokens=NUM_TOKENS)
+        parity.check(expected, again)
+        assert sum(output.num_cached_tokens for output in again) > 0
