@@ -215,7 +215,10 @@ DELTA: dict[str, dict[str, Any]] = {
         **_of(Lfm2Config, _LFM2, block_ffn_dim_multiplier=1.3, rope_parameters=_THETA, num_key_value_heads=4),
         **_LONG_RUN,
     },
-    "lfm2moe": {**_of(Lfm2MoeConfig, {**_SIZES, **_MIXED, **_EXPERTS}, num_dense_layers=1), "edit_config": as_published},
+    "lfm2moe": {
+        **_of(Lfm2MoeConfig, {**_SIZES, **_MIXED, **_EXPERTS}, num_dense_layers=1),
+        "edit_config": as_published,
+    },
     "lfm2moe-no-bias": {
         **_of(
             Lfm2MoeConfig,

@@ -125,7 +125,10 @@ class KimiDeltaAttention(nn.Module):
         yield (
             f"{self.name}.A_log",
             WeightTarget(
-                self.decay, (1, 1, self.config.num_heads, 1), (one, one, self._heads, one), (one, one, slice(0, count), one)
+                self.decay,
+                (1, 1, self.config.num_heads, 1),
+                (one, one, self._heads, one),
+                (one, one, slice(0, count), one),
             ),
         )
         shape = (self.config.num_heads * self.config.head_dim,)

@@ -284,7 +284,7 @@ class QKVLinear(Linear):
 
     Attributes:
         heads: This rank's heads.
-        sizes: Output features of query, key and value on one device of this worker; then of the gates, if there are any.
+        sizes: Output features of query, key and value on one device of this worker, and of the gates if there are any.
     """
 
     def __init__(

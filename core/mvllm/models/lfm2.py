@@ -98,9 +98,7 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
             return self._mlp(ctx, layer, hf.positive_int("intermediate_size"))
         top_k, size = hf.positive_int("num_experts_per_tok", 4), hf.positive_int("moe_intermediate_size")
         num_experts = hf.positive_int("num_experts", 32)
-        experts = FusedMoE(
-            ctx, f"{name}.experts", self.config.hidden_size, size, num_experts=num_experts, top_k=top_k
-        )
+        experts = FusedMoE(ctx, f"{name}.experts", self.config.hidden_size, size, num_experts=num_experts, top_k=top_k)
         routing = Routing(
             top_k,
             "sigmoid",

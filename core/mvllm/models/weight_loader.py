@@ -24,8 +24,8 @@ from mvllm.errors import ConfigError, ModelError
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.models.checkpoint import open_reader, read_checkpoint
 from mvllm.models.dummy_weights import DummyTensors
-from mvllm.models.safetensors_file import MOST_TENSORS
 from mvllm.models.expert_stack import split_expert_stack
+from mvllm.models.safetensors_file import MOST_TENSORS
 from mvllm.models.tensor_entry import TensorEntry, TensorReader, packed_name
 from mvllm.progress import show_progress
 

@@ -23,7 +23,7 @@ from mvllm.models.safetensors_file import DTYPE_NAMES, read_header
 from mvllm.models.shared_memory_weights import segment_path
 from mvllm.models.tensor_entry import TensorEntry, TensorReader
 from mvllm.models.weight_loader import BUFFER_BYTES, DTYPES, read_target, rectangle_of
-from mvllm.models.weight_update import ModelWeightUpdate
+from mvllm.models.weight_update import CopyTensor, ModelWeightUpdate
 from mvllm.platform.runtime import DeviceRuntime
 
 Entries = dict[str, TensorEntry]
@@ -128,7 +128,7 @@ class WeightUpdater:
         elif update.source is WeightSource.TENSORS:
             for name, entry in matched.items():
                 tensor: torch.Tensor = update.tensors[entry.name]
-                current.load(name, entry, lambda entry, target, tensor=tensor: copy_tensor(_part_of(tensor, entry), target))  # type: ignore[misc]
+                current.load(name, entry, _copy_from(tensor))
         else:
             _read_files(matched, current)
 
@@ -189,7 +189,7 @@ class WeightUpdater:
             tensor = torch.empty(shape, dtype=_dtype(dtype), device=device)
             self._group.broadcast(tensor)
             for each in own.get(name, ()):
-                current.load(*each, lambda entry, target, tensor=tensor: copy_tensor(_part_of(tensor, entry), target))  # type: ignore[misc]
+                current.load(*each, _copy_from(tensor))
 
 
 def copy_tensor(tensor: torch.Tensor, target: WeightTarget) -> None:
@@ -199,10 +199,15 @@ def copy_tensor(tensor: torch.Tensor, target: WeightTarget) -> None:
         destination.copy_(tensor.detach().reshape(shape)[source])
 
 
-def _part_of(tensor: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
-    """The values of an entry, which may be one matrix of a stack of experts."""
-    size, start = math.prod(entry.shape), entry.start // tensor.dtype.itemsize
-    return tensor if tensor.numel() == size else tensor.detach().reshape(-1)[start : start + size].view(entry.shape)
+def _copy_from(tensor: torch.Tensor) -> CopyTensor:
+    """Copies from a tensor in memory. An entry may be one of the matrices that it stacks (see expert_stack.py)."""
+
+    def copy(entry: TensorEntry, target: WeightTarget) -> None:
+        size, start = math.prod(entry.shape), entry.start // tensor.dtype.itemsize
+        values = tensor if tensor.numel() == size else tensor.detach().reshape(-1)[start : start + size]
+        copy_tensor(values, target)
+
+    return copy
 
 
 def _read_files(matched: Entries, current: ModelWeightUpdate) -> None:

@@ -1,4 +1,4 @@
-"""Models with gated delta nets, Kimi delta attention or short convolutions: sharded, quantized, unsupported variants."""
+"""Models with delta rules or short convolutions: sharded, quantized, and unsupported variants."""
 
 from __future__ import annotations
 
@@ -75,9 +75,7 @@ def test_pipeline_stages_give_the_logits_of_one(name: str, tmp_path: Path) -> No
         ("lfm2", 128, "64 channels of model.layers.0.conv cannot be shared evenly by 128 ranks"),
     ],
 )
-def test_ranks_that_do_not_divide_the_heads_are_refused(
-    name: str, world_size: int, words: str, tmp_path: Path
-) -> None:
+def test_ranks_that_do_not_divide_the_heads_are_refused(name: str, world_size: int, words: str, tmp_path: Path) -> None:
     folder = make_checkpoint(name, tmp_path, tokenizer=False)
     with pytest.raises(ConfigError, match=words):
         load_model(folder, make_context(tp=fake_group("tp", 0, world_size)))
@@ -104,10 +102,11 @@ def test_projections_are_read_group_by_group_or_one_after_the_other() -> None:
         return [(part.name, part.source) for part in (*layer.qkvz.layout.parts, *layer.ba.layout.parts)]
 
     by_group = DeltaNetNames({"qkvz": "qkvz", "ba": "ba"}, by_group=True)
-    starts = (("x.qkvz", 26, 3), ("x.qkvz", 29, 3), ("x.qkvz", 32, 10), ("x.qkvz", 42, 10), ("x.ba", 4, 2), ("x.ba", 6, 2))
+    starts = [("x.qkvz", 26, 3), ("x.qkvz", 29, 3), ("x.qkvz", 32, 10), ("x.qkvz", 42, 10)]
+    starts += [("x.ba", 4, 2), ("x.ba", 6, 2)]
     assert rows(by_group) == [(name, slice(start, start + size)) for name, start, size in starts]
     stacked = DeltaNetNames({"qkv": "qkv", "z": "z", "b": "b", "a": "a"})
-    starts = (("x.qkv", 3, 3), ("x.qkv", 9, 3), ("x.qkv", 22, 10), ("x.z", 10, 10), ("x.b", 2, 2), ("x.a", 2, 2))
+    starts = [("x.qkv", 3, 3), ("x.qkv", 9, 3), ("x.qkv", 22, 10), ("x.z", 10, 10), ("x.b", 2, 2), ("x.a", 2, 2)]
     assert rows(stacked) == [(name, slice(start, start + size)) for name, start, size in starts]
 
 
@@ -123,9 +122,7 @@ def test_multi_token_prediction_layers_are_ignored(name: str, tmp_path: Path) ->
 def test_stacked_experts_equal_those_with_a_tensor_each(tmp_path: Path) -> None:
     folder = make_checkpoint("qwen35moe", tmp_path, tokenizer=False)
     tensors = load_file(folder / "model.safetensors")
-    gate_up, down = (
-        tensors[f"model.language_model.layers.0.mlp.experts.{name}_proj"] for name in ("gate_up", "down")
-    )
+    gate_up, down = (tensors[f"model.language_model.layers.0.mlp.experts.{name}_proj"] for name in ("gate_up", "down"))
     assert gate_up.shape == (6, 80, 64) and down.shape == (6, 64, 40)
     for rank, band in enumerate((slice(0, 20), slice(20, 40))):
         model = load_model(folder, make_context(tp=fake_group("tp", rank, 2)))
@@ -176,7 +173,7 @@ def test_quantization_on_load_stays_near_the_floats(name: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("qwen3next", {"layer_types": ["linear_attention"] * 2}, "layer_types should name full_attention or linear_att"),
+        ("qwen3next", {"layer_types": ["linear_attention"] * 2}, "should name full_attention or linear_attention for"),
         ("qwen3next", {"linear_num_value_heads": 5}, "5 value heads of model.layers.0.linear_attn do not form"),
         ("qwen3next", {"hidden_act": "gelu"}, "'gelu', but experts are supported with 'silu' only"),
         ("lfm2moe", {"layer_types": ["conv", "mamba", "conv"]}, "should name full_attention or conv for each of the 3"),
