@@ -43,6 +43,7 @@ class KimiLinearForCausalLM(LlamaForCausalLM):
                 f"{hf.source}: mla_use_nope is false, but latent attention of this family is supported without rotary "
                 "embedding only."
             )
+        check_activation(hf, "experts and delta attention")
         return LlamaOptions(eps=hf.positive_number("rms_norm_eps", 1e-5))
 
     def model_name(self, name: str) -> str:
@@ -84,7 +85,6 @@ class KimiLinearForCausalLM(LlamaForCausalLM):
         hf, name, hidden_size = self.config.hf_config, f"model.layers.{layer}.mlp", self.config.hidden_size
         if self._is_dense(layer):
             return super().build_mlp(ctx, options, layer)
-        check_activation(hf)
         count, size = _size(hf, "num_experts", "num_local_experts"), hf.positive_int("moe_intermediate_size")
         routing = Routing(
             _size(hf, "num_experts_per_token", "num_experts_per_tok"),

@@ -51,7 +51,7 @@ class OlmoHybridForCausalLM(Olmo2ForCausalLM):
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
         """OLMo 2's, with another default of `rms_norm_eps`."""
-        check_activation(config.hf_config)
+        check_activation(config.hf_config, "gated delta nets")
         return replace(super().options(config), eps=config.hf_config.positive_number("rms_norm_eps", 1e-6))
 
     def build_layer(

@@ -48,7 +48,7 @@ class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
     def options(cls, config: ModelConfig) -> LlamaOptions:
         """Norms store the weight minus one; a quarter of each head is rotated."""
         hf = config.hf_config
-        check_activation(hf)
+        check_activation(hf, "gated delta nets")
         bias = bool(hf.get("attention_bias", False))
         return LlamaOptions(
             qkv_bias=bias,

@@ -175,7 +175,7 @@ def test_quantization_on_load_stays_near_the_floats(name: str, tmp_path: Path) -
     [
         ("qwen3next", {"layer_types": ["linear_attention"] * 2}, "should name full_attention or linear_attention for"),
         ("qwen3next", {"linear_num_value_heads": 5}, "5 value heads of model.layers.0.linear_attn do not form"),
-        ("qwen3next", {"hidden_act": "gelu"}, "'gelu', but experts are supported with 'silu' only"),
+        ("qwen3next", {"hidden_act": "gelu"}, "'gelu', but gated delta nets are supported with 'silu'"),
         ("lfm2moe", {"layer_types": ["conv", "mamba", "conv"]}, "should name full_attention or conv for each of the 3"),
         ("kimilinear", {"mla_use_nope": False}, "mla_use_nope is false"),
         ("kimilinear", {"linear_attn_config": [1]}, "'linear_attn_config' should be a JSON object"),
