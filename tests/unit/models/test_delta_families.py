@@ -10,10 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mvllm.config.hf_config import HFConfig
 from mvllm.errors import ConfigError, ModelError
 from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.gated_delta_net import DeltaNetConfig, DeltaNetNames, GatedDeltaNet
+from mvllm.layers.quantization.config_fields import names
 from mvllm.models.causal_lm import CausalLM
+from tests.helpers.float8_zoo import make_float8
 from tests.helpers.model_zoo import load_reference, make_checkpoint
 from tests.helpers.paged_driver import PagedDriver, load_model, make_context
 from tests.helpers.quantized_zoo import make_quantized
@@ -44,8 +47,8 @@ def edit_config(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def further(names: list[str]) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.exhaustive) for name in names]
+def further(checkpoints: list[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.exhaustive) for name in checkpoints]
 
 
 @pytest.mark.shows("tp")
@@ -97,8 +100,8 @@ def test_projections_are_read_group_by_group_or_one_after_the_other() -> None:
     sizes = DeltaNetConfig(8, 2, 4, key_head_dim=3, value_head_dim=5, conv_kernel_size=4, eps=1e-6)
     ctx = make_context(tp=fake_group("tp", 1, 2))
 
-    def rows(names: DeltaNetNames) -> list[tuple[str, slice]]:
-        layer = GatedDeltaNet(ctx, "x", sizes, names)
+    def rows(modules: DeltaNetNames) -> list[tuple[str, slice]]:
+        layer = GatedDeltaNet(ctx, "x", sizes, modules)
         return [(part.name, part.source) for part in (*layer.qkvz.layout.parts, *layer.ba.layout.parts)]
 
     by_group = DeltaNetNames({"qkvz": "qkvz", "ba": "ba"}, by_group=True)
@@ -149,9 +152,7 @@ def test_experts_that_are_stacked_and_single_are_refused(tmp_path: Path) -> None
     ("scheme", "name", "ranks"),
     [
         ("w8a16-rows", "qwen3next", 2),
-        pytest.param("gptq", "qwen35", 1, marks=pytest.mark.exhaustive),
-        pytest.param("w8a16-rows", "kimilinear", 2, marks=pytest.mark.exhaustive),
-        pytest.param("w8a16-rows", "lfm2", 2, marks=pytest.mark.exhaustive),
+        pytest.param("w8a16-rows", "olmohybrid", 2, marks=pytest.mark.exhaustive),
     ],
 )
 def test_quantized_projections_give_the_logits_of_their_values(
@@ -161,6 +162,19 @@ def test_quantized_projections_give_the_logits_of_their_values(
     wanted = expected(checkpoint.plain)
     for logits in run_ranks(ranks, lambda tp: run(load_model(checkpoint.quantized, make_context(tp=tp)))):
         torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.shows("quantization", how="fp8")
+@pytest.mark.parametrize("name", ["qwen3next", "qwen35", "olmohybrid"])
+def test_fp8_projections_give_the_logits_of_their_values(name: str, tmp_path: Path) -> None:
+    checkpoint = make_float8("fp8-blocks", tmp_path, name)
+    torch.testing.assert_close(run(load_model(checkpoint.quantized)), expected(checkpoint.plain), atol=1e-4, rtol=0)
+
+
+def test_modules_that_are_not_quantized_have_the_names_of_the_checkpoint() -> None:
+    settings = HFConfig({"ignore": ["lm_head", "model.language_model.layers.0.linear_attn.in_proj_ba"]}, "config.json")
+    assert {"lm_head", "model.layers.0.linear_attn.in_proj_ba"} <= set(names(settings, "ignore"))
 
 
 @pytest.mark.parametrize("name", ["qwen35moe", *further(["qwen3next", "lfm2moe", "kimilinear", "olmohybrid"])])
