@@ -106,7 +106,7 @@ def make_float8(scheme: str, folder: Path, name: str = "llama-gqa") -> Quantized
     stored: dict[str, torch.Tensor] = {}
     for tensor_name, tensor in list(tensors.items()):
         module = tensor_name.removesuffix(".weight")
-        if not re.search(r"_proj(_with_mqa)?\.weight$", tensor_name) or re.search(how.floats, module):
+        if not re.search(r"_proj(_with_mqa|_qkvz?|_ba|_[zba])?\.weight$", tensor_name) or re.search(how.floats, module):
             stored[tensor_name] = tensor
             continue
         codes, scales, floats = _rounded(tensor, how.block)

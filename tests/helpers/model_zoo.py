@@ -31,6 +31,7 @@ from transformers import (
 from transformers.models.auto import AutoModelForCausalLM
 
 from mvllm.testing.zoo import draw_weight
+from tests.helpers.zoo_delta import DELTA
 from tests.helpers.zoo_dense import DENSE
 from tests.helpers.zoo_hybrid import HYBRID
 from tests.helpers.zoo_moe import SPARSE
@@ -75,7 +76,8 @@ _GPT2 = {
 }
 _ODD = VOCAB_SIZE + 3  # divisible by neither two nor four ranks
 _HALF = 8  # rotary pairs in a head of 16
-_OFFSET_NORMS = ("gemma2", "gemma3_text")  # norms that store weight - 1
+_OFFSET_NORMS = ("gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Families with norms that store weight - 1; those of delta nets do not."""
 
 
 @dataclass(frozen=True)
@@ -236,6 +238,7 @@ ZOO: dict[str, ZooEntry] = {
     "gpt2-scaled-by-layer": ZooEntry(_gpt2(scale_attn_by_inverse_layer_idx=True, layer_norm_epsilon=1e-3)),
     "gpt2-untied": ZooEntry(_gpt2(tie_word_embeddings=False)),
     "gpt2-first-names": ZooEntry(_gpt2(), edit_tensors=_as_original_gpt2),
+    **{name: ZooEntry(**settings) for name, settings in DELTA.items()},
     **{name: ZooEntry(**settings) for name, settings in DENSE.items()},
     **{name: ZooEntry(**settings) for name, settings in SPARSE.items()},
     **{name: ZooEntry(**settings) for name, settings in HYBRID.items()},
@@ -286,9 +289,11 @@ def make_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) 
             if "c_attn" in parameter_name and not model.config.scale_attn_weights:
                 parameter *= 0.5  # same spread of scores as with the usual scale
             if model.config.model_type in _OFFSET_NORMS and "norm" in parameter_name:
-                parameter -= 1.0
+                parameter -= 0.0 if "linear_attn" in parameter_name else 1.0
+            if parameter_name.endswith("A_log") and "attn" in parameter_name:
+                parameter -= 2.0  # so that a delta rule keeps more than a few tokens
         for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith("e_score_correction_bias"):
+            if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(_draw(buffer_name, buffer.shape, generator))
     return model.to(dtype).eval()
 

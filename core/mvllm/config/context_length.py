@@ -10,7 +10,10 @@ from mvllm.config.hf_config import HFConfig
 from mvllm.config.rope_parameters import is_per_layer_type, rope_settings, rope_type_of
 from mvllm.errors import ConfigError, ModelError
 
-_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")
+_LENGTH_KEYS = (
+    *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length"),
+    "model_max_length",
+)
 
 # These scalings multiply `max_position_embeddings`. With all others (llama3, longrope, ...) the config's
 # `max_position_embeddings` is already the extended length.

@@ -279,10 +279,12 @@ class QKVLinear(Linear):
         head_size: Elements per head.
         bias: Whether there are biases.
         transposed: The checkpoint stores matrices as [in, out].
+        gated: The module of the queries stores for each head its query, then a gate for the head's result. Needs three
+            modules, and a worker with one device.
 
     Attributes:
         heads: This rank's heads.
-        sizes: Output features of query, key and value on one device of this worker.
+        sizes: Output features of query, key and value on one device of this worker, and of the gates if there are any.
     """
 
     def __init__(
@@ -297,14 +299,22 @@ class QKVLinear(Linear):
         bias: bool,
         transposed: bool = False,
         by_group: bool = False,
+        gated: bool = False,
     ) -> None:
         self_heads = HeadShard.for_shards(num_heads, num_kv_heads, ctx.shares)
         devices = self_heads.devices or (self_heads,)
         q_size, kv_size = devices[0].num_heads * head_size, devices[0].num_kv_heads * head_size
+        if gated and len(devices) > 1:
+            raise ConfigError(
+                f"{names[0]} has gates, which are supported on workers with one device only, not with {len(devices)}. "
+                "Start a worker for each device."
+            )
         parts = []
         for i, device in enumerate(devices):
             if by_group:
                 device_parts = _grouped_qkv_parts(names[0], device, num_heads, num_kv_heads, head_size)
+            elif gated:
+                device_parts = _gated_qkv_parts(names, device, num_heads, num_kv_heads, head_size)
             else:
                 device_parts = _stacked_qkv_parts(names, device, num_heads, num_kv_heads, head_size)
             start = i * (q_size + 2 * kv_size)
@@ -313,7 +323,7 @@ class QKVLinear(Linear):
                 parts.append(replace(part, destination=rows))
         super().__init__(ctx, parts, hidden_size, bias=bias, transposed=transposed, partition=0)
         self.heads = self_heads
-        self.sizes = (q_size, kv_size, kv_size)
+        self.sizes: tuple[int, ...] = (q_size, kv_size, kv_size, *([q_size] if gated else []))
         self._head_size = head_size
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -325,6 +335,12 @@ class QKVLinear(Linear):
             return q.reshape(shape), k.reshape(shape), v.reshape(shape)
         q, k, v = y.split(self.sizes, dim=-1)
         return q.view(shape), k.view(shape), v.view(shape)
+
+    def split_gated(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `split`, for a layer with gates: also the gates before their activation [T, heads * head_size]."""
+        q, k, v, gate = self.forward(x).split(self.sizes, dim=-1)
+        shape = (x.shape[0], -1, self._head_size)
+        return q.view(shape), k.view(shape), v.view(shape), gate
 
 
 def _stacked_qkv_parts(
@@ -367,6 +383,23 @@ def _grouped_qkv_parts(name: str, share: HeadShard, num_heads: int, num_kv_heads
         keys.append(part(group, in_group, 1, share.num_heads + n))
         values.append(part(group, in_group + 1, 1, share.num_heads + share.num_kv_heads + n))
     return [*queries, *keys, *values]
+
+
+def _gated_qkv_parts(
+    names: tuple[str, ...], device: HeadShard, num_heads: int, num_kv_heads: int, head_size: int
+) -> list[Part]:
+    """Parts of a device's queries, keys, values and gates, in this order.
+
+    Module of the queries, 2 heads:   q0 gate0 q1 gate1
+    """
+    parts = _stacked_qkv_parts(names, device, num_heads, num_kv_heads, head_size)[1:]
+    start_of_gates = parts[-1].destination.stop
+    for i in range(device.num_heads):
+        for place, start in ((0, 0), (1, start_of_gates)):
+            source, destination = (2 * (device.first_head + i) + place) * head_size, start + i * head_size
+            rows = slice(source, source + head_size), slice(destination, destination + head_size)
+            parts.append(Part(names[0], 2 * num_heads * head_size, *rows))
+    return sorted(parts, key=lambda part: part.destination.start)
 
 
 def unloaded_linear_op(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from mvllm.config.rope_parameters import RopeParameters
 from mvllm.layers.attention import Attention
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.fused_moe import quantization_of_layout
@@ -68,10 +67,10 @@ class MLAAttention(nn.Module):
         ctx: Build context.
         name: The checkpoint module.
         shape: Its sizes.
-        rotary: Rotary embedding of `qk_rope_head_dim` elements.
+        rotary: Rotary embedding of `qk_rope_head_dim` elements; None leaves them as they are (NoPE).
     """
 
-    def __init__(self, ctx: BuildContext, name: str, shape: MLAConfig, rotary: RotaryEmbedding) -> None:
+    def __init__(self, ctx: BuildContext, name: str, shape: MLAConfig, rotary: RotaryEmbedding | None) -> None:
         super().__init__()
         ctx.refuse_batch_invariance("Multi-head latent attention (MLA)")
         self.shape = shape
@@ -90,7 +89,7 @@ class MLAAttention(nn.Module):
         self.kv_a_proj_with_mqa = ReplicatedLinear(ctx, f"{name}.kv_a_proj_with_mqa", hidden_size, key_size, bias=bias)
         self.kv_a_layernorm = RMSNorm(ctx, f"{name}.kv_a_layernorm", shape.kv_lora_rank, _NORM_EPS)
         self.kv_b_proj = _KVBProjection(ctx, f"{name}.kv_b_proj", shape, heads)
-        self.attention = Attention(ctx, heads, key_size, _scale(shape, rotary.rope), latent_size=shape.kv_lora_rank)
+        self.attention = Attention(ctx, heads, key_size, _scale(shape, rotary), latent_size=shape.kv_lora_rank)
         self.o_proj = RowParallelLinear(
             ctx, f"{name}.o_proj", shape.num_heads * shape.v_head_dim, hidden_size, bias=bias
         )
@@ -106,7 +105,8 @@ class MLAAttention(nn.Module):
         plain, rotated = query.split((shape.qk_nope_head_dim, shape.qk_rope_head_dim), dim=-1)
         latent, key_rotated = self.kv_a_proj_with_mqa(x).split((shape.kv_lora_rank, shape.qk_rope_head_dim), dim=-1)
         latent, key_rotated = self.kv_a_layernorm(latent).unsqueeze(1), key_rotated.unsqueeze(1)
-        rotated, key_rotated = self._rotary[0](angles, rotated, key_rotated)
+        if (rotary := self._rotary[0]) is not None:
+            rotated, key_rotated = rotary(angles, rotated, key_rotated)
         key = torch.cat((latent, key_rotated), dim=-1)
         query = torch.cat((self.kv_b_proj.absorb(plain), rotated), dim=-1)
         found = self.attention(query, key, key[..., : shape.kv_lora_rank], step)
@@ -163,9 +163,12 @@ class _KVBProjection(nn.Module):
         return self.weight.unflatten(0, (-1, sum(self._sizes))).split(self._sizes, dim=1)
 
 
-def _scale(shape: MLAConfig, rope: RopeParameters) -> float:
+def _scale(shape: MLAConfig, rotary: RotaryEmbedding | None) -> float:
     """1 / sqrt(head size), increased for RoPE scalings with `mscale_all_dim`."""
     scale = (shape.qk_nope_head_dim + shape.qk_rope_head_dim) ** -0.5
+    if rotary is None:
+        return scale
+    rope = rotary.rope
     weight, factor = rope.values.get("mscale_all_dim"), rope.values.get("factor")
     if rope.rope_type == "default" or not weight or not factor or factor <= 1:
         return scale

@@ -53,6 +53,7 @@ class LlamaOptions:
         attention_scale: Factor on query-key products; None means 1 / sqrt(head_size).
         soft_cap: Soft cap of query-key products, as in AttentionSpec.
         sinks: Each query head has a learned extra logit.
+        gated_attention: The query projection also has a gate for the result of each head, as in QKVLinear.
         embedding_scale: Factor on embeddings, rounded to the compute dtype.
         residual_scale: Factor on a block's output before it is added to the residual stream.
         logits_scale, logits_soft_cap: Logits are divided by the first, then soft-capped by the second.
@@ -76,6 +77,7 @@ class LlamaOptions:
     attention_scale: float | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    gated_attention: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
@@ -109,6 +111,7 @@ class LlamaAttention(nn.Module):
             config.num_kv_heads,
             head_size,
             bias=options.qkv_bias,
+            gated=options.gated_attention,
         )
         self.output = RowParallelLinear(
             ctx, f"{name}.o_proj", config.num_heads * head_size, hidden_size, bias=options.output_bias
@@ -199,8 +202,7 @@ class LlamaForCausalLM(CausalLM):
         self.embed_tokens = self._build_embedding(ctx, "model.embed_tokens", config.hidden_size)
         self.embedding_scale = torch.tensor(options.embedding_scale, dtype=ctx.dtype).item()
         self.layers = nn.ModuleList(
-            LlamaLayer(
-                config,
+            self.build_layer(
                 ctx,
                 options,
                 layer,
@@ -261,6 +263,12 @@ class LlamaForCausalLM(CausalLM):
             bias=options.mlp_bias,
             fused=options.fused_gate_up,
         )
+
+    def build_layer(
+        self, ctx: BuildContext, options: LlamaOptions, layer: int, attention: nn.Module, mlp: nn.Module
+    ) -> LlamaLayer:
+        """A layer of these blocks."""
+        return LlamaLayer(self.config, ctx, options, layer, attention, mlp)
 
     def forward(
         self,

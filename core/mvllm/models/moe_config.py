@@ -10,15 +10,19 @@ from mvllm.layers.context import BuildContext
 from mvllm.layers.mlp import GatedMLP
 
 
-def check_activation(hf: HFConfig) -> None:
-    """Checks that experts use silu.
+def check_activation(hf: HFConfig, layers: str = "experts") -> None:
+    """Checks that layers of a kind use silu.
+
+    Args:
+        hf: The `config.json`.
+        layers: The kind, for the message.
 
     Raises:
         ModelError: They use another activation.
     """
     name = hf.get("hidden_act", "silu")
     if not isinstance(name, str) or ACTIVATIONS.get(name) != "silu":
-        raise ModelError(f"{hf.source}: hidden_act is {name!r}, but experts are supported with 'silu' only.")
+        raise ModelError(f"{hf.source}: hidden_act is {name!r}, but {layers} are supported with 'silu' only.")
 
 
 def num_experts(hf: HFConfig, *keys: str) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import nn
 
@@ -18,7 +20,13 @@ from mvllm.models.moe_config import check_activation, num_experts, shared_mlp
 
 
 class Qwen2MoeForCausalLM(LlamaForCausalLM):
-    """`Qwen2MoeForCausalLM` of Hugging Face checkpoints."""
+    """`Qwen2MoeForCausalLM` of Hugging Face checkpoints.
+
+    Attributes:
+        normalizes_weights_by_default: Default of `norm_topk_prob`.
+    """
+
+    normalizes_weights_by_default: ClassVar[bool] = False
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
@@ -35,7 +43,7 @@ class Qwen2MoeForCausalLM(LlamaForCausalLM):
         count, top_k = num_experts(hf, "num_experts", "num_local_experts"), hf.positive_int("num_experts_per_tok")
         hidden_size, size = self.config.hidden_size, hf.positive_int("moe_intermediate_size")
         experts = FusedMoE(ctx, f"{name}.experts", hidden_size, size, num_experts=count, top_k=top_k)
-        routing = Routing(top_k, normalize=bool(hf.get("norm_topk_prob", False)))
+        routing = Routing(top_k, normalize=bool(hf.get("norm_topk_prob", self.normalizes_weights_by_default)))
         return SparseMoeBlock(ctx, f"{name}.gate", experts, routing, shared_experts=self.build_shared(ctx, name))
 
     def build_shared(self, ctx: BuildContext, name: str) -> nn.Module | None:

@@ -47,6 +47,15 @@ _MODELS = {
     "NemotronHForCausalLM": "mvllm.models.nemotron_h:NemotronHForCausalLM",
     "Mamba2ForCausalLM": "mvllm.models.mamba2:Mamba2ForCausalLM",
     "Emu3ForConditionalGeneration": "mvllm.models.emu3:Emu3ForConditionalGeneration",
+    "Qwen3NextForCausalLM": "mvllm.models.qwen3_next:Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM": "mvllm.models.qwen3_5:Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "mvllm.models.qwen3_5:Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM": "mvllm.models.qwen3_5:Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "mvllm.models.qwen3_5:Qwen3_5MoeForCausalLM",
+    "Lfm2ForCausalLM": "mvllm.models.lfm2:Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM": "mvllm.models.lfm2:Lfm2MoeForCausalLM",
+    "KimiLinearForCausalLM": "mvllm.models.kimi_linear:KimiLinearForCausalLM",
+    "OlmoHybridForCausalLM": "mvllm.models.olmo_hybrid:OlmoHybridForCausalLM",
     "JanusForConditionalGeneration": "mvllm.models.janus:JanusForConditionalGeneration",
 }
 

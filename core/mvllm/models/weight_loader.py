@@ -24,6 +24,7 @@ from mvllm.errors import ConfigError, ModelError
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.models.checkpoint import open_reader, read_checkpoint
 from mvllm.models.dummy_weights import DummyTensors
+from mvllm.models.expert_stack import split_expert_stack
 from mvllm.models.safetensors_file import MOST_TENSORS
 from mvllm.models.tensor_entry import TensorEntry, TensorReader, packed_name
 from mvllm.progress import show_progress
@@ -120,6 +121,8 @@ def match_names(
 ) -> dict[str, TensorEntry]:
     """Checkpoint entries by the model's names, without those that the model ignores.
 
+    A tensor that stacks the matrices of all experts has an entry for each matrix (see expert_stack.py).
+
     Some checkpoints were saved without head and omit the first component of every name (`h.0.ln_1.weight` for
     `transformer.h.0.ln_1.weight`); it is added if only that makes the name known.
 
@@ -137,7 +140,12 @@ def match_names(
         candidates = [given, *(prefix + given for prefix in prefixes)]
         known = next((c for c in candidates if c in targets), None)
         if known is None:
-            if not any(model.ignores(candidate) for candidate in candidates):
+            parts = split_expert_stack(given, entry, targets)
+            again = next((part for part in parts if part in matched), None)
+            if again is not None:
+                raise ModelError(f"{entry.file}: tensors {matched[again].name!r} and {name!r} are both for {again!r}.")
+            matched.update(parts)
+            if not parts and not any(model.ignores(candidate) for candidate in candidates):
                 unknown.append(entry)
         elif known in matched:
             raise ModelError(f"{entry.file}: tensors {matched[known].name!r} and {name!r} are both for {known!r}.")

@@ -23,7 +23,7 @@ from mvllm.models.safetensors_file import DTYPE_NAMES, read_header
 from mvllm.models.shared_memory_weights import segment_path
 from mvllm.models.tensor_entry import TensorEntry, TensorReader
 from mvllm.models.weight_loader import BUFFER_BYTES, DTYPES, read_target, rectangle_of
-from mvllm.models.weight_update import ModelWeightUpdate
+from mvllm.models.weight_update import CopyTensor, ModelWeightUpdate
 from mvllm.platform.runtime import DeviceRuntime
 
 Entries = dict[str, TensorEntry]
@@ -128,7 +128,7 @@ class WeightUpdater:
         elif update.source is WeightSource.TENSORS:
             for name, entry in matched.items():
                 tensor: torch.Tensor = update.tensors[entry.name]
-                current.load(name, entry, lambda entry, target, tensor=tensor: copy_tensor(tensor, target))  # type: ignore[misc]
+                current.load(name, entry, _copy_from(tensor))
         else:
             _read_files(matched, current)
 
@@ -181,13 +181,15 @@ class WeightUpdater:
     def _receive(self, update: WeightUpdate, matched: Entries, current: ModelWeightUpdate) -> None:
         """Receives all tensors in the order of the broadcast, also those of other ranks."""
         assert self._group is not None, "checked"
-        own = {entry.name: (name, entry) for name, entry in matched.items()}
+        own: dict[str, list[tuple[str, TensorEntry]]] = {}
+        for name, entry in matched.items():
+            own.setdefault(entry.name, []).append((name, entry))
         device = None if self._group.on_host else self._runtime.device
         for name, dtype, shape in zip(update.names or [], update.dtype_names, update.shapes, strict=True):
             tensor = torch.empty(shape, dtype=_dtype(dtype), device=device)
             self._group.broadcast(tensor)
-            if name in own:
-                current.load(*own[name], lambda entry, target, tensor=tensor: copy_tensor(tensor, target))  # type: ignore[misc]
+            for each in own.get(name, ()):
+                current.load(*each, _copy_from(tensor))
 
 
 def copy_tensor(tensor: torch.Tensor, target: WeightTarget) -> None:
@@ -195,6 +197,17 @@ def copy_tensor(tensor: torch.Tensor, target: WeightTarget) -> None:
     shape, source, destination = rectangle_of(target)
     with torch.no_grad():
         destination.copy_(tensor.detach().reshape(shape)[source])
+
+
+def _copy_from(tensor: torch.Tensor) -> CopyTensor:
+    """Copies from a tensor in memory. An entry may be one of the matrices that it stacks (see expert_stack.py)."""
+
+    def copy(entry: TensorEntry, target: WeightTarget) -> None:
+        size, start = math.prod(entry.shape), entry.start // tensor.dtype.itemsize
+        values = tensor if tensor.numel() == size else tensor.detach().reshape(-1)[start : start + size]
+        copy_tensor(values, target)
+
+    return copy
 
 
 def _read_files(matched: Entries, current: ModelWeightUpdate) -> None:

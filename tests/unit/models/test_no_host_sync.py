@@ -18,7 +18,7 @@ from mvllm.layers.routing import Routing
 from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from tests.helpers.host_sync import ForbidHostReads, ForbidSynchronizingOps
 from tests.helpers.model_zoo import make_checkpoint
-from tests.helpers.paged_driver import HOST, load_model, make_context, make_layout
+from tests.helpers.paged_driver import HOST, PagedDriver, load_model, make_context, make_layout
 
 
 def test_the_guard_detects_synchronizing_operations() -> None:
@@ -71,6 +71,17 @@ def test_models_do_not_synchronize(name: str, tmp_path: Path) -> None:
     prompt_lens = torch.tensor([3, 3, 3, 60]).int()
     with torch.inference_mode(), ForbidSynchronizingOps():
         model.compute_logits(model(ids, positions, ForwardStep(metadata, prompt_lens)))
+
+
+@pytest.mark.parametrize("name", ["qwen3next", "lfm2", "kimilinear"])
+def test_models_with_states_do_not_synchronize_while_they_decode(name: str, tmp_path: Path) -> None:
+    """Other steps of the reference operations read the lengths of the requests on the host."""
+    model = load_model(make_checkpoint(name, tmp_path, tokenizer=False))
+    driver = PagedDriver(model)
+    sequences = [driver.add(4), driver.add(3)]
+    driver.step([(sequences[0], [5, 6, 7, 8]), (sequences[1], [5, 6, 7])])
+    with ForbidSynchronizingOps():
+        driver.step([(sequence, [9]) for sequence in sequences])
 
 
 def test_mixture_of_experts_does_not_synchronize() -> None:

@@ -52,13 +52,17 @@ def group_size(settings: HFConfig, keys: Sequence[str]) -> int | None:
 def names(settings: HFConfig, key: str) -> tuple[str, ...]:
     """A list of texts; empty if the key is absent.
 
+    Modules below `model.language_model`, as in checkpoints for text and images, are also listed below `model`, where
+    model classes have them.
+
     Raises:
         ModelError: It is not a list of texts.
     """
     value = settings.get(key, [])
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ModelError(f"{settings.source}: {key!r} should be a list of texts, found {value!r}.")
-    return tuple(value)
+    below = "model.language_model."
+    return (*value, *(f"model.{item.removeprefix(below)}" for item in value if item.startswith(below)))
 
 
 def pattern(text: str, settings: HFConfig) -> re.Pattern[str]:

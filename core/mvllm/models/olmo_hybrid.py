@@ -1,0 +1,100 @@
+"""OLMo hybrid: gated delta nets with norms before their blocks, and OLMo 2's attention with norms after its blocks.
+
+Published checkpoints have no rotary embedding. With a `rope_theta` in the config the attention has it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from mvllm.config.model import ModelConfig
+from mvllm.config.rope_parameters import rope_settings
+from mvllm.layers.context import BuildContext, ForwardStep
+from mvllm.layers.gated_delta_net import DeltaNetConfig, DeltaNetNames, GatedDeltaNet
+from mvllm.layers.rotary import CosSinRows, RotaryEmbedding
+from mvllm.models.layer_kinds import layer_kinds
+from mvllm.models.llama import LayerNorms, LlamaAttention, LlamaLayer, LlamaOptions
+from mvllm.models.moe_config import check_activation
+from mvllm.models.olmo2 import Olmo2ForCausalLM
+
+_NAMES = DeltaNetNames(
+    {"q_proj": "q", "k_proj": "k", "v_proj": "v", "g_proj": "z", "b_proj": "b", "a_proj": "a"},
+    conv={"q_conv1d": "q", "k_conv1d": "k", "v_conv1d": "v"},
+    norm="o_norm",
+    output="o_proj",
+)
+_NORM_EPS = 1e-5  # of the gated delta net; independent of rms_norm_eps
+
+
+class _UnrotatedAttention(LlamaAttention):
+    """LlamaAttention without positional encoding (NoPE), with norms over all heads."""
+
+    def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
+        query, key, value = self.qkv.split(x)
+        assert self.qk_norm is not None, "the family has norms over all heads"
+        return self.output(self.attention(*self.qk_norm(query, key), value, step))
+
+
+class OlmoHybridForCausalLM(Olmo2ForCausalLM):
+    """`OlmoHybridForCausalLM` of Hugging Face checkpoints."""
+
+    def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
+        self._rotates = _rope_theta(config) is not None
+        super().__init__(config, ctx)
+        if not self._rotates:  # a table of one row replaces that of all positions
+            self.rotary = RotaryEmbedding(ctx, self.rotary.rope, 1)
+
+    @classmethod
+    def options(cls, config: ModelConfig) -> LlamaOptions:
+        """OLMo 2's, with another default of `rms_norm_eps`."""
+        check_activation(config.hf_config, "gated delta nets")
+        return replace(super().options(config), eps=config.hf_config.positive_number("rms_norm_eps", 1e-6))
+
+    def build_layer(
+        self, ctx: BuildContext, options: LlamaOptions, layer: int, attention: nn.Module, mlp: nn.Module
+    ) -> LlamaLayer:
+        """Layers with a gated delta net have norms before their blocks instead of after them."""
+        if not self._has_attention(layer):
+            options = replace(options, norms=LayerNorms())
+        return super().build_layer(ctx, options, layer, attention, mlp)
+
+    def model_name(self, name: str) -> str:
+        """Names of norms as transformers has them."""
+        name = name.replace(".attention_layer_norm.", ".input_layernorm.")
+        return name.replace(".feedforward_layer_norm.", ".post_attention_layernorm.")
+
+    def build_attention(
+        self, ctx: BuildContext, options: LlamaOptions, rotary: RotaryEmbedding, layer: int
+    ) -> nn.Module:
+        if self._has_attention(layer):
+            attention = LlamaAttention if self._rotates else _UnrotatedAttention
+            return attention(self.config, ctx, options, rotary, layer)
+        hf, hidden_size, num_heads = self.config.hf_config, self.config.hidden_size, self.config.num_heads
+        num_key_heads = hf.positive_int("linear_num_key_heads", num_heads)
+        key_head_dim = hf.positive_int("linear_key_head_dim", int(0.75 * hidden_size / num_key_heads))
+        sizes = DeltaNetConfig(
+            hidden_size,
+            num_key_heads,
+            num_value_heads=hf.positive_int("linear_num_value_heads", num_heads),
+            key_head_dim=key_head_dim,
+            value_head_dim=hf.positive_int("linear_value_head_dim", 2 * key_head_dim),
+            conv_kernel_size=hf.positive_int("linear_conv_kernel_dim", 4),
+            eps=_NORM_EPS,
+            beta_scale=2.0 if hf.get("linear_allow_neg_eigval", True) else 1.0,
+        )
+        return GatedDeltaNet(ctx, f"model.layers.{layer}.linear_attn", sizes, _NAMES)
+
+    def _has_attention(self, layer: int) -> bool:
+        count = self.config.num_layers
+        kinds = layer_kinds(
+            self.config, "linear_attention", lambda number: number % 4 == 3 or (count < 4 and number == count - 1)
+        )
+        return kinds[layer] == "full_attention"
+
+
+def _rope_theta(config: ModelConfig) -> Any:
+    return rope_settings(config.hf_config).get("rope_theta", config.hf_config.get("rope_theta"))
