@@ -138,6 +138,7 @@ class RopeParameters:
         *,
         settings: Mapping[str, Any] | None = None,
         partial: float | None = None,
+        theta: float = _DEFAULT_THETA,
     ) -> RopeParameters:
         """Reads the settings from a `config.json`.
 
@@ -147,6 +148,7 @@ class RopeParameters:
             settings: Flat settings of one layer type; None for the model's settings.
             partial: Default of `partial_rotary_factor`. None for families that use this key only with a scaling: with
                 the type `default` they rotate the whole head.
+            theta: Default of `rope_theta`.
 
         Raises:
             ModelError: The type is unknown, or a setting is missing or invalid.
@@ -185,7 +187,7 @@ class RopeParameters:
             )
         parameters = cls(
             rope_type=rope_type,
-            theta=float(values.get("rope_theta") or config.positive_number("rope_theta", _DEFAULT_THETA)),
+            theta=float(values.get("rope_theta") or config.positive_number("rope_theta", theta)),
             head_size=head_size,
             rotary_dim=rotary_dim,
             max_position=max_position,

@@ -13,6 +13,7 @@ from mvllm.layers.gpt_oss_experts import GptOssExperts
 from mvllm.layers.linear import ReplicatedLinear
 from mvllm.layers.norm import whole_tensor_target
 from mvllm.layers.routing import Routing
+from mvllm.layers.stacked_moe import StackedMoE
 from mvllm.layers.weight_target import WeightTarget
 
 
@@ -37,7 +38,7 @@ class SparseMoeBlock(nn.Module):
         self,
         ctx: BuildContext,
         router: str,
-        experts: FusedMoE | GptOssExperts,
+        experts: FusedMoE | StackedMoE | GptOssExperts,
         routing: Routing,
         *,
         bias: bool = False,

@@ -32,6 +32,7 @@ from mvllm.layers.embedding import LMHead, VocabEmbedding
 from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.linear import Linear
 from mvllm.layers.quantization.quantized_matrix import QuantizedMatrix
+from mvllm.layers.stacked_moe import StackedMoE
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.tensor_entry import TensorEntry, packed_name
@@ -44,6 +45,7 @@ _WRITTEN_DIRECTLY: dict[type[nn.Module], tuple[str, ...]] = {
     LMHead: ("weight",),
     VocabEmbedding: ("weight",),
     FusedMoE: ("gate_up", "down"),
+    StackedMoE: ("gate_up", "down"),
 }
 """Modules whose `prepare_weights` leaves these weights as they are if they are parameters afterwards."""
 
