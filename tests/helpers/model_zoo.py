@@ -33,6 +33,7 @@ from transformers.models.auto import AutoModelForCausalLM
 from mvllm.testing.zoo import draw_weight
 from tests.helpers.zoo_dense import DENSE
 from tests.helpers.zoo_moe import SPARSE
+from tests.helpers.zoo_recent import RECENT
 
 VOCAB_SIZE = 320
 EOS_TOKEN_ID = 1
@@ -236,6 +237,7 @@ ZOO: dict[str, ZooEntry] = {
     "gpt2-first-names": ZooEntry(_gpt2(), edit_tensors=_as_original_gpt2),
     **{name: ZooEntry(**settings) for name, settings in DENSE.items()},
     **{name: ZooEntry(**settings) for name, settings in SPARSE.items()},
+    **{name: ZooEntry(**settings) for name, settings in RECENT.items()},
 }
 
 
@@ -286,6 +288,8 @@ def make_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) 
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.copy_(_draw(buffer_name, buffer.shape, generator))
+            if buffer_name.endswith("layer_scalar"):
+                buffer.copy_(1 + _draw(buffer_name, buffer.shape, generator))
     return model.to(dtype).eval()
 
 

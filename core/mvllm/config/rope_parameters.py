@@ -15,7 +15,7 @@ from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ModelError
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "ntk_alpha")
 """Supported RoPE scalings."""
 
 _NEEDED = {
@@ -23,10 +23,12 @@ _NEEDED = {
     "dynamic": ("factor",),
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "ntk_alpha": ("alpha",),
 }
 _NUMBERS = (
     "rope_theta",
     "factor",
+    "alpha",
     "partial_rotary_factor",
     "original_max_position_embeddings",
     "attention_factor",
@@ -54,10 +56,13 @@ def rope_settings(config: HFConfig) -> dict[str, Any]:
 
 
 def _canonical_rope_settings(settings: dict[str, Any], model_type: object) -> dict[str, Any]:
-    """Renames LongRoPE's old names: `su`, and `yarn` in some Phi-3 checkpoints."""
+    """Renames LongRoPE's old names: `su`, and `yarn` in some Phi-3 checkpoints. Hunyuan's `dynamic` with `alpha` becomes
+    `ntk_alpha`: its base is larger for every length."""
     name = rope_type_of(settings)
     if name == "su" or (name == "yarn" and model_type == "phi3"):
         settings["rope_type"] = "longrope"
+    if name == "dynamic" and model_type == "hunyuan_v1_dense" and settings.get("alpha"):
+        settings["rope_type"] = "ntk_alpha"
     return settings
 
 

@@ -22,12 +22,12 @@ from mvllm.config.model import ModelConfig
 from mvllm.config.rope_parameters import RopeParameters, is_per_layer_type, rope_settings
 from mvllm.errors import ConfigError, ModelError
 from mvllm.layers.context import BuildContext, ForwardStep
+from mvllm.layers.mlp import GatedMLP
 from mvllm.layers.rotary import CosSinRows, RotaryEmbedding
 from mvllm.models.gemma2 import GEMMA_NORMS, number_or_default
 from mvllm.models.gemma4_layers import Gemma4Attention, LayerScalar, PerLayerBlock, PerLayerEmbedding
 from mvllm.models.layer_windows import layer_windows
 from mvllm.models.llama import LlamaLayer, LlamaOptions, norm_eps
-from mvllm.layers.mlp import GatedMLP
 from mvllm.models.text_part import TextPart
 
 _ROPES: dict[str, dict[str, Any]] = {
@@ -122,7 +122,7 @@ class Gemma4ForCausalLM(TextPart):
 
     def build_layer(
         self, ctx: BuildContext, options: LlamaOptions, layer: int, attention: nn.Module, mlp: nn.Module
-    ) -> LlamaLayer:
+    ) -> nn.Module:
         return Gemma4Layer(self.config, ctx, options, layer, attention, mlp, self.per_layer_size)
 
     def forward(
@@ -139,7 +139,7 @@ class Gemma4ForCausalLM(TextPart):
         inputs = None if self.per_layer is None else self.per_layer(input_ids, x)
         for number, layer in zip(self._layer_numbers(), self.layers, strict=True):
             of_layer = None if inputs is None else inputs[:, number]
-            x = layer.run(x, angles[self._rotary_of(number)], step, of_layer)
+            x = layer(x, angles[self._rotary_of(number)], step, of_layer)
         return x if self.norm is None else self.norm(x)
 
     def ignores(self, name: str) -> bool:
@@ -163,7 +163,7 @@ class Gemma4ForCausalLM(TextPart):
         return self._attentions[number]
 
 
-class Gemma4Layer(LlamaLayer):
+class Gemma4Layer(nn.Module):
     """A decoder layer with an optional third block for the per-layer input, and a factor on its result."""
 
     def __init__(
@@ -176,7 +176,8 @@ class Gemma4Layer(LlamaLayer):
         mlp: nn.Module,
         per_layer_size: int,
     ) -> None:
-        super().__init__(config, ctx, options, layer, attention, mlp)
+        super().__init__()
+        self.blocks = LlamaLayer(config, ctx, options, layer, attention, mlp)
         name, eps = f"model.layers.{layer}", norm_eps(config, options)
         assert options.hidden_act is not None, "options names it"
         self.per_layer_block = (
@@ -186,11 +187,11 @@ class Gemma4Layer(LlamaLayer):
         )
         self.scalar = LayerScalar(ctx, f"{name}.layer_scalar")
 
-    def run(
+    def forward(
         self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep, per_layer_input: torch.Tensor | None
     ) -> torch.Tensor:
-        """The residual stream before and after the layer, [T, hidden_size]."""
-        result, residual = self.forward(x, None, angles, step)
+        """The residual stream before and after the layer, [T, hidden_size]; the input is [T, per_layer_size]."""
+        result, residual = self.blocks(x, None, angles, step)
         x = residual + result
         if self.per_layer_block is not None and per_layer_input is not None:
             x = x + self.per_layer_block(x, per_layer_input)
