@@ -223,6 +223,8 @@ class ModelWeightUpdate:
         for module in list(self._units):
             names = next((names for kind, names in _WRITTEN_DIRECTLY.items() if isinstance(module, kind)), ())
             are_parameters = [module._parameters.get(name) is not None for name in names]
+            if isinstance(module, Linear) and not module.keeps_rows:
+                continue
             if names and all(are_parameters) and _same_parameters(module, self._live[module]):
                 del self._units[module]
         loaded = dict(model.named_parameters(remove_duplicate=False))
