@@ -236,6 +236,16 @@ RECENT: dict[str, dict[str, Any]] = {
     "gemma4-keys-are-values": _of(
         Gemma4TextConfig, _GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1, tie_word_embeddings=False
     ),
+    "gemma4-experts": _of(
+        Gemma4TextConfig,
+        _GEMMA4,
+        enable_moe_block=True,
+        num_experts=6,
+        top_k_experts=2,
+        moe_intermediate_size=40,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=2,
+    ),
     "gemma4-biases": _of(
         Gemma4TextConfig, _GEMMA4, attention_bias=True, num_key_value_heads=1, hidden_size_per_layer_input=16
     ),

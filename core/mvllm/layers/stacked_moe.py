@@ -21,13 +21,14 @@ from mvllm.layers.weight_target import WeightTarget
 
 
 class StackedMoE(nn.Module):
-    """Experts with a silu gate.
+    """Experts with a gate.
 
     Args:
         ctx: Build context.
         name: The checkpoint module.
         hidden_size, intermediate_size: Outer and inner size of one expert.
         num_experts, top_k: Number of experts, and experts per token.
+        op: The operation: `moe` for a silu gate, or `gelu_tanh_moe`.
 
     Attributes:
         gate_up, down: As in FusedMoE.
@@ -45,6 +46,7 @@ class StackedMoE(nn.Module):
         *,
         num_experts: int,
         top_k: int,
+        op: str = "moe",
     ) -> None:
         super().__init__()
         self.name, self.hidden_size, self.num_experts = name, hidden_size, num_experts
@@ -53,7 +55,7 @@ class StackedMoE(nn.Module):
         size = self._band.stop - self._band.start
         self.partitions: Mapping[str, int] = {} if num_experts % ctx.num_devices else {"gate_up": 0, "down": 0}
         sizes = {"num_experts": num_experts, "top_k": top_k, "hidden_size": hidden_size, "intermediate_size": size}
-        self._op = ctx.op("moe", **sizes)
+        self._op = ctx.op(op, **sizes)
         self._moe = self._op.function
         self.gate_up = ctx.parameter(num_experts, 2 * size, hidden_size)
         self.down = ctx.parameter(num_experts, hidden_size, size)

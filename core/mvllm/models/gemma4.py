@@ -25,6 +25,7 @@ from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.mlp import GatedMLP
 from mvllm.layers.rotary import CosSinRows, RotaryEmbedding
 from mvllm.models.gemma2 import GEMMA_NORMS, number_or_default
+from mvllm.models.gemma4_experts import Gemma4MoeLayer
 from mvllm.models.gemma4_layers import Gemma4Attention, LayerScalar, PerLayerBlock, PerLayerEmbedding
 from mvllm.models.layer_windows import layer_windows
 from mvllm.models.llama import LlamaLayer, LlamaOptions, norm_eps
@@ -44,7 +45,7 @@ class Gemma4ForCausalLM(TextPart):
     """`Gemma4ForCausalLM` of Hugging Face checkpoints, and the text part of multimodal ones.
 
     Raises:
-        ModelError: The checkpoint has experts, or uses bidirectional attention for text.
+        ModelError: The checkpoint uses bidirectional attention for text.
         ConfigError: Pipeline stages would separate layers from inputs that they need.
     """
 
@@ -177,7 +178,8 @@ class Gemma4Layer(nn.Module):
         per_layer_size: int,
     ) -> None:
         super().__init__()
-        self.blocks = LlamaLayer(config, ctx, options, layer, attention, mlp)
+        blocks = Gemma4MoeLayer if config.hf_config.get("enable_moe_block", False) else LlamaLayer
+        self.blocks = blocks(config, ctx, options, layer, attention, mlp)
         name, eps = f"model.layers.{layer}", norm_eps(config, options)
         assert options.hidden_act is not None, "options names it"
         self.per_layer_block = (
@@ -236,11 +238,6 @@ def _rope(config: ModelConfig, kind: str, head_size: int) -> RopeParameters:
 
 
 def _check(hf: HFConfig) -> None:
-    if hf.get("enable_moe_block", False):
-        raise ModelError(
-            f"{hf.source}: enable_moe_block is set: experts with the activation GELU, as this model has, are not "
-            "supported. Use a model of the family without experts."
-        )
     if hf.get("use_bidirectional_attention") == "all":
         raise ModelError(
             f"{hf.source}: use_bidirectional_attention is 'all', which is not supported. Use a checkpoint with causal "

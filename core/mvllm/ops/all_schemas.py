@@ -11,7 +11,7 @@ from mvllm.ops.float8_linear import FLOAT8_LINEAR
 from mvllm.ops.linear import LINEAR, LINEAR_SILU_AND_MUL
 from mvllm.ops.logsumexp import LOGSUMEXP
 from mvllm.ops.lora import ADD_LORA, ADD_LORA_BY_SLOT
-from mvllm.ops.moe import CLAMPED_MOE, MOE
+from mvllm.ops.moe import CLAMPED_MOE, GELU_TANH_MOE, MOE
 from mvllm.ops.norm import FUSED_ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from mvllm.ops.quantized_linear import QUANTIZED_LINEAR, QUANTIZED_LINEAR_SILU_AND_MUL
 from mvllm.ops.quantized_moe import QUANTIZED_MOE
@@ -37,6 +37,7 @@ SCHEMAS: dict[str, OpSchema] = {
         LAYER_NORM,
         ROTARY_EMBEDDING,
         MOE,
+        GELU_TANH_MOE,
         CLAMPED_MOE,
         QUANTIZED_MOE,
         SELECT_EXPERTS,

@@ -26,7 +26,7 @@ NO_STAGES = ("gemma4", "gemma4-biases")
 """Models whose later layers need more than the residual stream."""
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", [*QUICK, "gemma4-experts"])
 def test_logits_of_a_batch_in_chunks_equal_transformers(name: str, tmp_path: Path) -> None:
     folder = make_checkpoint(name, tmp_path, tokenizer=False)
     plans = [(draw_tokens(44, seed=1), 40, [40]), (draw_tokens(37, seed=3), 33, [7, 11, 11, 4])]
@@ -167,7 +167,11 @@ def test_layers_that_share_keys_and_values_have_no_cache(tmp_path: Path) -> None
     [
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers should be a list of 1 .RoPE. or 0 .none. for each"),
         ("exaone4", {"sliding_window_pattern": "LX", "layer_types": None}, "a text such as 'LLLG', found 'LX'"),
-        ("gemma4", {"enable_moe_block": True}, "experts with the activation GELU"),
+        (
+            "gemma4-experts",
+            {"hidden_activation": "silu"},
+            "hidden_activation is 'silu', but experts are supported with 'gelu_pytorch_tanh' only",
+        ),
         ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
         ("gemma4", {"num_kv_shared_layers": 6}, "'num_kv_shared_layers' should be less than .* 6, found 6"),
         ("gemma4", {"num_kv_shared_layers": 5}, "no earlier layer has the same entry in layer_types"),
