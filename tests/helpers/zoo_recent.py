@@ -16,11 +16,15 @@ from transformers import (
     HunYuanDenseV1Config,
     Ministral3Config,
     Mistral4Config,
+    Mistral4ForCausalLM,
     Olmo3Config,
     PreTrainedConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
+from transformers.models.auto import AutoModelForCausalLM
+
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM)  # this version of transformers does not list it
 
 _SIZES = {
     "vocab_size": 320,
