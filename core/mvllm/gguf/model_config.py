@@ -307,9 +307,7 @@ def _olmo2(values: Metadata) -> dict[str, Any]:
     if not window:
         return _gated(values, "Olmo2ForCausalLM", "olmo2", attention_bias=bias)
     types = _layer_types(values, 4)
-    return _gated(
-        values, "Olmo3ForCausalLM", "olmo3", attention_bias=bias, sliding_window=window, layer_types=types
-    )
+    return _gated(values, "Olmo3ForCausalLM", "olmo3", attention_bias=bias, sliding_window=window, layer_types=types)
 
 
 def _exaone4(values: Metadata) -> dict[str, Any]:

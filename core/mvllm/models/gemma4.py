@@ -117,9 +117,7 @@ class Gemma4ForCausalLM(TextPart):
         is_wide = layer >= self.first_shared and hf.get("use_double_wide_mlp", False)
         size = hf.positive_int("intermediate_size") * (2 if is_wide else 1)
         assert options.hidden_act is not None, "options names it"
-        return GatedMLP(
-            ctx, f"model.layers.{layer}.mlp", self.config.hidden_size, size, options.hidden_act, bias=False
-        )
+        return GatedMLP(ctx, f"model.layers.{layer}.mlp", self.config.hidden_size, size, options.hidden_act, bias=False)
 
     def build_layer(
         self, ctx: BuildContext, options: LlamaOptions, layer: int, attention: nn.Module, mlp: nn.Module

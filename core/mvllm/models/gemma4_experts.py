@@ -1,8 +1,8 @@
 """Gemma 4's experts, which run beside the MLP of a layer on the residual stream.
 
-    residual ─┬─ norm ─ MLP ──────────────────── norm ─┐
-              ├─ norm with the scale ─ router ─┐       + ─ norm ─ (added to the residual stream by the layer)
-              └─ norm ─ experts ◄──────────────┘─ norm ┘
+residual ─┬─ norm ─ MLP ──────────────────── norm ─┐
+          ├─ norm with the scale ─ router ─┐       + ─ norm ─ (added to the residual stream by the layer)
+          └─ norm ─ experts ◄──────────────┘─ norm ┘
 """
 
 from __future__ import annotations

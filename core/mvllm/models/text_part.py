@@ -1,9 +1,9 @@
 """TextPart: a language model that also loads the text part of multimodal checkpoints.
 
-    checkpoint                                              here
-    model.language_model.layers.0...., lm_head.weight       model.layers.0...., lm_head.weight
-    language_model.model.layers.0...., language_model.lm_head.weight     (older files)
-    model.vision_tower...., multi_modal_projector....       not loaded
+checkpoint                                              here
+model.language_model.layers.0...., lm_head.weight       model.layers.0...., lm_head.weight
+language_model.model.layers.0...., language_model.lm_head.weight     (older files)
+model.vision_tower...., multi_modal_projector....       not loaded
 """
 
 from __future__ import annotations

@@ -149,7 +149,9 @@ def _make_multimodal(folder: Path, architecture: str, prefix: str, others: str) 
     tensors = load_file(file)
     head = "lm_head." if prefix.startswith("model.") else "language_model.lm_head."
     renamed = {
-        head + key.removeprefix("lm_head.") if key.startswith("lm_head.") else prefix + key.removeprefix("model."): value
+        head + key.removeprefix("lm_head.")
+        if key.startswith("lm_head.")
+        else prefix + key.removeprefix("model."): value
         for key, value in tensors.items()
     }
     vision = {f"{others.replace('language_model.', '')}vision_tower.layers.0.weight": torch.zeros(2)}
