@@ -285,6 +285,8 @@ def make_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) 
                 parameter *= 0.5  # same spread of scores as with the usual scale
             if model.config.model_type in _OFFSET_NORMS and "norm" in parameter_name:
                 parameter -= 1.0
+            if model.config.model_type == "gemma4_text" and parameter_name.endswith("q_norm.weight"):
+                parameter *= len(parameter) ** -0.5  # scores have no scale, so published norms have one
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.copy_(_draw(buffer_name, buffer.shape, generator))

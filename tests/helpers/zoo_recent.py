@@ -24,7 +24,8 @@ from transformers import (
 )
 from transformers.models.auto import AutoModelForCausalLM
 
-AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM)  # this version of transformers does not list it
+# This version of transformers does not list it.
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
 _SIZES = {
     "vocab_size": 320,
