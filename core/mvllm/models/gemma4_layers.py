@@ -55,7 +55,8 @@ class Gemma4Attention(nn.Module):
         self.qkv: QKVLinear | None = None
         self.query: ColumnParallelLinear | None = None
         # In tuples, so that modules of other layers are not registered as this layer's.
-        self._rotary, self._shares = (rotary,), () if shares is None else (shares,)
+        self._rotary = (rotary,)
+        self._shares: tuple[Gemma4Attention, ...] = () if shares is None else (shares,)
         if shares is not None:
             rows = [(f"{name}.q_proj", heads * head_size)]
             HeadShard.for_shards(heads, num_kv_heads, ctx.shares)  # checks that ranks divide the heads
