@@ -20,6 +20,7 @@ from tests.helpers.lora_adapters import check_against, edit_config, merged, writ
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.parity import engine
 from tests.helpers.thread_executor import ThreadExecutor
+from tests.helpers.zoo_recent import QUICK
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2, detokenize=False)
 THREADS = f"{ThreadExecutor.__module__}.{ThreadExecutor.__qualname__}"
@@ -177,6 +178,10 @@ def test_a_platform_that_reads_adapters_on_the_device(
         ("qwen2", ("q_proj", "down_proj", "v_proj", "gate_proj")),
         ("gpt2", ("c_attn", "c_proj", "c_fc")),
         ("opt", ("q_proj", "fc1", "k_proj", "out_proj", "fc2")),
+        *(
+            pytest.param(name, ("q_proj", "down_proj", "k_proj", "o_proj"), marks=pytest.mark.exhaustive)
+            for name in (*QUICK, "gemma4-keys-are-values")
+        ),
     ],
 )
 def test_other_families_give_the_outputs_of_the_merged_weights(

@@ -40,6 +40,13 @@ ARCHITECTURES = {
     "starcoder2": "starcoder2",
     "falcon": "falcon",
     "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "smollm3": "smollm3",
+    "seed_oss": "seed_oss",
+    "exaone4": "exaone4",
+    "cohere2": "cohere2",
+    "ernie4_5": "ernie4_5",
+    "hunyuan_v1_dense": "hunyuan-dense",
     "gpt2": "gpt2",
 }
 """`general.architecture` by `model_type`."""
@@ -151,6 +158,8 @@ class _Writer:
         rope = self.config.get("rope_scaling") or self.config.get("rope_parameters") or {}
         self.rope: dict[str, Any] = rope.get("full_attention", rope)
         self.theta = self.rope.get("rope_theta") or self.config.get("rope_theta") or 10000.0
+        if "alpha" in self.rope:
+            self.theta *= self.rope["alpha"] ** (self.head_dim / (self.head_dim - 2))
 
     def _get(self, *keys: str, default: Any = None) -> Any:
         return next((self.config[key] for key in keys if self.config.get(key) is not None), default)
@@ -172,7 +181,7 @@ class _Writer:
             "attention.head_count": self.num_heads,
             "attention.head_count_kv": self._num_kv_heads(),
             "attention.layer_norm_rms_epsilon": get("rms_norm_eps"),
-            "attention.layer_norm_epsilon": get("layer_norm_epsilon", "norm_epsilon"),
+            "attention.layer_norm_epsilon": get("layer_norm_epsilon", "norm_epsilon", "layer_norm_eps"),
             "vocab_size": self.config["vocab_size"],
             "expert_count": get("num_local_experts", "num_experts", "n_routed_experts"),
             "expert_used_count": get("num_experts_per_tok"),
@@ -223,8 +232,8 @@ class _Writer:
         return {key: float(v) if "beta" in key and v is not None else v for key, v in values.items()}
 
     def _own_values(self) -> dict[str, Any]:
-        get = self._get
-        match self.arch:
+        get, arch = self._get, self.arch
+        match arch:
             case "gemma2" | "gemma3":
                 types = get("layer_types")
                 return {
@@ -235,6 +244,17 @@ class _Writer:
                     "attn_logit_softcapping": get("attn_logit_softcapping"),
                     "final_logit_softcapping": get("final_logit_softcapping"),
                     "rope.freq_base_swa": get("rope_local_base_freq"),
+                }
+            case "olmo2" | "exaone4" | "cohere2":
+                return {
+                    "attention.sliding_window": get("sliding_window"),
+                    "attention.sliding_window_pattern": [
+                        kind == "sliding_attention"
+                        for kind in get("layer_types", default=(["sliding_attention"] * 3 + ["full_attention"]) * 9)
+                    ][: self.num_layers]
+                    if get("sliding_window") and arch != "cohere2"
+                    else None,
+                    "logit_scale": get("logit_scale"),
                 }
             case "phi3":
                 return {"attention.sliding_window": get("sliding_window", default=0)}
@@ -330,7 +350,7 @@ class _Writer:
         yield from stacked.items()
 
     def _changed(self, name: str, tensor: torch.Tensor) -> Tensors:
-        if self.arch in ("llama", "granite") and re.search(r"\.[qk]_proj\.", name):
+        if self.arch in ("llama", "granite", "smollm3") and re.search(r"\.[qk]_proj\.", name):
             heads = self.num_heads if ".q_proj." in name else self._num_kv_heads()
             tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         if (self.fused or self.arch == "chatglm") and (match := re.search(r"layers\.(\d+)\..*([qkv])_proj\.", name)):

@@ -35,6 +35,7 @@ from tests.helpers.zoo_delta import DELTA
 from tests.helpers.zoo_dense import DENSE
 from tests.helpers.zoo_hybrid import HYBRID
 from tests.helpers.zoo_moe import SPARSE
+from tests.helpers.zoo_recent import RECENT
 from tests.helpers.zoo_state import STATE
 
 VOCAB_SIZE = 320
@@ -243,6 +244,7 @@ ZOO: dict[str, ZooEntry] = {
     **{name: ZooEntry(**settings) for name, settings in SPARSE.items()},
     **{name: ZooEntry(**settings) for name, settings in HYBRID.items()},
     **{name: ZooEntry(**settings) for name, settings in STATE.items()},
+    **{name: ZooEntry(**settings) for name, settings in RECENT.items()},
 }
 
 
@@ -292,9 +294,13 @@ def make_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) 
                 parameter -= 0.0 if "linear_attn" in parameter_name else 1.0
             if parameter_name.endswith("A_log") and "attn" in parameter_name:
                 parameter -= 2.0  # so that a delta rule keeps more than a few tokens
+            if model.config.model_type == "gemma4_text" and parameter_name.endswith("q_norm.weight"):
+                parameter *= len(parameter) ** -0.5  # scores have no scale, so published norms have one
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(_draw(buffer_name, buffer.shape, generator))
+            if buffer_name.endswith("layer_scalar"):
+                buffer.copy_(1 + _draw(buffer_name, buffer.shape, generator))
     return model.to(dtype).eval()
 
 

@@ -55,6 +55,16 @@ _ARCHITECTURE_OF_TYPE = {
     "phi3": "Phi3ForCausalLM",
     "granite": "GraniteForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
     "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
@@ -75,6 +85,9 @@ _ARCHITECTURE_OF_TYPE = {
     "olmo_hybrid": "OlmoHybridForCausalLM",
 }
 
+_MULTIMODAL = ("Mistral3ForConditionalGeneration", "Gemma4ForConditionalGeneration")
+"""Architectures of which the text model runs alone, by the `model_type` of their `text_config`."""
+
 _LARGEST_SIZE = 2**31 - 1
 _DRAWN_SEED_BITS = 48  # two of 100,000 engines are alike with a probability of 2e-5; JSON readers keep all digits
 _MOST_LAYERS = 10_000
@@ -86,10 +99,16 @@ _NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attentio
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 
 # transformers' defaults for an absent key (null means the same as for other families).
-_ABSENT_HEAD_DIM = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256, "glm": 128, "glm4": 128, "gpt_oss": 64,
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), 256)}
+_ABSENT_HEAD_DIM = {
+    **dict.fromkeys(("qwen3", "glm", "glm4", "seed_oss", "ministral3", "ernie4_5"), 128),
+    **dict.fromkeys(("gemma2", "gemma3_text", "gemma4_text"), 256),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), 256),
+    "gpt_oss": 64,
+}
 _ABSENT_SLIDING_WINDOW = {
     **dict.fromkeys(("mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma2", "gemma3_text"), 4096),
+    **dict.fromkeys(("olmo3", "exaone4", "cohere2"), 4096),
+    "gemma4_text": 512,
     "gpt_oss": 128,
 }
 
@@ -97,12 +116,12 @@ _ABSENT_SLIDING_WINDOW = {
 _NEVER_SLIDING = (
     *("llama", "opt", "gpt2", "granite", "olmo2", "glm", "glm4", "falcon", "emu3_text_model"),
     *("bamba", "granitemoehybrid", "falcon_h1", "nemotron_h"),
-    *("deepseek_v2", "deepseek_v3"),
+    *("deepseek_v2", "deepseek_v3", "mistral4", "seed_oss", "ernie4_5", "hunyuan_v1_dense"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "kimi_linear", "olmo_hybrid"),
     *("bert", "roberta", "xlm-roberta", "distilbert"),
 )
 # Families whose `sliding_window` applies only with `use_sliding_window`, which is off by default.
-_SLIDING_ON_REQUEST = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+_SLIDING_ON_REQUEST = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3")
 
 # Keys of a composite config that describe the checkpoint, not the language model within it.
 _OUTER_KEYS = ("architectures", "tie_word_embeddings")
@@ -167,6 +186,8 @@ def build_model_config(
         max_logprobs = shape.vocab_size  # the default is clipped to a small vocabulary
     own_generation = load_generation_config(folder)
     architecture = architecture_of(hf_config)
+    if model_impl != "transformers" and architecture in _MULTIMODAL:
+        architecture = _ARCHITECTURE_OF_TYPE.get(str(hf_config.get("model_type")), architecture)
     kind = ModelKind.of(architecture, hf_config)
     if max_model_len is None and not kind.generates:
         longest = resolve_max_model_len(hf_config, None)

@@ -15,7 +15,7 @@ from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ModelError
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "ntk_alpha")
 """Supported RoPE scalings."""
 
 _NEEDED = {
@@ -23,10 +23,12 @@ _NEEDED = {
     "dynamic": ("factor",),
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "ntk_alpha": ("alpha",),
 }
 _NUMBERS = (
     "rope_theta",
     "factor",
+    "alpha",
     "partial_rotary_factor",
     "original_max_position_embeddings",
     "attention_factor",
@@ -54,10 +56,15 @@ def rope_settings(config: HFConfig) -> dict[str, Any]:
 
 
 def _canonical_rope_settings(settings: dict[str, Any], model_type: object) -> dict[str, Any]:
-    """Renames LongRoPE's old names: `su`, and `yarn` in some Phi-3 checkpoints."""
+    """Renames LongRoPE's old names: `su`, and `yarn` in some Phi-3 checkpoints.
+
+    Hunyuan's `dynamic` with `alpha` becomes `ntk_alpha`: its base is larger for every length.
+    """
     name = rope_type_of(settings)
     if name == "su" or (name == "yarn" and model_type == "phi3"):
         settings["rope_type"] = "longrope"
+    if name == "dynamic" and model_type == "hunyuan_v1_dense" and settings.get("alpha"):
+        settings["rope_type"] = "ntk_alpha"
     return settings
 
 
@@ -138,6 +145,7 @@ class RopeParameters:
         *,
         settings: Mapping[str, Any] | None = None,
         partial: float | None = None,
+        theta: float = _DEFAULT_THETA,
     ) -> RopeParameters:
         """Reads the settings from a `config.json`.
 
@@ -147,6 +155,7 @@ class RopeParameters:
             settings: Flat settings of one layer type; None for the model's settings.
             partial: Default of `partial_rotary_factor`. None for families that use this key only with a scaling: with
                 the type `default` they rotate the whole head.
+            theta: Default of `rope_theta`.
 
         Raises:
             ModelError: The type is unknown, or a setting is missing or invalid.
@@ -185,7 +194,7 @@ class RopeParameters:
             )
         parameters = cls(
             rope_type=rope_type,
-            theta=float(values.get("rope_theta") or config.positive_number("rope_theta", _DEFAULT_THETA)),
+            theta=float(values.get("rope_theta") or config.positive_number("rope_theta", theta)),
             head_size=head_size,
             rotary_dim=rotary_dim,
             max_position=max_position,

@@ -35,7 +35,7 @@ _UNUSED_SETTINGS: tuple[tuple[str, object, tuple[str, ...]], ...] = (
     ("expert_gating_func", _GATING_SOFTMAX, ("deepseek2", "gpt-oss")),
     ("expert_weights_scale", 1.0, ("deepseek2",)),
     ("final_logit_softcapping", 0.0, ("gemma2", "gemma3")),
-    ("logit_scale", 1.0, ("granite",)),
+    ("logit_scale", 1.0, ("granite", "cohere2")),
     ("pooling_type", 0, ()),
     ("residual_scale", 1.0, ("granite",)),
     ("rope.dimension_sections", None, ("chatglm", "glm4")),
@@ -302,9 +302,66 @@ def _chatglm(values: Metadata) -> dict[str, Any]:
 
 
 def _olmo2(values: Metadata) -> dict[str, Any]:
-    if values.integer("attention.sliding_window", 0, at_least=0):
-        raise values.error("has a sliding window, as OLMo 3 has, which is not supported in GGUF files")
-    return _gated(values, "Olmo2ForCausalLM", "olmo2", attention_bias=_attention_bias(values))
+    bias = _attention_bias(values)
+    window = values.integer("attention.sliding_window", 0, at_least=0)
+    if not window:
+        return _gated(values, "Olmo2ForCausalLM", "olmo2", attention_bias=bias)
+    types = _layer_types(values, 4)
+    return _gated(values, "Olmo3ForCausalLM", "olmo3", attention_bias=bias, sliding_window=window, layer_types=types)
+
+
+def _exaone4(values: Metadata) -> dict[str, Any]:
+    window = values.integer("attention.sliding_window", 0, at_least=0) or None
+    types = _layer_types(values, 4) if window else ["full_attention"] * _num_layers(values)
+    return _gated(values, "Exaone4ForCausalLM", "exaone4", sliding_window=window, layer_types=types)
+
+
+def _smollm3(values: Metadata) -> dict[str, Any]:
+    return _gated(
+        values,
+        "SmolLM3ForCausalLM",
+        "smollm3",
+        no_rope_layer_interval=4,
+        use_sliding_window=False,
+        attention_bias=_attention_bias(values),
+        mlp_bias=_has(values, "ffn_up.bias"),
+    )
+
+
+def _seed_oss(values: Metadata) -> dict[str, Any]:
+    return _gated(
+        values,
+        "SeedOssForCausalLM",
+        "seed_oss",
+        attention_bias=_attention_bias(values),
+        attention_out_bias=_has(values, "attn_output.bias"),
+        mlp_bias=_has(values, "ffn_up.bias"),
+    )
+
+
+def _cohere2(values: Metadata) -> dict[str, Any]:
+    config = _decoder(
+        values,
+        "Cohere2ForCausalLM",
+        "cohere2",
+        intermediate_size=values.integer("feed_forward_length"),
+        hidden_act="silu",
+        layer_norm_eps=values.number("attention.layer_norm_epsilon"),
+        logit_scale=values.number("logit_scale"),
+        attention_bias=_attention_bias(values),
+        sliding_window=values.integer("attention.sliding_window"),
+        layer_types=_layer_types(values, 4),
+    )
+    return {**config, **rope_config(values, _head_dim(values), config["max_position_embeddings"])}
+
+
+def _ernie4_5(values: Metadata) -> dict[str, Any]:
+    return _gated(values, "Ernie4_5ForCausalLM", "ernie4_5", use_bias=_attention_bias(values))
+
+
+def _hunyuan(values: Metadata) -> dict[str, Any]:
+    bias = _attention_bias(values)
+    return _gated(values, "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", attention_bias=bias)
 
 
 def _starcoder2(values: Metadata) -> dict[str, Any]:
@@ -499,7 +556,10 @@ def _mscale(values: Metadata) -> dict[str, float]:
 
 _FAMILIES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "chatglm": _chatglm,
+    "cohere2": _cohere2,
     "deepseek2": _deepseek2,
+    "ernie4_5": _ernie4_5,
+    "exaone4": _exaone4,
     "falcon": _falcon,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
@@ -507,6 +567,7 @@ _FAMILIES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "gpt-oss": _gpt_oss,
     "gpt2": _gpt2,
     "granite": _granite,
+    "hunyuan-dense": _hunyuan,
     "llama": _llama,
     "olmo2": _olmo2,
     "phi3": _phi3,
@@ -514,5 +575,7 @@ _FAMILIES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "qwen2moe": _qwen2_moe,
     "qwen3": _qwen3,
     "qwen3moe": _qwen3_moe,
+    "seed_oss": _seed_oss,
+    "smollm3": _smollm3,
     "starcoder2": _starcoder2,
 }

@@ -2,7 +2,7 @@
 
 A table for each architecture names the modules. Rules cover the tensors that llama.cpp's converter changes:
 
-    attn_q, attn_k          rows of rotary pairs are adjacent         architectures llama and granite
+    attn_q, attn_k          rows of rotary pairs are adjacent         architectures llama, granite and smollm3
     attn_qkv                query, key and value fused or separate    any
     ffn_*_exps              experts stacked                           all with experts
     attn_k_b, attn_v_b      kv_b_proj split, keys transposed          deepseek2
@@ -51,6 +51,7 @@ _GEMMA = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _SHARED_EXPERT = {f"ffn_{kind}_shexp": f"mlp.shared_expert.{kind}_proj" for kind in ("gate", "up", "down")}
 _ARCHITECTURE_MODULES: dict[str, dict[str, str]] = {
     "chatglm": {"ffn_up": "mlp.gate_up_proj"},
@@ -63,6 +64,7 @@ _ARCHITECTURE_MODULES: dict[str, dict[str, str]] = {
         "attn_kv_b": "self_attn.kv_b_proj",
         **{base: name.replace("shared_expert", "shared_experts") for base, name in _SHARED_EXPERT.items()},
     },
+    "exaone4": _POST_NORMS,
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
     "glm4": {
@@ -71,9 +73,11 @@ _ARCHITECTURE_MODULES: dict[str, dict[str, str]] = {
         "post_ffw_norm": "post_mlp_layernorm",
     },
     "gpt-oss": {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
-    "olmo2": {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+    "hunyuan-dense": {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+    "olmo2": _POST_NORMS,
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "qwen2moe": _SHARED_EXPERT,
+    "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
     "starcoder2": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
 }
 _GPT2 = {
@@ -90,7 +94,7 @@ _FALCON = {
     "ffn_down": "mlp.dense_4h_to_h",
 }
 _FUSED_QKV = {"phi3": "self_attn.qkv_proj", "gpt2": "attn.c_attn", "falcon": "self_attention.query_key_value"}
-_ADJACENT_PAIRS = ("llama", "granite")
+_ADJACENT_PAIRS = ("llama", "granite", "smollm3")
 _EXPERT_NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _MIXTRAL_NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 

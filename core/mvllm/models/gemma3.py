@@ -6,8 +6,8 @@ Five of six layers have a window and a small RoPE base; the sixth has full atten
 from __future__ import annotations
 
 from mvllm.config.model import ModelConfig
-from mvllm.config.rope_parameters import RopeParameters, is_per_layer_type, rope_settings
 from mvllm.models.gemma2 import gemma_options, number_or_default
+from mvllm.models.layer_ropes import layer_type_ropes
 from mvllm.models.layer_windows import layer_windows
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
 
@@ -24,7 +24,12 @@ class Gemma3ForCausalLM(LlamaForCausalLM):
         """The last of every `sliding_window_pattern` layers has no window."""
         pattern = config.hf_config.positive_int("sliding_window_pattern", 6)
         windows = layer_windows(config, lambda layer: (layer + 1) % pattern == 0)
-        full, local = _ropes(config)
+        hf = config.hf_config
+        thetas = (
+            hf.positive_number("rope_theta", _FULL_THETA),
+            hf.positive_number("rope_local_base_freq", _LOCAL_THETA),
+        )
+        full, local = layer_type_ropes(config, *({"rope_theta": theta} for theta in thetas))
         return LlamaOptions(
             windows,
             qk_norm=True,
@@ -33,18 +38,3 @@ class Gemma3ForCausalLM(LlamaForCausalLM):
             logits_soft_cap=number_or_default(config, "final_logit_softcapping", None),
             **gemma_options(config),
         )
-
-
-def _ropes(config: ModelConfig) -> tuple[RopeParameters, RopeParameters]:
-    """RoPE parameters of layers without and with a window. A scaling in the old format applies to those without."""
-    hf, settings = config.hf_config, rope_settings(config.hf_config)
-    by_type = settings if is_per_layer_type(settings) else {"full_attention": settings}
-    thetas = {
-        "full_attention": hf.positive_number("rope_theta", _FULL_THETA),
-        "sliding_attention": hf.positive_number("rope_local_base_freq", _LOCAL_THETA),
-    }
-    full, local = (
-        RopeParameters.from_config(hf, config.head_size, settings={"rope_theta": theta, **(by_type.get(kind) or {})})
-        for kind, theta in thetas.items()
-    )
-    return full, local

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from mvllm.config.model import ModelConfig
-from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
+from mvllm.models.llama import LlamaOptions
+from mvllm.models.text_part import TextPart
 
 
-class MistralForCausalLM(LlamaForCausalLM):
-    """`MistralForCausalLM` of Hugging Face checkpoints."""
+class MistralForCausalLM(TextPart):
+    """`MistralForCausalLM` of Hugging Face checkpoints, and the text part of Mistral 3 ones."""
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:

@@ -5,6 +5,13 @@ from __future__ import annotations
 from mvllm.config.model import ModelConfig
 from mvllm.models.llama import LayerNorms, LlamaForCausalLM, LlamaOptions
 
+POST_NORMS = LayerNorms(
+    before_attention=None,
+    after_attention="post_attention_layernorm",
+    before_mlp=None,
+    after_mlp="post_feedforward_layernorm",
+)
+
 
 class Olmo2ForCausalLM(LlamaForCausalLM):
     """`Olmo2ForCausalLM` of Hugging Face checkpoints."""
@@ -17,11 +24,6 @@ class Olmo2ForCausalLM(LlamaForCausalLM):
             qkv_bias=bias,
             output_bias=bias,
             qk_width_norm=True,
-            norms=LayerNorms(
-                before_attention=None,
-                after_attention="post_attention_layernorm",
-                before_mlp=None,
-                after_mlp="post_feedforward_layernorm",
-            ),
+            norms=POST_NORMS,
             eps=config.hf_config.positive_number("rms_norm_eps", 1e-5),
         )

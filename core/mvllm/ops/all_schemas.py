@@ -14,7 +14,7 @@ from mvllm.ops.gated_rms_norm import GATED_RMS_NORM
 from mvllm.ops.linear import LINEAR, LINEAR_SILU_AND_MUL
 from mvllm.ops.logsumexp import LOGSUMEXP
 from mvllm.ops.lora import ADD_LORA, ADD_LORA_BY_SLOT
-from mvllm.ops.moe import CLAMPED_MOE, MOE, UNGATED_MOE
+from mvllm.ops.moe import CLAMPED_MOE, GELU_TANH_MOE, MOE, UNGATED_MOE
 from mvllm.ops.norm import FUSED_ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from mvllm.ops.quantized_linear import QUANTIZED_LINEAR, QUANTIZED_LINEAR_SILU_AND_MUL
 from mvllm.ops.quantized_moe import QUANTIZED_MOE
@@ -42,6 +42,7 @@ SCHEMAS: dict[str, OpSchema] = {
         GATED_RMS_NORM,
         ROTARY_EMBEDDING,
         MOE,
+        GELU_TANH_MOE,
         CLAMPED_MOE,
         UNGATED_MOE,
         QUANTIZED_MOE,

@@ -1,6 +1,9 @@
-"""The operations `moe`, `clamped_moe` and `ungated_moe`: the experts of a mixture-of-experts layer."""
+"""The operations `moe`, `gelu_tanh_moe`, `clamped_moe` and `ungated_moe`: the experts of a mixture of experts."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -28,11 +31,45 @@ def moe(
     Returns:
         [T, hidden_size], compute dtype; accumulated in float32.
     """
+    return _gated_experts(x, gate_up, down, expert_ids, expert_weights, F.silu)
+
+
+def gelu_tanh_moe(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+) -> torch.Tensor:
+    """As `moe`, with GELU in its tanh approximation as the activation of the gates.
+
+    Args:
+        x: [T, hidden_size], compute dtype.
+        gate_up: [num_experts, 2 · intermediate_size, hidden_size], compute dtype, gate rows first.
+        down: [num_experts, hidden_size, intermediate_size], compute dtype. A provider's `prepare` takes the
+            pair (gate_up, down) and returns the pair that `function` takes.
+        expert_ids: [T, top_k], int64, distinct within a row.
+        expert_weights: [T, top_k], float32.
+
+    Returns:
+        [T, hidden_size], compute dtype; accumulated in float32.
+    """
+    return _gated_experts(x, gate_up, down, expert_ids, expert_weights, partial(F.gelu, approximate="tanh"))
+
+
+def _gated_experts(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    act: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
     share = expert_shares(gate_up.shape[0], expert_ids, expert_weights)
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(gate_up.shape[0]):
         gate, up = F.linear(x, gate_up[expert]).chunk(2, dim=-1)
-        total += F.linear(F.silu(gate) * up, down[expert]).float() * share[:, expert, None]
+        total += F.linear(act(gate) * up, down[expert]).float() * share[:, expert, None]
     return total.to(x.dtype)
 
 
@@ -135,5 +172,6 @@ _FACTS = {
 }
 
 MOE = OpSchema(moe, facts=_FACTS)
+GELU_TANH_MOE = OpSchema(gelu_tanh_moe, facts=_FACTS)
 CLAMPED_MOE = OpSchema(clamped_moe, facts=_FACTS)
 UNGATED_MOE = OpSchema(ungated_moe, facts={**_FACTS, "activation": "as the parameter"})

@@ -48,7 +48,7 @@ def exact(case: OpCall) -> Any:
     if case.op == "quantized_moe":
         return exact_quantized_moe(*case.make())
     arguments = [_as_float64(argument) for argument in case.make()]
-    if case.op in ("moe", "clamped_moe", "ungated_moe"):
+    if case.op in ("moe", "gelu_tanh_moe", "clamped_moe", "ungated_moe"):
         index = list(SCHEMAS[case.op].parameters).index("expert_weights")
         arguments[index] = arguments[index].float()  # float32 for every compute dtype
     result = SCHEMAS[case.op].reference(*arguments)
@@ -374,6 +374,7 @@ _MAKERS: dict[str, Callable[[str, torch.dtype], Iterator[OpCall]]] = {
     "moe": _moe,
     "quantized_moe": quantized_moe_cases,
     "select_experts": _select_experts,
+    "gelu_tanh_moe": _moe,
     "clamped_moe": _moe,
     "ungated_moe": _ungated_moe,
     "argmax": _argmax,

@@ -567,7 +567,17 @@ def test_unrecorded_work_leaves_a_correct_cache(block, backend):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-gqa", "qwen3", "mistral-window", "gemma3", "granite", "olmo2", "qwen3moe", "gptoss"]
+    "name",
+    [
+        *("llama-gqa", "qwen3", "mistral-window", "gemma3", "granite", "olmo2", "qwen3moe", "gptoss", "ernie45"),
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in (
+                *("smollm3", "seedoss", "olmo3", "exaone4", "ministral3-constant-queries", "hunyuan", "glm", "glm4"),
+                "gemma4-keys-are-values",
+            )
+        ),
+    ],
 )
 def test_decode_steps_of_models_are_recorded(name, tmp_path, monkeypatch):
     """Of one and of several requests: these models need no operation of torch."""

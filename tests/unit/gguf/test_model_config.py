@@ -231,11 +231,16 @@ def test_unsupported_architectures_and_incomplete_files_are_refused() -> None:
         model_config(make_model("rwkv7"))
     with pytest.raises(ModelError, match=r"lacks the key 'general\.architecture'"):
         model_config(GGUFModel((FILE,), {}, {}))
-    with pytest.raises(ModelError, match="sliding window, as OLMo 3 has"):
-        model_config(make_model("olmo2", {"attention.sliding_window": 8}))
     with pytest.raises(ModelError, match=r"lacks the tensor 'token_embd\.weight'"):
         model_config(make_model(shapes={"output.weight": (320, 64), "blk.0.attn_norm.weight": (64,)}))
     assert "llama" in supported_gguf_architectures()
+
+
+def test_a_file_of_olmo2_with_a_window_is_olmo3() -> None:
+    config = model_config(make_model("olmo2", {"attention.sliding_window": 8, "block_count": 5}))
+    assert (config["architectures"], config["sliding_window"]) == (["Olmo3ForCausalLM"], 8)
+    assert [kind[:4] for kind in config["layer_types"]] == ["slid", "slid", "slid", "full", "slid"]
+    assert model_config(make_model("olmo2"))["architectures"] == ["Olmo2ForCausalLM"]
 
 
 def test_a_published_file_has_the_keys_that_transformers_derives() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from mvllm.plugin_api import OpProvider
 from mvllm_cpu import shared_weights, workspace
@@ -29,6 +30,23 @@ class PackedExperts:
     data: torch.Tensor
     num_experts: int
     intermediate_size: int
+
+
+def gelu_tanh_moe(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+) -> torch.Tensor:
+    """Computes each expert for its own tokens only, with products of torch."""
+    total = torch.zeros(x.shape, dtype=torch.float32)
+    for expert in expert_ids.unique().tolist():
+        rows, place = torch.where(expert_ids == expert)
+        gate, up = F.linear(x[rows], gate_up[expert]).chunk(2, dim=-1)
+        found = F.linear(F.gelu(gate, approximate="tanh") * up, down[expert])
+        total.index_add_(0, rows, found.float() * expert_weights[rows, place, None])
+    return total.to(x.dtype)
 
 
 class Moe:
@@ -54,6 +72,7 @@ class Moe:
         """One per operation."""
         return (
             OpProvider("moe", PROVIDER, self.moe, supports, prepare=self.pack, batch_invariant=True),
+            OpProvider("gelu_tanh_moe", PROVIDER, gelu_tanh_moe, supports),
             OpProvider("clamped_moe", PROVIDER, self.clamped_moe, supports, prepare=self.pack, batch_invariant=True),
             OpProvider("select_experts", PROVIDER, self.select_experts, supports, batch_invariant=True),
         )

@@ -1,0 +1,9 @@
+"""Mistral 4 checkpoints give the outputs of transformers."""
+
+from tests.helpers.parity import NUM_TOKENS, names_of
+from tests.helpers.parity_suite import ParitySuite
+
+
+class TestMistral4(ParitySuite):
+    names = names_of("mistral4")
+    num_tokens = NUM_TOKENS
