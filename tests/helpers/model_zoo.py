@@ -32,6 +32,7 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from mvllm.testing.zoo import draw_weight
 from tests.helpers.zoo_dense import DENSE
+from tests.helpers.zoo_large_moe import LARGE_MOE
 from tests.helpers.zoo_moe import SPARSE
 
 VOCAB_SIZE = 320
@@ -236,6 +237,7 @@ ZOO: dict[str, ZooEntry] = {
     "gpt2-first-names": ZooEntry(_gpt2(), edit_tensors=_as_original_gpt2),
     **{name: ZooEntry(**settings) for name, settings in DENSE.items()},
     **{name: ZooEntry(**settings) for name, settings in SPARSE.items()},
+    **{name: ZooEntry(**settings) for name, settings in LARGE_MOE.items()},
 }
 
 

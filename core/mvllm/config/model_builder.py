@@ -44,6 +44,15 @@ _ARCHITECTURE_OF_TYPE = {
     "gpt_oss": "GptOssForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+    "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
+    "llama4": "Llama4ForConditionalGeneration",
+    "exaone_moe": "ExaoneMoeForCausalLM",
     "opt": "OPTForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "bert": "BertModel",
@@ -74,16 +83,21 @@ _NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attentio
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 
 # transformers' defaults for an absent key (null means the same as for other families).
-_ABSENT_HEAD_DIM = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256, "glm": 128, "glm4": 128, "gpt_oss": 64}
+_ABSENT_HEAD_DIM = {
+    **dict.fromkeys(("qwen3", "glm", "glm4", "minimax_m2", "llama4_text"), 128),
+    **{"gemma2": 256, "gemma3_text": 256, "gpt_oss": 64},
+}
 _ABSENT_SLIDING_WINDOW = {
     **dict.fromkeys(("mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma2", "gemma3_text"), 4096),
     "gpt_oss": 128,
+    "exaone_moe": 4096,
 }
 
 # Families with full attention even if the config has the key `sliding_window`.
 _NEVER_SLIDING = (
     *("llama", "opt", "gpt2", "granite", "olmo2", "glm", "glm4", "falcon", "emu3_text_model"),
-    *("deepseek_v2", "deepseek_v3"),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite"),
+    *("minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "llama4_text"),
     *("bert", "roberta", "xlm-roberta", "distilbert"),
 )
 # Families whose `sliding_window` applies only with `use_sliding_window`, which is off by default.

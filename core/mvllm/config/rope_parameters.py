@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mvllm.config.hf_config import HFConfig
@@ -26,6 +26,7 @@ _NEEDED = {
 }
 _NUMBERS = (
     "rope_theta",
+    "alpha",
     "factor",
     "partial_rotary_factor",
     "original_max_position_embeddings",
@@ -155,6 +156,9 @@ class RopeParameters:
         if any(isinstance(value, dict) for value in values.values()):
             raise ModelError(f"{config.source}: the RoPE settings should be one flat JSON object, found {values!r}.")
         rope_type = rope_type_of(values)
+        # Hunyuan's `dynamic` with `alpha` enlarges the base once and for all; it does not depend on the length.
+        alpha = values.get("alpha") if rope_type == "dynamic" else None
+        rope_type = "default" if alpha else rope_type
         if rope_type not in ROPE_TYPES:
             raise ModelError(
                 f"{config.source}: the RoPE scaling {rope_type!r} is not supported. Supported: {', '.join(ROPE_TYPES)}."
@@ -194,6 +198,9 @@ class RopeParameters:
             source=config.source,
         )
         parameters._check_factor_lists()
+        if alpha:
+            theta = parameters.theta * float(alpha) ** (rotary_dim / (rotary_dim - 2))
+            return replace(parameters, theta=theta)
         return parameters
 
     @classmethod

@@ -103,6 +103,8 @@ class MLAAttention(nn.Module):
         if self.q_a_proj is not None and self.q_a_layernorm is not None:
             query_input = self.q_a_layernorm(self.q_a_proj(x))
         query = self.q_b_proj(query_input).unflatten(-1, (-1, shape.qk_nope_head_dim + shape.qk_rope_head_dim))
+        if angles.query_scale is not None:
+            query = query * angles.query_scale
         plain, rotated = query.split((shape.qk_nope_head_dim, shape.qk_rope_head_dim), dim=-1)
         latent, key_rotated = self.kv_a_proj_with_mqa(x).split((shape.kv_lora_rank, shape.qk_rope_head_dim), dim=-1)
         latent, key_rotated = self.kv_a_layernorm(latent).unsqueeze(1), key_rotated.unsqueeze(1)

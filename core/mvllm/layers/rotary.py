@@ -17,7 +17,7 @@ blocks only between requests of equal n (dynamic), or among the long ones (longr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -35,10 +35,12 @@ class CosSinRows:
     Attributes:
         index: [T]: each token's row of `cos_sin`.
         cos_sin: [rows, rotary_dim] float32.
+        query_scale: [T, 1, 1], compute dtype: factor on each token's queries; None for 1.
     """
 
     index: torch.Tensor
     cos_sin: torch.Tensor
+    query_scale: torch.Tensor | None = None
 
 
 class RotaryEmbedding(nn.Module):
@@ -54,6 +56,8 @@ class RotaryEmbedding(nn.Module):
         interleaved: The checkpoint rotates pairs of adjacent elements (GPT-J style), while the operation rotates
             elements half the rotary size apart (NeoX style). Elements of queries and keys are permuted alike, which
             does not change their products.
+        query_scaling: (beta, n): the queries of position p have the factor 1 + beta · ln(1 + floor(p / n)), as in
+            Llama 4; None for no factor.
 
     Attributes:
         uses_prompt_lens: Whether `angles` needs `prompt_lens`.
@@ -61,7 +65,15 @@ class RotaryEmbedding(nn.Module):
         interleaved: As given.
     """
 
-    def __init__(self, ctx: BuildContext, rope: RopeParameters, max_len: int, *, interleaved: bool = False) -> None:
+    def __init__(
+        self,
+        ctx: BuildContext,
+        rope: RopeParameters,
+        max_len: int,
+        *,
+        interleaved: bool = False,
+        query_scaling: tuple[float, int] | None = None,
+    ) -> None:
         super().__init__()
         if rope.rope_type == "dynamic":
             ctx.refuse_batch_invariance("The RoPE scaling 'dynamic'")
@@ -75,6 +87,9 @@ class RotaryEmbedding(nn.Module):
         self._rotate = self.op.function
         self.interleaved = interleaved
         self._order = _interleaved_order(rope).to(ctx.device) if interleaved else None
+        # The factor of positions below n is 1.
+        self._query_scaling = None if query_scaling is None or query_scaling[1] >= max_len else query_scaling
+        self._dtype = ctx.dtype
 
     @property
     def table_bytes(self) -> int:
@@ -84,11 +99,14 @@ class RotaryEmbedding(nn.Module):
             width += self.rope.rotary_dim // 2
         elif self.uses_prompt_lens:
             width += self.rope.rotary_dim
-        return self.max_len * width * torch.float32.itemsize
+        of_scales = 0 if self._query_scaling is None else self._dtype.itemsize
+        return self.max_len * (width * torch.float32.itemsize + of_scales)
 
     def prepare_weights(self) -> None:
         """Allocates the tables, after the weights have been loaded."""
         self._tables  # noqa: B018  (cached)
+        if self._query_scaling is not None:
+            self._query_scales  # noqa: B018
 
     def angles(self, positions: torch.Tensor, prompt_lens: torch.Tensor | None = None) -> CosSinRows:
         """The rows of a step's tokens, computed once for all layers.
@@ -97,6 +115,12 @@ class RotaryEmbedding(nn.Module):
             positions: [T], integers.
             prompt_lens: [T], integers, as in ForwardStep; None treats every prompt as within the original context.
         """
+        rows = self._rows(positions, prompt_lens)
+        if self._query_scaling is None:
+            return rows
+        return replace(rows, query_scale=self._query_scales.index_select(0, positions).view(-1, 1, 1))
+
+    def _rows(self, positions: torch.Tensor, prompt_lens: torch.Tensor | None) -> CosSinRows:
         table, by_length = self._tables
         if prompt_lens is None or not self.uses_prompt_lens:
             return CosSinRows(positions, table)
@@ -123,6 +147,14 @@ class RotaryEmbedding(nn.Module):
         )
         table = self._build_table(by_length).to(self._device)
         return table, None if by_length is None else by_length.to(self._device)
+
+    @cached_property
+    def _query_scales(self) -> torch.Tensor:
+        """[max_len], compute dtype: the factor on the queries of each position."""
+        assert self._query_scaling is not None, "only models with a factor on queries read it"
+        beta, length = self._query_scaling
+        scales = 1 + beta * torch.log(1 + torch.floor(torch.arange(self.max_len) / length))
+        return scales.to(self._dtype).to(self._device)
 
     def _build_table(self, by_length: torch.Tensor | None) -> torch.Tensor:
         positions = torch.arange(self.max_len).unsqueeze(-1).float()

@@ -19,20 +19,29 @@ class RotaryAttention:
 
     Args:
         attention: The attention layer.
-        rotary: The rotary embedding.
+        rotary: The rotary embedding; None for a layer without positional encoding (NoPE).
         q_norm, k_norm: Norms of each query head and each key head; None without them.
+        norms_last: The norms come after the rotary embedding instead of before it.
     """
 
     def __init__(
-        self, attention: Attention, rotary: RotaryEmbedding, q_norm: Norm | None = None, k_norm: Norm | None = None
+        self,
+        attention: Attention,
+        rotary: RotaryEmbedding | None,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+        *,
+        norms_last: bool = False,
     ) -> None:
         self._attention, self._rotary = attention, rotary
-        self._q_norm, self._k_norm = q_norm, k_norm
+        self._q_norm, self._k_norm, self._norms_last = q_norm, k_norm, norms_last
         norms = [norm for norm in (q_norm, k_norm) if norm is not None]
         rms_norms = [norm for norm in norms if isinstance(norm, RMSNorm)]
         # Norms that a backend does not fuse run before it.
         self._fuses_norm = len(rms_norms) == 2 and rms_norms[0].eps == rms_norms[1].eps
         self._writer = None
+        if rotary is None or (norms and norms_last):
+            return
         # Operations that the user has selected are not replaced.
         if not any(op.asked_for for op in (rotary.op, *(norm.op for norm in rms_norms))):
             eps = rms_norms[0].eps if self._fuses_norm else None
@@ -45,13 +54,22 @@ class RotaryAttention:
     ) -> torch.Tensor:
         """Arguments and result are those of `RotaryEmbedding` and of `Attention`; storage may be reused."""
         layer, q_norm, k_norm = self._attention, self._q_norm, self._k_norm
-        fused = self._writer is not None and layer.kv_cache is not None
-        if q_norm is not None and k_norm is not None and not (fused and self._fuses_norm):
-            query, key = q_norm(query), k_norm(key)
         if self._writer is None or layer.kv_cache is None:
-            query, key = self._rotary(angles, query, key)
+            if not self._norms_last:
+                query, key = self._normed(query, key)
+            if self._rotary is not None:
+                query, key = self._rotary(angles, query, key)
+            if self._norms_last:
+                query, key = self._normed(query, key)
             return layer(query, key, value, step)
+        if not self._fuses_norm:
+            query, key = self._normed(query, key)
         weights = (q_norm.weight, k_norm.weight) if self._fuses_norm and q_norm and k_norm else (None, None)
         metadata = step.metadata[layer.metadata_key]
         query = self._writer(layer.kv_cache, query, key, value, metadata, angles.index, angles.cos_sin, *weights)
         return layer.attend(query, metadata)
+
+    def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._q_norm is None or self._k_norm is None:
+            return query, key
+        return self._q_norm(query), self._k_norm(key)

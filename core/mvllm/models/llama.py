@@ -42,14 +42,19 @@ class LlamaOptions:
         windows: Sliding window of each layer, None for a layer without one; empty where no layer has one.
         qkv_bias, output_bias, mlp_bias: Which linear layers have biases.
         qk_norm: Queries and keys are normalised per head before the rotary embedding.
+        qk_norm_names: Checkpoint names of these norms.
+        qk_norm_last: These norms come after the rotary embedding.
         qk_width_norm: Queries and keys are normalised over all heads together.
         fused_qkv, fused_gate_up: The checkpoint stores these as one matrix, `qkv_proj` and `gate_up_proj`.
         norms: Which norms a layer has.
+        parallel_blocks: Attention and MLP read the same normalised input, and both results are added to the residual
+            stream. Such layers have no norm before the MLP, nor after a block.
         norm, eps: Class and epsilon of the norms; None reads `rms_norm_eps`.
         hidden_act: Activation of the MLP; None reads `hidden_act`.
         rope: RoPE parameters; None reads them from the config.
         local_rope: RoPE parameters of the layers with a window, if they differ.
-        interleaved_rotary: As in RotaryEmbedding.
+        nope_layers: Layers without positional encoding (NoPE).
+        interleaved_rotary, query_scaling: As in RotaryEmbedding.
         attention_scale: Factor on query-key products; None means 1 / sqrt(head_size).
         soft_cap: Soft cap of query-key products, as in AttentionSpec.
         sinks: Each query head has a learned extra logit.
@@ -63,16 +68,21 @@ class LlamaOptions:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    qk_norm_last: bool = False
     qk_width_norm: bool = False
     fused_qkv: bool = False
     fused_gate_up: bool = False
     norms: LayerNorms = LayerNorms()
+    parallel_blocks: bool = False
     norm: NormMaker = RMSNorm
     eps: float | None = None
     hidden_act: str | None = None
     rope: RopeParameters | None = None
     local_rope: RopeParameters | None = None
+    nope_layers: frozenset[int] = frozenset()
     interleaved_rotary: bool = False
+    query_scaling: tuple[float, int] | None = None
     attention_scale: float | None = None
     soft_cap: float | None = None
     sinks: bool = False
@@ -113,8 +123,9 @@ class LlamaAttention(nn.Module):
         self.output = RowParallelLinear(
             ctx, f"{name}.o_proj", config.num_heads * head_size, hidden_size, bias=options.output_bias
         )
-        self.q_norm = options.norm(ctx, f"{name}.q_norm", head_size, eps) if options.qk_norm else None
-        self.k_norm = options.norm(ctx, f"{name}.k_norm", head_size, eps) if options.qk_norm else None
+        q_name, k_name = options.qk_norm_names
+        self.q_norm = options.norm(ctx, f"{name}.{q_name}", head_size, eps) if options.qk_norm else None
+        self.k_norm = options.norm(ctx, f"{name}.{k_name}", head_size, eps) if options.qk_norm else None
         names, heads = (f"{name}.q_norm", f"{name}.k_norm"), (config.num_heads, config.num_kv_heads)
         self.qk_norm = (
             FullWidthQKNorm(ctx, names, self.qkv.heads, *heads, head_size, eps) if options.qk_width_norm else None
@@ -130,11 +141,19 @@ class LlamaAttention(nn.Module):
             soft_cap=options.soft_cap,
             sinks=None if self.sinks is None else self.sinks.weight,
         )
-        self._rotary_attention = RotaryAttention(self.attention, rotary, self.q_norm, self.k_norm)
+        self._rotary_attention = RotaryAttention(
+            self.attention,
+            None if layer in options.nope_layers else rotary,
+            self.q_norm,
+            self.k_norm,
+            norms_last=options.qk_norm_last,
+        )
 
     def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
         query, key, value = self.qkv.split(x)
+        if angles.query_scale is not None:
+            query = query * angles.query_scale
         if self.qk_norm is not None:
             query, key = self.qk_norm(query, key)
         return self.output(self._rotary_attention(angles, query, key, value, step))
@@ -165,12 +184,15 @@ class LlamaLayer(nn.Module):
         self.mlp = mlp
         self.mlp_result_norm = norm(options.norms.after_mlp)
         self.residual_scale = options.residual_scale
+        self.parallel = options.parallel_blocks
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, angles: CosSinRows, step: ForwardStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes and returns the last block's output and the residual stream without that output."""
         x, residual = _add_norm(self.input_norm, x, residual)
+        if self.parallel:
+            return self.attention(x, angles, step) + self.mlp(x), residual
         x = self._result(self.attention_result_norm, self.attention(x, angles, step))
         x, residual = _add_norm(self.mlp_norm, x, residual)
         return self._result(self.mlp_result_norm, self.mlp(x)), residual
@@ -191,7 +213,13 @@ class LlamaForCausalLM(CausalLM):
         self.family = options = self.options(config)
 
         def rotary(rope: RopeParameters) -> RotaryEmbedding:
-            return RotaryEmbedding(ctx, rope, config.max_model_len, interleaved=options.interleaved_rotary)
+            return RotaryEmbedding(
+                ctx,
+                rope,
+                config.max_model_len,
+                interleaved=options.interleaved_rotary,
+                query_scaling=options.query_scaling,
+            )
 
         self.rotary = rotary(options.rope or RopeParameters.from_config(config.hf_config, config.head_size))
         self.local_rotary = None if options.local_rope is None else rotary(options.local_rope)
@@ -199,8 +227,7 @@ class LlamaForCausalLM(CausalLM):
         self.embed_tokens = self._build_embedding(ctx, "model.embed_tokens", config.hidden_size)
         self.embedding_scale = torch.tensor(options.embedding_scale, dtype=ctx.dtype).item()
         self.layers = nn.ModuleList(
-            LlamaLayer(
-                config,
+            self.build_layer(
                 ctx,
                 options,
                 layer,
@@ -228,7 +255,7 @@ class LlamaForCausalLM(CausalLM):
             ):
                 # By type, because a derived class may change the result.
                 last = {LlamaAttention: "output", GatedMLP: "down"}.get(type(block))
-                if last is None or result_norm is not None or layer.residual_scale != 1.0:
+                if last is None or result_norm is not None or layer.residual_scale != 1.0 or layer.parallel:
                     continue
                 if isinstance(norm, RMSNorm):
                     norm.sum_results_of(getattr(block, last))
@@ -261,6 +288,12 @@ class LlamaForCausalLM(CausalLM):
             bias=options.mlp_bias,
             fused=options.fused_gate_up,
         )
+
+    def build_layer(
+        self, ctx: BuildContext, options: LlamaOptions, layer: int, attention: nn.Module, mlp: nn.Module
+    ) -> nn.Module:
+        """A layer of these blocks; `forward` as in LlamaLayer, or as the model's own `forward` calls it."""
+        return LlamaLayer(self.config, ctx, options, layer, attention, mlp)
 
     def forward(
         self,
