@@ -25,12 +25,12 @@ class ParitySuite:
     names: ClassVar[list[str]] = []
     num_tokens: ClassVar[int] = NUM_TOKENS
 
-    def generate(self, llm: LLM, prompts: list[list[int]], **settings: object) -> list[RequestOutput]:
-        return parity.generate(llm, prompts, max_tokens=self.num_tokens, **settings)
-
     @pytest.fixture
     def expected(self, checkpoint: str) -> Oracle:
         return parity.oracle(checkpoint, num_tokens=self.num_tokens)
+
+    def generate(self, llm: LLM, prompts: list[list[int]], **settings: object) -> list[RequestOutput]:
+        return parity.generate(llm, prompts, max_tokens=self.num_tokens, **settings)
 
     def test_alone_in_a_batch_and_after_prefix_hits(self, expected: Oracle) -> None:
         with parity.engine(expected.folder) as llm:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ModelError
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "ntk_alpha")
 """Supported RoPE scalings."""
 
 _NEEDED = {
@@ -23,11 +23,12 @@ _NEEDED = {
     "dynamic": ("factor",),
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "ntk_alpha": ("alpha",),
 }
 _NUMBERS = (
     "rope_theta",
-    "alpha",
     "factor",
+    "alpha",
     "partial_rotary_factor",
     "original_max_position_embeddings",
     "attention_factor",
@@ -37,6 +38,8 @@ _NUMBERS = (
     "high_freq_factor",
 )
 _DEFAULT_THETA = 10000.0
+_READ_AS = {"hunyuan_v1_moe": "hunyuan_v1_dense"}
+"""Families whose RoPE settings are those of another family."""
 
 
 def rope_settings(config: HFConfig) -> dict[str, Any]:
@@ -50,15 +53,19 @@ def rope_settings(config: HFConfig) -> dict[str, Any]:
         if settings is not None and not isinstance(settings, dict):
             raise ModelError(f"{config.source}: {key!r} should be a JSON object, found {settings!r}.")
         if settings:
-            return _canonical_rope_settings(dict(settings), config.get("model_type"))
+            model_type = config.get("model_type")
+            return _canonical_rope_settings(dict(settings), _READ_AS.get(str(model_type), model_type))
     return {}
 
 
 def _canonical_rope_settings(settings: dict[str, Any], model_type: object) -> dict[str, Any]:
-    """Renames LongRoPE's old names: `su`, and `yarn` in some Phi-3 checkpoints."""
+    """Renames LongRoPE's old names: `su`, and `yarn` in some Phi-3 checkpoints. Hunyuan's `dynamic` with `alpha` becomes
+    `ntk_alpha`: its base is larger for every length."""
     name = rope_type_of(settings)
     if name == "su" or (name == "yarn" and model_type == "phi3"):
         settings["rope_type"] = "longrope"
+    if name == "dynamic" and model_type == "hunyuan_v1_dense" and settings.get("alpha"):
+        settings["rope_type"] = "ntk_alpha"
     return settings
 
 
@@ -139,6 +146,7 @@ class RopeParameters:
         *,
         settings: Mapping[str, Any] | None = None,
         partial: float | None = None,
+        theta: float = _DEFAULT_THETA,
     ) -> RopeParameters:
         """Reads the settings from a `config.json`.
 
@@ -148,6 +156,7 @@ class RopeParameters:
             settings: Flat settings of one layer type; None for the model's settings.
             partial: Default of `partial_rotary_factor`. None for families that use this key only with a scaling: with
                 the type `default` they rotate the whole head.
+            theta: Default of `rope_theta`.
 
         Raises:
             ModelError: The type is unknown, or a setting is missing or invalid.
@@ -156,9 +165,6 @@ class RopeParameters:
         if any(isinstance(value, dict) for value in values.values()):
             raise ModelError(f"{config.source}: the RoPE settings should be one flat JSON object, found {values!r}.")
         rope_type = rope_type_of(values)
-        # Hunyuan's `dynamic` with `alpha` enlarges the base once and for all; it does not depend on the length.
-        alpha = values.get("alpha") if rope_type == "dynamic" else None
-        rope_type = "default" if alpha else rope_type
         if rope_type not in ROPE_TYPES:
             raise ModelError(
                 f"{config.source}: the RoPE scaling {rope_type!r} is not supported. Supported: {', '.join(ROPE_TYPES)}."
@@ -189,7 +195,7 @@ class RopeParameters:
             )
         parameters = cls(
             rope_type=rope_type,
-            theta=float(values.get("rope_theta") or config.positive_number("rope_theta", _DEFAULT_THETA)),
+            theta=float(values.get("rope_theta") or config.positive_number("rope_theta", theta)),
             head_size=head_size,
             rotary_dim=rotary_dim,
             max_position=max_position,
@@ -198,9 +204,6 @@ class RopeParameters:
             source=config.source,
         )
         parameters._check_factor_lists()
-        if alpha:
-            theta = parameters.theta * float(alpha) ** (rotary_dim / (rotary_dim - 2))
-            return replace(parameters, theta=theta)
         return parameters
 
     @classmethod

@@ -53,12 +53,14 @@ class Linear(nn.Module):
         bias: [out_features] or None.
         quantized: Whether the matrix is quantized.
         supports_lora: Whether LoRA is supported; not if a layer uses the matrix in another way.
+        keeps_rows: Whether `prepare_weights` keeps the order of the rows.
         partitions: The dimension along which the devices of this worker shard each parameter; others are replicated.
     """
 
     weight: Any
     bias: nn.Parameter | None
     supports_lora: bool = True
+    keeps_rows: bool = True
 
     def __init__(
         self,
@@ -315,6 +317,34 @@ class QKVLinear(Linear):
         self.heads = self_heads
         self.sizes = (q_size, kv_size, kv_size)
         self._head_size = head_size
+        self._row_order: torch.Tensor | None = None
+
+    def reorder_heads(self, ctx: BuildContext, order: torch.Tensor) -> bool:
+        """Changes the order of the elements of each query and key head, by reordering rows after loading.
+
+        Called once, while the model is built, with the same context.
+
+        Args:
+            order: [head_size]: for each element of the result, its index in the checkpoint's head.
+
+        Returns:
+            Whether it is done; not for quantized matrices, with LoRA, or with several devices.
+        """
+        if self.quantized or ctx.with_adapters or ctx.num_devices > 1:
+            return False
+        heads = self.heads.num_heads + self.heads.num_kv_heads
+        firsts = torch.arange(heads, device=order.device).unsqueeze(1) * self._head_size
+        values = torch.arange(heads * self._head_size, self.out_features, device=order.device)
+        self._row_order, self.keeps_rows = torch.cat(((firsts + order).flatten(), values)), False
+        return True
+
+    def prepare_weights(self) -> None:
+        """Reorders rows, and prepares the loaded weight for the linear op."""
+        if self._row_order is not None:
+            for parameter in (self.weight, self.bias):
+                if parameter is not None:
+                    parameter.copy_(parameter[self._row_order])
+        super().prepare_weights()
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The product for `x` [T, hidden_size] as query [T, heads, head_size], and key and value [T, kv_heads, ...]."""

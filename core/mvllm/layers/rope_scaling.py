@@ -34,6 +34,9 @@ def frequencies(p: RopeParameters) -> tuple[torch.Tensor, float]:
             return _llama3(p), 1.0
         case "proportional":
             return _proportional(p), 1.0
+        case "ntk_alpha":
+            base = p.theta * p.values["alpha"] ** (p.rotary_dim / (p.rotary_dim - 2))
+            return 1.0 / base ** _exponents(p.rotary_dim, p.rotary_dim), 1.0
         case _:
             return _plain(p), 1.0
 

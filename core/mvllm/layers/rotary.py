@@ -63,6 +63,7 @@ class RotaryEmbedding(nn.Module):
         uses_prompt_lens: Whether `angles` needs `prompt_lens`.
         op: The operation.
         interleaved: As given.
+        order: [head_size]: the permutation of the elements of a head; None if it is not interleaved.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class RotaryEmbedding(nn.Module):
         self.op = ctx.op("rotary_embedding", head_size=rope.head_size, rotary_dim=rope.rotary_dim)
         self._rotate = self.op.function
         self.interleaved = interleaved
-        self._order = _interleaved_order(rope).to(ctx.device) if interleaved else None
+        self.order = _interleaved_order(rope).to(ctx.device) if interleaved else None
         # The factor of positions below n is 1.
         self._query_scaling = None if query_scaling is None or query_scaling[1] >= max_len else query_scaling
         self._dtype = ctx.dtype
@@ -131,10 +132,16 @@ class RotaryEmbedding(nn.Module):
         rows = _cos_sin(positions.unsqueeze(-1) * inv_freq, 1.0)
         return CosSinRows(torch.arange(len(positions), device=positions.device), rows)
 
-    def forward(self, angles: CosSinRows, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotates query [T, heads, head_size] and key [T, kv_heads, head_size]; their storage may be reused."""
-        if self._order is not None:
-            query, key = query.index_select(-1, self._order), key.index_select(-1, self._order)
+    def forward(
+        self, angles: CosSinRows, query: torch.Tensor, key: torch.Tensor, *, is_ordered: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotates query [T, heads, head_size] and key [T, kv_heads, head_size]; their storage may be reused.
+
+        Args:
+            is_ordered: The elements of the heads are in the order of `order` already.
+        """
+        if self.order is not None and not is_ordered:
+            query, key = query.index_select(-1, self.order), key.index_select(-1, self.order)
         return self._rotate(angles.index, query, key, angles.cos_sin)
 
     # Not buffers: casting a module's dtype must not touch the tables.

@@ -22,6 +22,7 @@ class RotaryAttention:
         rotary: The rotary embedding; None for a layer without positional encoding (NoPE).
         q_norm, k_norm: Norms of each query head and each key head; None without them.
         norms_last: The norms come after the rotary embedding instead of before it.
+        is_ordered: As in RotaryEmbedding.forward.
     """
 
     def __init__(
@@ -32,9 +33,11 @@ class RotaryAttention:
         k_norm: Norm | None = None,
         *,
         norms_last: bool = False,
+        is_ordered: bool = False,
     ) -> None:
         self._attention, self._rotary = attention, rotary
         self._q_norm, self._k_norm, self._norms_last = q_norm, k_norm, norms_last
+        self._is_ordered = is_ordered
         norms = [norm for norm in (q_norm, k_norm) if norm is not None]
         rms_norms = [norm for norm in norms if isinstance(norm, RMSNorm)]
         # Norms that a backend does not fuse run before it.
@@ -46,7 +49,7 @@ class RotaryAttention:
         if not any(op.asked_for for op in (rotary.op, *(norm.op for norm in rms_norms))):
             eps = rms_norms[0].eps if self._fuses_norm else None
             self._writer = attention.backend.rotary_writer(
-                RotarySpec(rotary.rope.rotary_dim, interleaved=rotary.interleaved, norm_eps=eps)
+                RotarySpec(rotary.rope.rotary_dim, interleaved=rotary.interleaved and not is_ordered, norm_eps=eps)
             )
 
     def __call__(
@@ -58,7 +61,7 @@ class RotaryAttention:
             if not self._norms_last:
                 query, key = self._normed(query, key)
             if self._rotary is not None:
-                query, key = self._rotary(angles, query, key)
+                query, key = self._rotary(angles, query, key, is_ordered=self._is_ordered)
             if self._norms_last:
                 query, key = self._normed(query, key)
             return layer(query, key, value, step)

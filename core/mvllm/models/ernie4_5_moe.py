@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mvllm.config.model import ModelConfig
-from mvllm.config.rope_parameters import RopeParameters, rope_settings
+from mvllm.config.rope_parameters import RopeParameters
 from mvllm.errors import ModelError
 from mvllm.layers.context import BuildContext
 from mvllm.layers.fused_moe import FusedMoE
@@ -39,10 +39,9 @@ class Ernie4_5_MoeForCausalLM(LlamaForCausalLM):
                 f"{hf.source}: use_bias is set: heads with a bias are not supported in this family. Set "
                 "model_impl='transformers' to run the model through transformers."
             )
-        settings = {"rope_theta": hf.positive_number("rope_theta", _THETA), **rope_settings(hf)}
         return LlamaOptions(
             eps=hf.positive_number("rms_norm_eps", 1e-5),
-            rope=RopeParameters.from_config(hf, config.head_size, settings=settings),
+            rope=RopeParameters.from_config(hf, config.head_size, theta=_THETA),
             interleaved_rotary=True,
         )
 

@@ -141,12 +141,17 @@ class LlamaAttention(nn.Module):
             soft_cap=options.soft_cap,
             sinks=None if self.sinks is None else self.sinks.weight,
         )
+        has_rotary = layer not in options.nope_layers
+        is_ordered = False
+        if has_rotary and rotary.order is not None and not (options.qk_norm or options.qk_width_norm):
+            is_ordered = self.qkv.reorder_heads(ctx, rotary.order)
         self._rotary_attention = RotaryAttention(
             self.attention,
-            None if layer in options.nope_layers else rotary,
+            rotary if has_rotary else None,
             self.q_norm,
             self.k_norm,
             norms_last=options.qk_norm_last,
+            is_ordered=is_ordered,
         )
 
     def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch import nn
 
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
-from mvllm.config.rope_parameters import RopeParameters, rope_settings
+from mvllm.config.rope_parameters import RopeParameters
 from mvllm.errors import ModelError
 from mvllm.layers.attention import Attention
 from mvllm.layers.context import BuildContext, ForwardStep
@@ -127,7 +127,10 @@ class Llama4Attention(nn.Module):
         has_norm = rotary is not None and bool(config.hf_config.get("use_qk_norm", True))
         self.qk_norm = UnitRMSNorm(ctx, size, norm_eps(config, options)) if has_norm else None
         self.attention = Attention(ctx, self.qkv.heads, size, size**-0.5, chunk_size=chunk)
-        self._rotary_attention = RotaryAttention(self.attention, rotary, self.qk_norm, self.qk_norm)
+        is_ordered = rotary is not None and rotary.order is not None and self.qkv.reorder_heads(ctx, rotary.order)
+        self._rotary_attention = RotaryAttention(
+            self.attention, rotary, self.qk_norm, self.qk_norm, is_ordered=is_ordered
+        )
         self.temperature = temperature
 
     def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
@@ -151,8 +154,7 @@ class Llama4ForCausalLM(LlamaForCausalLM):
         """The attention has biases on all its projections or on none."""
         hf = config.hf_config
         bias = bool(hf.get("attention_bias", False))
-        settings = {"rope_theta": hf.positive_number("rope_theta", _THETA), **rope_settings(hf)}
-        rope = RopeParameters.from_config(hf, config.head_size, settings=settings)
+        rope = RopeParameters.from_config(hf, config.head_size, theta=_THETA)
         if rope.depends_on_length(config.max_model_len):
             # Global layers read positions from the rows of the rotary table.
             raise ModelError(f"{hf.source}: the RoPE scaling {rope.rope_type!r} is not supported in this family.")

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from mvllm.config.model import ModelConfig
-from mvllm.config.rope_parameters import RopeParameters, rope_settings
+from mvllm.config.rope_parameters import RopeParameters
 from mvllm.layers.context import BuildContext
 from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.routing import Routing
@@ -24,9 +24,8 @@ class MiniMaxM2ForCausalLM(LlamaForCausalLM):
     def options(cls, config: ModelConfig) -> LlamaOptions:
         """`rotary_dim` elements of each head are rotated; published configs do not say it as a ratio."""
         hf = config.hf_config
-        settings = {"rope_theta": hf.positive_number("rope_theta", _THETA), **rope_settings(hf)}
         partial = hf.positive_int("rotary_dim", config.head_size) / config.head_size
-        rope = RopeParameters.from_config(hf, config.head_size, settings=settings, partial=partial)
+        rope = RopeParameters.from_config(hf, config.head_size, theta=_THETA, partial=partial)
         return LlamaOptions(qk_width_norm=True, rope=rope)
 
     def build_mlp(self, ctx: BuildContext, options: LlamaOptions, layer: int) -> nn.Module:

@@ -32,6 +32,7 @@ from mvllm.layers.embedding import LMHead, VocabEmbedding
 from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.linear import Linear
 from mvllm.layers.quantization.quantized_matrix import QuantizedMatrix
+from mvllm.layers.stacked_moe import StackedMoE
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.tensor_entry import TensorEntry, packed_name
@@ -44,6 +45,7 @@ _WRITTEN_DIRECTLY: dict[type[nn.Module], tuple[str, ...]] = {
     LMHead: ("weight",),
     VocabEmbedding: ("weight",),
     FusedMoE: ("gate_up", "down"),
+    StackedMoE: ("gate_up", "down"),
 }
 """Modules whose `prepare_weights` leaves these weights as they are if they are parameters afterwards."""
 
@@ -221,6 +223,8 @@ class ModelWeightUpdate:
         for module in list(self._units):
             names = next((names for kind, names in _WRITTEN_DIRECTLY.items() if isinstance(module, kind)), ())
             are_parameters = [module._parameters.get(name) is not None for name in names]
+            if isinstance(module, Linear) and not module.keeps_rows:
+                continue
             if names and all(are_parameters) and _same_parameters(module, self._live[module]):
                 del self._units[module]
         loaded = dict(model.named_parameters(remove_duplicate=False))

@@ -17,7 +17,7 @@ from mvllm.layers.fused_moe import FusedMoE
 from mvllm.models.causal_lm import CausalLM
 from tests.helpers.float8_zoo import make_float8
 from tests.helpers.model_zoo import ZOO, load_reference, make_checkpoint
-from tests.helpers.paged_driver import load_model, make_context, read_config
+from tests.helpers.paged_driver import PagedDriver, load_model, make_context, read_config
 from tests.helpers.thread_ranks import fake_group, run_ranks
 from tests.helpers.zoo_large_moe import LARGE_MOE
 from tests.unit.models.test_moe_families import expected, run
@@ -65,8 +65,6 @@ def test_llama4_attends_in_chunks_beyond_the_first(tmp_path: Path) -> None:
     folder = make_checkpoint("llama4", tmp_path, tokenizer=False)
     reference, tokens = load_reference(folder), draw_tokens(130, seed=8)
     wanted = reference_logits(reference, tokens, 110)
-    from tests.helpers.paged_driver import PagedDriver
-
     for chunks in ([110], [31, 33, 1, 45]):
         (found,) = run_mixed(PagedDriver(load_model(folder)), [(tokens, 110, chunks)])
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
@@ -149,8 +147,7 @@ def test_hunyuans_alpha_is_independent_of_the_length(tmp_path: Path) -> None:
     """Cached keys are shared between prompts of all lengths, though the type is `dynamic`."""
     folder = make_checkpoint("hunyuanmoe-alpha", tmp_path, tokenizer=False)
     config = read_config(folder)
-    rope = RopeParameters.from_config(config.hf_config, config.head_size)
-    assert rope.rope_type == "default" and rope.theta == pytest.approx(1000.0 * 50.0 ** (16 / 14))
+    assert RopeParameters.from_config(config.hf_config, config.head_size).rope_type == "ntk_alpha"
     assert {prompt_cache_key(config)(length) for length in (1, 100, 100_000)} == {0}
 
 
