@@ -236,8 +236,8 @@ ZOO: dict[str, ZooEntry] = {
     "gpt2-untied": ZooEntry(_gpt2(tie_word_embeddings=False)),
     "gpt2-first-names": ZooEntry(_gpt2(), edit_tensors=_as_original_gpt2),
     **{name: ZooEntry(**settings) for name, settings in DENSE.items()},
-    **{name: ZooEntry(**settings) for name, settings in SPARSE.items()},
     **{name: ZooEntry(**settings) for name, settings in LARGE_MOE.items()},
+    **{name: ZooEntry(**settings) for name, settings in SPARSE.items()},
 }
 
 

@@ -83,22 +83,18 @@ _NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attentio
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 
 # transformers' defaults for an absent key (null means the same as for other families).
-_ABSENT_HEAD_DIM = {
-    **dict.fromkeys(("qwen3", "glm", "glm4", "minimax_m2", "llama4_text"), 128),
-    **{"gemma2": 256, "gemma3_text": 256, "gpt_oss": 64},
-}
+_ABSENT_HEAD_DIM = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256, "glm": 128, "glm4": 128, "gpt_oss": 64}
 _ABSENT_SLIDING_WINDOW = {
     **dict.fromkeys(("mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma2", "gemma3_text"), 4096),
     "gpt_oss": 128,
-    "exaone_moe": 4096,
 }
 
 # Families with full attention even if the config has the key `sliding_window`.
 _NEVER_SLIDING = (
     *("llama", "opt", "gpt2", "granite", "olmo2", "glm", "glm4", "falcon", "emu3_text_model"),
-    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite"),
-    *("minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "llama4_text"),
+    *("deepseek_v2", "deepseek_v3"),
     *("bert", "roberta", "xlm-roberta", "distilbert"),
+    *("deepseek_v32", "glm4_moe", "glm4_moe_lite", "minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "llama4_text"),
 )
 # Families whose `sliding_window` applies only with `use_sliding_window`, which is off by default.
 _SLIDING_ON_REQUEST = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")

@@ -588,3 +588,51 @@ def test_decode_steps_of_models_are_recorded(name, tmp_path, monkeypatch):
             llm.generate([{"prompt_token_ids": [5, 6 + i]} for i in range(count)], params, use_tqdm=False)
     (compiled,) = made
     assert len(compiled._programs) == 4 and None not in compiled._programs.values()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama4",
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in ("glm4moe", "minimaxm2", "ernie45moe", "hunyuanmoe", "llama4-interleaved", "exaonemoe")
+        ),
+    ],
+)
+def test_decode_steps_of_large_mixtures_are_recorded(name, tmp_path, monkeypatch):
+    test_decode_steps_of_models_are_recorded(name, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_conversions_row_factors_and_reordered_heads_are_replayed_with_the_bits_of_torch(block, backend, dtype):
+    """Of strided rows, as of the queries in one product with keys and values."""
+    order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+
+    def function(x, factors, wide):
+        heads = x[:, : 4 * 8].view(len(x), 4, 8).index_select(-1, order)
+        scaled = (heads.float() * wide.view(-1, 1, 1)).to(dtype)
+        return block.ops.silu_and_mul(factors.to(dtype) * scaled.view(len(x), -1).to(dtype))
+
+    compiled = backend.compile(function, dynamic=True)
+    with torch.inference_mode():
+        for rows in (1, 3):
+            for seed in (0, 3, 6):
+                x, factors, wide = (
+                    random(rows, 48, seed=seed, dtype=dtype),
+                    random(rows, 1, seed=seed + 1, dtype=torch.float32),
+                    random(rows, seed=seed + 2, dtype=torch.float32),
+                )
+                assert torch.equal(compiled(x, factors, wide), function(x, factors, wide))
+    assert len(compiled._programs) == 2 and None not in compiled._programs.values()
+
+
+def test_conversions_have_the_bits_of_torch(block, backend):
+    """Rounding to even, overflow, infinities and numbers that are not."""
+    bits = torch.tensor([0x3F808000, 0x3F818000, 0x7F7FFFFF, -0x00800000, 0x7F800000, 0x00000001, 0x7FC00000, 0x3F808001])
+    x = torch.cat((bits.int().view(torch.float32), torch.randn(8))).view(2, 8)
+    with torch.inference_mode():
+        found = backend.torch_ops.compute("aten::to.dtype", (x, torch.bfloat16), None)
+        assert torch.equal(found.view(torch.int16), x.bfloat16().view(torch.int16))
+        wide = backend.torch_ops.compute("aten::to.dtype", (found, torch.float32), None)
+        assert torch.equal(wide.view(torch.int32), found.float().view(torch.int32))
