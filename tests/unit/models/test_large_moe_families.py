@@ -14,7 +14,11 @@ from safetensors.torch import load_file, save_file
 from mvllm.config.rope_parameters import RopeParameters, prompt_cache_key
 from mvllm.errors import ModelError
 from mvllm.layers.fused_moe import FusedMoE
+from mvllm.layers.quantization.interface import IntegerFormat
+from mvllm.layers.quantization.rtn_matrix import rounded
 from mvllm.models.causal_lm import CausalLM
+from mvllm.ops.quantized_moe import quantized_moe
+from mvllm.platform.op_provider import OpProvider
 from tests.helpers.float8_zoo import make_float8
 from tests.helpers.model_zoo import ZOO, load_reference, make_checkpoint
 from tests.helpers.paged_driver import PagedDriver, load_model, make_context, read_config
@@ -107,15 +111,37 @@ def test_composite_llama4_checkpoints_equal_those_of_the_language_model(tmp_path
     torch.testing.assert_close(run(model), wanted, atol=0, rtol=0)
 
 
-def test_experts_of_llama4_are_read_from_separate_matrices_in_quantized_checkpoints(tmp_path: Path) -> None:
-    """As tools that quantize the model write them."""
-    folder = make_checkpoint("llama4", tmp_path / "plain", tokenizer=False)
-    tensors = load_file(folder / "model.safetensors")
-    model = load_model(folder)
-    (block, *_) = [module for module in model.modules() if isinstance(module, FusedMoE)]
-    gate_up = tensors["model.layers.0.feed_forward.experts.gate_up_proj"].transpose(1, 2)
-    down = tensors["model.layers.0.feed_forward.experts.down_proj"].transpose(1, 2)
-    assert torch.equal(block.gate_up.data, gate_up) and torch.equal(block.down.data, down)
+def _experts(model: CausalLM) -> list[FusedMoE]:
+    return [module for module in model.modules() if isinstance(module, FusedMoE)]
+
+
+def test_experts_of_llama4_are_read_from_one_tensor_of_all(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama4", tmp_path, tokenizer=False)
+    tensors, (block, *_) = load_file(folder / "model.safetensors"), _experts(load_model(folder))
+    name = "model.layers.0.feed_forward.experts"
+    for matrix, found in (("gate_up_proj", block.gate_up), ("down_proj", block.down)):
+        assert torch.equal(found.data, tensors[f"{name}.{matrix}"].transpose(1, 2))
+
+
+def test_experts_of_llama4_are_rounded_while_they_are_loaded(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama4", tmp_path, tokenizer=False)
+    prepared: list[tuple[list[Any], list[Any]]] = []
+
+    def prepare(pair: tuple[Any, Any]) -> Any:
+        prepared.append((list(pair[0]), list(pair[1])))
+        return prepared[-1]
+
+    provider = OpProvider("quantized_moe", "experts", quantized_moe, lambda case: [], prepare=prepare)
+    model = load_model(folder, make_context(providers=[provider]), quantization="int8")
+    plain = _experts(load_model(folder))
+    assert len(prepared) == len(plain) == 4 and all(block.stays_quantized for block in _experts(model))
+    format = IntegerFormat(bits=8, group_size=None)
+    for (gate_up, down), floats in zip(prepared, plain, strict=True):
+        for stored, wanted in ((gate_up, floats.gate_up), (down, floats.down)):
+            for weight, matrix in zip(stored, wanted.data, strict=True):
+                expected_weight = rounded(matrix, format)
+                assert torch.equal(weight.values, expected_weight.values)
+                assert torch.equal(weight.scales, expected_weight.scales)
 
 
 def test_deepseek_v32_refuses_sequences_longer_than_its_selection(tmp_path: Path) -> None:
