@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from transformers import (
+    Cohere2MoeConfig,
     DeepseekV32Config,
     Ernie4_5_MoeConfig,
     ExaoneMoeConfig,
@@ -90,6 +91,18 @@ _exaone = _maker(
         "num_hidden_layers": 3,
         "sliding_window": 9,
         "sliding_window_pattern": 2,
+    },
+)
+_cohere2 = _maker(
+    Cohere2MoeConfig,
+    {
+        **_SIZES,
+        "head_dim": 16,
+        "num_hidden_layers": 3,
+        "num_experts": 6,
+        "sliding_window": 9,
+        "logit_scale": 0.5,
+        "prefix_dense_intermediate_size": 56,
     },
 )
 _deepseek32 = _maker(
@@ -206,6 +219,28 @@ LARGE_MOE: dict[str, dict[str, Any]] = {
         "exhaustive": True,
     },
     "exaonemoe-full": {"config": _exaone(layer_types=["full_attention"] * 3), "exhaustive": True},
+    "cohere2moe": {"config": _cohere2(num_shared_experts=2, mlp_layer_types=["dense", "sparse", "sparse"])},
+    "cohere2moe-sigmoid": {
+        "config": _cohere2(
+            expert_selection_fn="sigmoid",
+            num_shared_experts=1,
+            shared_expert_combination_strategy="sum",
+            rms_norm_eps=1e-5,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+        "exhaustive": True,
+    },
+    "cohere2moe-plain": {
+        "config": _cohere2(
+            expert_selection_fn="sigmoid",
+            norm_topk_prob=False,
+            mlp_layer_types=["dense", "dense", "sparse"],
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            prefix_dense_sliding_window_pattern=2,
+            tie_word_embeddings=False,
+        ),
+        "exhaustive": True,
+    },
     "deepseek32": {"config": _deepseek32(), "edit_config": with_old_keys},
     "deepseek32-yarn": {
         "config": _deepseek32(rope_parameters=_YARN, n_shared_experts=2, norm_topk_prob=False),

@@ -52,6 +52,7 @@ _ARCHITECTURE_OF_TYPE = {
     "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
     "llama4": "Llama4ForConditionalGeneration",
+    "cohere2_moe": "Cohere2MoeForCausalLM",
     "exaone_moe": "ExaoneMoeForCausalLM",
     "opt": "OPTForCausalLM",
     "gpt2": "GPT2LMHeadModel",

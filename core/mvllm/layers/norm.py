@@ -151,14 +151,20 @@ class LayerNorm(nn.Module):
         hidden_size: Size of the last dimension.
         eps: Added to the variance.
         affine: Whether there are weight and bias.
+        bias: Whether the checkpoint has the bias of an affine norm; if not, it is zero.
     """
 
-    def __init__(self, ctx: BuildContext, name: str, hidden_size: int, eps: float, *, affine: bool = True) -> None:
+    def __init__(
+        self, ctx: BuildContext, name: str, hidden_size: int, eps: float, *, affine: bool = True, bias: bool = True
+    ) -> None:
         super().__init__()
         self.name = name
         self.eps = eps
         self.weight = ctx.parameter(hidden_size) if affine else None
-        self.bias = ctx.parameter(hidden_size) if affine else None
+        self.bias: torch.Tensor | None = ctx.parameter(hidden_size) if affine and bias else None
+        if affine and not bias:
+            # A vector, because the operation has either both weight and bias or none.
+            self.bias = ctx.place(torch.zeros(hidden_size, dtype=ctx.dtype, device=ctx.device), None)
         self._norm = ctx.op("layer_norm", hidden_size=hidden_size, affine=affine).function
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -172,9 +178,16 @@ class LayerNorm(nn.Module):
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Checkpoint tensor names and their targets on this rank."""
-        if self.weight is not None and self.bias is not None:
-            yield whole_tensor_target(f"{self.name}.weight", self.weight)
-            yield whole_tensor_target(f"{self.name}.bias", self.bias)
+        for suffix, parameter in (("weight", self.weight), ("bias", self.bias)):
+            if isinstance(parameter, nn.Parameter):
+                yield whole_tensor_target(f"{self.name}.{suffix}", parameter)
+
+
+class BiaslessLayerNorm(LayerNorm):
+    """A LayerNorm with a weight and no bias."""
+
+    def __init__(self, ctx: BuildContext, name: str, hidden_size: int, eps: float) -> None:
+        super().__init__(ctx, name, hidden_size, eps, bias=False)
 
 
 Norm = RMSNorm | LayerNorm

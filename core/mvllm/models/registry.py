@@ -38,6 +38,7 @@ _MODELS = {
     "HunYuanMoEV1ForCausalLM": "mvllm.models.hunyuan_moe:HunYuanMoEV1ForCausalLM",
     "Llama4ForCausalLM": "mvllm.models.llama4:Llama4ForCausalLM",
     "Llama4ForConditionalGeneration": "mvllm.models.llama4:Llama4ForConditionalGeneration",
+    "Cohere2MoeForCausalLM": "mvllm.models.cohere2_moe:Cohere2MoeForCausalLM",
     "ExaoneMoeForCausalLM": "mvllm.models.exaone_moe:ExaoneMoeForCausalLM",
     "OPTForCausalLM": "mvllm.models.opt:OPTForCausalLM",
     "GPT2LMHeadModel": "mvllm.models.gpt2:GPT2LMHeadModel",
