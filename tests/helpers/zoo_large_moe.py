@@ -247,7 +247,9 @@ LARGE_MOE: dict[str, dict[str, Any]] = {
         "exhaustive": True,
     },
     "deepseek32-dense": {
-        "config": _deepseek32(num_hidden_layers=3, mlp_layer_types=["dense", "sparse", "dense"], n_group=1, topk_group=1),
+        "config": _deepseek32(
+            num_hidden_layers=3, mlp_layer_types=["dense", "sparse", "dense"], n_group=1, topk_group=1
+        ),
         "exhaustive": True,
     },
 }

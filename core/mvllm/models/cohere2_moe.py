@@ -78,7 +78,9 @@ class Cohere2MoeForCausalLM(LlamaForCausalLM):
         shared: nn.Module | None = None
         if num_shared:
             mlp = shared_mlp(self.config, ctx, f"{name}.shared_experts", size * num_shared)
-            shared = HalvedMLP(mlp) if _one_of(hf, "shared_expert_combination_strategy", how, ("sum", "average")) else mlp
+            shared = (
+                HalvedMLP(mlp) if _one_of(hf, "shared_expert_combination_strategy", how, ("sum", "average")) else mlp
+            )
         scale = 0.5 if isinstance(shared, HalvedMLP) else 1.0
         if _one_of(hf, "expert_selection_fn", hf.get("expert_selection_fn", "softmax"), ("softmax", "sigmoid")):
             routing = Routing(top_k, "sigmoid", normalize=bool(hf.get("norm_topk_prob", True)), scale=scale)

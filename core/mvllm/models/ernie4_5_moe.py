@@ -51,7 +51,10 @@ class Ernie4_5_MoeForCausalLM(LlamaForCausalLM):
             return super().build_mlp(ctx, options, layer)
         check_activation(hf)
         size, num_shared = hf.positive_int("moe_intermediate_size", 1536), hf.get("moe_num_shared_experts", 2) or 0
-        count, top_k = num_experts(hf, "moe_num_experts", "num_experts"), num_experts(hf, "moe_k", "num_experts_per_tok")
+        count, top_k = (
+            num_experts(hf, "moe_num_experts", "num_experts"),
+            num_experts(hf, "moe_k", "num_experts_per_tok"),
+        )
         return SparseMoeBlock(
             ctx,
             f"{name}.gate",

@@ -46,9 +46,7 @@ class HunYuanMoEV1ForCausalLM(LlamaForCausalLM):
         count, top_k = self._of_layer("num_experts", layer) or 1, self._of_layer("moe_topk", layer) or 1
         if size is None:
             raise ModelError(f"{hf.source}: 'intermediate_size' is missing. Add it.")
-        experts = FusedMoE(
-            ctx, f"{name}.experts", hidden_size, routed_size or size, num_experts=count, top_k=top_k
-        )
+        experts = FusedMoE(ctx, f"{name}.experts", hidden_size, routed_size or size, num_experts=count, top_k=top_k)
         return SparseMoeBlock(
             ctx,
             f"{name}.gate.wg",

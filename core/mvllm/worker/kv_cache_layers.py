@@ -154,7 +154,9 @@ class KVCacheLayers:
                 key = (layer.spec, chunk, group)
             if key not in self.attention_groups:
                 is_first = key == layer.spec
-                backend = self.backend_for(layer.spec) if is_first else checked_attention_backend(self._platform, layer.spec)
+                backend = (
+                    self.backend_for(layer.spec) if is_first else checked_attention_backend(self._platform, layer.spec)
+                )
                 builder = backend if chunk is None else ChunkedMetadataBuilder(backend, chunk)
                 backends[key], self.attention_groups[key] = backend, (builder, group)
             layer.metadata_key, layer.backend = key, backends[key]

@@ -1,4 +1,4 @@
-"""Cohere2 MoE checkpoints give the outputs of transformers. In every run tests/unit/models/test_parity.py compares logits."""
+"""Cohere2 MoE checkpoints give the outputs of transformers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""DeepSeek V3.2 checkpoints give the outputs of transformers. In every run tests/unit/models/test_parity.py compares logits."""
+"""DeepSeek V3.2 checkpoints give the outputs of transformers."""
 
 import pytest
 

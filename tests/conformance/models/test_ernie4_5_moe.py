@@ -1,4 +1,4 @@
-"""ERNIE 4.5 MoE checkpoints give the outputs of transformers. In every run tests/unit/models/test_parity.py compares logits."""
+"""ERNIE 4.5 MoE checkpoints give the outputs of transformers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""GLM-4 MoE checkpoints give the outputs of transformers. In every run tests/unit/models/test_parity.py compares logits."""
+"""GLM-4 MoE checkpoints give the outputs of transformers."""
 
 import pytest
 

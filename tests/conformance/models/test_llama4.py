@@ -1,4 +1,4 @@
-"""Llama 4 checkpoints give the outputs of transformers. In every run tests/unit/models/test_parity.py compares logits."""
+"""Llama 4 checkpoints give the outputs of transformers."""
 
 import pytest
 

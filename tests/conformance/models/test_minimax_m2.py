@@ -1,4 +1,4 @@
-"""MiniMax-M2 checkpoints give the outputs of transformers. In every run tests/unit/models/test_parity.py compares logits."""
+"""MiniMax-M2 checkpoints give the outputs of transformers."""
 
 import pytest
 

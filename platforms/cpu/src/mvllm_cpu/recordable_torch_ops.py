@@ -124,7 +124,9 @@ def _has_kernel(x: Any) -> bool:
 
 def _is_rows(x: Any) -> bool:
     """Whether it has contiguous rows of a dtype that can be converted."""
-    return isinstance(x, torch.Tensor) and x.dtype in _CONVERTED and x.dim() > 1 and bool(len(x)) and x[0].is_contiguous()
+    return (
+        isinstance(x, torch.Tensor) and x.dtype in _CONVERTED and x.dim() > 1 and bool(len(x)) and x[0].is_contiguous()
+    )
 
 
 def _is_column(x: torch.Tensor) -> bool:
