@@ -59,8 +59,10 @@ def rope_settings(config: HFConfig) -> dict[str, Any]:
 
 
 def _canonical_rope_settings(settings: dict[str, Any], model_type: object) -> dict[str, Any]:
-    """Renames LongRoPE's old names: `su`, and `yarn` in some Phi-3 checkpoints. Hunyuan's `dynamic` with `alpha` becomes
-    `ntk_alpha`: its base is larger for every length."""
+    """Renames LongRoPE's old names: `su`, and `yarn` in some Phi-3 checkpoints.
+
+    Hunyuan's `dynamic` with `alpha` becomes `ntk_alpha`: its base is larger for every length.
+    """
     name = rope_type_of(settings)
     if name == "su" or (name == "yarn" and model_type == "phi3"):
         settings["rope_type"] = "longrope"

@@ -1,8 +1,8 @@
 """DeepSeek V2, V3 and V3.2: multi-head latent attention, dense first layers, then routed and shared experts.
 
 V3.2 attends to the `index_topk` tokens that an indexer selects for each query. Of a sequence that is no longer than
-that, these are all tokens, so the layer is V3's and the indexer is not needed. Longer sequences are refused. They would
-need from the platform contract:
+that, these are all tokens, so the layer is V3's and the indexer is not needed. Longer sequences are refused. They
+would need from the platform contract:
 
     a second cache of a layer in the same blocks, for the indexer's keys    an AttentionSpec with `values_in_keys` has it
     the `index_topk` best positions of each query, from these keys          no method of AttentionBackend has it
