@@ -4,9 +4,9 @@ V3.2 attends to the `index_topk` tokens that an indexer selects for each query. 
 that, these are all tokens, so the layer is V3's and the indexer is not needed. Longer sequences are refused. They
 would need from the platform contract:
 
-    a second cache of a layer in the same blocks, for the indexer's keys    an AttentionSpec with `values_in_keys` has it
-    the `index_topk` best positions of each query, from these keys          no method of AttentionBackend has it
-    attention of each query over given positions                            likewise
+    a second cache of a layer in the same blocks, for the indexer's keys    an AttentionSpec with `values_in_keys` can
+    the `index_topk` best positions of each query, from these keys          no method of AttentionBackend can
+    attention of each query over given positions                            no method of AttentionBackend can
 """
 
 from __future__ import annotations

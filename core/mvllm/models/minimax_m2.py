@@ -1,4 +1,4 @@
-"""MiniMax-M2: Mixtral with sigmoid routing, a partial rotary embedding, and norms of queries and keys over all heads."""
+"""MiniMax-M2: Mixtral with sigmoid routing, partial rotary embedding, and norms of queries and keys over all heads."""
 
 from __future__ import annotations
 
