@@ -48,6 +48,18 @@ _UNTRUNCATED = {
     "rope_scaling": {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "truncate": False}
 }
 
+_LLAMA4 = {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1}
+LARGE_MOE: dict[str, dict[str, Any]] = {
+    "glm4moe": {},
+    "glm4moe-groups": {},
+    "minimaxm2": {},
+    "ernie45moe": {},
+    "ernie45moe-steps": {},
+    "hunyuanmoe": {},
+    "llama4": _LLAMA4,
+}
+"""Checkpoints of the zoo that only exhaustive runs test, with changes to their `config.json`."""
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama-mqa-biases": {},
     "llama-rope-llama3": {},
@@ -224,3 +236,11 @@ def test_a_split_and_quantized_model_gives_the_tokens_of_its_dequantized_weights
         rounded[name] = torch.from_numpy(stored) if values.ndim > 1 else values
     save_file(rounded, file, metadata={"format": "pt"})
     _check(parity.oracle_of(checkpoint, parity.prompts_of("llama", PROMPTS), NUM_TOKENS), folder)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", LARGE_MOE)
+def test_large_mixtures_give_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
+    checkpoint = _checkpoint(name, tmp_path / "hf", LARGE_MOE[name])
+    expected = parity.oracle_of(checkpoint, parity.prompts_of(name, PROMPTS), NUM_TOKENS)
+    _check(expected, _derived(checkpoint, tmp_path / "gguf"))

@@ -192,6 +192,18 @@ def test_other_families_give_the_outputs_of_the_merged_weights(
         family.generate(llm, PROMPTS[:2] * 4, [name for name in EVERYONE for _ in range(2)])
 
 
+@pytest.mark.exhaustive
+@pytest.mark.shows("lora")
+@pytest.mark.parametrize(
+    "name", ["glm4moe", "minimaxm2", "ernie45moe", "hunyuanmoe", "llama4-interleaved", "exaonemoe"]
+)
+def test_large_mixtures_give_the_outputs_of_the_merged_weights(name: str, tmp_path: Path) -> None:
+    """Adapters of the attention, of dense layers and of shared experts."""
+    family = Family(tmp_path, name, ("q_proj", "down_proj", "k_proj", "o_proj"))
+    with engine(family.checkpoint, enable_lora=True, max_loras=3) as llm:
+        family.generate(llm, PROMPTS[:2] * 4, [name for name in EVERYONE for _ in range(2)])
+
+
 def test_adapters_work_with_quantized_weights(llama: Family) -> None:
     """Quantized weights differ from transformers', so there is no merged reference. The test checks that an adapter
     with zero weights changes no token, and that one with large weights does."""

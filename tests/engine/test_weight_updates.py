@@ -188,6 +188,11 @@ CASES = [
     ),
 ]
 
+CASES += [
+    pytest.param("llama4", {"quantization": "int8"}, id="quantized stacked experts", marks=SLOW),
+    *(pytest.param(name, {}, id=name, marks=SLOW) for name in ("llama4", "ernie45moe", "minimaxm2", "glm4moe")),
+]
+
 
 @pytest.mark.parametrize(("name", "settings"), CASES)
 def test_every_form_of_weights_is_that_of_a_new_engine(name: str, settings: dict[str, Any], tmp_path: Path) -> None:

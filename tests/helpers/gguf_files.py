@@ -48,6 +48,11 @@ ARCHITECTURES = {
     "ernie4_5": "ernie4_5",
     "hunyuan_v1_dense": "hunyuan-dense",
     "gpt2": "gpt2",
+    "glm4_moe": "glm4moe",
+    "minimax_m2": "minimax-m2",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "llama4_text": "llama4",
 }
 """`general.architecture` by `model_type`."""
 
@@ -183,8 +188,8 @@ class _Writer:
             "attention.layer_norm_rms_epsilon": get("rms_norm_eps"),
             "attention.layer_norm_epsilon": get("layer_norm_epsilon", "norm_epsilon", "layer_norm_eps"),
             "vocab_size": self.config["vocab_size"],
-            "expert_count": get("num_local_experts", "num_experts", "n_routed_experts"),
-            "expert_used_count": get("num_experts_per_tok"),
+            "expert_count": get("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+            "expert_used_count": get("num_experts_per_tok", "moe_topk", "moe_k"),
         }
         if arch not in ("gpt2", "falcon", "granite"):
             values["attention.key_length"] = values["attention.value_length"] = self.config.get("head_dim")
@@ -277,8 +282,44 @@ class _Writer:
                 }
             case "deepseek2":
                 return self._latent_values()
+            case "glm4moe" | "minimax-m2" | "ernie4_5-moe" | "hunyuan-moe" | "llama4":
+                return self._large_moe_values()
             case _:
                 return {}
+
+    def _large_moe_values(self) -> dict[str, Any]:
+        get, arch = self._get, self.arch
+        rope_dim = int(self.head_dim * (self.rope.get("partial_rotary_factor") or get("partial_rotary_factor") or 1.0))
+        values = {
+            "rope.dimension_count": get("rotary_dim", default=rope_dim),
+            "expert_feed_forward_length": get("moe_intermediate_size", "intermediate_size"),
+        }
+        match arch:
+            case "glm4moe":
+                return values | {
+                    "expert_shared_count": get("n_shared_experts"),
+                    "expert_weights_scale": float(get("routed_scaling_factor")),
+                    "expert_weights_norm": get("norm_topk_prob"),
+                    "expert_gating_func": 2,
+                    "expert_group_count": get("n_group"),
+                    "expert_group_used_count": get("topk_group"),
+                    "leading_dense_block_count": get("first_k_dense_replace"),
+                }
+            case "minimax-m2":
+                return values | {"expert_gating_func": 2}
+            case "ernie4_5-moe":
+                return values | {
+                    "expert_shared_count": get("moe_num_shared_experts"),
+                    "leading_dense_block_count": get("moe_layer_start_index"),
+                    "interleave_moe_layer_step": get("moe_layer_interval"),
+                }
+            case "hunyuan-moe":
+                return values | {"expert_shared_feed_forward_length": get("intermediate_size")}
+            case _:
+                return values | {
+                    "feed_forward_length": get("intermediate_size_mlp"),
+                    "interleave_moe_layer_step": get("interleave_moe_layer_step"),
+                }
 
     def _latent_values(self) -> dict[str, Any]:
         get = self._get
@@ -350,6 +391,13 @@ class _Writer:
         yield from stacked.items()
 
     def _changed(self, name: str, tensor: torch.Tensor) -> Tensors:
+        if self.arch == "llama4" and ".experts." in name:
+            kinds = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
+            for each, kind in zip(tensor.transpose(1, 2).chunk(len(kinds), dim=1), kinds, strict=True):
+                yield f"{name.rpartition('.')[0]}.{kind}.weight", each
+            return
+        if name.endswith("moe_statics.e_score_correction_bias"):
+            tensor = tensor.flatten()
         if self.arch in ("llama", "granite", "smollm3") and re.search(r"\.[qk]_proj\.", name):
             heads = self.num_heads if ".q_proj." in name else self._num_kv_heads()
             tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)

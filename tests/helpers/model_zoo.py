@@ -34,6 +34,7 @@ from mvllm.testing.zoo import draw_weight
 from tests.helpers.zoo_delta import DELTA
 from tests.helpers.zoo_dense import DENSE
 from tests.helpers.zoo_hybrid import HYBRID
+from tests.helpers.zoo_large_moe import LARGE_MOE
 from tests.helpers.zoo_moe import SPARSE
 from tests.helpers.zoo_recent import RECENT
 from tests.helpers.zoo_state import STATE
@@ -241,6 +242,7 @@ ZOO: dict[str, ZooEntry] = {
     "gpt2-first-names": ZooEntry(_gpt2(), edit_tensors=_as_original_gpt2),
     **{name: ZooEntry(**settings) for name, settings in DELTA.items()},
     **{name: ZooEntry(**settings) for name, settings in DENSE.items()},
+    **{name: ZooEntry(**settings) for name, settings in LARGE_MOE.items()},
     **{name: ZooEntry(**settings) for name, settings in SPARSE.items()},
     **{name: ZooEntry(**settings) for name, settings in HYBRID.items()},
     **{name: ZooEntry(**settings) for name, settings in STATE.items()},

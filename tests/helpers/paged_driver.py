@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from mvllm.attention.chunks import ChunkedMetadataBuilder
 from mvllm.attention.reference import ReferenceAttention
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.model import ModelConfig
@@ -21,7 +22,7 @@ from mvllm.models.causal_lm import CausalLM
 from mvllm.models.registry import resolve_model_class
 from mvllm.models.weight_loader import load_weights
 from mvllm.ops.registry import OpTable
-from mvllm.platform.attention import AttentionSpec, BatchLayout
+from mvllm.platform.attention import AttentionBackend, AttentionSpec, BatchLayout
 from mvllm.platform.op_provider import OpProvider
 from mvllm.platform.state import StateArguments
 
@@ -121,11 +122,13 @@ class PagedDriver:
         self._free = list(range(num_blocks))
         random.Random(seed).shuffle(self._free)
         self._free_slots = random.Random(seed).sample(range(num_slots), num_slots)
-        self._backends = {}
+        self._builders: dict[Hashable, AttentionBackend | ChunkedMetadataBuilder] = {}
         for stage in stages:
             for layer in stage.attention_layers():
                 layer.kv_cache = layer.backend.allocate(num_blocks, block_size, HOST)
-                self._backends[layer.spec] = layer.backend
+                chunk = layer.chunk_size
+                builder = layer.backend if chunk is None else ChunkedMetadataBuilder(layer.backend, chunk)
+                self._builders[layer.metadata_key] = builder
             for state_layer in stage.state_layers():
                 state_layer.state = state_layer.backend.allocate(num_slots, HOST)
                 state_layer.backend.fill(state_layer.state, torch.nan)
@@ -151,7 +154,7 @@ class PagedDriver:
         ids = torch.tensor([t for _, tokens in work for t in tokens], dtype=torch.int32)
         positions = torch.cat([torch.arange(s.num_computed, s.num_computed + n) for (s, _), n in zip(work, lens)]).int()
         prompt_lens = torch.tensor([s.prompt_len for (s, _), n in zip(work, lens) for _ in range(n)], dtype=torch.int32)
-        metadata = {spec: backend.build_metadata(layout) for spec, backend in self._backends.items()}
+        metadata = {key: builder.build_metadata(layout) for key, builder in self._builders.items()}
         slots = StateArguments(
             layout.query_start_loc_device,
             torch.tensor([s.slot if s.num_computed else -1 for s, _ in work], dtype=torch.int32),

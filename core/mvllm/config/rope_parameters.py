@@ -38,6 +38,8 @@ _NUMBERS = (
     "high_freq_factor",
 )
 _DEFAULT_THETA = 10000.0
+_READ_AS = {"hunyuan_v1_moe": "hunyuan_v1_dense"}
+"""Families whose RoPE settings are those of another family."""
 
 
 def rope_settings(config: HFConfig) -> dict[str, Any]:
@@ -51,7 +53,8 @@ def rope_settings(config: HFConfig) -> dict[str, Any]:
         if settings is not None and not isinstance(settings, dict):
             raise ModelError(f"{config.source}: {key!r} should be a JSON object, found {settings!r}.")
         if settings:
-            return _canonical_rope_settings(dict(settings), config.get("model_type"))
+            model_type = config.get("model_type")
+            return _canonical_rope_settings(dict(settings), _READ_AS.get(str(model_type), model_type))
     return {}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from mvllm.errors import ModelError
 from mvllm.gguf.header import GGUFModel
+from mvllm.gguf.large_moe_config import LARGE_MOE
 from mvllm.gguf.metadata import Metadata
 from mvllm.gguf.rope_config import rope_config
 from mvllm.logging import get_logger
@@ -22,7 +23,7 @@ logger = get_logger(__name__)
 
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _GATING_SOFTMAX, _GATING_SIGMOID = 1, 2  # numbers of llama.cpp's expert_gating_func
-_PARTIAL_ROTARY = ("phi3", "glm4", "chatglm")
+_PARTIAL_ROTARY = ("phi3", "glm4", "chatglm", "glm4moe", "minimax-m2")
 _OVERFLOW_IN_FLOAT16 = ("gemma2", "gemma3", "glm4")
 _UNUSED_SETTINGS: tuple[tuple[str, object, tuple[str, ...]], ...] = (
     ("attention.causal", True, ()),
@@ -32,8 +33,8 @@ _UNUSED_SETTINGS: tuple[tuple[str, object, tuple[str, ...]], ...] = (
     ("attention.temperature_scale", 0.0, ()),
     ("attn_logit_softcapping", 0.0, ("gemma2",)),
     ("embedding_scale", 1.0, ("granite",)),
-    ("expert_gating_func", _GATING_SOFTMAX, ("deepseek2", "gpt-oss")),
-    ("expert_weights_scale", 1.0, ("deepseek2",)),
+    ("expert_gating_func", _GATING_SOFTMAX, ("deepseek2", "gpt-oss", "glm4moe", "minimax-m2")),
+    ("expert_weights_scale", 1.0, ("deepseek2", "glm4moe")),
     ("final_logit_softcapping", 0.0, ("gemma2", "gemma3")),
     ("logit_scale", 1.0, ("granite", "cohere2")),
     ("pooling_type", 0, ()),
@@ -474,6 +475,11 @@ def _rows(values: Metadata, name: str, key: str) -> int:
     return shape[-2] if len(shape) > 1 else shape[0]
 
 
+def _large_moe(values: Metadata) -> dict[str, Any]:
+    found = LARGE_MOE[values.architecture](values, _num_experts(values), _attention_bias(values))
+    return _gated(values, found.architecture, found.model_type, **found.settings)
+
+
 def _gpt_oss(values: Metadata) -> dict[str, Any]:
     config = _gated(
         values,
@@ -555,6 +561,7 @@ def _mscale(values: Metadata) -> dict[str, float]:
 
 
 _FAMILIES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
+    **dict.fromkeys(LARGE_MOE, _large_moe),
     "chatglm": _chatglm,
     "cohere2": _cohere2,
     "deepseek2": _deepseek2,

@@ -53,6 +53,7 @@ _GEMMA = {
 }
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _SHARED_EXPERT = {f"ffn_{kind}_shexp": f"mlp.shared_expert.{kind}_proj" for kind in ("gate", "up", "down")}
+_SHARED_EXPERTS = {base: name.replace("shared_expert", "shared_experts") for base, name in _SHARED_EXPERT.items()}
 _ARCHITECTURE_MODULES: dict[str, dict[str, str]] = {
     "chatglm": {"ffn_up": "mlp.gate_up_proj"},
     "deepseek2": {
@@ -62,7 +63,7 @@ _ARCHITECTURE_MODULES: dict[str, dict[str, str]] = {
         "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
         "attn_kv_a_norm": "self_attn.kv_a_layernorm",
         "attn_kv_b": "self_attn.kv_b_proj",
-        **{base: name.replace("shared_expert", "shared_experts") for base, name in _SHARED_EXPERT.items()},
+        **_SHARED_EXPERTS,
     },
     "exaone4": _POST_NORMS,
     "gemma2": _GEMMA,
@@ -76,6 +77,19 @@ _ARCHITECTURE_MODULES: dict[str, dict[str, str]] = {
     "hunyuan-dense": {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
     "olmo2": _POST_NORMS,
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "ernie4_5-moe": _SHARED_EXPERTS,
+    "glm4moe": {"post_attention_norm": "post_attention_layernorm", **_SHARED_EXPERTS},
+    "hunyuan-moe": {
+        "attn_q_norm": "self_attn.query_layernorm",
+        "attn_k_norm": "self_attn.key_layernorm",
+        "ffn_gate_inp": "mlp.gate.wg",
+        **{base: name.replace("shared_expert", "shared_mlp") for base, name in _SHARED_EXPERT.items()},
+    },
+    "llama4": {
+        "ffn_gate_inp": "feed_forward.router",
+        **{f"ffn_{kind}": f"feed_forward.{kind}_proj" for kind in ("gate", "up", "down")},
+        **{base: name.replace("mlp.", "feed_forward.") for base, name in _SHARED_EXPERT.items()},
+    },
     "qwen2moe": _SHARED_EXPERT,
     "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
     "starcoder2": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
@@ -97,6 +111,11 @@ _FUSED_QKV = {"phi3": "self_attn.qkv_proj", "gpt2": "attn.c_attn", "falcon": "se
 _ADJACENT_PAIRS = ("llama", "granite", "smollm3")
 _EXPERT_NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _MIXTRAL_NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
+_CORRECTIONS = {
+    "ernie4_5-moe": "mlp.moe_statics.e_score_correction_bias",
+    "minimax-m2": "block_sparse_moe.e_score_correction_bias",
+}
+"""The correction bias of routers; `mlp.gate.e_score_correction_bias` in other architectures."""
 
 
 def packed_modules(model: GGUFModel, most_tensors: int) -> dict[str, str]:
@@ -172,7 +191,7 @@ class _TensorMapping:
                 "output_norm": "transformer.ln_f",
                 "output": "lm_head",
             }
-        self._is_mixtral = self._config["model_type"] == "mixtral"
+        self._is_mixtral = self._config["model_type"] in ("mixtral", "minimax_m2")
         self._num_layers = int(self._config.get("num_hidden_layers") or self._config["n_layer"])
         self._num_heads = int(self._config.get("num_attention_heads") or self._config["n_head"])
         kv_heads = self._config.get("num_key_value_heads") or self._config.get("num_kv_heads")
@@ -204,7 +223,10 @@ class _TensorMapping:
         elif base == "attn_sinks":
             yield self._plain(f"{name}self_attn.sinks", tensor)
         elif base == "exp_probs_b":
-            yield self._plain(f"{name}mlp.gate.e_score_correction_bias", tensor)
+            of_layer = f"{name}{_CORRECTIONS.get(self._arch, 'mlp.gate.e_score_correction_bias')}"
+            shape = (1, *tensor.shape) if self._arch == "ernie4_5-moe" else tensor.shape
+            source = Source(tensor)
+            yield HFTensor(of_layer, shape, (source,), in_order(source.num_rows))
         elif base == "ffn_gate_inp_shexp":
             shape, source = (1, math.prod(tensor.shape)), Source(tensor)
             yield HFTensor(f"{name}mlp.shared_expert_gate.weight", shape, (source,), in_order(source.num_rows))
@@ -308,6 +330,7 @@ class _TensorMapping:
 
     def _expert_name(self, layer: int, expert: int, kind: str) -> str:
         block, names = ("block_sparse_moe", _MIXTRAL_NAMES) if self._is_mixtral else ("mlp", _EXPERT_NAMES)
+        block = "feed_forward" if self._arch == "llama4" else block
         return f"{self._prefix}{layer}.{block}.experts.{expert}.{names[kind]}.weight"
 
     def _stacked_experts(self, tensor: GGUFTensor, layer: int, kind: str, suffix: str) -> Iterator[HFTensor]:

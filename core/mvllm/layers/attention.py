@@ -25,12 +25,14 @@ class Attention(nn.Module):
         sinks: [heads on this rank]: the learned extra logit of each query head; None without sinks.
         latent_size: For MLA: values are the first `latent_size` elements of the keys and are not stored separately;
             None for other attention.
+        chunk_size: A query sees the keys of its own chunk of so many tokens only; None for attention without chunks.
 
     Attributes:
         spec: The spec of the backend.
+        chunk_size: As given.
         backend: The platform's backend.
         metadata_key: Key of the backend's metadata in `ForwardStep.metadata`: the spec, unless layers of that spec have
-            several block tables.
+            several block tables, or some have chunks.
         kv_cache: This layer's cache, set when the KV cache is allocated. While it is None (in the profiling step) the
             layer returns zeros.
     """
@@ -46,6 +48,7 @@ class Attention(nn.Module):
         soft_cap: float | None = None,
         sinks: nn.Parameter | None = None,
         latent_size: int | None = None,
+        chunk_size: int | None = None,
     ) -> None:
         super().__init__()
         self.spec = AttentionSpec(
@@ -62,8 +65,9 @@ class Attention(nn.Module):
             values_in_keys=latent_size is not None,
             batch_invariant=ctx.batch_invariant,
         )
+        self.chunk_size = chunk_size
         self.backend = ctx.attention(self.spec)
-        self.metadata_key: Hashable = self.spec
+        self.metadata_key: Hashable = self.spec if chunk_size is None else (self.spec, chunk_size)
         self.kv_cache: KVCache | None = None
         self.sinks = sinks
 

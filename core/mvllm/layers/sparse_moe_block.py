@@ -41,6 +41,7 @@ class SparseMoeBlock(nn.Module):
         routing: Selects experts from the router's logits.
         bias: Whether the router has biases.
         correction: Checkpoint tensor of the correction bias for the selection, or None.
+        correction_is_row: The checkpoint stores it as [1, num_experts].
         router_dtype: Dtype of the router, if it is not the compute dtype.
         shared_experts: A module whose output for every token is added, or None.
 
@@ -57,6 +58,7 @@ class SparseMoeBlock(nn.Module):
         *,
         bias: bool = False,
         correction: str | None = None,
+        correction_is_row: bool = False,
         router_dtype: torch.dtype | None = None,
         shared_experts: nn.Module | None = None,
     ) -> None:
@@ -71,7 +73,8 @@ class SparseMoeBlock(nn.Module):
         self._select_experts = ctx.op("select_experts", num_experts=num_experts, **facts).function
         self._routing = routing.arguments()
         # In float32: rounding the biases would change the selection between close scores.
-        self.correction = None if correction is None else ctx.floats(torch.float32).parameter(num_experts)
+        shape = (1, num_experts) if correction_is_row else (num_experts,)
+        self.correction = None if correction is None else ctx.floats(torch.float32).parameter(*shape)
         self._correction_name = correction
         self._router_dtype = floats.dtype
         self._tp = ctx.tp
@@ -79,7 +82,8 @@ class SparseMoeBlock(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
         logits = self.router(x.to(self._router_dtype))
-        weights, ids = self._select_experts(logits, self.correction, *self._routing)
+        correction = None if self.correction is None else self.correction.flatten()
+        weights, ids = self._select_experts(logits, correction, *self._routing)
         routed = self._tp.all_reduce(self.experts(x, weights, ids))
         return routed if self.shared_experts is None else routed + self.shared_experts(x)
 

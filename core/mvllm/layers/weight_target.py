@@ -23,12 +23,13 @@ class WeightTarget:
         source_shape: Required shape of the whole checkpoint tensor.
         source: The part that this rank uses, one slice with start and stop per dimension. A slice with a step reads the
             elements in between as well.
-        destination: The part of the parameter that it fills, likewise; an integer selects a matrix of a stack.
+        destination: The part of the parameter that it fills, likewise; an integer selects a matrix of a stack, None
+            makes a stack of one matrix.
         transpose: The checkpoint stores the matrix, or each of a stack, as [in, out]; the parameter is [out, in].
     """
 
     parameter: nn.Parameter
     source_shape: tuple[int, ...]
     source: tuple[slice, ...]
-    destination: tuple[slice | int, ...]
+    destination: tuple[slice | int | None, ...]
     transpose: bool = False

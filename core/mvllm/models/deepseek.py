@@ -1,6 +1,18 @@
-"""DeepSeek V2 and V3: multi-head latent attention, dense first layers, then routed and shared experts."""
+"""DeepSeek V2, V3 and V3.2: multi-head latent attention, dense first layers, then routed and shared experts.
+
+V3.2 attends to the `index_topk` tokens that an indexer selects for each query. Of a sequence that is no longer than
+that, these are all tokens, so the layer is V3's and the indexer is not needed. Longer sequences are refused. They
+would need from the platform contract:
+
+    a second cache of a layer in the same blocks, for the indexer's keys    an AttentionSpec with `values_in_keys` can
+    the `index_topk` best positions of each query, from these keys          no method of AttentionBackend can
+    attention of each query over given positions                            no method of AttentionBackend can
+"""
 
 from __future__ import annotations
+
+import re
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -47,18 +59,20 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
 
     def build_mlp(self, ctx: BuildContext, options: LlamaOptions, layer: int) -> nn.Module:
         hf, name, hidden_size = self.config.hf_config, f"model.layers.{layer}.mlp", self.config.hidden_size
-        if layer < hf.get("first_k_dense_replace", self.dense_layers):
+        if self.is_dense(layer):
             return super().build_mlp(ctx, options, layer)
         check_activation(hf)
-        count, size = hf.positive_int("n_routed_experts"), hf.positive_int("moe_intermediate_size")
+        count, size = hf.positive_int(self.num_experts_key), hf.positive_int("moe_intermediate_size")
         routing, bias = self.routing(), options.mlp_bias
-        num_shared = hf.positive_int("n_shared_experts") if hf.get("n_shared_experts") else 0
+        num_shared = hf.get(self.num_shared_key, self.num_shared_experts) or 0
+        if isinstance(num_shared, bool) or not isinstance(num_shared, int) or num_shared < 0:
+            raise ModelError(f"{hf.source}: {self.num_shared_key!r} should be an integer >= 0, found {num_shared!r}.")
         return SparseMoeBlock(
             ctx,
             f"{name}.gate",
             FusedMoE(ctx, f"{name}.experts", hidden_size, size, num_experts=count, top_k=routing.top_k),
             routing,
-            correction=f"{name}.gate.e_score_correction_bias" if self.has_correction_bias else None,
+            correction=f"{name}.{self.correction_name}" if self.correction_name is not None else None,
             router_dtype=torch.float32,
             shared_experts=shared_mlp(self.config, ctx, f"{name}.shared_experts", size * num_shared, bias=bias)
             if num_shared
@@ -67,8 +81,27 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
 
     dense_layers = 0
     """Default of `first_k_dense_replace`: the number of layers without experts."""
-    has_correction_bias = False
-    """Whether the router has `e_score_correction_bias`."""
+    num_experts_key = "n_routed_experts"
+    """Key of the number of routed experts."""
+    num_shared_key = "n_shared_experts"
+    """Key of the number of shared experts."""
+    num_shared_experts = 0
+    """Default of that number."""
+    correction_name: str | None = None
+    """The correction bias of the router, within the checkpoint's module of the MLP; None if it has none."""
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether a layer has no experts: `mlp_layer_types`, or else the first `first_k_dense_replace` layers."""
+        hf = self.config.hf_config
+        types = hf.get("mlp_layer_types")
+        if types is None:
+            return bool(layer < hf.get("first_k_dense_replace", self.dense_layers))
+        if not isinstance(types, list) or len(types) != self.config.num_layers or not {*types} <= {"dense", "sparse"}:
+            raise ModelError(
+                f"{hf.source}: mlp_layer_types should name dense or sparse for each of the {self.config.num_layers} "
+                f"layers, found {types!r}."
+            )
+        return bool(types[layer] == "dense")
 
     def routing(self) -> Routing:
         """Softmax routing; with `group_limited_greedy` limited to the groups with the best experts.
@@ -92,18 +125,20 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     """`DeepseekV3ForCausalLM` of Hugging Face checkpoints, without the multi-token-prediction layers."""
 
     dense_layers = 3
-    has_correction_bias = True
+    correction_name = "gate.e_score_correction_bias"
+    routing_defaults: tuple[float, int, int] = (2.5, 8, 4)
+    """Defaults of `routed_scaling_factor`, `n_group` and `topk_group`."""
 
     def routing(self) -> Routing:
         """Sigmoid routing with a correction bias, limited to the groups with the best two-score sums."""
-        hf = self.config.hf_config
+        hf, (scale, num_groups, top_groups) = self.config.hf_config, self.routing_defaults
         return Routing(
             hf.positive_int("num_experts_per_tok"),
             "sigmoid",
             normalize=bool(hf.get("norm_topk_prob", True)),
-            scale=hf.positive_number("routed_scaling_factor", 2.5),
-            num_groups=hf.positive_int("n_group", 8),
-            top_groups=hf.positive_int("topk_group", 4),
+            scale=hf.positive_number("routed_scaling_factor", scale),
+            num_groups=hf.positive_int("n_group", num_groups),
+            top_groups=hf.positive_int("topk_group", top_groups),
             group_by="best_two",
         )
 
@@ -113,3 +148,24 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
         if layer is not None and 0 <= int(layer.group(1)) - self.config.num_layers < num_mtp_layers:
             return True
         return super().ignores(name)
+
+
+class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
+    """`DeepseekV32ForCausalLM` of Hugging Face checkpoints, for sequences of at most `index_topk` tokens."""
+
+    ignored_names = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.indexer\..*)$")
+
+    def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
+        top_k = config.hf_config.positive_int("index_topk", 2048)
+        if config.max_model_len > top_k:
+            raise ModelError(
+                f"{config.hf_config.source}: the sparse attention of this family (index_topk = {top_k}) is supported "
+                f"for sequences of at most {top_k} tokens, of which it selects all, but max_model_len is "
+                f"{config.max_model_len}. Set max_model_len to at most {top_k}."
+            )
+        super().__init__(config, ctx)
+
+    @classmethod
+    def options(cls, config: ModelConfig) -> LlamaOptions:
+        """The rotary embedding is always interleaved."""
+        return replace(super().options(config), interleaved_rotary=True)

@@ -25,7 +25,7 @@ class DecoderForward:
 
     Args:
         model: The model, with its weights.
-        attention_groups: The attention backends of its layers.
+        attention_groups: The attention metadata of its layers.
         state_backend: Builds the metadata of its sequence states; None if no layer has a state.
 
     Attributes:
@@ -66,7 +66,7 @@ class DecoderForward:
         """
         function = self.call_model if self._compiled is None else self._compiled
         metadata: list[Any] = [
-            backend.build_metadata(inputs.layouts[group]) for backend, group in self.attention_groups.values()
+            builder.build_metadata(inputs.layouts[group]) for builder, group in self.attention_groups.values()
         ]
         if self.state_backend is not None:
             assert inputs.state_layout is not None, "the step has slots for states"

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from mvllm.attention.chunks import ChunkedMetadataBuilder
 from mvllm.config.engine_config import EngineConfig
-from mvllm.errors import CacheError
+from mvllm.errors import CacheError, ConfigError
 from mvllm.platform.attention import AttentionBackend, AttentionSpec, KVCache
-from mvllm.platform.checked_calls import checked_attention_backend
+from mvllm.platform.checked_calls import call_checked, checked_attention_backend
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
+from mvllm.platform.shapes import ShapePolicy
 from mvllm.platform.worker_protocol import KVCacheNeeds
 from mvllm.worker.kv_cache_groups import assign_layers_to_groups, layer_windows, reported_windows
 from mvllm.worker.out_of_memory import out_of_memory_as
@@ -20,8 +22,9 @@ if TYPE_CHECKING:
     from mvllm.layers.attention import Attention
     from mvllm.layers.state import SequenceState
 
-AttentionGroups = Mapping[Hashable, tuple[AttentionBackend, int]]
-"""Backend and group of each attention metadata, by the layers' `metadata_key`."""
+MetadataBuilder = AttentionBackend | ChunkedMetadataBuilder
+AttentionGroups = Mapping[Hashable, tuple[MetadataBuilder, int]]
+"""Builder and group of each attention metadata, by the layers' `metadata_key`."""
 
 
 _BLOCK_SIZES_WITHOUT_ATTENTION = (16, 1, 2, 4, 8, 32, 64, 128, 256, 512, 1024)
@@ -38,7 +41,7 @@ class KVCacheLayers:
 
     Attributes:
         groups: Attention window of each group in tokens, or None for full attention.
-        attention_groups: Backends and groups of all attention layers.
+        attention_groups: Metadata builders and groups of all attention layers.
         states: The layers with a sequence state.
     """
 
@@ -51,7 +54,7 @@ class KVCacheLayers:
         self._windows: tuple[int | None, ...] = ()
         self._layer_positions: list[tuple[int, int]] = []
         self.groups: list[int | None] = [None]
-        self.attention_groups: dict[Hashable, tuple[AttentionBackend, int]] = {}
+        self.attention_groups: dict[Hashable, tuple[MetadataBuilder, int]] = {}
         self.states = StateLayers(platform, runtime)
 
     def backend_for(self, spec: AttentionSpec) -> AttentionBackend:
@@ -61,9 +64,14 @@ class KVCacheLayers:
         return self._backends[spec]
 
     def set_layers(self, layers: Iterable[Attention], state_layers: Iterable[SequenceState] = ()) -> None:
-        """Replaces the layers, and assigns those with attention to the present groups."""
+        """Replaces the layers, and assigns those with attention to the present groups.
+
+        Raises:
+            ConfigError: Layers have chunks, and the platform's steps have fixed numbers of requests.
+        """
         self._layers = list(layers)
         self.states.set_layers(state_layers)
+        self._check_chunks()
         self._windows = layer_windows(self._layers, self._runtime.device)
         self._assign_groups()
 
@@ -83,7 +91,7 @@ class KVCacheLayers:
         self._assign_groups()
 
     def attention_groups_of(self, layers: Iterable[Attention]) -> AttentionGroups:
-        """Backends and groups of some of the layers."""
+        """Metadata builders and groups of some of the layers."""
         keys = {layer.metadata_key for layer in layers}
         return {key: plan for key, plan in self.attention_groups.items() if key in keys}
 
@@ -99,7 +107,12 @@ class KVCacheLayers:
                 return KVCacheNeeds(0, (self._config.model.max_model_len,))
             return KVCacheNeeds(0, _BLOCK_SIZES_WITHOUT_ATTENTION, state_bytes=state_bytes)
         layouts = [layer.backend.kv_layout() for layer in self._layers]
-        common = [size for size in layouts[0].block_sizes if all(size in layout.block_sizes for layout in layouts)]
+        chunks = {layer.chunk_size for layer in self._layers if layer.chunk_size is not None}
+        common = [
+            size
+            for size in layouts[0].block_sizes
+            if all(size in layout.block_sizes for layout in layouts) and not any(chunk % size for chunk in chunks)
+        ]
         if not common:
             offers = "; ".join(sorted({str(layout.block_sizes) for layout in layouts}))
             raise CacheError(f"The attention backends of this model accept no common block size: {offers}.")
@@ -141,16 +154,37 @@ class KVCacheLayers:
         self.states.free()
 
     def _assign_groups(self) -> None:
-        """Assigns layers to groups. A backend builds one metadata per step, so each block table has its own backend."""
+        """Assigns layers to groups.
+
+        A backend builds one metadata per step, so each block table has its own backend, and so have layers with chunks.
+        """
         self.attention_groups = {}
+        backends: dict[Hashable, AttentionBackend] = {}
         self._layer_positions = assign_layers_to_groups(self._windows, self.groups, self._config.model.max_model_len)
         for layer, (group, _) in zip(self._layers, self._layer_positions, strict=True):
-            key: Hashable = layer.spec
+            chunk = layer.chunk_size
+            key: Hashable = layer.spec if chunk is None else (layer.spec, chunk)
             if key in self.attention_groups and self.attention_groups[key][1] != group:
-                key = (layer.spec, group)
+                key = (layer.spec, chunk, group)
             if key not in self.attention_groups:
-                backend = self.backend_for(layer.spec)
-                if key != layer.spec:
-                    backend = checked_attention_backend(self._platform, layer.spec)
-                self.attention_groups[key] = (backend, group)
-            layer.metadata_key, layer.backend = key, self.attention_groups[key][0]
+                is_first = key == layer.spec
+                backend = (
+                    self.backend_for(layer.spec) if is_first else checked_attention_backend(self._platform, layer.spec)
+                )
+                builder = backend if chunk is None else ChunkedMetadataBuilder(backend, chunk)
+                backends[key], self.attention_groups[key] = backend, (builder, group)
+            layer.metadata_key, layer.backend = key, backends[key]
+
+    def _check_chunks(self) -> None:
+        chunks = [layer.chunk_size for layer in self._layers if layer.chunk_size is not None]
+        if not chunks:
+            return
+        shapes = call_checked(self._platform, "shapes", returns=ShapePolicy)
+        captures = self._platform.capabilities.graphs and shapes.capture is not None and not self._config.enforce_eager
+        if captures or shapes.requests is not None or shapes.pages is not None:
+            raise ConfigError(
+                f"The model has chunked attention in chunks of {min(chunks)} tokens, which needs steps with any number "
+                f"of requests, but max_model_len is {self._config.model.max_model_len} and the platform's steps have "
+                f"fixed sizes. Set max_model_len to at most {min(chunks)}"
+                + (", or enforce_eager." if captures and shapes.requests is None else ".")
+            )

@@ -28,6 +28,11 @@ void mvllm_cpu_scale(const void* x, float factor, void* out, int64_t count, int 
 void mvllm_cpu_rotary(const void* index, int wide_index, const float* cos_sin, int rotary_dim, void* query,
                       int64_t query_stride, int64_t query_head_stride, int num_heads, void* key, int64_t key_stride,
                       int64_t key_head_stride, int num_kv_heads, int64_t tokens, int dtype);
+void mvllm_cpu_convert(const void* x, int64_t x_stride, void* out, int64_t rows, int64_t size, int from, int to);
+void mvllm_cpu_scale_rows(const void* x, int64_t x_stride, const void* factors, void* out, int64_t rows, int64_t size,
+                          int dtype);
+void mvllm_cpu_take_columns(const void* x, int64_t x_stride, int64_t heads, int64_t head_stride, const int64_t* order,
+                            void* out, int64_t rows, int64_t count, int itemsize);
 void mvllm_cpu_select_experts(const void* logits, int64_t stride, const float* correction, float* weights, int64_t* ids,
                               int64_t rows, int64_t experts, int64_t top_k, int scores, int normalize, float scale,
                               int64_t groups, int64_t top_groups, int by_best_two, int dtype);

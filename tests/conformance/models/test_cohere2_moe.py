@@ -1,0 +1,12 @@
+"""Cohere2 MoE checkpoints give the outputs of transformers."""
+
+import pytest
+
+from tests.helpers.parity import NUM_TOKENS, names_of
+from tests.helpers.parity_suite import ParitySuite
+
+
+@pytest.mark.exhaustive
+class TestCohere2Moe(ParitySuite):
+    names = names_of("cohere2moe")
+    num_tokens = NUM_TOKENS

@@ -1,0 +1,12 @@
+"""DeepSeek V3.2 checkpoints give the outputs of transformers."""
+
+import pytest
+
+from tests.helpers.parity import NUM_TOKENS, names_of
+from tests.helpers.parity_suite import ParitySuite
+
+
+@pytest.mark.exhaustive
+class TestDeepSeekV32(ParitySuite):
+    names = names_of("deepseek32")
+    num_tokens = NUM_TOKENS

@@ -1,0 +1,12 @@
+"""Llama 4 checkpoints give the outputs of transformers."""
+
+import pytest
+
+from tests.helpers.parity import NUM_TOKENS, names_of
+from tests.helpers.parity_suite import ParitySuite
+
+
+@pytest.mark.exhaustive
+class TestLlama4(ParitySuite):
+    names = names_of("llama4")
+    num_tokens = NUM_TOKENS
