@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,9 @@ from typing import Any
 
 import pytest
 
-from mvllm import LLM, ConfigError, RequestOutput, SamplingParams
+from mvllm import LLM, AsyncLLM, ConfigError, RequestOutput, SamplingParams
+from tests.engine.test_speculative import THREADS, spec_config
+from tests.helpers.async_engine import async_engine, last
 from tests.helpers.model_zoo import VOCAB_SIZE, make_checkpoint
 from tests.helpers.parity import bytes_of_blocks, engine
 
@@ -207,6 +210,44 @@ def test_more_requests_dtypes_and_paths(root: Path, model: str, seed: int, path:
 def test_windows_sinks_and_experts(root: Path, architecture: str, model: str) -> None:
     settings = {**MODELS[model], "hf_overrides": ARCHITECTURES[architecture]}
     check_invariance(folder_of(architecture, root), settings, list(PATHS), seed=7, count=32)
+
+
+@pytest.fixture(scope="module")
+def plain(root: Path) -> tuple[list[Request], list[Scored]]:
+    """Short requests, and their results in an engine of one worker without drafts."""
+    requests = [Request(request.prompt[:90], request.params) for request in make_requests(seed=11, count=10)]
+    with invariant_engine(folder_of("llama-gqa", root), enable_prefix_caching=False) as llm:
+        return requests, alone(llm, requests)
+
+
+def test_pipeline_stages_give_the_same_bits(root: Path, plain: tuple[list[Request], list[Scored]]) -> None:
+    requests, expected = plain
+    settings = {"pipeline_parallel_size": 2, "distributed_executor_backend": THREADS, "max_num_batched_tokens": 40}
+    with invariant_engine(folder_of("llama-gqa", root), **settings) as llm:
+        assert together(llm, requests, random.Random(1))[0] == expected
+
+
+def test_replicas_give_the_same_bits(root: Path, plain: tuple[list[Request], list[Scored]]) -> None:
+    requests, expected = plain
+
+    async def main(llm: AsyncLLM) -> list[RequestOutput]:
+        prompts = ({"prompt_token_ids": list(request.prompt)} for request in requests)
+        each = (last(llm.generate(p, request.params)) for p, request in zip(prompts, requests, strict=True))  # type: ignore[arg-type]
+        return await asyncio.gather(*each)
+
+    with async_engine(folder_of("llama-gqa", root), batch_invariant=True, data_parallel_size=2) as llm:
+        assert [scored(output) for output in asyncio.run(main(llm))] == expected
+
+
+@pytest.mark.parametrize("kind", ["ngram", "near"])
+def test_draft_tokens_of_a_prompt_or_a_model_give_the_same_bits(
+    root: Path, plain: tuple[list[Request], list[Scored]], kind: str
+) -> None:
+    requests, expected = plain
+    with invariant_engine(folder_of("llama-gqa", root), speculative_config=spec_config(kind)) as llm:
+        assert together(llm, requests, random.Random(2))[0] == expected
+        stats = llm.llm_engine._client._core.scheduler.make_stats()
+        assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
 def test_edited_and_scaled_logits_have_log_probabilities_with_the_same_bits(root: Path) -> None:

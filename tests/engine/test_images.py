@@ -153,6 +153,8 @@ def test_prompts_are_formatted_as_transformers_processors_do(llm: LLM) -> None:
             marks=pytest.mark.exhaustive,
         ),
         pytest.param({"tensor_parallel_size": 2, **THREADS}, id="TP"),
+        pytest.param({"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}, id="TP, processes"),
+        pytest.param({"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, id="PP, processes"),
         pytest.param(
             {"pipeline_parallel_size": 2, "max_num_batched_tokens": 30, **THREADS},
             id="PP in chunks",
@@ -285,6 +287,26 @@ def test_an_unfinished_image_has_codes_and_no_pixels(llm: LLM) -> None:
         image.png()
     (codes_only,) = llm.generate_images(PROMPTS[0], ImageParams(temperature=0, decode=False), use_tqdm=False)[0].images
     assert codes_only.is_whole and codes_only.pixels is None
+
+
+def test_an_image_that_fails_does_not_affect_the_others(janus: Janus, tmp_path: Path) -> None:
+    folder = tmp_path / "poisoned"
+    shutil.copytree(janus.folder, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.language_model.embed_tokens.weight"][7] = torch.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    bad = {"prompt_token_ids": [5, 7, BEGIN_OF_IMAGE_ID]}
+    with LLM(str(folder), **SETTINGS) as llm:
+        good = {"prompt_token_ids": [5, 8, BEGIN_OF_IMAGE_ID]}
+        first, failed, second = llm.generate_images([good, bad, good], GREEDY, use_tqdm=False)
+    for output in (first, second):
+        assert output.images[0].codes == wanted_codes(janus, output.prompt_token_ids)
+        check_pixels(output.images[0].pixels, janus.pixels(output.images[0].codes))
+    (image,) = failed.images
+    assert (image.finish_reason, image.is_whole, image.pixels) == ("error", False, None)
+    assert "NaN" in (image.error or "")
+    with pytest.raises(ConfigError, match="Image 0 failed and has no pixels: .*NaN"):
+        image.png()
 
 
 def test_images_become_png_files(llm: LLM) -> None:
@@ -484,6 +506,23 @@ def test_images_of_emu3_are_those_of_transformers(emu3: Emu3, settings: dict[str
         logits = logits[of_codes, EMU3_FIRST_CODE : EMU3_FIRST_CODE + NUM_CODES]
         wanted = torch.log_softmax(logits, -1).gather(1, torch.tensor(image.codes).unsqueeze(1)).squeeze(1)
         torch.testing.assert_close(torch.tensor(image.conditional_logprobs), wanted, atol=LOGPROB_TOLERANCE, rtol=0)
+
+
+def test_emu3_scores_the_codes_of_a_prompt_among_the_codes_if_the_request_is_of_images(emu3: Emu3) -> None:
+    params = ImageParams(temperature=0, logprobs=True, height=ROWS * EMU3_SCALE, width=COLUMNS * EMU3_SCALE)
+    with LLM(str(emu3.folder), **SETTINGS) as llm:
+        (output,) = llm.generate_images(PROMPTS[0], params, use_tqdm=False)
+        (image,) = output.images
+        whole = {"prompt_token_ids": [*output.prompt_token_ids, *image.token_ids]}
+        as_image, as_text = (SamplingParams(token_space=s, max_tokens=0, prompt_logprobs=0) for s in ("image", "text"))
+        scored = [each.prompt_logprobs for each in llm.generate([whole] * 2, [as_image, as_text], use_tqdm=False)]
+    found = []
+    for positions in scored:
+        assert positions is not None
+        entries = zip(image.token_ids, positions[len(output.prompt_token_ids) :], strict=True)
+        found.append([entry[token].logprob for token, entry in entries if entry and token >= EMU3_FIRST_CODE])
+    assert found[0] == pytest.approx(image.conditional_logprobs, abs=LOGPROB_TOLERANCE)
+    assert all(whole < own for own, whole in zip(*found, strict=True)), "text tokens have a part of the probability"
 
 
 def test_sizes_of_emu3_are_checked(emu3: Emu3) -> None:

@@ -184,6 +184,7 @@ def mark_exhaustive(ids: Iterable[tuple[object, ...]], kept: Container[tuple[obj
 
 VICTIMS = ("EngineCore", "Worker_TP0", "Worker_TP1")
 KILLED = {
+    ("loading", "EngineCore"),
     ("mid-request", "EngineCore"),
     ("start-up", "Worker_TP1"),
     ("idle", "Worker_TP0"),

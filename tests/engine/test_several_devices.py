@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,10 @@ from typing import Any
 import pytest
 from _pytest.mark import ParameterSet
 
+from mvllm import AsyncLLM, WeightTransferGroup, WeightTransferInfo
 from tests.engine.test_multiproc_parity import check_under_pressure
 from tests.helpers import multi_device_platform, parity
+from tests.helpers.async_engine import async_engine
 from tests.helpers.multi_device_plugin import VARIABLE
 from tests.helpers.plugins import multi_device_platform_path, prepend
 from tests.helpers.thread_executor import ThreadExecutor
@@ -103,6 +107,25 @@ def test_two_devices_give_the_tokens_of_one(
     assert found[1] == found[0]
     assert found[0] == expected.tokens or settings
     assert multi_device_platform.GATHERED == [] or not stays_cut
+
+
+def test_a_trainer_counts_one_rank_for_each_worker_of_several_devices(drive: Drive) -> None:
+    """Two replicas, each one worker that drives two devices."""
+    drive(2)
+    folder = parity.oracle("llama-gqa", (0,), 2).folder
+
+    async def join(llm: AsyncLLM) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        info = {"master_address": "127.0.0.1", "master_port": port, "world_size": 1 + llm.num_workers, "timeout": 30.0}
+        trainer = asyncio.ensure_future(asyncio.to_thread(WeightTransferGroup, WeightTransferInfo(**info)))
+        await llm.init_weight_transfer_engine(info)
+        (await trainer).close()
+
+    with async_engine(folder, platform="several", tensor_parallel_size=2, data_parallel_size=2) as llm:
+        assert llm.num_workers == 2
+        asyncio.run(join(llm))
 
 
 def test_weights_and_cache_are_sharded_over_the_memory_of_all_devices(drive: Drive) -> None:

@@ -123,13 +123,28 @@ _JANUS_PARTS = ("vq_config", "vision_config")
 _JANUS_CHAT = "<|User|>: {}\n\n<|Assistant|>:"
 
 
+def image_space(config: ModelConfig) -> TokenSpace:
+    """The space of image codes of a model.
+
+    Raises:
+        ModelError: It has none.
+    """
+    space = config.token_spaces.get(IMAGE)
+    if space is None:
+        raise ModelError(
+            f"{config.hf_config.source}: the architecture {config.architecture} needs the token space {IMAGE!r}, found "
+            f"{sorted(config.token_spaces)}. Declare it with 'token_spaces'."
+        )
+    return space
+
+
 def janus_format(config: ModelConfig) -> ImageFormat:
     """Images are squares of the one size that the model was trained on.
 
     Raises:
-        ModelError: The number of codes is not a square.
+        ModelError: The number of codes is not a square, or there is no space of codes.
     """
-    hf_config, space = config.hf_config, config.token_spaces[IMAGE]
+    hf_config, space = config.hf_config, image_space(config)
     count = space.num_tokens or 0
     side = math.isqrt(count)
     if side * side != count or not count:

@@ -18,9 +18,7 @@ from typing import Any
 
 from mvllm.config.hf_config import HFConfig
 from mvllm.errors import ModelError
-
-TEXT = "text"
-"""The space of requests that do not name one: every token of the vocabulary."""
+from mvllm.messages.sampling_params import TEXT
 
 _LARGEST_ID = 2**31 - 1
 
@@ -95,6 +93,8 @@ def token_spaces_of(
             f"found {declared!r:.200}."
         )
     spaces = {name: _space_from(name, fields, hf_config.source) for name, fields in declared.items()}
+    if read is not None:
+        _check_family(spaces, read(hf_config, vocab_size, generation), hf_config.source)
     return check_token_spaces(spaces, vocab_size, hf_config.source)
 
 
@@ -129,6 +129,22 @@ def check_token_spaces(spaces: dict[str, TokenSpace], vocab_size: int, source: s
             )
         stop = space.stop
     return spaces
+
+
+def _check_family(declared: dict[str, TokenSpace], expected: dict[str, TokenSpace], source: str) -> None:
+    """Checks that the declared spaces include those that the classes of the family have.
+
+    Raises:
+        ModelError: One is missing, or has other ids.
+    """
+    for name, space in expected.items():
+        found = declared.get(name)
+        if found is None or (found.first, found.size, found.has_own_head) != (space.first, space.size, space.has_own_head):
+            raise ModelError(
+                f"{source}: 'token_spaces' declares {sorted(declared)}, but a model of this family has the space "
+                f"{name!r} with first={space.first}, size={space.size} and has_own_head={space.has_own_head}. Declare "
+                "it so, or leave 'token_spaces' out."
+            )
 
 
 def _space_from(name: str, fields: dict[str, Any], source: str) -> TokenSpace:

@@ -9,7 +9,6 @@ which the trainer and the engine may have for themselves:
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -17,17 +16,15 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from mvllm.distributed.weight_transfer_rendezvous import TRAINER, incomplete, meet
 from mvllm.errors import RequestError
 from mvllm.messages.weights import HOST_BACKEND, WeightTransferInfo
 
 if TYPE_CHECKING:
     import torch
 
-_TRAINER = 0
 _GRACE_SECONDS = 2.0
-"""After the timeout, for torch's own error to arrive, which says more."""
-_CONNECT_POLL_SECONDS = 0.05
-"""Between two attempts to connect to a trainer that does not listen yet."""
+"""After the timeout, for the error of the thread to arrive, which says more."""
 
 
 class WeightTransferGroup:
@@ -36,6 +33,7 @@ class WeightTransferGroup:
     Args:
         info: The group.
         rank: This process' rank in it; 0 for the trainer.
+        given_up: Another thread sets it to stop waiting for the other ranks.
 
     Attributes:
         on_host: Whether tensors must be in the host's memory.
@@ -44,23 +42,16 @@ class WeightTransferGroup:
         RequestError: The group cannot be joined within its timeout, or torch does not have the backend.
     """
 
-    def __init__(self, info: WeightTransferInfo, rank: int = _TRAINER) -> None:
+    def __init__(self, info: WeightTransferInfo, rank: int = TRAINER, given_up: threading.Event | None = None) -> None:
         _check_rank(info, rank)
         self.on_host = info.backend == HOST_BACKEND
         self._group: Any = None
+        self._store: Any = None  # the trainer's accepts connections as long as it exists
         import torch.distributed as dist  # here: the class is a name of the package, which resolves without torch
         from torch.distributed import distributed_c10d
 
-        timeout = timedelta(seconds=info.timeout)
         try:
-            self._store = dist.TCPStore(  # type: ignore[attr-defined]
-                info.master_address,
-                info.master_port,
-                info.world_size,
-                is_master=rank == _TRAINER,
-                timeout=timeout,
-                wait_for_workers=True,
-            )
+            self._store, group_id = meet(info, rank, given_up or threading.Event())
             # torch.distributed has no public function for a group outside of the default one.
             self._group, _ = distributed_c10d._new_process_group_helper(
                 info.world_size,
@@ -68,11 +59,14 @@ class WeightTransferGroup:
                 [],
                 dist.Backend(info.backend),
                 distributed_c10d.PrefixStore("mvllm-weights", self._store),
-                group_name=f"mvllm-weights-{info.master_address}-{info.master_port}",  # type: ignore[arg-type]
-                timeout=timeout,
+                group_name=f"mvllm-weights-{group_id}",  # type: ignore[arg-type]
+                timeout=timedelta(seconds=info.timeout),
             )
             distributed_c10d._world.pg_group_ranks[self._group] = {i: i for i in range(info.world_size)}
         except (RuntimeError, ValueError) as e:
+            self._store = None  # frees the port for another attempt
+            if isinstance(e, RequestError):
+                raise
             raise RequestError(
                 f"The weight transfer group at {info.master_address}:{info.master_port} cannot be joined as rank "
                 f"{rank} of {info.world_size} with backend {info.backend!r}: {e}"
@@ -92,7 +86,7 @@ class WeightTransferGroup:
         """Sends the trainer's tensor to all ranks, in place."""
         import torch.distributed as dist
 
-        dist.broadcast(tensor, src=_TRAINER, group=self._group)
+        dist.broadcast(tensor, src=TRAINER, group=self._group)
 
     def send(self, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
         """Broadcasts the trainer's tensors in this order, while the engine runs `update_weights(**describe(...))`."""
@@ -101,19 +95,17 @@ class WeightTransferGroup:
             self.broadcast(held.cpu() if self.on_host else held)
 
     def close(self) -> None:
-        """Leaves the group. Idempotent."""
+        """Leaves the group; the trainer's port is free again. Idempotent."""
         group, self._group = self._group, None
         if group is not None:
             import torch.distributed as dist
 
             dist.destroy_process_group(group)
+        self._store = None
 
 
 class JoiningWeightTransferGroup:
     """Joins a group in a thread of its own, so that the caller's thread goes on.
-
-    torch's wait cannot be interrupted, and a rank that still waits there would take the place of a later attempt at the
-    same address. So the thread first waits until the trainer listens, which `give_up` ends at once.
 
     Args:
         info: The group.
@@ -147,7 +139,7 @@ class JoiningWeightTransferGroup:
         if time.monotonic() < self._deadline + _GRACE_SECONDS:
             return None
         self.give_up()
-        raise self._incomplete()
+        raise incomplete(self._info, f"rank {self._rank} of {self._info.world_size} waits for the other ranks")
 
     def give_up(self) -> None:
         """Stops waiting. If the group is completed later, this rank leaves it."""
@@ -156,29 +148,9 @@ class JoiningWeightTransferGroup:
 
     def _join(self) -> None:
         try:
-            self._wait_for_trainer()
-            self._group.set_result(WeightTransferGroup(self._info, self._rank))
+            self._group.set_result(WeightTransferGroup(self._info, self._rank, self._given_up))
         except BaseException as e:  # noqa: BLE001  (raised by `poll`)
             self._group.set_exception(e)
-
-    def _wait_for_trainer(self) -> None:
-        """Returns when the trainer listens. Raises RequestError after the timeout, or if it is given up."""
-        address = self._info.master_address, self._info.master_port
-        while not self._given_up.is_set() and (seconds := self._deadline - time.monotonic()) > 0:
-            try:
-                socket.create_connection(address, timeout=min(1.0, seconds)).close()
-            except OSError:
-                self._given_up.wait(min(_CONNECT_POLL_SECONDS, seconds))
-            else:
-                return
-        raise self._incomplete()
-
-    def _incomplete(self) -> RequestError:
-        return RequestError(
-            f"The weight transfer group at {self.address} is not complete after {self._info.timeout:g} s: rank "
-            f"{self._rank} of {self._info.world_size} waits for the other ranks. Start the trainer's "
-            "WeightTransferGroup at the same time, with the same world_size, or raise timeout."
-        )
 
 
 def _check_rank(info: WeightTransferInfo, rank: int) -> None:

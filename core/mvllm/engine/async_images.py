@@ -70,6 +70,9 @@ class AsyncImages(ABC):
             prompt, params: As for `LLM.generate_images`.
             request_id, priority, lora_request: As for `generate`.
 
+        Returns:
+            The images. One that failed while it was generated has the finish reason `error` and an `error`.
+
         Raises:
             RequestError: The model generates no images, or the request is invalid.
             UnavailableError: Too many requests are waiting, the engine sleeps, or the request was aborted.

@@ -60,10 +60,11 @@ class LLMImages(ABC):
             use_tqdm, priority, lora_request: As for `generate`.
 
         Returns:
-            One output per prompt, in the order of the prompts.
+            One output per prompt, in the order of the prompts. An image that failed while it was generated has the
+            finish reason `error` and an `error`, and the others are complete.
 
         Raises:
-            RequestError: The model generates no images, or a prompt or parameter is invalid.
+            RequestError: The model generates no images, or a prompt or parameter is invalid. No prompt was processed.
             EngineDeadError: The engine has failed or was closed.
         """
         engine = self.llm_engine

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
-from mvllm.errors import RequestError
-from mvllm.messages.field_checks import integer, reject
+from mvllm.messages.field_checks import Check, boolean, integer, reject
+from mvllm.messages.sampling_params import FIELD_CHECKS
 
 MAX_SIDE = 1 << 14
 """Pixels of the longest side of an image."""
@@ -24,11 +26,11 @@ class ImageParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         height, width: Size in pixels, for models that let choose it (Emu3). None takes the model's size.
         negative_prompt: Text of the unconditional prompt, formatted like the prompt, or token ids, used as they are.
             None takes the model's: the prompt with its text replaced by padding (Janus), or an empty text (Emu3).
-        logprobs: Return log-probabilities of the codes.
+        logprobs: Return log-probabilities of the codes. 0 means True, as for texts.
         decode: Decode the codes to pixels.
 
     Raises:
-        RequestError: A size is out of its range. The other fields are checked when a request is made.
+        RequestError: A value has the wrong type or lies outside its range.
     """
 
     guidance_scale: float | None = None
@@ -45,17 +47,38 @@ class ImageParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     decode: bool = True
 
     def __post_init__(self) -> None:
-        check = integer(1, MAX_SIDE)
-        for name in ("height", "width"):
-            if getattr(self, name) is not None:
-                check(name, getattr(self, name))
+        for name, default, check in _CHECKS:
+            value = getattr(self, name)
+            if value is not default:
+                setattr(self, name, check(name, value))
         if (self.height is None) != (self.width is None):
             name = "width" if self.width is None else "height"
             reject(name, None, "given together with the other side of the image")
-        if not isinstance(self.decode, bool):
-            raise RequestError(f"decode must be True or False, not {self.decode!r:.40}.", parameter="decode")
 
     @property
     def returns_logprobs(self) -> bool:
-        """Whether log-probabilities are returned; `logprobs=0` asks for those of the sampled codes."""
+        """Whether log-probabilities are returned."""
         return self.logprobs is not None and self.logprobs is not False
+
+
+def _logprobs(name: str, value: Any) -> bool | int | None:
+    is_zero = type(value) is int and value == 0
+    return value if value is None or isinstance(value, bool) or is_zero else reject(name, value, "True, False, 0 or None")
+
+
+def _negative_prompt(name: str, value: Any) -> str | list[int] | None:
+    checked: str | list[int] | None = value if value == "" else FIELD_CHECKS[name](name, value)
+    return checked  # an empty text is not empty when it is formatted
+
+
+_OWN_CHECKS: dict[str, Check] = {
+    "height": integer(1, MAX_SIDE, optional=True),
+    "width": integer(1, MAX_SIDE, optional=True),
+    "negative_prompt": _negative_prompt,
+    "logprobs": _logprobs,
+    "decode": boolean,
+}
+_CHECKS = tuple(
+    (field.name, field.default, _OWN_CHECKS.get(field.name) or FIELD_CHECKS[field.name])
+    for field in msgspec.structs.fields(ImageParams)
+)

@@ -33,7 +33,7 @@ from mvllm.messages.structured_outputs import StructuredOutputsParams, as_struct
 from mvllm.messages.thinking import ThinkingTokens, as_thinking_tokens, check_thinking_tags
 
 TEXT = "text"
-"""The token space of text."""
+"""The token space of requests that do not name one: every token of the vocabulary."""
 
 MAX_N = 128
 """Sequences per prompt. Each of them uses a row and KV blocks, so the number per request is limited."""
@@ -349,7 +349,7 @@ def _output_kind(name: str, value: object) -> RequestOutputKind:
     return RequestOutputKind(number)
 
 
-_FIELD_CHECKS: dict[str, Check] = {
+FIELD_CHECKS: dict[str, Check] = {
     "n": integer(1, MAX_N),
     "temperature": checks.check_temperature,
     "top_p": number(0.0, 1.0, above=True),
@@ -394,7 +394,7 @@ _FIELD_CHECKS: dict[str, Check] = {
     "forced_token_ids": checks.check_forced_token_ids,
 }
 _CHECKS = tuple(
-    (field.name, field.default, _FIELD_CHECKS[field.name]) for field in msgspec.structs.fields(SamplingParams)
+    (field.name, field.default, FIELD_CHECKS[field.name]) for field in msgspec.structs.fields(SamplingParams)
 )
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
 _BEAM_FIELDS = ("beam_width", "length_penalty", "early_stopping")

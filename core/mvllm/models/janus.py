@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from mvllm.config.hf_config import HFConfig
+from mvllm.config.image_families import image_space
 from mvllm.config.model import ModelConfig
 from mvllm.config.token_spaces import TokenSpace
 from mvllm.layers.activation import activation
@@ -43,7 +44,7 @@ class JanusForConditionalGeneration(LlamaForCausalLM):
         super().__init__(config, ctx)
         hf = config.hf_config
         vq = HFConfig(hf.require("vq_config", dict), f"{hf.source}: 'vq_config'")
-        self._space = config.token_spaces["image"]
+        self._space = image_space(config)
         floats = ctx.floats()
         self.image_embeddings = _ImageEmbeddings(floats, vq, config.hidden_size) if self.stage.is_first else None
         self.image_head = _ImageHead(floats, vq, config.hidden_size) if self.stage.is_last else None

@@ -198,16 +198,19 @@ class ModelForward:
             logits = self._space_logits.compute(self.loader.model, states, spaces)
         return logits if self.is_static else logits[:num_rows]
 
-    def prompt_logits(self, states: torch.Tensor, token_ids: np.ndarray) -> torch.Tensor:
+    def prompt_logits(
+        self, states: torch.Tensor, token_ids: np.ndarray, spaces: np.ndarray | None = None
+    ) -> torch.Tensor:
         """Logits that predict tokens of a prompt: [n or more, columns].
 
         Args:
             states: [n or more, hidden_size].
             token_ids: int [n] on the host: the tokens.
+            spaces: int [n] on the host: the token space of each token's request, from `RowSpaces.of`.
         """
         if self._space_logits is None:
             return self.loader.model.compute_logits(states)
-        return self._space_logits.compute_for(self.loader.model, states, token_ids)
+        return self._space_logits.compute_for(self.loader.model, states, token_ids, spaces)
 
     def _run_encoder(
         self, inputs: StepInputs, intermediate: torch.Tensor | None, pooling: PoolingState | None

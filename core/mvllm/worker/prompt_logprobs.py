@@ -6,7 +6,7 @@ The positions of all prompts of a step go through the model's head together, in 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from mvllm.worker.input_batch import InputBatch
 from mvllm.worker.step_inputs import StepInputs
 from mvllm.worker.step_result import PromptLogprobsChunk
 
-PromptLogits = Callable[[torch.Tensor, np.ndarray], torch.Tensor]
+PromptLogits = Callable[[torch.Tensor, np.ndarray, np.ndarray | None], torch.Tensor]
 
 _CHUNK = 256
 """Prompt positions whose logits exist at one time: [256, vocabulary] rather than [prompt, vocabulary]."""
@@ -27,17 +27,25 @@ _CHUNK = 256
 
 @dataclass(frozen=True)
 class _Positions:
-    """Some positions of one prompt: its index in the batch, the first row of `hidden`, and the tokens they predict."""
+    """Some positions of one prompt.
+
+    Attributes:
+        index: Of the prompt, in the batch.
+        start: The first row of `hidden`.
+        token_ids: int64: the tokens that the positions predict.
+        space: The token space of the request, as in `RowSpaces.of`.
+    """
 
     index: int
     start: int
     token_ids: np.ndarray
+    space: int
 
     def head(self, count: int) -> _Positions:
-        return _Positions(self.index, self.start, self.token_ids[:count])
+        return replace(self, token_ids=self.token_ids[:count])
 
     def tail(self, count: int) -> _Positions:
-        return _Positions(self.index, self.start + count, self.token_ids[count:])
+        return replace(self, start=self.start + count, token_ids=self.token_ids[count:])
 
 
 class PromptLogprobsComputer:
@@ -69,7 +77,7 @@ class PromptLogprobsComputer:
         """
         history = self._rows.history
         found: dict[int, list[PromptLogprobsChunk]] = {}
-        starts = inputs.layout.query_start_loc
+        starts, spaces = inputs.layout.query_start_loc, self._rows.spaces.of(inputs.rows)
         by_number: dict[int, list[_Positions]] = {}
         for i, row in enumerate(inputs.rows.tolist()):
             wanted = self._rows.prompt_logprobs.get(row)
@@ -79,7 +87,8 @@ class PromptLogprobsComputer:
                 continue
             found[i] = []
             targets = history.token_ids[row, first + 1 : last + 1].astype(np.int64)
-            by_number.setdefault(wanted, []).append(_Positions(i, int(starts[i]), targets))
+            space = 0 if spaces is None else int(spaces[i])
+            by_number.setdefault(wanted, []).append(_Positions(i, int(starts[i]), targets, space))
         for wanted, positions in by_number.items():
             for part in self._parts(positions):
                 gathered, start = self._compute_part(part, hidden, wanted, compute_logits), 0
@@ -113,10 +122,13 @@ class PromptLogprobsComputer:
         slices = [hidden[each.start : each.start + len(each.token_ids)] for each in part]
         states = slices[0] if len(slices) == 1 else torch.cat(slices)
         token_ids = np.concatenate([each.token_ids for each in part])
+        spaces = None
+        if any(each.space for each in part):
+            spaces = np.concatenate([np.full(len(each.token_ids), each.space, dtype=np.int32) for each in part])
         padding = ShapePolicy.pad(len(states), self._sizes) - len(states)
         padded = F.pad(states, (0, 0, 0, padding)) if padding else states
         gathered = gather_prompt_logprobs(
-            compute_logits(padded, token_ids)[: len(states)],
+            compute_logits(padded, token_ids, spaces)[: len(states)],
             self._runtime.from_numpy(token_ids),
             num_logprobs,
             self._logsumexp,

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from mvllm.config.model import ModelConfig
-from mvllm.config.token_spaces import TEXT
+from mvllm.messages.sampling_params import TEXT
 
 if TYPE_CHECKING:
     from mvllm.models.causal_lm import CausalLM
@@ -60,17 +60,26 @@ class SpaceLogits:
             logits = torch.where(numbers == number, self._compute_space(model, states, number), logits)
         return logits
 
-    def compute_for(self, model: CausalLM, states: torch.Tensor, token_ids: np.ndarray) -> torch.Tensor:
-        """Logits that predict given tokens, each in the space whose head predicts it.
+    def compute_for(
+        self, model: CausalLM, states: torch.Tensor, token_ids: np.ndarray, spaces: np.ndarray | None = None
+    ) -> torch.Tensor:
+        """Logits that predict given tokens.
+
+        Tokens of the request's own space are predicted in it, as when the request samples them. Others are predicted by
+        their own head, if they have one, or else in the vocabulary of text.
 
         Args:
             states: [n or more, hidden_size].
             token_ids: int [n] on the host.
+            spaces: int [n] on the host: the space of each token's request, as in `compute`.
         """
         numbers = np.zeros(len(token_ids), dtype=np.int32)
         for number, space in enumerate(self._spaces, start=1):
+            is_inside = (token_ids >= space.first) & (token_ids < space.stop)
             if space.has_own_head:
-                numbers[(token_ids >= space.first) & (token_ids < space.stop)] = number
+                numbers[is_inside] = number
+            elif spaces is not None:
+                numbers[is_inside & (spaces == number)] = number
         return self.compute(model, states, numbers)
 
     def _compute_space(self, model: CausalLM, states: torch.Tensor, number: int) -> torch.Tensor:

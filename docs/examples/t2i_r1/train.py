@@ -100,6 +100,8 @@ def rollout(llm: LLM, tasks: Sequence[Task], seed: int, group: int = GROUP) -> l
     )
     for (_, sample), output in zip(drawn, images, strict=True):
         image = output.images[0]
+        if image.error is not None:
+            raise RuntimeError(f"A picture failed: {image.error}")
         sample.codes, sample.pixels = image.codes, image.pixels
         sample.old += image.conditional_logprobs
         sample.score = check(image.pixels, sample.task.scene)

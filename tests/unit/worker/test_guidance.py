@@ -102,5 +102,8 @@ def test_a_row_has_logits_in_the_columns_of_its_space():
     padded = logits.compute(TwoHeads(), torch.zeros(4, 1), rows.of(np.array([3, 0])))
     assert padded.tolist()[:2] == [image, text]
     assert logits.compute_for(TwoHeads(), states, np.array([4, 7, 9])).tolist() == [text, image, image]
+    # A request of the space "inside" scores codes among the codes; others score them in the vocabulary of text.
+    scored = logits.compute_for(TwoHeads(), states, np.array([4, 4, 1]), rows.of(np.array([1, 0, 1])))
+    assert scored.tolist() == [inside, text, text]
     rows.set_row(3, "text")
     assert rows.of(np.array([3])) is None

@@ -44,7 +44,8 @@ def test_prompts_of_all_lengths_share_the_passes_through_the_head(
 
     predicted: list[int] = []
 
-    def compute_logits(states: torch.Tensor, token_ids: np.ndarray) -> torch.Tensor:
+    def compute_logits(states: torch.Tensor, token_ids: np.ndarray, spaces: np.ndarray | None) -> torch.Tensor:
+        assert spaces is None
         passes.append(len(states))
         predicted.extend(token_ids.tolist())
         return states @ head

@@ -27,6 +27,7 @@ from mvllm.engine.core.sleep import KV_CACHE, SLEEP_LEVELS, TAGS, WEIGHTS, check
 from mvllm.engine.core.weight_updates import WeightUpdateManager
 from mvllm.errors import ConfigError, EngineDeadError, EngineSleepingError, MvllmError, RequestError
 from mvllm.executor.factory import can_sample_later, make_executor
+from mvllm.executor.worker_topology import launch_topology
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager, NullKVCacheManager
 from mvllm.kv_cache.state_kv_cache_manager import StateKVCacheManager
 from mvllm.logging import get_logger
@@ -90,6 +91,7 @@ class EngineCore(CoreRollouts):
 
     Attributes:
         cache_summary: The KV cache as it was sized.
+        num_workers: Workers of this engine; each may drive several devices.
         start_seconds: Seconds per start-up phase, by name.
     """
 
@@ -114,6 +116,7 @@ class EngineCore(CoreRollouts):
         self._position_key = prompt_cache_key(config.model) if runs_natively(config.model) else lambda prompt_len: 0
         self._needs_identical_plans = config.parallel.distributed_executor_backend == "external_launcher"
         self._supports_prefix_caching = platform.capabilities.prefix_caching
+        self.num_workers = launch_topology(config, platform).num_workers
         self._executor = self._timed("start workers", lambda: make_executor(config, platform))
         self.config = config = self._executor.config
         try:
@@ -140,7 +143,7 @@ class EngineCore(CoreRollouts):
         self._lora_manager: LoRAManager | None = None
         if config.lora is not None:
             self._lora_manager = LoRAManager(config.lora, self._executor, lambda: self.scheduler.running_lora_ids)
-        self._weights = WeightUpdateManager(self._executor)
+        self._weights = WeightUpdateManager(self._executor, self.num_workers)
         logger.info("%s", self.cache_summary)
 
     def add_request(self, request: EngineCoreRequest) -> None:

@@ -27,6 +27,7 @@ class WeightUpdateManager:
 
     Args:
         executor: Calls the workers.
+        num_workers: Workers of the engine, which all join the process group of a trainer.
 
     Attributes:
         version: Version of the weights; 0 for those of the start.
@@ -34,8 +35,9 @@ class WeightUpdateManager:
         failure: Why the weights are unusable; None if they are usable.
     """
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, num_workers: int) -> None:
         self._executor = executor
+        self._num_workers = num_workers
         self.version = 0
         self.is_open = False
         self.failure: str | None = None
@@ -55,7 +57,7 @@ class WeightUpdateManager:
         """
         with contextlib.suppress(RequestError):  # of an earlier call whose caller is gone
             self.has_joined_group()
-        num_workers = len(self._executor.collective_rpc("has_joined_weight_transfer", (False,)))
+        num_workers = self._num_workers
         if info.rank_offset + num_workers > info.world_size:
             raise RequestError(
                 f"world_size is {info.world_size}, but {num_workers} workers from rank_offset {info.rank_offset} on "

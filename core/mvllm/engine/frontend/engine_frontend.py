@@ -110,6 +110,12 @@ class EngineFrontend(Generic[Client]):
         return self._client.cache_summary
 
     @property
+    def num_workers(self) -> int:
+        """The number of workers, of all replicas. Each may drive several devices. A trainer's process group has one
+        rank for each of them, and one for the trainer."""
+        return self._client.num_workers
+
+    @property
     def has_tokenizer(self) -> bool:
         """Whether outputs can have text."""
         return self._tokenizer is not None

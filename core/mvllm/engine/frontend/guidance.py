@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from mvllm.config.engine_config import EngineConfig
-from mvllm.config.token_spaces import TEXT, TokenSpace
+from mvllm.config.token_spaces import TokenSpace
 from mvllm.engine.tokenizer.tokenizer import Tokenizer
 from mvllm.errors import RequestError
 from mvllm.messages.field_checks import describe_value, reject

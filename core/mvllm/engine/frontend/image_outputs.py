@@ -31,6 +31,7 @@ class GeneratedImage:
         seed: Its seed, if the prompt had one.
         finish_reason: As in CompletionOutput; `length` for a whole image.
         weight_versions: As in CompletionOutput, in tokens.
+        error, error_parameter: As in CompletionOutput, with the finish reason `error`. Other images are not affected.
     """
 
     index: int
@@ -44,6 +45,8 @@ class GeneratedImage:
     seed: int | None = None
     finish_reason: str | None = None
     weight_versions: list[tuple[int, int]] = field(default_factory=list)
+    error: str | None = None
+    error_parameter: str | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -54,7 +57,7 @@ class GeneratedImage:
         """The pixels as an image of Pillow.
 
         Raises:
-            ConfigError: Pillow is not installed, or the image has no pixels.
+            ConfigError: Pillow is not installed, or the image has no pixels, also because it failed.
         """
         return pil_image(self._existing_pixels())
 
@@ -67,6 +70,8 @@ class GeneratedImage:
         return encode_png(self._existing_pixels())
 
     def _existing_pixels(self) -> np.ndarray:
+        if self.error is not None:
+            raise ConfigError(f"Image {self.index} failed and has no pixels: {self.error}")
         if self.pixels is None:
             raise ConfigError(
                 f"Image {self.index} has {len(self.codes)} of {self.rows * self.columns} codes and was not decoded, so "

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mvllm.config.image_families import IMAGE, ImageFormat, image_format
+from mvllm.config.image_families import IMAGE, ImageFormat, image_format, image_space
 from mvllm.config.model import ModelConfig
 from mvllm.engine.frontend.image_outputs import GeneratedImage, ImageRequestOutput
 from mvllm.engine.frontend.outputs import CompletionOutput, RequestOutput
@@ -29,7 +29,6 @@ IMAGES_AT_ONCE = 16
 """Images that are decoded by one call of the worker, between two steps."""
 
 _NEGATIVE_TEXT = ""
-_NO_SEED = -1
 
 
 class ImageRequests:
@@ -177,15 +176,8 @@ class ImageRequests:
             )
 
     def output(self, output: RequestOutput, params: ImageParams) -> ImageRequestOutput:
-        """The images of a finished request, without pixels.
-
-        Raises:
-            RequestError: A sequence failed.
-        """
+        """The images of a finished request, without pixels. A sequence that failed gives an image with its error."""
         grid = self.grid(params)
-        for sequence in output.outputs:
-            if sequence.finish_reason == "error":
-                raise RequestError(f"The image failed: {sequence.error}", parameter=sequence.error_parameter)
         images = [self._image(sequence, params, *grid) for sequence in output.outputs]
         return ImageRequestOutput(
             output.request_id,
@@ -197,7 +189,7 @@ class ImageRequests:
         )
 
     def _image(self, sequence: CompletionOutput, params: ImageParams, rows: int, columns: int) -> GeneratedImage:
-        first = self._config.token_spaces[IMAGE].first
+        first = image_space(self._config).first
         count = len(sequence.token_ids)
         width = columns if self.format.row_end_id is None else columns + 1
         places = [i for i in range(min(count, rows * width)) if i % width < columns]
@@ -213,9 +205,11 @@ class ImageRequests:
             token_ids=sequence.token_ids,
             logprobs=logprobs,
             conditional_logprobs=None if conditional is None else [conditional[i] for i in places],
-            seed=None if params.seed in (None, _NO_SEED) else child_seed(int(params.seed), sequence.index),
+            seed=None if params.seed is None else child_seed(params.seed, sequence.index),
             finish_reason=sequence.finish_reason,
             weight_versions=sequence.weight_versions,
+            error=sequence.error,
+            error_parameter=sequence.error_parameter,
         )
 
     def _format(

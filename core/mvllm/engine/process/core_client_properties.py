@@ -22,3 +22,7 @@ class CoreClientProperties(Protocol):
     @property
     def cache_summary(self) -> KVCacheSummary:
         """The size of the KV cache."""
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers; each may drive several devices."""

@@ -29,10 +29,11 @@ class EngineCoreStartArgs(ChildStartArgs, frozen=True, kw_only=True):
 
 
 class CoreReady(msgspec.Struct, frozen=True):
-    """The facts about a started engine core."""
+    """The facts about a started engine core: attributes of EngineCore."""
 
     cache_summary: KVCacheSummary
     start_seconds: dict[str, float]
+    num_workers: int
 
 
 class CoreHandshake(Handshake, frozen=True):

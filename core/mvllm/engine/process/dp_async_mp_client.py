@@ -114,6 +114,11 @@ class DPLBAsyncMPClient:
         return min((core.cache_summary for core in self._cores), key=lambda summary: summary.num_blocks)
 
     @property
+    def num_workers(self) -> int:
+        """Workers of all cores."""
+        return sum(core.num_workers for core in self._cores)
+
+    @property
     def start_seconds(self) -> dict[str, float]:
         """Seconds per phase of the start, each of the core that took longest."""
         phases = self._cores[0].start_seconds
@@ -177,11 +182,10 @@ class DPLBAsyncMPClient:
             return await self._cores[next(self._decoding_turns) % len(self._cores)].call_utility(method, *args)
         if method == "init_weight_transfer":
             (info,) = args
-            size = self.config.parallel.world_size
-            infos = [
-                msgspec.structs.replace(info, rank_offset=info.rank_offset + i * size) for i in range(len(self._cores))
-            ]
-            calls = [core.call_utility(method, info) for core, info in zip(self._cores, infos, strict=True)]
+            calls, offset = [], info.rank_offset
+            for core in self._cores:
+                calls.append(core.call_utility(method, msgspec.structs.replace(info, rank_offset=offset)))
+                offset += core.num_workers
         else:
             calls = [core.call_utility(method, *args) for core in self._cores]
         results: list[Any] = await asyncio.gather(*calls, return_exceptions=True)

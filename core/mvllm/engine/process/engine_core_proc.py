@@ -192,7 +192,7 @@ def _serve(start: EngineCoreStartArgs, control: socket.socket, activity_table: A
         freeze_garbage_collection()
         proc = EngineCoreProc(start.name, core, input_queue, output_queues, activity_table)
         activity_table.write(0, IDLE)  # before the front end reads it
-        send_message(control, CoreHandshake(ready=CoreReady(core.cache_summary, core.start_seconds)))
+        send_message(control, CoreHandshake(ready=CoreReady(core.cache_summary, core.start_seconds, core.num_workers)))
         proc.run_busy_loop()
         return 0
     finally:

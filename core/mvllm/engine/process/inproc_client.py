@@ -24,8 +24,8 @@ class InprocClient:
         platform_summary: The platform's name and the plugin it came from.
         has_local_worker: The worker runs in this process.
         runs_functions: Requests may have functions as logits processors: the model runs in this process, too.
-        cache_summary, start_seconds, add_request, abort_requests, has_requests, step, call_utility, collective_rpc,
-        apply_model, shutdown: The EngineCore's.
+        cache_summary, num_workers, start_seconds, add_request, abort_requests, has_requests, step, call_utility,
+        collective_rpc, apply_model, shutdown: The EngineCore's.
     """
 
     def __init__(self, core: EngineCore, platform_summary: str, *, runs_functions: bool = False) -> None:
@@ -35,6 +35,7 @@ class InprocClient:
         self.config = core.config
         self.platform_summary = platform_summary
         self.cache_summary = core.cache_summary
+        self.num_workers = core.num_workers
         self.start_seconds = core.start_seconds
         self.add_request = core.add_request
         self.abort_requests = core.abort_requests

@@ -28,10 +28,12 @@ class MPClient:
     Attributes:
         config, platform_summary: As given.
         cache_summary: The KV cache as it was sized.
+        num_workers: Workers of the engine core.
         start_seconds: Seconds per start-up phase.
     """
 
     cache_summary: KVCacheSummary
+    num_workers: int
     start_seconds: dict[str, float]
 
     def __init__(self, config: EngineConfig, connection: CoreConnection, platform_summary: str) -> None:
@@ -53,7 +55,7 @@ class MPClient:
             Exception: The core's own exception, if it cannot be started.
         """
         ready, self.start_seconds = self._connection.wait_ready()
-        self.cache_summary = ready.cache_summary
+        self.cache_summary, self.num_workers = ready.cache_summary, ready.num_workers
 
     def _buffer_request(self, request: EngineCoreRequest) -> None:
         """Encodes a validated request for the next AddRequests: the core starts requests of one command together."""

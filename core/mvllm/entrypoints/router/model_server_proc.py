@@ -98,9 +98,8 @@ class RouterConnection:
         assert engine is not None
         self._is_ready = True
         self.heartbeat()
-        parallel = engine.config.parallel
-        caches = engine.cache_summary.total_bytes * parallel.world_size * parallel.data_parallel_size
-        num_bytes = weights_size(engine.model_config) * parallel.data_parallel_size + caches
+        caches = engine.cache_summary.total_bytes * engine.num_workers
+        num_bytes = weights_size(engine.model_config) * engine.config.parallel.data_parallel_size + caches
         send_message(
             self._control,
             ModelServerHandshake(num_bytes=num_bytes, max_model_len=engine.model_config.max_model_len),

@@ -110,8 +110,8 @@ class AdminRoutes:
             "model": None,
         }
         if engine is not None:
-            model, parallel = engine.model_config, engine.config.parallel
-            info["num_workers"] = parallel.world_size * parallel.data_parallel_size
+            model = engine.model_config
+            info["num_workers"] = engine.num_workers
             fields = ("model", "architecture", "dtype", "max_model_len", "quantization", "logprobs_mode")
             info["model"] = {field: getattr(model, field) for field in fields}
         return json_response(info)

@@ -8,7 +8,7 @@ from typing import Any
 from mvllm.engine.frontend.outputs import CompletionOutput, RequestOutput
 from mvllm.entrypoints.openai.chat.serving_base import ChatHandler
 from mvllm.entrypoints.openai.common.json_response import encode_json
-from mvllm.entrypoints.openai.common.logprobs import chat_logprobs, prompt_logprobs
+from mvllm.entrypoints.openai.common.logprobs import chat_logprobs, conditional_logprobs, prompt_logprobs
 from mvllm.entrypoints.openai.common.server_sent_events import ChunkEncoder
 from mvllm.entrypoints.openai.common.serving_base import ChoiceEncoder, ChoicesHandler
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
@@ -54,6 +54,8 @@ class ChatCompletionHandler(ChatHandler, ChoicesHandler):
             "finish_reason": self._finish_reason(sequence.finish_reason, len(parsed.tool_calls)),
             "stop_reason": sequence.stop_reason,
         }
+        if sequence.conditional_logprobs is not None:
+            choice["conditional_logprobs"] = conditional_logprobs(sequence.conditional_logprobs)
         if self._request.return_token_ids:
             choice["token_ids"] = sequence.token_ids
         if self._request.return_weight_versions:
@@ -152,6 +154,8 @@ class _ChatChoice:
         choices = []
         for i, delta in enumerate(deltas):
             choice = self._choice(delta, logprobs if i == 0 else None)
+            if i == 0 and sequence.conditional_logprobs is not None:
+                choice["conditional_logprobs"] = conditional_logprobs(sequence.conditional_logprobs)
             if self._return_token_ids:
                 choice["token_ids"] = sequence.token_ids if i == 0 else []
             if self._return_weight_versions:

@@ -92,6 +92,11 @@ def chat_logprobs(
     return {"content": content, "refusal": None}
 
 
+def conditional_logprobs(values: Sequence[float]) -> list[float]:
+    """The `conditional_logprobs` extension: of each token of a guided choice, the log-probability without guidance."""
+    return [_finite(value) for value in values]
+
+
 def prompt_logprobs(positions: Sequence[PositionLogprobMap | None]) -> list[dict[str, Any] | None]:
     """The `prompt_logprobs` extension: for each prompt token, token id to log-probability, rank and text."""
     return [

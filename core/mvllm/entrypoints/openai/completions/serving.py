@@ -9,7 +9,7 @@ import msgspec
 
 from mvllm.engine.frontend.outputs import CompletionOutput, RequestOutput
 from mvllm.entrypoints.openai.common.json_response import encode_json
-from mvllm.entrypoints.openai.common.logprobs import CompletionLogprobs, prompt_logprobs
+from mvllm.entrypoints.openai.common.logprobs import CompletionLogprobs, conditional_logprobs, prompt_logprobs
 from mvllm.entrypoints.openai.common.output_constraint import output_constraint
 from mvllm.entrypoints.openai.common.prompt_inputs import build_prompts, split_prompts
 from mvllm.entrypoints.openai.common.request_sampling_params import completion_sampling_params
@@ -137,6 +137,8 @@ class _CompletionChoice:
                 )
             else:
                 choice["logprobs"] = self._logprobs.format_next(token_ids, positions)
+        if sequence.conditional_logprobs is not None and not self._handler.is_prompt_only:
+            choice["conditional_logprobs"] = conditional_logprobs(sequence.conditional_logprobs)
         if self._handler._request.prompt_logprobs is not None and first:
             choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or [])
         if self._return_weight_versions:
