@@ -463,7 +463,8 @@ class StepPlanner:
         drafts, request.draft_token_ids = request.draft_token_ids, []
         if request.num_computed_tokens + 1 < request.num_tokens:
             return []
-        budget = min(budget, self._states.draft_budget(request, others_wait=bool(self._requests.waiting)))
+        if self._states.is_needed:
+            budget = min(budget, self._states.draft_budget(request, others_wait=bool(self._requests.waiting)))
         # The step also samples a token behind the last draft token; that may be the request's last one.
         return drafts[: max(0, min(budget, request.max_num_tokens - request.num_tokens - 1))]
 
