@@ -32,6 +32,7 @@ from mvllm.config.model_builder import DTYPE_ALIASES, DTYPES, build_model_config
 from mvllm.config.model_limits import DEFAULT_NUM_BATCHED_TOKENS, check_parallel_sizes, token_budget
 from mvllm.config.option import Option, option, options_of
 from mvllm.config.option_arguments import add_foreign_options, add_option
+from mvllm.config.setting_combinations import check_combinations
 from mvllm.config.speculative import SpeculativeConfig, read_speculative_config
 from mvllm.errors import ConfigError
 
@@ -188,6 +189,13 @@ class EngineArgs:
         group="cache",
         minimum=0,
         maximum=_LARGEST_SEED,
+    )
+    state_snapshot_interval: int = option(
+        512,
+        help="Of models with sequence states (Mamba-2, gated DeltaNet and others): tokens after which a prompt's state "
+        "is kept for other prompts that begin alike; each step of a prompt ends there. 0 for the ends of prompts only.",
+        group="cache",
+        minimum=0,
     )
 
     max_num_seqs: int = option(256, help="Most sequences running at once.", group="scheduler", minimum=1, maximum=65536)
@@ -423,28 +431,7 @@ class EngineArgs:
         """
         for setting in self.options():
             setattr(self, setting.name, setting.checked(getattr(self, setting.name)))
-        budget = self.max_num_batched_tokens
-        if budget is not None and budget < self.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens is {budget}, but must be at least max_num_seqs ({self.max_num_seqs}): every "
-                "running sequence needs one token per step. Raise the one or lower the other."
-            )
-        if self.long_prefill_slowdown is not None and 0 < self.long_prefill_slowdown <= 1:
-            raise ConfigError(
-                f"long_prefill_slowdown is {self.long_prefill_slowdown:g}, but must be more than 1, or 0 for no limit: "
-                "a step with a part of a prompt takes longer than one without."
-            )
-        most = self.max_num_partial_prefills
-        if most is not None and most < self.max_long_partial_prefills:
-            raise ConfigError(
-                f"max_num_partial_prefills is {most}, but must be at least max_long_partial_prefills "
-                f"({self.max_long_partial_prefills}), since long prompts count too. Raise the one or lower the other."
-            )
-        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
-            raise ConfigError(
-                f"max_cpu_loras is {self.max_cpu_loras}, but must be at least max_loras ({self.max_loras}), since "
-                "adapters on the device are kept in host memory too. Raise the one or lower the other."
-            )
+        check_combinations(self)
 
     def create_engine_config(self) -> EngineConfig:
         """Finds the model, reads its config and creates the configuration, except what depends on the device.
@@ -472,6 +459,7 @@ class EngineArgs:
                 dtype=_KV_DTYPES.get(self.kv_cache_dtype, self.kv_cache_dtype),
                 enable_prefix_caching=self.enable_prefix_caching and not is_encoder,
                 prefix_caching_seed=self.prefix_caching_seed,
+                state_snapshot_interval=self.state_snapshot_interval,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,

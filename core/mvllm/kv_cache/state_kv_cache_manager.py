@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from mvllm.kv_cache.block_table import BlockTable
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
 from mvllm.kv_cache.request_state import RequestState
-from mvllm.kv_cache.state_slots import StateSlots
+from mvllm.kv_cache.state_slots import LEAST_DISTANCE, StateSlots
 
 
 class StateKVCacheManager(KVCacheManager):
@@ -19,8 +19,9 @@ class StateKVCacheManager(KVCacheManager):
 
     Args:
         num_blocks, block_size, enable_caching, hash_seed, windows, max_step_tokens: As for KVCacheManager.
-        num_state_slots: At least 1; 2 for guided requests.
+        num_state_slots: At least 1; 3 for guided requests, whose first side may hold a snapshot and a slot.
         state_snapshot_interval: Tokens between two regular snapshots; 0 for none.
+        least_snapshot_distance: See StateSlots.
     """
 
     states: StateSlots
@@ -36,6 +37,7 @@ class StateKVCacheManager(KVCacheManager):
         max_step_tokens: int = sys.maxsize,
         num_state_slots: int,
         state_snapshot_interval: int,
+        least_snapshot_distance: int = LEAST_DISTANCE,
     ) -> None:
         super().__init__(
             num_blocks=num_blocks,
@@ -51,6 +53,7 @@ class StateKVCacheManager(KVCacheManager):
             interval=state_snapshot_interval,
             unconfirmed=self.unconfirmed,
             hashes_of=self._block_hashes,
+            least_distance=least_snapshot_distance,
         )
 
     @property

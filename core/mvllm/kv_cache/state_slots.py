@@ -16,7 +16,7 @@ its slot is needed, and the oldest is evicted first.
 Plans are executed in order, but the rows of one step run at the same time. Therefore
 
 - a snapshot can be found from the next plan on, not in the plan that writes it;
-- a slot that a plan reads is not allocated in this plan: its users keep it until `end_plan`.
+- a slot that a plan reads is not written in this plan: its users keep it until all rows have their slots (`assign`).
 
 Snapshots are made where a later request may continue: at multiples of an interval, at the end of the prompt, and where
 another prompt has left this one. Steps end at these positions. A running request can always go on without a free slot,
@@ -42,7 +42,7 @@ from mvllm.kv_cache.request_state import NO_POSITION, RequestState
 from mvllm.kv_cache.unconfirmed_block_hashes import UnconfirmedBlockHashes
 
 LEAST_DISTANCE = 64
-"""A snapshot at the end of a prompt is at least so many tokens behind the one before it."""
+"""Default of StateSlots."""
 
 _MOST_PROMPT_SNAPSHOTS = 8
 """Most snapshots of one prompt besides those at multiples of the interval: each one ends a step."""
@@ -57,6 +57,7 @@ class StateSlots:
         interval: Tokens between two regular snapshots, rounded up to blocks; 0 for none.
         unconfirmed: Records the hashes of snapshots like those of blocks. Slot s has the number ~s.
         hashes_of: The hashes of the first blocks of a table, whose tokens are known; fewer if not all may be shared.
+        least_distance: A snapshot at the end of a prompt is at least so many tokens behind the one before it.
     """
 
     def __init__(
@@ -67,13 +68,14 @@ class StateSlots:
         interval: int,
         unconfirmed: UnconfirmedBlockHashes,
         hashes_of: Callable[[BlockTable, int], list[BlockHash]],
+        least_distance: int = LEAST_DISTANCE,
     ) -> None:
         self._pool = BlockPool(num_slots)
         self._block_size = block_size
         self._interval = -(-interval // block_size) * block_size
         self._unconfirmed = unconfirmed
         self._hashes_of = hashes_of
-        self._read_in_plan: list[int] = []  # slots to free at the end of the plan
+        self._least_distance = least_distance
         self._with_pending: dict[BlockTable, None] = {}
         self._computing: dict[BlockTable, None] = {}  # running requests that compute their prompt, and some that did
 
@@ -177,7 +179,7 @@ class StateSlots:
                 chosen.append(state.shared_end)
             prompt_end = (state.num_prompt_tokens - 1) // size * size
             last = max(position, *(each for each in chosen if each <= prompt_end), self._regular_before(table, prompt_end))
-            if prompt_end - last >= (1 if state.has_siblings else LEAST_DISTANCE):
+            if prompt_end - last >= (1 if state.has_siblings else self._least_distance):
                 insort(chosen, prompt_end)
         state.prompt_snapshots = chosen
         state.next_snapshot = self._next_position(table, position)
@@ -220,7 +222,9 @@ class StateSlots:
     def assign(
         self, tables: Sequence[BlockTable], ends: Sequence[int], verifying: Collection[int]
     ) -> tuple[list[int], list[int]]:
-        """Chooses the slots of a plan's rows, and makes snapshots.
+        """Chooses the slots of a plan's rows, and makes snapshots. Once per plan, when its rows are complete.
+
+        Slots allocated here are for later plans, so they may be among those that the plan reads.
 
         Args:
             tables: One per row.
@@ -241,19 +245,12 @@ class StateSlots:
             writes.append(slot)
             if source != slot:
                 if source >= 0:
-                    self._read_in_plan.append(source)
+                    self._pool.free([source])
                 state.source = slot
             state.position = end
             if end >= state.next_snapshot:
                 self._pass_position(table)
         return reads, writes
-
-    def end_plan(self) -> None:
-        """Ends a plan: no slot is allocated for it any more."""
-        if self._read_in_plan:
-            for slot in self._read_in_plan:
-                self._pool.free([slot])
-            self._read_in_plan.clear()
 
     def reserve_draft_slot(self, state: RequestState) -> None:
         """Allocates the slot that a step with draft tokens writes. The caller has checked `can_verify`."""
@@ -299,12 +296,12 @@ class StateSlots:
         """Removes all hashes. These requests keep their slots, and make no more snapshots."""
         self._pool.evict_all()
         self._computing.clear()
+        for table in self._with_pending:  # in the same order on all ranks that make the same plans
+            self._pool.free([slot for _, slot in table.state.pending])
+            table.state.pending.clear()
         self._with_pending.clear()
         for table in tables:
-            state = table.state
-            self._pool.free([slot for _, slot in state.pending])
-            state.pending.clear()
-            state.next_snapshot, state.prompt_snapshots = NO_POSITION, []
+            table.state.next_snapshot, table.state.prompt_snapshots = NO_POSITION, []
 
     def check_integrity(self, tables: Collection[BlockTable]) -> None:
         """Raises AssertionError unless the slots of all requests and the pool agree.
@@ -314,7 +311,6 @@ class StateSlots:
         """
         pool = self._pool
         pool.check_integrity()
-        assert not self._read_in_plan, "A plan was not ended"
         users = Counter(slot for table in tables for slot in table.state.held)
         for slot, count in enumerate(pool.ref_counts):
             assert users[slot] == count, f"State slot {slot} has {users[slot]} users, its count says {count}"
@@ -358,7 +354,7 @@ class StateSlots:
         is_ahead = common > table.num_hashed_blocks * self._block_size  # also of the plan being made
         if (
             is_ahead
-            and common - max(last, best) >= LEAST_DISTANCE
+            and common - max(last, best) >= self._least_distance
             and self._is_regular(table)
             and len(state.prompt_snapshots) < _MOST_PROMPT_SNAPSHOTS
         ):

@@ -36,14 +36,12 @@ class StatePlanner:
 
     def end_plan(self, plan: SchedulerOutput, batch: list[Request]) -> None:
         """Adds the state slots to a plan whose rows are complete."""
-        if self._states is None:
-            return
-        plan.read_slots, plan.write_slots = self._states.assign(
-            [request.table for request in batch],
-            [request.num_computed_tokens for request in batch],
-            plan.draft_token_ids,
-        )
-        self._states.end_plan()
+        if self._states is not None:
+            plan.read_slots, plan.write_slots = self._states.assign(
+                [request.table for request in batch],
+                [request.num_computed_tokens for request in batch],
+                plan.draft_token_ids,
+            )
 
     def room(self, request: Request) -> int:
         """Tokens that a running request may compute before its state is kept; 0 if this step has come so far."""

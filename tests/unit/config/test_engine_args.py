@@ -52,6 +52,7 @@ def test_every_setting_is_copied_to_its_config_field(tmp_path):
         block_size=32,
         enable_prefix_caching=False,
         prefix_caching_seed=3,
+        state_snapshot_interval=64,
         max_num_seqs=4,
         max_num_batched_tokens=16,
         enable_chunked_prefill=True,
@@ -76,6 +77,7 @@ def test_every_setting_is_copied_to_its_config_field(tmp_path):
         32,
     )
     assert (cache.enable_prefix_caching, cache.prefix_caching_seed) == (False, 3)
+    assert cache.state_snapshot_interval == 64
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (4, 16)
     assert (scheduler.policy, scheduler.async_scheduling) == ("priority", True)
     assert (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size) == (2, 2, 3)
@@ -140,6 +142,7 @@ def test_paths_are_accepted_like_strings(tmp_path):
         ("kv_cache_memory_bytes", [1, None], [0, -1, 1e9]),
         ("block_size", [1, 16, 1024, None], [0, 1025, 16.0]),
         ("prefix_caching_seed", [0, 2**63 - 1, None], [-1, 2**63]),
+        ("state_snapshot_interval", [0, 1, 512], [-1, None, 0.5]),
         ("max_num_seqs", [1, 2048], [0, 65537, None]),
         ("max_num_batched_tokens", [256, 2**24, None], [0, -1, 2**24 + 1]),
         ("tensor_parallel_size", [1, 1024], [0, 1025, None]),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from functools import partial
 
 from mvllm.config.engine_config import SchedulerConfig
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager, _group_hash
+from mvllm.kv_cache.state_kv_cache_manager import StateKVCacheManager
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams, PoolingType
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreRequest, FinishReason, PositionLogprobs
@@ -15,6 +17,7 @@ from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.scheduler.request import Request
 from mvllm.scheduler.scheduler import Scheduler
 from tests.unit.scheduler.fake_runner import GROUP, FakeRunner, fingerprints, first_print
+from tests.unit.scheduler.state_runner import StateRunner
 
 _names = itertools.count()
 
@@ -37,8 +40,19 @@ def make_scheduler(
     num_speculative_tokens: int = 0,
     num_lookahead_tokens: int = 0,
     can_defer_masks: bool = False,
+    num_state_slots: int = 0,
+    state_snapshot_interval: int = 8,
+    least_snapshot_distance: int = 4,
     **limits: int | None,
 ) -> Scheduler:
+    make_kv_cache = KVCacheManager
+    if num_state_slots:
+        make_kv_cache = partial(
+            StateKVCacheManager,
+            num_state_slots=num_state_slots,
+            state_snapshot_interval=state_snapshot_interval,
+            least_snapshot_distance=least_snapshot_distance,
+        )
     return Scheduler(
         SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -48,7 +62,7 @@ def make_scheduler(
             **limits,
         ),
         max_model_len=max_model_len,
-        kv_cache=KVCacheManager(
+        kv_cache=make_kv_cache(
             num_blocks=num_blocks,
             block_size=block_size,
             enable_caching=enable_caching,
@@ -138,7 +152,7 @@ class Engine:
         config, kv_cache = scheduler._config, scheduler._kv_cache
         self.scheduler = scheduler
         self.depth = depth
-        self.runner = FakeRunner(
+        self.runner = (FakeRunner if kv_cache.states is None else StateRunner)(
             num_blocks=kv_cache.num_blocks,
             block_size=kv_cache.block_size,
             max_num_seqs=config.max_num_seqs,
@@ -160,6 +174,7 @@ class Engine:
         """Plans one step, and applies the oldest results once `depth` plans are in flight."""
         plan = self.last_plan = self.scheduler.schedule()
         self.scheduler.check_integrity()
+        self.check_plan(plan)
         self.in_flight.append((plan, self.runner.execute(plan)))
         while len(self.in_flight) >= self.depth:
             self.collect()
@@ -170,6 +185,35 @@ class Engine:
         self.scheduler.check_integrity()
         for output in outputs.outputs:
             self.results[output.request_id].add(output)
+
+    def check_plan(self, plan: SchedulerOutput) -> None:
+        """Raises AssertionError if a plan overwrites a snapshot."""
+        states = self.scheduler._kv_cache.states
+        if states is not None:
+            pending = {slot for table in states._with_pending for _, slot in table.state.pending}
+            kept = {*states._pool.cached_blocks(), *pending}
+            written = set(plan.write_slots)
+            for request in self.scheduler.requests.running:
+                for side in request.sides:
+                    own = {side.table.state.slot, side.table.state.draft_slot}
+                    assert not kept & own & written, "a snapshot is overwritten"
+
+    def check_snapshots(self) -> int:
+        """Raises AssertionError unless every snapshot holds the state behind its tokens. Returns their number.
+
+        Only after all results are back.
+        """
+        kv_cache, runner = self.scheduler._kv_cache, self.runner
+        assert kv_cache.states is not None and isinstance(runner, StateRunner)
+        contents = {}
+        for request in self.requests:
+            for i, block_hash in enumerate(request.table.block_hashes):
+                tokens = request.token_ids[: (i + 1) * kv_cache.block_size]
+                contents[block_hash] = (request.lora_int_id, tokens)
+        snapshots = kv_cache.states._pool._block_by_hash
+        for name, slot in snapshots.items():
+            assert runner.states[slot] == contents[name], f"slot {slot} does not hold what its name says"
+        return len(snapshots)
 
     def check_hashes(self) -> None:
         """Raises AssertionError unless every block with a confirmed hash has the contents of that hash."""

@@ -175,6 +175,8 @@ class EngineCollector(Collector):
             "cache_dtype": cache.dtype,
             "enable_prefix_caching": str(cache.enable_prefix_caching),
         }
+        if summary.num_state_slots:
+            facts["num_state_slots"] = str(summary.num_state_slots)
         family = GaugeMetricFamily(prefix + "cache_config_info", "The KV cache.", labels=tuple(facts))
         family.add_metric(tuple(facts.values()), 1)
         return family

@@ -1,0 +1,40 @@
+"""Checks of settings that depend on each other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mvllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mvllm.config.engine_args import EngineArgs
+
+
+def check_combinations(args: EngineArgs) -> None:
+    """Checks settings that are permitted alone.
+
+    Raises:
+        ConfigError: They contradict each other; names both.
+    """
+    budget = args.max_num_batched_tokens
+    if budget is not None and budget < args.max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens is {budget}, but must be at least max_num_seqs ({args.max_num_seqs}): every "
+            "running sequence needs one token per step. Raise the one or lower the other."
+        )
+    if args.long_prefill_slowdown is not None and 0 < args.long_prefill_slowdown <= 1:
+        raise ConfigError(
+            f"long_prefill_slowdown is {args.long_prefill_slowdown:g}, but must be more than 1, or 0 for no limit: "
+            "a step with a part of a prompt takes longer than one without."
+        )
+    most = args.max_num_partial_prefills
+    if most is not None and most < args.max_long_partial_prefills:
+        raise ConfigError(
+            f"max_num_partial_prefills is {most}, but must be at least max_long_partial_prefills "
+            f"({args.max_long_partial_prefills}), since long prompts count too. Raise the one or lower the other."
+        )
+    if args.max_cpu_loras is not None and args.max_cpu_loras < args.max_loras:
+        raise ConfigError(
+            f"max_cpu_loras is {args.max_cpu_loras}, but must be at least max_loras ({args.max_loras}), since "
+            "adapters on the device are kept in host memory too. Raise the one or lower the other."
+        )

@@ -1,0 +1,71 @@
+"""A fake runner of a model with sequence states.
+
+A state slot holds the exact tokens that its state has consumed. A row that reads a slot whose tokens are not its own
+tokens before its position has read a wrong state. Rows of one step run at the same time: none may write to a slot that
+another row reads or writes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mvllm.messages.scheduler_output import SchedulerOutput
+from tests.unit.scheduler.fake_runner import GARBAGE, POISON, FakeRunner, _Row
+
+
+class StateRunner(FakeRunner):
+    """Executes plans, and follows the states.
+
+    Attributes:
+        states: The adapter and the tokens in each slot; POISON if a failing row has written it, GARBAGE if a row that
+            read a wrong state has.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.states: dict[int, object] = {}
+        self._reads: dict[int, object] = {}  # row -> the state that it reads in this step
+        self._writes: dict[int, int] = {}  # row -> slot
+
+    def _apply(self, plan: SchedulerOutput) -> None:
+        super()._apply(plan)
+        for data in plan.new_requests:
+            self.rows[data.row].goes_back = True
+        reads, writes = plan.read_slots, plan.write_slots
+        assert len(reads) == len(writes) == len(plan.rows)
+        assert all(slot >= 0 for slot in writes) and len(set(writes)) == len(writes), "two rows write to a slot"
+        for i, slot in enumerate(reads):
+            others = {*writes[:i], *writes[i + 1 :]}
+            assert slot not in others, f"a row writes to slot {slot}, which another row reads"
+        for slot, row in zip(reads, plan.rows, strict=True):
+            assert slot >= 0 or not self.rows[row].num_computed, "the state in the middle of a sequence is zeros"
+        self._reads = {
+            row: self.states.get(slot) if slot >= 0 else (self._adapter(self.rows[row]), [])
+            for slot, row in zip(reads, plan.rows, strict=True)
+        }
+        self._writes = dict(zip(plan.rows, writes, strict=True))
+
+    def _adapter(self, row: _Row) -> int:
+        return 0 if row.data.lora_request is None else row.data.lora_request.lora_int_id
+
+    def _read(self, row: _Row, count: int) -> list[tuple[int, int, int | None]]:
+        """Also the state, as an entry of the first computed position."""
+        found, first = super()._read(row, count), row.num_computed - count
+        state = self._reads[row.data.row]
+        if state == POISON:
+            found.append((first, 0, POISON))
+        elif state != (self._adapter(row), row.tokens[:first]):
+            found.append((first, 0, None))
+        return found
+
+    def _spread_poison(self, plan: SchedulerOutput) -> None:
+        super()._spread_poison(plan)
+        for number, count in zip(plan.rows, plan.num_scheduled_tokens, strict=True):
+            row, content = self.rows[number], None
+            if row.data.request_id in self.failing or any(found == POISON for _, _, found in self._read(row, count)):
+                content = POISON
+            elif row.reads_garbage:
+                content = GARBAGE
+            else:
+                content = (self._adapter(row), row.tokens[: row.num_computed])
+            self.states[self._writes[number]] = content
