@@ -19,8 +19,8 @@ from mvllm.testing.state_steps import (
     StateCase,
     StateHarness,
     make_layout,
-    step_cases,
     step_by_step,
+    step_cases,
     tolerance,
 )
 from mvllm.testing.tensor_assertions import assert_close, assert_equal
