@@ -9,10 +9,11 @@ import torch
 
 from mvllm.ops.all_schemas import SCHEMAS
 from mvllm.testing import op_cases
+from mvllm.testing.state_cases import compared, has_state, state_dtypes
 
 importlib.import_module("platforms.triton-kernels.tests.interpreted")
 
-from mvllm_triton import activation, norm, rotary  # noqa: E402  once Triton is imported with its interpreter
+from mvllm_triton import activation, norm, rotary, state  # noqa: E402  once Triton is imported with its interpreter
 from mvllm_triton.argmax import argmax  # noqa: E402
 
 DTYPES = ("float32", "bfloat16", pytest.param("float16", marks=pytest.mark.exhaustive))
@@ -25,6 +26,11 @@ FUNCTIONS = {
     "gelu_and_mul": activation.gelu_and_mul,
     "gelu_tanh_and_mul": activation.gelu_tanh_and_mul,
     "argmax": argmax,
+    "causal_conv1d": state.causal_conv1d,
+    "ssd": state.ssd,
+    "gated_delta_rule": state.gated_delta_rule,
+    "kda": state.kda,
+    "gated_rms_norm": state.gated_rms_norm,
 }
 
 
@@ -36,12 +42,15 @@ def as_tuple(result):
 @pytest.mark.parametrize("op", FUNCTIONS)
 def test_every_case_of_core(op, dtype):
     for trial in op_cases.op_calls(op, dtype):
-        exact, found = as_tuple(op_cases.exact(trial)), as_tuple(FUNCTIONS[op](*trial.make()))
+        arguments = trial.make()
+        exact, found = as_tuple(op_cases.exact(trial)), as_tuple(FUNCTIONS[op](*arguments))
+        if has_state(op):
+            found = compared(trial, found, arguments)
         assert len(exact) == len(found)
         for wanted, got in zip(exact, found):
             assert got.shape == wanted.shape, trial
             if got.is_floating_point():
-                assert got.dtype == getattr(torch, dtype)
+                assert got.dtype in (getattr(torch, dtype), *state_dtypes(trial))
                 allowed = op_cases.tolerance(dtype) * wanted.abs().max()
                 assert (got.double() - wanted).abs().max() <= allowed, trial
             else:
