@@ -1,12 +1,11 @@
 """OLMo hybrid: gated delta nets with norms before their blocks, and OLMo 2's attention with norms after its blocks.
 
-Published checkpoints have no rotary embedding. With a `rope_theta` in the config the attention has it.
+Published checkpoints have no rotary embedding: their `rope_theta` is null.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -43,7 +42,7 @@ class OlmoHybridForCausalLM(Olmo2ForCausalLM):
     """`OlmoHybridForCausalLM` of Hugging Face checkpoints."""
 
     def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
-        self._rotates = _rope_theta(config) is not None
+        self._rotates = _has_rope(config)
         super().__init__(config, ctx)
         if not self._rotates:  # a table of one row replaces that of all positions
             self.rotary = RotaryEmbedding(ctx, self.rotary.rope, 1)
@@ -96,5 +95,9 @@ class OlmoHybridForCausalLM(Olmo2ForCausalLM):
         return kinds[layer] == "full_attention"
 
 
-def _rope_theta(config: ModelConfig) -> Any:
-    return rope_settings(config.hf_config).get("rope_theta", config.hf_config.get("rope_theta"))
+def _has_rope(config: ModelConfig) -> bool:
+    """Whether the attention has rotary embedding: not if `rope_theta` is null. Without that key it has."""
+    for settings in (rope_settings(config.hf_config), config.hf_config.as_dict()):
+        if "rope_theta" in settings:
+            return settings["rope_theta"] is not None
+    return True
