@@ -118,10 +118,7 @@ class BufferLayout:
             for slot_mapping_index, block_table_index in self.slot_and_table_indices[1:]
         ]
 
-
-    def state_layout(
-        self, parts: list[np.ndarray], views: list[torch.Tensor], of: BatchLayout
-    ) -> StateLayout | None:
+    def state_layout(self, parts: list[np.ndarray], views: list[torch.Tensor], of: BatchLayout) -> StateLayout | None:
         """The StateLayout of a step; None without sequence states.
 
         Args:
@@ -283,7 +280,7 @@ class StepInputBuilder:
         num_scheduled: np.ndarray,
         sampling_positions: np.ndarray,
         num_draft_tokens: np.ndarray | None = None,
-        slots: np.ndarray | None = None,
+        state_slots: np.ndarray | None = None,
     ) -> StepInputs:
         """The inputs of a step over tokens in the history, draft tokens included.
 
@@ -293,7 +290,7 @@ class StepInputBuilder:
             num_scheduled: int32 [R]: positions of each row in the step, at least one.
             sampling_positions: int64 [S]: positions among `rows`, rising.
             num_draft_tokens: int32 [S]; None without draft tokens.
-            slots: int32 [2, R]: the state slots that each row reads and writes; None without sequence states.
+            state_slots: int32 [2, R]: the state slots that each row reads and writes; None without sequence states.
         """
         table, history = self._rows, self._rows.history
         seq_lens = first + num_scheduled
@@ -371,8 +368,8 @@ class StepInputBuilder:
         if self._with_sample_rows:
             sample_rows[:num_sampling] = rows[sampling_positions]
             sample_rows[num_sampling:] = table.max_rows
-        if slots is not None:
-            for part, of_rows in zip(parts[9:11], slots, strict=True):
+        if state_slots is not None:
+            for part, of_rows in zip(parts[9:11], state_slots, strict=True):
                 part[:num_requests] = of_rows
                 part[num_requests:] = -1
         if padded_logits_rows > num_logits_rows:
