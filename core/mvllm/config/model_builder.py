@@ -86,8 +86,7 @@ _NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attentio
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 
 # transformers' defaults for an absent key (null means the same as for other families).
-_ABSENT_HEAD_DIM = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256, "glm": 128, "glm4": 128, "gpt_oss": 64,
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), 256)}
+_ABSENT_HEAD_DIM = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256, "glm": 128, "glm4": 128, "gpt_oss": 64}
 _ABSENT_SLIDING_WINDOW = {
     **dict.fromkeys(("mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma2", "gemma3_text"), 4096),
     "gpt_oss": 128,
@@ -98,7 +97,6 @@ _NEVER_SLIDING = (
     *("llama", "opt", "gpt2", "granite", "olmo2", "glm", "glm4", "falcon", "emu3_text_model"),
     *("bamba", "granitemoehybrid", "falcon_h1", "nemotron_h"),
     *("deepseek_v2", "deepseek_v3"),
-    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "kimi_linear", "olmo_hybrid"),
     *("bert", "roberta", "xlm-roberta", "distilbert"),
 )
 # Families whose `sliding_window` applies only with `use_sliding_window`, which is off by default.

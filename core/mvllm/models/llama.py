@@ -266,8 +266,8 @@ class LlamaForCausalLM(CausalLM):
 
     def build_layer(
         self, ctx: BuildContext, options: LlamaOptions, layer: int, attention: nn.Module, mlp: nn.Module
-    ) -> LlamaLayer:
-        """A layer of these blocks."""
+    ) -> nn.Module:
+        """A layer of these blocks; `forward` as in LlamaLayer, or as the model's own `forward` calls it."""
         return LlamaLayer(self.config, ctx, options, layer, attention, mlp)
 
     def forward(

@@ -16,7 +16,7 @@ from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.gated_delta_net import DeltaNetConfig, DeltaNetNames, GatedDeltaNet
 from mvllm.layers.rotary import CosSinRows, RotaryEmbedding
 from mvllm.models.layer_kinds import layer_kinds
-from mvllm.models.llama import LayerNorms, LlamaAttention, LlamaLayer, LlamaOptions
+from mvllm.models.llama import LayerNorms, LlamaAttention, LlamaOptions
 from mvllm.models.moe_config import check_activation
 from mvllm.models.olmo2 import Olmo2ForCausalLM
 
@@ -55,7 +55,7 @@ class OlmoHybridForCausalLM(Olmo2ForCausalLM):
 
     def build_layer(
         self, ctx: BuildContext, options: LlamaOptions, layer: int, attention: nn.Module, mlp: nn.Module
-    ) -> LlamaLayer:
+    ) -> nn.Module:
         """Layers with a gated delta net have norms before their blocks instead of after them."""
         if not self._has_attention(layer):
             options = replace(options, norms=LayerNorms())
