@@ -290,12 +290,14 @@ def make_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) 
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             parameter.copy_(_draw(parameter_name, parameter.shape, generator))
+            if parameter_name.endswith("A_log") and "attn" in parameter_name:
+                parameter -= 2.0  # so that a delta rule keeps more than a few tokens
+            if "linear_attn.norm" in parameter_name:
+                continue  # stores the weight itself
             if "c_attn" in parameter_name and not model.config.scale_attn_weights:
                 parameter *= 0.5  # same spread of scores as with the usual scale
             if model.config.model_type in _OFFSET_NORMS and "norm" in parameter_name:
-                parameter -= 0.0 if "linear_attn" in parameter_name else 1.0
-            if parameter_name.endswith("A_log") and "attn" in parameter_name:
-                parameter -= 2.0  # so that a delta rule keeps more than a few tokens
+                parameter -= 1.0
             if model.config.model_type == "gemma4_text" and parameter_name.endswith("q_norm.weight"):
                 parameter *= len(parameter) ** -0.5  # scores have no scale, so published norms have one
         for buffer_name, buffer in model.named_buffers():

@@ -27,7 +27,8 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 _MATRICES = re.compile(
-    r"(_proj(_qkvz?|_ba|_[zba])?|\.w[123]|lm_head|c_attn|c_proj|c_fc|query_key_value|dense|dense_h_to_4h|dense_4h_to_h)\.weight$"
+    r"(_proj(_qkvz?|_ba|_[zba])?|\.w[123]|lm_head|c_attn|c_proj|c_fc|query_key_value|dense|dense_h_to_4h|dense_4h_to_h)"
+    r"\.weight$"
 )
 
 

@@ -106,6 +106,8 @@ def as_published(config: dict[str, Any]) -> None:
                 "short_conv_kernel_size": config.pop("linear_conv_kernel_dim"),
             }
             config |= {"first_k_dense_replace": dense.count("dense"), "moe_layer_freq": 1, "mla_use_nope": True}
+        case "olmo_hybrid":
+            config["rope_parameters"]["rope_theta"] = None
         case other:
             raise ValueError(other)
 
@@ -246,7 +248,8 @@ DELTA: dict[str, dict[str, Any]] = {
         **_LONG_RUN,
     },
     "olmohybrid": {
-        **_of(OlmoHybridConfig, {**_SIZES, **_DELTA}, rope_parameters=None, num_key_value_heads=4),
+        **_of(OlmoHybridConfig, {**_SIZES, **_DELTA}, num_key_value_heads=4),
+        "edit_config": as_published,
         "edit_tensors": with_filters_of((32, 32, 48)),
     },
     "olmohybrid-rope": {

@@ -1,12 +1,11 @@
 """OLMo hybrid: gated delta nets with norms before their blocks, and OLMo 2's attention with norms after its blocks.
 
-Published checkpoints have no rotary embedding. With a `rope_theta` in the config the attention has it.
+Published checkpoints have no rotary embedding: their `rope_theta` is null.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.gated_delta_net import DeltaNetConfig, DeltaNetNames, GatedDeltaNet
 from mvllm.layers.rotary import CosSinRows, RotaryEmbedding
 from mvllm.models.layer_kinds import layer_kinds
-from mvllm.models.llama import LayerNorms, LlamaAttention, LlamaLayer, LlamaOptions
+from mvllm.models.llama import LayerNorms, LlamaAttention, LlamaOptions
 from mvllm.models.moe_config import check_activation
 from mvllm.models.olmo2 import Olmo2ForCausalLM
 
@@ -43,7 +42,7 @@ class OlmoHybridForCausalLM(Olmo2ForCausalLM):
     """`OlmoHybridForCausalLM` of Hugging Face checkpoints."""
 
     def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
-        self._rotates = _rope_theta(config) is not None
+        self._rotates = _has_rope(config)
         super().__init__(config, ctx)
         if not self._rotates:  # a table of one row replaces that of all positions
             self.rotary = RotaryEmbedding(ctx, self.rotary.rope, 1)
@@ -56,7 +55,7 @@ class OlmoHybridForCausalLM(Olmo2ForCausalLM):
 
     def build_layer(
         self, ctx: BuildContext, options: LlamaOptions, layer: int, attention: nn.Module, mlp: nn.Module
-    ) -> LlamaLayer:
+    ) -> nn.Module:
         """Layers with a gated delta net have norms before their blocks instead of after them."""
         if not self._has_attention(layer):
             options = replace(options, norms=LayerNorms())
@@ -96,5 +95,9 @@ class OlmoHybridForCausalLM(Olmo2ForCausalLM):
         return kinds[layer] == "full_attention"
 
 
-def _rope_theta(config: ModelConfig) -> Any:
-    return rope_settings(config.hf_config).get("rope_theta", config.hf_config.get("rope_theta"))
+def _has_rope(config: ModelConfig) -> bool:
+    """Whether the attention has rotary embedding: not if `rope_theta` is null. Without that key it has."""
+    for settings in (rope_settings(config.hf_config), config.hf_config.as_dict()):
+        if "rope_theta" in settings:
+            return settings["rope_theta"] is not None
+    return True

@@ -15,16 +15,12 @@ PER_TOKEN = {
 """Checkpoints that differ from another one of their family only in tensor names, files, or a function of one token or
 position. One test compares them with transformers; the exhaustive tests add chunks and preemption."""
 
-SAME_STATES = {"qwen35", "qwen35moe", "lfm2moe", "kimilinear", "olmohybrid"}
-"""Checkpoints whose sequence states are handled as those of another family: likewise."""
-
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "checkpoint" in metafunc.fixturenames:
         is_further = "alone" not in metafunc.function.__name__
-        alone = PER_TOKEN | SAME_STATES
         names = [
-            pytest.param(*each.values, marks=[*each.marks, *[pytest.mark.exhaustive] * (each.values[0] in alone)])
+            pytest.param(*each.values, marks=[*each.marks, *[pytest.mark.exhaustive] * (each.values[0] in PER_TOKEN)])
             if is_further
             else each
             for each in marked(metafunc.cls.names)
