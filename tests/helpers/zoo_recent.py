@@ -175,6 +175,7 @@ RECENT: dict[str, dict[str, Any]] = {
     ),
     "cohere2-all-local": _of(
         Cohere2Config,
+        logit_scale=0.5,
         sliding_window=11,
         layer_types=["sliding_attention"] * 3,
         num_key_value_heads=4,
