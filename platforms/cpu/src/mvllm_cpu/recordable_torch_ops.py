@@ -7,7 +7,7 @@ A step that contains an operation of torch cannot be replayed. While a step is r
     x.to(dtype)                       between float32 and bfloat16
     x.index_select(-1, order)         the elements of each head in another order: x [T, heads, size]
 
-Results are bit-identical to torch's.
+Results are bit-identical to torch's, except for the bits of NaN.
 """
 
 from __future__ import annotations
