@@ -305,7 +305,7 @@ def test_an_image_that_fails_does_not_affect_the_others(janus: Janus, tmp_path: 
     (image,) = failed.images
     assert (image.finish_reason, image.is_whole, image.pixels) == ("error", False, None)
     assert "NaN" in (image.error or "")
-    with pytest.raises(ConfigError, match="Image 0 failed and has no pixels: .*NaN"):
+    with pytest.raises(ConfigError, match=r"Image 0 failed and has no pixels: .*NaN"):
         image.png()
 
 
