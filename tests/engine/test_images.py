@@ -154,7 +154,11 @@ def test_prompts_are_formatted_as_transformers_processors_do(llm: LLM) -> None:
         ),
         pytest.param({"tensor_parallel_size": 2, **THREADS}, id="TP"),
         pytest.param({"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}, id="TP, processes"),
-        pytest.param({"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, id="PP, processes"),
+        pytest.param(
+            {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+            id="PP, processes",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             {"pipeline_parallel_size": 2, "max_num_batched_tokens": 30, **THREADS},
             id="PP in chunks",
@@ -305,7 +309,7 @@ def test_an_image_that_fails_does_not_affect_the_others(janus: Janus, tmp_path: 
     (image,) = failed.images
     assert (image.finish_reason, image.is_whole, image.pixels) == ("error", False, None)
     assert "NaN" in (image.error or "")
-    with pytest.raises(ConfigError, match="Image 0 failed and has no pixels: .*NaN"):
+    with pytest.raises(ConfigError, match=r"Image 0 failed and has no pixels: .*NaN"):
         image.png()
 
 

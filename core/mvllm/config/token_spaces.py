@@ -139,12 +139,16 @@ def _check_family(declared: dict[str, TokenSpace], expected: dict[str, TokenSpac
     """
     for name, space in expected.items():
         found = declared.get(name)
-        if found is None or (found.first, found.size, found.has_own_head) != (space.first, space.size, space.has_own_head):
+        if found is None or _place_of(found) != _place_of(space):
             raise ModelError(
                 f"{source}: 'token_spaces' declares {sorted(declared)}, but a model of this family has the space "
                 f"{name!r} with first={space.first}, size={space.size} and has_own_head={space.has_own_head}. Declare "
                 "it so, or leave 'token_spaces' out."
             )
+
+
+def _place_of(space: TokenSpace) -> tuple[int, int, bool]:
+    return space.first, space.size, space.has_own_head
 
 
 def _space_from(name: str, fields: dict[str, Any], source: str) -> TokenSpace:

@@ -62,8 +62,9 @@ class ImageParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def _logprobs(name: str, value: Any) -> bool | int | None:
-    is_zero = type(value) is int and value == 0
-    return value if value is None or isinstance(value, bool) or is_zero else reject(name, value, "True, False, 0 or None")
+    if value is None or isinstance(value, bool) or (type(value) is int and value == 0):
+        return value
+    return bool(reject(name, value, "True, False, 0 or None"))
 
 
 def _negative_prompt(name: str, value: Any) -> str | list[int] | None:

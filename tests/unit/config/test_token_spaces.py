@@ -93,7 +93,8 @@ JANUS = {"architectures": ["JanusForConditionalGeneration"], "vq_config": {"num_
 )
 def test_a_family_of_images_declares_its_space_or_leaves_it_out(tmp_path, declared):
     write_folder(tmp_path, {**LLAMA, **JANUS}, token_spaces=declared)
-    with pytest.raises(ModelError, match=f"has the space 'image' with first={VOCAB_SIZE}, size=16 and has_own_head=True"):
+    expected = f"has the space 'image' with first={VOCAB_SIZE}, size=16 and has_own_head=True"
+    with pytest.raises(ModelError, match=expected):
         build_model_config(model="m", folder=tmp_path, tokenizer=None)
     write_folder(tmp_path, {**LLAMA, **JANUS}, token_spaces={"image": {"first": VOCAB_SIZE, "size": 16}})
     assert list(build_model_config(model="m", folder=tmp_path, tokenizer=None).token_spaces) == ["image"]

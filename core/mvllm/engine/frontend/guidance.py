@@ -9,7 +9,7 @@ from mvllm.config.token_spaces import TokenSpace
 from mvllm.engine.tokenizer.tokenizer import Tokenizer
 from mvllm.errors import RequestError
 from mvllm.messages.field_checks import describe_value, reject
-from mvllm.messages.sampling_params import SamplingParams
+from mvllm.messages.sampling_params import TEXT, SamplingParams
 
 
 class GuidanceProcessor:
