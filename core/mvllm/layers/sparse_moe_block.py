@@ -12,7 +12,6 @@ from mvllm.layers.context import BuildContext
 from mvllm.layers.linear import ReplicatedLinear
 from mvllm.layers.norm import whole_tensor_target
 from mvllm.layers.routing import Routing
-from mvllm.layers.stacked_moe import StackedMoE
 from mvllm.layers.weight_target import WeightTarget
 
 
