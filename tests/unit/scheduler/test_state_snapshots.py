@@ -227,6 +227,23 @@ def test_a_request_waits_only_for_one_before_it_in_the_service_order():
     check_tokens(engine, urgent)
 
 
+def test_a_request_does_not_wait_long_for_one_that_stands_still():
+    limits = {"long_prefill_token_threshold": 20, "max_long_partial_prefills": 1}
+    engine = make_engine(num_blocks=200, max_model_len=300, **limits)
+    prompt = list(range(60))
+    engine.add(make_request(200), held_back := make_request(prompt), make_request(2, max_tokens=100))
+    engine.step()
+    # From now on a request generates, and the second long prompt stands still until the first one is computed.
+    engine.add(short := make_request([*prompt[:16], 99]))
+    num_steps = 1
+    while not (plan := engine.step()).new_requests:
+        num_steps += 1
+    assert num_steps == 6 and plan.new_requests[0].num_computed_tokens == 8
+    assert engine.scheduler.requests.by_id[held_back.request_id].num_computed_tokens == 8
+    engine.run()
+    check_tokens(engine, held_back, short)
+
+
 def test_a_request_does_not_wait_if_it_would_not_find_more():
     engine = make_engine()
     prompt = list(range(16))
