@@ -24,6 +24,7 @@ _OPTIONAL = frozenset(
         "sample_tokens",
         "collect_output",
         "group_layers",
+        "allocate_states",
         "sleep",
         "wake_up",
         "add_lora",
