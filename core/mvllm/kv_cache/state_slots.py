@@ -200,6 +200,7 @@ class StateSlots:
         """Records that a request starts to run, so that others can wait for its snapshots."""
         table.state.order = order
         if table.root is not None:
+            self._hashes_of(table, (len(table.token_ids) - 1) // self._block_size)  # for `must_wait`
             self._computing[table] = None
 
     def free(self, table: BlockTable, num_computed_tokens: int) -> None:

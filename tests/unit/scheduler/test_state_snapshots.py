@@ -227,6 +227,16 @@ def test_a_request_waits_only_for_one_before_it_in_the_service_order():
     check_tokens(engine, urgent)
 
 
+def test_a_request_waits_for_one_that_needs_every_position():
+    engine = make_engine()
+    prompt = list(range(24))
+    engine.add(asks := make_request(prompt, prompt_logprobs=1), waits := make_request(prompt))
+    assert engine.step().num_scheduled_tokens == [8]
+    engine.run()
+    assert num_cached(engine, asks, waits) == [0, 20]
+    check_tokens(engine, asks, waits)
+
+
 def test_a_request_does_not_wait_long_for_one_that_stands_still():
     limits = {"long_prefill_token_threshold": 20, "max_long_partial_prefills": 1}
     engine = make_engine(num_blocks=200, max_model_len=300, **limits)
