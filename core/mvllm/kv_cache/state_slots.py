@@ -23,7 +23,8 @@ another prompt has left this one. Steps end at these positions. A running reques
 because it overwrites its own: then it leaves no snapshot.
 
 A waiting request waits for a snapshot that an earlier running request is going to write. So equal prompts that arrive
-together are computed once. It waits no longer than that request runs; that one never waits for a later one.
+together are computed once. It does not wait for a few tokens, and only while that request runs and advances. That one
+never waits for a later one.
 
 A step with draft tokens reads one slot and writes another. If all draft tokens are accepted the request goes on with
 the second one, otherwise with the first: it computes the accepted tokens again.
@@ -38,11 +39,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from mvllm.kv_cache.block_hash import BlockHash
 from mvllm.kv_cache.block_pool import BlockPool
 from mvllm.kv_cache.block_table import BlockTable
-from mvllm.kv_cache.request_state import NO_POSITION, RequestState
+from mvllm.kv_cache.request_state import NO_POSITION, AwaitedSnapshot, RequestState
 from mvllm.kv_cache.unconfirmed_block_hashes import UnconfirmedBlockHashes
 
 LEAST_DISTANCE = 64
 """Default of StateSlots."""
+
+_PATIENCE = 4
+"""In so many plans a request may stand still while another one waits for its snapshot: it may be held back as a long
+prompt that waits for other long prompts, and the one that waits may be short."""
 
 _MOST_PROMPT_SNAPSHOTS = 8
 """Most snapshots of one prompt besides those at multiples of the interval: each one ends a step."""
@@ -57,7 +62,8 @@ class StateSlots:
         interval: Tokens between two regular snapshots, rounded up to blocks; 0 for none.
         unconfirmed: Records the hashes of snapshots like those of blocks. Slot s has the number ~s.
         hashes_of: The hashes of the first blocks of a table, whose tokens are known; fewer if not all may be shared.
-        least_distance: A snapshot at the end of a prompt is at least so many tokens behind the one before it.
+        least_distance: A snapshot at the end of a prompt is at least so many tokens behind the one before it, and a
+            request waits for at least so many tokens, or for an interval. Both hold for requests without siblings.
     """
 
     def __init__(
@@ -77,6 +83,7 @@ class StateSlots:
         self._hashes_of = hashes_of
         self._least_distance = least_distance
         self._with_pending: dict[BlockTable, None] = {}
+        self._num_plans = 0
         self._computing: dict[BlockTable, None] = {}  # running requests that compute their prompt, and some that did
 
     # ----------------------------------------------------------------------------------------------------- queries
@@ -99,11 +106,14 @@ class StateSlots:
     def must_wait(self, table: BlockTable, num_cached: int, order: tuple[int, int]) -> bool:
         """Whether a request should wait for a snapshot that a running request is going to write.
 
+        It does not wait for a few tokens. Nor does it keep the state where that request is going to.
+
         Args:
             num_cached: Tokens of the snapshot that it would start from now.
             order: Its place in the service order.
         """
         state, size, best = table.state, self._block_size, num_cached
+        gain = 1 if state.has_siblings else min(self._least_distance, self._interval or self._least_distance)
         hashes = self._hashes_of(table, (len(table.token_ids) - 1) // size)
         for other_table in list(self._computing):
             other = other_table.state
@@ -117,16 +127,24 @@ class StateSlots:
             position = self._offered_position(other_table, common, best)
             if position > best:
                 best = position
-                state.awaited = other, other.num_starts, position
-        return best > num_cached
+                if position - num_cached >= gain:
+                    state.awaited = AwaitedSnapshot(other, position, self._num_plans)
+        if state.shared_end <= best:
+            state.shared_end = 0
+        return state.awaited is not None
 
     def still_waits(self, state: RequestState) -> bool:
         """Whether the snapshot that a request waits for is still going to be written."""
-        if state.awaited is None:
+        awaited = state.awaited
+        if awaited is None:
             return False
-        other, num_starts, position = state.awaited
-        if other.slot >= 0 and other.num_starts == num_starts and other.position < position:
-            return True
+        writer = awaited.writer
+        if writer.slot >= 0 and writer.num_starts == awaited.num_starts and writer.position < awaited.position:
+            if writer.position > awaited.seen:
+                awaited.seen, awaited.plan = writer.position, self._num_plans
+            if self._num_plans - awaited.plan <= _PATIENCE:
+                return True
+            state.is_impatient = True
         state.awaited = None
         return False
 
@@ -155,7 +173,8 @@ class StateSlots:
             name: Hash of their snapshot; None for position 0.
         """
         pool, state = self._pool, table.state
-        state.source, state.position, state.awaited = -1, position, None
+        state.source, state.position = -1, position
+        state.awaited, state.is_impatient = None, False
         state.num_starts += 1
         if name is not None:
             snapshot = pool.get_cached_block(name)
@@ -189,6 +208,7 @@ class StateSlots:
         """Records that a request starts to run, so that others can wait for its snapshots."""
         table.state.order = order
         if table.root is not None:
+            self._hashes_of(table, (len(table.token_ids) - 1) // self._block_size)  # for `must_wait`
             self._computing[table] = None
 
     def free(self, table: BlockTable, num_computed_tokens: int) -> None:
@@ -215,6 +235,7 @@ class StateSlots:
 
     def start_plan(self) -> None:
         """Begins a plan: snapshots written by earlier plans get their hashes, as far as their tokens are known."""
+        self._num_plans += 1
         for table in list(self._with_pending):
             self._name_pending(table, NO_POSITION)
             if not table.state.pending:
@@ -303,6 +324,7 @@ class StateSlots:
         self._with_pending.clear()
         for table in tables:
             table.state.next_snapshot, table.state.prompt_snapshots = NO_POSITION, []
+            table.state.num_starts += 1  # nobody waits for it any more
 
     def check_integrity(self, tables: Collection[BlockTable]) -> None:
         """Raises AssertionError unless the slots of all requests and the pool agree.
