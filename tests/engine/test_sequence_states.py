@@ -90,7 +90,10 @@ def test_rejected_draft_tokens_leave_no_trace_in_the_state(stack: ExitStack, exp
 
 
 def test_batch_invariance_is_refused(expected: Oracle) -> None:
-    with pytest.raises(ConfigError, match="batch_invariant is set"), parity.engine(expected.folder, batch_invariant=True):
+    with (
+        pytest.raises(ConfigError, match="batch_invariant is set"),
+        parity.engine(expected.folder, batch_invariant=True),
+    ):
         pass
 
 

@@ -41,7 +41,7 @@ class Capabilities:
         batch_invariant: Since contract 1.1. The engine setting `batch_invariant` is supported: attention backends
             accept specs with `AttentionSpec.batch_invariant`, and the providers with `OpProvider.batch_invariant`
             include the operations of its models, `logsumexp` and `filtered_draw`.
-        state: Since contract 1.1. Models with sequence states (StateBackend) run, for instance Mamba-2 and hybrid models.
+        state: Since contract 1.1. Models with sequence states (StateBackend) run: Mamba-2 and hybrid models.
     """
 
     dtypes: tuple[str, ...]

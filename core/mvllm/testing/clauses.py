@@ -283,8 +283,8 @@ _ALL = (
     ),
     Clause(
         "STA-02",
-        "`StateBackend.build_metadata` returns StateArguments with the slots and `query_start_loc` of the layout on the "
-        "device.",
+        "`StateBackend.build_metadata` returns StateArguments with the slots and `query_start_loc` of the layout on "
+        "the device.",
         "state",
         since=(1, 1),
     ),
@@ -297,8 +297,8 @@ _ALL = (
     ),
     Clause(
         "STA-04",
-        "An operation on states writes to the write slots of requests with tokens, and to no other slot; padding writes "
-        "to none, and its results are finite.",
+        "An operation on states writes to the write slots of requests with tokens, and to no other slot; padding "
+        "writes to none, and its results are finite.",
         "state",
         since=(1, 1),
     ),

@@ -1,7 +1,7 @@
 """Test cases for operations on sequence states: tensors of a step, and a harness that runs steps on the device.
 
-    sequences on the host ──cut into steps──> StateHarness (backend and operation of the platform)
-             └──one token at a time──> the reference on the host, which is exact
+sequences on the host ──cut into steps──> StateHarness (backend and operation of the platform)
+         └──one token at a time──> the reference on the host, which is exact
 """
 
 from __future__ import annotations
@@ -87,9 +87,7 @@ def rows_of(
     case: StateCase, arguments: Sequence[torch.Tensor | None], tokens: slice
 ) -> tuple[torch.Tensor | None, ...]:
     """The arguments for some of the tokens."""
-    return tuple(
-        x[tokens] if i in case.per_token and x is not None else x for i, x in enumerate(arguments)
-    )
+    return tuple(x[tokens] if i in case.per_token and x is not None else x for i, x in enumerate(arguments))
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,9 @@ def make_layout(pieces: Sequence[Piece], *, padding: int = 0, padding_requests: 
         starts,
         read,
         write,
-        *(torch.from_numpy(array) for array in (starts, read, write)),
+        torch.from_numpy(starts),
+        torch.from_numpy(read),
+        torch.from_numpy(write),
         kind=StepKind.DECODE if longest == 1 else StepKind.MIXED,
         num_decodes=next((i for i, length in enumerate(lengths) if length != 1), len(lengths)),
     )

@@ -118,10 +118,7 @@ class BufferLayout:
             for slot_mapping_index, block_table_index in self.slot_and_table_indices[1:]
         ]
 
-
-    def state_layout(
-        self, parts: list[np.ndarray], views: list[torch.Tensor], of: BatchLayout
-    ) -> StateLayout | None:
+    def state_layout(self, parts: list[np.ndarray], views: list[torch.Tensor], of: BatchLayout) -> StateLayout | None:
         """The StateLayout of a step; None without sequence states.
 
         Args:
