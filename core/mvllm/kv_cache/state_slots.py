@@ -178,7 +178,8 @@ class StateSlots:
             if self._is_regular(table) and state.shared_end > position:
                 chosen.append(state.shared_end)
             prompt_end = (state.num_prompt_tokens - 1) // size * size
-            last = max(position, *(each for each in chosen if each <= prompt_end), self._regular_before(table, prompt_end))
+            before = [each for each in chosen if each <= prompt_end]
+            last = max(position, self._regular_before(table, prompt_end), *before)
             if prompt_end - last >= (1 if state.has_siblings else self._least_distance):
                 insort(chosen, prompt_end)
         state.prompt_snapshots = chosen

@@ -363,6 +363,24 @@ def test_a_request_that_read_a_snapshot_of_a_failed_one_starts_again(depth):
     engine.check_snapshots()
 
 
+@pytest.mark.parametrize("depth", [2, 3])
+def test_so_does_one_that_read_blocks_of_another_request_and_only_the_state_of_the_failed_one(depth):
+    engine = make_engine(depth=depth, state_snapshot_interval=0, least_snapshot_distance=64)
+    start = list(range(18))
+    steps_of(engine, make_request([*start, 50], max_tokens=1))  # leaves blocks, and no state
+    bad, reader = make_request([*start, 60], request_id="bad"), make_request([*start, 70])
+    engine.runner.failing.add("bad")
+    engine.add(bad, reader)
+    assert engine.step().num_scheduled_tokens == [16]
+    assert engine.step().num_scheduled_tokens == [3, 3]  # the results of the first step are not back
+    engine.run()
+    while engine.in_flight:
+        engine.collect()
+    assert engine.results["bad"].finish_reason is FinishReason.ERROR
+    check_tokens(engine, reader)
+    engine.check_snapshots()
+
+
 def test_no_snapshot_of_a_failed_request_is_found():
     engine = make_engine()
     prompt = list(range(24))
