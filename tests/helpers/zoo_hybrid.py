@@ -190,7 +190,12 @@ HYBRID: dict[str, dict[str, Any]] = {
     "bamba": {"config": _bamba(**_ROPE), "exhaustive": True},
     "bamba-groups": {
         "config": _bamba(
-            mamba_n_groups=2, mamba_proj_bias=True, attention_bias=True, mlp_bias=True, tie_word_embeddings=True, **_ROPE
+            mamba_n_groups=2,
+            mamba_proj_bias=True,
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=True,
+            **_ROPE,
         ),
         "exhaustive": True,
     },
