@@ -85,7 +85,8 @@ void mvllm_cpu_ssd(const void* x, int64_t x_stride, const void* dt, int64_t dt_s
     const int64_t elements = head_dim * state_size;
     const int threads = threads_for(tokens * heads * elements);
     over_states(threads, requests, heads, head_dim, SSD_ROWS, [&](int64_t request, int64_t head, int64_t begin, int64_t end) {
-        current_isa().ssd(op, request, head, begin, end, scratch_of(elements));
+        const int64_t group = 2 * STATE_TOKENS * (end - begin + MAX_LANES);
+        current_isa().ssd(op, request, head, begin, end, scratch_of(elements + group));
     });
 }
 

@@ -8,11 +8,18 @@
 // cut into steps nor on the other requests.
 
 INLINE float sum_of_lanes(vf v) {
-    float part[LANES];
-    store(part, v);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; ++i) part[i] += part[i + half];
-    return part[0];
+#if LANES == 4
+    return (v[0] + v[2]) + (v[1] + v[3]);
+#else
+#if LANES == 16
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
+#else
+    const __m256 half = (__m256)v;
+#endif
+    __m128 sum = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+    return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
+#endif
 }
 
 // Widens `count` elements and sets those up to the next multiple of LANES to zero.
@@ -46,13 +53,14 @@ INLINE float get_element(const void* p, int64_t i, int32_t dtype) {
 
 // ---- convolution -------------------------------------------------------------------------------------------------------
 
-template <class E>
-static void causal_conv1d_channels(const CausalConv1d& op, int64_t request, int64_t begin, int64_t end) {
+// K: the kernel size if it is known to the compiler, else 0.
+template <class E, int K>
+static void conv_channels(const CausalConv1d& op, int64_t request, int64_t begin, int64_t end) {
     typedef typename E::type T;
     constexpr int BLOCK = 64;
     const Tokens tokens = tokens_of(op.step, request);
     if (tokens.begin == tokens.end) return;
-    const int kernel = int(op.kernel_size), older = kernel - 1;
+    const int kernel = K ? K : int(op.kernel_size), older = kernel - 1;
     const int64_t row = op.channels * older;
     const T* from = tokens.read < 0 ? nullptr : static_cast<const T*>(op.state) + tokens.read * row;
     T* to = tokens.write < 0 ? nullptr : static_cast<T*>(op.state) + tokens.write * row;
@@ -64,11 +72,15 @@ static void causal_conv1d_channels(const CausalConv1d& op, int64_t request, int6
         const int64_t count = end - first < BLOCK ? end - first : BLOCK;
         const int width = int((count + LANES - 1) / LANES * LANES);
         for (int c = 0; c < width; ++c) biases[c] = bias && c < count ? E::get(bias[first + c]) : 0.f;
+        for (int c = 0; c < count; ++c)
+            for (int k = 0; k < kernel; ++k) weights[k][c] = E::get(weight[(first + c) * kernel + k]);
+        if (from)
+            for (int c = 0; c < count; ++c)
+                for (int k = 0; k < older; ++k) inputs[k][c] = E::get(from[(first + c) * older + k]);
         for (int k = 0; k < kernel; ++k)
-            for (int c = 0; c < width; ++c) {
-                weights[k][c] = c < count ? E::get(weight[(first + c) * kernel + k]) : 0.f;
-                inputs[k][c] = from && k < older && c < count ? E::get(from[(first + c) * older + k]) : 0.f;
-            }
+            for (int c = from ? int(count) : 0; c < width; ++c) inputs[k][c] = 0.f;
+        for (int k = 0; k < kernel; ++k)
+            for (int c = int(count); c < width; ++c) weights[k][c] = 0.f;
         int oldest = 0;
         for (int64_t t = tokens.begin; t < tokens.end; ++t) {
             const int newest = oldest ? oldest - 1 : older;
@@ -84,11 +96,20 @@ static void causal_conv1d_channels(const CausalConv1d& op, int64_t request, int6
             narrow_some<E>(static_cast<T*>(op.out) + t * op.channels + first, sums, count);
             oldest = oldest + 1 < kernel ? oldest + 1 : 0;
         }
-        if (to)
-            for (int k = 0; k < older; ++k) {
-                const float* input = inputs[oldest + k < kernel ? oldest + k : oldest + k - kernel];
-                for (int c = 0; c < count; ++c) to[(first + c) * older + k] = E::put(input[c]);
-            }
+        if (!to) continue;
+        const float* last[MAX_CONV_KERNEL];
+        for (int k = 0; k < older; ++k) last[k] = inputs[oldest + k < kernel ? oldest + k : oldest + k - kernel];
+        for (int c = 0; c < count; ++c)
+            for (int k = 0; k < older; ++k) to[(first + c) * older + k] = E::put(last[k][c]);
+    }
+}
+
+template <class E>
+static void causal_conv1d_channels(const CausalConv1d& op, int64_t request, int64_t begin, int64_t end) {
+    switch (op.kernel_size) {
+        case 3: return conv_channels<E, 3>(op, request, begin, end);
+        case 4: return conv_channels<E, 4>(op, request, begin, end);
+        default: return conv_channels<E, 0>(op, request, begin, end);
     }
 }
 
@@ -97,11 +118,12 @@ static void causal_conv1d_channels(const CausalConv1d& op, int64_t request, int6
 // log(1 + e^x)
 INLINE float softplus(float x) { return x > 20.f ? x : __builtin_log1pf(__builtin_expf(x)); }
 
-// Rows [begin, end) of a head's state. `scratch`: a state, for requests that write none.
+// Rows [begin, end) of a head's state. `scratch`: a state, for requests that write none, then inputs and results of a group:
+// tokens are a power of two apart in many models, so a column of theirs would share a few lines of the first cache.
 template <class E>
 static void ssd_rows(const Ssd& op, int64_t request, int64_t head, int64_t begin, int64_t end, float* scratch) {
     typedef typename E::type T;
-    constexpr int WIDE = 4;
+    constexpr int WIDE = LANES == 16 ? 8 : 4;
     const Tokens tokens = tokens_of(op.step, request);
     if (tokens.begin == tokens.end) return;
     const int64_t size = op.state_size, padded = (size + LANES - 1) / LANES * LANES, whole = size / LANES * LANES;
@@ -111,6 +133,9 @@ static void ssd_rows(const Ssd& op, int64_t request, int64_t head, int64_t begin
     const float skip = op.d ? op.d[head] : 0.f, bias = op.dt_bias ? op.dt_bias[head] : 0.f;
     alignas(64) float bs[STATE_TOKENS * MAX_STATE_SIZE], cs[STATE_TOKENS * MAX_STATE_SIZE];
     float dts[STATE_TOKENS], decays[STATE_TOKENS];
+    const int64_t rows = end - begin, padded_rows = (rows + LANES - 1) / LANES * LANES;
+    float* const xs = scratch + head_size;
+    float* const ys = xs + STATE_TOKENS * padded_rows;
     vf sums[STATE_TOKENS];
     for (int64_t first = tokens.begin; first < tokens.end; first += STATE_TOKENS) {
         const int count = int(tokens.end - first < STATE_TOKENS ? tokens.end - first : STATE_TOKENS);
@@ -123,25 +148,27 @@ static void ssd_rows(const Ssd& op, int64_t request, int64_t head, int64_t begin
             widen_padded<E>(static_cast<const T*>(op.b) + t * op.b_stride + group * size, bs + i * padded, size);
             widen_padded<E>(static_cast<const T*>(op.c) + t * op.c_stride + group * size, cs + i * padded, size);
         }
-        const T* const x = static_cast<const T*>(op.x) + first * op.x_stride + head * op.head_dim;
-        T* const out = static_cast<T*>(op.out) + (first * op.heads + head) * op.head_dim;
+        const T* const x = static_cast<const T*>(op.x) + first * op.x_stride + head * op.head_dim + begin;
+        T* const out = static_cast<T*>(op.out) + (first * op.heads + head) * op.head_dim + begin;
+        for (int i = 0; i < count; ++i) widen_padded<E>(x + i * op.x_stride, xs + i * padded_rows, rows);
         for (int64_t p = begin; p < end; ++p) {
             const float* source = from ? from + p * size : nullptr;
             float* const target = to + p * size;
+            const float* const values = xs + p - begin;
             for (int i = 0; i < count; ++i) sums[i] = vf{};
             int64_t n = 0;
             for (; n + WIDE * LANES <= size; n += WIDE * LANES) {
                 vf h[WIDE];
                 for (int w = 0; w < WIDE; ++w) h[w] = source ? load(source + n + w * LANES) : vf{};
                 for (int i = 0; i < count; ++i) {
-                    const float added = E::get(x[i * op.x_stride + p]) * dts[i];
+                    const float added = values[i * padded_rows] * dts[i];
                     const float *b = bs + i * padded + n, *c = cs + i * padded + n;
-                    vf sum = sums[i];
+                    vf even = sums[i], odd = {};
                     for (int w = 0; w < WIDE; ++w) {
                         h[w] = h[w] * decays[i] + load(b + w * LANES) * added;
-                        sum += h[w] * load(c + w * LANES);
+                        (w % 2 ? odd : even) += h[w] * load(c + w * LANES);
                     }
-                    sums[i] = sum;
+                    sums[i] = even + odd;
                 }
                 for (int w = 0; w < WIDE; ++w) store(target + n + w * LANES, h[w]);
             }
@@ -152,15 +179,19 @@ static void ssd_rows(const Ssd& op, int64_t request, int64_t head, int64_t begin
                     for (int64_t l = 0; l < lanes; ++l) rest[l] = source[n + l];
                 vf h = load(rest);
                 for (int i = 0; i < count; ++i) {
-                    const float added = E::get(x[i * op.x_stride + p]) * dts[i];
+                    const float added = values[i * padded_rows] * dts[i];
                     h = h * decays[i] + load(bs + i * padded + n) * added;
                     sums[i] += h * load(cs + i * padded + n);
                 }
                 store(rest, h);
                 for (int64_t l = 0; l < lanes; ++l) target[n + l] = rest[l];
             }
-            for (int i = 0; i < count; ++i)
-                out[i * op.heads * op.head_dim + p] = E::put(sum_of_lanes(sums[i]) + skip * E::get(x[i * op.x_stride + p]));
+            for (int i = 0; i < count; ++i) ys[i * padded_rows + p - begin] = sum_of_lanes(sums[i]);
+        }
+        for (int i = 0; i < count; ++i) {
+            float* const y = ys + i * padded_rows;
+            for (int64_t p = 0; p < padded_rows; p += LANES) store(y + p, load(y + p) + load(xs + i * padded_rows + p) * skip);
+            narrow_some<E>(out + i * op.heads * op.head_dim, y, rows);
         }
         from = to;
     }
