@@ -13,7 +13,8 @@ from tests.helpers import parity
 def main() -> None:
     for name in sys.argv[1:]:
         expected = parity.oracle(name)
-        with parity.engine(expected.folder, platform="example", max_num_seqs=8, max_num_batched_tokens=32) as llm:
+        settings = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "state_snapshot_interval": 16}
+        with parity.engine(expected.folder, platform="example", **settings) as llm:
             parity.check(expected, parity.generate(llm, expected.prompts[:8]))
             again = parity.generate(llm, expected.prompts[:8])
             parity.check(expected, again)

@@ -127,7 +127,9 @@ def make_layout(pieces: Sequence[Piece], *, padding: int = 0, padding_requests: 
         starts,
         read,
         write,
-        *(torch.from_numpy(array) for array in (starts, read, write)),
+        torch.from_numpy(starts),
+        torch.from_numpy(read),
+        torch.from_numpy(write),
         kind=StepKind.DECODE if longest == 1 else StepKind.MIXED,
         num_decodes=next((i for i, length in enumerate(lengths) if length != 1), len(lengths)),
     )
