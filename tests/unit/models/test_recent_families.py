@@ -83,7 +83,6 @@ FORGOTTEN: list[tuple[str, dict[str, Any]]] = [
     ("hunyuan", {"qk_norm_last": False}),
     ("gemma4", {"logits_soft_cap": None}),
     ("gemma4", {"embedding_scale": 1.0}),
-    ("gemma4-biases", {"local_rope": None}),
 ]
 
 
