@@ -51,7 +51,7 @@ _LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 _PLAIN = {"rope_type": "default", "rope_theta": 1000.0}
-_GROWING_QUERIES = {"llama_4_scaling_beta": 0.4, "original_max_position_embeddings": 16}
+_GROWING_QUERIES = {"llama_4_scaling_beta": 0.4, "original_max_position_embeddings": 32}
 _LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 24,
