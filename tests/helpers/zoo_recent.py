@@ -65,7 +65,7 @@ _LATENT = {
     "moe_intermediate_size": 40,
     "num_hidden_layers": 2,
     "first_k_dense_replace": 1,
-    "rope_parameters": {**_YARN, **_GROWING_QUERIES, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "rope_parameters": {**_YARN, "factor": 16.0, **_GROWING_QUERIES, "mscale": 1.0, "mscale_all_dim": 1.0},
 }
 _GEMMA4 = {
     "head_dim": 16,
@@ -182,7 +182,7 @@ RECENT: dict[str, dict[str, Any]] = {
         layer_norm_eps=1e-3,
     ),
     "ministral3": {
-        **_of(Ministral3Config, head_dim=16, rope_parameters={**_YARN, **_GROWING_QUERIES}),
+        **_of(Ministral3Config, head_dim=16, rope_parameters={**_YARN, "factor": 16.0, **_GROWING_QUERIES}),
         **_PUBLISHED,
     },
     "ministral3-window-tied": _of(

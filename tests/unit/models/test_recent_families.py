@@ -81,7 +81,8 @@ FORGOTTEN: list[tuple[str, dict[str, Any]]] = [
     ("mistral4", {"query_scaling": None}),
     ("ernie45", {"interleaved_rotary": False}),
     ("hunyuan", {"qk_norm_last": False}),
-    ("gemma4-keys-are-values", {"local_rope": None, "windows": (None,) * 4}),
+    ("gemma4", {"logits_soft_cap": None}),
+    ("gemma4", {"embedding_scale": 1.0}),
 ]
 
 
