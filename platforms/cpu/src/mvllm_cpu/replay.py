@@ -12,9 +12,9 @@ Intermediate tensors are placed in one arena that all recordings share; memory i
 Addresses of arguments and of the result are patched for each run.
 
 Whether a function can be replayed is detected. While it is recorded, torch reports its operations; kernels compute
-sums and products with a number (`recordable_torch_ops.py`), and any other operation that computes makes the record
-incomplete. Then the record is executed with an arena full of NaN patterns and must reproduce the recorded result bit
-for bit; otherwise work is missing from it, and it is not used. Functions that cannot be replayed are called directly.
+some of them (`recordable_torch_ops.py`), and any other operation that computes makes the record incomplete. Then the
+record is executed with an arena full of NaN patterns and must reproduce the recorded result bit for bit; otherwise work
+is missing from it, and it is not used. Functions that cannot be replayed are called directly.
 
 All-reduces over ranks are kernels, too. If a rank is late, the replay stops at that call and returns to Python, which
 checks whether the rank is alive, and resumes with the same call.
