@@ -63,19 +63,21 @@ def split_into_chunks(batch: BatchLayout, chunk_size: int) -> BatchLayout:
     pages = chunk_size // block_size
     # Columns past the table belong to no token.
     columns = np.minimum(chunk[:, None] * pages + np.arange(pages), batch.block_table.shape[1] - 1)
-    arrays = {
-        "query_start_loc": np.concatenate(([0], (end - begin).cumsum())).astype(np.int32),
-        "seq_lens": (end - chunk_start).astype(np.int32),
-        "block_table": np.ascontiguousarray(batch.block_table[request[:, None], columns]),
-    }
+    query_start_loc = np.concatenate(([0], (end - begin).cumsum())).astype(np.int32)
+    seq_lens = (end - chunk_start).astype(np.int32)
+    block_table = np.ascontiguousarray(batch.block_table[request[:, None], columns])
     device = batch.seq_lens_device.device
     return replace(
         batch,
         num_requests=len(request),
         max_query_len=int((end - begin).max()),
-        max_seq_len=int((end - chunk_start).max()),
+        max_seq_len=int(seq_lens.max()),
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        block_table=block_table,
+        query_start_loc_device=torch.from_numpy(query_start_loc).to(device),
+        seq_lens_device=torch.from_numpy(seq_lens).to(device),
+        block_table_device=torch.from_numpy(block_table).to(device),
         # Decode rows have one token, so they come first and are as many as before.
         kind=batch.kind if len(request) == batch.num_requests else StepKind.MIXED,
-        **arrays,
-        **{f"{name}_device": torch.from_numpy(array).to(device) for name, array in arrays.items()},
     )

@@ -97,6 +97,7 @@ def _llama4(values: Metadata, num_experts: int, has_bias: bool) -> FamilyConfig:
         "interleave_moe_layer_step": values.integer("interleave_moe_layer_step", 1),
         "attention_chunk_size": values.integer("attention.chunk_size", 8192),
         "use_qk_norm": num_experts != _NUM_EXPERTS_WITHOUT_QK_NORM,
+        "stacked_experts": False,  # the file's experts are read one by one
     }
     return FamilyConfig("Llama4ForCausalLM", "llama4_text", settings)
 

@@ -25,21 +25,29 @@ from mvllm.layers.weight_target import WeightTarget
 class Llama4Experts(FusedMoE):
     """The routed experts. Each row of their input is for one expert.
 
-    Checkpoints of quantized weights store each expert's matrices separately, as FusedMoE expects them.
+    Checkpoints of quantized weights and GGUF files store each expert's matrices separately, as FusedMoE expects them.
 
     Args:
         ctx: Build context.
         name: The checkpoint module.
         hidden_size, intermediate_size: Outer and inner size of one expert.
         num_experts: Number of experts.
+        is_stacked: The checkpoint stores the matrices of all experts in one tensor, as above.
     """
 
     def __init__(
-        self, ctx: BuildContext, name: str, hidden_size: int, intermediate_size: int, *, num_experts: int
+        self,
+        ctx: BuildContext,
+        name: str,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        num_experts: int,
+        is_stacked: bool,
     ) -> None:
         super().__init__(ctx, name, hidden_size, intermediate_size, num_experts=num_experts, top_k=1)
         self.name, self._intermediate_size = name, intermediate_size
-        self._is_stacked = ctx.quantization is None or ctx.quantization.quantizes_on_load
+        self._is_stacked = is_stacked
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Checkpoint tensor names and their targets on this rank. Before `prepare_weights` only."""

@@ -142,7 +142,7 @@ class Llama4Attention(nn.Module):
 
 
 class Llama4ForCausalLM(LlamaForCausalLM):
-    """`Llama4ForCausalLM` of Hugging Face checkpoints."""
+    """`Llama4ForCausalLM` of Hugging Face checkpoints, and of GGUF files (`stacked_experts` is false then)."""
 
     def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
         self._kinds = LayerKinds.of(config)
@@ -188,7 +188,10 @@ class Llama4ForCausalLM(LlamaForCausalLM):
             size = hf.positive_int("intermediate_size_mlp", 16384)
             return GatedMLP(ctx, name, hidden_size, size, "silu", bias=False)
         size, count = hf.positive_int("intermediate_size", 8192), hf.positive_int("num_local_experts", 16)
-        experts = Llama4Experts(ctx, f"{name}.experts", hidden_size, size, num_experts=count)
+        is_stacked = hf.get("stacked_experts", ctx.quantization is None or ctx.quantization.quantizes_on_load)
+        experts = Llama4Experts(
+            ctx, f"{name}.experts", hidden_size, size, num_experts=count, is_stacked=bool(is_stacked)
+        )
         shared = GatedMLP(ctx, f"{name}.shared_expert", hidden_size, size, "silu", bias=False)
         return Llama4MoE(ctx, f"{name}.router", experts, shared, hf.positive_int("num_experts_per_tok", 1))
 

@@ -12,9 +12,9 @@ Intermediate tensors are placed in one arena that all recordings share; memory i
 Addresses of arguments and of the result are patched for each run.
 
 Whether a function can be replayed is detected. While it is recorded, torch reports its operations; kernels compute
-sums and products with a number (`recordable_torch_ops.py`), and any other operation that computes makes the record
-incomplete. Then the record is executed with an arena full of NaN patterns and must reproduce the recorded result bit
-for bit; otherwise work is missing from it, and it is not used. Functions that cannot be replayed are called directly.
+some of them (`recordable_torch_ops.py`), and any other operation that computes makes the record incomplete. Then the
+record is executed with an arena full of NaN patterns and must reproduce the recorded result bit for bit; otherwise work
+is missing from it, and it is not used. Functions that cannot be replayed are called directly.
 
 The states of sequences are the exception to repeated runs: a step may read the slot that it writes. So a function with
 states is recorded and validated with write slots -1, and runs once more to write them.
