@@ -63,10 +63,10 @@ def test_a_rank_that_comes_back_does_not_count_as_another_one(port: int) -> None
         first = Rank(port, 1)
         time.sleep(0.06)  # it may have come to the trainer, or not
         first.leave()
-    first = Rank(port, 1)
-    time.sleep(0.1)
-    assert not trainer.met.done() and not first.met.done()
     second = Rank(port, 2)
+    time.sleep(0.1)
+    assert not trainer.met.done() and not second.met.done(), "rank 1 has left"
+    first = Rank(port, 1)
     assert trainer.group_id == first.group_id == second.group_id
 
 
