@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mvllm.distributed import weight_transfer_rendezvous as rendezvous
 from mvllm.distributed.weight_transfer_rendezvous import meet
 from mvllm.errors import RequestError
 from mvllm.messages.weights import WeightTransferInfo
@@ -23,9 +24,9 @@ class Rank:
 
     def __init__(self, port: int, rank: int, timeout: float = 20.0) -> None:
         self.given_up = threading.Event()
-        info = WeightTransferInfo(master_address="127.0.0.1", master_port=port, world_size=3, timeout=timeout)
+        self.info = WeightTransferInfo(master_address="127.0.0.1", master_port=port, world_size=3, timeout=timeout)
         with_own_thread = ThreadPoolExecutor(1)
-        self.met: Future[Met] = with_own_thread.submit(meet, info, rank, self.given_up)
+        self.met: Future[Met] = with_own_thread.submit(meet, self.info, rank, self.given_up)
         with_own_thread.shutdown(wait=False)
 
     def leave(self) -> None:
@@ -52,6 +53,11 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+def has_come(info: WeightTransferInfo, rank: int) -> bool:
+    """Whether the trainer knows of a rank."""
+    return bool(rendezvous._read(rendezvous._open_store(info, 10, is_trainer=False), rendezvous._member(rank)))
+
+
 def listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
@@ -61,12 +67,13 @@ def test_a_rank_that_comes_back_does_not_count_as_another_one(port: int) -> None
     trainer = Rank(port, 0)
     for _ in range(3):  # as many as would make a group, without rank 2
         first = Rank(port, 1)
-        time.sleep(0.06)  # it may have come to the trainer, or not
+        wait_until(lambda: has_come(first.info, 1))  # noqa: B023
         first.leave()
-    first = Rank(port, 1)
-    time.sleep(0.1)
-    assert not trainer.met.done() and not first.met.done()
     second = Rank(port, 2)
+    wait_until(lambda: has_come(second.info, 2))
+    time.sleep(0.1)
+    assert not trainer.met.done() and not second.met.done(), "rank 1 has left"
+    first = Rank(port, 1)
     assert trainer.group_id == first.group_id == second.group_id
 
 

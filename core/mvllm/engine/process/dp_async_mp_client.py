@@ -182,10 +182,9 @@ class DPLBAsyncMPClient:
             return await self._cores[next(self._decoding_turns) % len(self._cores)].call_utility(method, *args)
         if method == "init_weight_transfer":
             (info,) = args
-            calls, offset = [], info.rank_offset
-            for core in self._cores:
-                calls.append(core.call_utility(method, msgspec.structs.replace(info, rank_offset=offset)))
-                offset += core.num_workers
+            offsets = itertools.accumulate((core.num_workers for core in self._cores), initial=info.rank_offset)
+            infos = [msgspec.structs.replace(info, rank_offset=offset) for offset in offsets]
+            calls = [core.call_utility(method, info) for core, info in zip(self._cores, infos, strict=False)]
         else:
             calls = [core.call_utility(method, *args) for core in self._cores]
         results: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
