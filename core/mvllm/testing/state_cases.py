@@ -118,9 +118,7 @@ def _states(dtype: torch.dtype, slots: Slots, *shape: int) -> torch.Tensor:
     return states
 
 
-def _conv_arguments(
-    dtype: torch.dtype, slots: Slots, plain: bool, channels: int, kernel_size: int
-) -> tuple[Any, ...]:
+def _conv_arguments(dtype: torch.dtype, slots: Slots, plain: bool, channels: int, kernel_size: int) -> tuple[Any, ...]:
     return (
         _rows(dtype, slots, channels, seed=1),
         random_tensor(dtype, channels, kernel_size, seed=2, scale=0.5),
