@@ -39,11 +39,18 @@ class StateTensor:
 
     Attributes:
         shape: Its shape, without the dimension of the slots.
-        dtype: Storage dtype by name.
+        dtype: Storage dtype by name: `float32`, `bfloat16` or `float16`.
     """
 
     shape: tuple[int, ...]
     dtype: str
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The storage dtype of torch."""
+        import torch
+
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -59,9 +66,7 @@ class StateSpec:
     @property
     def bytes_per_sequence(self) -> int:
         """Bytes of the tensors, without padding."""
-        import torch
-
-        return sum(math.prod(tensor.shape) * getattr(torch, tensor.dtype).itemsize for tensor in self.tensors)
+        return sum(math.prod(tensor.shape) * tensor.torch_dtype.itemsize for tensor in self.tensors)
 
 
 State = tuple["torch.Tensor", ...]
@@ -148,7 +153,7 @@ class StateBackend:
         import torch
 
         return tuple(
-            torch.zeros((num_slots + 1, *tensor.shape), dtype=getattr(torch, tensor.dtype), device=device)
+            torch.zeros((num_slots + 1, *tensor.shape), dtype=tensor.torch_dtype, device=device)
             for tensor in self.spec.tensors
         )
 

@@ -133,7 +133,8 @@ class StepGraphBackend(CompileBackend):
         if isinstance(arg, PagedMetadata):
             return arg.static_buffers(self._tables.buffer_for(place, arg))
         if isinstance(arg, StateArguments):
-            return replace(arg, **{name: torch.empty_like(getattr(arg, name)) for name in _OF_STATES})
+            starts, read, write = (torch.empty_like(getattr(arg, name)) for name in _OF_STATES)
+            return replace(arg, query_start_loc=starts, read_slots=read, write_slots=write)
         return arg
 
     def result_buffer(self, result: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ class ExampleStates(Strict, api.StateBackend):
         self._runtime = runtime
 
     def allocate(self, num_slots: int, device: torch.device) -> api.State:
-        shapes = [((num_slots + 1, *tensor.shape), getattr(torch, tensor.dtype)) for tensor in self.spec.tensors]
+        shapes = [((num_slots + 1, *tensor.shape), tensor.torch_dtype) for tensor in self.spec.tensors]
         return tuple(self._runtime.empty(shape, dtype).zero_() for shape, dtype in shapes)
 
     def build_metadata(self, layout: api.StateLayout) -> api.StateArguments:
