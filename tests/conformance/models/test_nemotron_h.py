@@ -1,8 +1,11 @@
 """Nemotron-H checkpoints give the outputs of transformers."""
 
+import pytest
+
 from tests.helpers.parity import names_of
 from tests.helpers.state_parity_suite import StateParitySuite
 
 
+@pytest.mark.exhaustive  # tests/engine/test_mamba_hybrids.py has the quick form
 class TestNemotronH(StateParitySuite):
     names = names_of("nemotronh")
