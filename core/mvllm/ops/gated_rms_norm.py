@@ -26,7 +26,7 @@ def gated_rms_norm(
 
     Args:
         x: [T, width] or [T, heads, width], compute dtype; leading dimensions may be strided, the last is contiguous.
-        gate: Like x, or None for a norm without a gate; its strides may differ from those of x.
+        gate: [T, width] or [T, heads, width], likewise; its strides may differ. None for a norm without a gate.
         weight: [width], compute dtype or float32.
         eps: Added to the mean square.
         group_size: Consecutive elements that are normalised together; divides width.

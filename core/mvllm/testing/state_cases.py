@@ -220,7 +220,8 @@ def gated_rms_norm_cases(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
     for rows in ROWS:
         for width, group_size in ((128, 32), (100, 100)):
             for before, activation, gated in _GATES:
-                facts = {"width": width, "group_size": group_size, "norm_before_gate": before, "activation": activation}
+                sizes = {"width": width, "group_size": group_size}
+                facts: dict[str, Any] = {**sizes, "norm_before_gate": before, "activation": activation}
                 make = partial(_gated_norm_arguments, dtype, rows, gated, **facts)
                 yield OpCall(op, facts, make)
                 if activation == "silu" and before:
