@@ -8,6 +8,27 @@ NO_POSITION = sys.maxsize
 """A position that no sequence reaches."""
 
 
+class AwaitedSnapshot:
+    """A snapshot that a running request is going to write.
+
+    Attributes:
+        writer: That request.
+        num_starts: How often it had got a slot: it may be preempted and start again.
+        position: Where it leaves the snapshot.
+        seen: Its position when it was last seen to advance.
+        plan: The plan in which that was seen.
+    """
+
+    __slots__ = ("num_starts", "plan", "position", "seen", "writer")
+
+    def __init__(self, writer: RequestState, position: int, plan: int) -> None:
+        self.writer = writer
+        self.num_starts = writer.num_starts
+        self.position = position
+        self.seen = writer.position
+        self.plan = plan
+
+
 class RequestState:
     """The state slots of one request, or none. Changed only by StateSlots.
 
@@ -27,13 +48,15 @@ class RequestState:
         shared_end: Leading tokens that it has in common with cached blocks, or with the prompt of a running request.
         order: Its place in the service order, while it runs.
         num_starts: How often it has got a slot.
-        awaited: The request whose snapshot it waits for, with the `num_starts` of that one and the position.
+        awaited: The snapshot that it waits for, if it does.
+        is_impatient: It has waited in vain, and waits no more before it starts.
     """
 
     __slots__ = (
         "awaited",
         "draft_slot",
         "has_siblings",
+        "is_impatient",
         "next_snapshot",
         "num_prompt_tokens",
         "num_starts",
@@ -57,7 +80,8 @@ class RequestState:
         self.shared_end = 0
         self.order = (0, 0)
         self.num_starts = 0
-        self.awaited: tuple[RequestState, int, int] | None = None
+        self.awaited: AwaitedSnapshot | None = None
+        self.is_impatient = False
 
     @property
     def held(self) -> list[int]:

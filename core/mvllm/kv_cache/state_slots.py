@@ -23,7 +23,7 @@ another prompt has left this one. Steps end at these positions. A running reques
 because it overwrites its own: then it leaves no snapshot.
 
 A waiting request waits for a snapshot that an earlier running request is going to write. So equal prompts that arrive
-together are computed once. It waits no longer than that request runs; that one never waits for a later one.
+together are computed once. It waits only while that request runs and advances; that one never waits for a later one.
 
 A step with draft tokens reads one slot and writes another. If all draft tokens are accepted the request goes on with
 the second one, otherwise with the first: it computes the accepted tokens again.
@@ -38,11 +38,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from mvllm.kv_cache.block_hash import BlockHash
 from mvllm.kv_cache.block_pool import BlockPool
 from mvllm.kv_cache.block_table import BlockTable
-from mvllm.kv_cache.request_state import NO_POSITION, RequestState
+from mvllm.kv_cache.request_state import NO_POSITION, AwaitedSnapshot, RequestState
 from mvllm.kv_cache.unconfirmed_block_hashes import UnconfirmedBlockHashes
 
 LEAST_DISTANCE = 64
 """Default of StateSlots."""
+
+_PATIENCE = 4
+"""In so many plans a request may stand still while another one waits for its snapshot: it may be held back as a long
+prompt that waits for other long prompts, and the one that waits may be short."""
 
 _MOST_PROMPT_SNAPSHOTS = 8
 """Most snapshots of one prompt besides those at multiples of the interval: each one ends a step."""
@@ -77,6 +81,7 @@ class StateSlots:
         self._hashes_of = hashes_of
         self._least_distance = least_distance
         self._with_pending: dict[BlockTable, None] = {}
+        self._num_plans = 0
         self._computing: dict[BlockTable, None] = {}  # running requests that compute their prompt, and some that did
 
     # ----------------------------------------------------------------------------------------------------- queries
@@ -117,16 +122,21 @@ class StateSlots:
             position = self._offered_position(other_table, common, best)
             if position > best:
                 best = position
-                state.awaited = other, other.num_starts, position
+                state.awaited = AwaitedSnapshot(other, position, self._num_plans)
         return best > num_cached
 
     def still_waits(self, state: RequestState) -> bool:
         """Whether the snapshot that a request waits for is still going to be written."""
-        if state.awaited is None:
+        awaited = state.awaited
+        if awaited is None:
             return False
-        other, num_starts, position = state.awaited
-        if other.slot >= 0 and other.num_starts == num_starts and other.position < position:
-            return True
+        writer = awaited.writer
+        if writer.slot >= 0 and writer.num_starts == awaited.num_starts and writer.position < awaited.position:
+            if writer.position > awaited.seen:
+                awaited.seen, awaited.plan = writer.position, self._num_plans
+            if self._num_plans - awaited.plan <= _PATIENCE:
+                return True
+            state.is_impatient = True
         state.awaited = None
         return False
 
@@ -155,7 +165,8 @@ class StateSlots:
             name: Hash of their snapshot; None for position 0.
         """
         pool, state = self._pool, table.state
-        state.source, state.position, state.awaited = -1, position, None
+        state.source, state.position = -1, position
+        state.awaited, state.is_impatient = None, False
         state.num_starts += 1
         if name is not None:
             snapshot = pool.get_cached_block(name)
@@ -178,7 +189,8 @@ class StateSlots:
             if self._is_regular(table) and state.shared_end > position:
                 chosen.append(state.shared_end)
             prompt_end = (state.num_prompt_tokens - 1) // size * size
-            last = max(position, *(each for each in chosen if each <= prompt_end), self._regular_before(table, prompt_end))
+            before = [each for each in chosen if each <= prompt_end]
+            last = max(position, self._regular_before(table, prompt_end), *before)
             if prompt_end - last >= (1 if state.has_siblings else self._least_distance):
                 insort(chosen, prompt_end)
         state.prompt_snapshots = chosen
@@ -214,6 +226,7 @@ class StateSlots:
 
     def start_plan(self) -> None:
         """Begins a plan: snapshots written by earlier plans get their hashes, as far as their tokens are known."""
+        self._num_plans += 1
         for table in list(self._with_pending):
             self._name_pending(table, NO_POSITION)
             if not table.state.pending:
@@ -302,6 +315,7 @@ class StateSlots:
         self._with_pending.clear()
         for table in tables:
             table.state.next_snapshot, table.state.prompt_snapshots = NO_POSITION, []
+            table.state.num_starts += 1  # nobody waits for it any more
 
     def check_integrity(self, tables: Collection[BlockTable]) -> None:
         """Raises AssertionError unless the slots of all requests and the pool agree.

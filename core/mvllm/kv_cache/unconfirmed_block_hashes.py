@@ -8,6 +8,8 @@ before, the records tell which tables depend on it.
     plan        5                6                  7, being made
     writers     {4: A, 9: A}     {2: B}             {}
     readers     {A: [B]}         {B: [C]}           {}            A fails: B read A's blocks, and C read B's
+
+State slots with snapshots (`state_slots.py`) are recorded like blocks: slot s has the number ~s.
 """
 
 from __future__ import annotations

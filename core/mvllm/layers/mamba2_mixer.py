@@ -6,8 +6,8 @@
                      │                            └─ C ─┤
                      └─ dt ─────────────────────────────┘
 
-The state of a sequence is the last inputs of the convolution, and one matrix [head_size, state_size] per head. The heads
-of one group have B and C in common.
+The state of a sequence is the last inputs of the convolution, and one matrix [head_size, state_size] per head. The
+heads of one group have B and C in common.
 
 Tensor parallelism shards gate, x and dt by heads, and B and C by groups. With fewer groups than ranks, adjacent ranks
 hold copies of one group:

@@ -68,7 +68,8 @@ class SchedulerOutput(msgspec.Struct, omit_defaults=True):
         num_scheduled_tokens: Tokens that each of `rows` computes, at least one.
         total_num_scheduled_tokens: Their sum.
         draft_token_ids: By position in `rows`, for rows that sample: draft tokens. They are the last of the row's
-            scheduled tokens, after the known ones, so that the model predicts the token after each of them.
+            scheduled tokens, after the known ones, so that the model predicts the token after each of them. In models
+            with sequence states a row with a rejected draft token goes back to its position before the step.
         mask_rows: Those of `rows` whose sampling in this step is restricted by a token mask (structured outputs). A row
             with draft tokens is repeated: its masks are those of the token behind its known tokens, and of the token
             behind each draft token.

@@ -1,7 +1,7 @@
 """Granite 4: Granite with Mamba-2 layers instead of attention in most layers, and shared and routed experts.
 
-Models without routed experts (`num_local_experts` = 0) have the shared expert only. Models with `position_embedding_type`
-other than `rope` have no position embedding.
+Models without routed experts (`num_local_experts` = 0) have the shared expert only. Models whose
+`position_embedding_type` is not `rope` have no position embedding.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class UnrotatedAttention(LlamaAttention):
 class GraniteExperts(FusedMoE):
     """Experts whose matrices are stacked in one checkpoint tensor each.
 
-        input_linear    [experts, 2 · intermediate_size, hidden_size]    gate rows first
-        output_linear   [experts, hidden_size, intermediate_size]
+    input_linear    [experts, 2 · intermediate_size, hidden_size]    gate rows first
+    output_linear   [experts, hidden_size, intermediate_size]
     """
 
     def __init__(
@@ -89,10 +89,12 @@ class GraniteExperts(FusedMoE):
         shape = (self.num_experts, 2 * inner, self.hidden_size)
         for first, destination in ((0, slice(0, size)), (inner, slice(size, 2 * size))):
             source = (experts, slice(first + band.start, first + band.stop), outer)
-            yield f"{self.name}.input_linear.weight", WeightTarget(
-                self.gate_up, shape, source, (experts, destination, outer)
+            yield (
+                f"{self.name}.input_linear.weight",
+                WeightTarget(self.gate_up, shape, source, (experts, destination, outer)),
             )
         shape = (self.num_experts, self.hidden_size, inner)
-        yield f"{self.name}.output_linear.weight", WeightTarget(
-            self.down, shape, (experts, outer, band), (experts, outer, slice(0, size))
+        yield (
+            f"{self.name}.output_linear.weight",
+            WeightTarget(self.down, shape, (experts, outer, band), (experts, outer, slice(0, size))),
         )

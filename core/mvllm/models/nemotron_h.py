@@ -186,7 +186,7 @@ def _moe(config: ModelConfig, ctx: BuildContext, name: str) -> SparseMoeBlock:
     if latent_size and hf.get("mlp_bias", False):
         raise ModelError(f"{hf.source}: 'moe_latent_size' is not supported together with 'mlp_bias'.")
     count, top_k = hf.positive_int("n_routed_experts"), hf.positive_int("num_experts_per_tok", 2)
-    experts: UngatedMoE | LatentExperts = UngatedMoE(
+    experts = UngatedMoE(
         ctx,
         f"{name}.experts",
         hf.positive_int("moe_latent_size", hidden_size),
@@ -195,8 +195,6 @@ def _moe(config: ModelConfig, ctx: BuildContext, name: str) -> SparseMoeBlock:
         num_experts=count,
         top_k=top_k,
     )
-    if latent_size:
-        experts = LatentExperts(ctx, name, hidden_size, experts)
     routing = Routing(
         top_k,
         "sigmoid",
@@ -209,7 +207,7 @@ def _moe(config: ModelConfig, ctx: BuildContext, name: str) -> SparseMoeBlock:
     return SparseMoeBlock(
         ctx,
         f"{name}.gate",
-        experts,
+        LatentExperts(ctx, name, hidden_size, experts) if latent_size else experts,
         routing,
         correction=f"{name}.gate.e_score_correction_bias",
         router_dtype=torch.float32,

@@ -25,8 +25,8 @@ def gated_rms_norm(
         otherwise            rms_norm(x · activation(gate)) · weight
 
     Args:
-        x: [T, width], compute dtype; the last dimension is contiguous.
-        gate: [T, width] or None, compute dtype; the last dimension is contiguous. None for a norm without a gate.
+        x: [T, width] or [T, heads, width], compute dtype; leading dimensions may be strided, the last is contiguous.
+        gate: Like x, or None for a norm without a gate; its strides may differ from those of x.
         weight: [width], compute dtype or float32.
         eps: Added to the mean square.
         group_size: Consecutive elements that are normalised together; divides width.

@@ -65,7 +65,7 @@ class StatePlanner:
         states, table = self._states, request.table
         if states is None or not self.ends_steps or not states.has_computing_prompts:
             return False
-        if table.root is None or request.needs_every_position:
+        if table.root is None or table.state.is_impatient or request.needs_every_position:
             return False
         return states.must_wait(table, num_cached, request.order)
 

@@ -326,7 +326,7 @@ class StepPlanner:
         left = [side.num_tokens - side.num_computed_tokens for side in sides]
         total = sum(left)
         share = limiter.num_allowed_tokens(total, is_very_long=request.is_very_long) if total > len(sides) else total
-        counts = split_tokens(*left, min(share, budget), *map(self._states.room, sides))
+        counts = split_tokens(left[0], left[1], min(share, budget), *map(self._states.room, sides))
         if not self._allocate_pair_slots(request, counts, plan, can_preempt=can_preempt):
             return -1
         if can_preempt:
@@ -410,7 +410,7 @@ class StepPlanner:
         left = [side.num_tokens - computed for side, computed in zip(request.sides, num_computed, strict=True)]
         total = sum(left)  # may have grown: blocks for one side evict cached ones that the other side would share
         rooms = list(map(self._states.choose_snapshots, request.sides, num_computed))
-        counts = split_tokens(*left, min(share, budget) if is_held_back else budget, *rooms)
+        counts = split_tokens(left[0], left[1], min(share, budget) if is_held_back else budget, *rooms)
         if not any(counts) or (sum(counts) < total and not self._config.enable_chunked_prefill):
             for side in request.sides:
                 kv_cache.free(side.table, 0)
@@ -463,7 +463,8 @@ class StepPlanner:
         drafts, request.draft_token_ids = request.draft_token_ids, []
         if request.num_computed_tokens + 1 < request.num_tokens:
             return []
-        budget = min(budget, self._states.draft_budget(request, others_wait=bool(self._requests.waiting)))
+        if self._states.is_needed:
+            budget = min(budget, self._states.draft_budget(request, others_wait=bool(self._requests.waiting)))
         # The step also samples a token behind the last draft token; that may be the request's last one.
         return drafts[: max(0, min(budget, request.max_num_tokens - request.num_tokens - 1))]
 

@@ -223,7 +223,10 @@ def gated_rms_norm_cases(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
         for width, group_size in ((128, 32), (100, 100)):
             for before, activation, gated in _GATES:
                 facts = {"width": width, "group_size": group_size, "norm_before_gate": before, "activation": activation}
-                yield OpCall(op, facts, partial(_gated_norm_arguments, dtype, rows, gated, **facts))
+                make = partial(_gated_norm_arguments, dtype, rows, gated, **facts)
+                yield OpCall(op, facts, make)
+                if activation == "silu" and before:
+                    yield OpCall(op, facts, partial(_of_heads, make))
 
 
 def _gated_norm_arguments(
@@ -232,3 +235,9 @@ def _gated_norm_arguments(
     x, gate = random_tensor(dtype, rows, 2 * width).split(width, dim=1)
     weight = random_tensor(torch.float32 if norm_before_gate else dtype, width, seed=1)
     return x, gate if gated else None, weight, 1e-5, group_size, norm_before_gate, activation
+
+
+def _of_heads(make: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+    """The arguments with two heads in each row, which are apart in the gate only."""
+    x, gate, *others = make()
+    return torch.stack((x, gate), dim=1), torch.stack((gate, x, x), dim=1)[:, :2], *others

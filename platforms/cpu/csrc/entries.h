@@ -59,6 +59,23 @@ void mvllm_cpu_block_linear_silu(const void* x, int64_t x_stride, const void* we
                                  int64_t size, int int8_activations, int dtype);
 void mvllm_cpu_block_embedding(const void* ids, int wide_ids, const void* weight, const mvllm::BlockPart* parts,
                                int64_t num_parts, void* out, int64_t rows, int64_t in_features, int64_t first, int dtype);
+void mvllm_cpu_causal_conv1d(const void* x, int64_t x_stride, const void* weight, const void* bias, void* state, void* out,
+                             const int32_t* query_start_loc, const int32_t* read_slots, const int32_t* write_slots,
+                             int64_t requests, int64_t tokens, int64_t channels, int64_t kernel_size, int silu, int dtype);
+void mvllm_cpu_ssd(const void* x, int64_t x_stride, const void* dt, int64_t dt_stride, const float* a, const void* b,
+                   int64_t b_stride, const void* c, int64_t c_stride, const float* d, const float* dt_bias, float* state,
+                   void* out, const int32_t* query_start_loc, const int32_t* read_slots, const int32_t* write_slots,
+                   int64_t requests, int64_t tokens, int64_t heads, int64_t head_dim, int64_t groups, int64_t state_size,
+                   float dt_min, float dt_max, int dtype);
+void mvllm_cpu_delta_rule(const void* q, int64_t q_stride, const void* k, int64_t k_stride, const void* v, int64_t v_stride,
+                          const float* g, int64_t g_stride, const void* beta, int64_t beta_stride, float* state, void* out,
+                          const int32_t* query_start_loc, const int32_t* read_slots, const int32_t* write_slots,
+                          int64_t requests, int64_t tokens, int64_t k_heads, int64_t v_heads, int64_t k_dim, int64_t v_dim,
+                          float scale, int l2_norm, int channel_decay, int beta_dtype, int dtype);
+void mvllm_cpu_gated_rms_norm(const void* x, int64_t x_stride, int64_t x_head_stride, const void* gate, int64_t gate_stride,
+                              int64_t gate_head_stride, const void* weight, void* out, int64_t rows, int64_t heads,
+                              int64_t width, int64_t group_size, float eps, int norm_before_gate, int sigmoid,
+                              int weight_dtype, int dtype);
 void mvllm_cpu_write_kv(const void* handle, const void* key, int64_t key_stride, const void* value, int64_t value_stride,
                         const mvllm::Cache* cache);
 void mvllm_cpu_attention(const void* handle, const void* query, int64_t query_stride, const mvllm::Cache* cache,

@@ -20,6 +20,7 @@ namespace avx2 {
 #include "linear_tile.h"
 #include "moe_tile.h"
 #include "sampling_rows.h"
+#include "state_tile.h"
 }  // namespace avx2
 #pragma GCC pop_options
 
@@ -41,6 +42,10 @@ const Isa isa_avx2 = {
     avx2::clamped_gate,
     avx2::logsumexp,
     avx2::filtered_draw,
+    avx2::causal_conv1d,
+    avx2::ssd,
+    avx2::delta_rule,
+    avx2::gated_rms_norm,
 };
 }  // namespace mvllm
 #endif

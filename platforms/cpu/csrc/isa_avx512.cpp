@@ -20,6 +20,7 @@ namespace avx512 {
 #include "linear_tile.h"
 #include "moe_tile.h"
 #include "sampling_rows.h"
+#include "state_tile.h"
 }  // namespace avx512
 #pragma GCC pop_options
 
@@ -41,6 +42,10 @@ const Isa isa_avx512 = {
     avx512::clamped_gate,
     avx512::logsumexp,
     avx512::filtered_draw,
+    avx512::causal_conv1d,
+    avx512::ssd,
+    avx512::delta_rule,
+    avx512::gated_rms_norm,
 };
 }  // namespace mvllm
 #endif

@@ -20,6 +20,7 @@ namespace avx512_bf16 {
 #include "linear_tile.h"
 #include "moe_tile.h"
 #include "sampling_rows.h"
+#include "state_tile.h"
 }  // namespace avx512_bf16
 #pragma GCC pop_options
 
@@ -41,6 +42,10 @@ const Isa isa_avx512_bf16 = {
     avx512_bf16::clamped_gate,
     avx512_bf16::logsumexp,
     avx512_bf16::filtered_draw,
+    avx512_bf16::causal_conv1d,
+    avx512_bf16::ssd,
+    avx512_bf16::delta_rule,
+    avx512_bf16::gated_rms_norm,
 };
 }  // namespace mvllm
 #endif

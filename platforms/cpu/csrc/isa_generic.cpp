@@ -14,6 +14,7 @@ namespace generic {
 #include "linear_tile.h"
 #include "moe_tile.h"
 #include "sampling_rows.h"
+#include "state_tile.h"
 }  // namespace generic
 const Isa isa_generic = {
     "generic",
@@ -33,5 +34,9 @@ const Isa isa_generic = {
     generic::clamped_gate,
     generic::logsumexp,
     generic::filtered_draw,
+    generic::causal_conv1d,
+    generic::ssd,
+    generic::delta_rule,
+    generic::gated_rms_norm,
 };
 }  // namespace mvllm

@@ -21,6 +21,7 @@ namespace neon_bf16 {
 #include "linear_tile.h"
 #include "moe_tile.h"
 #include "sampling_rows.h"
+#include "state_tile.h"
 }  // namespace neon_bf16
 #pragma GCC pop_options
 
@@ -42,6 +43,10 @@ const Isa isa_neon_bf16 = {
     neon_bf16::clamped_gate,
     neon_bf16::logsumexp,
     neon_bf16::filtered_draw,
+    neon_bf16::causal_conv1d,
+    neon_bf16::ssd,
+    neon_bf16::delta_rule,
+    neon_bf16::gated_rms_norm,
 };
 }  // namespace mvllm
 #endif

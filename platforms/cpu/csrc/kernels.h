@@ -27,6 +27,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "state.h"
+
 namespace mvllm {
 
 enum DType : int32_t { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3, FP8 = 4 };
@@ -260,6 +262,10 @@ struct Isa {
     void (*clamped_gate)(const ClampedGate&, int64_t row_begin, int64_t row_end);
     void (*logsumexp)(const LogSumExp&, int64_t row_begin, int64_t row_end);
     void (*filtered_draw)(const FilteredDraw&, int64_t row_begin, int64_t row_end, float* scratch);
+    void (*causal_conv1d)(const CausalConv1d&, int64_t request, int64_t channel_begin, int64_t channel_end);
+    void (*ssd)(const Ssd&, int64_t request, int64_t head, int64_t row_begin, int64_t row_end, float* scratch);
+    void (*delta_rule)(const DeltaRule&, int64_t request, int64_t head, int64_t column_begin, int64_t column_end, float* scratch);
+    void (*gated_rms_norm)(const GatedRmsNorm&, int64_t row_begin, int64_t row_end, float* scratch);
 };
 
 extern const Isa isa_generic;

@@ -92,6 +92,10 @@ const Entry entries[] = {
     ENTRY(mvllm_cpu_moe, own_division),
     ENTRY(mvllm_cpu_clamped_moe, own_division),
     ENTRY(mvllm_cpu_quantized_moe, own_division),
+    ENTRY(mvllm_cpu_causal_conv1d, own_division),
+    ENTRY(mvllm_cpu_ssd, own_division),
+    ENTRY(mvllm_cpu_delta_rule, own_division),
+    ENTRY(mvllm_cpu_gated_rms_norm, own_division),
     ENTRY(mvllm_cpu_write_kv, one_thread),
     ENTRY(mvllm_cpu_attention, own_division),
 #if defined(__linux__)

@@ -17,6 +17,7 @@ from platforms.cpu.tests.dense_attention import make_case, run
 from mvllm.plugin_api import BlockQuantizedWeight, Float8Weight, QuantizedWeight
 from mvllm.testing.attention_cases import make_spec
 from mvllm.testing.block_quantized_cases import block_quantized_weight
+from mvllm.testing.op_cases import op_calls
 from mvllm_cpu import kernels
 from mvllm_cpu.block_quantized_linear import FORMATS, BlockQuantizedLinear
 from mvllm_cpu.linear import Linear
@@ -26,6 +27,7 @@ from mvllm_cpu.paged_attention import DTYPES, SCALED_DTYPES, PagedAttention
 from mvllm_cpu.quantized_linear import QuantizedLinear
 from mvllm_cpu.quantized_moe import QuantizedMoe
 from mvllm_cpu.shared_memory_communicator import SharedGroup
+from mvllm_cpu.state_ops import StateOps
 
 REQUESTS = [(0, 19), (100, 1), (15, 1), (16, 1), (140, 5), (0, 1), (300, 1)]
 FEATURES = {"sliding_window": 20, "soft_cap": 3.0, "sinks": True}
@@ -49,6 +51,13 @@ def attention() -> None:
     for dtype, features in itertools.product(DTYPES, ({}, {"sliding_window": 270})):
         spec = make_spec(3, 1, 40, dtype, batch_invariant=True, **features)
         run(PagedAttention(spec), make_case(spec, [(0, 300), (511, 2), (1200, 1)]))
+
+
+def states() -> None:
+    providers = {provider.op: provider.function for provider in StateOps(kernels.load().library).providers()}
+    for op, dtype in itertools.product(providers, DTYPES):
+        for case in op_calls(op, dtype):
+            providers[op](*case.make())
 
 
 def logits() -> None:
@@ -194,6 +203,7 @@ if __name__ == "__main__":
     for name in sys.argv[1:] or (
         "attention",
         "logits",
+        "states",
         "linear",
         "quantized",
         "block_quantized",

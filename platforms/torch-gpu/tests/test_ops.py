@@ -11,6 +11,7 @@ import torch
 from mvllm.ops.all_schemas import SCHEMAS
 from mvllm.plugin_api import OpCase
 from mvllm.testing.op_cases import exact, op_calls, tolerance
+from mvllm.testing.state_cases import compared, has_state
 
 # Skips without Triton. The kernels are imported after it.
 importlib.import_module("platforms.torch-gpu.tests.interpreted")
@@ -49,6 +50,8 @@ def test_a_provider_gives_the_results_of_the_reference(op):
         for index, weight in zip(indices, prepared if len(weights) > 1 else (prepared,), strict=True):
             arguments[index] = weight
     found, wanted = provider.function(*arguments), exact(trial)
+    if has_state(op):
+        found = tuple(compared(trial, [found], arguments))
     for mine, theirs in zip(*((x if isinstance(x, tuple) else (x,)) for x in (found, wanted)), strict=True):
         largest = max(1.0, float(theirs.double().abs().max()))
         assert (mine.double() - theirs.double()).abs().max() <= tolerance("float32") * largest

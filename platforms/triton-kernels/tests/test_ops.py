@@ -9,10 +9,11 @@ import torch
 
 from mvllm.ops.all_schemas import SCHEMAS
 from mvllm.testing import op_cases
+from mvllm.testing.state_cases import compared, state_dtypes
 
 importlib.import_module("platforms.triton-kernels.tests.interpreted")
 
-from mvllm_triton import activation, norm, rotary  # noqa: E402  once Triton is imported with its interpreter
+from mvllm_triton import activation, norm, rotary, state  # noqa: E402  once Triton is imported with its interpreter
 from mvllm_triton.argmax import argmax  # noqa: E402
 
 DTYPES = ("float32", "bfloat16", pytest.param("float16", marks=pytest.mark.exhaustive))
@@ -25,6 +26,13 @@ FUNCTIONS = {
     "gelu_and_mul": activation.gelu_and_mul,
     "gelu_tanh_and_mul": activation.gelu_tanh_and_mul,
     "argmax": argmax,
+    "gated_rms_norm": state.gated_rms_norm,
+}
+WITH_STATE = {
+    "causal_conv1d": state.causal_conv1d,
+    "ssd": state.ssd,
+    "gated_delta_rule": state.gated_delta_rule,
+    "kda": state.kda,
 }
 
 
@@ -46,6 +54,24 @@ def test_every_case_of_core(op, dtype):
                 assert (got.double() - wanted).abs().max() <= allowed, trial
             else:
                 assert got.dtype == wanted.dtype and torch.equal(got, wanted), trial
+
+
+@pytest.mark.parametrize("op", WITH_STATE)
+@pytest.mark.parametrize(
+    ("dtype", "chosen"),
+    [
+        ("bfloat16", (0, 1, 3, 4)),  # each kind of step and each size; the interpreter takes milliseconds per token
+        *(pytest.param(dtype, range(8), marks=pytest.mark.exhaustive) for dtype in ("float32", "bfloat16", "float16")),
+    ],
+)
+def test_states_of_core_s_cases(op, dtype, chosen):
+    trials = list(op_cases.op_calls(op, dtype))
+    for trial in (trials[i] for i in chosen):
+        arguments = trial.make()
+        found = compared(trial, [WITH_STATE[op](*arguments)], arguments)
+        for wanted, got in zip(op_cases.exact(trial), found, strict=True):
+            assert got.dtype in (getattr(torch, dtype), torch.int64, *state_dtypes(trial))
+            assert (got.double() - wanted).abs().max() <= op_cases.tolerance(dtype) * wanted.abs().max(), trial
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "silu_and_mul", "fused_add_rms_norm"])

@@ -34,12 +34,16 @@ class CountingExecutor(Executor):
         self.results_asked = 0
         self.fail_at = {}
         self.known = {}
+        self.state_bytes = 0
+        self.arguments = {}
 
     def collective_rpc(self, method, args=(), *, timeout=None, ranks=None, non_block=False):
         self.calls.append(method)
+        self.arguments[method] = args
         if method in self.fail_at:
             raise self.fail_at[method]
-        answers = {"kv_cache_needs": KVCacheNeeds(8, (16,)), "available_kv_bytes": 20 * BYTES_PER_BLOCK}
+        needs = KVCacheNeeds(8, (16,), state_bytes=self.state_bytes)
+        answers = {"kv_cache_needs": needs, "available_kv_bytes": 20 * BYTES_PER_BLOCK}
         return [answers.get(method)]
 
     def execute_model(self, plan):
@@ -70,10 +74,11 @@ class CountingExecutor(Executor):
 def make_core(monkeypatch):
     executors = []
 
-    def make(*, fail_at=None, async_scheduling=False, prefix_caching=True, num_stages=1, **cache):
+    def make(*, fail_at=None, async_scheduling=False, prefix_caching=True, num_stages=1, state_bytes=0, **cache):
         def make_executor(config, platform):
             executors.append(CountingExecutor(config, platform))
             executors[-1].fail_at = fail_at or {}
+            executors[-1].state_bytes = state_bytes
             return executors[-1]
 
         monkeypatch.setattr(core_module, "make_executor", make_executor)
@@ -120,6 +125,21 @@ class TestStart:
         ]
         assert core.cache_summary.num_blocks == 20
         assert set(core.start_seconds) == {"start workers", "load model", "size KV cache", "allocate KV cache"}
+
+    def test_state_slots_are_allocated_with_the_blocks(self, make_core):
+        core = make_core(state_bytes=BYTES_PER_BLOCK, state_snapshot_interval=16)
+        [executor] = make_core.executors
+        summary = core.cache_summary
+        assert (summary.num_blocks, summary.num_state_slots) == (14, 4 + 2)
+        assert executor.calls[-3:] == ["allocate_states", "allocate_kv_cache", "warm_up"]
+        assert executor.arguments["allocate_states"] == (summary.num_state_slots,)
+        assert executor.arguments["allocate_kv_cache"] == (summary.num_blocks, 16)
+        core.add_request(request("a", prompt_len=40))
+        core.add_request(request("b", prompt_len=40))
+        tokens, _ = run(core)
+        assert {name: len(found) for name, found in tokens.items()} == {"a": 4, "b": 4}
+        assert executor.plans[0].read_slots == [-1] and len(executor.plans[0].write_slots) == 1
+        assert core.make_stats().prefix_cache_hits == 32  # the second one waited for the first
 
     def test_explicit_bytes_need_no_profiling(self, make_core):
         core = make_core(kv_cache_memory_bytes=5 * BYTES_PER_BLOCK)

@@ -63,7 +63,11 @@ def test_the_state_of_a_rank_has_its_heads_and_groups(tmp_path: Path) -> None:
         ({"num_heads": 6}, 4, "6 Mamba heads of layer cannot be shared evenly by 4 ranks"),
         ({"num_heads": 6, "num_groups": 3}, 2, "tensor_parallel_size=2 neither divides the 3 groups"),
         ({"num_groups": 3}, 1, "8 Mamba heads do not form 3 equal groups"),
-        ({"num_heads": 12, "num_groups": 12, "norm_groups": 3}, 2, "3 normalised parts of 48 elements cannot be shared"),
+        (
+            {"num_heads": 12, "num_groups": 12, "norm_groups": 3},
+            2,
+            "3 normalised parts of 48 elements cannot be shared",
+        ),
     ],
 )
 def test_ranks_that_do_not_divide_a_mixer_are_refused(changes: dict[str, Any], world_size: int, words: str) -> None:

@@ -192,7 +192,7 @@ def one_by_one(case):
     of = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in of.items()}
     state, starts = of["state"].clone(), of["query_start_loc"].tolist()
     results = []
-    for start, stop, read, write in zip(starts, starts[1:], of["read_slots"], of["write_slots"], strict=True):
+    for (start, stop), read, write in zip(pairwise(starts), of["read_slots"], of["write_slots"], strict=True):
         s = torch.zeros_like(state[0]) if read < 0 else state[read].clone()
         for t in range(start, stop):
             y, s = FORMULAS[case.op](of, t, s)

@@ -7,8 +7,7 @@ from collections import deque
 from functools import partial
 
 from mvllm.config.engine_config import SchedulerConfig
-from mvllm.kv_cache.kv_cache_manager import KVCacheManager, _group_hash
-from mvllm.kv_cache.state_kv_cache_manager import StateKVCacheManager
+from mvllm.kv_cache.kv_cache_manager import KVCacheManager, StateKVCacheManager, _group_hash
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams, PoolingType
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreRequest, FinishReason, PositionLogprobs

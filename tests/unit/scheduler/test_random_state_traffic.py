@@ -18,6 +18,9 @@ from tests.unit.scheduler.test_random_traffic import check_result
 from tests.unit.scheduler.test_speculative import make_proposer
 
 MAX_MODEL_LEN = 32
+ACTIONS = {"add": 8, "siblings": 2, "step": 8, "abort": 2, "fail": 1, "lose": 0.4, "reset": 0.4}
+"""With their weights: `fail` makes a request fail, `lose` a whole step."""
+
 SEEN: Counter[str] = Counter()
 """What happened in all schedules."""
 
@@ -101,7 +104,7 @@ def run_random_schedule(seed: int) -> None:
     added, aborted, prompts = {}, set(), []
     scheduler = engine.scheduler
     for _ in range(dice.randint(5, 40)):
-        action = dice.choices(["add", "siblings", "step", "abort", "fail", "lose", "reset"], [8, 2, 8, 2, 1, 0.4, 0.4])[0]
+        [action] = dice.choices(list(ACTIONS), list(ACTIONS.values()))
         if action == "add":
             request = random_request(dice, len(added), prompts, limits)
             added[request.request_id] = request

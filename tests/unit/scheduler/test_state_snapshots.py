@@ -227,6 +227,23 @@ def test_a_request_waits_only_for_one_before_it_in_the_service_order():
     check_tokens(engine, urgent)
 
 
+def test_a_request_does_not_wait_long_for_one_that_stands_still():
+    limits = {"long_prefill_token_threshold": 20, "max_long_partial_prefills": 1}
+    engine = make_engine(num_blocks=200, max_model_len=300, **limits)
+    prompt = list(range(60))
+    engine.add(make_request(200), held_back := make_request(prompt), make_request(2, max_tokens=100))
+    engine.step()
+    # From now on a request generates, and the second long prompt stands still until the first one is computed.
+    engine.add(short := make_request([*prompt[:16], 99]))
+    num_steps = 1
+    while not (plan := engine.step()).new_requests:
+        num_steps += 1
+    assert num_steps == 6 and plan.new_requests[0].num_computed_tokens == 8
+    assert engine.scheduler.requests.by_id[held_back.request_id].num_computed_tokens == 8
+    engine.run()
+    check_tokens(engine, held_back, short)
+
+
 def test_a_request_does_not_wait_if_it_would_not_find_more():
     engine = make_engine()
     prompt = list(range(16))
@@ -360,6 +377,24 @@ def test_a_request_that_read_a_snapshot_of_a_failed_one_starts_again(depth):
         engine.collect()
     assert engine.results["bad"].finish_reason is FinishReason.ERROR
     check_tokens(engine, second)
+    engine.check_snapshots()
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_so_does_one_that_read_blocks_of_another_request_and_only_the_state_of_the_failed_one(depth):
+    engine = make_engine(depth=depth, state_snapshot_interval=0, least_snapshot_distance=64)
+    start = list(range(18))
+    steps_of(engine, make_request([*start, 50], max_tokens=1))  # leaves blocks, and no state
+    bad, reader = make_request([*start, 60], request_id="bad"), make_request([*start, 70])
+    engine.runner.failing.add("bad")
+    engine.add(bad, reader)
+    assert engine.step().num_scheduled_tokens == [16]
+    assert engine.step().num_scheduled_tokens == [3, 3]  # the results of the first step are not back
+    engine.run()
+    while engine.in_flight:
+        engine.collect()
+    assert engine.results["bad"].finish_reason is FinishReason.ERROR
+    check_tokens(engine, reader)
     engine.check_snapshots()
 
 

@@ -27,8 +27,7 @@ from mvllm.engine.core.sleep import KV_CACHE, SLEEP_LEVELS, TAGS, WEIGHTS, check
 from mvllm.engine.core.weight_updates import WeightUpdateManager
 from mvllm.errors import ConfigError, EngineDeadError, EngineSleepingError, MvllmError, RequestError
 from mvllm.executor.factory import can_sample_later, make_executor
-from mvllm.kv_cache.kv_cache_manager import KVCacheManager, NullKVCacheManager
-from mvllm.kv_cache.state_kv_cache_manager import StateKVCacheManager
+from mvllm.kv_cache.kv_cache_manager import KVCacheManager, NullKVCacheManager, StateKVCacheManager
 from mvllm.logging import get_logger
 from mvllm.messages.core_protocol import UtilityArg
 from mvllm.messages.lora import LoRARequest

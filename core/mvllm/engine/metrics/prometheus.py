@@ -174,9 +174,8 @@ class EngineCollector(Collector):
             "num_blocks": str(summary.num_blocks),
             "cache_dtype": cache.dtype,
             "enable_prefix_caching": str(cache.enable_prefix_caching),
+            "num_state_slots": str(summary.num_state_slots),
         }
-        if summary.num_state_slots:
-            facts["num_state_slots"] = str(summary.num_state_slots)
         family = GaugeMetricFamily(prefix + "cache_config_info", "The KV cache.", labels=tuple(facts))
         family.add_metric(tuple(facts.values()), 1)
         return family

@@ -146,6 +146,7 @@ class CPUPlatform(Platform):
         from mvllm_cpu.ops import KernelOps
         from mvllm_cpu.quantized_linear import QuantizedLinear
         from mvllm_cpu.quantized_moe import QuantizedMoe
+        from mvllm_cpu.state_ops import StateOps
 
         loaded = kernels.load()
         if loaded.library is None:
@@ -153,7 +154,8 @@ class CPUPlatform(Platform):
         compiled = (*KernelOps(loaded.library).providers(), *Linear(loaded.library, loaded.isa).providers())
         integers = (*QuantizedLinear(loaded.library).providers(), *BlockQuantizedLinear(loaded.library).providers())
         experts = (*Moe(loaded.library).providers(), *QuantizedMoe(loaded.library).providers())
-        return (*compiled, *integers, *experts, *onednn_linear.providers())
+        states = StateOps(loaded.library).providers()
+        return (*compiled, *integers, *experts, *states, *onednn_linear.providers())
 
     def compiler(self) -> CompileBackend:
         from mvllm_cpu.replay import Replay

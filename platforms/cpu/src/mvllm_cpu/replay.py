@@ -16,6 +16,9 @@ sums and products with a number (`recordable_torch_ops.py`), and any other opera
 incomplete. Then the record is executed with an arena full of NaN patterns and must reproduce the recorded result bit
 for bit; otherwise work is missing from it, and it is not used. Functions that cannot be replayed are called directly.
 
+The states of sequences are the exception to repeated runs: a step may read the slot that it writes. So a function with
+states is recorded and validated with write slots -1, and runs once more to write them.
+
 All-reduces over ranks are kernels, too. If a rank is late, the replay stops at that call and returns to Python, which
 checks whether the rank is alive, and resumes with the same call.
 """
@@ -23,6 +26,7 @@ checks whether the rank is alive, and resumes with the same call.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import struct
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -169,8 +173,9 @@ class Replay(CompileBackend):
     def run(self, program: _Program, arguments: tuple[Any, ...]) -> torch.Tensor:
         """Executes a program's calls for these arguments."""
         result = torch.empty(program.shape, dtype=program.dtype)
-        bases = (ctypes.c_int64 * (FIRST_ARGUMENT + len(arguments)))(
-            self.arena(program.arena_bytes), result.data_ptr(), *map(_base_of, arguments)
+        given = list(map(_base_of, _addressed(arguments)))
+        bases = (ctypes.c_int64 * (FIRST_ARGUMENT + len(given)))(
+            self.arena(program.arena_bytes), result.data_ptr(), *given
         )
         done, count, num_patches = 0, len(program.calls), len(program.patches)
         while True:
@@ -190,7 +195,7 @@ class _Compiled:
         self._programs: dict[Hashable, _Program | None] = {}
 
     def __call__(self, *args: Any) -> Any:
-        """Calls or replays the function. `args`: tensors, None, or metadata of this platform's attention."""
+        """Calls or replays the function. `args`: tensors, None, plans of this platform's attention, or state slots."""
         rows = next((arg.shape[0] for arg in args if isinstance(arg, torch.Tensor) and arg.dim()), MOST_ROWS + 1)
         if rows > MOST_ROWS:
             return self._function(*args)
@@ -204,24 +209,26 @@ class _Compiled:
 
     def _record(self, key: Hashable, args: tuple[Any, ...]) -> Any:
         before = _copies(args)  # the function may modify its arguments
+        has_slots, trial = any(map(_has_slots, args)), _without_state_writes(args)
         with _OperationRecorder(self._backend.torch_ops) as recorder:
-            result, calls, refusal = recording.record(lambda: self._function(*args))
+            result, calls, refusal = recording.record(lambda: self._function(*trial))
         self._programs[key] = None
         try:
             if refusal is not None:
                 raise _NotReplayable(refusal)
-            program = _program(calls, recorder.allocated, result, args)
+            program = _program(calls, recorder.allocated, result, trial)
             self._backend.arena(program.arena_bytes)
             self._backend.poison_arena()
-            again = self._backend.run(program, _copies(before))
+            again = self._backend.run(program, _without_state_writes(_copies(before)))
             if not torch.equal(result.view(torch.uint8), again.view(torch.uint8)):
-                self._function(*before)  # the replay may have stored wrong keys and values
+                if not has_slots:
+                    self._function(*before)  # the replay may have stored wrong keys and values
                 raise _NotReplayable("its kernels are not all of its work: the replay gives another result")
         except _NotReplayable as e:
             logger.debug("Steps of %s are not replayed: %s", key, e)
         else:
             self._programs[key] = program
-        return result
+        return self(*before) if has_slots else result
 
 
 def _copies(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -235,8 +242,31 @@ def _copies(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 def _key_of(argument: Any) -> Hashable:
     if isinstance(argument, torch.Tensor):
         return argument.shape, argument.stride(), argument.dtype
+    if _has_slots(argument):
+        return type(argument), len(argument.read_slots), argument.max_query_len == 1
     # Rows after the metadata's tokens are padding, which attention treats differently.
     return type(argument), cast(Hashable, getattr(argument, "num_tokens", None))
+
+
+def _has_slots(argument: Any) -> bool:
+    """Whether an argument holds the state slots of a step, as tensors."""
+    return hasattr(argument, "write_slots")
+
+
+def _without_state_writes(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments, with write slots -1: the function gives the same result and leaves the states unchanged."""
+    return tuple(
+        dataclasses.replace(a, write_slots=torch.full_like(a.write_slots, -1)) if _has_slots(a) else a
+        for a in arguments
+    )
+
+
+def _addressed(arguments: tuple[Any, ...]) -> list[Any]:
+    """The arguments whose addresses calls use: state slots are three tensors."""
+    found: list[Any] = []
+    for a in arguments:
+        found += [a.query_start_loc, a.read_slots, a.write_slots] if _has_slots(a) else [a]
+    return found
 
 
 def _base_of(argument: Any) -> int:
@@ -254,8 +284,9 @@ def _program(calls: list[Call], allocated: list[torch.Tensor], result: Any, argu
     """
     if not isinstance(result, torch.Tensor) or not result.is_contiguous():
         raise _NotReplayable("its result is not one contiguous tensor")
+    arguments = tuple(_addressed(arguments))
     if any(not isinstance(a, torch.Tensor | None) and not hasattr(a, "handle") for a in arguments):
-        raise _NotReplayable("its arguments are not all tensors and attention plans")
+        raise _NotReplayable("its arguments are not all tensors, attention plans and state slots")
     buffers = [_Buffer(t.data_ptr(), t.nbytes, len(calls), -1) for t in allocated if t.nbytes]
     inputs = [
         (_base_of(a), a.nbytes if isinstance(a, torch.Tensor) else 1, FIRST_ARGUMENT + i)

@@ -26,6 +26,7 @@ from mvllm_triton import (
     quantized_moe,
     rotary,
     sampling,
+    state,
 )
 
 PROVIDER = "mvllm_triton"
@@ -99,6 +100,11 @@ def providers(
         "moe": moe.moe,
         "clamped_moe": moe.clamped_moe,
         "add_lora_by_slot": lora.add_lora_by_slot,
+        "causal_conv1d": state.causal_conv1d,
+        "ssd": state.ssd,
+        "gated_delta_rule": state.gated_delta_rule,
+        "kda": state.kda,
+        "gated_rms_norm": state.gated_rms_norm,
     }
     quantized = OpProvider(
         "quantized_linear",

@@ -1,0 +1,385 @@
+// Kernels of layers with a state: a short convolution, the recurrence of Mamba-2, delta rules, and the gated norm after
+// them. Core's mvllm/ops/{causal_conv1d,ssd,delta_rule,gated_rms_norm}.py specify them. Included inside a namespace,
+// after simd.h.
+//
+// A recurrence is computed token by token, in float32, for one head of one request at a time. Its state is read from
+// memory once per call: tokens are taken in groups, and each part of the state that fits the registers or the first
+// cache is advanced by all tokens of a group. So the order of operations on an element depends neither on how a prompt is
+// cut into steps nor on the other requests.
+
+INLINE float sum_of_lanes(vf v) {
+    float part[LANES];
+    store(part, v);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; ++i) part[i] += part[i + half];
+    return part[0];
+}
+
+// Widens `count` elements and sets those up to the next multiple of LANES to zero.
+template <class E>
+INLINE void widen_padded(const typename E::type* from, float* to, int64_t count) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store(to + i, E::widen(from + i));
+    if (i == count) return;
+    store(to + i, vf{});
+    for (; i < count; ++i) to[i] = E::get(from[i]);
+}
+
+// Rounds `count` elements; reads up to the next multiple of LANES.
+template <class E>
+INLINE void narrow_some(typename E::type* to, const float* from, int64_t count) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) E::narrow(to + i, load(from + i));
+    for (; i < count; ++i) to[i] = E::put(from[i]);
+}
+
+INLINE vf vsigmoid(vf x) {
+    const vf y = x * -LOG2E, limit = splat(126.f);
+    return 1.f / (1.f + vexp2<true>(y > limit ? limit : y));
+}
+
+INLINE float get_element(const void* p, int64_t i, int32_t dtype) {
+    if (dtype == F32) return static_cast<const float*>(p)[i];
+    const uint16_t bits = static_cast<const uint16_t*>(p)[i];
+    return dtype == BF16 ? from_bf16(bits) : from_f16(bits);
+}
+
+// ---- convolution -------------------------------------------------------------------------------------------------------
+
+template <class E>
+static void causal_conv1d_channels(const CausalConv1d& op, int64_t request, int64_t begin, int64_t end) {
+    typedef typename E::type T;
+    constexpr int BLOCK = 64;
+    const Tokens tokens = tokens_of(op.step, request);
+    if (tokens.begin == tokens.end) return;
+    const int kernel = int(op.kernel_size), older = kernel - 1;
+    const int64_t row = op.channels * older;
+    const T* from = tokens.read < 0 ? nullptr : static_cast<const T*>(op.state) + tokens.read * row;
+    T* to = tokens.write < 0 ? nullptr : static_cast<T*>(op.state) + tokens.write * row;
+    const T* weight = static_cast<const T*>(op.weight);
+    const T* bias = static_cast<const T*>(op.bias);
+    // Weights and the last inputs, by input and channel. The inputs are a ring: the oldest is in row `oldest`.
+    alignas(64) float weights[MAX_CONV_KERNEL][BLOCK], inputs[MAX_CONV_KERNEL][BLOCK], biases[BLOCK], sums[BLOCK];
+    for (int64_t first = begin; first < end; first += BLOCK) {
+        const int64_t count = end - first < BLOCK ? end - first : BLOCK;
+        const int width = int((count + LANES - 1) / LANES * LANES);
+        for (int c = 0; c < width; ++c) biases[c] = bias && c < count ? E::get(bias[first + c]) : 0.f;
+        for (int k = 0; k < kernel; ++k)
+            for (int c = 0; c < width; ++c) {
+                weights[k][c] = c < count ? E::get(weight[(first + c) * kernel + k]) : 0.f;
+                inputs[k][c] = from && k < older && c < count ? E::get(from[(first + c) * older + k]) : 0.f;
+            }
+        int oldest = 0;
+        for (int64_t t = tokens.begin; t < tokens.end; ++t) {
+            const int newest = oldest ? oldest - 1 : older;
+            widen_padded<E>(static_cast<const T*>(op.x) + t * op.x_stride + first, inputs[newest], count);
+            for (int c = 0; c < width; c += LANES) {
+                vf sum = load(biases + c);
+                for (int k = 0; k < kernel; ++k) {
+                    const int at = oldest + k < kernel ? oldest + k : oldest + k - kernel;
+                    sum += load(weights[k] + c) * load(inputs[at] + c);
+                }
+                store(sums + c, op.silu ? sum * vsigmoid(sum) : sum);
+            }
+            narrow_some<E>(static_cast<T*>(op.out) + t * op.channels + first, sums, count);
+            oldest = oldest + 1 < kernel ? oldest + 1 : 0;
+        }
+        if (to)
+            for (int k = 0; k < older; ++k) {
+                const float* input = inputs[oldest + k < kernel ? oldest + k : oldest + k - kernel];
+                for (int c = 0; c < count; ++c) to[(first + c) * older + k] = E::put(input[c]);
+            }
+    }
+}
+
+// ---- Mamba-2 -----------------------------------------------------------------------------------------------------------
+
+// log(1 + e^x)
+INLINE float softplus(float x) { return x > 20.f ? x : __builtin_log1pf(__builtin_expf(x)); }
+
+// Rows [begin, end) of a head's state. `scratch`: a state, for requests that write none.
+template <class E>
+static void ssd_rows(const Ssd& op, int64_t request, int64_t head, int64_t begin, int64_t end, float* scratch) {
+    typedef typename E::type T;
+    constexpr int WIDE = 4;
+    const Tokens tokens = tokens_of(op.step, request);
+    if (tokens.begin == tokens.end) return;
+    const int64_t size = op.state_size, padded = (size + LANES - 1) / LANES * LANES, whole = size / LANES * LANES;
+    const int64_t group = head * op.groups / op.heads, head_size = op.head_dim * size;
+    const float* from = tokens.read < 0 ? nullptr : op.state + (tokens.read * op.heads + head) * head_size;
+    float* const to = tokens.write < 0 ? scratch : op.state + (tokens.write * op.heads + head) * head_size;
+    const float skip = op.d ? op.d[head] : 0.f, bias = op.dt_bias ? op.dt_bias[head] : 0.f;
+    alignas(64) float bs[STATE_TOKENS * MAX_STATE_SIZE], cs[STATE_TOKENS * MAX_STATE_SIZE];
+    float dts[STATE_TOKENS], decays[STATE_TOKENS];
+    vf sums[STATE_TOKENS];
+    for (int64_t first = tokens.begin; first < tokens.end; first += STATE_TOKENS) {
+        const int count = int(tokens.end - first < STATE_TOKENS ? tokens.end - first : STATE_TOKENS);
+        for (int i = 0; i < count; ++i) {
+            const int64_t t = first + i;
+            float dt = softplus(E::get(static_cast<const T*>(op.dt)[t * op.dt_stride + head]) + bias);
+            dt = dt < op.dt_min ? op.dt_min : dt > op.dt_max ? op.dt_max : dt;
+            dts[i] = dt;
+            decays[i] = __builtin_expf(dt * op.a[head]);
+            widen_padded<E>(static_cast<const T*>(op.b) + t * op.b_stride + group * size, bs + i * padded, size);
+            widen_padded<E>(static_cast<const T*>(op.c) + t * op.c_stride + group * size, cs + i * padded, size);
+        }
+        const T* const x = static_cast<const T*>(op.x) + first * op.x_stride + head * op.head_dim;
+        T* const out = static_cast<T*>(op.out) + (first * op.heads + head) * op.head_dim;
+        for (int64_t p = begin; p < end; ++p) {
+            const float* source = from ? from + p * size : nullptr;
+            float* const target = to + p * size;
+            for (int i = 0; i < count; ++i) sums[i] = vf{};
+            int64_t n = 0;
+            for (; n + WIDE * LANES <= size; n += WIDE * LANES) {
+                vf h[WIDE];
+                for (int w = 0; w < WIDE; ++w) h[w] = source ? load(source + n + w * LANES) : vf{};
+                for (int i = 0; i < count; ++i) {
+                    const float added = E::get(x[i * op.x_stride + p]) * dts[i];
+                    const float *b = bs + i * padded + n, *c = cs + i * padded + n;
+                    vf sum = sums[i];
+                    for (int w = 0; w < WIDE; ++w) {
+                        h[w] = h[w] * decays[i] + load(b + w * LANES) * added;
+                        sum += h[w] * load(c + w * LANES);
+                    }
+                    sums[i] = sum;
+                }
+                for (int w = 0; w < WIDE; ++w) store(target + n + w * LANES, h[w]);
+            }
+            for (; n < size; n += LANES) {
+                alignas(64) float rest[LANES] = {};
+                const int64_t lanes = n < whole ? LANES : size - n;
+                if (source)
+                    for (int64_t l = 0; l < lanes; ++l) rest[l] = source[n + l];
+                vf h = load(rest);
+                for (int i = 0; i < count; ++i) {
+                    const float added = E::get(x[i * op.x_stride + p]) * dts[i];
+                    h = h * decays[i] + load(bs + i * padded + n) * added;
+                    sums[i] += h * load(cs + i * padded + n);
+                }
+                store(rest, h);
+                for (int64_t l = 0; l < lanes; ++l) target[n + l] = rest[l];
+            }
+            for (int i = 0; i < count; ++i)
+                out[i * op.heads * op.head_dim + p] = E::put(sum_of_lanes(sums[i]) + skip * E::get(x[i * op.x_stride + p]));
+        }
+        from = to;
+    }
+}
+
+// ---- delta rules -------------------------------------------------------------------------------------------------------
+
+// What the tokens of a group need, for one head: `size` numbers per token each.
+struct DeltaTokens {
+    float *decays, *keys, *decayed_keys, *decayed_queries;
+    float betas[STATE_TOKENS], products[STATE_TOKENS];  // products: of query and key
+};
+
+template <class E>
+INLINE float length_factor(const typename E::type* x, int64_t size, bool l2_norm) {
+    if (!l2_norm) return 1.f;
+    vf sums = {};
+    float rest = 0;
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) {
+        const vf v = E::widen(x + i);
+        sums += v * v;
+    }
+    for (; i < size; ++i) rest += E::get(x[i]) * E::get(x[i]);
+    return 1.f / __builtin_sqrtf(sum_of_lanes(sums) + rest + 1e-6f);
+}
+
+template <class E>
+static void prepare_delta_tokens(const DeltaRule& op, int64_t head, int64_t first, int count, int64_t padded, DeltaTokens& tokens) {
+    typedef typename E::type T;
+    const int64_t size = op.k_dim, key_head = head * op.k_heads / op.v_heads;
+    for (int i = 0; i < count; ++i) {
+        const int64_t t = first + i;
+        const T* q = static_cast<const T*>(op.q) + t * op.q_stride + key_head * size;
+        const T* k = static_cast<const T*>(op.k) + t * op.k_stride + key_head * size;
+        const float q_factor = length_factor<E>(q, size, op.l2_norm) * op.scale, k_factor = length_factor<E>(k, size, op.l2_norm);
+        float* const keys = tokens.keys + i * padded;
+        float* const decays = tokens.decays + i * padded;
+        float* const decayed_keys = tokens.decayed_keys + i * padded;
+        float* const decayed_queries = tokens.decayed_queries + i * padded;
+        widen_padded<E>(k, keys, size);
+        widen_padded<E>(q, decayed_queries, size);
+        if (op.channel_decay)
+            widen_padded<Float32>(op.g + t * op.g_stride + head * size, decays, size);
+        const float g = op.channel_decay ? 0.f : op.g[t * op.g_stride + head];
+        vf products = {};
+        for (int64_t j = 0; j < padded; j += LANES) {
+            const vf key = load(keys + j) * k_factor, query = load(decayed_queries + j) * q_factor;
+            const vf decay = vexp(op.channel_decay ? load(decays + j) : splat(g));
+            products += key * query;
+            store(keys + j, key);
+            store(decays + j, decay);
+            store(decayed_keys + j, key * decay);
+            store(decayed_queries + j, query * decay);
+        }
+        tokens.products[i] = sum_of_lanes(products);
+        tokens.betas[i] = get_element(op.beta, t * op.beta_stride + head, op.beta_dtype);
+    }
+}
+
+// Advances W * LANES columns of a head's state by one token. `from` may be null: zeros.
+template <class E, int W>
+INLINE void delta_columns(const DeltaRule& op, const DeltaTokens& tokens, int i, int64_t padded, const float* from, float* to,
+                          const typename E::type* v, typename E::type* out) {
+    const int64_t size = op.k_dim, stride = op.v_dim;
+    const float* const decays = tokens.decays + i * padded;
+    const float* const keys = tokens.keys + i * padded;
+    const float* const decayed_keys = tokens.decayed_keys + i * padded;
+    const float* const decayed_queries = tokens.decayed_queries + i * padded;
+    vf found[W] = {}, read[W] = {}, correction[W];
+    if (from)
+        for (int64_t k = 0; k < size; ++k)
+            for (int w = 0; w < W; ++w) {
+                const vf s = load(from + k * stride + w * LANES);
+                found[w] += s * decayed_keys[k];
+                read[w] += s * decayed_queries[k];
+            }
+    for (int w = 0; w < W; ++w) {
+        correction[w] = (E::widen(v + w * LANES) - found[w]) * tokens.betas[i];
+        E::narrow(out + w * LANES, read[w] + correction[w] * tokens.products[i]);
+    }
+    for (int64_t k = 0; k < size; ++k)
+        for (int w = 0; w < W; ++w) {
+            const vf s = from ? load(from + k * stride + w * LANES) * decays[k] : vf{};
+            store(to + k * stride + w * LANES, s + correction[w] * keys[k]);
+        }
+}
+
+// One column.
+template <class E>
+INLINE void delta_column(const DeltaRule& op, const DeltaTokens& tokens, int i, int64_t padded, const float* from, float* to,
+                         const typename E::type* v, typename E::type* out) {
+    const int64_t size = op.k_dim, stride = op.v_dim;
+    float found = 0, read = 0;
+    if (from)
+        for (int64_t k = 0; k < size; ++k) {
+            found += from[k * stride] * tokens.decayed_keys[i * padded + k];
+            read += from[k * stride] * tokens.decayed_queries[i * padded + k];
+        }
+    const float correction = (E::get(*v) - found) * tokens.betas[i];
+    *out = E::put(read + correction * tokens.products[i]);
+    for (int64_t k = 0; k < size; ++k) {
+        const float s = from ? from[k * stride] * tokens.decays[i * padded + k] : 0.f;
+        to[k * stride] = s + correction * tokens.keys[i * padded + k];
+    }
+}
+
+// Where token i of a group finds the state, from `column` on; null: zeros.
+INLINE const float* state_before(const float* from, const float* to, int i, int64_t column) {
+    if (i) return to + column;
+    return from ? from + column : nullptr;
+}
+
+// Columns [begin, end) of a head's state. `scratch`: a state, for requests that write none, then the group's numbers.
+template <class E>
+static void delta_rule_columns(const DeltaRule& op, int64_t request, int64_t head, int64_t begin, int64_t end, float* scratch) {
+    typedef typename E::type T;
+    constexpr int WIDE = 4;
+    const Tokens tokens = tokens_of(op.step, request);
+    if (tokens.begin == tokens.end) return;
+    const int64_t padded = (op.k_dim + LANES - 1) / LANES * LANES, head_size = op.k_dim * op.v_dim;
+    const float* from = tokens.read < 0 ? nullptr : op.state + (tokens.read * op.v_heads + head) * head_size;
+    float* const to = tokens.write < 0 ? scratch : op.state + (tokens.write * op.v_heads + head) * head_size;
+    float* const memory = scratch + head_size;
+    DeltaTokens group;
+    group.decays = memory;
+    group.keys = memory + STATE_TOKENS * padded;
+    group.decayed_keys = memory + 2 * STATE_TOKENS * padded;
+    group.decayed_queries = memory + 3 * STATE_TOKENS * padded;
+    for (int64_t first = tokens.begin; first < tokens.end; first += STATE_TOKENS) {
+        const int count = int(tokens.end - first < STATE_TOKENS ? tokens.end - first : STATE_TOKENS);
+        prepare_delta_tokens<E>(op, head, first, count, padded, group);
+        const T* const v = static_cast<const T*>(op.v) + first * op.v_stride + head * op.v_dim;
+        T* const out = static_cast<T*>(op.out) + (first * op.v_heads + head) * op.v_dim;
+        const int64_t out_stride = op.v_heads * op.v_dim;
+        int64_t c = begin;
+        for (; c + WIDE * LANES <= end; c += WIDE * LANES)
+            for (int i = 0; i < count; ++i)
+                delta_columns<E, WIDE>(op, group, i, padded, state_before(from, to, i, c), to + c, v + i * op.v_stride + c, out + i * out_stride + c);
+        for (; c + LANES <= end; c += LANES)
+            for (int i = 0; i < count; ++i)
+                delta_columns<E, 1>(op, group, i, padded, state_before(from, to, i, c), to + c, v + i * op.v_stride + c, out + i * out_stride + c);
+        for (; c < end; ++c)
+            for (int i = 0; i < count; ++i)
+                delta_column<E>(op, group, i, padded, state_before(from, to, i, c), to + c, v + i * op.v_stride + c, out + i * out_stride + c);
+        from = to;
+    }
+}
+
+// ---- gated norm --------------------------------------------------------------------------------------------------------
+
+// `scratch`: group_size numbers, rounded up to LANES, twice.
+template <class E>
+static void gated_rms_norm_rows(const GatedRmsNorm& op, int64_t begin, int64_t end, float* scratch) {
+    typedef typename E::type T;
+    const int64_t size = op.group_size, padded = (size + LANES - 1) / LANES * LANES;
+    float* const values = scratch;
+    float* const factors = scratch + padded;
+    for (int64_t row = begin; row < end; ++row)
+        for (int64_t first = 0; first < op.width; first += size) {
+            const int64_t group = row / op.heads, head = row % op.heads;
+            const T* const x = static_cast<const T*>(op.x) + group * op.x_stride + head * op.x_head_stride;
+            widen_padded<E>(x + first, values, size);
+            if (op.gate) {
+                const T* const gates = static_cast<const T*>(op.gate) + group * op.gate_stride + head * op.gate_head_stride;
+                widen_padded<E>(gates + first, factors, size);
+                for (int64_t i = 0; i < padded; i += LANES) {
+                    const vf gate = load(factors + i), factor = op.sigmoid ? vsigmoid(gate) : gate * vsigmoid(gate);
+                    if (op.norm_before_gate)
+                        store(factors + i, factor);
+                    else
+                        store(values + i, load(values + i) * factor);
+                }
+            }
+            vf squares[4] = {};
+            for (int64_t i = 0; i < padded; i += LANES) squares[i / LANES % 4] += load(values + i) * load(values + i);
+            const float sum = sum_of_lanes((squares[0] + squares[1]) + (squares[2] + squares[3]));
+            const float factor = 1.f / __builtin_sqrtf(sum / float(size) + op.eps);
+            const bool gated = op.gate && op.norm_before_gate;
+            T* const out = static_cast<T*>(op.out) + row * op.width + first;
+            int64_t i = 0;
+            if (op.weight_dtype == F32) {
+                const float* weight = static_cast<const float*>(op.weight) + first;
+                for (; i + LANES <= size; i += LANES) {
+                    const vf y = load(values + i) * factor * load(weight + i);
+                    E::narrow(out + i, gated ? y * load(factors + i) : y);
+                }
+            } else {
+                const T* weight = static_cast<const T*>(op.weight) + first;
+                for (; i + LANES <= size; i += LANES) {
+                    const vf y = load(values + i) * factor * E::widen(weight + i);
+                    E::narrow(out + i, gated ? y * load(factors + i) : y);
+                }
+            }
+            for (; i < size; ++i) {
+                const float y = values[i] * factor * get_element(op.weight, first + i, op.weight_dtype);
+                out[i] = E::put(gated ? y * factors[i] : y);
+            }
+        }
+}
+
+#define BY_DTYPE(function, op, ...)                                 \
+    switch (op.dtype) {                                             \
+        case F32: return function<Float32>(op, __VA_ARGS__);        \
+        case BF16: return function<BFloat16>(op, __VA_ARGS__);      \
+        default: return function<Float16>(op, __VA_ARGS__);         \
+    }
+
+static void causal_conv1d(const CausalConv1d& op, int64_t request, int64_t begin, int64_t end) {
+    BY_DTYPE(causal_conv1d_channels, op, request, begin, end)
+}
+static void ssd(const Ssd& op, int64_t request, int64_t head, int64_t begin, int64_t end, float* scratch) {
+    BY_DTYPE(ssd_rows, op, request, head, begin, end, scratch)
+}
+static void delta_rule(const DeltaRule& op, int64_t request, int64_t head, int64_t begin, int64_t end, float* scratch) {
+    BY_DTYPE(delta_rule_columns, op, request, head, begin, end, scratch)
+}
+static void gated_rms_norm(const GatedRmsNorm& op, int64_t begin, int64_t end, float* scratch) {
+    BY_DTYPE(gated_rms_norm_rows, op, begin, end, scratch)
+}
+
+#undef BY_DTYPE
