@@ -23,7 +23,8 @@ another prompt has left this one. Steps end at these positions. A running reques
 because it overwrites its own: then it leaves no snapshot.
 
 A waiting request waits for a snapshot that an earlier running request is going to write. So equal prompts that arrive
-together are computed once. It waits only while that request runs and advances; that one never waits for a later one.
+together are computed once. It does not wait for a few tokens, and only while that request runs and advances. That one
+never waits for a later one.
 
 A step with draft tokens reads one slot and writes another. If all draft tokens are accepted the request goes on with
 the second one, otherwise with the first: it computes the accepted tokens again.
@@ -61,7 +62,8 @@ class StateSlots:
         interval: Tokens between two regular snapshots, rounded up to blocks; 0 for none.
         unconfirmed: Records the hashes of snapshots like those of blocks. Slot s has the number ~s.
         hashes_of: The hashes of the first blocks of a table, whose tokens are known; fewer if not all may be shared.
-        least_distance: A snapshot at the end of a prompt is at least so many tokens behind the one before it.
+        least_distance: A snapshot at the end of a prompt is at least so many tokens behind the one before it, and a
+            request waits for at least so many tokens, or for an interval. Both hold for requests without siblings.
     """
 
     def __init__(
@@ -104,11 +106,14 @@ class StateSlots:
     def must_wait(self, table: BlockTable, num_cached: int, order: tuple[int, int]) -> bool:
         """Whether a request should wait for a snapshot that a running request is going to write.
 
+        It does not wait for a few tokens. Nor does it keep the state where that request is going to.
+
         Args:
             num_cached: Tokens of the snapshot that it would start from now.
             order: Its place in the service order.
         """
         state, size, best = table.state, self._block_size, num_cached
+        gain = 1 if state.has_siblings else min(self._least_distance, self._interval or self._least_distance)
         hashes = self._hashes_of(table, (len(table.token_ids) - 1) // size)
         for other_table in list(self._computing):
             other = other_table.state
@@ -122,8 +127,11 @@ class StateSlots:
             position = self._offered_position(other_table, common, best)
             if position > best:
                 best = position
-                state.awaited = AwaitedSnapshot(other, position, self._num_plans)
-        return best > num_cached
+                if position - num_cached >= gain:
+                    state.awaited = AwaitedSnapshot(other, position, self._num_plans)
+        if state.shared_end <= best:
+            state.shared_end = 0
+        return state.awaited is not None
 
     def still_waits(self, state: RequestState) -> bool:
         """Whether the snapshot that a request waits for is still going to be written."""
@@ -200,6 +208,7 @@ class StateSlots:
         """Records that a request starts to run, so that others can wait for its snapshots."""
         table.state.order = order
         if table.root is not None:
+            self._hashes_of(table, (len(table.token_ids) - 1) // self._block_size)  # for `must_wait`
             self._computing[table] = None
 
     def free(self, table: BlockTable, num_computed_tokens: int) -> None:

@@ -227,6 +227,30 @@ def test_a_request_waits_only_for_one_before_it_in_the_service_order():
     check_tokens(engine, urgent)
 
 
+def test_a_request_waits_for_one_that_needs_every_position():
+    engine = make_engine()
+    prompt = list(range(24))
+    engine.add(asks := make_request(prompt, prompt_logprobs=1), waits := make_request(prompt))
+    assert engine.step().num_scheduled_tokens == [8]
+    engine.run()
+    assert num_cached(engine, asks, waits) == [0, 20]
+    check_tokens(engine, asks, waits)
+
+
+def test_a_request_does_not_wait_for_a_few_tokens():
+    engine = make_engine(
+        num_blocks=300, max_num_batched_tokens=200, state_snapshot_interval=64, least_snapshot_distance=16
+    )
+    requests = [make_request([*range(14), *[100 + i] * 30], max_tokens=1) for i in range(4)]
+    engine.add(*requests)
+    # They have 12 tokens in common. One request ends its step there, for later ones.
+    assert engine.step().num_scheduled_tokens == [40, 12, 40, 40]
+    engine.run()
+    steps_of(engine, later := make_request([*range(14), 99], max_tokens=1))
+    assert num_cached(engine, *requests, later) == [0, 0, 0, 0, 12]
+    check_tokens(engine, *requests, later)
+
+
 def test_a_request_does_not_wait_long_for_one_that_stands_still():
     limits = {"long_prefill_token_threshold": 20, "max_long_partial_prefills": 1}
     engine = make_engine(num_blocks=200, max_model_len=300, **limits)
@@ -385,7 +409,8 @@ def test_so_does_one_that_read_blocks_of_another_request_and_only_the_state_of_t
     engine = make_engine(depth=depth, state_snapshot_interval=0, least_snapshot_distance=64)
     start = list(range(18))
     steps_of(engine, make_request([*start, 50], max_tokens=1))  # leaves blocks, and no state
-    bad, reader = make_request([*start, 60], request_id="bad"), make_request([*start, 70])
+    bad = make_request([*start, 60], request_id="bad", sibling_group="g")
+    reader = make_request([*start, 70], sibling_group="g")
     engine.runner.failing.add("bad")
     engine.add(bad, reader)
     assert engine.step().num_scheduled_tokens == [16]
