@@ -24,7 +24,7 @@ class DecoderForward:
 
     Args:
         model: The model, with its weights.
-        attention_groups: The attention metadata of its layers.
+        attention_groups: The attention backends of its layers.
 
     Attributes:
         lora: The LoRA mapping that the layers of the model read; None without LoRA.
@@ -60,7 +60,7 @@ class DecoderForward:
             adapters: LoRA adapters of the step's tokens.
         """
         function = self.call_model if self._compiled is None else self._compiled
-        metadata = [builder.build_metadata(inputs.layouts[group]) for builder, group in self.attention_groups.values()]
+        metadata = [backend.build_metadata(inputs.layouts[group]) for backend, group in self.attention_groups.values()]
         args = inputs.token_ids, inputs.positions, inputs.prompt_lens, intermediate, *metadata
         if adapters is None:
             return function(*args)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MetadataBuilder = AttentionBackend | ChunkedMetadataBuilder
 AttentionGroups = Mapping[Hashable, tuple[MetadataBuilder, int]]
-"""Builder and group of each attention metadata, by the layers' `metadata_key`."""
+"""Backend and group of each attention metadata, by the layers' `metadata_key`."""
 
 
 class KVCacheLayers:
@@ -35,7 +35,7 @@ class KVCacheLayers:
 
     Attributes:
         groups: Attention window of each group in tokens, or None for full attention.
-        attention_groups: Metadata builders and groups of all layers.
+        attention_groups: Backends and groups of all layers.
     """
 
     def __init__(self, config: EngineConfig, platform: Platform, runtime: DeviceRuntime) -> None:
@@ -81,7 +81,7 @@ class KVCacheLayers:
         self._assign_groups()
 
     def attention_groups_of(self, layers: Iterable[Attention]) -> AttentionGroups:
-        """Metadata builders and groups of some of the layers."""
+        """Backends and groups of some of the layers."""
         keys = {layer.metadata_key for layer in layers}
         return {key: plan for key, plan in self.attention_groups.items() if key in keys}
 
