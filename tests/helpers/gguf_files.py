@@ -391,6 +391,9 @@ class _Writer:
         yield from stacked.items()
 
     def _changed(self, name: str, tensor: torch.Tensor) -> Tensors:
+        if self.arch in ("llama", "granite", "smollm3") and re.search(r"\.[qk]_proj\.", name):
+            heads = self.num_heads if ".q_proj." in name else self._num_kv_heads()
+            tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         if self.arch == "llama4" and ".experts." in name:
             kinds = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
             for each, kind in zip(tensor.transpose(1, 2).chunk(len(kinds), dim=1), kinds, strict=True):
@@ -398,9 +401,6 @@ class _Writer:
             return
         if name.endswith("moe_statics.e_score_correction_bias"):
             tensor = tensor.flatten()
-        if self.arch in ("llama", "granite", "smollm3") and re.search(r"\.[qk]_proj\.", name):
-            heads = self.num_heads if ".q_proj." in name else self._num_kv_heads()
-            tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         if (self.fused or self.arch == "chatglm") and (match := re.search(r"layers\.(\d+)\..*([qkv])_proj\.", name)):
             yield from self._fused_heads(int(match[1]), match[2], name, tensor)
         elif self.arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):

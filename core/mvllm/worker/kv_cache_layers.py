@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MetadataBuilder = AttentionBackend | ChunkedMetadataBuilder
 AttentionGroups = Mapping[Hashable, tuple[MetadataBuilder, int]]
-"""Builder and group of each attention metadata, by the layers' `metadata_key`."""
+"""Backend and group of each attention metadata, by the layers' `metadata_key`."""
 
 
 _BLOCK_SIZES_WITHOUT_ATTENTION = (16, 1, 2, 4, 8, 32, 64, 128, 256, 512, 1024)
@@ -91,7 +91,7 @@ class KVCacheLayers:
         self._assign_groups()
 
     def attention_groups_of(self, layers: Iterable[Attention]) -> AttentionGroups:
-        """Metadata builders and groups of some of the layers."""
+        """Backends and groups of some of the layers."""
         keys = {layer.metadata_key for layer in layers}
         return {key: plan for key, plan in self.attention_groups.items() if key in keys}
 
