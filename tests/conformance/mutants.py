@@ -230,7 +230,7 @@ MUTANTS = (
         "DEV-06",
         "runtime.py",
         "    def step_mark(self) -> None:\n",
-        "    def step_mark(self) -> None:\n        assert self._step is not None\n",
+        "    def step_mark(self) -> None:\n        assert self._batch is not None\n",
     ),
     Mutant(
         "memory that was given back is used again before the copy of it is made",

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-_METADATA = "        return super().build_metadata(layout)\n"
+_BEFORE = "    def doctor(self)"
+
+
+def _backend(code: str) -> tuple[str, str, str]:
+    """Lets the platform return a state backend with these methods; `code` is indented like a module's."""
+    indented = "".join(f"            {line}\n" for line in code.splitlines())
+    added = (
+        "    def state_backend(self, spec):\n        import dataclasses\n\n        import torch\n\n"
+        f"        class Faulty(api.StateBackend):\n{indented}\n        return Faulty(spec)\n\n"
+    )
+    return "platform.py", _BEFORE, added + _BEFORE
 
 
 def _metadata(code: str) -> tuple[str, str, str]:
     """Lets the state backend return `code`, an expression of `found`, its metadata, and of the `layout`."""
-    added = "        import dataclasses\n\n        found = super().build_metadata(layout)\n"
-    return "state.py", _METADATA, f"{added}        return dataclasses.replace(found, {code})\n"
+    return _backend(
+        "def build_metadata(self, layout):\n"
+        f"    found = super().build_metadata(layout)\n    return dataclasses.replace(found, {code})\n"
+    )
 
 
 def _operation(op: str, code: str) -> tuple[str, str, str]:
@@ -55,17 +67,23 @@ state[write] = state[write].roll(1, -1)
 return result
 """
 _HALF_A_COPY = """\
-    def copy_slots(self, state, source, destination):
-        for tensor in state:
-            half = tensor.shape[1] // 2
-            tensor[destination, :half] = tensor[source, :half]
-
+def copy_slots(self, state, source, destination):
+    for tensor in state:
+        half = tensor.shape[1] // 2
+        tensor[destination, :half] = tensor[source, :half]
 """
-_BUILD = "    def build_metadata(self, layout"
+_NO_SCRATCH_MEMORY = """\
+def allocate(self, num_slots, device):
+    return super().allocate(num_slots - 1, device)
+"""
+_NOT_ZEROS = """\
+def allocate(self, num_slots, device):
+    return tuple(tensor + 0.5 for tensor in super().allocate(num_slots, device))
+"""
 
 STATE_MUTANTS = (
-    ("there is no scratch memory", "STA-01", "state.py", "num_slots + 1,", "num_slots,"),
-    ("new states are not zeros", "STA-01", "state.py", ".zero_()", ".fill_(0.5)"),
+    ("there is no scratch memory", "STA-01", *_backend(_NO_SCRATCH_MEMORY)),
+    ("new states are not zeros", "STA-01", *_backend(_NOT_ZEROS)),
     ("requests read each other's states", "STA-02", *_metadata("read_slots=found.read_slots.roll(1)")),
     (
         "the state of a new sequence is not reset",
@@ -85,7 +103,7 @@ STATE_MUTANTS = (
         *_operation("ssd", _STATE_BEFORE_THE_LAST_TOKEN),
     ),
     ("each chunk of a prompt starts from zeros", "STA-05", *_operation("gated_delta_rule", _CHUNKS_FROM_ZEROS)),
-    ("half of a state is copied", "STA-06", "state.py", _BUILD, _HALF_A_COPY + _BUILD),
+    ("half of a state is copied", "STA-06", *_backend(_HALF_A_COPY)),
     (
         "requests of larger steps read each other's states",
         "STA-07",

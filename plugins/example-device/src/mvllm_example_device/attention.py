@@ -36,8 +36,7 @@ class ExampleAttention(Strict, api.ReferenceAttention):
         return self._runtime.empty(shape, getattr(torch, spec.kv_dtype)).zero_()
 
     def build_metadata(self, batch: api.BatchLayout) -> api.AttentionMetadata:
-        pages = batch.block_table_device.shape
-        self._runtime.begin_step(batch.query_start_loc, batch.num_tokens, batch.num_requests, *pages)
+        self._runtime.begin_step(batch)
         return super().build_metadata(batch)
 
     def forward(

@@ -103,12 +103,6 @@ class ExamplePlatform(Strict, api.Platform):
             raise api.PlatformError(f"The example device has no attention for this model: {'; '.join(problems)}.")
         return ExampleAttention(spec, runtime, self._faults)
 
-    def state_backend(self, spec: api.StateSpec) -> api.StateBackend:
-        runtime = self._opened()
-        from mvllm_example_device.state import ExampleStates
-
-        return ExampleStates(spec, runtime)
-
     def ops(self) -> Sequence[api.OpProvider]:
         in_worker()
         from mvllm_example_device.attention import providers

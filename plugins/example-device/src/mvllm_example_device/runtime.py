@@ -8,7 +8,6 @@ import types
 from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import numpy as np
 import torch
 
 import mvllm.plugin_api as api
@@ -87,7 +86,7 @@ class ExampleRuntime(Strict, api.DeviceRuntime):
         self._settings, self._faults = settings, faults
         self._process, self._thread = os.getpid(), None if ctx.in_engine_process else threading.get_ident()
         self._lent: list[tuple[torch.Tensor, bytes]] = []
-        self._step: np.ndarray | None = None
+        self._batch: api.BatchLayout | None = None
         self._compiled: set[Hashable] = set()
         self._warm = False
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="example-device-copies")
@@ -174,20 +173,15 @@ class ExampleRuntime(Strict, api.DeviceRuntime):
         if self._thread not in (None, threading.get_ident()):
             raise api.ContractError(f"{self.device} was used from another thread than the worker's.")
 
-    def begin_step(self, query_start_loc: np.ndarray, *shape: int) -> None:
-        """Starts a step with the first metadata that is built for it, and triggers its faults.
-
-        Args:
-            query_start_loc: The array of the step's layouts, which identifies the step.
-            shape: Sizes of the step.
-        """
+    def begin_step(self, batch: api.BatchLayout) -> None:
+        """Starts a step with the first metadata that is built for it, and triggers its faults."""
         self.check()
-        if query_start_loc is self._step:
-            return  # metadata of another group of layers, or of states
-        if self._step is not None and self._settings.mode == "lazy":
+        if self._batch is not None and batch.query_start_loc is self._batch.query_start_loc:
+            return  # metadata of another group of layers
+        if self._batch is not None and self._settings.mode == "lazy":
             raise api.ContractError("A step started before step_mark or synchronize ended the previous one.")
-        self._step = query_start_loc
-        self.compile("step", *shape)
+        self._batch = batch
+        self.compile("step", batch.num_tokens, batch.num_requests, *batch.block_table_device.shape)
         if self._warm:
             self._faults.begin_step()
             if self._faults.starved:
@@ -210,7 +204,7 @@ class ExampleRuntime(Strict, api.DeviceRuntime):
 
     def _end_step(self) -> None:
         torch.ops.mvllm_example_device.open(self._settings.devices, self._settings.memory)  # ends the fault `oom`
-        self._step = None
+        self._batch = None
         self.finish_lent_buffers()
 
 
