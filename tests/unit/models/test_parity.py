@@ -96,7 +96,7 @@ def test_prompts_with_batch_independent_rope_share_cached_keys(name: str, folder
     assert (key(longest + 1) == 0) == (longest == MAX_LEN)
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "opt", "gpt2"])
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "opt", "gpt2", "qwen35", "kimilinear"])
 def test_bfloat16_stays_near_float32(name: str, folder_of: FolderOf) -> None:
     folder = folder_of(name)
     reference = load_reference(folder)
