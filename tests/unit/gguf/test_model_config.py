@@ -237,9 +237,13 @@ def test_unsupported_architectures_and_incomplete_files_are_refused() -> None:
 
 
 def test_a_file_of_olmo2_with_a_window_is_olmo3() -> None:
-    config = model_config(make_model("olmo2", {"attention.sliding_window": 8, "block_count": 5}))
+    config = model_config(make_model("olmo2", {"attention.sliding_window": 8}))
     assert (config["architectures"], config["sliding_window"]) == (["Olmo3ForCausalLM"], 8)
-    assert [kind[:4] for kind in config["layer_types"]] == ["slid", "slid", "slid", "full", "slid"]
+    assert config["layer_types"] == ["sliding_attention"] * 2
+    config = model_config(
+        make_model("olmo2", {"attention.sliding_window": 8, "attention.sliding_window_pattern": [False, True]})
+    )
+    assert config["layer_types"] == ["full_attention", "sliding_attention"]
     assert model_config(make_model("olmo2"))["architectures"] == ["Olmo2ForCausalLM"]
 
 
