@@ -68,8 +68,10 @@ def _logprobs(name: str, value: Any) -> bool | int | None:
 
 
 def _negative_prompt(name: str, value: Any) -> str | list[int] | None:
-    checked: str | list[int] | None = value if value == "" else FIELD_CHECKS[name](name, value)
-    return checked  # an empty text is not empty when it is formatted
+    if isinstance(value, str) and not value:  # it is not empty when it is formatted
+        return value
+    checked: str | list[int] | None = FIELD_CHECKS[name](name, value)
+    return checked
 
 
 _OWN_CHECKS: dict[str, Check] = {

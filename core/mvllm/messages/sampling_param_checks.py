@@ -186,7 +186,9 @@ def check_truncate_prompt_tokens(name: str, value: object) -> int | None:
 
 
 def check_early_stopping(name: str, value: object) -> bool | str:
-    return value if isinstance(value, bool) or value == "never" else reject(name, value, "True, False or 'never'")
+    if isinstance(value, bool) or (isinstance(value, str) and value == "never"):  # an array has no truth value
+        return value
+    return bool(reject(name, value, "True, False or 'never'"))
 
 
 def check_extra_args(name: str, value: object) -> dict[str, Any] | None:

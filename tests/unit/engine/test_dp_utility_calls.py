@@ -19,6 +19,7 @@ class Core:
     """Answers utility calls after some turns of the event loop."""
 
     platform_summary = ""
+    num_workers = 2
 
     def __init__(self, answer: Any, turns: int = 0) -> None:
         self._answer, self._turns = answer, turns
@@ -36,7 +37,7 @@ class Core:
 
 
 def call(*cores: Core, method: str = "update_weights", argument: Any = "update") -> Any:
-    config = cast(EngineConfig, SimpleNamespace(parallel=SimpleNamespace(world_size=1)))
+    config = cast(EngineConfig, SimpleNamespace())
     client = DPLBAsyncMPClient(config, cast("list[AsyncMPClient]", list(cores)))
     return asyncio.run(client.call_utility(method, argument))
 
@@ -65,5 +66,6 @@ def test_a_replica_stops_waiting_for_a_trainer_if_another_one_refuses() -> None:
     info = WeightTransferInfo(master_address="127.0.0.1", master_port=1, world_size=3)
     with pytest.raises(RequestError, match=r"failed on replica 1 of 2: still joining"):
         call(*cores, method="init_weight_transfer", argument=info)
+    assert [core.calls[0][1].rank_offset for core in cores] == [1, 3], "each has two workers"
     assert cores[0].calls[1:] == [("has_joined_weight_transfer", True)]
     assert len(cores[1].calls) == 1, "it may wait for another call"

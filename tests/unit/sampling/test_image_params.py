@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from mvllm import ImageParams, RequestError
@@ -19,7 +20,7 @@ WRONG: dict[str, list[Any]] = {
     "max_tokens": [-1, "x"],
     "height": [0, "x"],
     "width": [1 << 15, 2.5],
-    "negative_prompt": [5, [], ["x"], [-1], "\ud800"],
+    "negative_prompt": [5, [], ["x"], [-1], "\ud800", np.array([])],
     "logprobs": ["x", 1, -1, 0.0, [True]],
     "decode": ["x", 1, None],
 }

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mvllm.errors import RequestError
@@ -311,6 +311,7 @@ ANYTHING = st.one_of(
         max_size=4,
     )
 )
+@example({"early_stopping": np.array([])})
 def test_no_value_of_any_type_raises_anything_but_a_request_error(changes):
     try:
         params = SamplingParams(**changes)
