@@ -33,6 +33,7 @@ from mvllm_triton.quantized_moe import quantized_moe
 from mvllm_triton.rotary import rotary
 from mvllm_triton.rotary_write import rotary_write_kv
 from mvllm_triton.sampling import sample
+from mvllm_triton.state import causal_conv1d, gated_delta_rule, gated_rms_norm, kda, ssd
 from mvllm_triton.tiles import few_rows_gated_tiles, few_rows_tiles
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -99,6 +100,24 @@ def _rows(dtype: torch.dtype) -> None:
     silu_and_mul(x)
     argmax(torch.empty(16, 128256, dtype=dtype))
     rotary(_integers(16), x.view(16, 32, 128), x.view(16, 32, 128)[:, :8], torch.empty(64, 128))
+
+
+def _states(tokens: int, requests: int) -> None:
+    """The sizes of a Qwen3-Next, Kimi Linear and Granite 4 model."""
+    slots = _integers(requests + 1), _integers(requests), _integers(requests), tokens // requests
+    x, weight = torch.empty(tokens, 8192, dtype=BF16), torch.empty(8192, 4, dtype=BF16)
+    causal_conv1d(x, weight, None, torch.empty(3, 8192, 3, dtype=BF16), *slots, "silu")
+    heads, b = torch.empty(tokens, 128, 64, dtype=BF16), torch.empty(tokens, 1, 128, dtype=BF16)
+    rates = torch.empty(128)
+    ssd(
+        heads, heads[..., 0].contiguous(), rates, b, b, rates, rates, torch.empty(3, 128, 64, 128), *slots, 0.0, 1e9
+    )  # fmt: skip
+    q, v = torch.empty(tokens, 16, 128, dtype=BF16), torch.empty(tokens, 32, 128, dtype=BF16)
+    beta, state = torch.empty(tokens, 32, dtype=BF16), torch.empty(3, 32, 128, 128)
+    gated_delta_rule(q, q, v, torch.empty(tokens, 32), beta, state, *slots, 0.1, True)
+    kda(v, v, v, torch.empty(tokens, 32, 128), beta, state, *slots, 0.1, True)
+    gated_rms_norm(v, v, torch.empty(128, dtype=BF16), 1e-6, 128, True, "silu")
+    gated_rms_norm(x, x, torch.empty(8192), 1e-6, 8192, False, "silu")
 
 
 def _experts(tokens: int, dtype: torch.dtype = BF16) -> None:
@@ -211,6 +230,8 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "rotary-write-codes": lambda: _rotary_write(CODES, rotary_dim=64),
     "rotary-write-interleaved": lambda: _rotary_write(torch.int8, interleaved=True, norm=True),
     "rows": lambda: _rows(BF16),
+    "states-decode": lambda: _states(16, 16),
+    "states-prompts": lambda: _states(1024, 2),
     "rows-float32": lambda: _rows(F32),
     "sample": lambda: _sample(16),
     "adapters-decode": lambda: _adapters(64, 16),

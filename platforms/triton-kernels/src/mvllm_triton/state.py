@@ -53,7 +53,7 @@ def causal_conv1d(
     tokens = 1 if one_token else CONV_TOKENS
     tail = max(1, kernel_size - 1)
     kernels.causal_conv1d[(len(read_slots), -(-max_query_len // tokens), -(-channels // CONV_CHANNELS))](
-        out, x, weight, bias, state, *slots[:3], x.stride(0),
+        out, x, weight, _or(bias, weight), state, *slots[:3], x.stride(0),
         CHANNELS=channels,
         KERNEL=kernel_size,
         TAIL_PAD=power_of_two(tail),
@@ -106,7 +106,7 @@ def ssd(
     pad = power_of_two(state_size)
     block = min(power_of_two(head_dim), max(1, STATE_ELEMENTS // pad))
     kernels.ssd[(len(read_slots), num_heads, -(-head_dim // block))](
-        out, x, dt, a, b, c, d, dt_bias, state, *slots[:3],
+        out, x, dt, a, b, c, _or(d, a), _or(dt_bias, a), state, *slots[:3],
         x.stride(0), dt.stride(0), b.stride(0), c.stride(0), dt_min, dt_max,
         HEADS=num_heads,
         SIZE=head_dim,
@@ -253,7 +253,7 @@ def gated_rms_norm(
     heads = x.shape[1] if x.dim() == 3 else 1
     gate_strides = (0, 0) if gate is None else (gate.stride(0), gate.stride(-2))
     kernels.gated_rms_norm[(len(x) * heads, width // group_size)](
-        out, x, gate, weight, eps, x.stride(0), x.stride(-2), *gate_strides,
+        out, x, _or(gate, x), weight, eps, x.stride(0), x.stride(-2), *gate_strides,
         HEADS=heads,
         GROUPS=width // group_size,
         SIZE=group_size,
@@ -264,6 +264,11 @@ def gated_rms_norm(
         num_warps=max(1, min(8, pad // 256)),
     )  # fmt: skip
     return out
+
+
+def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+    """An argument of a launch that the kernel does not read if it is absent."""
+    return other if tensor is None else tensor
 
 
 def _is_one_token(slots: Slots, num_tokens: int) -> bool:

@@ -85,15 +85,15 @@ def causal_conv1d(
         write = tl.load(write_slots + request).to(tl.int64)
         if (tile == 0) & (write >= 0):  # the only program that reads the channels' tails
             j = tl.arange(0, TAIL_PAD)
-            at = length - TAIL + j
+            source = length - TAIL + j
             is_input = is_channel[:, None] & (j < TAIL)[None, :]
-            rows = (start + at).to(tl.int64)
-            newer = tl.load(x + rows[None, :] * x_stride + c[:, None], mask=is_input & (at >= 0)[None, :], other=0.0)
-            kept = is_input & ((at < 0) & (read >= 0))[None, :]
-            older = tl.load(tails + c[:, None] * TAIL + (at + TAIL)[None, :], mask=kept, other=0.0)
+            inputs = x + (start + source).to(tl.int64)[None, :] * x_stride + c[:, None]
+            newer = tl.load(inputs, mask=is_input & (source >= 0)[None, :], other=0.0)
+            kept = is_input & ((source < 0) & (read >= 0))[None, :]
+            kept_inputs = tl.load(tails + c[:, None] * TAIL + (source + TAIL)[None, :], mask=kept, other=0.0)
             tl.debug_barrier()  # all threads have read the slot, which may be the same
             places = state + write * CHANNELS * TAIL + c[:, None] * TAIL + j[None, :]
-            tl.store(places, tl.where((at >= 0)[None, :], newer, older), mask=is_input)
+            tl.store(places, tl.where((source >= 0)[None, :], newer, kept_inputs), mask=is_input)
 
 
 @triton.jit
