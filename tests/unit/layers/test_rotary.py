@@ -53,8 +53,9 @@ SCALINGS = {
 
 
 def test_every_scaling_that_transformers_knows_is_known_and_tested() -> None:
-    assert set(ROPE_TYPES) == {"default", *ROPE_INIT_FUNCTIONS}
-    assert {name.partition("-")[0] for name in SCALINGS} == set(ROPE_TYPES)
+    general = set(ROPE_TYPES) - {"ntk_alpha"}  # Hunyuan's own, which its checkpoints test
+    assert general == {"default", *ROPE_INIT_FUNCTIONS}
+    assert {name.partition("-")[0] for name in SCALINGS} == general
 
 
 def make_config(name: str = "default", theta: float = 10000.0, **settings: object) -> LlamaConfig:

@@ -239,11 +239,11 @@ def test_auto_uses_the_native_class_if_there_is_one(tmp_path: Path) -> None:
     assert resolve_model_class("LlamaForCausalLM").__name__ == "LlamaForCausalLM"
     assert resolve_model_class("LlamaForCausalLM", "transformers").__name__ == "TransformersForCausalLM"
     check_architecture(config_of(native, "native"))
-    other = make_transformers_backend_checkpoint("smollm3", tmp_path / "s")
-    assert not is_native("SmolLM3ForCausalLM"), "this test needs another architecture"
-    assert resolve_model_class("SmolLM3ForCausalLM").__name__ == "TransformersForCausalLM"
+    other = make_transformers_backend_checkpoint("phi", tmp_path / "s")
+    assert not is_native("PhiForCausalLM"), "this test needs another architecture"
+    assert resolve_model_class("PhiForCausalLM").__name__ == "TransformersForCausalLM"
     check_architecture(config_of(other, "auto"))
-    with pytest.raises(ModelError, match=r"'SmolLM3ForCausalLM' is not supported.*model_impl is 'native'"):
+    with pytest.raises(ModelError, match=r"'PhiForCausalLM' is not supported.*model_impl is 'native'"):
         check_architecture(config_of(other, "native"))
     with pytest.raises(ConfigError, match="model_impl"):
         config_of(other, "vllm")

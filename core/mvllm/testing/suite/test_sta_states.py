@@ -202,7 +202,7 @@ def test_a_model_with_states_generates_the_oracles_tokens(
             assert_tokens(zoo, STATE_FAMILY, expected, generate(llm, expected.prompts), tie)
 
 
-@clause("STA-01", refusal=True)
+@clause("STA-01", "STA-02", "STA-03", "STA-04", "STA-05", "STA-06", "STA-07", refusal=True)
 def test_states_that_are_not_claimed_are_refused(subject: PlatformUnderTest) -> None:
     with pytest.raises(ConfigError, match=r"Capabilities\.state"):
         checked_state_backend(subject.platform, StateSpec((StateTensor((4, 8), "float32"),)))

@@ -130,4 +130,4 @@ def _is_rows(x: Any) -> bool:
 
 
 def _is_column(x: torch.Tensor) -> bool:
-    return x.numel() == len(x)
+    return x.dim() > 0 and x.numel() == len(x)
