@@ -185,7 +185,9 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="processes per engine")
     parser.add_argument("--work", nargs="+", choices=WORKLOADS, default=["single", "batch"])
     parser.add_argument("--python", type=Path, help="the Python of another environment with mvllm")
-    parser.add_argument("--model", help="a folder, or a GGUF file with --python; default: 162 M parameters")
+    parser.add_argument(
+        "--model", default="small", help="a folder, a name of perf_models.py; with --python a GGUF file"
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization", help="of mvllm, with --python")
     parser.add_argument("--idle-limit", type=float, default=60.0, help="seconds to wait for an idle machine (60)")
@@ -193,7 +195,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.quantization and not (args.python or args.engine):
         parser.error("--quantization needs --python: transformers runs the model as it is")
-    model = args.model or str(checkpoint("small"))
+    model = str(checkpoint(args.model)) if args.model in SHAPES else args.model
     settings = {"dtype": args.dtype} | ({"quantization": args.quantization} if args.quantization else {})
     if args.engine:
         measure = {"mvllm": measure_mvllm, "transformers": measure_transformers}[args.engine]
