@@ -122,7 +122,7 @@ class StepPlanner:
         self.draft_masks = {}
         self._deferred_masks.start_plan()
         for request in running:  # preemption shortens the list at its end, behind `request`
-            num_tokens = request.num_tokens
+            num_tokens, held_back = request.num_tokens, False
             if num_tokens >= request.max_num_tokens:
                 continue  # its last token is in flight
             if in_pipeline and (request.has_token_in_flight or not samples_left):
@@ -142,11 +142,11 @@ class StepPlanner:
                 continue
             if num_new > 1:
                 share = self._long_prefill_limiter.num_allowed_tokens(num_new, is_very_long=request.is_very_long)
-                if share < num_new:
-                    self._long_prefill_limiter.held_back.append((request, len(batch) if share else -1))
-                    if not share:
-                        self._long_prefill_limiter.num_partial += counts_partial
-                        continue
+                if not share:
+                    self._long_prefill_limiter.held_back.append((request, -1))
+                    self._long_prefill_limiter.num_partial += counts_partial
+                    continue
+                held_back = share < num_new
                 num_new = min(share, budget)
                 if ends_at_snapshots:
                     num_new = min(num_new, request.table.state.next_snapshot - num_computed)
@@ -173,6 +173,8 @@ class StepPlanner:
                 plan.draft_token_ids[len(batch)] = drafts
                 num_new += len(drafts)
                 self._states.reserve_draft_slot(request)
+            if held_back:  # it has its blocks: a request that was preempted for them is not in the batch
+                self._long_prefill_limiter.held_back.append((request, len(batch)))
             rows.append(request.row)
             num_scheduled.append(num_new)
             batch.append(request)

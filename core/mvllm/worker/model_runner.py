@@ -301,8 +301,12 @@ class ModelRunner:
                 raise
             self._sampler = sampler
         if "kv_cache" in tags and self._layers.has_missing_caches:
-            self._layers.allocate(self._num_blocks, self._block_size)
-            self._layers.states.allocate(self._num_state_slots)
+            try:
+                self._layers.allocate(self._num_blocks, self._block_size)
+                self._layers.states.allocate(self._num_state_slots)
+            except BaseException:
+                self._layers.free_caches()
+                raise
             self._compile_models()
 
     def close(self) -> None:
