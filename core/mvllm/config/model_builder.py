@@ -113,11 +113,12 @@ _ABSENT_HEAD_DIM = {
     **dict.fromkeys(("qwen3", "glm", "glm4", "seed_oss", "ministral3", "ernie4_5"), 128),
     **dict.fromkeys(("gemma2", "gemma3_text", "gemma4_text"), 256),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), 256),
+    **dict.fromkeys(("minimax_m2", "llama4_text", "cohere2_moe", "nemotron_h"), 128),
     "gpt_oss": 64,
 }
 _ABSENT_SLIDING_WINDOW = {
     **dict.fromkeys(("mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma2", "gemma3_text"), 4096),
-    **dict.fromkeys(("olmo3", "exaone4", "cohere2"), 4096),
+    **dict.fromkeys(("olmo3", "exaone4", "exaone_moe", "cohere2", "cohere2_moe"), 4096),
     "gemma4_text": 512,
     "gpt_oss": 128,
 }

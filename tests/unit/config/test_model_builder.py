@@ -87,6 +87,18 @@ def test_missing_keys_have_the_defaults_of_transformers(tmp_path):
     assert build(tmp_path, num_key_value_heads=...).num_kv_heads == 4
 
 
+@pytest.mark.parametrize("name", ["MiniMaxM2", "Llama4Text", "Cohere2Moe", "NemotronH"])
+def test_a_missing_head_size_is_that_of_the_family(tmp_path, name):
+    oracle = getattr(pytest.importorskip("transformers"), f"{name}Config")(num_key_value_heads=2)
+    assert build(tmp_path, model_type=oracle.model_type).head_size == oracle.head_dim
+
+
+@pytest.mark.parametrize("name", ["ExaoneMoe", "Cohere2Moe"])
+def test_a_missing_window_is_that_of_the_family(tmp_path, name):
+    oracle = getattr(pytest.importorskip("transformers"), f"{name}Config")()
+    assert build(tmp_path, model_type=oracle.model_type).sliding_window == oracle.sliding_window == 4096
+
+
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
