@@ -22,6 +22,7 @@ from mvllm.config.generation_config import (
 )
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.image_families import SPACES, shorten_vocabulary_map, text_defaults
+from mvllm.config.key_aliases import with_read_names
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_kind import ModelKind
 from mvllm.config.pooler_config import check_pooler_config
@@ -239,6 +240,8 @@ def build_model_config(
 def load_hf_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> HFConfig:
     """`folder/config.json`, merged with `text_config` of a composite config and then with `overrides`.
 
+    Keys with a second name (key_aliases.py) have the name that model classes read.
+
     Raises:
         ModelError: The file is missing or invalid.
     """
@@ -251,7 +254,8 @@ def load_hf_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> 
     shorten_vocabulary_map(flat, outer.source)
     # The outer config is that of the whole checkpoint, with its head.
     inner = {key: value for key, value in text.items() if key not in _OUTER_KEYS or key not in outer}
-    return HFConfig({**flat, **text_defaults(outer, text), **inner, **(overrides or {})}, outer.source)
+    values = {**flat, **text_defaults(outer, text), **inner, **(overrides or {})}
+    return HFConfig(with_read_names(values), outer.source)
 
 
 def architecture_of(hf_config: HFConfig) -> str:

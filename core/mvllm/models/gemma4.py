@@ -50,6 +50,7 @@ class Gemma4ForCausalLM(TextPart):
     """
 
     ties_embeddings_by_default = True
+    reads_per_layer_config = True
     first_stage_names = (*TextPart.first_stage_names, "model.embed_tokens_per_layer.", "model.per_layer_")
 
     def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:

@@ -186,6 +186,7 @@ def test_layers_that_share_keys_and_values_have_no_cache(tmp_path: Path) -> None
             {"per_layer_config": {"0": {"head_dim": 32}}},
             "per_layer_config should give the layers without a window .1, 3. the same 'head_dim'",
         ),
+        ("exaone4", {"per_layer_config": {"0": {"sliding_window": 5}}}, "per_layer_config gives single layers other"),
         ("gemma4", {"num_kv_shared_layers": 6}, "'num_kv_shared_layers' should be less than .* 6, found 6"),
         ("gemma4", {"num_kv_shared_layers": 5}, "no earlier layer has the same entry in layer_types"),
     ],
