@@ -251,8 +251,8 @@ def _check_per_layer_config(config: ModelConfig, by_layer: object) -> None:
     ):
         raise ModelError(
             f"{config.hf_config.source}: per_layer_config should give the layers without a window "
-            f"({', '.join(sorted(expected, key=int))}) the same 'head_dim' and 'num_key_value_heads', and have no other "
-            f"entries, found {by_layer!r:.200}."
+            f"({', '.join(sorted(expected, key=int))}) the same 'head_dim' and 'num_key_value_heads', and have no "
+            f"other entries, found {by_layer!r:.200}."
         )
 
 
