@@ -22,6 +22,7 @@ from mvllm.config.generation_config import (
 )
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.image_families import SPACES, shorten_vocabulary_map, text_defaults
+from mvllm.config.key_aliases import with_read_names
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_kind import ModelKind
 from mvllm.config.pooler_config import check_pooler_config
@@ -113,11 +114,12 @@ _ABSENT_HEAD_DIM = {
     **dict.fromkeys(("qwen3", "glm", "glm4", "seed_oss", "ministral3", "ernie4_5"), 128),
     **dict.fromkeys(("gemma2", "gemma3_text", "gemma4_text"), 256),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), 256),
+    **dict.fromkeys(("minimax_m2", "llama4_text", "cohere2_moe", "nemotron_h"), 128),
     "gpt_oss": 64,
 }
 _ABSENT_SLIDING_WINDOW = {
     **dict.fromkeys(("mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma2", "gemma3_text"), 4096),
-    **dict.fromkeys(("olmo3", "exaone4", "cohere2"), 4096),
+    **dict.fromkeys(("olmo3", "exaone4", "exaone_moe", "cohere2", "cohere2_moe"), 4096),
     "gemma4_text": 512,
     "gpt_oss": 128,
 }
@@ -238,6 +240,8 @@ def build_model_config(
 def load_hf_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> HFConfig:
     """`folder/config.json`, merged with `text_config` of a composite config and then with `overrides`.
 
+    Keys with a second name (key_aliases.py) have the name that model classes read.
+
     Raises:
         ModelError: The file is missing or invalid.
     """
@@ -250,7 +254,8 @@ def load_hf_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> 
     shorten_vocabulary_map(flat, outer.source)
     # The outer config is that of the whole checkpoint, with its head.
     inner = {key: value for key, value in text.items() if key not in _OUTER_KEYS or key not in outer}
-    return HFConfig({**flat, **text_defaults(outer, text), **inner, **(overrides or {})}, outer.source)
+    values = {**flat, **text_defaults(outer, text), **inner, **(overrides or {})}
+    return HFConfig(with_read_names(values), outer.source)
 
 
 def architecture_of(hf_config: HFConfig) -> str:

@@ -39,6 +39,8 @@ class CausalLM(nn.Module, ABC):
         first_stage_names, last_stage_names: Name prefixes of tensors that only that stage holds.
         ignored_names: Regular expression for names of checkpoint tensors that are not weights.
         uses_prompt_lens, uses_token_types: Whether the model reads `ForwardStep`'s field of that name.
+        reads_per_layer_config: Whether the model reads `per_layer_config`, settings of single layers. Models that do
+            not read it refuse it.
         lm_head: The language-model head on the last stage, else None.
         pixel_decoder: Decoder of image codes, on one rank of the last stage of models that generate images; else None.
         scores: Classification head on the last stage: pooled states [n, hidden_size] to [n, labels]; else None.
@@ -52,10 +54,16 @@ class CausalLM(nn.Module, ABC):
     ties_embeddings_by_default: bool = False
     uses_prompt_lens: bool = False
     uses_token_types: bool = False
+    reads_per_layer_config: bool = False
     lm_head: LMHead | None
 
     def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
         super().__init__()
+        if config.hf_config.get("per_layer_config") and not self.reads_per_layer_config:
+            raise ModelError(
+                f"{config.hf_config.source}: per_layer_config gives single layers other settings, which "
+                f"{config.architecture} does not support here. Use a checkpoint whose layers have the same settings."
+            )
         self.config = config
         self.stage = PipelineStage.for_rank(config.num_layers, ctx.pp)
         self.scores: nn.Module | None = None

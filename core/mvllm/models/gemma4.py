@@ -50,6 +50,7 @@ class Gemma4ForCausalLM(TextPart):
     """
 
     ties_embeddings_by_default = True
+    reads_per_layer_config = True
     first_stage_names = (*TextPart.first_stage_names, "model.embed_tokens_per_layer.", "model.per_layer_")
 
     def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
@@ -67,14 +68,18 @@ class Gemma4ForCausalLM(TextPart):
         super().__init__(config, ctx)
         self.per_layer = PerLayerEmbedding(ctx, config, self.per_layer_size) if self.per_layer_size else None
 
+    @staticmethod
+    def windows(config: ModelConfig) -> tuple[int | None, ...]:
+        """The last layer has no window, and without `layer_types` the last of every six."""
+        return (*layer_windows(config, lambda layer: (layer + 1) % _PERIOD == 0)[:-1], None)
+
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
-        """The last layer has no window, and without `layer_types` the last of every six."""
+        """Norms around both blocks, and a RoPE for each type of layer."""
         hf = config.hf_config
-        windows = layer_windows(config, lambda layer: (layer + 1) % _PERIOD == 0)
         bias = bool(hf.get("attention_bias", False))
         return LlamaOptions(
-            (*windows[:-1], None),
+            cls.windows(config),
             qkv_bias=bias,
             output_bias=bias,
             qk_norm=True,
@@ -219,6 +224,7 @@ def global_sizes(config: ModelConfig) -> tuple[int, int]:
     hf = config.hf_config
     by_layer = hf.get("per_layer_config", {})
     if by_layer:  # as transformers writes it: only those layers have entries, which are equal
+        _check_per_layer_config(config, by_layer)
         own = HFConfig(next(iter(by_layer.values())), f"{hf.source}, per_layer_config")
         return own.positive_int("head_dim", config.head_size), own.positive_int(
             "num_key_value_heads", config.num_kv_heads
@@ -227,6 +233,27 @@ def global_sizes(config: ModelConfig) -> tuple[int, int]:
     if hf.get("attention_k_eq_v", False):
         num_kv_heads = hf.positive_int("num_global_key_value_heads", num_kv_heads)
     return hf.positive_int("global_head_dim", _GLOBAL_HEAD_DIM), num_kv_heads
+
+
+def _check_per_layer_config(config: ModelConfig, by_layer: object) -> None:
+    """Checks that the layers without a window have the same entry, and no other layer has one.
+
+    Raises:
+        ModelError: They differ, or have settings other than the sizes of their heads.
+    """
+    windows = Gemma4ForCausalLM.windows(config)
+    expected = {str(layer) for layer, window in enumerate(windows) if window is None}
+    entries = list(by_layer.values()) if isinstance(by_layer, dict) else []
+    fits = isinstance(by_layer, dict) and set(map(str, by_layer)) == expected
+    if not fits or any(
+        not isinstance(entry, dict) or entry != entries[0] or not {*entry} <= {"head_dim", "num_key_value_heads"}
+        for entry in entries
+    ):
+        raise ModelError(
+            f"{config.hf_config.source}: per_layer_config should give the layers without a window "
+            f"({', '.join(sorted(expected, key=int))}) the same 'head_dim' and 'num_key_value_heads', and have no "
+            f"other entries, found {by_layer!r:.200}."
+        )
 
 
 def _rope(config: ModelConfig, kind: str, head_size: int) -> RopeParameters:

@@ -25,6 +25,8 @@ from mvllm.models.layer_kinds import layer_kinds
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions, norm_eps
 from mvllm.models.moe_config import check_activation, shared_mlp
 
+_ROUTED_SCALE = 2.446
+
 
 class KimiLinearForCausalLM(LlamaForCausalLM):
     """`KimiLinearForCausalLM` of Hugging Face checkpoints."""
@@ -42,6 +44,12 @@ class KimiLinearForCausalLM(LlamaForCausalLM):
             raise ModelError(
                 f"{hf.source}: mla_use_nope is false, but latent attention of this family is supported without rotary "
                 "embedding only."
+            )
+        scores = hf.get("moe_router_activation_func", "sigmoid")
+        if scores != "sigmoid":
+            raise ModelError(
+                f"{hf.source}: moe_router_activation_func is {scores!r}, but experts of this family are supported with "
+                "'sigmoid' only."
             )
         check_activation(hf, "experts and delta attention")
         return LlamaOptions(eps=hf.positive_number("rms_norm_eps", 1e-5))
@@ -90,7 +98,7 @@ class KimiLinearForCausalLM(LlamaForCausalLM):
             _size(hf, "num_experts_per_token", "num_experts_per_tok"),
             "sigmoid",
             normalize=bool(_first(hf, True, "moe_renormalize", "norm_topk_prob")),
-            scale=hf.positive_number("routed_scaling_factor", 1.0),
+            scale=hf.positive_number("routed_scaling_factor", _ROUTED_SCALE),
             num_groups=_size(hf, "num_expert_group", "n_group", default=1),
             top_groups=hf.positive_int("topk_group", 1),
             group_by="best_two",

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from mvllm.config.model import ModelConfig
-from mvllm.config.model_builder import build_model_config
+from mvllm.config.model_builder import build_model_config, load_hf_config
 from mvllm.errors import ModelError
 from tests.unit.config.folders import GPT2, LLAMA, write_folder
 
@@ -85,6 +85,26 @@ def test_missing_keys_have_the_defaults_of_transformers(tmp_path):
     qwen3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
     assert build(tmp_path, qwen3).head_size == 128
     assert build(tmp_path, num_key_value_heads=...).num_kv_heads == 4
+
+
+@pytest.mark.parametrize("name", ["MiniMaxM2", "Llama4Text", "Cohere2Moe", "NemotronH"])
+def test_a_missing_head_size_is_that_of_the_family(tmp_path, name):
+    oracle = getattr(pytest.importorskip("transformers"), f"{name}Config")(num_key_value_heads=2)
+    assert build(tmp_path, model_type=oracle.model_type).head_size == oracle.head_dim
+
+
+@pytest.mark.parametrize("name", ["ExaoneMoe", "Cohere2Moe"])
+def test_a_missing_window_is_that_of_the_family(tmp_path, name):
+    oracle = getattr(pytest.importorskip("transformers"), f"{name}Config")()
+    assert build(tmp_path, model_type=oracle.model_type).sliding_window == oracle.sliding_window == 4096
+
+
+@pytest.mark.parametrize(
+    ("keys", "found"), [({"num_experts_per_tok": 4}, 4), ({"num_experts_per_tok": 4, "moe_topk": [2, 3]}, [2, 3])]
+)
+def test_a_second_name_of_a_key_is_read_where_the_first_is_absent(tmp_path, keys, found):
+    write_folder(tmp_path, {"model_type": "some", "text_config": {"model_type": "hunyuan_v1_moe", **keys}})
+    assert load_hf_config(tmp_path).get("moe_topk") == found
 
 
 # ------------------------------------------------------------------------------------------------------------- reading

@@ -172,9 +172,26 @@ def test_fp8_projections_give_the_logits_of_their_values(name: str, tmp_path: Pa
     torch.testing.assert_close(run(load_model(checkpoint.quantized)), expected(checkpoint.plain), atol=1e-4, rtol=0)
 
 
-def test_modules_that_are_not_quantized_have_the_names_of_the_checkpoint() -> None:
-    settings = HFConfig({"ignore": ["lm_head", "model.language_model.layers.0.linear_attn.in_proj_ba"]}, "config.json")
-    assert {"lm_head", "model.layers.0.linear_attn.in_proj_ba"} <= set(names(settings, "ignore"))
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("model.language_model.layers.0.linear_attn.in_proj_ba", "model.layers.0.linear_attn.in_proj_ba"),
+        ("language_model.model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.q_proj"),
+        ("language_model.lm_head", "lm_head"),
+        ("backbone.layers.0.mixer.in_proj", "model.layers.0.mixer.in_proj"),
+    ],
+)
+def test_modules_that_are_not_quantized_have_the_names_of_the_checkpoint(name: str, ours: str) -> None:
+    settings = HFConfig({"ignore": ["model.layers.3.mlp.gate", name]}, "config.json")
+    assert {"model.layers.3.mlp.gate", name, ours} <= set(names(settings, "ignore"))
+
+
+def test_kimi_linear_has_the_routed_scale_of_transformers_by_default(tmp_path: Path) -> None:
+    folder = make_checkpoint("kimilinear", tmp_path, tokenizer=False)
+    config = json.loads((folder / "config.json").read_text())
+    del config["routed_scaling_factor"]
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.testing.assert_close(run(load_model(folder)), expected(folder), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["qwen35moe", *further(["qwen3next", "lfm2moe", "kimilinear", "olmohybrid"])])
@@ -192,6 +209,7 @@ def test_quantization_on_load_stays_near_the_floats(name: str, tmp_path: Path) -
         ("qwen3next", {"hidden_act": "gelu"}, "'gelu', but gated delta nets are supported with 'silu'"),
         ("lfm2moe", {"layer_types": ["conv", "mamba", "conv"]}, "should name full_attention or conv for each of the 3"),
         ("kimilinear", {"mla_use_nope": False}, "mla_use_nope is false"),
+        ("kimilinear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func is 'softmax', but"),
         ("kimilinear", {"linear_attn_config": [1]}, "'linear_attn_config' should be a JSON object"),
         ("kimilinear", {"mlp_layer_types": ["dense"]}, "mlp_layer_types should name dense or sparse"),
     ],

@@ -169,6 +169,22 @@ def test_multi_token_prediction_layers_are_ignored(name: str, tensor: str, tmp_p
     torch.testing.assert_close(run(load_model(folder)), wanted, atol=0, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "second"),
+    [
+        ("hunyuanmoe", "moe_topk", "num_experts_per_tok"),
+        ("hunyuanmoe", "num_experts", "num_local_experts"),
+        ("minimaxm2", "num_local_experts", "num_experts"),
+        ("glm4moe", "n_routed_experts", "num_local_experts"),
+        ("deepseek32", "n_routed_experts", "num_experts"),
+    ],
+)
+def test_keys_have_the_second_names_of_transformers(name: str, key: str, second: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(name, tmp_path, tokenizer=False)
+    _edit(folder, lambda config: config.update({second: config.pop(key)}))
+    torch.testing.assert_close(run(load_model(folder)), expected(folder), atol=1e-4, rtol=0)
+
+
 def test_hunyuans_alpha_is_independent_of_the_length(tmp_path: Path) -> None:
     """Cached keys are shared between prompts of all lengths, though the type is `dynamic`."""
     folder = make_checkpoint("hunyuanmoe-alpha", tmp_path, tokenizer=False)

@@ -176,6 +176,17 @@ def test_layers_that_share_keys_and_values_have_no_cache(tmp_path: Path) -> None
             "hidden_activation is 'silu', but experts are supported with 'gelu_pytorch_tanh' only",
         ),
         ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
+        (
+            "gemma4-keys-are-values",
+            {"per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 16}}},
+            "per_layer_config should give the layers without a window .1, 3. the same 'head_dim'",
+        ),
+        (
+            "gemma4-keys-are-values",
+            {"per_layer_config": {"0": {"head_dim": 32}}},
+            "per_layer_config should give the layers without a window .1, 3. the same 'head_dim'",
+        ),
+        ("exaone4", {"per_layer_config": {"0": {"sliding_window": 5}}}, "per_layer_config gives single layers other"),
         ("gemma4", {"num_kv_shared_layers": 6}, "'num_kv_shared_layers' should be less than .* 6, found 6"),
         ("gemma4", {"num_kv_shared_layers": 5}, "no earlier layer has the same entry in layer_types"),
     ],
@@ -188,6 +199,22 @@ def test_unsupported_settings_are_refused_with_their_key(
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     with pytest.raises(ModelError, match=words):
         build(folder)
+
+
+@pytest.mark.parametrize("name", ["ministral3", "mistral4"])
+def test_without_rope_settings_the_scaling_is_that_of_the_family(name: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(name, tmp_path, tokenizer=False)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    del config["rope_parameters"]
+    path.write_text(json.dumps(config))
+    tokens = draw_tokens(40, seed=1)
+    right = reference_logits(load_reference(folder), tokens, 40)
+    ours = run_mixed(PagedDriver(load_model(folder, max_model_len=256)), [(tokens, 40, [40])])[0]
+    torch.testing.assert_close(ours, right, atol=TOLERANCE, rtol=0)
+    with pytest.raises(AssertionError):
+        plain = load_model(folder, max_model_len=256, hf_overrides={"rope_parameters": {"rope_type": "default"}})
+        torch.testing.assert_close(run_mixed(PagedDriver(plain), [(tokens, 40, [40])])[0], right, atol=1e-2, rtol=0)
 
 
 def test_a_pattern_of_letters_names_the_layers_with_windows(tmp_path: Path) -> None:

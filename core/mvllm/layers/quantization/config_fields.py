@@ -9,6 +9,13 @@ from typing import Any
 from mvllm.config.hf_config import HFConfig
 from mvllm.errors import ModelError
 
+_PREFIXES = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head", "lm_head"),
+    ("backbone.", "model."),
+)
+"""Prefixes of names in checkpoints, and in model classes."""
 REMEDY = "Use a checkpoint in a supported format, or the unquantized one with quantization='int8'."
 
 
@@ -52,8 +59,8 @@ def group_size(settings: HFConfig, keys: Sequence[str]) -> int | None:
 def names(settings: HFConfig, key: str) -> tuple[str, ...]:
     """A list of texts; empty if the key is absent.
 
-    Modules below `model.language_model`, as in checkpoints for text and images, are also listed below `model`, where
-    model classes have them.
+    Names of modules in checkpoints for text and images (`model.language_model.layers`, `language_model.model.layers`)
+    and of Nemotron-H (`backbone.layers`) are also listed as model classes have them (`model.layers`).
 
     Raises:
         ModelError: It is not a list of texts.
@@ -61,8 +68,10 @@ def names(settings: HFConfig, key: str) -> tuple[str, ...]:
     value = settings.get(key, [])
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ModelError(f"{settings.source}: {key!r} should be a list of texts, found {value!r}.")
-    below = "model.language_model."
-    return (*value, *(f"model.{item.removeprefix(below)}" for item in value if item.startswith(below)))
+    return (
+        *value,
+        *(ours + item.removeprefix(prefix) for prefix, ours in _PREFIXES for item in value if item.startswith(prefix)),
+    )
 
 
 def pattern(text: str, settings: HFConfig) -> re.Pattern[str]:

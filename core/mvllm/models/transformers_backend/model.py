@@ -50,6 +50,8 @@ class TransformersForCausalLM(CausalLM):
         ModelError, ConfigError: The model is not supported, see `MetaModel`.
     """
 
+    reads_per_layer_config = True
+
     def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
         super().__init__(config, ctx)
         ctx.refuse_batch_invariance(f"{config.architecture}, which runs through transformers,")

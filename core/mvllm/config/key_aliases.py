@@ -1,0 +1,26 @@
+"""Second names of keys of `config.json`, which transformers accepts for some families."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_EXPERTS = {"num_local_experts": "n_routed_experts"}
+_ALIASES: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("mistral4", "glm4_moe_lite", "nemotron_h"), _EXPERTS),
+    "glm4_moe": {**_EXPERTS, "num_mtp_layers": "num_nextn_predict_layers"},
+    "deepseek_v32": {**_EXPERTS, "num_experts": "n_routed_experts"},
+    "minimax_m2": {"num_experts": "num_local_experts"},
+    "hunyuan_v1_moe": {"num_local_experts": "num_experts", "num_experts_per_tok": "moe_topk"},
+    "granitemoehybrid": {"layers_block_type": "layer_types"},
+}
+"""By model type: the second name and the name that model classes read."""
+
+
+def with_read_names(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of `config.json` with those of second names also under the names that model classes read.
+
+    A value under the latter takes precedence.
+    """
+    aliases = _ALIASES.get(str(values.get("model_type")), {})
+    added = {ours: values[theirs] for theirs, ours in aliases.items() if theirs in values}
+    return {**added, **values}
