@@ -181,6 +181,7 @@ CASES = [
         pytest.param(name, {}, id=name, marks=SLOW)
         for name in (
             *("qwen3next", "qwen35moe", "kimilinear", "lfm2", "olmohybrid"),
+            *("mamba2", "granitehybrid", "falconh1", "nemotronh"),
             *("gpt2", "gpt2-untied", "opt", "opt-projected", "falcon-new", "gemma3", "glm4", "granite", "gptoss"),
             *("llama-many-files", "llama-without-prefix", "mistral-window", "olmo2", "phi3", "qwen2", "qwen2moe"),
             *("qwen3", "qwen3moe", "starcoder2", "deepseek3", "ernie45", "cohere2", "gemma4", "mistral4"),
