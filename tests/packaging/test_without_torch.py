@@ -88,7 +88,15 @@ def test_the_scheduler_tests_pass_without_torch(core_only, tier):
     folder = REPOSITORY / "tests" / "unit" / tier
     assert list(folder.glob("test_*.py")), f"no tests in {folder}"
     # Long ones import the same modules as the others.
-    quickly = ["-q", "-p", "no:cacheprovider", "-m", "not slow and not exhaustive", "-k", "not traffic and not any_failure"]
+    quickly = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow and not exhaustive",
+        "-k",
+        "not traffic and not any_failure",
+    ]
     done = core_only.run("-m", "pytest", *quickly, folder, cwd=REPOSITORY, timeout=550)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
