@@ -35,7 +35,7 @@ def generate(tmp_path, monkeypatch):
     prepend(monkeypatch, hosted_plugin.path(tmp_path / "plugins"))
     monkeypatch.delenv("MVLLM_XPU_COMPILE", raising=False)
     attention = importlib.import_module("mvllm_torch_gpu.attention")
-    for name in ("paged_attention", "latent_attention", "write_kv", "write_latent"):
+    for name in importlib.import_module("platforms.cuda.tests.hosted_platform").KERNELS:
         monkeypatch.setattr(attention, name, getattr(attention, name))  # the platform replaces it; restored at the end
 
     def run(folder, platform, **settings):
