@@ -22,7 +22,7 @@ Source: Mamba-2, arXiv:2405.21060.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +33,7 @@ from mvllm.layers.activation import ACTIVATIONS, activation
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.linear import Linear, RowParallelLinear, shard_slice
 from mvllm.layers.matrix_layout import Part
+from mvllm.layers.short_conv import CausalConv1d
 from mvllm.layers.state import SequenceState
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.platform.state import StateTensor
@@ -163,7 +164,12 @@ class Mamba2Mixer(nn.Module):
             config.hidden_size,
             bias=config.in_bias,
         )
-        self.conv = Mamba2Conv(ctx, f"{name}.conv1d", config, list(_stack(x, b_or_c, b_or_c)))
+        if ACTIVATIONS.get(config.activation) != "silu":
+            raise ModelError(
+                f"{name}: the activation of a Mamba layer is {config.activation!r}, but only 'silu' is supported."
+            )
+        parts = [Part(f"{name}.conv1d", *rows) for rows in _stack(x, b_or_c, b_or_c)]
+        self.conv = CausalConv1d(ctx, parts, config.conv_kernel, bias=config.conv_bias, activation="silu")
         self.heads = SSDHeads(ctx, name, config, shard.heads)
         self.norm = GatedNorm(ctx, f"{name}.norm", config, shard.heads) if config.norm else None
         self.out_proj = RowParallelLinear(
@@ -180,7 +186,7 @@ class Mamba2Mixer(nn.Module):
         self.cache = SequenceState(
             ctx,
             (
-                StateTensor((self.conv.num_channels, config.conv_kernel - 1), ctx.dtype_name),
+                self.conv.state_tensor,
                 StateTensor((self._heads, config.head_size, config.state_size), "float32"),
             ),
         )
@@ -207,49 +213,6 @@ class Mamba2Mixer(nn.Module):
             *self.config.dt_limit,
         ).flatten(1)
         return self.out_proj(y * self._silu(gate) if self.norm is None else self.norm(y, gate))
-
-
-class Mamba2Conv(nn.Module):
-    """The causal convolution over x, B and C, each channel alone.
-
-    Args:
-        ctx: Build context.
-        name: The checkpoint module.
-        config: Sizes and options.
-        rows: The channels of this rank, as (number in the checkpoint, source, destination).
-
-    Attributes:
-        num_channels: Channels on this rank.
-        weight: [num_channels, 1, conv_kernel].
-        bias: [num_channels] or None.
-    """
-
-    def __init__(self, ctx: BuildContext, name: str, config: Mamba2Config, rows: Sequence[_Place]) -> None:
-        super().__init__()
-        self.name, self._rows = name, rows
-        if ACTIVATIONS.get(config.activation) != "silu":
-            raise ModelError(
-                f"{name}: the activation of a Mamba layer is {config.activation!r}, but only 'silu' is supported."
-            )
-        self.num_channels = rows[-1][2].stop
-        self.weight = ctx.parameter(self.num_channels, 1, config.conv_kernel)
-        self.bias = ctx.parameter(self.num_channels) if config.conv_bias else None
-        self._conv = ctx.op("causal_conv1d", channels=self.num_channels, kernel_size=config.conv_kernel).function
-
-    def forward(
-        self, x: torch.Tensor, state: torch.Tensor, arguments: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]
-    ) -> torch.Tensor:
-        """[T, num_channels] to [T, num_channels]; `arguments` as of SequenceState."""
-        return self._conv(x, self.weight.squeeze(1), self.bias, state, *arguments, "silu")
-
-    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        """Checkpoint tensor names and their targets on this rank."""
-        rest = tuple(slice(0, size) for size in self.weight.shape[1:])
-        for num_rows, source, destination in self._rows:
-            shape = (num_rows, *self.weight.shape[1:])
-            yield f"{self.name}.weight", WeightTarget(self.weight, shape, (source, *rest), (destination, *rest))
-            if self.bias is not None:
-                yield f"{self.name}.bias", WeightTarget(self.bias, (num_rows,), (source,), (destination,))
 
 
 class SSDHeads(nn.Module):

@@ -7,26 +7,35 @@ Models without routed experts (`num_local_experts` = 0) have the shared expert o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-import torch
 from torch import nn
 
-from mvllm.layers.context import BuildContext, ForwardStep
+from mvllm.config.model import ModelConfig
+from mvllm.layers.context import BuildContext
 from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.linear import shard_slice
 from mvllm.layers.mlp import GatedMLP
-from mvllm.layers.rotary import CosSinRows, RotaryEmbedding
+from mvllm.layers.rotary import RotaryEmbedding
 from mvllm.layers.routing import Routing
 from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.models.granite import GraniteForCausalLM
-from mvllm.models.llama import LlamaAttention, LlamaOptions
+from mvllm.models.llama import LlamaOptions
 from mvllm.models.mamba_hybrid import MAMBA, MambaBlock, layer_kinds, mamba2_config
 from mvllm.models.moe_config import check_activation
 
 
 class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
     """`GraniteMoeHybridForCausalLM` of Hugging Face checkpoints."""
+
+    @classmethod
+    def options(cls, config: ModelConfig) -> LlamaOptions:
+        """Granite's, without rotary embedding unless the config asks for it."""
+        options = super().options(config)
+        if config.hf_config.get("position_embedding_type") == "rope":
+            return options
+        return replace(options, nope_layers=frozenset(range(config.num_layers)))
 
     def model_name(self, name: str) -> str:
         name = name.replace(".shared_mlp.input_linear", ".shared_mlp.gate_up_proj")
@@ -37,9 +46,7 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
     ) -> nn.Module:
         if layer_kinds(self.config)[layer] == MAMBA:
             return MambaBlock(ctx, f"model.layers.{layer}.mamba", mamba2_config(self.config))
-        if self.config.hf_config.get("position_embedding_type") == "rope":
-            return super().build_attention(ctx, options, rotary, layer)
-        return UnrotatedAttention(self.config, ctx, options, rotary, layer)
+        return super().build_attention(ctx, options, rotary, layer)
 
     def build_mlp(self, ctx: BuildContext, options: LlamaOptions, layer: int) -> nn.Module:
         hf, name, hidden_size = self.config.hf_config, f"model.layers.{layer}", self.config.hidden_size
@@ -53,13 +60,6 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
         experts = GraniteExperts(ctx.floats(), name, hidden_size, size, num_experts=count, top_k=top_k)
         routing = Routing(top_k, "softmax_of_chosen")
         return SparseMoeBlock(ctx, f"{name}.router.layer", experts, routing, shared_experts=shared)
-
-
-class UnrotatedAttention(LlamaAttention):
-    """Self-attention without position embedding."""
-
-    def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
-        return self.output(self.attention(*self.qkv.split(x), step))
 
 
 class GraniteExperts(FusedMoE):

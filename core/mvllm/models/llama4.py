@@ -27,14 +27,11 @@ from mvllm.layers.query_temperature import QueryTemperature
 from mvllm.layers.rotary import CosSinRows, RotaryEmbedding
 from mvllm.layers.rotary_attention import RotaryAttention
 from mvllm.layers.weight_target import WeightTarget
-from mvllm.logging import get_logger
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions, norm_eps
 from mvllm.models.moe_config import check_activation
-
-logger = get_logger(__name__)
+from mvllm.models.text_part import TextPart
 
 _THETA = 500_000.0
-_VISION = ("vision_model.", "multi_modal_projector.")
 
 
 @dataclass(frozen=True)
@@ -196,24 +193,8 @@ class Llama4ForCausalLM(LlamaForCausalLM):
         return Llama4MoE(ctx, f"{name}.router", experts, shared, hf.positive_int("num_experts_per_tok", 1))
 
 
-class Llama4ForConditionalGeneration(Llama4ForCausalLM):
+class Llama4ForConditionalGeneration(TextPart, Llama4ForCausalLM):
     """The language model of `Llama4ForConditionalGeneration` checkpoints. Images as input are not supported."""
-
-    def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
-        super().__init__(config, ctx)
-        self._mentions_skipped = self.stage.is_first and ctx.tp.is_first
-
-    def model_name(self, name: str) -> str:
-        """Names as Llama's: `model.layers.0` for `language_model.model.layers.0`."""
-        return name.removeprefix("language_model.")
-
-    def ignores(self, name: str) -> bool:
-        if name.startswith(_VISION):
-            if self._mentions_skipped:
-                logger.info("The image encoder of the checkpoint is not loaded: images are not supported as input.")
-                self._mentions_skipped = False
-            return True
-        return super().ignores(name)
 
 
 def _check_list(hf: HFConfig, key: str, found: object, count: int, allowed: tuple[Any, ...]) -> None:

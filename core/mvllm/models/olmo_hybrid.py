@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from mvllm.config.model import ModelConfig
 from mvllm.config.rope_parameters import rope_settings
-from mvllm.layers.context import BuildContext, ForwardStep
+from mvllm.layers.context import BuildContext
 from mvllm.layers.gated_delta_net import DeltaNetConfig, DeltaNetNames, GatedDeltaNet
-from mvllm.layers.rotary import CosSinRows, RotaryEmbedding
+from mvllm.layers.rotary import RotaryEmbedding
 from mvllm.models.layer_kinds import layer_kinds
-from mvllm.models.llama import LayerNorms, LlamaAttention, LlamaOptions
+from mvllm.models.llama import LayerNorms, LlamaOptions
 from mvllm.models.moe_config import check_activation
 from mvllm.models.olmo2 import Olmo2ForCausalLM
 
@@ -29,29 +28,23 @@ _NAMES = DeltaNetNames(
 _NORM_EPS = 1e-5  # of the gated delta net; independent of rms_norm_eps
 
 
-class _UnrotatedAttention(LlamaAttention):
-    """LlamaAttention without positional encoding (NoPE), with norms over all heads."""
-
-    def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
-        query, key, value = self.qkv.split(x)
-        assert self.qk_norm is not None, "the family has norms over all heads"
-        return self.output(self.attention(*self.qk_norm(query, key), value, step))
-
-
 class OlmoHybridForCausalLM(Olmo2ForCausalLM):
     """`OlmoHybridForCausalLM` of Hugging Face checkpoints."""
 
     def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
-        self._rotates = _has_rope(config)
         super().__init__(config, ctx)
-        if not self._rotates:  # a table of one row replaces that of all positions
+        if self.family.nope_layers:  # a table of one row replaces that of all positions
             self.rotary = RotaryEmbedding(ctx, self.rotary.rope, 1)
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
-        """OLMo 2's, with another default of `rms_norm_eps`."""
+        """OLMo 2's, with another default of `rms_norm_eps`, and without rotary embedding in some checkpoints."""
         check_activation(config.hf_config, "gated delta nets")
-        return replace(super().options(config), eps=config.hf_config.positive_number("rms_norm_eps", 1e-6))
+        return replace(
+            super().options(config),
+            eps=config.hf_config.positive_number("rms_norm_eps", 1e-6),
+            nope_layers=frozenset() if _has_rope(config) else frozenset(range(config.num_layers)),
+        )
 
     def build_layer(
         self, ctx: BuildContext, options: LlamaOptions, layer: int, attention: nn.Module, mlp: nn.Module
@@ -70,8 +63,7 @@ class OlmoHybridForCausalLM(Olmo2ForCausalLM):
         self, ctx: BuildContext, options: LlamaOptions, rotary: RotaryEmbedding, layer: int
     ) -> nn.Module:
         if self._has_attention(layer):
-            attention = LlamaAttention if self._rotates else _UnrotatedAttention
-            return attention(self.config, ctx, options, rotary, layer)
+            return super().build_attention(ctx, options, rotary, layer)
         hf, hidden_size, num_heads = self.config.hf_config, self.config.hidden_size, self.config.num_heads
         num_key_heads = hf.positive_int("linear_num_key_heads", num_heads)
         key_head_dim = hf.positive_int("linear_key_head_dim", int(0.75 * hidden_size / num_key_heads))
