@@ -172,6 +172,6 @@ def check_sequence_states(config: EngineConfig, needs: Sequence[KVCacheNeeds]) -
         )
     if config.batch_invariant:
         raise ConfigError(
-            "batch_invariant is set, but the model has layers with a sequence state, whose results depend on how a "
-            "prompt is cut into steps. Leave batch_invariant out."
+            "batch_invariant is set, but the model has layers with a sequence state, for which it is not supported. "
+            "Leave batch_invariant out."
         )
