@@ -37,6 +37,7 @@ from tests.helpers.zoo_hybrid import HYBRID
 from tests.helpers.zoo_large_moe import LARGE_MOE
 from tests.helpers.zoo_moe import SPARSE
 from tests.helpers.zoo_recent import RECENT
+from tests.helpers.zoo_sparse_attention import SPARSE_ATTENTION
 from tests.helpers.zoo_state import STATE
 
 VOCAB_SIZE = 320
@@ -247,6 +248,7 @@ ZOO: dict[str, ZooEntry] = {
     **{name: ZooEntry(**settings) for name, settings in HYBRID.items()},
     **{name: ZooEntry(**settings) for name, settings in STATE.items()},
     **{name: ZooEntry(**settings) for name, settings in RECENT.items()},
+    **{name: ZooEntry(**settings) for name, settings in SPARSE_ATTENTION.items()},
 }
 
 
