@@ -11,7 +11,7 @@ WHICH = (2, 8, 11)
 THREADS = f"{ThreadExecutor.__module__}.{ThreadExecutor.__qualname__}"
 
 
-@pytest.mark.shows("tokens")
+@pytest.mark.shows("tokens", family="glm_moe_dsa")
 def test_chunks_of_prompts_and_prefix_hits_give_the_tokens_of_transformers() -> None:
     expected = parity.oracle("glm5", WHICH, 24)
     with parity.engine(expected.folder, max_num_batched_tokens=11, max_num_seqs=8) as llm:

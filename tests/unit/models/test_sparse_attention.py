@@ -43,7 +43,7 @@ def test_tensor_parallel_ranks_and_pipeline_stages_give_the_logits_of_one(name: 
 
 
 @pytest.mark.exhaustive
-@pytest.mark.shows("quantization", how="fp8")
+@pytest.mark.shows("quantization", family="deepseek_v32", how="fp8")
 def test_fp8_checkpoints_equal_the_dequantized_ones(tmp_path: Path) -> None:
     checkpoint = make_float8("fp8-blocks", tmp_path, "dsa")
     torch.testing.assert_close(run(load_model(checkpoint.quantized)), expected(checkpoint.plain), atol=1e-4, rtol=0)
