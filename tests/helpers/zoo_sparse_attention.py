@@ -62,7 +62,7 @@ SPARSE_ATTENTION: dict[str, dict[str, Any]] = {
         "config": _deepseek(index_topk=16, index_head_dim=24, rope_parameters=_YARN, num_hidden_layers=2),
         "exhaustive": True,
     },
-    "glm5": {"config": _glm(indexer_types=["full", "shared", "full", "shared"])},
+    "glm5": {"config": _glm(indexer_types=["full", "shared", "full", "shared"]), "exhaustive": True},
     "glm5-full": {
         "config": _glm(index_topk=16, n_shared_experts=2, rms_norm_eps=1e-6, num_hidden_layers=3),
         "exhaustive": True,

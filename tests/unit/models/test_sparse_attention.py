@@ -66,7 +66,7 @@ def test_the_selection_limits_what_a_token_sees(tmp_path: Path) -> None:
     assert (found - full)[16:].abs().amax(-1).min() > 1e-3
 
 
-@pytest.mark.parametrize("name", ["dsa", "glm5"])
+@pytest.mark.parametrize("name", ["dsa", pytest.param("glm5", marks=pytest.mark.exhaustive)])
 def test_sequences_up_to_the_selection_need_no_indexer(name: str, tmp_path: Path) -> None:
     folder = make(name, tmp_path, index_topk=64)
     model = load_model(folder, max_model_len=64)
@@ -77,6 +77,7 @@ def test_sequences_up_to_the_selection_need_no_indexer(name: str, tmp_path: Path
     torch.testing.assert_close(found, reference_logits(load_reference(folder), tokens, 20), atol=1e-4, rtol=0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "settings", [{"index_topk_pattern": "FSFS"}, {"index_topk_freq": 2, "index_skip_topk_offset": 1}]
 )
