@@ -23,9 +23,8 @@ from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.quantized_zoo import QuantizedCheckpoint, compressed
 
 _LARGEST = 448.0
-_QUANTIZED = re.compile(
-    r"((?<!\.weights)_proj(_with_mqa|_qkvz?|_ba|_[zba])?|\.indexer\.(wq_b|wk))\.weight$"  # not the indexer's weights_proj
-)
+_QUANTIZED = re.compile(r"((?<!\.weights)_proj(_with_mqa|_qkvz?|_ba|_[zba])?|\.indexer\.(wq_b|wk))\.weight$")
+"""Names of quantized matrices; the indexer's `weights_proj` is not quantized."""
 
 
 @dataclass(frozen=True)

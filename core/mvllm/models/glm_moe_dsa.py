@@ -35,9 +35,9 @@ class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
         if types[layer] == "shared" and layer == self.stage.first:
             full = [number for number, kind in enumerate(types) if kind == "full"]
             raise ConfigError(
-                f"With this pipeline_parallel_size a stage begins at layer {layer}, which attends to the tokens that the "
-                "indexer of an earlier layer selects. Choose a pipeline_parallel_size whose stages begin at layers with "
-                f"an indexer ({', '.join(map(str, full))}), or 1."
+                f"With this pipeline_parallel_size a stage begins at layer {layer}, which attends to the tokens that "
+                "the indexer of an earlier layer selects. Choose a pipeline_parallel_size whose stages begin at layers "
+                f"with an indexer ({', '.join(map(str, full))}), or 1."
             )
         return types[layer] == "shared"
 

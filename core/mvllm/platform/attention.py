@@ -378,6 +378,6 @@ class AttentionBackend(ABC):
 def _no_sparse_attention(backend: AttentionBackend, method: str) -> PlatformError:
     name = type(backend).__name__
     return PlatformError(
-        f"{name} was given a spec with index_topk = {backend.spec.index_topk}, but does not implement {method}. Implement "
-        f"{name}.{method}, as AttentionBackend describes it, or do not claim Capabilities.sparse_attention."
+        f"{name} was given a spec with index_topk = {backend.spec.index_topk}, but does not implement {method}. "
+        f"Implement {name}.{method}, as AttentionBackend describes it, or do not claim Capabilities.sparse_attention."
     )

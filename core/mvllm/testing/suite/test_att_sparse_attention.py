@@ -186,5 +186,5 @@ def test_sparse_attention_that_is_not_claimed_is_refused(
 ) -> None:
     dtype = subject.capabilities.dtypes[0]
     for spec in (make_sparse_spec(dtype, 24), make_indexer_spec(dtype, 24)):
-        with pytest.raises(PlatformError, match="sparse_attention.*Set max_model_len to at most 24"):
+        with pytest.raises(PlatformError, match=r"sparse_attention.*Set max_model_len to at most 24"):
             checked_attention_backend(subject.platform, spec)
