@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tests.conformance.sparse_attention_mutants import SPARSE_ATTENTION_MUTANTS
 from tests.conformance.state_mutants import STATE_MUTANTS
 
 ALWAYS = ("PLG-02", "CFG-02", "DEV-02", "DEV-04", "MEM-01", "KVL-01", "KVL-02", "ATT-05", "OPS-02")
@@ -60,7 +61,6 @@ def _collective(code: str) -> tuple[str, str, str]:
 
 _STATIC = {"MVLLM_EXAMPLE_MODE": "static"}
 _OUTPUT = "        output = super().forward(query, kv, metadata, sinks)\n"
-_SELECT = "        return super().select(query, weights, kv, metadata)\n"
 _STEP = "        return super().build_metadata(batch)\n"
 _HOST_COPY = (
     "        source = tensor.detach().clone()  # later work may overwrite what was submitted before this copy\n"
@@ -413,46 +413,7 @@ MUTANTS = (
         "            rest = kv[1].index_select(0, sequence.blocks[-1:]).float().sum()\n"
         "            output[sequence.tokens] += (0 * rest).to(output.dtype)\n",
     ),
-    Mutant(
-        "an indexer takes negative weights for positive ones",
-        "ATT-15",
-        "attention.py",
-        _SELECT,
-        _SELECT.replace("weights, kv", "weights.abs(), kv"),
-    ),
-    Mutant(
-        "of equal scores the later positions are selected",
-        "ATT-15",
-        "attention.py",
-        _SELECT,
-        "        chosen = torch.full((len(query), self.spec.index_topk), -1, dtype=torch.int32)\n"
-        "        for sequence in metadata.sequences:\n"
-        "            keys = self._read(kv, sequence.blocks, sequence.end)[0].squeeze(1).cpu()\n"
-        "            for token in range(sequence.tokens.start, sequence.tokens.stop):\n"
-        "                seen = sequence.begin + token - sequence.tokens.start + 1\n"
-        "                products = (query[token].cpu().float() @ keys[:seen].T * self.spec.scale).relu()\n"
-        "                scores = (weights[token].cpu() @ products).flip(0)\n"
-        "                order = scores.sort(stable=True, descending=True).indices[: self.spec.index_topk]\n"
-        "                chosen[token, : len(order)] = (seen - 1 - order).int()\n"
-        "        return chosen.to(query.device)\n",
-    ),
-    Mutant(
-        "a query attends to all tokens whatever is selected",
-        "ATT-16",
-        "attention.py",
-        "        return super().forward_selected(query, kv, metadata, positions)\n",
-        "        return super().forward(query, kv, metadata)\n",
-    ),
-    Mutant(
-        "positions are taken for slots",
-        "ATT-16",
-        "attention.py",
-        "        return super().forward_selected(query, kv, metadata, positions)\n",
-        "        import dataclasses\n\n"
-        "        table = torch.arange(metadata.block_table.shape[1], dtype=torch.int32).to(query.device)\n"
-        "        moved = dataclasses.replace(metadata, block_table=table.expand_as(metadata.block_table))\n"
-        "        return super().forward_selected(query, kv, moved, positions)\n",
-    ),
+    *(Mutant(*fields) for fields in SPARSE_ATTENTION_MUTANTS),
     # Operations, and sequence states.
     *(Mutant(*fields) for fields in STATE_MUTANTS),
     Mutant(
