@@ -17,7 +17,7 @@ _SIZES: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
     "intermediate_size": 48,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "max_position_embeddings": 256,
@@ -59,12 +59,12 @@ def _glm(**settings: Any) -> Callable[[], PreTrainedConfig]:
 SPARSE_ATTENTION: dict[str, dict[str, Any]] = {
     "dsa": {"config": _deepseek(), "edit_config": with_old_keys},
     "dsa-yarn": {
-        "config": _deepseek(index_topk=16, index_head_dim=24, rope_parameters=_YARN, num_hidden_layers=2),
+        "config": _deepseek(index_topk=16, index_head_dim=24, rope_parameters=_YARN),
         "exhaustive": True,
     },
     "glm5": {"config": _glm(indexer_types=["full", "shared", "full", "shared"]), "exhaustive": True},
     "glm5-full": {
-        "config": _glm(index_topk=16, n_shared_experts=2, rms_norm_eps=1e-6, num_hidden_layers=3),
+        "config": _glm(index_topk=16, n_shared_experts=2, rms_norm_eps=1e-6, num_hidden_layers=2),
         "exhaustive": True,
     },
 }
