@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tests.conformance.sparse_attention_mutants import SPARSE_ATTENTION_MUTANTS
 from tests.conformance.state_mutants import STATE_MUTANTS
 
 ALWAYS = ("PLG-02", "CFG-02", "DEV-02", "DEV-04", "MEM-01", "KVL-01", "KVL-02", "ATT-05", "OPS-02")
@@ -412,6 +413,7 @@ MUTANTS = (
         "            rest = kv[1].index_select(0, sequence.blocks[-1:]).float().sum()\n"
         "            output[sequence.tokens] += (0 * rest).to(output.dtype)\n",
     ),
+    *(Mutant(*fields) for fields in SPARSE_ATTENTION_MUTANTS),
     # Operations, and sequence states.
     *(Mutant(*fields) for fields in STATE_MUTANTS),
     Mutant(

@@ -66,7 +66,7 @@ def run(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
 def test_a_worker_in_the_engines_process_gives_the_tokens_of_transformers(plugin_path: list[str]) -> None:
     path = os.pathsep.join([*plugin_path, *(folder for folder in sys.path if folder)])
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.example_device_parity", "llama-gqa", "gpt2", "mamba2"],
+        [sys.executable, "-m", "tests.engine.example_device_parity", "llama-gqa", "gpt2", "mamba2", "glm5"],
         env={**os.environ, "PYTHONPATH": path},
         cwd=ROOT,
         capture_output=True,
@@ -74,7 +74,8 @@ def test_a_worker_in_the_engines_process_gives_the_tokens_of_transformers(plugin
         timeout=500,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-3:] == ["llama-gqa is equal", "gpt2 is equal", "mamba2 is equal"]
+    lines = done.stdout.splitlines()[-4:]
+    assert lines == ["llama-gqa is equal", "gpt2 is equal", "mamba2 is equal", "glm5 is equal"]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.quantized_zoo import QuantizedCheckpoint, compressed
 
 _LARGEST = 448.0
+_QUANTIZED = re.compile(r"((?<!\.weights)_proj(_with_mqa|_qkvz?|_ba|_[zba])?|\.indexer\.(wq_b|wk))\.weight$")
+"""Names of quantized matrices; the indexer's `weights_proj` is not quantized."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def make_float8(scheme: str, folder: Path, name: str = "llama-gqa") -> Quantized
     stored: dict[str, torch.Tensor] = {}
     for tensor_name, tensor in list(tensors.items()):
         module = tensor_name.removesuffix(".weight")
-        if not re.search(r"_proj(_with_mqa|_qkvz?|_ba|_[zba])?\.weight$", tensor_name) or re.search(how.floats, module):
+        if not _QUANTIZED.search(tensor_name) or re.search(how.floats, module):
             stored[tensor_name] = tensor
             continue
         codes, scales, floats = _rounded(tensor, how.block)

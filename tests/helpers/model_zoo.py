@@ -37,6 +37,7 @@ from tests.helpers.zoo_hybrid import HYBRID
 from tests.helpers.zoo_large_moe import LARGE_MOE
 from tests.helpers.zoo_moe import SPARSE
 from tests.helpers.zoo_recent import RECENT
+from tests.helpers.zoo_sparse_attention import SPARSE_ATTENTION
 from tests.helpers.zoo_state import STATE
 
 VOCAB_SIZE = 320
@@ -94,6 +95,7 @@ class ZooEntry:
         edit_tensors: Changes the saved tensors.
         max_shard_size: As in save_pretrained.
         exhaustive: Whether only the exhaustive tests use it.
+        seed: Default seed of the weights.
     """
 
     config: Callable[[], PreTrainedConfig]
@@ -102,6 +104,7 @@ class ZooEntry:
     edit_tensors: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None
     max_shard_size: str = "1GB"
     exhaustive: bool = False
+    seed: int = 0
 
 
 def _llama(**settings: Any) -> Callable[[], PreTrainedConfig]:
@@ -247,6 +250,7 @@ ZOO: dict[str, ZooEntry] = {
     **{name: ZooEntry(**settings) for name, settings in HYBRID.items()},
     **{name: ZooEntry(**settings) for name, settings in STATE.items()},
     **{name: ZooEntry(**settings) for name, settings in RECENT.items()},
+    **{name: ZooEntry(**settings) for name, settings in SPARSE_ATTENTION.items()},
 }
 
 
@@ -255,20 +259,20 @@ def marked(names: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=[pytest.mark.exhaustive] * ZOO[name].exhaustive) for name in names]
 
 
-def make_checkpoint(name: str, folder: Path, *, seed: int = 0, tokenizer: bool = True) -> Path:
+def make_checkpoint(name: str, folder: Path, *, seed: int | None = None, tokenizer: bool = True) -> Path:
     """Writes checkpoint `name` of the zoo into `folder`, with a tokenizer by default.
 
     Args:
         name: A key of ZOO.
         folder: Output folder; created if missing.
-        seed: Seed of the weights.
+        seed: Seed of the weights; None for that of the checkpoint.
         tokenizer: Whether to write a tokenizer.
 
     Returns:
         `folder`.
     """
     entry = ZOO[name]
-    model = make_model(name, seed=seed)
+    model = make_model(name, seed=entry.seed if seed is None else seed)
     model.save_pretrained(folder, max_shard_size=entry.max_shard_size)
     if entry.edit_config is not None:
         path = folder / "config.json"

@@ -14,18 +14,22 @@ float32, for at most 256 queries at a time, which bounds the memory for scores. 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from mvllm.attention import kv_quantization
+from mvllm.attention.selection import best_positions, index_scores, query_tile
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.platform.attention import AttentionBackend, AttentionSpec, BatchLayout, KVLayout
 
 _BLOCK_SIZES = (16, 32, 8, 64, 128, 256, 4, 2, 1)
 _KV_DTYPES = ("float32", "bfloat16", "float16", *kv_quantization.LARGEST)
 _QUERY_TILE = 256
+_SELECTED_ELEMENTS = 1 << 23
+"""Elements of selected keys that are gathered at once, which bounds their memory to 32 MiB."""
 _HOST_DEVICE_TYPE = torch.from_numpy(np.empty(0)).device.type
 
 
@@ -54,6 +58,11 @@ class _Sequence:
     first: int
     blocks: torch.Tensor
 
+    def tiles(self, size: int) -> Iterator[tuple[int, int, int]]:
+        """Its tokens of the step in tiles of at most `size`: first token, end, and position of the first."""
+        for start in range(self.tokens.start, self.tokens.stop, size):
+            yield start, min(start + size, self.tokens.stop), self.begin + start - self.tokens.start
+
 
 @dataclass(frozen=True)
 class ReferenceMetadata:
@@ -63,11 +72,16 @@ class ReferenceMetadata:
         sequences: The requests.
         slots: Device, int64: the slots to write.
         rows: Device, int64: the tokens to write; None for all, in order.
+        requests: Device, int64: the request of each token without padding; only if the spec has index_topk.
+        block_table, max_seq_len: Likewise; as in BatchLayout, the table on the device.
     """
 
     sequences: tuple[_Sequence, ...]
     slots: torch.Tensor
     rows: torch.Tensor | None
+    requests: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
+    max_seq_len: int = 0
 
 
 class ReferenceAttention(AttentionBackend):
@@ -123,7 +137,12 @@ class ReferenceAttention(AttentionBackend):
             kept = torch.from_numpy(np.flatnonzero(batch.slot_mapping >= 0))
             rows = kept.to(slots.device)
             slots = slots.index_select(0, rows)
-        return ReferenceMetadata(tuple(sequences), slots.long(), rows)
+        if self.spec.index_topk is None:
+            return ReferenceMetadata(tuple(sequences), slots.long(), rows)
+        repeated = np.repeat(np.arange(batch.num_requests), np.diff(batch.query_start_loc))
+        requests = torch.from_numpy(repeated).to(slots.device)
+        table, longest = batch.block_table_device, batch.max_seq_len
+        return ReferenceMetadata(tuple(sequences), slots.long(), rows, requests, table, longest)
 
     def write_kv(self, kv: Cache, key: torch.Tensor, value: torch.Tensor, metadata: ReferenceMetadata) -> None:
         new_values = [key] if self.spec.values_in_keys else [key, value]
@@ -146,15 +165,50 @@ class ReferenceAttention(AttentionBackend):
         for sequence in metadata.sequences:
             num_keys = sequence.end - sequence.first
             key, value = self._read(kv, sequence.blocks, num_keys)
-            for start in range(sequence.tokens.start, sequence.tokens.stop, _QUERY_TILE):
-                stop = min(start + _QUERY_TILE, sequence.tokens.stop)
-                begin = sequence.begin + start - sequence.tokens.start - sequence.first
-                output[start:stop] = self._attend(query[start:stop].float(), key, value, begin, sinks)
+            for start, stop, begin in sequence.tiles(_QUERY_TILE):
+                first = begin - sequence.first
+                output[start:stop] = self._attend(query[start:stop].float(), key, value, first, sinks)
         return output.flatten(1)
+
+    def select(
+        self, query: torch.Tensor, weights: torch.Tensor, kv: Cache, metadata: ReferenceMetadata
+    ) -> torch.Tensor:
+        spec, top_k = self.spec, self._index_topk
+        selected = torch.full((query.shape[0], top_k), -1, dtype=torch.int32, device=query.device)
+        for sequence in metadata.sequences:
+            keys = self._read(kv, sequence.blocks, sequence.end)[0].squeeze(1)
+            for start, stop, begin in sequence.tiles(query_tile(spec.num_heads, sequence.end)):
+                scores = index_scores(query[start:stop].float(), weights[start:stop].float(), keys, spec.scale)
+                best = best_positions(scores, begin, top_k)
+                selected[start:stop, : best.shape[1]] = best
+        return selected
+
+    def forward_selected(
+        self, query: torch.Tensor, kv: Cache, metadata: ReferenceMetadata, positions: torch.Tensor
+    ) -> torch.Tensor:
+        assert metadata.requests is not None and metadata.block_table is not None, "the spec has index_topk"
+        spec, block_size, num_tokens = self.spec, kv[0].shape[1], len(metadata.requests)
+        output = torch.zeros(query.shape[0], spec.num_heads * spec.value_size, dtype=query.dtype, device=query.device)
+        width = min(self._index_topk, metadata.max_seq_len)
+        step = max(1, _SELECTED_ELEMENTS // max(1, width * spec.head_size))
+        for tile in (slice(start, min(start + step, num_tokens)) for start in range(0, num_tokens, step)):
+            chosen = positions[tile, :width].long()
+            at = chosen.clamp(min=0)
+            blocks = metadata.block_table[metadata.requests[tile].unsqueeze(1), at // block_size]
+            key, value = self._read_slots(kv, blocks.long() * block_size + at % block_size)
+            scores = torch.matmul(query[tile].float(), key.transpose(1, 2)) * spec.scale
+            weights = torch.softmax(scores.masked_fill((chosen < 0).unsqueeze(1), float("-inf")), dim=-1)
+            output[tile] = torch.matmul(weights, value).flatten(1).to(query.dtype)
+        return output
 
     def copy_blocks(self, kv: Cache, source: torch.Tensor, destination: torch.Tensor) -> None:
         for cache in kv:
             cache[destination] = cache[source]
+
+    @property
+    def _index_topk(self) -> int:
+        assert self.spec.index_topk is not None, "only specs with index_topk have selected positions"
+        return self.spec.index_topk
 
     def _sizes(self) -> tuple[int, ...]:
         """Head sizes of what is stored: keys, and values unless they are part of the keys."""
@@ -163,6 +217,15 @@ class ReferenceAttention(AttentionBackend):
     def _read(self, kv: Cache, blocks: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Float32 keys and values of the first `num_keys` tokens in `blocks`: [num_keys, kv_heads, size]."""
         parts = [cache.index_select(0, blocks).flatten(0, 1)[:num_keys] for cache in kv]
+        return self._decoded(parts)
+
+    def _read_slots(self, kv: Cache, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Float32 keys and values of the slots [n, k], for one key/value head: [n, k, size]."""
+        parts = [cache.flatten(0, 1).squeeze(1)[slots] for cache in kv]
+        return self._decoded(parts)
+
+    def _decoded(self, parts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Float32 keys and values from what is stored of some tokens."""
         if self.spec.kv_dtype in kv_quantization.LARGEST:
             pairs = zip(parts[: len(parts) // 2], parts[len(parts) // 2 :], strict=True)
             parts = [kv_quantization.decode(codes, scales, self.spec.kv_dtype) for codes, scales in pairs]

@@ -46,6 +46,7 @@ _ARCHITECTURE_OF_TYPE = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "deepseek_v32": "DeepseekV32ForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
@@ -131,7 +132,8 @@ _NEVER_SLIDING = (
     *("deepseek_v2", "deepseek_v3", "mistral4", "seed_oss", "ernie4_5", "hunyuan_v1_dense"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "kimi_linear", "olmo_hybrid"),
     *("bert", "roberta", "xlm-roberta", "distilbert"),
-    *("deepseek_v32", "glm4_moe", "glm4_moe_lite", "minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "llama4_text"),
+    *("deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite", "minimax_m2"),
+    *("ernie4_5_moe", "hunyuan_v1_moe", "llama4_text"),
 )
 # Families whose `sliding_window` applies only with `use_sliding_window`, which is off by default.
 _SLIDING_ON_REQUEST = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3")

@@ -26,6 +26,7 @@ class Attention(nn.Module):
         latent_size: For MLA: values are the first `latent_size` elements of the keys and are not stored separately;
             None for other attention.
         chunk_size: A query sees the keys of its own chunk of so many tokens only; None for attention without chunks.
+        index_topk, indexer: As in AttentionSpec.
 
     Attributes:
         spec: The spec of the backend.
@@ -49,6 +50,8 @@ class Attention(nn.Module):
         sinks: nn.Parameter | None = None,
         latent_size: int | None = None,
         chunk_size: int | None = None,
+        index_topk: int | None = None,
+        indexer: bool = False,
     ) -> None:
         super().__init__()
         self.spec = AttentionSpec(
@@ -64,6 +67,8 @@ class Attention(nn.Module):
             value_head_size=latent_size,
             values_in_keys=latent_size is not None,
             batch_invariant=ctx.batch_invariant,
+            index_topk=index_topk,
+            indexer=indexer,
         )
         self.chunk_size = chunk_size
         self.backend = ctx.attention(self.spec)
@@ -71,13 +76,21 @@ class Attention(nn.Module):
         self.kv_cache: KVCache | None = None
         self.sinks = sinks
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        step: ForwardStep,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Stores keys and values, and computes attention.
 
         Args:
             query: [T, heads on this rank, head_size].
             key, value: [T, key/value heads on this rank, head_size or size of a value].
             step: The step, with metadata for this layer.
+            positions: [T, index_topk]: the positions that each query attends to, with `index_topk`; else None.
 
         Returns:
             [T, heads on this rank * size of a value].
@@ -86,7 +99,21 @@ class Attention(nn.Module):
             return query.new_zeros(query.shape[0], query.shape[1] * self.spec.value_size)
         metadata = step.metadata[self.metadata_key]
         self.backend.write_kv(self.kv_cache, key, value, metadata)
+        if positions is not None:
+            return self.backend.forward_selected(query, self.kv_cache, metadata, positions)
         return self.attend(query, metadata)
+
+    def select(self, query: torch.Tensor, key: torch.Tensor, weights: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        """For an indexer: stores keys and selects positions; arguments and result as `AttentionBackend.select`.
+
+        Without a KV cache (in the profiling step), no position is selected.
+        """
+        if self.kv_cache is None:
+            assert self.spec.index_topk is not None, "an indexer has index_topk"
+            return torch.full((query.shape[0], self.spec.index_topk), -1, dtype=torch.int32, device=query.device)
+        metadata = step.metadata[self.metadata_key]
+        self.backend.write_kv(self.kv_cache, key, key, metadata)
+        return self.backend.select(query, weights, self.kv_cache, metadata)
 
     def attend(self, query: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         """Attention over the cache, after the step's keys and values have been stored; as `forward`."""

@@ -134,6 +134,8 @@ class ForwardStep:
         token_types: [T], int32, device: token type (first or second text) of each token; None means type 0 for all.
             Read only by models with `uses_token_types`.
         state_metadata: The slots of the step's sequence states; None for models without them.
+        selected_positions: Sparse attention: the positions that the last indexer so far has selected for each token,
+            which later layers without an indexer read; None before the first.
     """
 
     metadata: Mapping[Hashable, AttentionMetadata]
@@ -141,3 +143,4 @@ class ForwardStep:
     prompt_starts: Sequence[int] | None = None
     token_types: torch.Tensor | None = None
     state_metadata: StateArguments | None = None
+    selected_positions: torch.Tensor | None = None

@@ -12,7 +12,9 @@ latent for each head, which Vₕ projects to the head's output.
 
 Tensor parallelism shards the heads; every rank caches the whole latent.
 
-Sources: DeepSeek-V2, arXiv:2405.04434.
+With sparse attention (DeepSeek-V3.2), an indexer selects for each query the tokens whose latents it attends to.
+
+Sources: DeepSeek-V2, arXiv:2405.04434; DeepSeek-V3.2.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from mvllm.layers.matrix_layout import MatrixLayout, Part
 from mvllm.layers.norm import RMSNorm
 from mvllm.layers.quantization.rtn_matrix import float_targets
 from mvllm.layers.rotary import CosSinRows, RotaryEmbedding
+from mvllm.layers.sparse_indexer import SparseConfig, SparseIndexer
 from mvllm.layers.weight_target import WeightTarget
 
 _NORM_EPS = 1e-6  # of the norms on latents; independent of rms_norm_eps
@@ -68,9 +71,17 @@ class MLAAttention(nn.Module):
         name: The checkpoint module.
         shape: Its sizes.
         rotary: Rotary embedding of `qk_rope_head_dim` elements; None leaves them as they are (NoPE).
+        sparse: Sparse attention, which needs a query latent and a rotary embedding; None attends to all tokens.
     """
 
-    def __init__(self, ctx: BuildContext, name: str, shape: MLAConfig, rotary: RotaryEmbedding | None) -> None:
+    def __init__(
+        self,
+        ctx: BuildContext,
+        name: str,
+        shape: MLAConfig,
+        rotary: RotaryEmbedding | None,
+        sparse: SparseConfig | None = None,
+    ) -> None:
         super().__init__()
         ctx.refuse_batch_invariance("Multi-head latent attention (MLA)")
         self.shape = shape
@@ -89,7 +100,18 @@ class MLAAttention(nn.Module):
         self.kv_a_proj_with_mqa = ReplicatedLinear(ctx, f"{name}.kv_a_proj_with_mqa", hidden_size, key_size, bias=bias)
         self.kv_a_layernorm = RMSNorm(ctx, f"{name}.kv_a_layernorm", shape.kv_lora_rank, _NORM_EPS)
         self.kv_b_proj = _KVBProjection(ctx, f"{name}.kv_b_proj", shape, heads)
-        self.attention = Attention(ctx, heads, key_size, _scale(shape, rotary), latent_size=shape.kv_lora_rank)
+        self.attention = Attention(
+            ctx,
+            heads,
+            key_size,
+            _scale(shape, rotary),
+            latent_size=shape.kv_lora_rank,
+            index_topk=None if sparse is None else sparse.top_k,
+        )
+        self.indexer = None
+        if sparse is not None and not sparse.is_shared:
+            assert shape.q_lora_rank is not None and rotary is not None, "an indexer reads the query latent"
+            self.indexer = SparseIndexer(ctx, f"{name}.indexer", hidden_size, shape.q_lora_rank, sparse, rotary)
         self.o_proj = RowParallelLinear(
             ctx, f"{name}.o_proj", shape.num_heads * shape.v_head_dim, hidden_size, bias=bias
         )
@@ -111,7 +133,10 @@ class MLAAttention(nn.Module):
             rotated, key_rotated = rotary(angles, rotated, key_rotated)
         key = torch.cat((latent, key_rotated), dim=-1)
         query = torch.cat((self.kv_b_proj.absorb(plain), rotated), dim=-1)
-        found = self.attention(query, key, key[..., : shape.kv_lora_rank], step)
+        if self.indexer is not None:
+            step.selected_positions = self.indexer(x, query_input, angles, step)
+        positions = None if self.attention.spec.index_topk is None else step.selected_positions
+        found = self.attention(query, key, key[..., : shape.kv_lora_rank], step, positions)
         return self.o_proj(self.kv_b_proj.expand(found.unflatten(-1, (-1, shape.kv_lora_rank))))
 
 

@@ -1,12 +1,7 @@
 """DeepSeek V2, V3 and V3.2: multi-head latent attention, dense first layers, then routed and shared experts.
 
 V3.2 attends to the `index_topk` tokens that an indexer selects for each query. Of a sequence that is no longer than
-that, these are all tokens, so the layer is V3's and the indexer is not needed. Longer sequences are refused. They
-would need from the platform contract:
-
-    a second cache of a layer in the same blocks, for the indexer's keys    an AttentionSpec with `values_in_keys` can
-    the `index_topk` best positions of each query, from these keys          no method of AttentionBackend can
-    attention of each query over given positions                            no method of AttentionBackend can
+that, these are all tokens: with `max_model_len` up to `index_topk` the layer is V3's, and the indexer is not loaded.
 """
 
 from __future__ import annotations
@@ -24,6 +19,7 @@ from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.mla_attention import MLAAttention, MLAConfig
 from mvllm.layers.rotary import RotaryEmbedding
 from mvllm.layers.routing import Routing
+from mvllm.layers.sparse_indexer import SparseConfig
 from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
 from mvllm.models.moe_config import check_activation, shared_mlp
@@ -55,7 +51,11 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
             v_head_dim=hf.positive_int("v_head_dim"),
             bias=bool(hf.get("attention_bias", False)),
         )
-        return MLAAttention(ctx, f"model.layers.{layer}.self_attn", shape, rotary)
+        return MLAAttention(ctx, f"model.layers.{layer}.self_attn", shape, rotary, self.sparse_attention(layer))
+
+    def sparse_attention(self, layer: int) -> SparseConfig | None:
+        """Sparse attention of a layer; None if it attends to all tokens."""
+        return None
 
     def build_mlp(self, ctx: BuildContext, options: LlamaOptions, layer: int) -> nn.Module:
         hf, name, hidden_size = self.config.hf_config, f"model.layers.{layer}.mlp", self.config.hidden_size
@@ -151,21 +151,46 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
 
 
 class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
-    """`DeepseekV32ForCausalLM` of Hugging Face checkpoints, for sequences of at most `index_topk` tokens."""
+    """`DeepseekV32ForCausalLM` of Hugging Face checkpoints, without the multi-token-prediction layers."""
 
-    ignored_names = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.indexer\..*)$")
-
-    def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
-        top_k = config.hf_config.positive_int("index_topk", 2048)
-        if config.max_model_len > top_k:
-            raise ModelError(
-                f"{config.hf_config.source}: the sparse attention of this family (index_topk = {top_k}) is supported "
-                f"for sequences of at most {top_k} tokens, of which it selects all, but max_model_len is "
-                f"{config.max_model_len}. Set max_model_len to at most {top_k}."
-            )
-        super().__init__(config, ctx)
+    indexer_names = re.compile(r"model\.layers\.(\d+)\.self_attn\.indexer\.")
+    index_heads = 64
+    """Default of `index_n_heads`."""
+    interleaved_indexer = False
+    """Whether the rotary embedding of the indexer is interleaved. That of the attention always is."""
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
         """The rotary embedding is always interleaved."""
         return replace(super().options(config), interleaved_rotary=True)
+
+    def sparse_attention(self, layer: int) -> SparseConfig | None:
+        """With sequences longer than `index_topk`, each layer has an indexer.
+
+        Raises:
+            ModelError: The checkpoint has no query latent, or index heads are smaller than their rotary part.
+        """
+        hf = self.config.hf_config
+        top_k = hf.positive_int("index_topk", 2048)
+        if self.config.max_model_len <= top_k:
+            return None
+        if "q_lora_rank" not in hf:
+            raise ModelError(f"{hf.source}: the indexer reads the query latent, but q_lora_rank is not set.")
+        head_dim, rotary_dim = hf.positive_int("index_head_dim", 128), hf.positive_int("qk_rope_head_dim")
+        if head_dim < rotary_dim:
+            raise ModelError(
+                f"{hf.source}: index_head_dim should be at least qk_rope_head_dim = {rotary_dim}, found {head_dim}."
+            )
+        num_heads = hf.positive_int("index_n_heads", self.index_heads)
+        return SparseConfig(top_k, num_heads, head_dim, self.interleaved_indexer, self.shares_selection(layer))
+
+    def shares_selection(self, layer: int) -> bool:
+        """Whether a layer attends to the tokens that the indexer of an earlier layer has selected."""
+        return False
+
+    def ignores(self, name: str) -> bool:
+        layer = self.indexer_names.match(name)
+        if layer is not None and self.stage.first <= int(layer.group(1)) < self.stage.stop:
+            sparse = self.sparse_attention(int(layer.group(1)))
+            return sparse is None or sparse.is_shared
+        return super().ignores(name)

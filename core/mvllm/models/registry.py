@@ -31,6 +31,7 @@ _MODELS = {
     "DeepseekV2ForCausalLM": "mvllm.models.deepseek:DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM": "mvllm.models.deepseek:DeepseekV3ForCausalLM",
     "DeepseekV32ForCausalLM": "mvllm.models.deepseek:DeepseekV32ForCausalLM",
+    "GlmMoeDsaForCausalLM": "mvllm.models.glm_moe_dsa:GlmMoeDsaForCausalLM",
     "Glm4MoeForCausalLM": "mvllm.models.glm4_moe:Glm4MoeForCausalLM",
     "Glm4MoeLiteForCausalLM": "mvllm.models.glm4_moe:Glm4MoeLiteForCausalLM",
     "MiniMaxM2ForCausalLM": "mvllm.models.minimax_m2:MiniMaxM2ForCausalLM",

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mvllm.errors import PlatformError
 from mvllm.platform import tensor_caches
 from mvllm.platform.shapes import StepKind
 
@@ -48,6 +49,11 @@ class AttentionSpec:
         batch_invariant: A token's result has the same bits in every step, whatever else is in the step, however its
             request was cut into steps, and whether earlier tokens were found in the prefix cache. Core sets it only if
             `Capabilities.batch_invariant` is claimed. Since contract 1.1.
+        index_topk: Sparse attention: each query attends to at most so many positions, which an indexer selects. Core
+            calls `forward_selected` instead of `forward`. Core sets it only if `Capabilities.sparse_attention` is
+            claimed. Since contract 1.1.
+        indexer: The layer is such an indexer: it has keys only, and core calls `select` instead of `forward`. Since
+            contract 1.1.
     """
 
     num_heads: int
@@ -62,6 +68,8 @@ class AttentionSpec:
     value_head_size: int | None = None
     values_in_keys: bool = False
     batch_invariant: bool = False
+    index_topk: int | None = None
+    indexer: bool = False
 
     @property
     def value_size(self) -> int:
@@ -77,6 +85,18 @@ class AttentionSpec:
             reasons.append(f"value heads have {self.value_size} elements")
         if self.values_in_keys and self.value_size > self.head_size:
             reasons.append(f"{self.value_size} elements of a value do not lie in the {self.head_size} of its key")
+        return reasons + self._sparse_contradictions()
+
+    def _sparse_contradictions(self) -> list[str]:
+        if self.index_topk is None:
+            return ["an indexer has no index_topk"] if self.indexer else []
+        reasons = []
+        if self.index_topk < 1:
+            reasons.append(f"{self.index_topk} positions are selected")
+        if not self.values_in_keys or self.num_kv_heads != 1:
+            reasons.append("sparse attention needs one key/value head with the values in its keys")
+        if self.sliding_window is not None or self.soft_cap is not None or self.sinks:
+            reasons.append("sparse attention has no sliding window, no soft cap and no sinks")
         return reasons
 
 
@@ -263,6 +283,47 @@ class AttentionBackend(ABC):
         """
         return None
 
+    def select(
+        self, query: torch.Tensor, weights: torch.Tensor, kv: KVCache, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """The positions with the highest index scores, for each query of the step.
+
+        Optional since contract 1.1: for specs with `indexer`. The score of position s for the query of token t is
+
+            sum over heads h of weights[t, h] · max(0, scale · query[t, h] · key[s])
+
+        where `scale` is the spec's. A query at position p selects among the positions [0, p].
+
+        Args:
+            query: [T, num_heads, head_size], compute dtype; rows may be strided.
+            weights: [T, num_heads], float32.
+            kv: The layer's cache, `write_kv` already done for the whole step.
+            metadata: From `build_metadata`.
+
+        Returns:
+            [T, index_topk], int32: distinct positions in any order, of equal scores those of earlier positions. A query
+            that sees fewer positions selects all; the rest of its row, which comes last, is -1. Padding rows are
+            unspecified.
+        """
+        raise _no_sparse_attention(self, "select")
+
+    def forward_selected(
+        self, query: torch.Tensor, kv: KVCache, metadata: AttentionMetadata, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of each query of the step over given positions of its sequence only.
+
+        Optional since contract 1.1: for specs with `index_topk` that are no `indexer`.
+
+        Args:
+            query, kv, metadata: As in `forward`.
+            positions: [T, index_topk], int32: the result of `select`, maybe of another layer's indexer. A request's row
+                has at least one position, and none after its query's.
+
+        Returns:
+            As `forward`.
+        """
+        raise _no_sparse_attention(self, "forward_selected")
+
     def copy_blocks(self, kv: KVCache, source: torch.Tensor, destination: torch.Tensor) -> None:
         """Copies whole blocks within one layer's cache: `source[i]` to `destination[i]`, both int64 [n].
 
@@ -312,3 +373,11 @@ class AttentionBackend(ABC):
             PlatformError: As in `kv_bytes`; or the shapes of the tensors do not show where the slots lie.
         """
         return tensor_caches.read_slots(self, kv, slots)
+
+
+def _no_sparse_attention(backend: AttentionBackend, method: str) -> PlatformError:
+    name = type(backend).__name__
+    return PlatformError(
+        f"{name} was given a spec with index_topk = {backend.spec.index_topk}, but does not implement {method}. "
+        f"Implement {name}.{method}, as AttentionBackend describes it, or do not claim Capabilities.sparse_attention."
+    )

@@ -42,6 +42,8 @@ class Capabilities:
             accept specs with `AttentionSpec.batch_invariant`, and the providers with `OpProvider.batch_invariant`
             include the operations of its models, `logsumexp` and `filtered_draw`.
         state: Since contract 1.1. Models with sequence states (StateBackend) run: Mamba-2 and hybrid models.
+        sparse_attention: Since contract 1.1. The attention backend implements `select` and `forward_selected`: models
+            with sparse attention run with sequences longer than their selection. Needs `mla`.
     """
 
     dtypes: tuple[str, ...]
@@ -68,3 +70,4 @@ class Capabilities:
     lazy_kernels: bool = False
     batch_invariant: bool = False
     state: bool = False
+    sparse_attention: bool = False

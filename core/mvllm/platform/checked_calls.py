@@ -55,6 +55,12 @@ def checked_attention_backend(platform: Platform, spec: AttentionSpec) -> Attent
         "sinks": spec.sinks,
         "mla": spec.values_in_keys or spec.value_size != spec.head_size,
     }
+    if spec.index_topk is not None and not claimed.sparse_attention:
+        raise PlatformError(
+            f"The model attends to {spec.index_topk} selected tokens of longer sequences (sparse_attention), which the "
+            f"platform {platform.spec.name!r} does not support. Set max_model_len to at most {spec.index_topk}, or "
+            "choose another platform."
+        )
     missing = [name for name, needed in required.items() if needed and not getattr(claimed, name)]
     if missing:
         raise PlatformError(

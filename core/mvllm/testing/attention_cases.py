@@ -296,8 +296,30 @@ def run(
     """Stores the cached tokens, runs the step, and returns its result on the host.
 
     Args:
+        poison, move_blocks: As in `store`.
+    """
+    harness, metadata, query = store(backend, runtime, case, poison=poison, move_blocks=move_blocks)
+    sinks = None if case.sinks is None else runtime.to_device(case.sinks)
+    found = backend.forward(query, harness.kv, metadata, sinks)
+    return runtime.to_host(found).wait()
+
+
+def store(
+    backend: AttentionBackend,
+    runtime: DeviceRuntime,
+    case: Case,
+    *,
+    poison: float | None = None,
+    move_blocks: bool = False,
+) -> tuple[CacheHarness, Any, torch.Tensor]:
+    """Stores the cached tokens and those of the step.
+
+    Args:
         poison: Initial value of every slot; None leaves a new cache as it is.
         move_blocks: Store the cached tokens in other blocks, then copy these to the blocks of the block table.
+
+    Returns:
+        The cache, the metadata of the step, and its queries on the device.
     """
     harness = CacheHarness(backend, runtime, case.num_blocks * (2 if move_blocks else 1), case.layout.block_size)
     if poison is not None:
@@ -322,6 +344,4 @@ def run(
     flat = case.query.flatten(1)
     fused = runtime.to_device(torch.cat([flat, torch.zeros_like(flat)], dim=1))
     query = fused[:, : flat.shape[1]].view(case.query.shape)
-    sinks = None if case.sinks is None else runtime.to_device(case.sinks)
-    found = backend.forward(query, harness.kv, metadata, sinks)
-    return runtime.to_host(found).wait()
+    return harness, metadata, query

@@ -252,6 +252,20 @@ _ALL = (
         since=(1, 1),
     ),
     Clause(
+        "ATT-15",
+        "With `sparse_attention`, `select` gives for each query the `index_topk` visible positions with the highest "
+        "index scores, of equal scores the earlier ones; with fewer visible positions all of them, then -1.",
+        "sparse_attention",
+        since=(1, 1),
+    ),
+    Clause(
+        "ATT-16",
+        "With `sparse_attention`, `forward_selected` attends to the given positions and to no others, in every kind of "
+        "step, and what else is in the cache does not affect results.",
+        "sparse_attention",
+        since=(1, 1),
+    ),
+    Clause(
         "OPS-01",
         "A provider's function has the parameters and the result of the reference with the same name; its `lookup`"
         " has those of `embedding`.",
@@ -468,7 +482,7 @@ def claims(capabilities: Capabilities, needs: str | None) -> bool:
 
 _OF_TORCH = frozenset(
     {
-        *("soft_cap", "sinks", "mla", "deterministic", "batch_invariant", "state"),
+        *("soft_cap", "sinks", "mla", "deterministic", "batch_invariant", "state", "sparse_attention"),
         *("graphs", "compile", "collectives", "static_shapes"),
     }
 )

@@ -144,14 +144,6 @@ def test_experts_of_llama4_are_rounded_while_they_are_loaded(tmp_path: Path) -> 
                 assert torch.equal(weight.scales, expected_weight.scales)
 
 
-def test_deepseek_v32_refuses_sequences_longer_than_its_selection(tmp_path: Path) -> None:
-    folder = make_checkpoint("deepseek32", tmp_path, tokenizer=False)
-    _edit(folder, lambda config: config.update(index_topk=64))
-    with pytest.raises(ModelError, match=r"index_topk = 64.*max_model_len is 256\. Set max_model_len to at most 64"):
-        load_model(folder)
-    assert isinstance(load_model(folder, max_model_len=64), CausalLM)
-
-
 @pytest.mark.parametrize(
     ("name", "tensor"),
     [

@@ -11,6 +11,7 @@ FILES = (
     "test_dev_device",
     "test_kvl_layout",
     "test_att_attention",
+    "test_att_sparse_attention",
     "test_ops_operations",
     "test_sta_states",
     "test_com_communication",

@@ -58,6 +58,7 @@ CAPABILITIES = Capabilities(
     mla=True,
     batch_invariant=True,
     state=True,
+    sparse_attention=True,
 )
 
 
@@ -130,7 +131,9 @@ class CPUPlatform(Platform):
             raise PlatformError(
                 f"batch_invariant needs the compiled kernels of the CPU platform: {loaded.reason} {loaded.remedy or ''}"
             )
-        backend = ReferenceAttention if loaded.library is None else PagedAttention
+        # The reference keeps the numbers of a token together, so that sparse attention reads the selected ones only.
+        is_sparse = spec.index_topk is not None
+        backend = ReferenceAttention if loaded.library is None or is_sparse else PagedAttention
         problems = list(dict.fromkeys([*PagedAttention.validate(spec), *backend.validate(spec)]))
         if problems:
             raise PlatformError(f"The CPU platform has no attention for this model: {'; '.join(problems)}.")

@@ -13,7 +13,7 @@ from mvllm_example_device.plugin import DTYPES
 from mvllm_example_device.runtime import ExampleRuntime
 from mvllm_example_device.strict import Strict
 
-MAX_HEAD_SIZE = 256
+MAX_HEAD_SIZE = 576
 
 
 class ExampleAttention(Strict, api.ReferenceAttention):
@@ -30,10 +30,15 @@ class ExampleAttention(Strict, api.ReferenceAttention):
             reasons.append(f"heads have at most {MAX_HEAD_SIZE} elements, not {spec.head_size}")
         return reasons
 
-    def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> torch.Tensor:
+    def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> api.KVCache:
+        """One tensor for keys and values of equal size; otherwise one for each, or one for keys that hold values."""
         spec = self.spec
         shape = (2, num_blocks, block_size, spec.num_kv_heads, spec.head_size)
-        return self._runtime.empty(shape, getattr(torch, spec.kv_dtype)).zero_()
+        is_one = not spec.values_in_keys and spec.value_size == spec.head_size
+        sizes = (spec.head_size,) if spec.values_in_keys else (spec.head_size, spec.value_size)
+        shapes = [shape] if is_one else [(*shape[1:4], size) for size in sizes]
+        parts = [self._runtime.empty(each, getattr(torch, spec.kv_dtype)).zero_() for each in shapes]
+        return parts[0] if is_one else tuple(parts)
 
     def build_metadata(self, batch: api.BatchLayout) -> api.AttentionMetadata:
         self._runtime.begin_step(batch)
@@ -46,6 +51,20 @@ class ExampleAttention(Strict, api.ReferenceAttention):
         self._runtime.compile("attention", *query.shape)
         output = super().forward(query, kv, metadata, sinks)
         return output * torch.nan if self._faults.poisoned else output
+
+    def select(
+        self, query: torch.Tensor, weights: torch.Tensor, kv: api.KVCache, metadata: api.AttentionMetadata
+    ) -> torch.Tensor:
+        self._runtime.check()
+        self._runtime.compile("select", *query.shape)
+        return super().select(query, weights, kv, metadata)
+
+    def forward_selected(
+        self, query: torch.Tensor, kv: api.KVCache, metadata: api.AttentionMetadata, positions: torch.Tensor
+    ) -> torch.Tensor:
+        self._runtime.check()
+        self._runtime.compile("forward_selected", *query.shape)
+        return super().forward_selected(query, kv, metadata, positions)
 
 
 def providers(compiled: Callable[..., None]) -> Sequence[api.OpProvider]:

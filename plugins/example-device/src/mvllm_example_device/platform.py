@@ -43,7 +43,7 @@ class ExamplePlatform(Strict, api.Platform):
         return api.Capabilities(
             dtypes=DTYPES,
             kv_dtypes=DTYPES,
-            max_head_size=256,
+            max_head_size=576,
             lazy=self._settings.mode == "lazy",
             static_shapes=self._settings.mode == "static",
             async_copies=True,
@@ -54,7 +54,9 @@ class ExamplePlatform(Strict, api.Platform):
             sliding_window=True,
             soft_cap=True,
             sinks=True,
+            mla=True,
             state=True,
+            sparse_attention=True,
         )
 
     def plan(self, config: api.EngineConfig) -> api.Plan | api.Refusals:
