@@ -24,7 +24,7 @@ from tests.helpers.plugins import prepend
 pytestmark = pytest.mark.slow
 
 PROMPTS = [[5 + 7 * i + j for j in range(3 + 2 * i)] for i in range(2)]
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 96}
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 96, "num_hidden_layers": 1}
 SETTINGS = {
     "dtype": "float32",
     "max_model_len": 64,
@@ -49,6 +49,8 @@ def hosted(tmp_path, monkeypatch):
             made = entry.config()
             for key in SIZES.keys() & set(dir(made)):
                 setattr(made, key, SIZES[key])
+            if types := vars(made).get("layer_types"):
+                made.layer_types = types[: made.num_hidden_layers]
             return made
 
         return dataclasses.replace(entry, config=config)
