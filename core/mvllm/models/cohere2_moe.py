@@ -56,8 +56,8 @@ class Cohere2MoeForCausalLM(LlamaForCausalLM):
         scaling = hf.get("rope_scaling", {})
         if isinstance(scaling, dict) and rope_type_of(scaling) != "default":
             raise ModelError(
-                f"{hf.source}: transformers ignores 'rope_scaling' in this family, so it is not clear whether the model "
-                "has the scaling. Write it as 'rope_parameters', with rope_theta, or remove it."
+                f"{hf.source}: transformers ignores 'rope_scaling' in this family, so it is not clear whether the "
+                "model has the scaling. Write it as 'rope_parameters', with rope_theta, or remove it."
             )
         window = hf.positive_int("sliding_window", 4096)
         types, dense = _layer_types(config), _dense_layers(config)

@@ -31,9 +31,7 @@ _ROUTED_SCALE = 2.446
 class KimiLinearForCausalLM(LlamaForCausalLM):
     """`KimiLinearForCausalLM` of Hugging Face checkpoints, with DeepSeek's names of modules."""
 
-    module_names = ModuleNames(
-        {"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-    )
+    module_names = ModuleNames({"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"})
 
     def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
         super().__init__(config, ctx)

@@ -17,16 +17,18 @@ from mvllm.models.layer_kinds import layer_kinds
 from mvllm.models.llama import LayerNorms, LlamaForCausalLM, LlamaOptions
 from mvllm.models.module_names import ModuleNames
 
-_NAMES = ModuleNames({
-    "model.embedding_norm": "model.norm",
-    "self_attn.out_proj": "self_attn.o_proj",
-    "self_attn.q_layernorm": "self_attn.q_norm",
-    "self_attn.k_layernorm": "self_attn.k_norm",
-    "feed_forward": "mlp",
-    "w1": "gate_proj",
-    "w3": "up_proj",
-    "w2": "down_proj",
-})
+_NAMES = ModuleNames(
+    {
+        "model.embedding_norm": "model.norm",
+        "self_attn.out_proj": "self_attn.o_proj",
+        "self_attn.q_layernorm": "self_attn.q_norm",
+        "self_attn.k_layernorm": "self_attn.k_norm",
+        "feed_forward": "mlp",
+        "w1": "gate_proj",
+        "w3": "up_proj",
+        "w2": "down_proj",
+    }
+)
 """Parts of names in checkpoints, and their names in Llama's."""
 _THETA = 1_000_000.0
 

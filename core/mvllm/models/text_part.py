@@ -45,7 +45,10 @@ class TextPart(LlamaForCausalLM):
         """Also the names in multimodal checkpoints."""
         own = super().checkpoint_names(name)
         return *own, *(
-            prefix + each.removeprefix(ours) for each in (name, *own) for prefix, ours in _PREFIXES if each.startswith(ours)
+            prefix + each.removeprefix(ours)
+            for each in (name, *own)
+            for prefix, ours in _PREFIXES
+            if each.startswith(ours)
         )
 
     def ignores(self, name: str) -> bool:

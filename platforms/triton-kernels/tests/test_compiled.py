@@ -121,9 +121,7 @@ def test_attention_has_few_compiled_variants():
         pytest.param("sm_90,sm_100,gfx950", ("float8-decode", "float8-experts-decode"), marks=pytest.mark.exhaustive),
     ],
 )
-def test_packed_weights_are_loaded_16_bytes_at_a_time_and_stay_in_registers(
-    request, tmp_path, targets, names
-):
+def test_packed_weights_are_loaded_16_bytes_at_a_time_and_stay_in_registers(request, tmp_path, targets, names):
     if names == PACKED[:2]:
         found = request.getfixturevalue("few_launches")
     else:
