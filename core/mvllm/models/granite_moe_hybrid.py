@@ -23,8 +23,8 @@ from mvllm.layers.weight_target import WeightTarget
 from mvllm.models.granite import GraniteForCausalLM
 from mvllm.models.llama import LlamaOptions
 from mvllm.models.mamba_hybrid import MAMBA, MambaBlock, layer_kinds, mamba2_config
-from mvllm.models.moe_config import check_activation
 from mvllm.models.module_names import ModuleNames
+from mvllm.models.moe_config import check_activation
 
 
 class GraniteMoeHybridForCausalLM(GraniteForCausalLM):

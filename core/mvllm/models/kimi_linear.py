@@ -22,8 +22,8 @@ from mvllm.layers.routing import Routing
 from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from mvllm.models.layer_kinds import layer_kinds
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions, norm_eps
-from mvllm.models.moe_config import check_activation, shared_mlp
 from mvllm.models.module_names import ModuleNames
+from mvllm.models.moe_config import check_activation, shared_mlp
 
 _ROUTED_SCALE = 2.446
 

@@ -12,8 +12,8 @@ from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.routing import Routing
 from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
-from mvllm.models.moe_config import check_activation
 from mvllm.models.module_names import ModuleNames
+from mvllm.models.moe_config import check_activation
 
 _THETA = 5_000_000.0
 

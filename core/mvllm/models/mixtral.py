@@ -10,8 +10,8 @@ from mvllm.layers.routing import Routing
 from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from mvllm.models.llama import LlamaOptions
 from mvllm.models.mistral import MistralForCausalLM
-from mvllm.models.moe_config import check_activation
 from mvllm.models.module_names import ModuleNames
+from mvllm.models.moe_config import check_activation
 
 
 class MixtralForCausalLM(MistralForCausalLM):

@@ -125,8 +125,9 @@ class KVCacheLayers:
         configured = self._config.cache.block_size
         if configured is not None and any(chunk % configured for chunk in chunks):
             raise CacheError(
-                f"block_size {configured} was asked for, but the model attends in chunks of {min(chunks)} tokens, which "
-                f"blocks must divide. Leave block_size out, or set it to one of {', '.join(map(str, sorted(common)))}."
+                f"block_size {configured} was asked for, but the model attends in chunks of {min(chunks)} tokens, "
+                "which blocks must divide. Leave block_size out, or set it to one of "
+                f"{', '.join(map(str, sorted(common)))}."
             )
         bytes_per_token = sum(layout.bytes_per_token for layout in layouts)
         if self._config.speculative is not None and self._config.speculative.model is not None:

@@ -1,4 +1,4 @@
-"""Settings of config.json that are rare or contradictory: results as transformers', or a refusal that says what to do."""
+"""Rare or contradictory settings of config.json: results as those of transformers, or a refusal that helps."""
 
 from __future__ import annotations
 
