@@ -223,7 +223,7 @@ def test_thousands_of_requests_leave_no_block_row_or_request_behind(depth, polic
         alive = alive[-60:]
     engine.run()
     stats = engine.scheduler.make_stats()
-    assert stats.num_preemptions > 20
+    assert stats.num_preemptions > count // 500
     assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
     assert engine.scheduler.reset_prefix_cache()
     engine.step()
