@@ -31,7 +31,7 @@ def places() -> Iterator[ParameterSet]:
     for number, mutant in enumerate(MUTANTS):
         if is_new := mutant.clause not in seen:
             seen.append(mutant.clause)
-        further = not is_new or mutant.clause in COSTLY or len(seen) % 32 != 1
+        further = not is_new or mutant.clause in COSTLY or len(seen) % 64 != 1
         yield pytest.param(number, id=mutant.name, marks=pytest.mark.exhaustive if further else ())
 
 

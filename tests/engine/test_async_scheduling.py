@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from mvllm import RequestOutput, SamplingParams
 from tests.engine.conftest import MakeLLM
 from tests.helpers.model_zoo import EOS_TOKEN_ID, VOCAB_SIZE
+from tests.helpers.parity import engine
 
 BLOCK_BYTES = 16 * 3 * 2 * 2 * 16 * 4  # tokens, layers, key and value, heads, head size, float32
 TIGHT = {"kv_cache_memory_bytes": 12 * BLOCK_BYTES}
@@ -45,6 +47,13 @@ def visible_outputs(output: RequestOutput) -> list[tuple[object, ...]]:
     ]
 
 
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[list[tuple[object, ...]]]:
+    """Outputs of the requests without asynchronous scheduling."""
+    with engine(checkpoint) as llm:
+        return [visible_outputs(output) for output in llm.generate(*requests(seed=5), use_tqdm=False)]
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -56,9 +65,10 @@ def visible_outputs(output: RequestOutput) -> list[tuple[object, ...]]:
         {**TIGHT, "enable_prefix_caching": False, "scheduling_policy": "priority"},
     ],
 )
-def test_async_scheduling_changes_no_token(make_llm: MakeLLM, settings: dict[str, Any]) -> None:
+def test_async_scheduling_changes_no_token(
+    make_llm: MakeLLM, settings: dict[str, Any], expected: list[list[tuple[object, ...]]]
+) -> None:
     prompts, params = requests(seed=5)
-    expected = [visible_outputs(output) for output in make_llm().generate(prompts, params, use_tqdm=False)]
     llm = make_llm(async_scheduling=True, **settings)
     for _ in range(2):  # the second time with prefixes in the cache
         assert [visible_outputs(output) for output in llm.generate(prompts, params, use_tqdm=False)] == expected

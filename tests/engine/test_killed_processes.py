@@ -143,7 +143,7 @@ class FrontEnd:
                 self._forker.process.kill()  # the forker cannot be used again
 
     def _hangs(self) -> bool:
-        workers = worker_processes(self.tag, "Worker_TP0") + worker_processes(self.tag, "Worker_TP1")
+        workers = worker_processes(self.tag, "Worker_TP0", "Worker_TP1")
         return len(workers) == 2 and all(is_sleeping(worker.pid) for worker in workers)
 
 

@@ -99,7 +99,7 @@ def check_under_pressure(name: str, tensor: int, pipeline: int, devices: int = 1
         # Layers with a window may never need more blocks than their first allocation.
         assert stats is not None and (stats.num_preemptions > 0 or summary.windows != (None,))
 
-        backwards = list(range(len(expected.prompts)))[::-1]  # the most recent prompts are still cached
+        backwards = list(range(len(expected.prompts)))[:-4:-1]  # the most recent prompts are still cached
         again = parity.generate(llm, [expected.prompts[i] for i in backwards], max_tokens=NUM_TOKENS)
         parity.check(expected, again, backwards)
         # Blocks that a window has passed are reused first.

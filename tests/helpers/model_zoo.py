@@ -289,7 +289,12 @@ def make_checkpoint(name: str, folder: Path, *, seed: int | None = None, tokeniz
 
 def make_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The transformers model of checkpoint `name`, eager attention, with the checkpoint's weights."""
-    model = AutoModelForCausalLM.from_config(ZOO[name].config(), attn_implementation="eager", dtype=torch.float32)
+    return model_of(ZOO[name].config(), seed=seed).to(dtype)
+
+
+def model_of(config: PreTrainedConfig, *, seed: int = 0) -> PreTrainedModel:
+    """The transformers model of a config, eager attention, float32, with drawn weights."""
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -309,7 +314,7 @@ def make_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) 
                 buffer.copy_(_draw(buffer_name, buffer.shape, generator))
             if buffer_name.endswith("layer_scalar"):
                 buffer.copy_(1 + _draw(buffer_name, buffer.shape, generator))
-    return model.to(dtype).eval()
+    return model.eval()
 
 
 def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -41,12 +41,12 @@ def tagged_processes(tag: str) -> list[psutil.Process]:
     return leftover_processes.tagged_processes(TAG, tag)
 
 
-def worker_processes(tag: str, name: str) -> list[psutil.Process]:
-    """Tagged processes whose command line contains the worker name `name`."""
+def worker_processes(tag: str, *names: str) -> list[psutil.Process]:
+    """Tagged processes whose command line contains one of these worker names."""
     found = []
     for process in tagged_processes(tag):
         try:
-            if name in process.cmdline():
+            if set(names).intersection(process.cmdline()):
                 found.append(process)
         except psutil.NoSuchProcess:
             continue

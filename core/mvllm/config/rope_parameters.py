@@ -204,7 +204,7 @@ class RopeParameters:
         original = values.get("original_max_position_embeddings")
         if "original_max_position_embeddings" in config:
             original = config.positive_number("original_max_position_embeddings", 0)
-        rotates_whole_head = rope_type == "proportional" or (rope_type == "default" and partial is None)
+        rotates_whole_head = rope_type in ("proportional", "ntk_alpha") or (rope_type == "default" and partial is None)
         ratio = values.get("partial_rotary_factor") or config.positive_number("partial_rotary_factor", partial or 1.0)
         rotary_dim = head_size if rotates_whole_head else int(head_size * ratio)
         values["partial_rotary_factor"] = ratio

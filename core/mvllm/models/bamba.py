@@ -13,10 +13,13 @@ from mvllm.layers.context import BuildContext
 from mvllm.layers.rotary import RotaryEmbedding
 from mvllm.models.llama import LayerNorms, LlamaForCausalLM, LlamaOptions
 from mvllm.models.mamba_hybrid import MambaBlock, mamba2_config
+from mvllm.models.module_names import ModuleNames
 
 
 class BambaForCausalLM(LlamaForCausalLM):
     """`BambaForCausalLM` of Hugging Face checkpoints."""
+
+    module_names = ModuleNames({"model.final_layernorm": "model.norm", "feed_forward": "mlp"})
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
@@ -27,9 +30,6 @@ class BambaForCausalLM(LlamaForCausalLM):
             rope=RopeParameters.from_config(config.hf_config, config.head_size, partial=0.5),
             eps=config.hf_config.positive_number("rms_norm_eps", 1e-5),
         )
-
-    def model_name(self, name: str) -> str:
-        return name.replace("model.final_layernorm", "model.norm").replace(".feed_forward.", ".mlp.")
 
     def build_attention(
         self, ctx: BuildContext, options: LlamaOptions, rotary: RotaryEmbedding, layer: int

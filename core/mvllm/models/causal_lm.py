@@ -21,6 +21,7 @@ from mvllm.layers.embedding import LMHead, VocabEmbedding
 from mvllm.layers.pipeline_stage import PipelineStage
 from mvllm.layers.state import SequenceState
 from mvllm.layers.weight_target import WeightTarget
+from mvllm.models.module_names import ModuleNames
 from mvllm.models.pixel_decoder import PixelDecoder
 
 
@@ -41,7 +42,10 @@ class CausalLM(nn.Module, ABC):
         uses_prompt_lens, uses_token_types: Whether the model reads `ForwardStep`'s field of that name.
         reads_per_layer_config: Whether the model reads `per_layer_config`, settings of single layers. Models that do
             not read it refuse it.
+        module_names: Names of modules in checkpoints that differ from those of this class.
         lm_head: The language-model head on the last stage, else None.
+        tied_names: The tensors of a tied head and of the embedding, on one rank of the last stage, else None. A
+            checkpoint that has both must have equal ones.
         pixel_decoder: Decoder of image codes, on one rank of the last stage of models that generate images; else None.
         scores: Classification head on the last stage: pooled states [n, hidden_size] to [n, labels]; else None.
     """
@@ -55,6 +59,7 @@ class CausalLM(nn.Module, ABC):
     uses_prompt_lens: bool = False
     uses_token_types: bool = False
     reads_per_layer_config: bool = False
+    module_names: ModuleNames = ModuleNames({})
     lm_head: LMHead | None
 
     def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
@@ -68,7 +73,10 @@ class CausalLM(nn.Module, ABC):
         self.stage = PipelineStage.for_rank(config.num_layers, ctx.pp)
         self.scores: nn.Module | None = None
         self.pixel_decoder: PixelDecoder | None = None
+        self.tied_names: tuple[str, str] | None = None
         self._quantization = ctx.quantization
+        if ctx.quantization is not None:
+            ctx.quantization.use_names(self.checkpoint_names)
         self._place, self._uses_several_devices = ctx.place, ctx.num_devices > 1
         self._placed: dict[nn.Parameter, nn.Parameter] = {}
         # By checkpoint tensor: modules that it fills, with the names of their tensors that are not loaded yet.
@@ -194,7 +202,12 @@ class CausalLM(nn.Module, ABC):
     def model_name(self, name: str) -> str:
         """The name in this class of a tensor or module of a checkpoint or adapter. Overridden by families whose
         checkpoints have other names than their base class."""
-        return name
+        return self.module_names.ours(name)
+
+    @classmethod
+    def checkpoint_names(cls, name: str) -> tuple[str, ...]:
+        """The names that checkpoints and their settings may have for the module `name`, without that name."""
+        return cls.module_names.theirs(name)
 
     def after_load(self) -> None:
         """Prepares the remaining modules, which use another module's weight. Called once, after loading."""
@@ -219,6 +232,8 @@ class CausalLM(nn.Module, ABC):
         if not self.stage.is_last:
             return None
         if self.ties_head:
+            if ctx.tp.is_first:
+                self.tied_names = f"{self.head_name}.weight", f"{embedding_name}.weight"
             return LMHead(ctx, embedding_name, self.config.vocab_size, size, tied=True, tied_to=embedding)
         return LMHead(ctx, self.head_name, self.config.vocab_size, size)
 

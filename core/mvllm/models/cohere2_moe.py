@@ -10,6 +10,7 @@ from torch import nn
 
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
+from mvllm.config.rope_parameters import rope_type_of
 from mvllm.errors import ModelError
 from mvllm.layers.context import BuildContext
 from mvllm.layers.fused_moe import FusedMoE
@@ -46,8 +47,18 @@ class Cohere2MoeForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
-        """Layers with a window have interleaved rotary embedding, and so have dense layers if the config says so."""
+        """Layers with a window have interleaved rotary embedding, and so have dense layers if the config says so.
+
+        Raises:
+            ModelError: The RoPE scaling is in a place where transformers ignores it.
+        """
         hf = config.hf_config
+        scaling = hf.get("rope_scaling", {})
+        if isinstance(scaling, dict) and rope_type_of(scaling) != "default":
+            raise ModelError(
+                f"{hf.source}: transformers ignores 'rope_scaling' in this family, so it is not clear whether the "
+                "model has the scaling. Write it as 'rope_parameters', with rope_theta, or remove it."
+            )
         window = hf.positive_int("sliding_window", 4096)
         types, dense = _layer_types(config), _dense_layers(config)
         dense_with_rope = dense if hf.get("prefix_dense_sliding_window_pattern", 1) == 1 else frozenset()

@@ -15,7 +15,10 @@ from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
 
 
 class ExaoneMoeForCausalLM(DeepseekV3ForCausalLM):
-    """`ExaoneMoeForCausalLM` of Hugging Face checkpoints, without the multi-token-prediction layers."""
+    """`ExaoneMoeForCausalLM` of Hugging Face checkpoints, without the multi-token-prediction layers.
+
+    Published checkpoints write the name as `ExaoneMoEForCausalLM`.
+    """
 
     dense_layers = 1
     num_experts_key, num_shared_key = "num_experts", "num_shared_experts"

@@ -11,12 +11,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 
+from mvllm.errors import ModelError
+from mvllm.layers.weight_target import WeightTarget
 from mvllm.models.tensor_entry import TensorEntry
 
 _STACK = re.compile(r"(?P<experts>.*\.experts)\.(?P<kind>gate_up|down)_proj")
+_QUANTIZED_STACK = re.compile(
+    r".*\.(?:experts\.(?:gate_up|gate|up|down)_proj|block_sparse_moe\.(?:in|out)put_linear)(?P<part>[._]\w+)*"
+)
+_FLOATS = ("F64", "F32", "F16", "BF16")
 _MATRICES = {"gate_up": ("gate", "up"), "down": ("down",)}
 
 
@@ -46,3 +52,30 @@ def split_expert_stack(name: str, entry: TensorEntry, known: Container[str]) -> 
             return {}
         entries[part] = replace(entry, shape=shape, start=start, num_bytes=num_bytes)
     return entries
+
+
+def check_quantized_stacks(
+    unknown: Iterable[TensorEntry], matched: Iterable[tuple[TensorEntry, Sequence[WeightTarget]]]
+) -> None:
+    """Refuses quantized experts of a layer in one tensor, which layers with experts of floats have no place for.
+
+    Args:
+        unknown: Tensors without target.
+        matched: Tensors with their targets.
+
+    Raises:
+        ModelError: A tensor holds quantized experts, or their scales.
+    """
+    misfits = [entry for entry in unknown if entry.dtype not in _FLOATS or "scale" in entry.name]
+    misfits += [
+        entry
+        for entry, targets in matched
+        if entry.dtype not in _FLOATS and any(target.parameter.dtype.itemsize > 1 for target in targets)
+    ]
+    for entry in misfits:
+        if _QUANTIZED_STACK.fullmatch(entry.name):
+            raise ModelError(
+                f"{entry.file}: tensor {entry.name!r} holds the quantized experts of a layer in one tensor, which is "
+                "supported for unquantized experts only. Use a checkpoint with a tensor for each expert, or the "
+                "unquantized one, with quantization='int8' to quantize its other layers while it loads."
+            )

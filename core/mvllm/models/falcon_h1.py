@@ -17,10 +17,13 @@ from mvllm.layers.mamba2_mixer import Mamba2Mixer
 from mvllm.layers.rotary import CosSinRows, RotaryEmbedding
 from mvllm.models.llama import LayerNorms, LlamaForCausalLM, LlamaOptions
 from mvllm.models.mamba_hybrid import mamba2_config
+from mvllm.models.module_names import ModuleNames
 
 
 class FalconH1ForCausalLM(LlamaForCausalLM):
     """`FalconH1ForCausalLM` of Hugging Face checkpoints."""
+
+    module_names = ModuleNames({"model.final_layernorm": "model.norm"})
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
@@ -35,9 +38,6 @@ class FalconH1ForCausalLM(LlamaForCausalLM):
             attention_scale=config.head_size**-0.5 * hf.positive_number("key_multiplier", 1.0),
             logits_scale=1.0 / hf.positive_number("lm_head_multiplier", 1.0),
         )
-
-    def model_name(self, name: str) -> str:
-        return name.replace("model.final_layernorm", "model.norm")
 
     def build_attention(
         self, ctx: BuildContext, options: LlamaOptions, rotary: RotaryEmbedding, layer: int

@@ -23,11 +23,16 @@ from mvllm.layers.weight_target import WeightTarget
 from mvllm.models.granite import GraniteForCausalLM
 from mvllm.models.llama import LlamaOptions
 from mvllm.models.mamba_hybrid import MAMBA, MambaBlock, layer_kinds, mamba2_config
+from mvllm.models.module_names import ModuleNames
 from mvllm.models.moe_config import check_activation
 
 
 class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
     """`GraniteMoeHybridForCausalLM` of Hugging Face checkpoints."""
+
+    module_names = ModuleNames(
+        {"shared_mlp.input_linear": "shared_mlp.gate_up_proj", "shared_mlp.output_linear": "shared_mlp.down_proj"}
+    )
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
@@ -36,10 +41,6 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
         if config.hf_config.get("position_embedding_type") == "rope":
             return options
         return replace(options, nope_layers=frozenset(range(config.num_layers)))
-
-    def model_name(self, name: str) -> str:
-        name = name.replace(".shared_mlp.input_linear", ".shared_mlp.gate_up_proj")
-        return name.replace(".shared_mlp.output_linear", ".shared_mlp.down_proj")
 
     def build_attention(
         self, ctx: BuildContext, options: LlamaOptions, rotary: RotaryEmbedding, layer: int

@@ -5,7 +5,6 @@ Published checkpoints and those of transformers name some config keys differentl
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -23,13 +22,16 @@ from mvllm.layers.routing import Routing
 from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from mvllm.models.layer_kinds import layer_kinds
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions, norm_eps
+from mvllm.models.module_names import ModuleNames
 from mvllm.models.moe_config import check_activation, shared_mlp
 
 _ROUTED_SCALE = 2.446
 
 
 class KimiLinearForCausalLM(LlamaForCausalLM):
-    """`KimiLinearForCausalLM` of Hugging Face checkpoints."""
+    """`KimiLinearForCausalLM` of Hugging Face checkpoints, with DeepSeek's names of modules."""
+
+    module_names = ModuleNames({"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"})
 
     def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
         super().__init__(config, ctx)
@@ -53,13 +55,6 @@ class KimiLinearForCausalLM(LlamaForCausalLM):
             )
         check_activation(hf, "experts and delta attention")
         return LlamaOptions(eps=hf.positive_number("rms_norm_eps", 1e-5))
-
-    def model_name(self, name: str) -> str:
-        """Names as DeepSeek's: `mlp` for `block_sparse_moe`, and gate_proj, up_proj, down_proj for w1, w3, w2."""
-        name = name.replace(".block_sparse_moe.", ".mlp.")
-        for theirs, ours in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
-            name = re.sub(rf"\.{theirs}(?=\.|$)", f".{ours}", name)
-        return name
 
     def build_attention(
         self, ctx: BuildContext, options: LlamaOptions, rotary: RotaryEmbedding, layer: int

@@ -32,4 +32,9 @@ def layer_windows(config: ModelConfig, is_full: Callable[[int], bool] | None = N
             f"{hf.source}: layer_types should name full_attention or sliding_attention for each of the "
             f"{config.num_layers} layers, found {types}."
         )
+    if window is None and "sliding_attention" in types:
+        raise ModelError(
+            f"{hf.source}: layer_types names sliding_attention, but no sliding_window is in effect: it is null, or "
+            "use_sliding_window is false. Correct the file, or pass hf_overrides with layer_types of full_attention."
+        )
     return tuple(names[kind] for kind in types)

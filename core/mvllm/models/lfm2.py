@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from torch import nn
 
 from mvllm.config.model import ModelConfig
@@ -17,19 +15,21 @@ from mvllm.layers.short_conv import ShortConv
 from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from mvllm.models.layer_kinds import layer_kinds
 from mvllm.models.llama import LayerNorms, LlamaForCausalLM, LlamaOptions
+from mvllm.models.module_names import ModuleNames
 
-_RENAMED = {
-    "model.embedding_norm": "model.norm",
-    "self_attn.out_proj": "self_attn.o_proj",
-    "self_attn.q_layernorm": "self_attn.q_norm",
-    "self_attn.k_layernorm": "self_attn.k_norm",
-    "feed_forward": "mlp",
-    "w1": "gate_proj",
-    "w3": "up_proj",
-    "w2": "down_proj",
-}
+_NAMES = ModuleNames(
+    {
+        "model.embedding_norm": "model.norm",
+        "self_attn.out_proj": "self_attn.o_proj",
+        "self_attn.q_layernorm": "self_attn.q_norm",
+        "self_attn.k_layernorm": "self_attn.k_norm",
+        "feed_forward": "mlp",
+        "w1": "gate_proj",
+        "w3": "up_proj",
+        "w2": "down_proj",
+    }
+)
 """Parts of names in checkpoints, and their names in Llama's."""
-_PARTS = re.compile(rf"(?<![^.])(?:{'|'.join(map(re.escape, _RENAMED))})(?![^.])")
 _THETA = 1_000_000.0
 
 
@@ -37,6 +37,7 @@ class Lfm2ForCausalLM(LlamaForCausalLM):
     """`Lfm2ForCausalLM` of Hugging Face checkpoints."""
 
     ties_embeddings_by_default = True
+    module_names = _NAMES
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
@@ -54,10 +55,6 @@ class Lfm2ForCausalLM(LlamaForCausalLM):
     def ties_head(self) -> bool:
         """`tie_embedding` is the name of the setting in early checkpoints."""
         return bool(self.config.hf_config.get("tie_embedding", super().ties_head))
-
-    def model_name(self, name: str) -> str:
-        """Names as Llama's: `mlp.gate_proj` for `feed_forward.w1`, and others."""
-        return _PARTS.sub(lambda found: _RENAMED[found.group()], name)
 
     def build_attention(
         self, ctx: BuildContext, options: LlamaOptions, rotary: RotaryEmbedding, layer: int

@@ -12,6 +12,7 @@ from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.routing import Routing
 from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
+from mvllm.models.module_names import ModuleNames
 from mvllm.models.moe_config import check_activation
 
 _THETA = 5_000_000.0
@@ -19,6 +20,8 @@ _THETA = 5_000_000.0
 
 class MiniMaxM2ForCausalLM(LlamaForCausalLM):
     """`MiniMaxM2ForCausalLM` of Hugging Face checkpoints, without the multi-token-prediction modules."""
+
+    module_names = ModuleNames({}, aliases={"mlp": "block_sparse_moe"})  # the name in transformers
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:

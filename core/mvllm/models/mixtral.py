@@ -10,11 +10,14 @@ from mvllm.layers.routing import Routing
 from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from mvllm.models.llama import LlamaOptions
 from mvllm.models.mistral import MistralForCausalLM
+from mvllm.models.module_names import ModuleNames
 from mvllm.models.moe_config import check_activation
 
 
 class MixtralForCausalLM(MistralForCausalLM):
     """`MixtralForCausalLM` of Hugging Face checkpoints."""
+
+    module_names = ModuleNames({}, aliases={"mlp": "block_sparse_moe"})  # the name in transformers
 
     def build_mlp(self, ctx: BuildContext, options: LlamaOptions, layer: int) -> nn.Module:
         hf, name, hidden_size = self.config.hf_config, f"model.layers.{layer}.block_sparse_moe", self.config.hidden_size

@@ -26,6 +26,7 @@ from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from mvllm.layers.ungated_moe import UngatedMoE
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.mamba_hybrid import ATTENTION, MAMBA, layer_kinds, time_step_limit
+from mvllm.models.module_names import ModuleNames
 
 _KINDS = {"M": MAMBA, "*": ATTENTION, "-": "mlp", "E": "moe"}
 
@@ -78,6 +79,7 @@ class NemotronHForCausalLM(CausalLM):
     first_stage_names = ("model.embeddings.",)
     last_stage_names = ("model.norm_f.",)
     ignored_names = re.compile(r"^mtp\.")
+    module_names = ModuleNames({"backbone": "model"})
 
     def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
         super().__init__(config, ctx)
@@ -86,9 +88,6 @@ class NemotronHForCausalLM(CausalLM):
         self.layers = nn.ModuleList(NemotronHLayer(config, ctx, i, kinds[i]) for i in self._layer_numbers())
         self.norm = RMSNorm(ctx, "model.norm_f", config.hidden_size, _eps(config)) if self.stage.is_last else None
         self.lm_head = self._build_head(ctx, "model.embeddings", config.hidden_size, self.embeddings)
-
-    def model_name(self, name: str) -> str:
-        return re.sub(r"^backbone\.", "model.", name)
 
     def forward(
         self,

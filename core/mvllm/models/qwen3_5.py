@@ -30,6 +30,11 @@ class Qwen3_5MoeForCausalLM(Qwen3NextForCausalLM):
         """Names as Llama's: `model.layers.0` for `model.language_model.layers.0`."""
         return re.sub(r"^model\.language_model\.", "model.", name)
 
+    @classmethod
+    def checkpoint_names(cls, name: str) -> tuple[str, ...]:
+        """Also the name in checkpoints for text and images."""
+        return (re.sub(r"^model\.", "model.language_model.", name),)
+
 
 class Qwen3_5ForCausalLM(Qwen3_5MoeForCausalLM):
     """`Qwen3_5ForCausalLM` of Hugging Face checkpoints, and the text part of those with images."""

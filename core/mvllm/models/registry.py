@@ -41,6 +41,7 @@ _MODELS = {
     "Llama4ForConditionalGeneration": "mvllm.models.llama4:Llama4ForConditionalGeneration",
     "Cohere2MoeForCausalLM": "mvllm.models.cohere2_moe:Cohere2MoeForCausalLM",
     "ExaoneMoeForCausalLM": "mvllm.models.exaone_moe:ExaoneMoeForCausalLM",
+    "ExaoneMoEForCausalLM": "mvllm.models.exaone_moe:ExaoneMoeForCausalLM",
     "OPTForCausalLM": "mvllm.models.opt:OPTForCausalLM",
     "GPT2LMHeadModel": "mvllm.models.gpt2:GPT2LMHeadModel",
     "Gemma2ForCausalLM": "mvllm.models.gemma2:Gemma2ForCausalLM",

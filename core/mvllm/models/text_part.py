@@ -38,7 +38,18 @@ class TextPart(LlamaForCausalLM):
         for prefix, ours in _PREFIXES:
             if name.startswith(prefix):
                 return ours + name.removeprefix(prefix)
-        return name
+        return super().model_name(name)
+
+    @classmethod
+    def checkpoint_names(cls, name: str) -> tuple[str, ...]:
+        """Also the names in multimodal checkpoints."""
+        own = super().checkpoint_names(name)
+        return *own, *(
+            prefix + each.removeprefix(ours)
+            for each in (name, *own)
+            for prefix, ours in _PREFIXES
+            if each.startswith(ours)
+        )
 
     def ignores(self, name: str) -> bool:
         if _OTHER_PARTS.match(name):

@@ -24,9 +24,11 @@ from mvllm.errors import ConfigError, ModelError
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.models.checkpoint import open_reader, read_checkpoint
 from mvllm.models.dummy_weights import DummyTensors
-from mvllm.models.expert_stack import split_expert_stack
+from mvllm.models.expert_stack import check_quantized_stacks, split_expert_stack
+from mvllm.models.gguf_checkpoint import is_gguf_folder
 from mvllm.models.safetensors_file import MOST_TENSORS
 from mvllm.models.tensor_entry import TensorEntry, TensorReader, packed_name
+from mvllm.models.tied_head import check_tied_head
 from mvllm.progress import show_progress
 
 __all__ = ["LoadableModel", "check_tokenizer", "load_weights"]
@@ -95,6 +97,9 @@ def load_weights(
         raise ConfigError(f"load_format must be one of 'auto', 'safetensors', 'gguf', 'dummy', found {load_format!r}.")
     checkpoint = read_checkpoint(folder, _most_tensors(len(targets)), packed=lambda name: packed_name(name) in targets)
     entries = match_names(checkpoint, model, targets, folder)
+    tied = getattr(model, "tied_names", None)
+    if tied is not None and not is_gguf_folder(folder):
+        check_tied_head(checkpoint, model.given_name, *tied)
     _transpose_targets(entries, targets)
     check_tensors(entries, targets, _vocab_size(model))
     _zero_padding(targets)
@@ -152,6 +157,7 @@ def match_names(
         else:
             matched[known] = entry
     missing = [] if allow_missing else [name for name in targets if name not in matched]
+    check_quantized_stacks(unknown, [(entry, targets[name]) for name, entry in matched.items()])
     if unknown or missing:
         raise ModelError(_mismatch(type(model).__name__, unknown, missing, targets, folder))
     return matched

@@ -67,16 +67,48 @@ def process_snapshot() -> Iterator[ProcessSnapshot]:
 
 
 def tagged_processes(variable: str, tag: str) -> list[psutil.Process]:
-    """Living processes that have `tag` in the environment variable `variable`, except zombies and this process."""
+    """Living processes that have `tag` in the environment variable `variable`, except zombies and this process.
+
+    Each has `info`, with its process id and its command line.
+    """
     found = []
-    for process in psutil.process_iter(["pid", "cmdline"]):
+    for pid in _processes_with(variable, tag):
         try:
-            alive = process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
-            if alive and process.environ().get(variable) == tag:
+            process = psutil.Process(pid)
+            if pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+                process.info = process.as_dict(["pid", "cmdline"])
                 found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+        except psutil.Error:  # it has ended
             continue
     return found
+
+
+def _processes_with(variable: str, tag: str) -> list[int]:
+    """Ids of processes with this environment.
+
+    Tests ask 20 times a second, so /proc is read directly where there is one: psutil takes ten times as long.
+    """
+    pids = [name for name in os.listdir("/proc") if name.isdigit()] if os.path.isdir("/proc") else []
+    if not pids:
+        return [pid for pid in psutil.pids() if _environment(pid).get(variable) == tag]
+    entry, found = f"{variable}={tag}".encode(), []
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/environ", "rb", buffering=0) as file:
+                content = file.read()
+        except OSError:  # it has ended, or is another user's
+            continue
+        if entry in content and entry in content.split(b"\0"):
+            found.append(int(pid))
+    return found
+
+
+def _environment(pid: int) -> dict[str, str]:
+    """Empty for processes that have ended, and those of other users."""
+    try:
+        return dict(psutil.Process(pid).environ())
+    except psutil.Error:
+        return {}
 
 
 def assert_nothing_left(

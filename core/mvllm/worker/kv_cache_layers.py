@@ -99,7 +99,7 @@ class KVCacheLayers:
         """Bytes of one token and of one state slot over all layers, and the block sizes that all backends accept.
 
         Raises:
-            CacheError: The backends have no block size in common.
+            CacheError: The backends have no block size in common, or it does not divide the chunks of attention.
         """
         state_bytes = self.states.bytes_per_slot
         if not self._layers:
@@ -115,7 +115,20 @@ class KVCacheLayers:
         ]
         if not common:
             offers = "; ".join(sorted({str(layout.block_sizes) for layout in layouts}))
+            if chunks:
+                raise CacheError(
+                    f"The model attends in chunks of {min(chunks)} tokens, and the attention backends accept no block "
+                    f"size that divides every chunk: {offers}. Set max_model_len to at most {min(chunks)}, so that "
+                    "there is one chunk."
+                )
             raise CacheError(f"The attention backends of this model accept no common block size: {offers}.")
+        configured = self._config.cache.block_size
+        if configured is not None and any(chunk % configured for chunk in chunks):
+            raise CacheError(
+                f"block_size {configured} was asked for, but the model attends in chunks of {min(chunks)} tokens, "
+                "which blocks must divide. Leave block_size out, or set it to one of "
+                f"{', '.join(map(str, sorted(common)))}."
+            )
         bytes_per_token = sum(layout.bytes_per_token for layout in layouts)
         if self._config.speculative is not None and self._config.speculative.model is not None:
             # A draft model may be a token behind, so it attends to earlier positions than the served model.

@@ -112,6 +112,15 @@ def test_no_kernel_accesses_memory_out_of_bounds_or_has_undefined_behaviour(isa,
 
 EDGES = ("attention", "linear", "quantized", "block_quantized", "quantized_experts")
 EMULATED_TESTS = ("test_paged_attention.py", "test_quantized_linear.py", "test_block_quantized_linear.py")
+EDGES_AND_TESTS = f"""
+import torch
+from platforms.cpu.tests import edge_shapes
+
+torch.set_num_threads(2)
+for name in {EDGES}:
+    getattr(edge_shapes, name)()
+{TESTS_WITH_ISA}"""
+"""One process, because the import of torch is slow with the sanitizer."""
 EVERY_NTH = "24"
 """Every case of each test that runs: emulated tiles are slow."""
 OFTEN_WITHOUT_AMX = pytest.mark.exhaustive if NEEDS["amx_int8"] <= features() else pytest.mark.slow
@@ -124,8 +133,7 @@ def test_kernels_with_emulated_tiles_are_correct_and_stay_in_bounds(small_tiles,
     library = small_tiles
     if ISA != VECTORS:  # a processor with AMX: its own library has no emulated tiles
         library = build(compiler_with_sanitizer(), VECTORS, tmp_path, whole=False, emulated=True)
-    assert run(library, "amx_bf16", request, HERE / "edge_shapes.py", *EDGES).split()[-1] == "amx_bf16"
     tests = [str(HERE / name) for name in EMULATED_TESTS]
     without = ["-k", "not instruction_sets_agree and not no_thread_can_be_started"]
-    lines = run(library, "amx_bf16", request, "-c", TESTS_WITH_ISA, EVERY_NTH, *tests, *without).splitlines()
+    lines = run(library, "amx_bf16", request, "-c", EDGES_AND_TESTS, EVERY_NTH, *tests, *without).splitlines()
     assert lines[0] == "amx_bf16 amx_int8"

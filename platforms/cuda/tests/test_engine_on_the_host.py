@@ -157,6 +157,7 @@ def test_float8_and_sampling_kernels_give_the_tokens_of_the_references(
     folder, calls = make_float8(scheme, tmp_path).quantized, []
     rounded = OpProvider("float8_linear", "reference's", SCHEMAS["float8_linear"].reference)
     plain = {"enforce_eager": True, "async_scheduling": False, "skip_tokenizer_init": True}
+    plain |= {"max_num_batched_tokens": 8, "max_num_seqs": size[0]}  # the warm-up runs steps of these sizes
     monkeypatch.setattr(HostedPlatform, "provided", (rounded,))
     expected = generate(folder, "cpu" if scheme == "ct-blocks" else "hosted", params=sampling_params(*size), **plain)
     kernels = [p for p in providers(float8) if p.op in ("float8_linear", "filtered_draw")]

@@ -101,7 +101,7 @@ def test_the_hosts_lengths_may_be_upper_bounds():
         [(90, 1), (0, 1), (15, 1)],  # decodes
         [(90, 4), (0, 1), (15, 8)],  # decodes with draft tokens
         more([(90, 4), (0, 9), (15, 1)]),  # and one request with more tokens than a decode
-        [(40, 33)],  # one prompt
+        [(20, 17)],  # one prompt
         more([(0, 70), (20, 40)]),  # prompts only
     ],
     ids=str,
@@ -215,7 +215,7 @@ def small_tiles(monkeypatch):
     [
         ([(200, 1), (3, 1), (0, 1), (90, 1)], {"sinks": True}),  # one request with most of the keys
         more([(3, 1), (90, 4), (200, 2)], {}),
-        ([(3, 1), (200, 12), (0, 40), (90, 1)], {"sliding_window": 50}),  # both launches
+        ([(3, 1), (120, 12), (0, 20), (90, 1)], {"sliding_window": 50}),  # both launches
         more([(3, 1), (200, 12), (0, 40), (90, 1)], {"sinks": True, "soft_cap": 3.0}),
         more([(100, 40)], {"sliding_window": 33}),
         more([(100, 1), (90, 20)], {"dtype": "bfloat16", "kv_dtype": "float8_e4m3fn"}),

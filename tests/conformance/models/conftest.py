@@ -13,16 +13,14 @@ PER_TOKEN = {
     *("qwen2-odd-vocabulary", "qwen2-unused-window", "qwen3-linear"),
 }
 """Checkpoints that differ from another one of their family only in tensor names, files, or a function of one token or
-position. One test compares them with transformers; the exhaustive tests add chunks and preemption."""
+position. tests/unit/models/test_parity.py compares their logits with those of transformers, for prompts in chunks and
+mixed batches; the exhaustive tests add whole engines."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "checkpoint" in metafunc.fixturenames:
-        is_further = "alone" not in metafunc.function.__name__
         names = [
             pytest.param(*each.values, marks=[*each.marks, *[pytest.mark.exhaustive] * (each.values[0] in PER_TOKEN)])
-            if is_further
-            else each
             for each in marked(metafunc.cls.names)
         ]
         metafunc.parametrize("checkpoint", names)

@@ -10,10 +10,10 @@ import pytest
 from mvllm.attention.chunks import ChunkedMetadataBuilder
 from mvllm.attention.reference import ReferenceAttention
 from mvllm.config.engine_config import replace_field
-from mvllm.errors import ConfigError
+from mvllm.errors import CacheError, ConfigError
 from mvllm.layers.attention import Attention
 from mvllm.layers.linear import HeadShard
-from mvllm.platform.attention import AttentionSpec
+from mvllm.platform.attention import AttentionSpec, KVLayout
 from mvllm.platform.shapes import CaptureShapes, ShapePolicy
 from mvllm.worker.kv_cache_layers import KVCacheLayers
 from tests.helpers.paged_driver import make_context
@@ -62,6 +62,30 @@ def test_blocks_fill_chunks() -> None:
     found = manager(Platform())
     found.set_layers(layers_of(48, None))
     assert set(found.kv_cache_needs().block_sizes) == {1, 2, 4, 8, 16}
+
+
+def test_a_given_block_size_that_does_not_divide_the_chunks_is_refused_with_those_that_do() -> None:
+    found = manager(Platform(), **{"cache.block_size": 16})
+    found.set_layers(layers_of(48, None))
+    assert 16 in found.kv_cache_needs().block_sizes
+    found.set_layers(layers_of(20, None))
+    with pytest.raises(CacheError, match=r"block_size 16 .* chunks of 20 tokens, .* set it to one of 1, 2, 4\."):
+        found.kv_cache_needs()
+
+
+def test_chunks_that_no_block_size_divides_are_refused() -> None:
+    class Large(ReferenceAttention):
+        def kv_layout(self) -> KVLayout:
+            return replace(super().kv_layout(), block_sizes=(16, 32))
+
+    class LargeBlocks(Platform):
+        def attention_backend(self, spec: AttentionSpec) -> ReferenceAttention:
+            return Large(spec)
+
+    found = manager(LargeBlocks())
+    found.set_layers(layers_of(20, None))
+    with pytest.raises(CacheError, match=r"in chunks of 20 tokens, .*\(16, 32\)\. Set max_model_len to at most 20"):
+        found.kv_cache_needs()
 
 
 @pytest.mark.parametrize(

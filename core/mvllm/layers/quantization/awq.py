@@ -54,4 +54,4 @@ class AWQ(QuantizationMethod):
         return PackedMatrix(ctx, layout, AWQPacking(), format)
 
     def _format_of(self, name: str) -> PackedFormat | None:
-        return None if any(part in name for part in self.floats) else self.format
+        return None if any(part in each for each in self.names_of(name) for part in self.floats) else self.format

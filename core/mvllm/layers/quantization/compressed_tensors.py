@@ -112,9 +112,10 @@ class CompressedTensors(QuantizationMethod):
         return name.endswith((".weight_shape", f".{_ORDER_TENSOR}")) or is_activation_scale(name)
 
     def _format_of(self, name: str, kind: str) -> PackedFormat | Float8Format | None:
-        if self.ignore(name, kind):
+        names = self.names_of(name)
+        if any(self.ignore(each, kind) for each in names):
             return None
-        return next((group.format for group in self.groups if group.targets(name, kind)), None)
+        return next((group.format for group in self.groups if any(group.targets(each, kind) for each in names)), None)
 
 
 def _group(group: HFConfig, settings: HFConfig) -> ConfigGroup:

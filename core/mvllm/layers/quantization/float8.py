@@ -67,7 +67,8 @@ class Float8(QuantizationMethod):
         return name
 
     def _format_of(self, name: str) -> Float8Format | None:
-        return None if any(f".{part.strip('.')}." in f".{name}." for part in self.floats) else self.format
+        names, parts = self.names_of(name), [f".{part.strip('.')}." for part in self.floats]
+        return None if any(part in f".{each}." for each in names for part in parts) else self.format
 
 
 class RowwiseFloat8(Float8):

@@ -83,12 +83,14 @@ class GPTQ(QuantizationMethod):
         return name.endswith((".g_idx", ".bias"))
 
     def _format_of(self, name: str, *, is_head: bool) -> PackedFormat | None:
+        names = self.names_of(name)
         for expression, format in self.dynamic:
-            if expression.match(name):
+            if any(expression.match(each) for each in names):
                 return format
-        if any(part in name for part in self.floats):
+        if any(part in each for each in names for part in self.floats):
             return None
-        return None if self.only and not is_head and not name.endswith(self.only) else self.format
+        is_listed = not self.only or is_head or any(each.endswith(self.only) for each in names)
+        return self.format if is_listed else None
 
 
 def _drop_irrelevant_act_order(format: PackedFormat) -> PackedFormat:

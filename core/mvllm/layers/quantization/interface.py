@@ -10,7 +10,7 @@ build the matrices. Only `matrix` needs torch, so modules of methods import torc
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -35,6 +35,7 @@ class QuantizationMethod(ABC):
     """
 
     quantizes_on_load: ClassVar[bool] = False
+    _checkpoint_names: Callable[[str], Sequence[str]] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """A subclass may implement `from_config` under its deprecated name `of`."""
@@ -80,6 +81,18 @@ class QuantizationMethod(ABC):
             ConfigError: The stored matrix cannot be sharded over the ranks.
             ModelError: Its parts are stored in different formats, or in one that is not supported.
         """
+
+    def use_names(self, checkpoint_names: Callable[[str], Sequence[str]]) -> None:
+        """Called by the model before it builds layers.
+
+        Args:
+            checkpoint_names: The names that checkpoints may have for a module, given the model's name of it.
+        """
+        self._checkpoint_names = checkpoint_names
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """The names that the settings may have for a module: the model's, and those of checkpoints."""
+        return (name,) if self._checkpoint_names is None else (name, *self._checkpoint_names(name))
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint tensor without target may be skipped."""
