@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from mvllm import LLM, SamplingParams
-from tests.engine.test_speculative import THREADS, acceptance, draw, drafts, run, tokens
-from tests.helpers import parity
+from tests.engine.test_speculative import THREADS, acceptance, drafts, draw, run, tokens
 from tests.helpers.parity import engine
 
 ATTENTION, HYBRID, ONLY_STATE = "llama-gqa", "granitehybrid", "mamba2"
@@ -32,7 +31,7 @@ def check_integrity(llm: LLM) -> None:
     assert scheduler.make_stats().kv_cache_usage == 0
 
 
-def sampling(count: int = 30) -> list[SamplingParams]:
+def sampling(count: int = 20) -> list[SamplingParams]:
     """Greedy and random, seeded."""
     return [
         SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.8 * (i % 2), seed=i, detokenize=False)
@@ -43,9 +42,9 @@ def sampling(count: int = 30) -> list[SamplingParams]:
 @pytest.mark.parametrize(
     ("target", "draft"),
     [
-        (HYBRID, ATTENTION),
         (ATTENTION, ONLY_STATE),
-        (ONLY_STATE, HYBRID),
+        pytest.param(HYBRID, ATTENTION, marks=pytest.mark.exhaustive),
+        pytest.param(ONLY_STATE, HYBRID, marks=pytest.mark.exhaustive),
         pytest.param(HYBRID, ONLY_STATE, marks=pytest.mark.exhaustive),
         pytest.param(ONLY_STATE, ATTENTION, marks=pytest.mark.exhaustive),
         pytest.param("qwen3next", "lfm2", marks=pytest.mark.exhaustive),
@@ -82,7 +81,7 @@ def test_all_drafts_of_the_target_model_are_accepted(name: str) -> None:
         run(llm, PROMPTS, sampling())
         again = run(llm, PROMPTS, sampling())
         guessed, right = acceptance(llm)
-        assert guessed == right > 200
+        assert guessed == right > 100
         assert sum(output.num_cached_tokens or 0 for output in again) > 100
     memory = needs.fixed_state_bytes + 9 * needs.state_bytes + 12 * block
     with engine(folder, speculative_config=speculative(folder), kv_cache_memory_bytes=memory, **settings) as llm:
@@ -94,14 +93,14 @@ def test_all_drafts_of_the_target_model_are_accepted(name: str) -> None:
         check_integrity(llm)
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_nearly_equal_drafts_are_accepted_and_rejected(count: int) -> None:
     folder, near = drafts(HYBRID), drafts(HYBRID, noise=0.05)
     with engine(folder) as llm:
-        expected = tokens(run(llm, PROMPTS, sampling(60)))
+        expected = tokens(run(llm, PROMPTS, sampling(40)))
     with engine(folder, speculative_config=speculative(near, count), state_snapshot_interval=16) as llm:
         for _ in range(2):
-            assert tokens(run(llm, PROMPTS, sampling(60))) == expected
+            assert tokens(run(llm, PROMPTS, sampling(40))) == expected
         guessed, right = acceptance(llm)
         assert guessed / 4 < right < guessed
         check_integrity(llm)
@@ -139,7 +138,7 @@ def test_several_ranks_give_the_same(name: str, ranks: tuple[int, int], kind: st
         for _ in range(2):
             assert tokens(run(llm, PROMPTS, greedy)) == expected
         guessed, right = acceptance(llm)
-        assert guessed == right > 0 if kind == "model" else 0 < guessed
+        assert guessed == right > 0 if kind == "model" else guessed > 0
         check_integrity(llm)
 
 
@@ -160,7 +159,7 @@ def test_the_states_of_a_draft_model_are_part_of_the_memory() -> None:
     folder = drafts(ONLY_STATE)
     with engine(drafts(ATTENTION), speculative_config=speculative(folder), max_num_seqs=3) as llm:
         [needs] = llm.llm_engine._client._core._executor.kv_cache_needs()  # type: ignore[attr-defined]
-        runner = llm.llm_engine._client._core._executor._worker._worker.model_runner  # type: ignore[attr-defined]
+        runner = llm.llm_engine._client._core._executor._worker._worker.runner  # type: ignore[attr-defined]
         layers = runner.loader.draft.model.state_layers()
         num_slots = llm.llm_engine.cache_summary.num_state_slots
         held = sum(tensor.nbytes for layer in layers for tensor in layer.state)
@@ -169,11 +168,8 @@ def test_the_states_of_a_draft_model_are_part_of_the_memory() -> None:
         assert llm.llm_engine.cache_summary.total_bytes <= 2**24
 
 
-def test_a_given_memory_holds_all_states(tmp_path: Path) -> None:
-    with engine(parity.oracle(ONLY_STATE).folder, kv_cache_memory_bytes=2**20) as llm:
+def test_a_given_memory_holds_all_states() -> None:
+    with engine(drafts(ONLY_STATE), kv_cache_memory_bytes=2**20) as llm:
         layers = llm.apply_model(lambda model: model.state_layers())[0]
-        assert 2**20 - layers_bytes_per_slot(layers) < sum(t.nbytes for layer in layers for t in layer.state) <= 2**20
-
-
-def layers_bytes_per_slot(layers: Any) -> int:
-    return sum(layer.backend.bytes_per_sequence() for layer in layers)
+        slot = sum(layer.backend.bytes_per_sequence() for layer in layers)
+        assert 2**20 - slot < sum(tensor.nbytes for layer in layers for tensor in layer.state) <= 2**20

@@ -64,9 +64,7 @@ class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
     ) -> nn.Module:
         hf = self.config.hf_config
         interval = hf.positive_int("full_attention_interval", 4)
-        kinds = layer_kinds(
-            self.config, "linear_attention", is_attention=lambda number: (number + 1) % interval == 0
-        )
+        kinds = layer_kinds(self.config, "linear_attention", is_attention=lambda number: (number + 1) % interval == 0)
         if kinds[layer] == ATTENTION:
             return GatedAttention(self.config, ctx, options, rotary, layer)
         sizes = DeltaNetConfig(

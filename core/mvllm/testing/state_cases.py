@@ -81,9 +81,7 @@ def state_dtypes(case: OpCall) -> set[torch.dtype]:
     return {argument.dtype for name, argument in arguments if name in schema.updates}
 
 
-def one_request(
-    case: OpCall, request: int, tokens: slice = slice(None), states: Sequence[torch.Tensor] = ()
-) -> OpCall:
+def one_request(case: OpCall, request: int, tokens: slice = slice(None), states: Sequence[torch.Tensor] = ()) -> OpCall:
     """The case with one of its requests, which has tokens.
 
     Args:

@@ -160,7 +160,9 @@ def _size_with_states(
     max_len, max_step_tokens = config.model.max_model_len, config.scheduler.max_num_batched_tokens
     block_size, costs = state_needs.block_size, state_needs.block_bytes
     fixed = [need.fixed_state_bytes for need in needs]
-    num_slots, num_blocks = divide_memory(state_needs, [free - held for free, held in zip(available, fixed, strict=True)])
+    num_slots, num_blocks = divide_memory(
+        state_needs, [free - held for free, held in zip(available, fixed, strict=True)]
+    )
     if num_slots < MIN_SLOTS or num_blocks < state_needs.longest:
         fits = _longest_that_fits(num_blocks, max_len, block_size, windows, max_step_tokens) if any(costs) else 0
         required = [least + held for least, held in zip(state_needs.min_bytes, fixed, strict=True)]

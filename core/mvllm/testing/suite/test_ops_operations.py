@@ -281,7 +281,7 @@ def with_rows(case_: OpCall, rows: list[int]) -> OpCall:
 def assert_requests_are_independent(
     runtime: DeviceRuntime, provider: OpProvider, case_: OpCall, whole: list[torch.Tensor]
 ) -> None:
-    """Fails unless each request has the bits that it has among the others, of the result and of the state, alone and cut
+    """Fails unless each request has the bits of the result and of the state that it has among the others, alone and cut
     into two steps.
 
     Args:

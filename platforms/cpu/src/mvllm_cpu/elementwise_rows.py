@@ -18,7 +18,7 @@ from mvllm.plugin_api import OpProvider
 from mvllm_cpu.ops import PROVIDER, only_batch_invariant
 
 VECTORS = 64
-"""Elements in two vectors of 512 bits, of the smallest dtype: a multiple of what one iteration of torch's loop takes."""
+"""Elements of two vectors of 512 bits in 16-bit dtypes: a multiple of what one iteration of torch's loop takes."""
 
 LONGEST = 511 * VECTORS
 """Most elements of one call: torch divides 32,768 elements and more among threads."""
