@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from mvllm import LLM, ConfigError
-from mvllm.errors import MvllmError
+from mvllm import LLM
 from tests.helpers import parity
-from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.parity import Oracle
 
 NAME = "mamba2"
@@ -87,25 +85,6 @@ def test_rejected_draft_tokens_leave_no_trace_in_the_state(stack: ExitStack, exp
     stats = llm.llm_engine.stats
     assert stats is not None
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens, "drafts were not both accepted and rejected"
-
-
-def test_batch_invariance_is_refused(expected: Oracle) -> None:
-    with (
-        pytest.raises(ConfigError, match="batch_invariant is set"),
-        parity.engine(expected.folder, batch_invariant=True),
-    ):
-        pass
-
-
-def test_draft_models_are_refused(expected: Oracle, tmp_path: Any) -> None:
-    llama = make_checkpoint("llama-gqa", tmp_path / "llama")
-    for model, draft in ((expected.folder, llama), (llama, expected.folder)):
-        speculative = {"model": str(draft), "num_speculative_tokens": 2}
-        with (
-            pytest.raises(MvllmError, match="layers with a sequence state"),
-            parity.engine(model, speculative_config=speculative),
-        ):
-            pass
 
 
 def test_a_model_without_states_has_no_slots(stack: ExitStack) -> None:

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from mvllm.errors import ModelError
@@ -144,6 +143,7 @@ class GatedDeltaNet(nn.Module):
         self._num_key_heads, self._num_value_heads = num_key_heads, num_value_heads
         self._scale = config.key_head_dim**-0.5
         self._sigmoid = ctx.op("sigmoid", size=num_value_heads).function
+        self._softplus = floats.op("softplus", size=num_value_heads).function
         self._delta_rule = ctx.op(
             "gated_delta_rule",
             num_k_heads=num_key_heads,
@@ -167,7 +167,7 @@ class GatedDeltaNet(nn.Module):
             q.unflatten(-1, (self._num_key_heads, -1)),
             k.unflatten(-1, (self._num_key_heads, -1)),
             v.unflatten(-1, (self._num_value_heads, -1)),
-            self.decay * F.softplus(a.float() + self.dt_bias),
+            self.decay * self._softplus(a.float() + self.dt_bias),
             beta if config.beta_scale == 1.0 else beta * config.beta_scale,
             state,
             *arguments,

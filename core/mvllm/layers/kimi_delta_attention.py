@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from mvllm.layers.context import BuildContext, ForwardStep
@@ -98,6 +97,7 @@ class KimiDeltaAttention(nn.Module):
         self.cache = SequenceState(ctx, (self.conv.state_tensor, state))
         self._scale = head_dim**-0.5
         self._sigmoid = ctx.op("sigmoid", size=num_heads).function
+        self._softplus = floats.op("softplus", size=width).function
         self._kda = ctx.op("kda", num_heads=num_heads, k_head_dim=head_dim, v_head_dim=head_dim).function
         facts = {"width": head_dim, "group_size": head_dim, "norm_before_gate": True, "activation": "sigmoid"}
         self._norm = ctx.op("gated_rms_norm", **facts).function
@@ -112,7 +112,7 @@ class KimiDeltaAttention(nn.Module):
             for part in self.conv(self.qkv(x), conv_state, arguments).split(self._width, dim=-1)
         )
         f, g = self.fg_a(x).chunk(2, dim=-1)
-        decay = F.softplus(self.f_b(f).float() + self.dt_bias).unflatten(-1, heads) * self.decay[0]
+        decay = self._softplus(self.f_b(f).float() + self.dt_bias).unflatten(-1, heads) * self.decay[0]
         y = self._kda(q, k, v, decay, self._sigmoid(self.b(x)), state, *arguments, self._scale, True)
         gate = self.g_b(g).view(-1, size)
         y = self._norm(y.reshape(-1, size), gate, self.norm_weight, config.eps, size, True, "sigmoid")

@@ -29,6 +29,7 @@ class StackedMoE(nn.Module):
         hidden_size, intermediate_size: Outer and inner size of one expert.
         num_experts, top_k: Number of experts, and experts per token.
         op: The operation: `moe` for a silu gate, or `gelu_tanh_moe`.
+        names: Checkpoint names of both tensors.
 
     Attributes:
         gate_up, down: As in FusedMoE.
@@ -47,8 +48,10 @@ class StackedMoE(nn.Module):
         num_experts: int,
         top_k: int,
         op: str = "moe",
+        names: tuple[str, str] = ("gate_up_proj", "down_proj"),
     ) -> None:
         super().__init__()
+        self._names = names
         self.name, self.hidden_size, self.num_experts = name, hidden_size, num_experts
         self._inner = intermediate_size
         self._band = shard_slice(intermediate_size, ctx.shares, f"inner elements of {name}")
@@ -81,12 +84,12 @@ class StackedMoE(nn.Module):
             source = slice(half * inner + band.start, half * inner + band.stop)
             rows = slice(half * size, (half + 1) * size)
             yield (
-                f"{self.name}.gate_up_proj",
+                f"{self.name}.{self._names[0]}",
                 WeightTarget(self.gate_up, shape, (experts, source, outer), (experts, rows, outer)),
             )
         shape = (self.num_experts, self.hidden_size, inner)
         yield (
-            f"{self.name}.down_proj",
+            f"{self.name}.{self._names[1]}",
             WeightTarget(self.down, shape, (experts, outer, band), (experts, outer, slice(0, size))),
         )
 

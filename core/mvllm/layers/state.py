@@ -33,7 +33,6 @@ class SequenceState(nn.Module):
 
     def __init__(self, ctx: BuildContext, tensors: tuple[StateTensor, ...]) -> None:
         super().__init__()
-        ctx.refuse_batch_invariance("A layer with a sequence state")
         if ctx.num_devices > 1:
             raise ConfigError(
                 f"The model has layers with a sequence state, which workers with {ctx.num_devices} devices do not "

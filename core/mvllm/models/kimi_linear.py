@@ -20,7 +20,7 @@ from mvllm.layers.mla_attention import MLAAttention, MLAConfig
 from mvllm.layers.rotary import RotaryEmbedding
 from mvllm.layers.routing import Routing
 from mvllm.layers.sparse_moe_block import SparseMoeBlock
-from mvllm.models.layer_kinds import layer_kinds
+from mvllm.models.layer_kinds import ATTENTION, layer_kinds
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions, norm_eps
 from mvllm.models.module_names import ModuleNames
 from mvllm.models.moe_config import check_activation, shared_mlp
@@ -116,7 +116,7 @@ class KimiLinearForCausalLM(LlamaForCausalLM):
         def is_attention(number: int) -> bool:
             return number > 0 and number % 4 == 0 if attention is None else number + 1 in attention
 
-        return layer_kinds(self.config, "linear_attention", is_attention)[layer] == "full_attention"
+        return layer_kinds(self.config, "linear_attention", is_attention=is_attention)[layer] == ATTENTION
 
     def _is_dense(self, layer: int) -> bool:
         hf = self.config.hf_config

@@ -1,31 +1,43 @@
-"""The kind of each layer, in families that mix attention with layers of another kind."""
+"""The kind of each layer, in families that mix attention with layers of other kinds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ModelError
 
+ATTENTION = "full_attention"
 
-def layer_kinds(config: ModelConfig, other: str, is_attention: Callable[[int], bool]) -> tuple[str, ...]:
-    """`full_attention` or `other` for each layer: `layer_types` of the config.
+
+def layer_kinds(
+    config: ModelConfig,
+    *others: str,
+    key: str = "layer_types",
+    is_attention: Callable[[int], bool] | None = None,
+    old_names: Mapping[str, str] = {},
+) -> tuple[str, ...]:
+    """ATTENTION or one of `others` for each layer, from `key` of config.json.
 
     Args:
         config: The checkpoint.
-        other: Name of the other kind.
-        is_attention: Whether a layer has attention, where the config has no `layer_types`.
+        others: Names of the other kinds.
+        key: The key.
+        is_attention: Whether a layer has attention, where the config has no such key. The other layers are of the first
+            of `others`. None if the config must have it.
+        old_names: Other names of these kinds.
 
     Raises:
-        ModelError: `layer_types` does not fit the model.
+        ModelError: The key does not name one of these kinds for each layer, or is missing.
     """
-    hf, kinds = config.hf_config, ("full_attention", other)
-    types = hf.get("layer_types")
-    if types is None:
-        return tuple(kinds[0] if is_attention(layer) else other for layer in range(config.num_layers))
-    if not isinstance(types, list) or len(types) != config.num_layers or not all(kind in kinds for kind in types):
+    hf, allowed = config.hf_config, (ATTENTION, *others)
+    found = hf.get(key)
+    if found is None and is_attention is not None:
+        return tuple(ATTENTION if is_attention(layer) else others[0] for layer in range(config.num_layers))
+    kinds = [old_names.get(kind, kind) if isinstance(kind, str) else kind for kind in hf.require(key, list)]
+    if len(kinds) != config.num_layers or any(kind not in allowed for kind in kinds):
         raise ModelError(
-            f"{hf.source}: layer_types should name full_attention or {other} for each of the {config.num_layers} "
-            f"layers, found {types}."
+            f"{hf.source}: {key} should name {', '.join(allowed[:-1])} or {allowed[-1]} for each of the "
+            f"{config.num_layers} layers, found {found!r}."
         )
-    return tuple(types)
+    return tuple(kinds)

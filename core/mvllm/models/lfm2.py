@@ -13,7 +13,7 @@ from mvllm.layers.rotary import RotaryEmbedding
 from mvllm.layers.routing import Routing
 from mvllm.layers.short_conv import ShortConv
 from mvllm.layers.sparse_moe_block import SparseMoeBlock
-from mvllm.models.layer_kinds import layer_kinds
+from mvllm.models.layer_kinds import ATTENTION, layer_kinds
 from mvllm.models.llama import LayerNorms, LlamaForCausalLM, LlamaOptions
 from mvllm.models.module_names import ModuleNames
 
@@ -61,7 +61,7 @@ class Lfm2ForCausalLM(LlamaForCausalLM):
     ) -> nn.Module:
         hf = self.config.hf_config
         attention = hf.get("full_attn_idxs", list(range(self.config.num_layers)))
-        if layer_kinds(self.config, "conv", lambda number: number in attention)[layer] == "full_attention":
+        if layer_kinds(self.config, "conv", is_attention=lambda number: number in attention)[layer] == ATTENTION:
             return super().build_attention(ctx, options, rotary, layer)
         return ShortConv(
             ctx,

@@ -13,10 +13,11 @@ from mvllm.errors import ModelError
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.mamba2_mixer import Mamba2Config, Mamba2Mixer
 from mvllm.layers.rotary import CosSinRows
+from mvllm.models.layer_kinds import ATTENTION
 
 MAMBA = "linear_attention"
-ATTENTION = "full_attention"
-_OLD_NAMES = {"mamba": MAMBA, "attention": ATTENTION}
+OLD_NAMES = {"mamba": MAMBA, "attention": ATTENTION}
+"""Names of kinds of layers in the first checkpoints."""
 
 
 class MambaBlock(nn.Module):
@@ -35,24 +36,6 @@ class MambaBlock(nn.Module):
     def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
         return self.mixer(x, step)
-
-
-def layer_kinds(config: ModelConfig, key: str = "layer_types", *others: str) -> tuple[str, ...]:
-    """The kind of each layer, from `key` of config.json: MAMBA, ATTENTION or one of `others`.
-
-    Raises:
-        ModelError: The key does not name one of these kinds for each layer.
-    """
-    hf = config.hf_config
-    found = hf.require(key, list)
-    kinds = tuple(_OLD_NAMES.get(kind, kind) if isinstance(kind, str) else kind for kind in found)
-    allowed = (MAMBA, ATTENTION, *others)
-    if len(kinds) != config.num_layers or any(kind not in allowed for kind in kinds):
-        raise ModelError(
-            f"{hf.source}: {key!r} should name one of {', '.join(allowed)} for each of the {config.num_layers} "
-            f"layers, found {found!r}."
-        )
-    return kinds
 
 
 def mamba2_config(config: ModelConfig, *, norm: bool = True, norm_before_gate: bool = False) -> Mamba2Config:

@@ -25,7 +25,8 @@ from mvllm.layers.routing import Routing
 from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from mvllm.layers.ungated_moe import UngatedMoE
 from mvllm.models.causal_lm import CausalLM
-from mvllm.models.mamba_hybrid import ATTENTION, MAMBA, layer_kinds, time_step_limit
+from mvllm.models.layer_kinds import ATTENTION, layer_kinds
+from mvllm.models.mamba_hybrid import MAMBA, time_step_limit
 from mvllm.models.module_names import ModuleNames
 
 _KINDS = {"M": MAMBA, "*": ATTENTION, "-": "mlp", "E": "moe"}
@@ -135,7 +136,7 @@ def block_kinds(config: ModelConfig) -> tuple[str, ...]:
     """
     hf = config.hf_config
     if "layers_block_type" in hf:
-        return layer_kinds(config, "layers_block_type", "mlp", "moe")
+        return layer_kinds(config, MAMBA, "mlp", "moe", key="layers_block_type", old_names=OLD_NAMES)
     pattern = hf.require("hybrid_override_pattern", str)
     if len(pattern) != config.num_layers or not set(pattern) <= _KINDS.keys():
         raise ModelError(

@@ -14,7 +14,7 @@ from mvllm.config.rope_parameters import rope_settings
 from mvllm.layers.context import BuildContext
 from mvllm.layers.gated_delta_net import DeltaNetConfig, DeltaNetNames, GatedDeltaNet
 from mvllm.layers.rotary import RotaryEmbedding
-from mvllm.models.layer_kinds import layer_kinds
+from mvllm.models.layer_kinds import ATTENTION, layer_kinds
 from mvllm.models.llama import LayerNorms, LlamaOptions
 from mvllm.models.moe_config import check_activation
 from mvllm.models.olmo2 import Olmo2ForCausalLM
@@ -81,10 +81,11 @@ class OlmoHybridForCausalLM(Olmo2ForCausalLM):
 
     def _has_attention(self, layer: int) -> bool:
         count = self.config.num_layers
-        kinds = layer_kinds(
-            self.config, "linear_attention", lambda number: number % 4 == 3 or (count < 4 and number == count - 1)
-        )
-        return kinds[layer] == "full_attention"
+
+        def is_attention(number: int) -> bool:
+            return number % 4 == 3 or (count < 4 and number == count - 1)
+
+        return layer_kinds(self.config, "linear_attention", is_attention=is_attention)[layer] == ATTENTION
 
 
 def _has_rope(config: ModelConfig) -> bool:

@@ -14,7 +14,7 @@ from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.gated_delta_net import DeltaNetConfig, DeltaNetNames, GatedDeltaNet
 from mvllm.layers.norm import GemmaRMSNorm
 from mvllm.layers.rotary import CosSinRows, RotaryEmbedding
-from mvllm.models.layer_kinds import layer_kinds
+from mvllm.models.layer_kinds import ATTENTION, layer_kinds
 from mvllm.models.llama import LlamaAttention, LlamaOptions, norm_eps
 from mvllm.models.moe_config import check_activation
 from mvllm.models.qwen2_moe import Qwen2MoeForCausalLM
@@ -64,8 +64,8 @@ class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
     ) -> nn.Module:
         hf = self.config.hf_config
         interval = hf.positive_int("full_attention_interval", 4)
-        kinds = layer_kinds(self.config, "linear_attention", lambda number: (number + 1) % interval == 0)
-        if kinds[layer] == "full_attention":
+        kinds = layer_kinds(self.config, "linear_attention", is_attention=lambda number: (number + 1) % interval == 0)
+        if kinds[layer] == ATTENTION:
             return GatedAttention(self.config, ctx, options, rotary, layer)
         sizes = DeltaNetConfig(
             self.config.hidden_size,

@@ -50,7 +50,8 @@ class OpProvider:
             facts contain `int8_activations`. False if the provider multiplies unrounded inputs instead; its results are
             then those of the same weights without `int8_activations`.
         batch_invariant: Each row of the result has the same bits whatever the number and contents of the other rows,
-            its place among them, and the number of threads. Since contract 1.1.
+            its place among them, and the number of threads; with states also however a request's tokens are cut into
+            steps. Since contract 1.1.
     """
 
     op: str

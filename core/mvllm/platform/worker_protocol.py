@@ -23,12 +23,15 @@ class KVCacheNeeds:
             of the bytes. Empty if all layers have full attention.
         state_bytes: Bytes of one state slot on this worker, over all its layers; 0 for models without sequence states.
             Since contract 1.1.
+        fixed_state_bytes: Bytes of states beside the slots, however many slots there are, such as memory to which
+            padding writes. Since contract 1.1.
     """
 
     bytes_per_token: int
     block_sizes: tuple[int, ...]
     layer_windows: tuple[int | None, ...] = ()
     state_bytes: int = 0
+    fixed_state_bytes: int = 0
 
 
 def defined_together(kind: type, method: str, other: str) -> bool:

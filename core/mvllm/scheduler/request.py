@@ -93,6 +93,8 @@ class Request:
             long prompt: by then more of this prompt may be in the prefix cache.
         is_very_long: Its prompt gets only as many tokens in a step as `long_prefill_slowdown` permits.
         draft_token_ids: Draft tokens for its next plan.
+        recomputes: It generates, and computes tokens again because a draft token behind them was rejected. Only in
+            models with sequence states.
         grammar: Its grammar, if it has one.
         weight_versions: Versions of the weights that sampled its tokens before the present one, with the number of
             tokens of each.
@@ -124,6 +126,7 @@ class Request:
         "pooling_type",
         "primary",
         "prompt_logprobs",
+        "recomputes",
         "request_id",
         "row",
         "scheduled_time",
@@ -168,6 +171,7 @@ class Request:
         self.scheduled_time = 0.0
         self.first_token_time = 0.0
         self.draft_token_ids: list[int] = []
+        self.recomputes = False
         self.grammar: Grammar | None = None
         self.is_long = False
         self.is_very_long = False

@@ -204,6 +204,7 @@ class RequestLists:
         request.row = -1
         request.num_computed_tokens = 0
         request.draft_token_ids = []
+        request.recomputes = False
 
     def _release(self, request: Request) -> None:
         """Frees rows and blocks of a request that has been removed from its list."""

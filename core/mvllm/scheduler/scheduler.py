@@ -431,6 +431,7 @@ class Scheduler:
             else:
                 states.reject_drafts(request.table.state)
                 request.num_computed_tokens = request.table.state.position
+                request.recomputes = True
 
     def _check_pairs(self, batch: list[Request], tokens: list[int]) -> None:
         """Fails guided requests whose sides have different tokens, because the worker does not know of pairs."""

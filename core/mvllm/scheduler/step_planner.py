@@ -82,6 +82,7 @@ class StepPlanner:
         self._long_prefill_limiter = LongPrefillLimiter(config, step_times)
         self._lora_admission = LoRAAdmission(max_loras, max_bypasses=_BYPASS_FACTOR * config.max_num_seqs)
         self.draft_masks: dict[int, list[bytes]] = {}
+        self._recompute_planned = False
         self._deferred_masks = DeferredMasks(is_possible=can_defer_masks and num_stages == 1)
 
     def plan(self, step: int) -> tuple[SchedulerOutput, list[Request]]:
@@ -100,7 +101,7 @@ class StepPlanner:
         if can_admit and waiting:
             budget = self._schedule_waiting(plan, batch, budget)
         if budget and long_prefills.were_limited:
-            if long_prefills.start_round_2(others_generate=_has_generating_requests(plan)):
+            if long_prefills.start_round_2(others_generate=self._has_generating_requests(plan)):
                 budget = self._schedule_held_back(plan, batch, budget)
                 if budget and can_admit and waiting:
                     self._schedule_waiting(plan, batch, budget)
@@ -111,7 +112,11 @@ class StepPlanner:
 
     def is_ordinary(self, plan: SchedulerOutput) -> bool:
         """Whether requests generate in the last plan, and no prompt's share is a cap, see `LongPrefillLimiter`."""
-        return not self._long_prefill_limiter.is_capped and _has_generating_requests(plan)
+        return not self._long_prefill_limiter.is_capped and self._has_generating_requests(plan)
+
+    def _has_generating_requests(self, plan: SchedulerOutput) -> bool:
+        """Whether a request in the plan generates, as far as its numbers of tokens say."""
+        return 1 in plan.num_scheduled_tokens or bool(plan.draft_token_ids) or self._recompute_planned
 
     def _schedule_running(self, plan: SchedulerOutput, batch: list[Request], budget: int) -> int:
         """Plans running requests. Returns what is left of the budget."""
@@ -120,6 +125,7 @@ class StepPlanner:
         counts_partial, has_guided = self._long_prefill_limiter.max_partial is not None, self._requests.num_guided > 0
         samples_left = -(-len(running) // self._num_stages)
         self.draft_masks = {}
+        self._recompute_planned = False
         self._deferred_masks.start_plan()
         for request in running:  # preemption shortens the list at its end, behind `request`
             num_tokens, held_back = request.num_tokens, False
@@ -141,7 +147,11 @@ class StepPlanner:
                 samples_left -= request.num_tokens > num_tokens
                 continue
             if num_new > 1:
-                share = self._long_prefill_limiter.num_allowed_tokens(num_new, is_very_long=request.is_very_long)
+                share = num_new
+                if request.recomputes:  # it generates
+                    self._recompute_planned = True
+                else:
+                    share = self._long_prefill_limiter.num_allowed_tokens(num_new, is_very_long=request.is_very_long)
                 if not share:
                     self._long_prefill_limiter.held_back.append((request, -1))
                     self._long_prefill_limiter.num_partial += counts_partial
@@ -150,7 +160,7 @@ class StepPlanner:
                 num_new = min(share, budget)
                 if ends_at_snapshots:
                     num_new = min(num_new, request.table.state.next_snapshot - num_computed)
-                if counts_partial:
+                if counts_partial and not request.recomputes:
                     self._long_prefill_limiter.num_partial += num_computed + num_new < num_tokens
             end = num_computed + num_new
             drafts = request.draft_token_ids
@@ -165,6 +175,7 @@ class StepPlanner:
             request.num_computed_tokens = end
             if end == num_tokens:
                 request.num_tokens = end + 1  # the token that this step samples
+                request.recomputes = False
                 samples_left -= 1
             if drafts and request.grammar is not None:
                 self.draft_masks[request.row] = masks = request.grammar.draft_masks(drafts)
@@ -540,11 +551,6 @@ class StepPlanner:
         num_needed = sum(kv_cache.blocks_for(side.num_tokens) for side in request.sides)
         message = cache_too_small_message(num_tokens, num_needed, kv_cache.block_size, kv_cache.num_blocks)
         self._requests.fail(request, message)
-
-
-def _has_generating_requests(plan: SchedulerOutput) -> bool:
-    """Whether a request in the plan generates, as far as its numbers of tokens say."""
-    return 1 in plan.num_scheduled_tokens or bool(plan.draft_token_ids)
 
 
 def _decodes_first(plan: SchedulerOutput, batch: list[Request]) -> list[Request]:

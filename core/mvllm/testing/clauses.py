@@ -284,7 +284,8 @@ _ALL = (
     Clause(
         "OPS-04",
         "A provider that declares `batch_invariant` gives a row the same bits alone, among other rows and at every "
-        "place among them, and the result of the reference within the suite's tolerance.",
+        "place among them, and the result of the reference within the suite's tolerance. An operation on states gives "
+        "a request the same bits also however its tokens are cut into steps.",
         "batch_invariant",
         since=(1, 1),
     ),

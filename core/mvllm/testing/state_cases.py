@@ -81,17 +81,26 @@ def state_dtypes(case: OpCall) -> set[torch.dtype]:
     return {argument.dtype for name, argument in arguments if name in schema.updates}
 
 
-def one_request(case: OpCall, request: int) -> OpCall:
-    """The case with one of its requests, which has tokens."""
+def one_request(case: OpCall, request: int, tokens: slice = slice(None), states: Sequence[torch.Tensor] = ()) -> OpCall:
+    """The case with one of its requests, which has tokens.
+
+    Args:
+        tokens: Which of its tokens, at least one.
+        states: The states after its tokens before these; none for the states of the case.
+    """
     names = list(SCHEMAS[case.op].parameters)
 
     def make() -> tuple[Any, ...]:
         of = dict(zip(names, case.make(), strict=True))
         start, stop = of["query_start_loc"][request : request + 2].tolist()
-        of.update({name: of[name][start:stop] for name in PER_TOKEN & of.keys()})
-        of["query_start_loc"] = torch.tensor((0, stop - start), dtype=torch.int32)
+        of.update({name: of[name][start:stop][tokens] for name in PER_TOKEN & of.keys()})
+        count = len(range(stop - start)[tokens])
+        of["query_start_loc"] = torch.tensor((0, count), dtype=torch.int32)
         of.update({name: of[name][request : request + 1] for name in ("read_slots", "write_slots")})
-        of["max_query_len"] = stop - start
+        if states:
+            of.update({name: state.clone() for name, state in zip(SCHEMAS[case.op].updates, states, strict=True)})
+            of["read_slots"] = of["write_slots"]
+        of["max_query_len"] = count
         return tuple(of.values())
 
     return replace(case, make=make)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mvllm.attention.chunks import ChunkedMetadataBuilder
@@ -63,14 +64,23 @@ class KVCacheLayers:
             self._backends[spec] = checked_attention_backend(self._platform, spec)
         return self._backends[spec]
 
-    def set_layers(self, layers: Iterable[Attention], state_layers: Iterable[SequenceState] = ()) -> None:
+    def set_layers(
+        self,
+        layers: Iterable[Attention],
+        state_layers: Iterable[SequenceState] = (),
+        draft_state_layers: Iterable[SequenceState] = (),
+    ) -> None:
         """Replaces the layers, and assigns those with attention to the present groups.
+
+        Args:
+            layers: Attention layers of all models.
+            state_layers, draft_state_layers: Layers with a sequence state of the served model and of a draft model.
 
         Raises:
             ConfigError: Layers have chunks, and the platform's steps have fixed numbers of requests.
         """
         self._layers = list(layers)
-        self.states.set_layers(state_layers)
+        self.states.set_layers(state_layers, draft_state_layers, max_rows=self._config.scheduler.max_num_seqs)
         self._check_chunks()
         self._windows = layer_windows(self._layers, self._runtime.device)
         self._assign_groups()
@@ -101,11 +111,15 @@ class KVCacheLayers:
         Raises:
             CacheError: The backends have no block size in common, or it does not divide the chunks of attention.
         """
-        state_bytes = self.states.bytes_per_slot
+        states = self.states
+        return replace(self._attention_needs(), state_bytes=states.bytes_per_slot, fixed_state_bytes=states.fixed_bytes)
+
+    def _attention_needs(self) -> KVCacheNeeds:
+        """What the attention layers need, see `kv_cache_needs`."""
         if not self._layers:
             if self._config.model.kind.is_encoder:  # one block holds a whole prompt, and takes no memory
                 return KVCacheNeeds(0, (self._config.model.max_model_len,))
-            return KVCacheNeeds(0, _BLOCK_SIZES_WITHOUT_ATTENTION, state_bytes=state_bytes)
+            return KVCacheNeeds(0, _BLOCK_SIZES_WITHOUT_ATTENTION)
         layouts = [layer.backend.kv_layout() for layer in self._layers]
         chunks = {layer.chunk_size for layer in self._layers if layer.chunk_size is not None}
         common = [
@@ -132,10 +146,10 @@ class KVCacheLayers:
         bytes_per_token = sum(layout.bytes_per_token for layout in layouts)
         if self._config.speculative is not None and self._config.speculative.model is not None:
             # A draft model may be a token behind, so it attends to earlier positions than the served model.
-            return KVCacheNeeds(bytes_per_token, tuple(common), ())
+            return KVCacheNeeds(bytes_per_token, tuple(common))
         stages = self._config.parallel.pipeline_parallel_size
         windows = reported_windows(self._layers, self._windows, self._runtime.device, stages)
-        return KVCacheNeeds(bytes_per_token, tuple(common), windows, state_bytes)
+        return KVCacheNeeds(bytes_per_token, tuple(common), windows)
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Allocates the KV cache of every layer; layers of different groups share one.

@@ -27,6 +27,7 @@ from mvllm.worker.model_loader import ModelLoader
 from mvllm.worker.pipeline_transport import PipelineTransport
 from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
 from mvllm.worker.space_logits import SpaceLogits
+from mvllm.worker.state_layers import step_backend_of
 from mvllm.worker.step_inputs import StepInputs
 
 
@@ -74,7 +75,7 @@ class ModelForward:
         """Prepares to run the loaded model, with the current KV cache groups."""
         model = self.loader.model
         groups = self.layers.attention_groups_of(model.attention_layers())
-        self.decoder = DecoderForward(model, groups, self.layers.states.step_backend)
+        self.decoder = DecoderForward(model, groups, step_backend_of(model.state_layers()))
         self.decoder.lora = self.loader.lora_manager.step if self.loader.supports_lora else None
 
     def release(self) -> None:

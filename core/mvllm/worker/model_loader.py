@@ -28,6 +28,7 @@ from mvllm.worker.out_of_memory import out_of_memory_as
 from mvllm.worker.spec_decode.draft_model import DraftModel
 
 if TYPE_CHECKING:
+    from mvllm.layers.state import SequenceState
     from mvllm.models.causal_lm import CausalLM
 
 
@@ -39,7 +40,7 @@ class ModelLoader:
         platform: Gives the op providers.
         runtime: The bound device.
         tp, pp: The rank's tensor-parallel and pipeline-parallel groups.
-        layers: Receives the attention layers of all models.
+        layers: Receives the layers with a KV cache or a state, of all models.
         num_devices: As in WorkerContext.
 
     Attributes:
@@ -98,8 +99,7 @@ class ModelLoader:
             raise ModelError(f"{type(model).__name__} is a classification model, but sets no `scores` as its head.")
         layers = model.attention_layers()
         draft = None if self._config.speculative is None else self._config.speculative.model
-        if draft is not None and model.state_layers():
-            raise _no_draft_model(f"{type(model).__name__} has layers with a sequence state")
+        draft_states: list[SequenceState] = []
         if draft is not None and self._pp.is_last:  # a draft model is not split into stages
             whole = dataclasses.replace(
                 context, pp=GroupCoordinator.single("pp"), quantization=quantization_method(draft), with_adapters=False
@@ -107,15 +107,14 @@ class ModelLoader:
             if context.batch_invariant:  # draft tokens do not affect outputs
                 whole = dataclasses.replace(whole, ops=self._resolve_ops(batch_invariant=False), batch_invariant=False)
             self.draft = DraftModel(draft, self._load(draft, whole))
-            if self.draft.model.state_layers():
-                raise _no_draft_model(f"the draft model {draft.architecture} has layers with a sequence state")
             layers = [*layers, *self.draft.model.attention_layers()]
+            draft_states = self.draft.model.state_layers()
         if (lora := self._config.lora) is not None:
             with out_of_memory_as(
                 ModelError, f"The slots of {lora.max_loras} adapters", "Lower max_loras or max_lora_rank."
             ):
                 self._adapters = LoRAModelManager(model, context, lora, self._runtime)
-        self._layers.set_layers(layers, model.state_layers())
+        self._layers.set_layers(layers, model.state_layers(), draft_states)
         return context
 
     def _resolve_ops(self, *, batch_invariant: bool) -> OpTable:
@@ -185,10 +184,3 @@ class ModelLoader:
         """Drops all models and their KV caches. Idempotent."""
         self._layers.clear()
         self._model = self._adapters = self.draft = self._context = None
-
-
-def _no_draft_model(reason: str) -> ConfigError:
-    return ConfigError(
-        f"Speculative decoding with a draft model was asked for, but {reason}, which this kind of speculation does not "
-        "support. Use speculative method 'ngram', or leave speculative_config out."
-    )

@@ -183,7 +183,7 @@ class ModelRunner:
         """
         block_size = self.kv_cache_needs().block_sizes[0]
         self._layers.allocate(1, block_size)
-        self._layers.states.allocate(1)
+        self._layers.states.allocate(1, for_drafts=False)
         with step_out_of_memory_error(self._config.scheduler, self._runtime):
             profile_step(
                 self._forward,
@@ -232,7 +232,7 @@ class ModelRunner:
             with_sample_rows=on_device,
             max_draft_tokens=self._num_speculative,
             every_request_samples=self._forward.is_static,
-            with_states=self._layers.states.step_backend is not None,
+            with_states=self._layers.states.are_needed,
         )
         sizes = None if shapes.requests is None else tuple(reversed(sample_sizes(shapes, max_rows)))
         self._prompt_logprobs = PromptLogprobsComputer(self.rows, self._runtime, sizes, self._logsumexp)
@@ -497,8 +497,11 @@ class ModelRunner:
         excluded = (self.rows.sampling.flags[inputs.rows[positions]] & PROCESSED).astype(bool)
         if output.errors:
             excluded |= np.isin(positions, list(output.errors))
+        # After a rejected draft token a row with a state computes the accepted ones again, without draft tokens.
+        rows = inputs.rows[positions]
+        excluded |= self.rows.num_computed[rows] + 1 < self.rows.history.num_tokens[rows]
         positions = positions[~excluded]
-        drafts = proposer.propose(inputs.rows[positions], np.delete(inputs.rows, positions))
+        drafts = proposer.propose(inputs.rows[positions], np.delete(inputs.rows, positions), inputs)
         return {position: tokens for position, tokens in zip(positions.tolist(), drafts, strict=True) if tokens}
 
     def _upload_masks(self, inputs: StepInputs, masks: TokenMasks | None) -> torch.Tensor | None:

@@ -1,8 +1,16 @@
-"""The layers of a rank that have a sequence state: their backends and the states of all slots."""
+"""The layers of a rank that have a sequence state: their backends and the states of all slots.
+
+The layers of a draft model have more slots than those of the served model, one for each row: a draft model goes on
+behind the tokens of a step to propose draft tokens, and keeps the states of that there.
+
+    slot                  0 ... num_slots - 1 | num_slots ... num_slots + max_rows - 1 | scratch memory
+    served model          x ... x               -                                        x
+    draft model           x ... x               x ... x                                  x
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from mvllm.errors import CacheError
@@ -22,6 +30,9 @@ class StateLayers:
     Args:
         platform: Gives state backends.
         runtime: The bound device.
+
+    Attributes:
+        num_slots: Slots as last allocated, without those of a draft model alone.
     """
 
     def __init__(self, platform: Platform, runtime: DeviceRuntime) -> None:
@@ -29,6 +40,9 @@ class StateLayers:
         self._runtime = runtime
         self._backends: dict[StateSpec, StateBackend] = {}
         self._layers: list[SequenceState] = []
+        self._draft_layers: list[SequenceState] = []
+        self._max_rows = 0
+        self.num_slots = 0
 
     def backend_for(self, spec: StateSpec) -> StateBackend:
         """The backend of layers with this spec. Equal specs share one."""
@@ -36,36 +50,56 @@ class StateLayers:
             self._backends[spec] = checked_state_backend(self._platform, spec)
         return self._backends[spec]
 
-    def set_layers(self, layers: Iterable[SequenceState]) -> None:
-        """Replaces the layers."""
-        self._layers = list(layers)
+    def set_layers(
+        self, layers: Iterable[SequenceState], draft_layers: Iterable[SequenceState] = (), *, max_rows: int = 0
+    ) -> None:
+        """Replaces the layers.
+
+        Args:
+            layers: Those of the served model.
+            draft_layers: Those of a draft model.
+            max_rows: Most running requests.
+        """
+        self._layers, self._draft_layers, self._max_rows = list(layers), list(draft_layers), max_rows
 
     def clear(self) -> None:
         """Drops the layers and their states."""
         self.free()
-        self._layers = []
+        self._layers, self._draft_layers = [], []
 
     @property
-    def step_backend(self) -> StateBackend | None:
-        """The backend that builds the metadata of a step; None if no layer has a state."""
-        return self._layers[0].backend if self._layers else None
+    def are_needed(self) -> bool:
+        """Whether a layer has a state."""
+        return bool(self._layers or self._draft_layers)
 
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of one slot over all layers; 0 without layers."""
-        return sum(layer.backend.bytes_per_sequence() for layer in self._layers)
+        return _bytes_of(self._layers) + _bytes_of(self._draft_layers)
 
-    def allocate(self, num_slots: int) -> None:
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes beside the slots: scratch memory, and the slots of a draft model alone."""
+        return self.bytes_per_slot + self._max_rows * _bytes_of(self._draft_layers)
+
+    def allocate(self, num_slots: int, *, for_drafts: bool = True) -> None:
         """Allocates the states of every layer: zeros.
+
+        Args:
+            num_slots: Slots of all layers.
+            for_drafts: Allocate the slots of a draft model alone, too.
 
         Raises:
             CacheError: There is not enough memory. No layer has a state then.
         """
+        self.num_slots = num_slots
+        num_draft_slots = num_slots + self._max_rows * for_drafts
         what = f"The states of {num_slots} sequences"
         try:
             with out_of_memory_as(CacheError, what, "Lower max_num_seqs, memory_utilization or kv_cache_memory_bytes."):
-                for layer in self._layers:
-                    layer.state = layer.backend.allocate(num_slots, self._runtime.device)
+                for layers, count in ((self._layers, num_slots), (self._draft_layers, num_draft_slots)):
+                    for layer in layers:
+                        layer.state = layer.backend.allocate(count, self._runtime.device)
         except BaseException:
             self.free()
             raise
@@ -73,9 +107,18 @@ class StateLayers:
     @property
     def has_missing_states(self) -> bool:
         """Whether a layer has no states."""
-        return any(not layer.state for layer in self._layers)
+        return any(not layer.state for layer in (*self._layers, *self._draft_layers))
 
     def free(self) -> None:
         """Frees all states."""
-        for layer in self._layers:
+        for layer in (*self._layers, *self._draft_layers):
             layer.state = ()
+
+
+def step_backend_of(layers: Sequence[SequenceState]) -> StateBackend | None:
+    """The backend that builds the metadata of a step of a model with these layers; None if it has none."""
+    return layers[0].backend if layers else None
+
+
+def _bytes_of(layers: Iterable[SequenceState]) -> int:
+    return sum(layer.backend.bytes_per_sequence() for layer in layers)

@@ -222,7 +222,7 @@ def dummy_inputs(
     """
     num_tokens, num_requests = shape.num_tokens, shape.num_requests
     query_len, with_prompt_lens = -(-num_tokens // num_requests), forward.loader.model.uses_prompt_lens
-    with_states = forward.layers.states.step_backend is not None
+    with_states = forward.layers.states.are_needed
     layout = BufferLayout(
         tokens=shape.tokens,
         requests=shape.requests,

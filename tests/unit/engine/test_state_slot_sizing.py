@@ -8,13 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mvllm.config.engine_config import EngineConfig
-from mvllm.config.speculative import SpeculativeConfig
-from mvllm.engine.core.capability_checks import check_sequence_states
 from mvllm.engine.core.kv_cache_sizing import max_blocks_of_sequence, size_kv_cache
-from mvllm.errors import CacheError, ConfigError
+from mvllm.errors import CacheError
 from mvllm.platform.worker_protocol import KVCacheNeeds
-from tests.unit.engine.builders import make_config
 from tests.unit.engine.test_kv_cache_sizing import config
 
 HYBRID = KVCacheNeeds(bytes_per_token=100, block_sizes=(16,), state_bytes=50_000)
@@ -82,12 +78,12 @@ def test_the_summary_names_the_slots():
 
 @given(
     st.integers(1, 500), st.integers(1, 8), st.integers(0, 10**6), st.integers(0, 300), st.integers(1, 30_000),
-    st.booleans(), st.sampled_from([0, 16, 512, 5000]),
+    st.booleans(), st.sampled_from([0, 16, 512, 5000]), st.integers(0, 50_000),
 )  # fmt: skip
 def test_it_never_exceeds_the_memory_and_uses_it_for_at_least_one_sequence(
-    max_len, seqs, available, bytes_per_token, state_bytes, caching, interval
+    max_len, seqs, available, bytes_per_token, state_bytes, caching, interval, fixed
 ):
-    needs = [KVCacheNeeds(bytes_per_token, (16,), state_bytes=state_bytes)]
+    needs = [KVCacheNeeds(bytes_per_token, (16,), state_bytes=state_bytes, fixed_state_bytes=fixed)]
     settings = config(
         max_model_len=max_len, max_num_seqs=seqs, enable_prefix_caching=caching, state_snapshot_interval=interval
     )
@@ -95,25 +91,20 @@ def test_it_never_exceeds_the_memory_and_uses_it_for_at_least_one_sequence(
     try:
         summary = size_kv_cache(settings, needs, [available])
     except CacheError:
-        assert available < longest * 16 * bytes_per_token + 3 * state_bytes
+        assert available < longest * 16 * bytes_per_token + 3 * state_bytes + fixed
         return
     assert summary.total_bytes <= available
     assert summary.num_blocks >= longest and summary.num_state_slots >= 3
     assert caching or summary.num_state_slots <= max(3, 2 * seqs, seqs + 2)
 
 
-def with_settings(**changes: object) -> EngineConfig:
-    return replace(make_config(), **changes)
-
-
-def test_a_draft_model_and_batch_invariance_are_refused():
-    plain = KVCacheNeeds(100, (16,))
-    drafting = with_settings(
-        speculative=SpeculativeConfig(num_speculative_tokens=2, method="draft_model", model=make_config().model)
+def test_states_beside_the_slots_are_part_of_the_budget():
+    needs = replace(HYBRID, fixed_state_bytes=70_000)
+    with_slots = size_kv_cache(config(max_num_seqs=4), [HYBRID], [2_000_000])
+    assert size_kv_cache(config(max_num_seqs=4), [needs], [2_070_000]) == replace(
+        with_slots, total_bytes=with_slots.total_bytes + 70_000
     )
-    check_sequence_states(drafting, [plain])
-    with pytest.raises(ConfigError, match=r"draft model.*sequence state.*'ngram'"):
-        check_sequence_states(drafting, [plain, HYBRID])
-    with pytest.raises(ConfigError, match="batch_invariant is set"):
-        check_sequence_states(with_settings(batch_invariant=True), [HYBRID])
-    check_sequence_states(make_config(), [HYBRID])
+    least = 4 * BLOCK + 150_000 + 70_000
+    assert size_kv_cache(config(), [needs], [least]).num_state_slots == 3
+    with pytest.raises(CacheError, match=f"70,000 bytes of states beside.*raise kv_cache_memory_bytes to {least}"):
+        size_kv_cache(config(kv_cache_memory_bytes=9), [needs], [least - 1])

@@ -384,6 +384,26 @@ def test_draft_tokens_leave_slots_for_waiting_requests():
     check_tokens(engine, *requests)
 
 
+def test_tokens_computed_again_are_no_long_prompt():
+    engine = make_engine(
+        num_blocks=200,
+        max_model_len=300,
+        propose=lambda tokens: [*following(tokens, 3), 99],
+        num_speculative_tokens=4,
+        state_snapshot_interval=0,
+        long_prefill_token_threshold=2,
+        max_long_partial_prefills=1,
+    )
+    engine.add(generating := make_request(2, max_tokens=40))
+    engine.step()
+    engine.add(long := make_request(200, max_tokens=1))
+    # The generating request verifies four draft tokens, or computes the token before them and the three accepted ones
+    # and the one sampled behind them. The long prompt gets its share, and no more while the other one generates.
+    assert [engine.step().num_scheduled_tokens for _ in range(4)] == [[5, 2]] * 4
+    engine.run()
+    check_tokens(engine, generating, long)
+
+
 # --------------------------------------------------------------------------------------------------------- failures
 
 

@@ -94,12 +94,11 @@ class TestRefusals:
             "'acme' does not claim Capabilities.state. Choose another platform, or a model with attention only."
         )
 
-    def test_batch_invariance_and_several_devices_are_refused(self):
-        for field, value, found in (("batch_invariant", True, "batch-invariant"), ("num_devices", 2, "2 devices")):
-            ctx = make_context()
-            object.__setattr__(ctx, field, value)
-            with pytest.raises(ConfigError, match=found):
-                SequenceState(ctx, (CONV,))
+    def test_workers_with_several_devices_are_refused(self):
+        ctx = make_context()
+        object.__setattr__(ctx, "num_devices", 2)
+        with pytest.raises(ConfigError, match="2 devices"):
+            SequenceState(ctx, (CONV,))
 
 
 class TestStepInputs:

@@ -7,14 +7,13 @@ changed the same settings.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ConfigError
 from mvllm.platform.capabilities import Capabilities
 from mvllm.platform.spec import ConfigChange
-from mvllm.platform.worker_protocol import KVCacheNeeds
 
 
 def required_config_changes(config: EngineConfig, capabilities: Capabilities, platform: str) -> Iterator[ConfigChange]:
@@ -150,28 +149,4 @@ def _check_model(model: ModelConfig, capabilities: Capabilities, platform: str, 
         raise ConfigError(
             f"{name}'s attention heads have {model.head_size} elements, but the platform {platform!r} takes at most "
             f"{largest}. {remedy}."
-        )
-
-
-def check_sequence_states(config: EngineConfig, needs: Sequence[KVCacheNeeds]) -> None:
-    """Checks settings that models with sequence states do not support.
-
-    Args:
-        needs: Of the workers, whose models are loaded.
-
-    Raises:
-        ConfigError: Such a setting is on.
-    """
-    if not any(need.state_bytes for need in needs):
-        return
-    if config.speculative is not None and config.speculative.model is not None:
-        raise ConfigError(
-            "speculative_config names a draft model, but the model or the draft model has layers with a sequence state "
-            "(Mamba-2, gated DeltaNet and others), which is not supported together. Use the method 'ngram', or leave "
-            "speculative_config out."
-        )
-    if config.batch_invariant:
-        raise ConfigError(
-            "batch_invariant is set, but the model has layers with a sequence state, for which it is not supported. "
-            "Leave batch_invariant out."
         )

@@ -18,7 +18,6 @@ import msgspec
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.rope_parameters import prompt_cache_key
-from mvllm.engine.core.capability_checks import check_sequence_states
 from mvllm.engine.core.grammar_vocabulary import load_vocabulary
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary, choose_block_size, no_kv_cache, size_kv_cache
 from mvllm.engine.core.lora_manager import LoRAManager
@@ -471,7 +470,6 @@ class EngineCore(CoreRollouts):
         needs = self._executor.kv_cache_needs()
         configured = self.config.cache.kv_cache_memory_bytes
         choose_block_size(self.config, needs)
-        check_sequence_states(self.config, needs)
         available = [configured] * len(needs) if configured is not None else self._executor.available_kv_bytes()
         return size_kv_cache(self.config, needs, available)
 

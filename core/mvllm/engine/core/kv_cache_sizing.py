@@ -159,15 +159,22 @@ def _size_with_states(
     """Divides the available bytes into blocks and state slots, see `size_kv_cache`."""
     max_len, max_step_tokens = config.model.max_model_len, config.scheduler.max_num_batched_tokens
     block_size, costs = state_needs.block_size, state_needs.block_bytes
-    num_slots, num_blocks = divide_memory(state_needs, available)
+    fixed = [need.fixed_state_bytes for need in needs]
+    num_slots, num_blocks = divide_memory(
+        state_needs, [free - held for free, held in zip(available, fixed, strict=True)]
+    )
     if num_slots < MIN_SLOTS or num_blocks < state_needs.longest:
         fits = _longest_that_fits(num_blocks, max_len, block_size, windows, max_step_tokens) if any(costs) else 0
-        raise _too_small_error(config, needs, available, state_needs.min_bytes, fits)
+        required = [least + held for least, held in zip(state_needs.min_bytes, fixed, strict=True)]
+        raise _too_small_error(config, needs, available, required, fits)
     num_blocks, limit = min(num_blocks, _MAX_SLOTS // block_size), _memory_limit(config)
     usable = config.scheduler.max_num_seqs * max_blocks_of_sequence(max_len, block_size) * len(windows)
     if not config.cache.enable_prefix_caching and usable < num_blocks:
         num_blocks, limit = usable, f"max_num_seqs {config.scheduler.max_num_seqs}, without prefix caching"
-    total = max(num_blocks * cost + num_slots * need.state_bytes for cost, need in zip(costs, needs, strict=True))
+    total = max(
+        num_blocks * cost + num_slots * need.state_bytes + need.fixed_state_bytes
+        for cost, need in zip(costs, needs, strict=True)
+    )
     return KVCacheSummary(num_blocks, block_size, total, max_len, windows, max_step_tokens, limit, num_slots)
 
 
@@ -204,6 +211,8 @@ def _too_small_error(
     each = f"{per_token:,} bytes per token" if per_token or not state else ""
     if state:
         each += f"{' and ' if each else ''}{MIN_SLOTS} state slots of {state:,} bytes"
+        if fixed := needs[tightest].fixed_state_bytes:
+            each += f", and {fixed:,} bytes of states beside the slots"
     need = f"max_model_len {max_len:,} needs {_format_bytes(required)} of KV cache ({each})"
     if config.cache.kv_cache_memory_bytes is not None:
         limits = f"kv_cache_memory_bytes gives {_format_bytes(found)}"

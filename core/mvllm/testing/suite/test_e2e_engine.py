@@ -14,7 +14,18 @@ from mvllm.testing.markers import clause, exhaustive, skip_not_claimed, skip_not
 from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.plugin import DeviceHolder
 from mvllm.testing.rank_launcher import parallel_config, ranks_skip_reason, topology_of
-from mvllm.testing.zoo import FAMILIES, MAX_LEN, NUM_TOKENS, Zoo, assert_tokens, generate, main_dtype, make_llm, tie_of
+from mvllm.testing.zoo import (
+    FAMILIES,
+    MAX_LEN,
+    NUM_TOKENS,
+    STATE_FAMILY,
+    Zoo,
+    assert_tokens,
+    generate,
+    main_dtype,
+    make_llm,
+    tie_of,
+)
 
 PLAIN = [family for family in FAMILIES if "-" not in family]
 
@@ -148,10 +159,12 @@ def bits_of(output: Any) -> tuple[list[int], list[float]]:
 
 
 @clause("E2E-07")
-@pytest.mark.parametrize("family", some("llama"))
+@pytest.mark.parametrize("family", [*some("llama"), pytest.param(STATE_FAMILY, marks=exhaustive)])
 def test_batch_invariant_log_probabilities_have_the_same_bits(
     subject: PlatformUnderTest, free_device: None, zoo: Zoo, claimed_dtype: str, family: str
 ) -> None:
+    if family == STATE_FAMILY and not subject.capabilities.state:
+        skip_not_claimed("state")
     expected = zoo.oracle("llama")
     settings: dict[str, Any] = {"dtype": claimed_dtype, "batch_invariant": True}
     try:

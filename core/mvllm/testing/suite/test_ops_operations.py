@@ -281,7 +281,8 @@ def with_rows(case_: OpCall, rows: list[int]) -> OpCall:
 def assert_requests_are_independent(
     runtime: DeviceRuntime, provider: OpProvider, case_: OpCall, whole: list[torch.Tensor]
 ) -> None:
-    """Fails unless each request alone has the bits of the result and of the state that it has among the others.
+    """Fails unless each request has the bits of the result and of the state that it has among the others, alone and cut
+    into two steps.
 
     Args:
         whole: The outcome of the case.
@@ -295,6 +296,13 @@ def assert_requests_are_independent(
         where = f"{provider.name}, request {request} of {case_}"
         assert_equal(alone[0], whole[0][start:stop], where)
         assert_equal(alone[-1][slots[request]], whole[-1][slots[request]], where)
+        for middle in {1, (stop - start) // 2, stop - start - 1} - {0, stop - start}:
+            first, after = call(runtime, provider, one_request(case_, request, slice(middle)))
+            states = [runtime.to_host(after[names.index(name)]).wait() for name in SCHEMAS[case_.op].updates]
+            rest, _ = call(runtime, provider, one_request(case_, request, slice(middle, None), states))
+            where = f"{provider.name}, request {request} of {case_}, cut behind {middle} tokens"
+            assert_equal(torch.cat((first[0], rest[0])), whole[0][start:stop], where)
+            assert_equal(rest[-1][slots[request]], whole[-1][slots[request]], where)
 
 
 @clause("OPS-04")

@@ -8,7 +8,17 @@ sampled, it computes that token and its own draft tokens one by one:
     draft    a b c d   e f g                            passes over e, f (generated them) ...
              a b c d   e f x y                          ... next over x, giving y, over y, giving z: the new drafts
 
-Keys and values of rejected draft tokens are overwritten. It samples with the parameters and random numbers of the
+Keys and values of rejected draft tokens are overwritten.
+
+If the draft model or the served model has layers with a sequence state, both have the same state slots, and a draft
+model with states goes through each step of the served model with the slots of that step. So every slot holds the states
+of both after the same tokens, whether it is a row's slot, a snapshot, or the state to which a row goes back after a
+rejected draft token. The draft tokens themselves are computed in slots that only the draft model has (StateLayers):
+
+    step     served model reads 4, writes 7    draft model reads 4, writes 7
+    drafts                                     reads 7, writes its slot of the row; then reads and writes that slot
+
+It samples with the parameters and random numbers of the
 served model, so that draft tokens are accepted where the two distributions are nearly equal, also with temperature.
 """
 
@@ -27,7 +37,8 @@ from mvllm.sampling.sampler import Sampler
 from mvllm.worker.decoder_forward import DecoderForward
 from mvllm.worker.input_batch import InputBatch
 from mvllm.worker.kv_cache_layers import KVCacheLayers
-from mvllm.worker.step_inputs import StepInputBuilder
+from mvllm.worker.state_layers import step_backend_of
+from mvllm.worker.step_inputs import StepInputBuilder, StepInputs
 
 if TYPE_CHECKING:
     from mvllm.models.causal_lm import CausalLM
@@ -51,7 +62,8 @@ class DraftModel:
         Args:
             layers: The attention layers of the rank, those of this model included.
         """
-        return DecoderForward(self.model, layers.attention_groups_of(self.model.attention_layers()))
+        groups = layers.attention_groups_of(self.model.attention_layers())
+        return DecoderForward(self.model, groups, step_backend_of(self.model.state_layers()))
 
 
 class DraftModelProposer:
@@ -66,6 +78,7 @@ class DraftModelProposer:
         inputs: Builds its inputs.
         sampler: Samples its tokens.
         num_tokens: Draft tokens of a request in one step.
+        first_state_slot: The state slot of row 0 that only this model has; None if it has no states.
     """
 
     def __init__(
@@ -79,6 +92,7 @@ class DraftModelProposer:
         inputs: StepInputBuilder,
         sampler: Sampler,
         num_tokens: int,
+        first_state_slot: int | None = None,
     ) -> None:
         self._forward = forward
         self._draft_vocab_size = draft.config.vocab_size
@@ -90,28 +104,42 @@ class DraftModelProposer:
         self._sampler = sampler
         self._num_tokens = num_tokens
         self._num_computed = np.zeros(rows.max_rows, dtype=np.int32)
-        """int32 [max_rows]: leading known tokens of each row whose keys and values this model has computed."""
+        """int32 [max_rows]: leading known tokens of each row that this model has computed."""
+        self._own_slots: np.ndarray | None = None
+        """int32 [max_rows]: the state slot of each row that only this model has."""
+        if first_state_slot is not None:
+            self._own_slots = np.arange(first_state_slot, first_state_slot + rows.max_rows, dtype=np.int32)
+        self._slots = np.zeros(rows.max_rows, dtype=np.int32)
+        """int32 [max_rows]: the slot with the state of each row after its last step."""
 
     def on_requests_added(self, rows: Sequence[int]) -> None:
         """See Proposer."""
         self._num_computed[rows] = self._rows.num_computed[rows]
 
-    def propose(self, rows: np.ndarray, others: np.ndarray) -> list[list[int]]:
+    def propose(self, rows: np.ndarray, others: np.ndarray, step: StepInputs) -> list[list[int]]:
         """See Proposer."""
         history = self._rows.history
         drafts: list[list[int]] = [[] for _ in rows]
         lengths = history.num_tokens[rows]
         room = np.minimum(self._rows.num_blocks[rows] * self._block_size, self._max_len) - lengths
-        # All rows catch up: other requests may share the blocks of a row, and its next step must not be larger.
-        self._catch_up(np.concatenate((others, rows[room < 0])))
-        # Keys and values of rejected draft tokens do not count.
-        self._num_computed[rows] = np.minimum(self._num_computed[rows], self._rows.num_computed[rows])
+        if self._own_slots is None:
+            every = np.concatenate((rows, others))
+            # Keys and values of rejected draft tokens do not count.
+            self._num_computed[every] = np.minimum(self._num_computed[every], history.num_tokens[every] - 1)
+            # All rows catch up: other requests may share the blocks of a row, and its next step must not be larger.
+            self._catch_up(np.concatenate((others, rows[room < 0])))
+        else:
+            self._follow(step)
         for i in range(self._num_tokens):
             at = np.flatnonzero(room >= i)
             if not len(at):
                 break
             chosen, seq_lens = rows[at], lengths[at] + i
-            logits = self._compute(chosen, seq_lens, np.arange(len(at)))
+            slots = None
+            if self._own_slots is not None:
+                own = self._own_slots[chosen]
+                slots = np.stack((own if i else self._slots[chosen], own))
+            logits = self._compute(chosen, seq_lens, np.arange(len(at)), slots)
             self._num_computed[chosen] = seq_lens
             sampled = self._sampler.sample(
                 logits, chosen, self._rows.sampling, history, seq_lens=seq_lens, only_tokens=True
@@ -129,10 +157,34 @@ class DraftModelProposer:
             self._compute(rows[behind], seq_lens[behind], np.empty(0, dtype=np.int64))
             self._num_computed[rows[behind]] = seq_lens[behind]
 
-    def _compute(self, rows: np.ndarray, seq_lens: np.ndarray, sampling_positions: np.ndarray) -> torch.Tensor:
-        """Computes rows up to `seq_lens`; returns the logits of those at `sampling_positions`, [S, vocab]."""
+    def _follow(self, step: StepInputs) -> None:
+        """Computes the tokens of a step, draft tokens included, with its state slots.
+
+        The draft tokens have been accepted, or the slot that the step writes is not used.
+        """
+        assert step.state_layout is not None
+        rows, first = step.rows, step.first_positions
+        slots = np.stack((step.state_layout.read_slots[: len(rows)], step.state_layout.write_slots[: len(rows)]))
+        seq_lens = np.minimum(first + step.num_scheduled, self._max_len)
+        self._num_computed[rows] = first
+        fits = seq_lens > first
+        if fits.any():
+            self._compute(rows[fits], seq_lens[fits], np.empty(0, dtype=np.int64), slots[:, fits])
+        self._num_computed[rows], self._slots[rows] = first + step.num_scheduled, slots[1]
+
+    def _compute(
+        self,
+        rows: np.ndarray,
+        seq_lens: np.ndarray,
+        sampling_positions: np.ndarray,
+        state_slots: np.ndarray | None = None,
+    ) -> torch.Tensor:
+        """Computes rows up to `seq_lens`; returns the logits of those at `sampling_positions`, [S, vocab].
+
+        `state_slots` are as in StepInputBuilder.build_rows.
+        """
         first = self._num_computed[rows]
-        inputs = self._inputs.build_rows(rows, first, seq_lens - first, sampling_positions)
+        inputs = self._inputs.build_rows(rows, first, seq_lens - first, sampling_positions, None, state_slots)
         if self._draft_vocab_size < self._vocab_size:  # a token unknown to the draft model is replaced by its last one
             inputs.token_ids = inputs.token_ids.clamp(max=self._draft_vocab_size - 1)
         hidden = self._forward.run(inputs)

@@ -12,7 +12,7 @@ from mvllm.sampling.sampling_state import TokenHistory
 from mvllm.worker.input_batch import InputBatch
 from mvllm.worker.model_forward import ModelForward
 from mvllm.worker.spec_decode.draft_model import DraftModelProposer
-from mvllm.worker.step_inputs import StepInputBuilder
+from mvllm.worker.step_inputs import StepInputBuilder, StepInputs
 
 
 class Proposer(Protocol):
@@ -21,15 +21,16 @@ class Proposer(Protocol):
     def on_requests_added(self, rows: Sequence[int]) -> None:
         """Requests were added to rows, with their cached prefixes."""
 
-    def propose(self, rows: np.ndarray, others: np.ndarray) -> list[list[int]]:
+    def propose(self, rows: np.ndarray, others: np.ndarray, step: StepInputs) -> list[list[int]]:
         """Proposes draft tokens after a step, for rows that have sampled in it.
 
         Every row of the step is in `rows` or in `others`.
 
         Args:
             rows: int64 [n]: distinct.
-            others: int64 [m]: rows without draft tokens, because their prompts are not complete, or because each of
-                their tokens must be known before the next one is sampled.
+            others: int64 [m]: rows without draft tokens, because their prompts are not complete, because each of their
+                tokens must be known before the next one is sampled, or because they compute tokens again.
+            step: The inputs of the step.
 
         Returns:
             For each of `rows` at most `num_speculative_tokens` tokens, or none.
@@ -61,7 +62,7 @@ class NgramProposer:
     def on_requests_added(self, rows: Sequence[int]) -> None:
         """Does nothing."""
 
-    def propose(self, rows: np.ndarray, others: np.ndarray) -> list[list[int]]:
+    def propose(self, rows: np.ndarray, others: np.ndarray, step: StepInputs) -> list[list[int]]:
         """See Proposer."""
         history = self._history
         return [self._tokens_after_match(history.token_ids[row, : history.num_tokens[row]]) for row in rows.tolist()]
@@ -115,6 +116,7 @@ def make_proposer(
         runtime=forward.runtime,
         shapes=forward.shapes(),
         with_prompt_lens=draft.model.uses_prompt_lens,
+        with_states=bool(draft.model.state_layers()),
     )
     return DraftModelProposer(
         draft,
@@ -125,4 +127,5 @@ def make_proposer(
         inputs=inputs,
         sampler=make_sampler(),
         num_tokens=config.num_speculative_tokens,
+        first_state_slot=forward.layers.states.num_slots if draft.model.state_layers() else None,
     )

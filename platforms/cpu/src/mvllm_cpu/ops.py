@@ -25,7 +25,7 @@ def supports(case: OpCase) -> list[str]:
     return []
 
 
-def _only_batch_invariant(case: OpCase) -> list[str]:
+def only_batch_invariant(case: OpCase) -> list[str]:
     """Reasons why a kernel that serves `batch_invariant` only does not take a case."""
     return supports(case) if case.batch_invariant else ["it is used with batch_invariant only"]
 
@@ -66,7 +66,7 @@ class KernelOps:
         )
         return [
             *(OpProvider(f.__name__, PROVIDER, f, supports, batch_invariant=True) for f in functions),
-            OpProvider("filtered_draw", PROVIDER, self.filtered_draw, _only_batch_invariant, batch_invariant=True),
+            OpProvider("filtered_draw", PROVIDER, self.filtered_draw, only_batch_invariant, batch_invariant=True),
         ]
 
     def argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,85 @@
+"""Models with sequence states give every request the outputs that it gets alone, whatever its settings.
+
+Engines with random limits, drafts and ranks run random requests: structured outputs, penalties, log-probabilities of
+prompts and outputs, stops, several samples of a prompt, guidance, and pooling.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from mvllm import SamplingParams
+from tests.engine.test_speculative import THREADS, check_close, drafts, draw, random_requests, run
+from tests.helpers.parity import engine
+
+FAMILIES = (
+    "granitehybrid",
+    "mamba2",
+    "qwen3next",
+    "lfm2",
+    "kimilinear",
+    "falconh1",
+    "nemotronh",
+    "olmohybrid",
+    "bamba",
+)
+
+
+def random_settings(rng: random.Random, name: str) -> dict[str, Any]:
+    """Limits of an engine, with or without drafts."""
+    settings: dict[str, Any] = {
+        "max_num_seqs": rng.choice([1, 3, 16]),
+        "max_num_batched_tokens": rng.choice([17, 40, 64]),
+        "state_snapshot_interval": rng.choice([0, 16, 32, 512]),
+        "long_prefill_token_threshold": rng.choice([None, 8]),
+    }
+    draft = {"num_speculative_tokens": rng.choice([1, 2, 3, 5])}
+    kind = rng.choice(["none", "ngram", "near", "other"])
+    if kind == "ngram":
+        settings["speculative_config"] = {**draft, "method": "ngram", "prompt_lookup_min": 1}
+    elif kind != "none":
+        folder = drafts(name, noise=0.05) if kind == "near" else drafts(rng.choice([*FAMILIES, "llama-gqa"]))
+        settings["speculative_config"] = {**draft, "model": str(folder)}
+    if rng.random() < 0.25:
+        settings |= {"distributed_executor_backend": THREADS}
+        settings |= rng.choice([{"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}])
+    return settings
+
+
+def smallest_memory(settings: dict[str, Any], folder: Any, rng: random.Random) -> int:
+    """Bytes of a few state slots and of little more than the longest sequence."""
+    with engine(folder, **settings) as llm:
+        summary = llm.llm_engine.cache_summary
+        needs = llm.llm_engine._client._core._executor.kv_cache_needs()  # type: ignore[attr-defined]
+        blocks, slots = summary.blocks_per_request + rng.choice([0, 2]), rng.choice([3, 5, 8])
+        return max(
+            need.fixed_state_bytes + slots * need.state_bytes + blocks * need.bytes_per_token * summary.block_size
+            for need in needs
+        )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(40))
+def test_random_engines_and_requests_give_the_outputs_of_requests_alone(seed: int) -> None:
+    rng = random.Random(seed)
+    name = FAMILIES[seed % len(FAMILIES)]
+    prompts, wanted = random_requests(rng)
+    prompts += [draw(rng, 40)] * 2
+    wanted += [
+        SamplingParams(n=3, temperature=0.9, seed=seed, max_tokens=12, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=12, logprobs=1, prompt_logprobs=2, ignore_eos=True),
+    ]
+    folder, settings = drafts(name), random_settings(rng, name)
+    with engine(folder, enable_prefix_caching=False, async_scheduling=False) as llm:
+        expected = [run(llm, [prompt], params)[0] for prompt, params in zip(prompts, wanted, strict=True)]
+    if rng.random() < 0.5:
+        settings["kv_cache_memory_bytes"] = smallest_memory(settings, folder, rng)
+    with engine(folder, **settings) as llm:
+        for _ in range(2):
+            check_close(run(llm, prompts, wanted), expected)
+        scheduler = llm.llm_engine._client._core.scheduler  # type: ignore[attr-defined]
+        scheduler.check_integrity()
+        assert scheduler.make_stats().kv_cache_usage == 0
