@@ -84,6 +84,41 @@ INLINE float get_element(const void* p, int64_t i, int32_t dtype) {
 
 // ---- convolution -------------------------------------------------------------------------------------------------------
 
+// One token of the first channels of a range, as many as whole vectors hold, with 16-bit elements and a kernel of four inputs:
+// a channel's weights are one 64-bit number, and its state three quarters of one. Returns the first channel that is left.
+template <class E>
+static int64_t conv_one_token(const CausalConv1d& op, const Tokens& tokens, int64_t begin, int64_t end) {
+    typedef typename E::type T;
+    const T* from = tokens.read < 0 ? nullptr : static_cast<const T*>(op.state) + tokens.read * op.channels * 3;
+    T* to = tokens.write < 0 ? nullptr : static_cast<T*>(op.state) + tokens.write * op.channels * 3;
+    const T* const weight = static_cast<const T*>(op.weight);
+    const T* const bias = static_cast<const T*>(op.bias);
+    const T* const x = static_cast<const T*>(op.x) + tokens.begin * op.x_stride;
+    T* const out = static_cast<T*>(op.out) + tokens.begin * op.channels;
+    int64_t c = begin;
+    for (; c + LANES <= end; c += LANES) {
+        uint64_t weights[LANES], inputs[LANES] = {};
+        uint16_t parts[7][LANES];
+        __builtin_memcpy(weights, weight + c * 4, sizeof(weights));
+        if (from)
+            for (int i = 0; i < LANES; ++i) __builtin_memcpy(inputs + i, from + (c + i) * 3, 6);
+        for (int k = 0; k < 4; ++k)
+            for (int i = 0; i < LANES; ++i) parts[k][i] = uint16_t(weights[i] >> (16 * k));
+        for (int k = 0; k < 3; ++k)
+            for (int i = 0; i < LANES; ++i) parts[4 + k][i] = uint16_t(inputs[i] >> (16 * k));
+        vf sum = bias ? E::widen(bias + c) : vf{};
+        for (int k = 0; k < 3; ++k) sum += E::widen(parts[k]) * E::widen(parts[4 + k]);
+        sum += E::widen(parts[3]) * E::widen(x + c);
+        E::narrow(out + c, op.silu ? sum * vsigmoid(sum) : sum);
+        if (!to) continue;
+        for (int i = 0; i < LANES; ++i) {
+            const uint64_t next = inputs[i] >> 16 | uint64_t(x[c + i]) << 32;
+            __builtin_memcpy(to + (c + i) * 3, &next, 6);
+        }
+    }
+    return c;
+}
+
 // K: the kernel size if it is known to the compiler, else 0.
 template <class E, int K>
 static void conv_channels(const CausalConv1d& op, int64_t request, int64_t begin, int64_t end) {
@@ -91,6 +126,8 @@ static void conv_channels(const CausalConv1d& op, int64_t request, int64_t begin
     constexpr int BLOCK = 64;
     const Tokens tokens = tokens_of(op.step, request);
     if (tokens.begin == tokens.end) return;
+    if constexpr (K == 4 && sizeof(T) == 2)
+        if (tokens.end - tokens.begin == 1) begin = conv_one_token<E>(op, tokens, begin, end);
     const int kernel = K ? K : int(op.kernel_size), older = kernel - 1;
     const int64_t row = op.channels * older;
     const T* from = tokens.read < 0 ? nullptr : static_cast<const T*>(op.state) + tokens.read * row;

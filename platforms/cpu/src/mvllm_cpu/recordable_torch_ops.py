@@ -3,7 +3,7 @@
 A step that contains an operation of torch cannot be replayed. While a step is recorded, these kernels replace torch's
 
     x + y, x - y, x * y, x / y        elementwise, of up to four dimensions, with broadcasting
-    x * 2.5, x + 2.5                  with a number
+    x * 2.5, x + 2.5, x - 2.5         with a number
     ids + 1, ids >= n, torch.where    of integers, and the choice of whole rows
     x.to(dtype)                       between floating-point dtypes
     x.reshape(...), torch.cat(...)    and others that copy elements to other places
@@ -36,9 +36,6 @@ INTEGERS = (
 COMPARISONS = {"gt": 3, "ge": 4, "lt": 5, "le": 6, "eq": 7}
 """Torch's names of comparisons, and their place in `INTEGERS`."""
 
-FORMS = ("Scalar", "Tensor")
-"""Forms of comparisons: with a number, or of two tensors."""
-
 WHOLE = (torch.bool, torch.int32, torch.int64)
 """Dtypes of integers and truth values."""
 
@@ -70,22 +67,27 @@ class RecordableTorchOps:
         self._integers = Kernel(library, "mvllm_cpu_integers", integers)
         choice = (pointer, pointer, length, pointer, length, pointer, length, length)
         self._choose_rows = Kernel(library, "mvllm_cpu_choose_rows", choice)
-        self._numbers: dict[float, torch.Tensor] = {}  # recorded calls read them
+        self._numbers: dict[tuple[float, torch.dtype], torch.Tensor] = {}  # recorded calls read them
         self._whole_numbers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        self._functions: dict[str, tuple[Callable[..., torch.Tensor | None], int]] = {
-            "aten::add.Tensor": (self._sum, 2),
-            "aten::sub.Tensor": (self._difference, 2),
-            "aten::mul.Tensor": (self._product, 2),
-            "aten::div.Tensor": (self._quotient, 2),
-            "aten::to.dtype": (self._converted, 2),
-            **{f"aten::{name}.{form}": (self._comparison(code), 2) for name, code in COMPARISONS.items() for form in FORMS},
-            "aten::maximum": (partial(self._of_integers, INTEGERS.index("larger")), 2),
-            "aten::clamp": (self._bounded_below, 2),
-            "aten::where.self": (self._chosen, 3),
-            "aten::where.ScalarSelf": (self._chosen, 3),
-            "aten::cat": (self._joined, 2),
-            "aten::index_select": (self._selected, 3),
-            "aten::index.Tensor": (self._indexed, 2),
+        # Each with the numbers of arguments that it takes; torch leaves out those with their default values.
+        self._functions: dict[str, tuple[Callable[..., torch.Tensor | None], tuple[int, ...]]] = {
+            "aten::add.Tensor": (self._sum, (2,)),
+            "aten::sub.Tensor": (self._difference, (2,)),
+            "aten::mul.Tensor": (self._product, (2,)),
+            "aten::div.Tensor": (self._quotient, (2,)),
+            "aten::to.dtype": (self._converted, (2,)),
+            **{
+                f"aten::{name}.{form}": (self._comparison(code), (2,))
+                for name, code in COMPARISONS.items()
+                for form in ("Scalar", "Tensor")
+            },
+            "aten::maximum": (partial(self._of_integers, INTEGERS.index("larger")), (2,)),
+            "aten::clamp": (self._bounded_below, (2,)),
+            "aten::where.self": (self._chosen, (3,)),
+            "aten::where.ScalarSelf": (self._chosen, (3,)),
+            "aten::cat": (self._joined, (1, 2)),
+            "aten::index_select": (self._selected, (3,)),
+            "aten::index.Tensor": (self._indexed, (2,)),
         }
 
     def compute(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> torch.Tensor | None:
@@ -98,7 +100,7 @@ class RecordableTorchOps:
         if name == "aten::_to_copy" and kwargs and [*kwargs] == ["dtype"]:
             return self._converted(args[0], kwargs["dtype"])
         known = self._functions.get(name)
-        if known is None or kwargs or len(args) != known[1]:
+        if known is None or kwargs or len(args) not in known[1]:
             return None
         return known[0](*args)
 
@@ -133,15 +135,18 @@ class RecordableTorchOps:
         return self._with_number("add", x, other) if isinstance(other, int | float) else self._computed("add", x, other)
 
     def _with_number(self, operation: str, x: Any, number: float) -> torch.Tensor | None:
-        """The result of an elementwise operation on a tensor and a number."""
+        """The result of an elementwise operation on a tensor and a number, which torch rounds before sums only."""
         if not _is_floats(x):
             return None
-        other = self._numbers.setdefault(number, torch.tensor([number], dtype=torch.float32))
+        dtype = torch.float32 if operation == "multiply" else x.dtype
+        other = self._numbers.setdefault((number, dtype), torch.tensor([number], dtype=dtype))
         return self._run(operation, x, other, x.dtype, _dimensions(x.shape, x.stride(), [0] * x.dim()), x.shape)
 
     def _difference(self, x: Any, other: Any) -> torch.Tensor | None:
         if _is_whole(x):
             return self._of_integers(INTEGERS.index("difference"), x, other)
+        if isinstance(other, int | float):
+            return self._with_number("subtract", x, other)
         return self._computed("subtract", x, other)
 
     def _quotient(self, x: Any, other: Any) -> torch.Tensor | None:
@@ -239,7 +244,7 @@ class RecordableTorchOps:
         )
         return out
 
-    def _joined(self, tensors: Any, dim: Any) -> torch.Tensor | None:
+    def _joined(self, tensors: Any, dim: Any = 0) -> torch.Tensor | None:
         if not tensors or any(t.dtype != tensors[0].dtype or not t.numel() for t in tensors):
             return None
         shapes = [list(t.shape) for t in tensors]
