@@ -84,41 +84,6 @@ INLINE float get_element(const void* p, int64_t i, int32_t dtype) {
 
 // ---- convolution -------------------------------------------------------------------------------------------------------
 
-// One token of the first channels of a range, as many as whole vectors hold, with 16-bit elements and a kernel of four inputs:
-// a channel's weights are one 64-bit number, and its state three quarters of one. Returns the first channel that is left.
-template <class E>
-static int64_t conv_one_token(const CausalConv1d& op, const Tokens& tokens, int64_t begin, int64_t end) {
-    typedef typename E::type T;
-    const T* from = tokens.read < 0 ? nullptr : static_cast<const T*>(op.state) + tokens.read * op.channels * 3;
-    T* to = tokens.write < 0 ? nullptr : static_cast<T*>(op.state) + tokens.write * op.channels * 3;
-    const T* const weight = static_cast<const T*>(op.weight);
-    const T* const bias = static_cast<const T*>(op.bias);
-    const T* const x = static_cast<const T*>(op.x) + tokens.begin * op.x_stride;
-    T* const out = static_cast<T*>(op.out) + tokens.begin * op.channels;
-    int64_t c = begin;
-    for (; c + LANES <= end; c += LANES) {
-        uint64_t weights[LANES], inputs[LANES] = {};
-        uint16_t parts[7][LANES];
-        __builtin_memcpy(weights, weight + c * 4, sizeof(weights));
-        if (from)
-            for (int i = 0; i < LANES; ++i) __builtin_memcpy(inputs + i, from + (c + i) * 3, 6);
-        for (int k = 0; k < 4; ++k)
-            for (int i = 0; i < LANES; ++i) parts[k][i] = uint16_t(weights[i] >> (16 * k));
-        for (int k = 0; k < 3; ++k)
-            for (int i = 0; i < LANES; ++i) parts[4 + k][i] = uint16_t(inputs[i] >> (16 * k));
-        vf sum = bias ? E::widen(bias + c) : vf{};
-        for (int k = 0; k < 3; ++k) sum += E::widen(parts[k]) * E::widen(parts[4 + k]);
-        sum += E::widen(parts[3]) * E::widen(x + c);
-        E::narrow(out + c, op.silu ? sum * vsigmoid(sum) : sum);
-        if (!to) continue;
-        for (int i = 0; i < LANES; ++i) {
-            const uint64_t next = inputs[i] >> 16 | uint64_t(x[c + i]) << 32;
-            __builtin_memcpy(to + (c + i) * 3, &next, 6);
-        }
-    }
-    return c;
-}
-
 // K: the kernel size if it is known to the compiler, else 0.
 template <class E, int K>
 static void conv_channels(const CausalConv1d& op, int64_t request, int64_t begin, int64_t end) {
@@ -126,8 +91,6 @@ static void conv_channels(const CausalConv1d& op, int64_t request, int64_t begin
     constexpr int BLOCK = 64;
     const Tokens tokens = tokens_of(op.step, request);
     if (tokens.begin == tokens.end) return;
-    if constexpr (K == 4 && sizeof(T) == 2)
-        if (tokens.end - tokens.begin == 1) begin = conv_one_token<E>(op, tokens, begin, end);
     const int kernel = K ? K : int(op.kernel_size), older = kernel - 1;
     const int64_t row = op.channels * older;
     const T* from = tokens.read < 0 ? nullptr : static_cast<const T*>(op.state) + tokens.read * row;
@@ -223,15 +186,18 @@ static void ssd_rows(const Ssd& op, int64_t request, int64_t head, int64_t begin
             const float* source = from ? from + p * size : nullptr;
             float* const target = to + p * size;
             const float* const values = xs + p - begin;
-            for (int i = 0; i < count; ++i) sums[i] = vf{};
+            if (size < WIDE * LANES)
+                for (int i = 0; i < count; ++i) sums[i] = vf{};
             int64_t n = 0;
             for (; n + WIDE * LANES <= size; n += WIDE * LANES) {
+                if (source)  // the next row, which is needed only after all tokens of this one
+                    for (int w = 0; w < WIDE; ++w) __builtin_prefetch(source + size + n + w * LANES);
                 vf h[WIDE];
                 for (int w = 0; w < WIDE; ++w) h[w] = source ? load(source + n + w * LANES) : vf{};
                 for (int i = 0; i < count; ++i) {
                     const float added = values[i * padded_rows] * dts[i];
                     const float *b = bs + i * padded + n, *c = cs + i * padded + n;
-                    vf even = sums[i], odd = {};
+                    vf even = n ? sums[i] : vf{}, odd = {};
                     for (int w = 0; w < WIDE; ++w) {
                         h[w] = h[w] * decays[i] + load(b + w * LANES) * added;
                         (w % 2 ? odd : even) += h[w] * load(c + w * LANES);
@@ -323,6 +289,21 @@ static void prepare_delta_tokens(const DeltaRule& op, int64_t head, int64_t firs
     }
 }
 
+// a * b + c with one rounding where the instruction set has it. The compiler may fuse either product of a sum of two, and not
+// the same one everywhere.
+INLINE vf fused_add(vf a, float b, vf c) {
+#if LANES == 16
+    return (vf)_mm512_fmadd_ps((__m512)a, _mm512_set1_ps(b), (__m512)c);
+#elif LANES == 8
+    return (vf)_mm256_fmadd_ps((__m256)a, _mm256_set1_ps(b), (__m256)c);
+#elif defined(__aarch64__)
+    for (int i = 0; i < LANES; ++i) c[i] = __builtin_fmaf(a[i], b, c[i]);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
+
 // Advances W * LANES columns of a head's state by the tokens of a group. `from` may be null: zeros. The pass that adds a
 // token's correction also computes both products of the next token with the new state.
 template <class E, int W>
@@ -348,7 +329,7 @@ static void delta_columns(const DeltaRule& op, const DeltaTokens& tokens, int co
             for (int64_t k = 0; k < size; ++k)
                 for (int w = 0; w < W; ++w) {
                     const vf s = from ? load(from + k * stride + w * LANES) * decays[k] : vf{};
-                    store(to + k * stride + w * LANES, s + correction[w] * keys[k]);
+                    store(to + k * stride + w * LANES, fused_add(correction[w], keys[k], s));
                 }
             break;
         }
@@ -358,7 +339,7 @@ static void delta_columns(const DeltaRule& op, const DeltaTokens& tokens, int co
         for (int64_t k = 0; k < size; ++k)
             for (int w = 0; w < W; ++w) {
                 const vf s = from ? load(from + k * stride + w * LANES) * decays[k] : vf{};
-                const vf next = s + correction[w] * keys[k];
+                const vf next = fused_add(correction[w], keys[k], s);
                 store(to + k * stride + w * LANES, next);
                 found[w] += next * decayed_keys[k];
                 read[w] += next * decayed_queries[k];
