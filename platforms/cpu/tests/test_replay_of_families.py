@@ -1,7 +1,4 @@
-"""Decode steps of every native family are replayed. A failure names the operation that stops a family.
-
-    python -m pytest platforms/cpu/tests/test_replay_of_families.py -m exhaustive
-"""
+"""Decode steps of every native family are replayed. A failure names the operation that stops a family."""
 
 from __future__ import annotations
 

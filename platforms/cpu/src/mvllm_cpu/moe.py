@@ -60,7 +60,9 @@ class Moe:
         """One per operation."""
         return (
             OpProvider("moe", PROVIDER, self.moe, supports, prepare=self.pack, batch_invariant=True),
-            OpProvider("gelu_tanh_moe", PROVIDER, self.gelu_tanh_moe, supports, prepare=self.pack, batch_invariant=True),
+            OpProvider(
+                "gelu_tanh_moe", PROVIDER, self.gelu_tanh_moe, supports, prepare=self.pack, batch_invariant=True
+            ),
             OpProvider("clamped_moe", PROVIDER, self.clamped_moe, supports, prepare=self.pack, batch_invariant=True),
             OpProvider(
                 *("ungated_moe", PROVIDER, self.ungated_moe, supports), prepare=self.pack_ungated, batch_invariant=True
