@@ -143,7 +143,7 @@ class GatedDeltaNet(nn.Module):
         self._num_key_heads, self._num_value_heads = num_key_heads, num_value_heads
         self._scale = config.key_head_dim**-0.5
         self._sigmoid = ctx.op("sigmoid", size=num_value_heads).function
-        self._softplus = floats.op("softplus", size=num_value_heads).function
+        self._log_decay = ctx.op("log_decay", num_heads=num_value_heads, width=num_value_heads).function
         self._delta_rule = ctx.op(
             "gated_delta_rule",
             num_k_heads=num_key_heads,
@@ -167,16 +167,15 @@ class GatedDeltaNet(nn.Module):
             q.unflatten(-1, (self._num_key_heads, -1)),
             k.unflatten(-1, (self._num_key_heads, -1)),
             v.unflatten(-1, (self._num_value_heads, -1)),
-            self.decay * self._softplus(a.float() + self.dt_bias),
+            self._log_decay(a, self.decay, self.dt_bias),
             beta if config.beta_scale == 1.0 else beta * config.beta_scale,
             state,
             *arguments,
             self._scale,
             True,
         )
-        size = config.value_head_dim
-        y = self._norm(y.reshape(-1, size), z.reshape(-1, size), self.norm_weight, config.eps, size, True, "silu")
-        return self.output(y.view(x.shape[0], -1))
+        gate, size = z.unflatten(-1, (self._num_value_heads, -1)), config.value_head_dim
+        return self.output(self._norm(y, gate, self.norm_weight, config.eps, size, True, "silu").flatten(1))
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Targets of A_log, dt_bias and the norm; the other modules have their own."""

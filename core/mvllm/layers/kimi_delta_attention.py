@@ -97,7 +97,7 @@ class KimiDeltaAttention(nn.Module):
         self.cache = SequenceState(ctx, (self.conv.state_tensor, state))
         self._scale = head_dim**-0.5
         self._sigmoid = ctx.op("sigmoid", size=num_heads).function
-        self._softplus = floats.op("softplus", size=width).function
+        self._log_decay = ctx.op("log_decay", num_heads=num_heads, width=width).function
         self._kda = ctx.op("kda", num_heads=num_heads, k_head_dim=head_dim, v_head_dim=head_dim).function
         facts = {"width": head_dim, "group_size": head_dim, "norm_before_gate": True, "activation": "sigmoid"}
         self._norm = ctx.op("gated_rms_norm", **facts).function
@@ -112,11 +112,10 @@ class KimiDeltaAttention(nn.Module):
             for part in self.conv(self.qkv(x), conv_state, arguments).split(self._width, dim=-1)
         )
         f, g = self.fg_a(x).chunk(2, dim=-1)
-        decay = self._softplus(self.f_b(f).float() + self.dt_bias).unflatten(-1, heads) * self.decay[0]
+        decay = self._log_decay(self.f_b(f), self.decay.flatten(), self.dt_bias).unflatten(-1, heads)
         y = self._kda(q, k, v, decay, self._sigmoid(self.b(x)), state, *arguments, self._scale, True)
-        gate = self.g_b(g).view(-1, size)
-        y = self._norm(y.reshape(-1, size), gate, self.norm_weight, config.eps, size, True, "sigmoid")
-        return self.output(y.view(x.shape[0], -1))
+        gate = self.g_b(g).unflatten(-1, heads)
+        return self.output(self._norm(y, gate, self.norm_weight, config.eps, size, True, "sigmoid").flatten(1))
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Targets of A_log, dt_bias and the norm; the other modules have their own."""

@@ -163,14 +163,17 @@ class _KVBProjection(nn.Module):
         weight = ctx.parameter(num_rows, shape.kv_lora_rank)
         self.weight: torch.Tensor = weight if self.stored is None else weight.data
         self._place = ctx.place
+        sizes, heads_here, rank = self._sizes, heads.num_heads, shape.kv_lora_rank
+        self._absorb = ctx.op("head_product", num_heads=heads_here, in_size=sizes[0], out_size=rank).function
+        self._expand = ctx.op("head_product", num_heads=heads_here, in_size=rank, out_size=sizes[1]).function
 
     def absorb(self, plain: torch.Tensor) -> torch.Tensor:
         """Projects query heads [T, heads, qk_nope_head_dim] to the latent space, [T, heads, kv_lora_rank]."""
-        return torch.bmm(plain.transpose(0, 1), self._of_heads()[0]).transpose(0, 1)
+        return self._absorb(plain, self._of_heads()[0])
 
     def expand(self, latents: torch.Tensor) -> torch.Tensor:
         """Projects each head's latent [T, heads, kv_lora_rank] to its output, [T, heads · v_head_dim]."""
-        return torch.bmm(latents.transpose(0, 1), self._of_heads()[1].transpose(1, 2)).transpose(0, 1).flatten(1)
+        return self._expand(latents, self._of_heads()[1].transpose(1, 2)).flatten(1)
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Checkpoint tensor names and their targets on this rank. Before `prepare_weights` only."""

@@ -20,7 +20,7 @@ from mvllm.layers.stacked_moe import StackedMoE
 from mvllm.models.granite import GraniteForCausalLM
 from mvllm.models.layer_kinds import layer_kinds
 from mvllm.models.llama import LlamaOptions
-from mvllm.models.mamba_hybrid import MAMBA, MambaBlock, mamba2_config
+from mvllm.models.mamba_hybrid import MAMBA, OLD_NAMES, MambaBlock, mamba2_config
 from mvllm.models.module_names import ModuleNames
 from mvllm.models.moe_config import check_activation
 

@@ -26,7 +26,7 @@ from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from mvllm.layers.ungated_moe import UngatedMoE
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.layer_kinds import ATTENTION, layer_kinds
-from mvllm.models.mamba_hybrid import MAMBA, time_step_limit
+from mvllm.models.mamba_hybrid import MAMBA, OLD_NAMES, time_step_limit
 from mvllm.models.module_names import ModuleNames
 
 _KINDS = {"M": MAMBA, "*": ATTENTION, "-": "mlp", "E": "moe"}

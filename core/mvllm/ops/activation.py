@@ -48,11 +48,6 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
     return torch.sigmoid(x)
 
 
-def softplus(x: torch.Tensor) -> torch.Tensor:
-    """log(1 + exp(x)), elementwise; [..., size], compute dtype."""
-    return F.softplus(x)
-
-
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """silu of the first half times the second half: [..., 2 · size] to [..., size], compute dtype."""
     gate, up = x.chunk(2, dim=-1)
@@ -84,7 +79,6 @@ ACTIVATIONS = (
             silu,
             tanh,
             sigmoid,
-            softplus,
             silu_and_mul,
             gelu_and_mul,
             gelu_tanh_and_mul,

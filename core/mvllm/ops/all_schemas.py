@@ -11,7 +11,9 @@ from mvllm.ops.draw import FILTERED_DRAW
 from mvllm.ops.embedding import EMBEDDING
 from mvllm.ops.float8_linear import FLOAT8_LINEAR
 from mvllm.ops.gated_rms_norm import GATED_RMS_NORM
+from mvllm.ops.head_product import HEAD_PRODUCT
 from mvllm.ops.linear import LINEAR, LINEAR_SILU_AND_MUL
+from mvllm.ops.log_decay import LOG_DECAY
 from mvllm.ops.logsumexp import LOGSUMEXP
 from mvllm.ops.lora import ADD_LORA, ADD_LORA_BY_SLOT
 from mvllm.ops.moe import CLAMPED_MOE, GELU_TANH_MOE, MOE, UNGATED_MOE
@@ -51,6 +53,8 @@ SCHEMAS: dict[str, OpSchema] = {
         SSD,
         GATED_DELTA_RULE,
         KDA,
+        LOG_DECAY,
+        HEAD_PRODUCT,
         ARGMAX,
         LOGSUMEXP,
         FILTERED_DRAW,

@@ -57,7 +57,7 @@ def exact(case: OpCall) -> Any:
 
 def result_dtype(op: str, dtype: str) -> str:
     """Dtype of an operation's floating-point results for a compute dtype."""
-    return "float32" if op in ("select_experts", "logsumexp") else dtype
+    return "float32" if op in ("select_experts", "logsumexp", "log_decay") else dtype
 
 
 def tolerance(dtype: str, case: OpCall | None = None) -> float:
@@ -358,6 +358,37 @@ def _activations(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
             )
 
 
+def _log_decay(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
+    for rows in ROWS:
+        for num_heads, size in ((4, 1), (33, 1), (3, 24)):
+            facts = {"num_heads": num_heads, "width": num_heads * size}
+            yield OpCall(op, facts, partial(_log_decay_arguments, dtype, rows, num_heads, size))
+
+
+def _log_decay_arguments(dtype: torch.dtype, rows: int, num_heads: int, size: int) -> tuple[Any, ...]:
+    width = num_heads * size
+    x = random_tensor(dtype, rows, width + 16, scale=8.0)[:, 8 : 8 + width]  # a part of a fused projection
+    return x, -random_tensor(torch.float32, num_heads, seed=1).exp(), random_tensor(torch.float32, width, seed=2)
+
+
+def _head_product(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
+    for rows in ROWS:
+        for in_size, out_size in ((16, 64), (20, 72), (130, 12)):
+            for is_transposed in (False, True):
+                facts = {"num_heads": 3, "in_size": in_size, "out_size": out_size}
+                make = partial(_head_product_arguments, dtype, rows, in_size, out_size, is_transposed)
+                yield OpCall(op, facts, make)
+
+
+def _head_product_arguments(
+    dtype: torch.dtype, rows: int, in_size: int, out_size: int, is_transposed: bool
+) -> tuple[Any, ...]:
+    x = random_tensor(dtype, rows, 3, in_size + 8)[..., :in_size]
+    weight = random_tensor(dtype, 3, in_size + out_size, max(in_size, out_size), seed=1, scale=in_size**-0.5)
+    rows_of_head = weight[:, :out_size, :in_size].transpose(1, 2) if is_transposed else weight[:, :in_size, :out_size]
+    return x, rows_of_head
+
+
 _MAKERS: dict[str, Callable[[str, torch.dtype], Iterator[OpCall]]] = {
     "linear": _linear,
     "quantized_linear": quantized_linear_cases,
@@ -387,4 +418,6 @@ _MAKERS: dict[str, Callable[[str, torch.dtype], Iterator[OpCall]]] = {
     "gated_delta_rule": state_cases,
     "kda": state_cases,
     "gated_rms_norm": gated_rms_norm_cases,
+    "log_decay": _log_decay,
+    "head_product": _head_product,
 }

@@ -28,9 +28,24 @@ void mvllm_cpu_scale(const void* x, float factor, void* out, int64_t count, int 
 void mvllm_cpu_rotary(const void* index, int wide_index, const float* cos_sin, int rotary_dim, void* query,
                       int64_t query_stride, int64_t query_head_stride, int num_heads, void* key, int64_t key_stride,
                       int64_t key_head_stride, int num_kv_heads, int64_t tokens, int dtype);
-void mvllm_cpu_convert(const void* x, int64_t x_stride, void* out, int64_t rows, int64_t size, int from, int to);
-void mvllm_cpu_scale_rows(const void* x, int64_t x_stride, const void* factors, void* out, int64_t rows, int64_t size,
-                          int dtype);
+void mvllm_cpu_activate(const void* x, int64_t x_stride, const void* other, int64_t other_stride, void* out, int64_t rows,
+                        int64_t size, int function, int dtype);
+void mvllm_cpu_layer_norm(const void* x, int64_t x_stride, const void* weight, const void* bias, void* out, int64_t rows,
+                          int64_t size, float eps, int dtype);
+void mvllm_cpu_log_decay(const void* x, int64_t x_stride, const float* factors, const float* bias, float* out, int64_t rows,
+                         int64_t size, int64_t group, int dtype);
+void mvllm_cpu_elementwise(const void* x, const void* y, void* out, int64_t n0, int64_t n1, int64_t n2, int64_t n3, int64_t x0,
+                           int64_t x1, int64_t x2, int64_t x3, int64_t y0, int64_t y1, int64_t y2, int64_t y3, int operation,
+                           int x_dtype, int y_dtype, int dtype);
+void mvllm_cpu_copy(const void* x, void* out, int64_t n0, int64_t n1, int64_t n2, int64_t n3, int64_t x0, int64_t x1,
+                    int64_t x2, int64_t x3, int64_t out0, int64_t out1, int64_t out2, int64_t out3, int itemsize);
+void mvllm_cpu_integers(const void* x, const void* y, int64_t number, void* out, int64_t count, int operation, int x_itemsize,
+                        int y_itemsize, int itemsize);
+void mvllm_cpu_choose_rows(const uint8_t* condition, const void* x, int64_t x_stride, const void* y, int64_t y_stride,
+                           void* out, int64_t rows, int64_t row_bytes);
+void mvllm_cpu_head_product(const void* x, int64_t x_stride, int64_t x_head_stride, const void* weight, int64_t head_stride,
+                            int64_t row_stride, int64_t column_stride, void* out, int64_t tokens, int64_t heads,
+                            int64_t in_size, int64_t out_size, int dtype);
 void mvllm_cpu_take_columns(const void* x, int64_t x_stride, int64_t heads, int64_t head_stride, const int64_t* order,
                             void* out, int64_t rows, int64_t count, int itemsize);
 void mvllm_cpu_select_experts(const void* logits, int64_t stride, const float* correction, float* weights, int64_t* ids,
@@ -39,6 +54,12 @@ void mvllm_cpu_select_experts(const void* logits, int64_t stride, const float* c
 void mvllm_cpu_moe(const void* x, int64_t x_stride, const void* gate_up, const void* down, const int64_t* ids,
                    const float* weights, void* out, int64_t tokens, int64_t experts, int64_t top_k, int64_t hidden,
                    int64_t inner, int dtype);
+void mvllm_cpu_gelu_tanh_moe(const void* x, int64_t x_stride, const void* gate_up, const void* down, const int64_t* ids,
+                             const float* weights, void* out, int64_t tokens, int64_t experts, int64_t top_k, int64_t hidden,
+                             int64_t inner, int dtype);
+void mvllm_cpu_ungated_moe(const void* x, int64_t x_stride, const void* up, const void* down, const int64_t* ids,
+                           const float* weights, void* out, int64_t tokens, int64_t experts, int64_t top_k, int64_t hidden,
+                           int64_t inner, int function, int dtype);
 void mvllm_cpu_clamped_moe(const void* x, int64_t x_stride, const void* gate_up, const void* gate_up_bias, const void* down,
                            const void* down_bias, const int64_t* ids, const float* weights, void* out, int64_t tokens,
                            int64_t experts, int64_t top_k, int64_t hidden, int64_t inner, float alpha, float limit, int dtype);

@@ -21,6 +21,9 @@ namespace avx2 {
 #include "moe_tile.h"
 #include "sampling_rows.h"
 #include "state_tile.h"
+#include "activation_tile.h"
+#include "head_product_tile.h"
+#include "strided_tile.h"
 }  // namespace avx2
 #pragma GCC pop_options
 
@@ -46,6 +49,11 @@ const Isa isa_avx2 = {
     avx2::ssd,
     avx2::delta_rule,
     avx2::gated_rms_norm,
+    avx2::activate,
+    avx2::layer_norm,
+    avx2::log_decay,
+    avx2::elementwise,
+    avx2::head_product,
 };
 }  // namespace mvllm
 #endif

@@ -21,6 +21,9 @@ namespace avx512 {
 #include "moe_tile.h"
 #include "sampling_rows.h"
 #include "state_tile.h"
+#include "activation_tile.h"
+#include "head_product_tile.h"
+#include "strided_tile.h"
 }  // namespace avx512
 #pragma GCC pop_options
 
@@ -46,6 +49,11 @@ const Isa isa_avx512 = {
     avx512::ssd,
     avx512::delta_rule,
     avx512::gated_rms_norm,
+    avx512::activate,
+    avx512::layer_norm,
+    avx512::log_decay,
+    avx512::elementwise,
+    avx512::head_product,
 };
 }  // namespace mvllm
 #endif

@@ -21,6 +21,9 @@ namespace avx512_bf16 {
 #include "moe_tile.h"
 #include "sampling_rows.h"
 #include "state_tile.h"
+#include "activation_tile.h"
+#include "head_product_tile.h"
+#include "strided_tile.h"
 }  // namespace avx512_bf16
 #pragma GCC pop_options
 
@@ -46,6 +49,11 @@ const Isa isa_avx512_bf16 = {
     avx512_bf16::ssd,
     avx512_bf16::delta_rule,
     avx512_bf16::gated_rms_norm,
+    avx512_bf16::activate,
+    avx512_bf16::layer_norm,
+    avx512_bf16::log_decay,
+    avx512_bf16::elementwise,
+    avx512_bf16::head_product,
 };
 }  // namespace mvllm
 #endif

@@ -15,6 +15,9 @@ namespace generic {
 #include "moe_tile.h"
 #include "sampling_rows.h"
 #include "state_tile.h"
+#include "activation_tile.h"
+#include "head_product_tile.h"
+#include "strided_tile.h"
 }  // namespace generic
 const Isa isa_generic = {
     "generic",
@@ -38,5 +41,10 @@ const Isa isa_generic = {
     generic::ssd,
     generic::delta_rule,
     generic::gated_rms_norm,
+    generic::activate,
+    generic::layer_norm,
+    generic::log_decay,
+    generic::elementwise,
+    generic::head_product,
 };
 }  // namespace mvllm

@@ -22,6 +22,9 @@ namespace neon_bf16 {
 #include "moe_tile.h"
 #include "sampling_rows.h"
 #include "state_tile.h"
+#include "activation_tile.h"
+#include "head_product_tile.h"
+#include "strided_tile.h"
 }  // namespace neon_bf16
 #pragma GCC pop_options
 
@@ -47,6 +50,11 @@ const Isa isa_neon_bf16 = {
     neon_bf16::ssd,
     neon_bf16::delta_rule,
     neon_bf16::gated_rms_norm,
+    neon_bf16::activate,
+    neon_bf16::layer_norm,
+    neon_bf16::log_decay,
+    neon_bf16::elementwise,
+    neon_bf16::head_product,
 };
 }  // namespace mvllm
 #endif

@@ -27,7 +27,10 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "activations.h"
+#include "head_product.h"
 #include "state.h"
+#include "strided.h"
 
 namespace mvllm {
 
@@ -266,6 +269,11 @@ struct Isa {
     void (*ssd)(const Ssd&, int64_t request, int64_t head, int64_t row_begin, int64_t row_end, float* scratch);
     void (*delta_rule)(const DeltaRule&, int64_t request, int64_t head, int64_t column_begin, int64_t column_end, float* scratch);
     void (*gated_rms_norm)(const GatedRmsNorm&, int64_t row_begin, int64_t row_end, float* scratch);
+    void (*activate)(const Activate&, int64_t row_begin, int64_t row_end);
+    void (*layer_norm)(const LayerNorm&, int64_t row_begin, int64_t row_end);
+    void (*log_decay)(const LogDecay&, int64_t row_begin, int64_t row_end);
+    void (*elementwise)(const Elementwise&, int64_t row_begin, int64_t row_end);
+    void (*head_product)(const HeadProduct&, int64_t head, int64_t column_begin, int64_t column_end, float* scratch);
 };
 
 extern const Isa isa_generic;

@@ -58,6 +58,12 @@ Panels gate_up_panels(int64_t hidden, int64_t inner, int dtype) {
     return Panels(inner, tile / 2, tile, hidden, dtype);
 }
 
+// The first matrix of experts without a gate.
+Panels up_panels(int64_t hidden, int64_t inner, int dtype) {
+    const int64_t tile = current_isa().linear_tile;
+    return Panels(inner, tile, tile, hidden, dtype);
+}
+
 Panels down_panels(int64_t hidden, int64_t inner, int dtype) {
     const int64_t tile = current_isa().linear_tile;
     return Panels(hidden, tile, tile, inner, dtype);
@@ -75,26 +81,31 @@ struct RowFormat {
     }
 };
 
+enum Gate { SILU_GATE, GELU_TANH_GATE, CLAMPED_GATE, NO_GATE };
+
 struct Moe {
     const char* x;
     int64_t x_stride;
-    const char* gate_up;
+    const char* gate_up;  // `up` without a gate
     const char* down;
     const int64_t* ids;
     const float* weights;
     char* out;
     int64_t experts, top_k, hidden, inner;
     int dtype;
-    bool clamped;
+    Gate gate;
+    int function;              // Activation, without a gate
     const char* gate_up_bias;  // [experts, 2 * inner] or null
     const char* down_bias;     // [experts, hidden] or null
-    float alpha, limit;        // where `clamped`
+    float alpha, limit;        // of clamped gates
 };
 
 void run(const Isa& isa, const Moe& op, int64_t num_tokens) {
     const int element = element_size(op.dtype);
     const Routing routing(op.ids, op.weights, num_tokens, op.top_k, op.experts);
-    const Panels gate_up = gate_up_panels(op.hidden, op.inner, op.dtype), down = down_panels(op.hidden, op.inner, op.dtype);
+    const Panels gate_up = (op.gate == NO_GATE ? up_panels : gate_up_panels)(op.hidden, op.inner, op.dtype);
+    const Panels down = down_panels(op.hidden, op.inner, op.dtype);
+    const int halves = op.gate == NO_GATE ? 1 : 2;
     const RowFormat in(isa, op.hidden, op.dtype), mid(isa, op.inner, op.dtype);
     const int64_t pairs = num_tokens * op.top_k, num_blocks = int64_t(routing.blocks.size());
     const int64_t x_bytes = std::max(in.bytes, op.hidden * element), act_bytes = op.inner * element;
@@ -131,7 +142,7 @@ void run(const Isa& isa, const Moe& op, int64_t num_tokens) {
     };
     for_each_panel(gate_up, [&](const Block& block, int64_t panel) {
         alignas(64) char sums[LINEAR_ROWS * MOST_COLUMNS * 4];
-        alignas(64) char gated[LINEAR_ROWS * MOST_COLUMNS / 2 * 4];
+        alignas(64) char gated[LINEAR_ROWS * MOST_COLUMNS * 4];
         const int64_t column = panel * gate_up.width;
         const int64_t n = std::min(gate_up.width, op.inner - column), height = block.end - block.begin;
         alignas(64) char bias[MOST_COLUMNS * 4];
@@ -141,10 +152,12 @@ void run(const Isa& isa, const Moe& op, int64_t num_tokens) {
                             op.gate_up_bias + ((block.expert * 2 + half) * op.inner + column) * element, size_t(n * element));
         const Linear product{rows + block.begin * in.bytes, op.gate_up + block.expert * gate_up.expert_bytes() +
                              panel * gate_up.panel_bytes, op.gate_up_bias ? bias : nullptr, sums, in.elements,
-                             int32_t(op.hidden), int32_t(2 * n), op.dtype};
-        isa.linear(product, 0, height, 0, (2 * n + STRIP - 1) / STRIP);
-        const GateAndMul gates{sums, gated, 2 * n, n, n, n, op.dtype};
-        if (op.clamped)
+                             int32_t(op.hidden), int32_t(halves * n), op.dtype};
+        isa.linear(product, 0, height, 0, (halves * n + STRIP - 1) / STRIP);
+        const GateAndMul gates{sums, gated, 2 * n, n, n, n, op.dtype, op.gate == GELU_TANH_GATE};
+        if (op.gate == NO_GATE)
+            isa.activate(Activate{sums, nullptr, gated, n, 0, n, op.function, op.dtype}, 0, height);
+        else if (op.gate == CLAMPED_GATE)
             isa.clamped_gate(ClampedGate{gates, op.alpha, op.limit}, 0, height);
         else
             isa.gate_and_mul(gates, 0, height);
@@ -225,18 +238,19 @@ using namespace mvllm;
 
 extern "C" {
 
-// Bytes of one expert's packed weights: of gate and up together, or of down.
-int64_t mvllm_cpu_moe_expert_bytes(int is_down, int64_t hidden, int64_t inner, int dtype) {
-    return (is_down ? down_panels(hidden, inner, dtype) : gate_up_panels(hidden, inner, dtype)).expert_bytes();
+// Bytes of one expert's packed weights: of gate and up together (0), of down (1), or of up without a gate (2).
+int64_t mvllm_cpu_moe_expert_bytes(int matrix, int64_t hidden, int64_t inner, int dtype) {
+    return (matrix == 1 ? down_panels : matrix == 2 ? up_panels : gate_up_panels)(hidden, inner, dtype).expert_bytes();
 }
 
-// `weights` [experts, 2 * inner, hidden], or [experts, hidden, inner] for down, contiguous. `packed` may be the same
-// memory if an expert's packed bytes are as many as its unpacked ones.
-void mvllm_cpu_moe_pack(int is_down, const void* weights, void* packed, int64_t experts, int64_t hidden, int64_t inner,
+// `weights` [experts, 2 * inner, hidden], [experts, hidden, inner] for down, or [experts, inner, hidden] for up without a
+// gate, contiguous. `packed` may be the same memory if an expert's packed bytes are as many as its unpacked ones.
+void mvllm_cpu_moe_pack(int matrix, const void* weights, void* packed, int64_t experts, int64_t hidden, int64_t inner,
                         int dtype) {
     const char* from = static_cast<const char*>(weights);
     char* to = static_cast<char*>(packed);
-    if (is_down) return pack_experts(from, to, down_panels(hidden, inner, dtype), experts, hidden, 1, dtype);
+    if (matrix == 1) return pack_experts(from, to, down_panels(hidden, inner, dtype), experts, hidden, 1, dtype);
+    if (matrix == 2) return pack_experts(from, to, up_panels(hidden, inner, dtype), experts, inner, 1, dtype);
     pack_experts(from, to, gate_up_panels(hidden, inner, dtype), experts, inner, 2, dtype);
 }
 
@@ -245,7 +259,25 @@ void mvllm_cpu_moe(const void* x, int64_t x_stride, const void* gate_up, const v
                    const float* weights, void* out, int64_t tokens, int64_t experts, int64_t top_k, int64_t hidden,
                    int64_t inner, int dtype) {
     run_all({static_cast<const char*>(x), x_stride, static_cast<const char*>(gate_up), static_cast<const char*>(down), ids,
-             weights, static_cast<char*>(out), experts, top_k, hidden, inner, dtype, false, nullptr, nullptr, 0, 0},
+             weights, static_cast<char*>(out), experts, top_k, hidden, inner, dtype, SILU_GATE, 0, nullptr, nullptr, 0, 0},
+            tokens);
+}
+
+// The same with gelu (tanh form) as the activation of the gates.
+void mvllm_cpu_gelu_tanh_moe(const void* x, int64_t x_stride, const void* gate_up, const void* down, const int64_t* ids,
+                             const float* weights, void* out, int64_t tokens, int64_t experts, int64_t top_k, int64_t hidden,
+                             int64_t inner, int dtype) {
+    run_all({static_cast<const char*>(x), x_stride, static_cast<const char*>(gate_up), static_cast<const char*>(down), ids,
+             weights, static_cast<char*>(out), experts, top_k, hidden, inner, dtype, GELU_TANH_GATE, 0, nullptr, nullptr, 0, 0},
+            tokens);
+}
+
+// The same without gates: `up` has `inner` rows for each expert, and `function` is an Activation.
+void mvllm_cpu_ungated_moe(const void* x, int64_t x_stride, const void* up, const void* down, const int64_t* ids,
+                           const float* weights, void* out, int64_t tokens, int64_t experts, int64_t top_k, int64_t hidden,
+                           int64_t inner, int function, int dtype) {
+    run_all({static_cast<const char*>(x), x_stride, static_cast<const char*>(up), static_cast<const char*>(down), ids,
+             weights, static_cast<char*>(out), experts, top_k, hidden, inner, dtype, NO_GATE, function, nullptr, nullptr, 0, 0},
             tokens);
 }
 
@@ -254,7 +286,7 @@ void mvllm_cpu_clamped_moe(const void* x, int64_t x_stride, const void* gate_up,
                            const void* down_bias, const int64_t* ids, const float* weights, void* out, int64_t tokens,
                            int64_t experts, int64_t top_k, int64_t hidden, int64_t inner, float alpha, float limit, int dtype) {
     run_all({static_cast<const char*>(x), x_stride, static_cast<const char*>(gate_up), static_cast<const char*>(down), ids,
-             weights, static_cast<char*>(out), experts, top_k, hidden, inner, dtype, true,
+             weights, static_cast<char*>(out), experts, top_k, hidden, inner, dtype, CLAMPED_GATE, 0,
              static_cast<const char*>(gate_up_bias), static_cast<const char*>(down_bias), alpha, limit},
             tokens);
 }

@@ -22,6 +22,37 @@ INLINE float sum_of_lanes(vf v) {
 #endif
 }
 
+#if LANES == 16
+// Sums of parts of two vectors, in the order of `sum_of_lanes`: of their halves, and so on; results are in one vector.
+INLINE vf sum_halves(vf a, vf b) {
+    return (vf)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0x44) + (vf)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0xEE);
+}
+INLINE vf sum_quarters(vf a, vf b) {
+    return (vf)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0x88) + (vf)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0xDD);
+}
+INLINE vf sum_pairs(vf a, vf b) {
+    return (vf)_mm512_shuffle_ps((__m512)a, (__m512)b, 0x44) + (vf)_mm512_shuffle_ps((__m512)a, (__m512)b, 0xEE);
+}
+INLINE vf sum_lanes_of_pairs(vf a, vf b) {
+    return (vf)_mm512_shuffle_ps((__m512)a, (__m512)b, 0x88) + (vf)_mm512_shuffle_ps((__m512)a, (__m512)b, 0xDD);
+}
+#endif
+
+// The sums of the lanes of STATE_TOKENS vectors, in the order of `sum_of_lanes`.
+INLINE void sums_of_lanes(const vf* v, float* sums) {
+#if LANES == 16
+    static_assert(STATE_TOKENS == LANES, "one vector of sums");
+    vf eights[8], fours[4];
+    for (int i = 0; i < 8; ++i) eights[i] = sum_halves(v[i], v[i + 8]);
+    for (int i = 0; i < 4; ++i) fours[i] = sum_quarters(eights[i], eights[i + 4]);
+    const vf ones = sum_lanes_of_pairs(sum_pairs(fours[0], fours[2]), sum_pairs(fours[1], fours[3]));
+    const __m512i order = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
+    store(sums, (vf)_mm512_permutexvar_ps(order, (__m512)ones));
+#else
+    for (int i = 0; i < STATE_TOKENS; ++i) sums[i] = sum_of_lanes(v[i]);
+#endif
+}
+
 // Widens `count` elements and sets those up to the next multiple of LANES to zero.
 template <class E>
 INLINE void widen_padded(const typename E::type* from, float* to, int64_t count) {
@@ -135,8 +166,8 @@ static void ssd_rows(const Ssd& op, int64_t request, int64_t head, int64_t begin
     float dts[STATE_TOKENS], decays[STATE_TOKENS];
     const int64_t rows = end - begin, padded_rows = (rows + LANES - 1) / LANES * LANES;
     float* const xs = scratch + head_size;
-    float* const ys = xs + STATE_TOKENS * padded_rows;
-    vf sums[STATE_TOKENS];
+    float* const ys = xs + STATE_TOKENS * padded_rows;  // [rows][STATE_TOKENS]
+    vf sums[STATE_TOKENS] = {};
     for (int64_t first = tokens.begin; first < tokens.end; first += STATE_TOKENS) {
         const int count = int(tokens.end - first < STATE_TOKENS ? tokens.end - first : STATE_TOKENS);
         for (int i = 0; i < count; ++i) {
@@ -155,15 +186,18 @@ static void ssd_rows(const Ssd& op, int64_t request, int64_t head, int64_t begin
             const float* source = from ? from + p * size : nullptr;
             float* const target = to + p * size;
             const float* const values = xs + p - begin;
-            for (int i = 0; i < count; ++i) sums[i] = vf{};
+            if (size < WIDE * LANES)
+                for (int i = 0; i < count; ++i) sums[i] = vf{};
             int64_t n = 0;
             for (; n + WIDE * LANES <= size; n += WIDE * LANES) {
+                if (source)  // the next row, which is needed only after all tokens of this one
+                    for (int w = 0; w < WIDE; ++w) __builtin_prefetch(source + size + n + w * LANES);
                 vf h[WIDE];
                 for (int w = 0; w < WIDE; ++w) h[w] = source ? load(source + n + w * LANES) : vf{};
                 for (int i = 0; i < count; ++i) {
                     const float added = values[i * padded_rows] * dts[i];
                     const float *b = bs + i * padded + n, *c = cs + i * padded + n;
-                    vf even = sums[i], odd = {};
+                    vf even = n ? sums[i] : vf{}, odd = {};
                     for (int w = 0; w < WIDE; ++w) {
                         h[w] = h[w] * decays[i] + load(b + w * LANES) * added;
                         (w % 2 ? odd : even) += h[w] * load(c + w * LANES);
@@ -186,12 +220,15 @@ static void ssd_rows(const Ssd& op, int64_t request, int64_t head, int64_t begin
                 store(rest, h);
                 for (int64_t l = 0; l < lanes; ++l) target[n + l] = rest[l];
             }
-            for (int i = 0; i < count; ++i) ys[i * padded_rows + p - begin] = sum_of_lanes(sums[i]);
+            if (count == 1)
+                ys[(p - begin) * STATE_TOKENS] = sum_of_lanes(sums[0]);
+            else
+                sums_of_lanes(sums, ys + (p - begin) * STATE_TOKENS);
         }
         for (int i = 0; i < count; ++i) {
-            float* const y = ys + i * padded_rows;
-            for (int64_t p = 0; p < padded_rows; p += LANES) store(y + p, load(y + p) + load(xs + i * padded_rows + p) * skip);
-            narrow_some<E>(out + i * op.heads * op.head_dim, y, rows);
+            float* const x_of_token = xs + i * padded_rows;
+            for (int64_t p = 0; p < rows; ++p) x_of_token[p] = ys[p * STATE_TOKENS + i] + x_of_token[p] * skip;
+            narrow_some<E>(out + i * op.heads * op.head_dim, x_of_token, rows);
         }
         from = to;
     }
@@ -252,32 +289,62 @@ static void prepare_delta_tokens(const DeltaRule& op, int64_t head, int64_t firs
     }
 }
 
-// Advances W * LANES columns of a head's state by one token. `from` may be null: zeros.
+// a * b + c with one rounding where the instruction set has it. The compiler may fuse either product of a sum of two, and not
+// the same one everywhere.
+INLINE vf fused_add(vf a, float b, vf c) {
+#if LANES == 16
+    return (vf)_mm512_fmadd_ps((__m512)a, _mm512_set1_ps(b), (__m512)c);
+#elif LANES == 8
+    return (vf)_mm256_fmadd_ps((__m256)a, _mm256_set1_ps(b), (__m256)c);
+#elif defined(__aarch64__)
+    for (int i = 0; i < LANES; ++i) c[i] = __builtin_fmaf(a[i], b, c[i]);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
+
+// Advances W * LANES columns of a head's state by the tokens of a group. `from` may be null: zeros. The pass that adds a
+// token's correction also computes both products of the next token with the new state.
 template <class E, int W>
-INLINE void delta_columns(const DeltaRule& op, const DeltaTokens& tokens, int i, int64_t padded, const float* from, float* to,
+static void delta_columns(const DeltaRule& op, const DeltaTokens& tokens, int count, int64_t padded, const float* from, float* to,
                           const typename E::type* v, typename E::type* out) {
-    const int64_t size = op.k_dim, stride = op.v_dim;
-    const float* const decays = tokens.decays + i * padded;
-    const float* const keys = tokens.keys + i * padded;
-    const float* const decayed_keys = tokens.decayed_keys + i * padded;
-    const float* const decayed_queries = tokens.decayed_queries + i * padded;
+    const int64_t size = op.k_dim, stride = op.v_dim, out_stride = op.v_heads * op.v_dim;
     vf found[W] = {}, read[W] = {}, correction[W];
     if (from)
         for (int64_t k = 0; k < size; ++k)
             for (int w = 0; w < W; ++w) {
                 const vf s = load(from + k * stride + w * LANES);
-                found[w] += s * decayed_keys[k];
-                read[w] += s * decayed_queries[k];
+                found[w] += s * tokens.decayed_keys[k];
+                read[w] += s * tokens.decayed_queries[k];
             }
-    for (int w = 0; w < W; ++w) {
-        correction[w] = (E::widen(v + w * LANES) - found[w]) * tokens.betas[i];
-        E::narrow(out + w * LANES, read[w] + correction[w] * tokens.products[i]);
-    }
-    for (int64_t k = 0; k < size; ++k)
+    for (int i = 0; i < count; ++i, from = to) {
+        const float* const decays = tokens.decays + i * padded;
+        const float* const keys = tokens.keys + i * padded;
         for (int w = 0; w < W; ++w) {
-            const vf s = from ? load(from + k * stride + w * LANES) * decays[k] : vf{};
-            store(to + k * stride + w * LANES, s + correction[w] * keys[k]);
+            correction[w] = (E::widen(v + i * op.v_stride + w * LANES) - found[w]) * tokens.betas[i];
+            E::narrow(out + i * out_stride + w * LANES, read[w] + correction[w] * tokens.products[i]);
         }
+        if (i + 1 == count) {
+            for (int64_t k = 0; k < size; ++k)
+                for (int w = 0; w < W; ++w) {
+                    const vf s = from ? load(from + k * stride + w * LANES) * decays[k] : vf{};
+                    store(to + k * stride + w * LANES, fused_add(correction[w], keys[k], s));
+                }
+            break;
+        }
+        const float* const decayed_keys = tokens.decayed_keys + (i + 1) * padded;
+        const float* const decayed_queries = tokens.decayed_queries + (i + 1) * padded;
+        for (int w = 0; w < W; ++w) found[w] = read[w] = vf{};
+        for (int64_t k = 0; k < size; ++k)
+            for (int w = 0; w < W; ++w) {
+                const vf s = from ? load(from + k * stride + w * LANES) * decays[k] : vf{};
+                const vf next = fused_add(correction[w], keys[k], s);
+                store(to + k * stride + w * LANES, next);
+                found[w] += next * decayed_keys[k];
+                read[w] += next * decayed_queries[k];
+            }
+    }
 }
 
 // One column.
@@ -309,7 +376,7 @@ INLINE const float* state_before(const float* from, const float* to, int i, int6
 template <class E>
 static void delta_rule_columns(const DeltaRule& op, int64_t request, int64_t head, int64_t begin, int64_t end, float* scratch) {
     typedef typename E::type T;
-    constexpr int WIDE = 4;
+    constexpr int WIDE = LANES == 16 ? 2 : 4;  // so that 128 rows of the columns fit half of the first cache
     const Tokens tokens = tokens_of(op.step, request);
     if (tokens.begin == tokens.end) return;
     const int64_t padded = (op.k_dim + LANES - 1) / LANES * LANES, head_size = op.k_dim * op.v_dim;
@@ -329,11 +396,9 @@ static void delta_rule_columns(const DeltaRule& op, int64_t request, int64_t hea
         const int64_t out_stride = op.v_heads * op.v_dim;
         int64_t c = begin;
         for (; c + WIDE * LANES <= end; c += WIDE * LANES)
-            for (int i = 0; i < count; ++i)
-                delta_columns<E, WIDE>(op, group, i, padded, state_before(from, to, i, c), to + c, v + i * op.v_stride + c, out + i * out_stride + c);
+            delta_columns<E, WIDE>(op, group, count, padded, state_before(from, to, 0, c), to + c, v + c, out + c);
         for (; c + LANES <= end; c += LANES)
-            for (int i = 0; i < count; ++i)
-                delta_columns<E, 1>(op, group, i, padded, state_before(from, to, i, c), to + c, v + i * op.v_stride + c, out + i * out_stride + c);
+            delta_columns<E, 1>(op, group, count, padded, state_before(from, to, 0, c), to + c, v + c, out + c);
         for (; c < end; ++c)
             for (int i = 0; i < count; ++i)
                 delta_column<E>(op, group, i, padded, state_before(from, to, i, c), to + c, v + i * op.v_stride + c, out + i * out_stride + c);

@@ -19,6 +19,7 @@ from mvllm.testing.attention_cases import make_spec
 from mvllm.testing.block_quantized_cases import block_quantized_weight
 from mvllm.testing.op_cases import op_calls
 from mvllm_cpu import kernels
+from mvllm_cpu.activation_ops import ActivationOps
 from mvllm_cpu.block_quantized_linear import FORMATS, BlockQuantizedLinear
 from mvllm_cpu.linear import Linear
 from mvllm_cpu.moe import Moe
@@ -54,7 +55,9 @@ def attention() -> None:
 
 
 def states() -> None:
-    providers = {provider.op: provider.function for provider in StateOps(kernels.load().library).providers()}
+    library = kernels.load().library
+    made = (*StateOps(library).providers(), *ActivationOps(library).providers())
+    providers = {provider.op: provider.function for provider in made}
     for op, dtype in itertools.product(providers, DTYPES):
         for case in op_calls(op, dtype):
             providers[op](*case.make())
@@ -126,12 +129,15 @@ def experts() -> None:
     for dtype, (hidden, inner) in itertools.product(DTYPES.values(), ((64, 32), (67, 33), (33, 7))):
         weights = torch.randn(5, 2 * inner, hidden).to(dtype), torch.randn(5, hidden, inner).to(dtype)
         packed = op.pack(weights)
+        ungated = op.pack_ungated((torch.randn(5, inner, hidden).to(dtype), torch.randn(5, hidden, inner).to(dtype)))
         for rows in (0, 1, 3, 40):
             ids = torch.stack([torch.randperm(5)[:2] for _ in range(rows)]) if rows else torch.empty(0, 2).long()
             x, chosen = torch.randn(rows, hidden).to(dtype), (ids, torch.rand(rows, 2))
             op.moe(x, *packed, *chosen)
             biases = torch.randn(5, 2 * inner).to(dtype), torch.randn(5, hidden).to(dtype)
             op.clamped_moe(x, packed[0], biases[0], packed[1], biases[1], *chosen, 1.7, 1.0)
+            op.gelu_tanh_moe(x, *packed, *chosen)
+            op.ungated_moe(x, *ungated, *chosen, "relu_squared")
 
 
 def quantized_experts() -> None:

@@ -40,6 +40,61 @@ def test_conversions_row_factors_and_reordered_heads_are_replayed_with_the_bits_
     assert len(compiled._programs) == 2 and None not in compiled._programs.values()
 
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+REVERSED, ROWS, TABLE_ROWS = torch.arange(20).flip(0), torch.tensor([2, 0, 1, 2]), torch.tensor([[1, 2], [0, 0]])
+
+ELEMENTWISE = {
+    "of two vectors": lambda x, y: x[:, 0] * y[:, 0],
+    "of strided rows": lambda x, y: x[:, 1:3] - y[:, :2],
+    "with a vector": lambda x, y: x / y[0, 0],
+    "with a row": lambda x, y: y[:, :1] + x,
+    "with a factor for each row": lambda x, y: x * y[:, :1, :1],
+    "of a transposed tensor": lambda x, y: x.transpose(0, 2) * y.transpose(0, 2),
+    "of two dtypes": lambda x, y: x * y.float(),
+    "with a number": lambda x, y: ((x[:, 1:] + 0.3) * 1.7 - 0.7)[:, 1:] * 0.3,
+    "conversion": lambda x, y: x.transpose(1, 2).to(torch.float16).to(torch.bfloat16),
+    "joined": lambda x, y: torch.cat((x[:, :2], y.transpose(0, 1).reshape(3, 4, 20)[:, 1:]), dim=1),
+    "reshaped": lambda x, y: x.transpose(0, 1).reshape(-1, 20),
+    "flattened": lambda x, y: x[:, 1:3].flatten(1),
+    "contiguous": lambda x, y: y.permute(2, 0, 1).contiguous(),
+    "columns": lambda x, y: x[:, 2].index_select(-1, REVERSED),
+    "rows": lambda x, y: x.index_select(0, ROWS),
+    "looked up": lambda x, y: x[TABLE_ROWS],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("function", ELEMENTWISE.values(), ids=ELEMENTWISE)
+def test_elementwise_operations_and_copies_are_replayed_with_the_bits_of_torch(function, dtype):
+    compiled = Replay(LOADED.library).compile(lambda x, y: torch.cat((function(x, y),), dim=0), dynamic=True)
+    with torch.inference_mode():
+        for seed in range(0, 6, 2):
+            x, y = (random(3, 4, 20, seed=seed + i, dtype=dtype) for i in range(2))
+            assert torch.equal(compiled(x, y), function(x, y))
+    assert not compiled.refusals
+
+
+def test_integers_are_replayed_as_torch_computes_them():
+    """The rows of two RoPE tables by the length of the prompt, and the choice between two embeddings."""
+    table, other = random(40, 8, seed=1), random(40, 8, seed=2)
+
+    def step(ids, lens):
+        rows = table.index_select(0, ids + 20 * (lens > 3))
+        codes = ids - 4
+        is_code = codes >= 0
+        code_rows = other.index_select(0, torch.maximum(codes, lens).clamp(min=2))
+        return torch.where(is_code.unsqueeze(1), code_rows, table[torch.where(is_code, 1, ids)]) + rows
+
+    compiled = Replay(LOADED.library).compile(step, dynamic=True)
+    with torch.inference_mode():
+        for dtype in (torch.int32, torch.int64):
+            for ids, lens in (([1, 2, 9], [1, 4, 5]), ([7, 0, 3], [4, 3, 2])):
+                arguments = torch.tensor(ids, dtype=dtype), torch.tensor(lens, dtype=dtype)
+                assert torch.equal(compiled(*arguments), step(*arguments))
+    assert not compiled.refusals
+
+
 def test_conversions_have_the_bits_of_torch():
     """Rounding to even, overflow, infinities; NaN remains NaN, of which torch has several."""
     torch_ops = Replay(LOADED.library).torch_ops
@@ -60,12 +115,16 @@ def test_conversions_have_the_bits_of_torch():
         ("aten::to.dtype", (torch.ones(2, 2), torch.float32)),
         ("aten::to.dtype", (torch.ones(2, 2, dtype=torch.int32), torch.float32)),
         ("aten::to.dtype", (torch.ones(2, 2), torch.bfloat16, True)),
-        ("aten::mul.Tensor", (torch.ones(2, 4), torch.ones(2, 4))),
-        ("aten::mul.Tensor", (torch.ones(2, 4), torch.ones(1, 1))),
-        ("aten::mul.Tensor", (torch.ones(2, 4), torch.ones(2, 1, dtype=torch.bfloat16))),
-        ("aten::mul.Tensor", (torch.ones(2, 3, 4).transpose(1, 2), torch.ones(2, 1, 1))),
+        ("aten::mul.Tensor", (torch.ones(2, 4), torch.ones(2, 4, dtype=torch.float64))),
+        ("aten::mul.Tensor", (torch.ones(2, 4), torch.tensor(2.0, dtype=torch.bfloat16))),
+        ("aten::mul.Tensor", (torch.ones(2, 4), torch.ones(2, 1, dtype=torch.int64))),
+        ("aten::mul.Tensor", (torch.ones(2, 4), torch.ones(3, 1))),
+        ("aten::mul.Tensor", (torch.ones(2, 3, 2, 3, 2).permute(4, 2, 0, 3, 1), torch.ones(2, 1, 1, 1, 1))),
+        ("aten::add.Tensor", (torch.ones(2, dtype=torch.int64), torch.ones(3, dtype=torch.int64))),
+        ("aten::cat", ([torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bfloat16)], 0)),
+        ("aten::where.self", (torch.ones(2, 4, dtype=torch.bool), torch.ones(2, 4), torch.zeros(2, 4))),
         ("aten::index_select", (torch.ones(2, 3, 4), 1, torch.tensor([0]))),
-        ("aten::index_select", (torch.ones(2, 4), -1, torch.tensor([0]))),
+        ("aten::index.Tensor", (torch.ones(2, 4), [None, torch.tensor([0])])),
     ],
 )
 def test_other_forms_are_left_to_torch(name, args):

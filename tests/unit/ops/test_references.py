@@ -105,3 +105,16 @@ def test_moe_sums_the_chosen_experts_by_their_weights() -> None:
         "moe", torch.float32, num_experts=experts, top_k=top_k, hidden_size=hidden, intermediate_size=inner
     )
     torch.testing.assert_close(op(x, gate_up, down, ids, weights).double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_decay_of_a_head_is_its_factor_times_the_softplus_of_its_elements() -> None:
+    x, factors, bias = torch.randn(5, 6), -torch.rand(3), torch.randn(6)
+    expected = torch.log1p((x + bias).double().exp()) * factors.repeat_interleave(2)
+    torch.testing.assert_close(reference("log_decay")(x, factors, bias).double(), expected, atol=1e-6, rtol=1e-6)
+    assert reference("log_decay")(x.bfloat16(), factors, bias).dtype == torch.float32
+
+
+def test_each_head_is_multiplied_by_its_own_matrix() -> None:
+    x, weight = torch.randn(4, 3, 5), torch.randn(3, 5, 7)
+    expected = torch.stack([x[:, head] @ weight[head] for head in range(3)], dim=1)
+    torch.testing.assert_close(reference("head_product")(x, weight), expected)

@@ -11,16 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from mvllm.plugin_api import OpProvider
 from mvllm_cpu import shared_weights, workspace
+from mvllm_cpu.activation_ops import FUNCTIONS
 from mvllm_cpu.ops import PROVIDER, rows_of, supports
 from mvllm_cpu.paged_attention import DTYPE_CODES
 from mvllm_cpu.recording import Kernel
 
 SCORES = ("softmax", "sigmoid", "softmax_of_chosen")
 """In the order of `Scores` in csrc/expert_selection.cpp."""
+
+GATE_UP, DOWN, UP = 0, 1, 2
+"""Matrices of experts, as csrc/moe.cpp numbers them; UP is the first one of experts without a gate."""
 
 
 @dataclass(frozen=True)
@@ -30,23 +33,6 @@ class PackedExperts:
     data: torch.Tensor
     num_experts: int
     intermediate_size: int
-
-
-def gelu_tanh_moe(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    expert_ids: torch.Tensor,
-    expert_weights: torch.Tensor,
-) -> torch.Tensor:
-    """Computes each expert for its own tokens only, with products of torch."""
-    total = torch.zeros(x.shape, dtype=torch.float32)
-    for expert in expert_ids.unique().tolist():
-        rows, place = torch.where(expert_ids == expert)
-        gate, up = F.linear(x[rows], gate_up[expert]).chunk(2, dim=-1)
-        found = F.linear(F.gelu(gate, approximate="tanh") * up, down[expert])
-        total.index_add_(0, rows, found.float() * expert_weights[rows, place, None])
-    return total.to(x.dtype)
 
 
 class Moe:
@@ -63,6 +49,8 @@ class Moe:
         sizes = (length, length, length, length, length, number)
         moe = (pointer, length, pointer, pointer, pointer, pointer, pointer, *sizes)
         self._moe = Kernel(library, "mvllm_cpu_moe", moe)
+        self._gelu_tanh_moe = Kernel(library, "mvllm_cpu_gelu_tanh_moe", moe)
+        self._ungated_moe = Kernel(library, "mvllm_cpu_ungated_moe", (*moe[:-1], number, number))
         selection = (pointer, length, pointer, pointer, pointer, length, length, length, number, number, ctypes.c_float)
         self._select_experts = Kernel(library, "mvllm_cpu_select_experts", (*selection, length, length, number, number))
         clamped = (pointer, length, *(pointer,) * 7, *sizes[:-1], ctypes.c_float, ctypes.c_float, number)
@@ -72,22 +60,34 @@ class Moe:
         """One per operation."""
         return (
             OpProvider("moe", PROVIDER, self.moe, supports, prepare=self.pack, batch_invariant=True),
-            OpProvider("gelu_tanh_moe", PROVIDER, gelu_tanh_moe, supports),
+            OpProvider(
+                "gelu_tanh_moe", PROVIDER, self.gelu_tanh_moe, supports, prepare=self.pack, batch_invariant=True
+            ),
             OpProvider("clamped_moe", PROVIDER, self.clamped_moe, supports, prepare=self.pack, batch_invariant=True),
+            OpProvider(
+                *("ungated_moe", PROVIDER, self.ungated_moe, supports), prepare=self.pack_ungated, batch_invariant=True
+            ),
             OpProvider("select_experts", PROVIDER, self.select_experts, supports, batch_invariant=True),
         )
 
     def pack(self, weights: tuple[torch.Tensor, torch.Tensor]) -> tuple[PackedExperts, PackedExperts]:
         """The loaded gate_up and down in the kernels' layout, in the same memory if the sizes allow it."""
-        gate_up, down = (weight.detach().contiguous() for weight in weights)
+        return self._packed(weights[0], weights[1], GATE_UP)
+
+    def pack_ungated(self, weights: tuple[torch.Tensor, torch.Tensor]) -> tuple[PackedExperts, PackedExperts]:
+        """The loaded up and down, likewise."""
+        return self._packed(weights[0], weights[1], UP)
+
+    def _packed(self, first: torch.Tensor, down: torch.Tensor, kind: int) -> tuple[PackedExperts, PackedExperts]:
+        down = down.detach().contiguous()
         num_experts, hidden_size, inner = down.shape
         code = DTYPE_CODES[down.dtype]
         packed = []
-        for is_down, weight in ((0, gate_up), (1, down)):
-            elements = self._expert_bytes(is_down, hidden_size, inner, code) // weight.itemsize
+        for matrix, weight in ((kind, first.detach().contiguous()), (DOWN, down)):
+            elements = self._expert_bytes(matrix, hidden_size, inner, code) // weight.itemsize
             in_place = elements * num_experts == weight.numel()
             data = weight if in_place else torch.empty(num_experts * elements, dtype=weight.dtype)
-            self._pack(is_down, weight.data_ptr(), data.data_ptr(), num_experts, hidden_size, inner, code)
+            self._pack(matrix, weight.data_ptr(), data.data_ptr(), num_experts, hidden_size, inner, code)
             packed.append(PackedExperts(shared_weights.share("experts", data), num_experts, inner))
         return packed[0], packed[1]
 
@@ -136,13 +136,49 @@ class Moe:
         expert_weights: torch.Tensor,
     ) -> torch.Tensor:
         """Sums the weighted outputs of each token's experts; rounds where the reference rounds."""
+        return self._call(self._moe, x, gate_up, down, expert_ids, expert_weights)
+
+    def gelu_tanh_moe(
+        self,
+        x: torch.Tensor,
+        gate_up: PackedExperts,
+        down: PackedExperts,
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """Like `moe`, with GELU in its tanh approximation."""
+        return self._call(self._gelu_tanh_moe, x, gate_up, down, expert_ids, expert_weights)
+
+    def ungated_moe(
+        self,
+        x: torch.Tensor,
+        up: PackedExperts,
+        down: PackedExperts,
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+        activation: str,
+    ) -> torch.Tensor:
+        """Like `moe`, without gates."""
+        function = FUNCTIONS.index(activation)
+        return self._call(self._ungated_moe, x, up, down, expert_ids, expert_weights, function)
+
+    def _call(
+        self,
+        kernel: Kernel,
+        x: torch.Tensor,
+        first: PackedExperts,
+        down: PackedExperts,
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+        *options: int,
+    ) -> torch.Tensor:
         rows = rows_of(x)
         out = workspace.empty(x.shape, x.dtype)
         ids, weights = expert_ids.contiguous(), expert_weights.contiguous()
-        self._moe(
+        kernel(
             rows.data_ptr(),
             rows.stride(0),
-            gate_up.data.data_ptr(),
+            first.data.data_ptr(),
             down.data.data_ptr(),
             ids.data_ptr(),
             weights.data_ptr(),
@@ -152,6 +188,7 @@ class Moe:
             ids.shape[1],
             rows.shape[1],
             down.intermediate_size,
+            *options,
             DTYPE_CODES[x.dtype],
         )
         return out

@@ -142,7 +142,8 @@ class CPUPlatform(Platform):
         return backend(spec)
 
     def ops(self) -> Sequence[OpProvider]:
-        from mvllm_cpu import elementwise_rows, onednn_linear
+        from mvllm_cpu import onednn_linear
+        from mvllm_cpu.activation_ops import ActivationOps
         from mvllm_cpu.block_quantized_linear import BlockQuantizedLinear
         from mvllm_cpu.linear import Linear
         from mvllm_cpu.moe import Moe
@@ -157,8 +158,8 @@ class CPUPlatform(Platform):
         compiled = (*KernelOps(loaded.library).providers(), *Linear(loaded.library, loaded.isa).providers())
         integers = (*QuantizedLinear(loaded.library).providers(), *BlockQuantizedLinear(loaded.library).providers())
         experts = (*Moe(loaded.library).providers(), *QuantizedMoe(loaded.library).providers())
-        states = (*StateOps(loaded.library).providers(), *elementwise_rows.providers())
-        return (*compiled, *integers, *experts, *states, *onednn_linear.providers())
+        others = (*ActivationOps(loaded.library).providers(), *StateOps(loaded.library).providers())
+        return (*compiled, *integers, *experts, *others, *onednn_linear.providers())
 
     def compiler(self) -> CompileBackend:
         from mvllm_cpu.replay import Replay

@@ -120,10 +120,13 @@ class _OperationRecorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if name.startswith(("aten::empty", "aten::new_empty")):
             self.allocated.append(result)
+        # Without gradients, torch reports `contiguous`, `reshape` and `to` as one operation, copy or not.
+        elif not _is_within(result, args) and (copied := self._torch_ops.copy(name, args, result)) is not None:
+            self.allocated.append(copied)
+            return copied
         elif not (func.is_view or name in ("aten::detach", "aten::_unsafe_view")):
             recording.refuse(f"torch computes {name}")
         elif name == "aten::lift_fresh" or not _is_within(result, args):
-            # Without gradients, torch reports `contiguous`, `reshape` and `to` as one operation, copy or not.
             recording.refuse(f"torch makes a tensor with {name}")
         return result
 
@@ -187,12 +190,17 @@ class Replay(CompileBackend):
 
 
 class _Compiled:
-    """One function and its recordings, by the shapes of its arguments."""
+    """One function and its recordings, by the shapes of its arguments.
+
+    Attributes:
+        refusals: Why shapes are not replayed.
+    """
 
     def __init__(self, backend: Replay, function: Callable[..., Any]) -> None:
         self._backend = backend
         self._function = function
         self._programs: dict[Hashable, _Program | None] = {}
+        self.refusals: dict[Hashable, str] = {}
 
     def __call__(self, *args: Any) -> Any:
         """Calls or replays the function. `args`: tensors, None, plans of this platform's attention, or state slots."""
@@ -225,6 +233,7 @@ class _Compiled:
                     self._function(*before)  # the replay may have stored wrong keys and values
                 raise _NotReplayable("its kernels are not all of its work: the replay gives another result")
         except _NotReplayable as e:
+            self.refusals[key] = str(e)
             logger.debug("Steps of %s are not replayed: %s", key, e)
         else:
             self._programs[key] = program
