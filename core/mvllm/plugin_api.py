@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from mvllm.ops.float8_linear import Float8Inputs, Float8Weight
     from mvllm.ops.quantized_linear import QuantizedWeight
     from mvllm.ops.quantized_moe import ExpertWeight
+    from mvllm.ops.static_state_ops import static_state_ops
 
 _LAZY = {
     "BlockQuantizedPart": "mvllm.ops.block_quantized_linear",
@@ -83,6 +84,7 @@ _LAZY = {
     "QuantizedWeight": "mvllm.ops.quantized_linear",
     "ReferenceAttention": "mvllm.attention.reference",
     "TorchCommunicator": "mvllm.distributed.torch_communicator",
+    "static_state_ops": "mvllm.ops.static_state_ops",
 }
 
 __all__ = [
@@ -175,6 +177,7 @@ __all__ = [
     "get_logger",
     "hookimpl",
     "require_phase",
+    "static_state_ops",
 ]
 
 

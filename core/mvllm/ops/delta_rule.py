@@ -71,7 +71,7 @@ def gated_delta_rule(
         [T, num_v_heads, v_head_dim], compute dtype; computed in float32.
     """
     step = query_start_loc, read_slots, write_slots, max_query_len
-    return _delta_rule(_products, CHUNK, q, k, v, g[..., None], beta, state, step, scale, l2_norm)
+    return _delta_rule(products_with_decays, CHUNK, q, k, v, g[..., None], beta, state, step, scale, l2_norm)
 
 
 def kda(
@@ -115,7 +115,7 @@ def kda(
     """
     step = query_start_loc, read_slots, write_slots, max_query_len
     chunk = CHUNK_WITH_CHANNEL_DECAYS
-    return _delta_rule(_products_with_channel_decays, chunk, q, k, v, g, beta, state, step, scale, l2_norm)
+    return _delta_rule(products_with_channel_decays, chunk, q, k, v, g, beta, state, step, scale, l2_norm)
 
 
 def _delta_rule(
@@ -136,7 +136,7 @@ def _delta_rule(
     per_head = v.shape[1] // k.shape[1]
     query, key = q.to(wide), k.to(wide)
     if l2_norm:
-        query, key = _normalized(query), _normalized(key)
+        query, key = normalized(query), normalized(key)
 
     def one_token(
         s: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
@@ -161,7 +161,8 @@ def _delta_rule(
     return advance_states(one_token, sequence, inputs, v.new_zeros(v.shape), state, *step)
 
 
-def _normalized(x: torch.Tensor) -> torch.Tensor:
+def normalized(x: torch.Tensor) -> torch.Tensor:
+    """The vectors of the last dimension divided by their length."""
     return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + L2_NORM_EPS)
 
 
@@ -184,7 +185,9 @@ def _chunk(
     return y, s * since_start[:, -1, :, None] + (k * until_end).transpose(1, 2) @ corrections
 
 
-def _products(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def products_with_decays(
+    q: torch.Tensor, k: torch.Tensor, g: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Decayed products of keys and of queries with earlier keys, and each token's decay until the last one.
 
     Args:
@@ -198,10 +201,10 @@ def _products(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> tuple[torch.
     return (k @ transposed) * decays, (q @ transposed) * decays, decays[:, -1, :, None]
 
 
-def _products_with_channel_decays(
+def products_with_channel_decays(
     q: torch.Tensor, k: torch.Tensor, g: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `_products`, for g [H, L, K]; the decays until the last token are [H, L, K]."""
+    """As `products_with_decays`, for g [H, L, K]; the decays until the last token are [H, L, K]."""
     decays = decay_between(g.transpose(1, 2))  # [H, K, L, L]
     earlier = k.transpose(1, 2)[..., None, :] * decays
     of_keys, of_queries = ((x.transpose(1, 2)[..., None] * earlier).sum(dim=1) for x in (k, q))

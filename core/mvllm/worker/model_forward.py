@@ -93,6 +93,11 @@ class ModelForward:
         self.head = None
 
     @property
+    def has_states(self) -> bool:
+        """Whether a layer of the model has a sequence state."""
+        return self.layers.states.are_needed
+
+    @property
     def is_compiled(self) -> bool:
         """Whether the platform compiles the model."""
         config = self.config

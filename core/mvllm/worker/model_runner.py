@@ -231,7 +231,7 @@ class ModelRunner:
             with_prompt_lens=self.loader.model.uses_prompt_lens,
             with_sample_rows=on_device,
             max_draft_tokens=self._num_speculative,
-            every_request_samples=self._forward.is_static,
+            is_static=self._forward.is_static,
             with_states=self._layers.states.are_needed,
         )
         sizes = None if shapes.requests is None else tuple(reversed(sample_sizes(shapes, max_rows)))

@@ -118,19 +118,26 @@ class BufferLayout:
             for slot_mapping_index, block_table_index in self.slot_and_table_indices[1:]
         ]
 
-    def state_layout(self, parts: list[np.ndarray], views: list[torch.Tensor], of: BatchLayout) -> StateLayout | None:
+    def state_layout(
+        self, parts: list[np.ndarray], views: list[torch.Tensor], of: BatchLayout, *, is_static: bool
+    ) -> StateLayout | None:
         """The StateLayout of a step; None without sequence states.
 
         Args:
             parts, views: As in `layouts`.
             of: The BatchLayout of the step.
+            is_static: `max_query_len` must depend on the shape and on whether token i belongs to request i only, since
+                a compiler may take it for a constant.
         """
         if not self.state_slots:
             return None
+        max_query_len = of.max_query_len
+        if is_static and (max_query_len != 1 or self.tokens != self.requests):
+            max_query_len = self.tokens
         return StateLayout(
             num_requests=self.requests,
             num_tokens=self.tokens,
-            max_query_len=of.max_query_len,
+            max_query_len=max_query_len,
             query_start_loc=parts[3],
             read_slots=parts[9],
             write_slots=parts[10],
@@ -203,7 +210,7 @@ class StepInputBuilder:
         with_prompt_lens: The model reads `prompt_lens`.
         with_sample_rows: Build `sample_rows`.
         max_draft_tokens: Most draft tokens of a row in one step.
-        every_request_samples: Pad S to the size of R, so that shapes depend on one size less.
+        is_static: The platform has static shapes: S is padded to the size of R, so that shapes depend on one size less.
         with_states: The model has sequence states.
 
     Attributes:
@@ -222,10 +229,10 @@ class StepInputBuilder:
         with_prompt_lens: bool = False,
         with_sample_rows: bool = False,
         max_draft_tokens: int = 0,
-        every_request_samples: bool = False,
+        is_static: bool = False,
         with_states: bool = False,
     ) -> None:
-        self._every_request_samples = every_request_samples
+        self._is_static = is_static
         self._with_states = with_states
         self._rows = rows
         self._block_size = block_size
@@ -310,7 +317,7 @@ class StepInputBuilder:
         else:
             padded_tokens, padded_requests = captured
             padded_sampling = padded_requests if num_sampling else 0
-        if self._every_request_samples:
+        if self._is_static:
             padded_sampling = padded_requests
         padded_logits_rows = padded_sampling if num_draft_tokens is None else num_logits_rows
         if captured is not None and num_draft_tokens is not None:
@@ -407,7 +414,7 @@ class StepInputBuilder:
             layouts=layouts,
             prompt_lens=views[7] if self._with_prompt_lens else None,
             sample_rows=views[8] if self._with_sample_rows else None,
-            state_layout=layout.state_layout(parts, views, layouts[0]),
+            state_layout=layout.state_layout(parts, views, layouts[0], is_static=self._is_static),
         )
 
 

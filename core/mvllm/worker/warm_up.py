@@ -113,7 +113,9 @@ def warm_up(
     shapes, scheduler = forward.shapes(), forward.config.scheduler
     limits = {"max_tokens": scheduler.max_num_batched_tokens, "max_rows": scheduler.max_num_seqs}
     if forward.is_static:
-        all_shapes = step_shapes(shapes, **limits, max_pages=max_pages, block_size=block_size)
+        all_shapes = step_shapes(
+            shapes, **limits, max_pages=max_pages, block_size=block_size, with_states=forward.has_states
+        )
         states = _run_all_shapes(forward, buffer, all_shapes, block_size)
         _warm_up_sampling(forward, sampler, buffer, states, warm_up_params(forward.config.model.num_token_ids))
     elif shapes.capture is not None:
@@ -222,7 +224,6 @@ def dummy_inputs(
     """
     num_tokens, num_requests = shape.num_tokens, shape.num_requests
     query_len, with_prompt_lens = -(-num_tokens // num_requests), forward.loader.model.uses_prompt_lens
-    with_states = forward.layers.states.are_needed
     layout = BufferLayout(
         tokens=shape.tokens,
         requests=shape.requests,
@@ -231,7 +232,7 @@ def dummy_inputs(
         prompt_lens=shape.tokens if with_prompt_lens else 0,
         sample_rows=shape.requests if with_sample_rows else 0,
         num_groups=num_groups,
-        state_slots=shape.requests if with_states else 0,
+        state_slots=shape.requests if forward.has_states else 0,
     )
     buffer = np.zeros(sum(layout.sizes), dtype=np.int32)
     parts = layout.parts(buffer)
@@ -270,7 +271,7 @@ def dummy_inputs(
         layouts=layouts,
         prompt_lens=views[7] if with_prompt_lens else None,
         sample_rows=views[8] if with_sample_rows else None,
-        state_layout=layout.state_layout(parts, views, layouts[0]),
+        state_layout=layout.state_layout(parts, views, layouts[0], is_static=forward.is_static),
     )
 
 
@@ -285,9 +286,14 @@ def profile_shape(
 
 
 def step_shapes(
-    shapes: ShapePolicy, *, max_tokens: int, max_rows: int, max_pages: int, block_size: int
+    shapes: ShapePolicy, *, max_tokens: int, max_rows: int, max_pages: int, block_size: int, with_states: bool = False
 ) -> Iterator[StepShape]:
-    """Every shape of a step within the limits, largest first. A dimension without buckets has its largest size."""
+    """Every shape of a step within the limits, largest first. A dimension without buckets has its largest size.
+
+    Args:
+        with_states: The model has sequence states, so steps of as many tokens as requests after padding differ in
+            whether a request has several tokens.
+    """
     every = product(
         _buckets(shapes.tokens, max_tokens), _buckets(shapes.requests, max_rows), _buckets(shapes.pages, max_pages)
     )
@@ -296,7 +302,11 @@ def step_shapes(
         room = requests * pages * block_size
         if over_tokens < room and over_requests < tokens:
             num_tokens = min(tokens, room)
-            yield StepShape(tokens, requests, pages, num_tokens, min(requests, num_tokens))
+            num_requests = min(requests, num_tokens)
+            yield StepShape(tokens, requests, pages, num_tokens, num_requests)
+            if with_states and tokens == requests and num_requests > 1 and pages * block_size > 1:
+                half = num_requests // 2
+                yield StepShape(tokens, requests, pages, min(num_tokens, half * pages * block_size), half)
 
 
 def capture_shapes(

@@ -4,7 +4,7 @@ of the platform    replaced by
 device             the host's memory
 CUDA graphs        graphs of torch operations (host_graphs.py of torch-gpu's tests)
 Triton kernels     KERNELS: torch functions with the same signatures, which can be captured; a test puts them into
-                   mvllm_torch_gpu.attention
+                   mvllm_torch_gpu.attention. Operations on states: those of the platform without kernels
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class HostedPlatform(CUDAPlatform):
 
     Attributes:
         graphs_made: Graphs of all engines so far.
-        provided: Its op providers. Empty by default, because interpreted kernels are slow; tests may set it.
+        provided: Its op providers in addition to those on states. Empty by default, because interpreted kernels are
+            slow; tests may set it.
     """
 
     graphs_made: ClassVar[list[Any]] = []
@@ -79,7 +80,7 @@ class HostedPlatform(CUDAPlatform):
         return HostedRuntime(ctx)
 
     def ops(self) -> tuple[OpProvider, ...]:
-        return self.provided
+        return (*self.provided, *self.ops_without_kernels())
 
     def compiler(self) -> StepGraphBackend:
         graphs = HostGraphs()

@@ -28,6 +28,7 @@ from mvllm_tpu.attention import XlaMetadata
 from mvllm_tpu.lazy_runtime import num_compilations
 from mvllm_tpu.runtimes.lazy_attention import LazyAttention
 from mvllm_tpu.step_compiler import LazyStepCompiler
+from tests.helpers import parity
 
 LENGTHS = (3, 21, 40, 57)
 NUM_TOKENS = 12
@@ -80,6 +81,21 @@ def test_tokens_equal_transformers_with_chunks_prefix_hits_and_preemption(zoo, f
         assert tokens == expected.tokens
         assert llm.llm_engine.stats.num_preemptions > 0
         assert num_compilations() == warm
+
+
+@pytest.mark.parametrize("name", ["bamba", "qwen35"])
+def test_hybrid_models_give_the_tokens_of_transformers_with_chunks_and_kept_states(name):
+    """Mamba-2 and gated DeltaNet beside attention. Decode steps and chunks of as many tokens as rows are programs of
+    their own, all of them from the warm-up."""
+    expected = parity.oracle(name, (0, 5, 6, 8, 11), NUM_TOKENS)
+    settings = {"state_snapshot_interval": 16, "max_model_len": 128, "max_num_batched_tokens": 16}
+    with engine(expected.folder, **settings) as llm:
+        warm = num_compilations()
+        for _ in range(2):
+            tokens, cached = greedy(llm, expected.prompts)
+            assert tokens == expected.tokens
+        assert max(cached) >= 16, "the second time from kept states"
+        assert num_compilations() == warm and metrics.counter_value("DynamoExtractCompiledGraph") > 0
 
 
 def test_random_traffic_compiles_nothing_after_the_warm_up(zoo):

@@ -7,6 +7,7 @@ same signatures replace the Triton kernels; `WithoutKernels` uses the platform's
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 
 import torch
 from platforms.xpu.tests.fake_device import HOSTED
@@ -19,6 +20,7 @@ from mvllm.plugin_api import (
     CompileBackend,
     DeviceRuntime,
     GroupSpec,
+    OpProvider,
     PlatformError,
     WorkerContext,
 )
@@ -73,8 +75,8 @@ class HostedPlatform(XPUPlatform):
         mode = self.settings.compile_mode()
         return None if mode == "none" else make_compiler(mode, HOSTED, table_tokens=MOST_TOKENS)
 
-    def ops(self) -> tuple[()]:
-        return ()
+    def ops(self) -> Sequence[OpProvider]:
+        return self.ops_without_kernels()
 
     def doctor(self) -> tuple[()]:
         return ()

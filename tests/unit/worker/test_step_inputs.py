@@ -217,8 +217,7 @@ class TestProfileInputs:
     def make(self, *, max_tokens=40, max_rows=4, max_model_len=64, shapes=None):
         shape = profile_shape(shapes or ShapePolicy(), max_tokens, max_rows, max_model_len, BLOCK_SIZE)
         loader = SimpleNamespace(model=SimpleNamespace(uses_prompt_lens=False))
-        layers = SimpleNamespace(states=SimpleNamespace(are_needed=False))
-        forward = SimpleNamespace(runtime=HostRuntime(), loader=loader, layers=layers)
+        forward = SimpleNamespace(runtime=HostRuntime(), loader=loader, has_states=False, is_static=False)
         return dummy_inputs(forward, shape, block_size=BLOCK_SIZE)
 
     def test_it_is_the_largest_step(self):

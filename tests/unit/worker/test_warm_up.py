@@ -52,6 +52,16 @@ def test_each_shape_comes_once_with_a_step_that_fits_it():
         assert -(-s.num_tokens // s.num_requests) <= s.pages * BLOCK_SIZE
 
 
+def test_steps_with_states_run_with_one_token_and_with_several_tokens_of_a_request():
+    """Where token i may belong to request i, the two are different programs."""
+    plain, found = warmed(), list(step_shapes(SHAPES, **LIMITS, block_size=BLOCK_SIZE, with_states=True))
+    assert [s for s in found if s in plain] == plain
+    more = [s for s in found if s not in plain]
+    assert {(s.tokens, s.requests) for s in more} == {(8, 8)} and {s.pages for s in more} == {1, 3, 8}
+    for s in more:
+        assert 1 < -(-s.num_tokens // s.num_requests) <= s.pages * BLOCK_SIZE and s.num_tokens <= s.tokens
+
+
 def test_shapes_that_no_step_can_have_are_left_out():
     found = {(s.tokens, s.requests, s.pages) for s in warmed()}
     assert not any(tokens > 16 or requests > 8 or pages > 8 for tokens, requests, pages in found), "above the limits"

@@ -105,6 +105,7 @@ class TorchGpuPlatform(Platform):
             soft_cap=True,
             sinks=True,
             mla=True,
+            state=True,
             lazy_kernels=True,
         )
 
@@ -215,13 +216,19 @@ class TorchGpuPlatform(Platform):
             from mvllm_torch_gpu.ops import providers
         except ImportError as e:
             logger.warning("Operations run in plain torch: their kernels cannot be imported (%s).", e)
-            return ()
+            return self.ops_without_kernels()
         return providers(
             self.float8,
             multiplies_float8=self.multiplies_float8,
             linear=self.settings.linear(),
             module=self.module,
         )
+
+    def ops_without_kernels(self) -> Sequence[OpProvider]:
+        """Operations in plain torch for steps that are captured, in place of references that read lengths."""
+        from mvllm.plugin_api import static_state_ops
+
+        return static_state_ops()
 
     def graphs(self, device: torch.device) -> GraphBackend | None:
         from mvllm_torch_gpu.graphs import DeviceGraphs

@@ -18,6 +18,7 @@ from mvllm.plugin_api import (
     EngineConfig,
     GroupSpec,
     LaunchTopology,
+    OpProvider,
     ParallelConfig,
     Plan,
     Platform,
@@ -26,6 +27,8 @@ from mvllm.plugin_api import (
     Refusal,
     Refusals,
     ShapePolicy,
+    StateBackend,
+    StateSpec,
     WorkerContext,
 )
 from mvllm_tpu import compile_mode, runtimes, shapes, xla_devices
@@ -80,6 +83,7 @@ class TPUPlatform(Platform):
             soft_cap=True,
             sinks=True,
             mla=True,
+            state=True,
         )
 
     def plan(self, config: EngineConfig) -> Plan | Refusals:
@@ -133,6 +137,13 @@ class TPUPlatform(Platform):
         if problems:
             raise PlatformError(f"The TPU platform has no attention for this model: {'; '.join(problems)}.")
         return _runtime().attention(spec)
+
+    def state_backend(self, spec: StateSpec) -> StateBackend:
+        return _runtime().states(spec)
+
+    def ops(self) -> Sequence[OpProvider]:
+        found = runtimes.choose()
+        return () if found is None else found.ops()
 
     def compiler(self) -> CompileBackend | None:
         return _runtime().compiler()

@@ -52,16 +52,11 @@ class Fault:
             raise ValueError(
                 f"{VARIABLE}: {text!r} should be <{'|'.join(_KINDS)}>@<{'|'.join(_PHASES)}>[:key=value,...]"
             )
+        of = {"rank": int, "step": int, "seconds": float, "status": int, "free": int}
         values = dict(option.split("=", 1) for option in options.split(",") if option)
-        return cls(
-            kind,
-            phase,
-            rank=int(values.pop("rank", 0)),
-            step=int(values.pop("step", 0)),
-            seconds=float(values.pop("seconds")) if "seconds" in values else None,
-            status=int(values.pop("status", 3)),
-            free=int(values.pop("free", 0)),
-        )
+        if unknown := values.keys() - of.keys():
+            raise ValueError(f"{VARIABLE}: {text!r} has unknown keys: {', '.join(sorted(unknown))}")
+        return cls(kind, phase, **{key: of[key](value) for key, value in values.items()})
 
     def applies(self, phase: str, rank: int, step: int) -> bool:
         if phase != self.phase or self.rank not in (rank, -1):

@@ -23,6 +23,10 @@ BUCKETS = api.ShapePolicy(tokens=(8, 32, 128, 512, 2048, 8192), requests=(4, 16,
 
 def make_platform() -> api.Platform:
     """The factory that the plugin's PlatformSpec names."""
+    if Settings.from_environment().mode == "replay":
+        from mvllm_example_device.replay_platform import ReplayPlatform
+
+        return ReplayPlatform()
     return ExamplePlatform()
 
 

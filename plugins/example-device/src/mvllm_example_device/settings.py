@@ -5,6 +5,7 @@ MVLLM_EXAMPLE_MEMORY    bytes of each device (default 2 GiB)
 MVLLM_EXAMPLE_MODE      eager    work is done when a call returns (default)
                         static   every new shape counts as a compilation; one after the warm-up is an error
                         lazy     work counts as recorded until the step is marked; a missing mark is an error
+                        replay   steps are captured once for each shape and replayed: see replay.py
 FAULT_INJECTION         faults to inject: see faults.py
 """
 
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 from mvllm_example_device.faults import VARIABLE
 
-MODES = ("eager", "static", "lazy")
+MODES = ("eager", "static", "lazy", "replay")
 _DEVICES, _MEMORY, _MODE = "MVLLM_EXAMPLE_DEVICES", "MVLLM_EXAMPLE_MEMORY", "MVLLM_EXAMPLE_MODE"
 
 

@@ -6,7 +6,7 @@ Creating a Runtime and reading its attributes imports neither torch nor the libr
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
         CompileBackend,
         DeviceRuntime,
         GroupSpec,
+        OpProvider,
+        StateBackend,
+        StateSpec,
         WorkerContext,
     )
     from mvllm_tpu.xla_devices import Devices
@@ -68,6 +71,14 @@ class Runtime(ABC):
     @abstractmethod
     def attention(self, spec: AttentionSpec) -> AttentionBackend:
         """Attention for a spec that `XlaAttention.validate` has accepted. Phase: worker."""
+
+    @abstractmethod
+    def states(self, spec: StateSpec) -> StateBackend:
+        """Memory for sequence states. Phase: worker."""
+
+    @abstractmethod
+    def ops(self) -> Sequence[OpProvider]:
+        """Operations in place of core's references. Phase: worker."""
 
     def compiler(self) -> CompileBackend | None:
         """The compiler if `compiles`, else None. Phase: worker."""

@@ -10,6 +10,20 @@ from mvllm_tpu.lazy_runtime import require_room
 from mvllm_tpu.pallas_attention import PallasAttention
 
 
+def materialize() -> None:
+    """Runs the recorded operations."""
+    torch_xla.sync(wait=True)
+
+
+def reuse_buffer(tensor: torch.Tensor) -> None:
+    """Called before a KV cache or state is written in a step: the program writes to the tensor's own memory.
+
+    A lazy step does so without this mark; torch.compile otherwise returns the written tensor as a new one.
+    """
+    if torch.compiler.is_compiling():
+        torch.ops.xla.dynamo_set_buffer_donor_(tensor, True)
+
+
 class LazyAttention(XlaAttention):
     """XlaAttention on lazy tensors."""
 
@@ -17,12 +31,10 @@ class LazyAttention(XlaAttention):
         require_room(size, device, "The KV cache of a layer")
 
     def materialize(self) -> None:
-        torch_xla.sync(wait=True)
+        materialize()
 
     def reuse_buffer(self, cache: torch.Tensor) -> None:
-        # A lazy step does so without this mark; torch.compile otherwise returns the written cache as a new tensor.
-        if torch.compiler.is_compiling():
-            torch.ops.xla.dynamo_set_buffer_donor_(cache, True)
+        reuse_buffer(cache)
 
 
 class LazyPallasAttention(PallasAttention, LazyAttention):

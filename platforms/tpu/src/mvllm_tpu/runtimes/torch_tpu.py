@@ -6,7 +6,7 @@ Each eager operation is a separate program, compiled at its first use; torch.com
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from mvllm_tpu.runtimes.interface import Runtime
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
         CompileBackend,
         DeviceRuntime,
         GroupSpec,
+        OpProvider,
+        StateBackend,
+        StateSpec,
         WorkerContext,
     )
     from mvllm_tpu.xla_devices import Devices
@@ -65,6 +68,17 @@ class TorchTpu(Runtime):
 
         kernel_chosen(spec, ["it comes with torch_xla, and this is torch_tpu"])
         return EagerAttention(spec)
+
+    def states(self, spec: StateSpec) -> StateBackend:
+        from mvllm_tpu.eager_runtime import require_room
+        from mvllm_tpu.state import XlaStateBackend
+
+        return XlaStateBackend(spec, require_room)
+
+    def ops(self) -> Sequence[OpProvider]:
+        from mvllm.plugin_api import static_state_ops
+
+        return static_state_ops()
 
     def compiler(self) -> CompileBackend:
         from mvllm_tpu.step_compiler import StepCompiler

@@ -5,7 +5,7 @@ torch.compile records a model once for each shape.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from mvllm_tpu.runtimes.interface import Runtime
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
         CompileBackend,
         DeviceRuntime,
         GroupSpec,
+        OpProvider,
+        StateBackend,
+        StateSpec,
         WorkerContext,
     )
     from mvllm_tpu.xla_devices import Devices
@@ -69,6 +72,19 @@ class TorchXla(Runtime):
         from mvllm_tpu.runtimes.lazy_attention import LazyAttention, LazyPallasAttention
 
         return LazyPallasAttention(spec) if kernel_chosen(spec) else LazyAttention(spec)
+
+    def states(self, spec: StateSpec) -> StateBackend:
+        from mvllm_tpu.lazy_runtime import require_room
+        from mvllm_tpu.runtimes.lazy_attention import materialize
+        from mvllm_tpu.state import XlaStateBackend
+
+        return XlaStateBackend(spec, require_room, materialize)
+
+    def ops(self) -> Sequence[OpProvider]:
+        from mvllm.plugin_api import static_state_ops
+        from mvllm_tpu.runtimes.lazy_attention import reuse_buffer
+
+        return static_state_ops(reuse_buffer)
 
     def compiler(self) -> CompileBackend:
         """torch.compile, if the worker has one device; in SPMD mode and on request, steps are recorded."""
