@@ -137,7 +137,7 @@ def is_bamba(values: Metadata) -> bool:
 def _granite_hybrid(values: Metadata) -> dict[str, Any]:
     types = layer_kinds(values, _STATE_OUTPUT, LINEAR)
     if is_bamba(values):
-        return gated(
+        config = gated(
             values,
             "BambaForCausalLM",
             "bamba",
@@ -145,6 +145,7 @@ def _granite_hybrid(values: Metadata) -> dict[str, Any]:
             attn_layer_indices=[layer for layer, kind in enumerate(types) if kind != LINEAR],
             mlp_bias=has(values, "ffn_up.bias"),
         )
+        return {"partial_rotary_factor": 1.0, **config}  # the family's default is another one
     has_experts = values.integer("expert_count", 0, at_least=0) > 0
     config = gated(
         values,
