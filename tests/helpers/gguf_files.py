@@ -76,6 +76,8 @@ def write_gguf(
     merged_latent: bool = False,
     extra: dict[str, Any] | None = None,
     split_from: str | None = None,
+    dequantized: bool = False,
+    stacked_delta_net: bool = False,
 ) -> Path:
     """Writes the checkpoint in `folder` as one file, or as two.
 
@@ -86,13 +88,15 @@ def write_gguf(
         fused: Store query, key and value in one tensor, and gate and up of experts in one, as newer converters can.
         merged_latent: Store `attn_kv_b`, as older converters do.
         extra: Additional or replaced metadata by key.
+        stacked_delta_net: Store `ssm_in` of Qwen3-Next, as older converters do.
+        dequantized: Store the values that quantized tensors would have, as F32.
         split_from: Tensors whose names begin with this prefix are in a second file. Then `path` ends in
             `-00001-of-00002.gguf`.
 
     Returns:
         `path`.
     """
-    writer = _Writer(folder, fused, merged_latent)
+    writer = _Writer(folder, fused, merged_latent, stacked_delta_net)
     paths = [path] if split_from is None else [path, path.with_name(path.name.replace("-00001-of", "-00002-of"))]
     outs = [gguf.GGUFWriter(each, writer.arch) for each in paths]
     for key, value in {**writer.metadata(), **(extra or {})}.items():
@@ -108,8 +112,11 @@ def write_gguf(
         is_small = values.ndim < 2 or name.endswith(".bias") or "ffn_gate_inp" in name
         if is_small or ALWAYS_F32.search(name) or values.shape[-1] % block:
             kind = gguf.GGMLQuantizationType.F32
+        blocks = gguf.quants.quantize(values, kind)
+        if dequantized:
+            kind, blocks = gguf.GGMLQuantizationType.F32, gguf.quants.dequantize(blocks, kind)
         out = outs[-1 if split_from is not None and name.startswith(split_from) else 0]
-        out.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        out.add_tensor(name, blocks, raw_dtype=kind)
     for out in outs:
         out.write_header_to_file()
         out.write_kv_data_to_file()
@@ -157,7 +164,7 @@ def _add_value(out: gguf.GGUFWriter, key: str, value: Any) -> None:
 class _Writer:
     """Converts one checkpoint to metadata and tensors of a GGUF file."""
 
-    def __init__(self, folder: Path, fused: bool, merged_latent: bool) -> None:
+    def __init__(self, folder: Path, fused: bool, merged_latent: bool, stacked_delta_net: bool = False) -> None:
         self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         self.arch = ARCHITECTURES[self.config["model_type"]]
         self.weights: dict[str, torch.Tensor] = {}
@@ -173,7 +180,7 @@ class _Writer:
         self.theta = self.rope.get("rope_theta") or self.config.get("rope_theta") or 10000.0
         self.hybrid: HybridFile | None = None
         if self.config["model_type"] in gguf_hybrids.ARCHITECTURES:
-            self.hybrid = HybridFile(self.arch, self.config, frozenset(self.weights))
+            self.hybrid = HybridFile(self.arch, self.config, stacked_delta_net)
         if "alpha" in self.rope:
             self.theta *= self.rope["alpha"] ** (self.head_dim / (self.head_dim - 2))
 

@@ -38,11 +38,11 @@ class HybridFile:
     Args:
         arch: `general.architecture`.
         config: `config.json`.
-        names: Names of all tensors of the checkpoint.
+        stacked_delta_net: Whether to store `ssm_in` of Qwen3-Next, as older converters do.
     """
 
-    def __init__(self, arch: str, config: Mapping[str, Any], names: frozenset[str]) -> None:
-        self._arch, self._config, self._names = arch, config, names
+    def __init__(self, arch: str, config: Mapping[str, Any], stacked_delta_net: bool) -> None:
+        self._arch, self._config, self._stacked = arch, config, stacked_delta_net
 
     # ------------------------------------------------------------------------------------------------------- metadata
 
@@ -300,7 +300,7 @@ class HybridFile:
         if name.endswith("norm.weight") and "linear_attn" not in name:
             yield name, tensor + 1
             return
-        if "in_proj_qkvz" in name:
+        if "in_proj_qkvz" in name and not self._stacked:
             layer = name.split(".")[2]
             groups = tensor.unflatten(0, (keys, -1))
             per_group = values // keys * size
