@@ -20,7 +20,11 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers import gguf_hybrids
+from tests.helpers.gguf_hybrids import ALWAYS_F32, HybridFile
+
 ARCHITECTURES = {
+    **gguf_hybrids.ARCHITECTURES,
     "llama": "llama",
     "mistral": "llama",
     "mixtral": "llama",
@@ -56,6 +60,9 @@ ARCHITECTURES = {
 }
 """`general.architecture` by `model_type`."""
 
+_COMMON_RULES = ("kv_b_proj.weight", "e_score_correction_bias", "shared_expert_gate.weight")
+"""Ends of names of tensors that hybrids share with other families."""
+_ADJACENT_PAIRS = ("llama", "granite", "smollm3", "granitehybrid", "nemotron_h_moe")
 Tensors = Iterator[tuple[str, torch.Tensor]]
 TypeOf = Callable[[str], str]
 
@@ -69,6 +76,8 @@ def write_gguf(
     merged_latent: bool = False,
     extra: dict[str, Any] | None = None,
     split_from: str | None = None,
+    dequantized: bool = False,
+    stacked_delta_net: bool = False,
 ) -> Path:
     """Writes the checkpoint in `folder` as one file, or as two.
 
@@ -79,13 +88,15 @@ def write_gguf(
         fused: Store query, key and value in one tensor, and gate and up of experts in one, as newer converters can.
         merged_latent: Store `attn_kv_b`, as older converters do.
         extra: Additional or replaced metadata by key.
+        stacked_delta_net: Store `ssm_in` of Qwen3-Next, as older converters do.
+        dequantized: Store the values that quantized tensors would have, as F32.
         split_from: Tensors whose names begin with this prefix are in a second file. Then `path` ends in
             `-00001-of-00002.gguf`.
 
     Returns:
         `path`.
     """
-    writer = _Writer(folder, fused, merged_latent)
+    writer = _Writer(folder, fused, merged_latent, stacked_delta_net)
     paths = [path] if split_from is None else [path, path.with_name(path.name.replace("-00001-of", "-00002-of"))]
     outs = [gguf.GGUFWriter(each, writer.arch) for each in paths]
     for key, value in {**writer.metadata(), **(extra or {})}.items():
@@ -98,10 +109,14 @@ def write_gguf(
         kind = gguf.GGMLQuantizationType[type_of(name)]
         values = tensor.contiguous().float().numpy()
         block = gguf.GGML_QUANT_SIZES[kind][0]
-        if values.ndim < 2 or name.endswith(".bias") or "ffn_gate_inp" in name or values.shape[-1] % block:
+        is_small = values.ndim < 2 or name.endswith(".bias") or "ffn_gate_inp" in name
+        if is_small or ALWAYS_F32.search(name) or values.shape[-1] % block:
             kind = gguf.GGMLQuantizationType.F32
+        blocks = gguf.quants.quantize(values, kind)
+        if dequantized:
+            kind, blocks = gguf.GGMLQuantizationType.F32, gguf.quants.dequantize(blocks, kind)
         out = outs[-1 if split_from is not None and name.startswith(split_from) else 0]
-        out.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        out.add_tensor(name, blocks, raw_dtype=kind)
     for out in outs:
         out.write_header_to_file()
         out.write_kv_data_to_file()
@@ -149,20 +164,23 @@ def _add_value(out: gguf.GGUFWriter, key: str, value: Any) -> None:
 class _Writer:
     """Converts one checkpoint to metadata and tensors of a GGUF file."""
 
-    def __init__(self, folder: Path, fused: bool, merged_latent: bool) -> None:
+    def __init__(self, folder: Path, fused: bool, merged_latent: bool, stacked_delta_net: bool = False) -> None:
         self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         self.arch = ARCHITECTURES[self.config["model_type"]]
         self.weights: dict[str, torch.Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
             self.weights |= load_file(file)
         self.fused, self.merged_latent = fused, merged_latent
-        self.num_layers = self._get("num_hidden_layers", "n_layer")
-        self.num_heads = self._get("num_attention_heads", "n_head")
+        self.num_layers = self._get("num_hidden_layers", "n_layer") or len(self.config["layers_block_type"])
+        self.num_heads = self._get("num_attention_heads", "n_head", "num_heads")
         hidden_size = self._get("hidden_size", "n_embd")
         self.head_dim = self.config.get("head_dim") or hidden_size // self.num_heads
         rope = self.config.get("rope_scaling") or self.config.get("rope_parameters") or {}
         self.rope: dict[str, Any] = rope.get("full_attention", rope)
         self.theta = self.rope.get("rope_theta") or self.config.get("rope_theta") or 10000.0
+        self.hybrid: HybridFile | None = None
+        if self.config["model_type"] in gguf_hybrids.ARCHITECTURES:
+            self.hybrid = HybridFile(self.arch, self.config, stacked_delta_net)
         if "alpha" in self.rope:
             self.theta *= self.rope["alpha"] ** (self.head_dim / (self.head_dim - 2))
 
@@ -189,7 +207,7 @@ class _Writer:
             "attention.layer_norm_epsilon": get("layer_norm_epsilon", "norm_epsilon", "layer_norm_eps"),
             "vocab_size": self.config["vocab_size"],
             "expert_count": get("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
-            "expert_used_count": get("num_experts_per_tok", "moe_topk", "moe_k"),
+            "expert_used_count": get("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"),
         }
         if arch not in ("gpt2", "falcon", "granite"):
             values["attention.key_length"] = values["attention.value_length"] = self.config.get("head_dim")
@@ -285,7 +303,7 @@ class _Writer:
             case "glm4moe" | "minimax-m2" | "ernie4_5-moe" | "hunyuan-moe" | "llama4":
                 return self._large_moe_values()
             case _:
-                return {}
+                return {} if self.hybrid is None else self.hybrid.values(self.head_dim)
 
     def _large_moe_values(self) -> dict[str, Any]:
         get, arch = self._get, self.arch
@@ -373,7 +391,8 @@ class _Writer:
     def _joined(self) -> Tensors:
         """The tensors as the file stores them, most under their Hugging Face names."""
         stacks: dict[str, dict[int, torch.Tensor]] = {}
-        for name, tensor in self.weights.items():
+        for stored_name, tensor in self.weights.items():
+            name = stored_name if self.hybrid is None else self.hybrid.renamed(stored_name)
             if expert := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name):
                 module = expert[1].replace("block_sparse_moe.experts", "feed_forward.experts")
                 if module != expert[1]:
@@ -391,7 +410,7 @@ class _Writer:
         yield from stacked.items()
 
     def _changed(self, name: str, tensor: torch.Tensor) -> Tensors:
-        if self.arch in ("llama", "granite", "smollm3") and re.search(r"\.[qk]_proj\.", name):
+        if self.arch in _ADJACENT_PAIRS and re.search(r"\.[qk]_proj\.", name):
             heads = self.num_heads if ".q_proj." in name else self._num_kv_heads()
             tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         if self.arch == "llama4" and ".experts." in name:
@@ -401,7 +420,9 @@ class _Writer:
             return
         if name.endswith("moe_statics.e_score_correction_bias"):
             tensor = tensor.flatten()
-        if (self.fused or self.arch == "chatglm") and (match := re.search(r"layers\.(\d+)\..*([qkv])_proj\.", name)):
+        if self.hybrid is not None and not name.endswith(_COMMON_RULES):
+            yield from self.hybrid.tensors(name, tensor)
+        elif (self.fused or self.arch == "chatglm") and (match := re.search(r"layers\.(\d+)\..*([qkv])_proj\.", name)):
             yield from self._fused_heads(int(match[1]), match[2], name, tensor)
         elif self.arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             yield name, tensor + 1

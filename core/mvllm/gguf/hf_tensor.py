@@ -7,7 +7,7 @@
     └──────────────┘ 3                                     │ row 1 ...    │
 
 A row is a row of the file: the values along the last dimension, which are whole blocks. So permutations, slices and
-concatenations of rows need no dequantization.
+concatenations of rows need no dequantization. Neither do permutations of column groups that consist of whole blocks.
 """
 
 from __future__ import annotations
@@ -52,6 +52,23 @@ class Source:
 
 
 @dataclass(frozen=True)
+class ColumnGroups:
+    """The order of groups of adjacent columns.
+
+    Attributes:
+        size: Columns per group.
+        numbers: Returns the group number in the file for each group of the checkpoint, int64.
+    """
+
+    size: int
+    numbers: Rows
+
+    def order(self, size: int) -> NDArray[np.int64]:
+        """The position in the file of each element of a row in which a group has `size` elements."""
+        return (self.numbers()[:, None] * size + np.arange(size)).reshape(-1)
+
+
+@dataclass(frozen=True)
 class HFTensor:
     """A tensor with the name and shape of the Hugging Face checkpoint.
 
@@ -62,6 +79,8 @@ class HFTensor:
         row_numbers: Returns the row number in the concatenated `sources` for each of its rows, [rows], int64.
         transposed: Whether the last two dimensions of `shape` are swapped in the checkpoint.
         offset: Added to each value.
+        columns: The order of the columns, if it differs from that in the file.
+        function: Applied to all values, float32, after the offset.
     """
 
     name: str
@@ -70,6 +89,8 @@ class HFTensor:
     row_numbers: Rows
     transposed: bool = False
     offset: float = 0.0
+    columns: ColumnGroups | None = None
+    function: Callable[[NDArray[np.float32]], NDArray[np.float32]] | None = None
 
     @property
     def row_length(self) -> int:
@@ -82,10 +103,17 @@ class HFTensor:
         return math.prod(self.shape) // self.row_length
 
     @property
+    def is_changed(self) -> bool:
+        """Whether its values are computed from those in the file."""
+        return bool(self.offset) or self.function is not None
+
+    @property
     def has_whole_rows(self) -> bool:
-        """Whether its rows are unchanged rows of one tensor type in the file, so that packed rows can be used."""
+        """Whether its rows consist of unchanged blocks of one tensor type in the file, so that these can be used."""
         types = {source.tensor.type for source in self.sources}
-        return len(types) == 1 and not self.offset and not any(s.swapped or s.single for s in self.sources)
+        if len(types) > 1 or self.is_changed or any(s.swapped or s.single for s in self.sources):
+            return False
+        return self.columns is None or self.columns.size % types.pop().block_values == 0
 
     @property
     def packed_type(self) -> TensorType | None:
@@ -117,6 +145,43 @@ def rotary_halves(num_heads: int, head_size: int, first: int = 0) -> Rows:
 def _rotary_halves(num_heads: int, head_size: int, first: int) -> NDArray[np.int64]:
     rows = np.arange(num_heads * head_size).reshape(num_heads, head_size // 2, 2)
     return first + rows.swapaxes(1, 2).reshape(-1)
+
+
+def by_group(num_groups: int, first: int, group_rows: int, start: int, count: int) -> Rows:
+    """Rows [start, start + count) of each group.
+
+    Args:
+        num_groups: Number of groups.
+        first: The first row of the first group.
+        group_rows: Rows per group.
+        start, count: The rows within a group.
+    """
+    return partial(_by_group, num_groups, first, group_rows, start, count)
+
+
+def _by_group(num_groups: int, first: int, group_rows: int, start: int, count: int) -> NDArray[np.int64]:
+    groups = first + start + group_rows * np.arange(num_groups)
+    return (groups[:, None] + np.arange(count)).reshape(-1)
+
+
+def grouped_heads(num_groups: int, per_group: int, head_size: int, first: int = 0) -> Rows:
+    """Rows of heads, all heads of a group adjacent; in the file, first the first head of every group, and so on.
+
+        file         a₀ b₀ a₁ b₁ a₂ b₂
+        checkpoint   a₀ a₁ a₂ b₀ b₁ b₂
+
+    Args:
+        num_groups: Number of groups, here a and b.
+        per_group: Heads per group.
+        head_size: Rows per head.
+        first: All rows before this one keep their order.
+    """
+    return partial(_grouped_heads, num_groups, per_group, head_size, first)
+
+
+def _grouped_heads(num_groups: int, per_group: int, head_size: int, first: int) -> NDArray[np.int64]:
+    heads = _reordered((per_group, num_groups, head_size), (1, 0, 2))
+    return np.concatenate((np.arange(first), first + heads))
 
 
 def interleaved(num_matrices: int, num_rows: int) -> Rows:

@@ -33,7 +33,7 @@ class FamilyConfig:
 
 
 def _glm4_moe(values: Metadata, num_experts: int, has_bias: bool) -> FamilyConfig:
-    _check_sigmoid(values)
+    check_sigmoid(values)
     settings = {
         "attention_bias": has_bias,
         "use_qk_norm": values.has_tensor("blk.0.attn_q_norm.weight"),
@@ -53,7 +53,7 @@ def _glm4_moe(values: Metadata, num_experts: int, has_bias: bool) -> FamilyConfi
 
 
 def _minimax_m2(values: Metadata, num_experts: int, has_bias: bool) -> FamilyConfig:
-    _check_sigmoid(values)
+    check_sigmoid(values)
     settings = {
         "rotary_dim": _rotary_dim(values),
         "num_local_experts": num_experts,
@@ -121,7 +121,12 @@ def _rotary_dim(values: Metadata) -> int:
     return values.integer("rope.dimension_count", _head_dim(values))
 
 
-def _check_sigmoid(values: Metadata) -> None:
+def check_sigmoid(values: Metadata) -> None:
+    """Checks that experts have sigmoid scores, or that the file does not name the function.
+
+    Raises:
+        ModelError: They have others.
+    """
     found = values.integer("expert_gating_func", _SIGMOID, at_least=0)
     if found != _SIGMOID:
         raise values.error(f"has {found} as '{values.architecture}.expert_gating_func', expected sigmoid ({_SIGMOID})")

@@ -55,6 +55,20 @@ class Metadata:
             raise self._wrong(key, expected, value)
         return int(value)
 
+    def nonzero(self, key: str, default: int | None = None) -> int:
+        """A positive integer, which a file may also store as a list with zero for the layers without it.
+
+        Raises:
+            ModelError: As `integer`; or layers have different values.
+        """
+        value = self._values.get(self._name(key))
+        if not isinstance(value, list) or not all(type(each) is int for each in value):
+            return self.integer(key, default)
+        found = {each for each in value if each}
+        if len(found) != 1 or not 0 < (only := found.pop()) <= _LARGEST:
+            raise self._wrong(key, "a positive integer that is the same for all layers that have it", value)
+        return only
+
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number > 0; a float32 value as the shortest decimal that rounds to it.
 

@@ -13,7 +13,19 @@ from collections.abc import Callable
 from typing import Any
 
 from mvllm.errors import ModelError
+from mvllm.gguf.decoder_config import (
+    attention_bias,
+    decoder,
+    gated,
+    has,
+    head_dim,
+    num_experts,
+    num_layers,
+    rows_of,
+    window_types,
+)
 from mvllm.gguf.header import GGUFModel
+from mvllm.gguf.hybrid_config import HYBRID
 from mvllm.gguf.large_moe_config import LARGE_MOE
 from mvllm.gguf.metadata import Metadata
 from mvllm.gguf.rope_config import rope_config
@@ -23,23 +35,23 @@ logger = get_logger(__name__)
 
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _GATING_SOFTMAX, _GATING_SIGMOID = 1, 2  # numbers of llama.cpp's expert_gating_func
-_PARTIAL_ROTARY = ("phi3", "glm4", "chatglm", "glm4moe", "minimax-m2")
 _OVERFLOW_IN_FLOAT16 = ("gemma2", "gemma3", "glm4")
+_SIGMOID_HYBRIDS = ("kimi-linear", "lfm2moe", "nemotron_h_moe")
 _UNUSED_SETTINGS: tuple[tuple[str, object, tuple[str, ...]], ...] = (
     ("attention.causal", True, ()),
     ("attention.clamp_kqv", 0.0, ()),
     ("attention.max_alibi_bias", 0.0, ()),
-    ("attention.scale", 0.0, ("granite",)),
+    ("attention.scale", 0.0, ("granite", "granitehybrid")),
     ("attention.temperature_scale", 0.0, ()),
     ("attn_logit_softcapping", 0.0, ("gemma2",)),
-    ("embedding_scale", 1.0, ("granite",)),
-    ("expert_gating_func", _GATING_SOFTMAX, ("deepseek2", "gpt-oss", "glm4moe", "minimax-m2")),
-    ("expert_weights_scale", 1.0, ("deepseek2", "glm4moe")),
+    ("embedding_scale", 1.0, ("granite", "granitehybrid")),
+    ("expert_gating_func", _GATING_SOFTMAX, ("deepseek2", "gpt-oss", "glm4moe", "minimax-m2", *_SIGMOID_HYBRIDS)),
+    ("expert_weights_scale", 1.0, ("deepseek2", "glm4moe", "kimi-linear", "nemotron_h_moe")),
     ("final_logit_softcapping", 0.0, ("gemma2", "gemma3")),
-    ("logit_scale", 1.0, ("granite", "cohere2")),
+    ("logit_scale", 1.0, ("granite", "granitehybrid", "cohere2")),
     ("pooling_type", 0, ()),
-    ("residual_scale", 1.0, ("granite",)),
-    ("rope.dimension_sections", None, ("chatglm", "glm4")),
+    ("residual_scale", 1.0, ("granite", "granitehybrid")),
+    ("rope.dimension_sections", None, ("chatglm", "glm4", "qwen35", "qwen35moe")),
     ("rope.scaling.yarn_log_multiplier", 0.0, ("deepseek2",)),
 )
 """Keys that change results, their neutral values, and the architectures for which they are supported."""
@@ -104,81 +116,6 @@ def _dtype(model: GGUFModel, architecture: str) -> str:
     return "float32" if types == {"F32"} else "bfloat16"
 
 
-def _decoder(values: Metadata, architecture: str, model_type: str, **settings: Any) -> dict[str, Any]:
-    """The keys of all families except GPT-2, and `settings`."""
-    hidden_size, num_heads = values.integer("embedding_length"), values.integer("attention.head_count")
-    max_position = values.integer("context_length")
-    return {
-        "architectures": [architecture],
-        "model_type": model_type,
-        "hidden_size": hidden_size,
-        "num_hidden_layers": _num_layers(values),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": values.integer("attention.head_count_kv", num_heads),
-        "max_position_embeddings": max_position,
-        **settings,
-    }
-
-
-def _gated(values: Metadata, architecture: str, model_type: str, **settings: Any) -> dict[str, Any]:
-    """The keys of Llama-like families: heads of one size, RoPE, RMSNorm and gated MLPs."""
-    head_dim = _head_dim(values)
-    config = _decoder(
-        values,
-        architecture,
-        model_type,
-        head_dim=head_dim,
-        intermediate_size=values.integer("feed_forward_length"),
-        hidden_act="silu",
-        rms_norm_eps=values.number("attention.layer_norm_rms_epsilon"),
-    )
-    partial = values.architecture in _PARTIAL_ROTARY
-    rope = rope_config(values, head_dim, config["max_position_embeddings"], partial=partial)
-    return {**config, **rope, **settings}
-
-
-def _num_layers(values: Metadata) -> int:
-    """Number of layers without those for multi-token prediction, which are stored last."""
-    count = values.integer("block_count") - values.integer("nextn_predict_layers", 0, at_least=0)
-    if not 1 <= count <= values.num_tensors:
-        raise values.error(
-            f"has {count} layers according to '{values.architecture}.block_count', but no tensors for them"
-        )
-    return count
-
-
-def _head_dim(values: Metadata) -> int:
-    usual = values.integer("embedding_length") // values.integer("attention.head_count")
-    size = values.integer("attention.key_length", usual)
-    if values.integer("attention.value_length", usual) != size:
-        raise values.error("has different values as attention.key_length and attention.value_length, expected one size")
-    return size
-
-
-def _has(values: Metadata, *names: str) -> bool:
-    """Whether any layer has one of these tensors."""
-    return any(values.has_tensor(f"blk.{layer}.{name}") for layer in range(_num_layers(values)) for name in names)
-
-
-def _attention_bias(values: Metadata) -> bool:
-    return _has(values, "attn_q.bias", "attn_qkv.bias")
-
-
-def _layer_types(values: Metadata, pattern: int) -> list[str]:
-    """`layer_types` of a family in which the last of every `pattern` layers has no window.
-
-    A file may store another pattern, or a list of flags, one per layer: whether it has a window.
-    """
-    num_layers, stored = _num_layers(values), values.list_or_integer("attention.sliding_window_pattern", pattern)
-    if isinstance(stored, list):
-        if len(stored) != num_layers:
-            raise values.error(f"has {len(stored)} sliding window flags, expected one for each of {num_layers} layers")
-        windows = [bool(flag) for flag in stored]
-    else:
-        windows = [stored == 0 or layer % stored < stored - 1 for layer in range(num_layers)]
-    return ["sliding_attention" if window else "full_attention" for window in windows]
-
-
 def _refuse_experts(values: Metadata) -> None:
     if values.integer("expert_count", 0, at_least=0):
         raise values.error(f"is a model of the architecture {values.architecture!r} with experts, not supported here")
@@ -189,50 +126,50 @@ def _refuse_experts(values: Metadata) -> None:
 
 def _llama(values: Metadata) -> dict[str, Any]:
     if values.integer("expert_count", 0, at_least=0):
-        return _gated(
+        return gated(
             values,
             "MixtralForCausalLM",
             "mixtral",
-            num_local_experts=_num_experts(values),
+            num_local_experts=num_experts(values),
             num_experts_per_tok=values.integer("expert_used_count"),
             sliding_window=values.integer("attention.sliding_window", 0, at_least=0) or None,
         )
     window = values.integer("attention.sliding_window", 0, at_least=0)
     if window:
-        return _gated(values, "MistralForCausalLM", "mistral", sliding_window=window)
-    mlp_bias = _has(values, "ffn_up.bias")
-    return _gated(values, "LlamaForCausalLM", "llama", attention_bias=_attention_bias(values), mlp_bias=mlp_bias)
+        return gated(values, "MistralForCausalLM", "mistral", sliding_window=window)
+    mlp_bias = has(values, "ffn_up.bias")
+    return gated(values, "LlamaForCausalLM", "llama", attention_bias=attention_bias(values), mlp_bias=mlp_bias)
 
 
 def _qwen2(values: Metadata) -> dict[str, Any]:
-    return _gated(values, "Qwen2ForCausalLM", "qwen2", use_sliding_window=False)
+    return gated(values, "Qwen2ForCausalLM", "qwen2", use_sliding_window=False)
 
 
 def _qwen3(values: Metadata) -> dict[str, Any]:
-    bias = _attention_bias(values)
-    return _gated(values, "Qwen3ForCausalLM", "qwen3", use_sliding_window=False, attention_bias=bias)
+    bias = attention_bias(values)
+    return gated(values, "Qwen3ForCausalLM", "qwen3", use_sliding_window=False, attention_bias=bias)
 
 
 def _gemma(values: Metadata, largest: int) -> dict[str, Any]:
     """Keys of Gemma 2 and 3. The model with `largest` layers has another scale of scores than the head size."""
-    size = _head_dim(values)
-    if _num_layers(values) == largest:
+    size = head_dim(values)
+    if num_layers(values) == largest:
         size = values.integer("embedding_length") // values.integer("attention.head_count")
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": size,
-        "attention_bias": _attention_bias(values),
+        "attention_bias": attention_bias(values),
     }
 
 
 def _gemma2(values: Metadata) -> dict[str, Any]:
-    config = _gated(
+    config = gated(
         values,
         "Gemma2ForCausalLM",
         "gemma2",
         **_gemma(values, largest=46),
         sliding_window=values.integer("attention.sliding_window", 4096),
-        layer_types=_layer_types(values, 2),
+        layer_types=window_types(values, 2),
         attn_logit_softcapping=values.number("attn_logit_softcapping", 50.0),
         final_logit_softcapping=values.number("final_logit_softcapping", 30.0),
     )
@@ -242,12 +179,12 @@ def _gemma2(values: Metadata) -> dict[str, Any]:
 
 def _gemma3(values: Metadata) -> dict[str, Any]:
     window = values.integer("attention.sliding_window", 0, at_least=0)
-    config = _gated(
+    config = gated(
         values,
         "Gemma3ForCausalLM",
         "gemma3_text",
         **_gemma(values, largest=62),
-        layer_types=_layer_types(values, 6) if window else ["full_attention"] * _num_layers(values),
+        layer_types=window_types(values, 6) if window else ["full_attention"] * num_layers(values),
         rope_local_base_freq=values.number("rope.freq_base_swa", 10000.0),
         final_logit_softcapping=None,
     )
@@ -261,9 +198,9 @@ def _gemma3(values: Metadata) -> dict[str, Any]:
 
 def _phi3(values: Metadata) -> dict[str, Any]:
     # Old files of Phi-3 mini and medium with 4,096 tokens may lack the key.
-    has_window = values.integer("context_length") == 4096 and _num_layers(values) in (32, 40)
+    has_window = values.integer("context_length") == 4096 and num_layers(values) in (32, 40)
     window = values.integer("attention.sliding_window", 2047 if has_window else 0, at_least=0)
-    config = _gated(values, "Phi3ForCausalLM", "phi3", sliding_window=window or None)
+    config = gated(values, "Phi3ForCausalLM", "phi3", sliding_window=window or None)
     del config["head_dim"]  # always hidden_size / num_attention_heads in this family
     return config
 
@@ -272,14 +209,14 @@ def _granite(values: Metadata) -> dict[str, Any]:
     _refuse_experts(values)
     if not values.boolean("rope.scaling.finetuned", True):
         raise values.error("is a Granite model without RoPE, which is not supported")
-    head_dim = _head_dim(values)
-    return _gated(
+    size = head_dim(values)
+    return gated(
         values,
         "GraniteForCausalLM",
         "granite",
-        attention_bias=_attention_bias(values),
-        mlp_bias=_has(values, "ffn_up.bias"),
-        attention_multiplier=values.number("attention.scale", 1 / math.sqrt(head_dim)),
+        attention_bias=attention_bias(values),
+        mlp_bias=has(values, "ffn_up.bias"),
+        attention_multiplier=values.number("attention.scale", 1 / math.sqrt(size)),
         embedding_multiplier=values.number("embedding_scale", 1.0),
         residual_multiplier=values.number("residual_scale", 1.0),
         logits_scaling=values.number("logit_scale"),
@@ -289,7 +226,7 @@ def _granite(values: Metadata) -> dict[str, Any]:
 def _glm(values: Metadata, architecture: str, model_type: str) -> dict[str, Any]:
     if "rope.dimension_sections" in values:
         raise values.error("has RoPE sections for images ('rope.dimension_sections'), which are not supported")
-    config = _gated(values, architecture, model_type, attention_bias=_attention_bias(values))
+    config = gated(values, architecture, model_type, attention_bias=attention_bias(values))
     config.setdefault("partial_rotary_factor", 1.0)
     return config
 
@@ -303,45 +240,45 @@ def _chatglm(values: Metadata) -> dict[str, Any]:
 
 
 def _olmo2(values: Metadata) -> dict[str, Any]:
-    bias = _attention_bias(values)
+    bias = attention_bias(values)
     window = values.integer("attention.sliding_window", 0, at_least=0)
     if not window:
-        return _gated(values, "Olmo2ForCausalLM", "olmo2", attention_bias=bias)
-    types = _layer_types(values, 4)
-    return _gated(values, "Olmo3ForCausalLM", "olmo3", attention_bias=bias, sliding_window=window, layer_types=types)
+        return gated(values, "Olmo2ForCausalLM", "olmo2", attention_bias=bias)
+    types = window_types(values, 4)
+    return gated(values, "Olmo3ForCausalLM", "olmo3", attention_bias=bias, sliding_window=window, layer_types=types)
 
 
 def _exaone4(values: Metadata) -> dict[str, Any]:
     window = values.integer("attention.sliding_window", 0, at_least=0) or None
-    types = _layer_types(values, 4) if window else ["full_attention"] * _num_layers(values)
-    return _gated(values, "Exaone4ForCausalLM", "exaone4", sliding_window=window, layer_types=types)
+    types = window_types(values, 4) if window else ["full_attention"] * num_layers(values)
+    return gated(values, "Exaone4ForCausalLM", "exaone4", sliding_window=window, layer_types=types)
 
 
 def _smollm3(values: Metadata) -> dict[str, Any]:
-    return _gated(
+    return gated(
         values,
         "SmolLM3ForCausalLM",
         "smollm3",
         no_rope_layer_interval=4,
         use_sliding_window=False,
-        attention_bias=_attention_bias(values),
-        mlp_bias=_has(values, "ffn_up.bias"),
+        attention_bias=attention_bias(values),
+        mlp_bias=has(values, "ffn_up.bias"),
     )
 
 
 def _seed_oss(values: Metadata) -> dict[str, Any]:
-    return _gated(
+    return gated(
         values,
         "SeedOssForCausalLM",
         "seed_oss",
-        attention_bias=_attention_bias(values),
-        attention_out_bias=_has(values, "attn_output.bias"),
-        mlp_bias=_has(values, "ffn_up.bias"),
+        attention_bias=attention_bias(values),
+        attention_out_bias=has(values, "attn_output.bias"),
+        mlp_bias=has(values, "ffn_up.bias"),
     )
 
 
 def _cohere2(values: Metadata) -> dict[str, Any]:
-    config = _decoder(
+    config = decoder(
         values,
         "Cohere2ForCausalLM",
         "cohere2",
@@ -349,41 +286,41 @@ def _cohere2(values: Metadata) -> dict[str, Any]:
         hidden_act="silu",
         layer_norm_eps=values.number("attention.layer_norm_epsilon"),
         logit_scale=values.number("logit_scale"),
-        attention_bias=_attention_bias(values),
+        attention_bias=attention_bias(values),
         sliding_window=values.integer("attention.sliding_window"),
-        layer_types=_layer_types(values, 4),
+        layer_types=window_types(values, 4),
     )
-    return {**config, **rope_config(values, _head_dim(values), config["max_position_embeddings"])}
+    return {**config, **rope_config(values, head_dim(values), config["max_position_embeddings"])}
 
 
 def _ernie4_5(values: Metadata) -> dict[str, Any]:
-    return _gated(values, "Ernie4_5ForCausalLM", "ernie4_5", use_bias=_attention_bias(values))
+    return gated(values, "Ernie4_5ForCausalLM", "ernie4_5", use_bias=attention_bias(values))
 
 
 def _hunyuan(values: Metadata) -> dict[str, Any]:
-    bias = _attention_bias(values)
-    return _gated(values, "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", attention_bias=bias)
+    bias = attention_bias(values)
+    return gated(values, "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", attention_bias=bias)
 
 
 def _starcoder2(values: Metadata) -> dict[str, Any]:
-    config = _decoder(
+    config = decoder(
         values,
         "Starcoder2ForCausalLM",
         "starcoder2",
         intermediate_size=values.integer("feed_forward_length"),
         hidden_act="gelu_pytorch_tanh",
         norm_epsilon=values.number("attention.layer_norm_epsilon"),
-        use_bias=_attention_bias(values),
+        use_bias=attention_bias(values),
         sliding_window=values.integer("attention.sliding_window", 0, at_least=0) or None,
     )
-    return {**config, **rope_config(values, _head_dim(values), config["max_position_embeddings"])}
+    return {**config, **rope_config(values, head_dim(values), config["max_position_embeddings"])}
 
 
 def _falcon(values: Metadata) -> dict[str, Any]:
-    config = _decoder(values, "FalconForCausalLM", "falcon")
+    config = decoder(values, "FalconForCausalLM", "falcon")
     num_kv_heads = config.pop("num_key_value_heads")
-    own_norms = _has(values, "attn_norm_2.weight")
-    rope = rope_config(values, _head_dim(values), config["max_position_embeddings"])
+    own_norms = has(values, "attn_norm_2.weight")
+    rope = rope_config(values, head_dim(values), config["max_position_embeddings"])
     return {
         **config,
         **rope,
@@ -393,7 +330,7 @@ def _falcon(values: Metadata) -> dict[str, Any]:
         "num_ln_in_parallel_attn": 2 if own_norms else 1,
         "parallel_attn": True,
         "alibi": False,
-        "bias": _attention_bias(values),
+        "bias": attention_bias(values),
         "activation": "gelu",
         "ffn_hidden_size": values.integer("feed_forward_length", 4 * config["hidden_size"]),
         "layer_norm_epsilon": values.number("attention.layer_norm_epsilon"),
@@ -406,7 +343,7 @@ def _gpt2(values: Metadata) -> dict[str, Any]:
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
         "n_embd": values.integer("embedding_length"),
-        "n_layer": _num_layers(values),
+        "n_layer": num_layers(values),
         "n_head": values.integer("attention.head_count"),
         "n_inner": values.integer("feed_forward_length", 4 * values.integer("embedding_length")),
         "n_positions": context_length,
@@ -420,20 +357,20 @@ def _gpt2(values: Metadata) -> dict[str, Any]:
 
 
 def _qwen2_moe(values: Metadata) -> dict[str, Any]:
-    return _gated(
+    return gated(
         values,
         "Qwen2MoeForCausalLM",
         "qwen2_moe",
         **_qwen_experts(values),
-        qkv_bias=_attention_bias(values),
+        qkv_bias=attention_bias(values),
         norm_topk_prob=values.boolean("expert_weights_norm", False),
-        shared_expert_intermediate_size=_rows(values, "ffn_up_shexp.weight", "expert_shared_feed_forward_length"),
+        shared_expert_intermediate_size=rows_of(values, "ffn_up_shexp.weight", "expert_shared_feed_forward_length"),
     )
 
 
 def _qwen3_moe(values: Metadata) -> dict[str, Any]:
-    bias = _attention_bias(values)
-    return _gated(
+    bias = attention_bias(values)
+    return gated(
         values,
         "Qwen3MoeForCausalLM",
         "qwen3_moe",
@@ -444,53 +381,33 @@ def _qwen3_moe(values: Metadata) -> dict[str, Any]:
 
 
 def _qwen_experts(values: Metadata) -> dict[str, Any]:
-    dense = [layer for layer in range(_num_layers(values)) if not values.has_tensor(f"blk.{layer}.ffn_gate_inp.weight")]
+    dense = [layer for layer in range(num_layers(values)) if not values.has_tensor(f"blk.{layer}.ffn_gate_inp.weight")]
     return {
-        "num_experts": _num_experts(values),
+        "num_experts": num_experts(values),
         "num_experts_per_tok": values.integer("expert_used_count"),
-        "moe_intermediate_size": _rows(values, "ffn_up_exps.weight", "expert_feed_forward_length"),
+        "moe_intermediate_size": rows_of(values, "ffn_up_exps.weight", "expert_feed_forward_length"),
         "decoder_sparse_step": 1,
         "mlp_only_layers": dense,
         "use_sliding_window": False,
     }
 
 
-def _num_experts(values: Metadata) -> int:
-    """The number of experts. Checks that routers have as many rows, as models are built before weights are read."""
-    count = values.integer("expert_count")
-    for layer in range(_num_layers(values)):
-        name = f"blk.{layer}.ffn_gate_inp.weight"
-        if values.has_tensor(name) and (shape := values.tensor(name).shape)[0] != count:
-            raise values.error(f"has tensor {name!r} of shape {list(shape)}, expected rows for {count} experts")
-    return count
-
-
-def _rows(values: Metadata, name: str, key: str) -> int:
-    """The value of `key`; for old files without it, the output features of a layer's tensor."""
-    if key in values:
-        return values.integer(key)
-    layers = (f"blk.{layer}.{name}" for layer in range(_num_layers(values)))
-    first = next((layer for layer in layers if values.has_tensor(layer)), f"blk.0.{name}")
-    shape = values.tensor(first).shape
-    return shape[-2] if len(shape) > 1 else shape[0]
-
-
 def _large_moe(values: Metadata) -> dict[str, Any]:
-    found = LARGE_MOE[values.architecture](values, _num_experts(values), _attention_bias(values))
-    return _gated(values, found.architecture, found.model_type, **found.settings)
+    found = LARGE_MOE[values.architecture](values, num_experts(values), attention_bias(values))
+    return gated(values, found.architecture, found.model_type, **found.settings)
 
 
 def _gpt_oss(values: Metadata) -> dict[str, Any]:
-    config = _gated(
+    config = gated(
         values,
         "GptOssForCausalLM",
         "gpt_oss",
         intermediate_size=values.integer("expert_feed_forward_length"),
-        num_local_experts=_num_experts(values),
+        num_local_experts=num_experts(values),
         num_experts_per_tok=values.integer("expert_used_count"),
         sliding_window=values.integer("attention.sliding_window"),
-        layer_types=_layer_types(values, 2),
-        attention_bias=_attention_bias(values),
+        layer_types=window_types(values, 2),
+        attention_bias=attention_bias(values),
     )
     if "rope_scaling" in config:
         config["rope_scaling"]["truncate"] = False  # as in all published models; files do not store it
@@ -507,20 +424,20 @@ def _deepseek2(values: Metadata) -> dict[str, Any]:
     key_length = values.integer("attention.key_length_mla", values.integer("attention.key_length"))
     if key_length <= rope_dim:
         raise values.error(f"has query heads of {key_length} elements, expected more than the {rope_dim} with RoPE")
-    config = _decoder(
+    config = decoder(
         values,
         "DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM",
         "deepseek_v3" if is_v3 else "deepseek_v2",
         hidden_act="silu",
         intermediate_size=values.integer("feed_forward_length"),
         rms_norm_eps=values.number("attention.layer_norm_rms_epsilon"),
-        attention_bias=_has(values, "attn_output.bias"),
+        attention_bias=has(values, "attn_output.bias"),
         q_lora_rank=values.integer("attention.q_lora_rank") if "attention.q_lora_rank" in values else None,
         kv_lora_rank=values.integer("attention.kv_lora_rank"),
         qk_nope_head_dim=key_length - rope_dim,
         qk_rope_head_dim=rope_dim,
         v_head_dim=values.integer("attention.value_length_mla", values.integer("attention.value_length")),
-        n_routed_experts=_num_experts(values),
+        n_routed_experts=num_experts(values),
         n_shared_experts=values.integer("expert_shared_count", 0, at_least=0) or None,
         num_experts_per_tok=values.integer("expert_used_count"),
         moe_intermediate_size=values.integer("expert_feed_forward_length"),
@@ -562,6 +479,7 @@ def _mscale(values: Metadata) -> dict[str, float]:
 
 _FAMILIES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     **dict.fromkeys(LARGE_MOE, _large_moe),
+    **HYBRID,
     "chatglm": _chatglm,
     "cohere2": _cohere2,
     "deepseek2": _deepseek2,

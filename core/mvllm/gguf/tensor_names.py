@@ -2,12 +2,14 @@
 
 A table for each architecture names the modules. Rules cover the tensors that llama.cpp's converter changes:
 
-    attn_q, attn_k          rows of rotary pairs are adjacent         architectures llama, granite and smollm3
+    attn_q, attn_k          rows of rotary pairs are adjacent         _ADJACENT_PAIRS
     attn_qkv                query, key and value fused or separate    any
     ffn_*_exps              experts stacked                           all with experts
-    attn_k_b, attn_v_b      kv_b_proj split, keys transposed          deepseek2
-    *norm                   weight + 1                                gemma2, gemma3
+    attn_k_b, attn_v_b      kv_b_proj split, keys transposed          deepseek2, kimi-linear
+    *norm                   weight + 1                                gemma2, gemma3, qwen3next, qwen35, qwen35moe
     matrices                transposed                                gpt2; experts of gpt-oss
+
+Tensors of layers that keep a state are in `state_tensors.py`.
 
 Source: convert_hf_to_gguf.py of llama.cpp.
 """
@@ -23,7 +25,10 @@ from mvllm.gguf.header import GGUFModel, GGUFTensor
 from mvllm.gguf.hf_tensor import HFTensor, Rows, Source, in_order, interleaved, joined_by_group, rotary_halves
 from mvllm.gguf.metadata import Metadata
 from mvllm.gguf.model_config import model_config
+from mvllm.gguf.state_tensors import StateTensors
 
+_WITHOUT_SUFFIX = re.compile(r"blk\.(?P<layer>\d{1,5})\.(?P<base>ssm_[ad]|ffn_norm)")
+"""Tensors whose names end without `.weight`; `ffn_norm` only in falcon-h1."""
 _LAYER = re.compile(r"blk\.(?P<layer>\d{1,5})\.(?P<base>.+)\.(?P<suffix>weight|bias)")
 _EXPERT = re.compile(r"ffn_(?P<kind>gate|up|down)\.(?P<expert>\d{1,5})")
 _EXPERT_MODULE = re.compile(r"\.experts\.\d+\.")
@@ -46,6 +51,14 @@ _MODULES = {
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
 }
+_MLA = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+}
 _GEMMA = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_attention_norm": "post_attention_layernorm",
@@ -54,24 +67,39 @@ _GEMMA = {
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _SHARED_EXPERT = {f"ffn_{kind}_shexp": f"mlp.shared_expert.{kind}_proj" for kind in ("gate", "up", "down")}
 _SHARED_EXPERTS = {base: name.replace("shared_expert", "shared_experts") for base, name in _SHARED_EXPERT.items()}
+
+
+def _in_block(block: str, suffix: str) -> dict[str, str]:
+    """The three matrices of a gated MLP."""
+    return {f"ffn_{kind}{suffix}": f"{block}.{kind}_proj" for kind in ("gate", "up", "down")}
+
+
+_NEMOTRON = {
+    "attn_norm": "norm",
+    **{f"attn_{letter}": f"mixer.{letter}_proj" for letter in "qkv"},
+    "attn_output": "mixer.o_proj",
+    "ffn_gate_inp": "mixer.gate",
+    **_in_block("mixer", ""),
+    **_in_block("mixer.shared_experts", "_shexp"),
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
+}
 _ARCHITECTURE_MODULES: dict[str, dict[str, str]] = {
     "chatglm": {"ffn_up": "mlp.gate_up_proj"},
-    "deepseek2": {
-        "attn_q_a": "self_attn.q_a_proj",
-        "attn_q_a_norm": "self_attn.q_a_layernorm",
-        "attn_q_b": "self_attn.q_b_proj",
-        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-        "attn_kv_b": "self_attn.kv_b_proj",
-        **_SHARED_EXPERTS,
-    },
+    "deepseek2": {**_MLA, **_SHARED_EXPERTS},
     "exaone4": _POST_NORMS,
+    "falcon-h1": {"ffn_norm": "pre_ff_layernorm", **_in_block("feed_forward", "")},
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
     "glm4": {
         "ffn_up": "mlp.gate_up_proj",
         "post_attention_norm": "post_self_attn_layernorm",
         "post_ffw_norm": "post_mlp_layernorm",
+    },
+    "granitehybrid": {
+        "ffn_gate_inp": "block_sparse_moe.router.layer",
+        **_in_block("shared_mlp", ""),
+        **_in_block("shared_mlp", "_shexp"),
     },
     "gpt-oss": {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
     "hunyuan-dense": {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
@@ -90,7 +118,16 @@ _ARCHITECTURE_MODULES: dict[str, dict[str, str]] = {
         **{f"ffn_{kind}": f"feed_forward.{kind}_proj" for kind in ("gate", "up", "down")},
         **{base: name.replace("mlp.", "feed_forward.") for base, name in _SHARED_EXPERT.items()},
     },
+    "kimi-linear": {**_MLA, **_SHARED_EXPERTS},
+    "lfm2": {"attn_norm": "operator_norm", "ffn_norm": "ffn_norm"},
+    "lfm2moe": {"attn_norm": "operator_norm", "ffn_norm": "ffn_norm"},
+    "mamba2": {"attn_norm": "norm"},
+    "nemotron_h": _NEMOTRON,
+    "nemotron_h_moe": _NEMOTRON,
     "qwen2moe": _SHARED_EXPERT,
+    "qwen35": {"post_attention_norm": "post_attention_layernorm"},
+    "qwen35moe": {"post_attention_norm": "post_attention_layernorm", **_SHARED_EXPERT},
+    "qwen3next": {"post_attention_norm": "post_attention_layernorm", **_SHARED_EXPERT},
     "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
     "starcoder2": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
 }
@@ -108,12 +145,26 @@ _FALCON = {
     "ffn_down": "mlp.dense_4h_to_h",
 }
 _FUSED_QKV = {"phi3": "self_attn.qkv_proj", "gpt2": "attn.c_attn", "falcon": "self_attention.query_key_value"}
-_ADJACENT_PAIRS = ("llama", "granite", "smollm3")
+_ADJACENT_PAIRS = ("llama", "granite", "smollm3", "granitehybrid", "nemotron_h", "nemotron_h_moe")
+_OFFSET_NORMS = ("gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
+_GATED_QUERIES = ("qwen3next", "qwen35", "qwen35moe")
+"""Architectures whose query projection has a gate for each query."""
+_OWN_TOP_MODULES = {
+    "lfm2": {"token_embd_norm": "model.norm"},
+    "lfm2moe": {"token_embd_norm": "model.norm"},
+    "mamba2": {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f"},
+    "nemotron_h": {"token_embd": "model.embeddings", "output_norm": "model.norm_f"},
+    "nemotron_h_moe": {"token_embd": "model.embeddings", "output_norm": "model.norm_f"},
+}
+_EXPERT_BLOCKS = {"granitehybrid": "block_sparse_moe", "llama4": "feed_forward", "nemotron_h_moe": "mixer"}
+"""The module of a layer that has the experts; `mlp` in other architectures."""
 _EXPERT_NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _MIXTRAL_NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 _CORRECTIONS = {
     "ernie4_5-moe": "mlp.moe_statics.e_score_correction_bias",
+    "lfm2moe": "mlp.expert_bias",
     "minimax-m2": "block_sparse_moe.e_score_correction_bias",
+    "nemotron_h_moe": "mixer.gate.e_score_correction_bias",
 }
 """The correction bias of routers; `mlp.gate.e_score_correction_bias` in other architectures."""
 
@@ -181,7 +232,8 @@ class _TensorMapping:
         self._arch = arch = self._values.architecture
         self._is_gpt2, self._is_falcon = arch == "gpt2", arch == "falcon"
         self._modules: Mapping[str, str] = {**_MODULES, **_ARCHITECTURE_MODULES.get(arch, {})}
-        self._top, self._prefix = _TOP_MODULES, "model.layers."
+        self._top: Mapping[str, str] = {**_TOP_MODULES, **_OWN_TOP_MODULES.get(arch, {})}
+        self._prefix = "backbone.layers." if arch == "mamba2" else "model.layers."
         if self._is_gpt2 or self._is_falcon:
             embedding = "wte" if self._is_gpt2 else "word_embeddings"
             self._prefix, self._modules = "transformer.h.", _GPT2 if self._is_gpt2 else _FALCON
@@ -192,8 +244,12 @@ class _TensorMapping:
                 "output": "lm_head",
             }
         self._is_mixtral = self._config["model_type"] in ("mixtral", "minimax_m2")
+        if self._config["model_type"] == "bamba":
+            self._modules = {**_MODULES, "ffn_norm": "pre_ff_layernorm"}
+        self._states = StateTensors(self._values, self._config, self._prefix)
         self._num_layers = int(self._config.get("num_hidden_layers") or self._config["n_layer"])
-        self._num_heads = int(self._config.get("num_attention_heads") or self._config["n_head"])
+        heads = self._config.get("num_attention_heads") or self._config.get("n_head") or self._config["num_heads"]
+        self._num_heads = int(heads)
         kv_heads = self._config.get("num_key_value_heads") or self._config.get("num_kv_heads")
         self._num_kv_heads = int(kv_heads or self._num_heads)
 
@@ -201,14 +257,18 @@ class _TensorMapping:
         for name, tensor in self._model.tensors.items():
             if _ROPE.fullmatch(name):
                 continue
-            match = _LAYER.fullmatch(name)
+            match = _LAYER.fullmatch(name) or _WITHOUT_SUFFIX.fullmatch(name)
             if match is None:
                 base, _, suffix = name.rpartition(".")
                 yield self._plain(f"{self._top[base]}.{suffix}" if base in self._top else name, tensor)
             elif int(match["layer"]) >= self._num_layers:  # multi-token prediction
-                yield self._plain(f"{self._prefix}{match['layer']}.{match['base']}.{match['suffix']}", tensor)
+                yield self._plain(f"{self._prefix}{match['layer']}.{name.split('.', 2)[2]}", tensor)
             else:
-                yield from self._of_layer(tensor, int(match["layer"]), match["base"], match["suffix"])
+                layer, base, suffix = int(match["layer"]), match["base"], match.groupdict().get("suffix") or "weight"
+                if self._states.has(layer, base):
+                    yield from self._states.tensors(tensor, layer, base, suffix)
+                else:
+                    yield from self._of_layer(tensor, layer, base, suffix)
 
     def _of_layer(self, tensor: GGUFTensor, layer: int, base: str, suffix: str) -> Iterator[HFTensor]:
         name = f"{self._prefix}{layer}."
@@ -241,7 +301,7 @@ class _TensorMapping:
 
     def _plain(self, name: str, tensor: GGUFTensor) -> HFTensor:
         """A renamed tensor; Gemma's norms are shifted by one, and GPT-2's matrices are transposed."""
-        offset = -1.0 if self._arch in ("gemma2", "gemma3") and name.endswith("norm.weight") else 0.0
+        offset = -1.0 if self._arch in _OFFSET_NORMS and name.endswith("norm.weight") else 0.0
         source = Source(tensor)
         transposed = self._is_gpt2 and name.startswith(self._prefix) and len(tensor.shape) == 2
         return HFTensor(name, tensor.shape, (source,), in_order(source.num_rows), transposed, offset)
@@ -263,10 +323,11 @@ class _TensorMapping:
             rows = self._head_rows(tensor, base, 0, total)
             yield self._rows_of(f"{self._prefix}{layer}.{self._modules[base]}.{suffix}", tensor, total, rows, single)
             return
-        head_size = self._head_size(tensor, total, self._num_heads + 2 * self._num_kv_heads)
+        query_heads = self._num_heads * (2 if self._arch in _GATED_QUERIES else 1)
+        head_size = self._head_size(tensor, total, query_heads + 2 * self._num_kv_heads)
         start = 0
         for each, heads in (
-            ("attn_q", self._num_heads),
+            ("attn_q", query_heads),
             ("attn_k", self._num_kv_heads),
             ("attn_v", self._num_kv_heads),
         ):
@@ -329,8 +390,9 @@ class _TensorMapping:
                 yield self._rows_of(self._expert_name(layer, expert, each), tensor, count, rows, False)
 
     def _expert_name(self, layer: int, expert: int, kind: str) -> str:
-        block, names = ("block_sparse_moe", _MIXTRAL_NAMES) if self._is_mixtral else ("mlp", _EXPERT_NAMES)
-        block = "feed_forward" if self._arch == "llama4" else block
+        block, names = _EXPERT_BLOCKS.get(self._arch, "mlp"), _EXPERT_NAMES
+        if self._is_mixtral:
+            block, names = "block_sparse_moe", _MIXTRAL_NAMES
         return f"{self._prefix}{layer}.{block}.experts.{expert}.{names[kind]}.weight"
 
     def _stacked_experts(self, tensor: GGUFTensor, layer: int, kind: str, suffix: str) -> Iterator[HFTensor]:

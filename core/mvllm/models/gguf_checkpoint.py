@@ -135,7 +135,7 @@ def _entry(tensor: HFTensor, *, packed: bool) -> GGUFEntry:
     if packed:
         name = packed_name(name)
         shape, dtype = (*shape[:-1], first.type.num_bytes(shape[-1])), "U8"
-    elif len(types) == 1 and not first.type.is_quantized and not tensor.offset:
+    elif len(types) == 1 and not first.type.is_quantized and not tensor.is_changed:
         dtype = first.type.name
     num_bytes = math.prod(shape) * ITEM_SIZES[dtype]
     return GGUFEntry(
@@ -219,6 +219,8 @@ class GGUFReader:
                 base += source.num_rows
             if entry.tensor.offset:
                 part += entry.tensor.offset
+            if entry.tensor.function is not None:
+                part[...] = entry.tensor.function(part)
 
     def _read_adjacent(self, target: memoryview, entry: GGUFEntry, numbers: NDArray[np.int64]) -> bool:
         """Reads rows into `target` without a copy, if they are adjacent in the file and stored as the entry has them.
@@ -232,7 +234,9 @@ class GGUFReader:
         first, stop = int(numbers[0]), int(numbers[-1]) + 1
         if stop - first != len(numbers) or (len(numbers) > 2 and (np.diff(numbers) != 1).any()):
             return False
-        if not entry.packed and (entry.tensor.offset or self._is_converted(entry)):
+        if entry.tensor.columns is not None:
+            return False
+        if not entry.packed and (entry.tensor.is_changed or self._is_converted(entry)):
             return False
         for source in entry.tensor.sources:
             if first < source.num_rows:
@@ -260,7 +264,11 @@ class GGUFReader:
         kind = source.tensor.type
         if not source.swapped:
             raw = self._stored(source.tensor, rows, kind.num_bytes(source.row_length))
-            return _values(raw, kind, columns, dtype, packed=entry.packed)
+            if entry.tensor.columns is None:
+                return _values(raw, kind, columns, dtype, packed=entry.packed)
+            size = entry.tensor.columns.size
+            order = entry.tensor.columns.order(kind.num_bytes(size) if entry.packed else size)
+            return _values(raw, kind, slice(0, len(order)), dtype, packed=entry.packed)[:, order[columns]]
         height, width = source.tensor.shape[-2:]
         found = np.empty((len(rows), columns.stop - columns.start), dtype)
         for matrix in np.unique(rows // width):

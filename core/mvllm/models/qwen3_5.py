@@ -22,9 +22,7 @@ class Qwen3_5MoeForCausalLM(Qwen3NextForCausalLM):
     """`Qwen3_5MoeForCausalLM` of Hugging Face checkpoints, and the text part of those with images."""
 
     ignored_names = re.compile(rf"^model\.visual\.|{Qwen3NextForCausalLM.ignored_names.pattern}")
-    delta_net_names: ClassVar[DeltaNetNames] = DeltaNetNames(
-        {"in_proj_qkv": "qkv", "in_proj_z": "z", "in_proj_b": "b", "in_proj_a": "a"}
-    )
+    delta_net_names: ClassVar[DeltaNetNames] = Qwen3NextForCausalLM.separate_names
 
     def model_name(self, name: str) -> str:
         """Names as Llama's: `model.layers.0` for `model.language_model.layers.0`."""

@@ -43,6 +43,10 @@ class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
     delta_net_names: ClassVar[DeltaNetNames] = DeltaNetNames(
         {"in_proj_qkvz": "qkvz", "in_proj_ba": "ba"}, by_group=True
     )
+    separate_names: ClassVar[DeltaNetNames] = DeltaNetNames(
+        {"in_proj_qkv": "qkv", "in_proj_z": "z", "in_proj_b": "b", "in_proj_a": "a"}
+    )
+    """Those of GGUF files, whose derived config says `grouped_projections` = false."""
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
@@ -76,7 +80,8 @@ class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
             conv_kernel_size=hf.positive_int("linear_conv_kernel_dim", 4),
             eps=norm_eps(self.config, options),
         )
-        return GatedDeltaNet(ctx, f"model.layers.{layer}.linear_attn", sizes, self.delta_net_names)
+        names = self.delta_net_names if hf.get("grouped_projections", True) else self.separate_names
+        return GatedDeltaNet(ctx, f"model.layers.{layer}.linear_attn", sizes, names)
 
     def _is_sparse(self, layer: int) -> bool:
         return self.config.hf_config.get("num_experts", 512) != 0 and super()._is_sparse(layer)

@@ -32,7 +32,7 @@ from tests.perf.cpu_bench.models import MAX_POSITIONS, gguf_model
 from tests.perf.cpu_bench.table import Record
 from tests.perf.cpu_bench.workloads import START, WARM_UP, WORKLOADS, Workload, prompts_of
 
-MADE = tuple(f"{model}-{quantization}" for model in "SM" for quantization in ("q4_0", "q4_k_m", "q8_0"))
+MADE = tuple(f"{model}-{quantization}" for model in "SMH" for quantization in ("q4_0", "q4_k_m", "q8_0"))
 GGUF_WORKLOADS = ("single", "prefill", "offline", START)
 OURS, PEER = "mvllm", "llama.cpp"
 KV_BYTES = 2 << 30  # the offline batch of M takes 1.2e9

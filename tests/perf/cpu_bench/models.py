@@ -16,6 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.perf import perf_models
 from tests.perf.cpu_bench.engines import RUNNERS, Engine
 
 SEED = 20260
@@ -44,6 +45,7 @@ SHAPES: dict[str, dict] = {
         "head_dim": 128,
         "tie_word_embeddings": True,
     },
+    "H": perf_models.SHAPES["hybrid"],  # the shape of granite-4.0-h-350m, with the vocabulary of S
 }
 MAX_POSITIONS = 4096
 
@@ -99,7 +101,8 @@ def hf_model(models: Path, name: str) -> Path:
     torch.manual_seed(SEED)
     ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     shape = dict(SHAPES[name])
-    config = AutoConfig.for_model(shape.pop("model_type"), **shape, **ids, max_position_embeddings=MAX_POSITIONS)
+    shape |= {**ids, "max_position_embeddings": MAX_POSITIONS}
+    config = AutoConfig.for_model(shape.pop("model_type"), **shape)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
