@@ -1,4 +1,4 @@
-"""Engines whose models run as graphs give the tokens of transformers, with every feature that core computes on the host."""
+"""Engines whose models run as graphs give the tokens of transformers, with the features that core computes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mvllm import LLM, ConfigError, SamplingParams
+from mvllm import LLM, ConfigError
 from mvllm.graph.interpreter import InterpretedProgram
 from tests.helpers import parity
-from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.parity import Oracle
 from tests.helpers.plugins import graph_platform_path, prepend
 

@@ -21,7 +21,8 @@ FolderOf = Callable[[str], Path]
 CHUNKED = {"llama4", "llama4-interleaved", "llama4-two"}
 IN_EVERY_RUN = ("llama-gqa", "gemma2", "granitehybrid")
 MEMBERS = [
-    pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in IN_EVERY_RUN)) for name in sorted(ZOO.keys() - CHUNKED)
+    pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in IN_EVERY_RUN))
+    for name in sorted(ZOO.keys() - CHUNKED)
 ]
 
 
