@@ -44,6 +44,7 @@ class Capabilities:
         state: Since contract 1.1. Models with sequence states (StateBackend) run: Mamba-2 and hybrid models.
         sparse_attention: Since contract 1.1. The attention backend implements `select` and `forward_selected`: models
             with sparse attention run with sequences longer than their selection. Needs `mla`.
+        graph_compiler: Since contract 1.1. Models run as StepGraphs that the platform's GraphCompiler translates.
     """
 
     dtypes: tuple[str, ...]
@@ -71,3 +72,4 @@ class Capabilities:
     batch_invariant: bool = False
     state: bool = False
     sparse_attention: bool = False
+    graph_compiler: bool = False
