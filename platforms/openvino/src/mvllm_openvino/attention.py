@@ -1,0 +1,118 @@
+"""Lowering of `paged_attention` to OpenVINO's own operation of that name, which stores keys and values and attends.
+
+It takes the lengths before the step and a flat list of blocks; both are computed once per graph and KV cache group. On
+the processor it works with blocks of 32 tokens only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import openvino as ov
+from openvino import Type
+from openvino import opset15 as op
+
+from mvllm.plugin_api.graph import AttentionSpec, CacheValue, Node
+from mvllm_openvino.building import TYPES, Building, Lowering, Out, constant, integers
+from mvllm_openvino.named import scalar
+
+BLOCK_SIZE = 32
+"""Tokens per block: the only number for which the processor's kernels are written."""
+
+
+def unsupported(spec: AttentionSpec) -> list[str]:
+    """Reasons why OpenVINO's operation cannot serve a layer."""
+    reasons = []
+    if spec.kv_dtype != spec.dtype:
+        reasons.append(f"the KV cache has the compute dtype, {spec.dtype}, not {spec.kv_dtype}")
+    if spec.soft_cap is not None:
+        reasons.append("OpenVINO's paged attention has no soft cap")
+    return reasons
+
+
+def cache_shape(spec: AttentionSpec, num_blocks: int, *, values: bool) -> tuple[int, int, int, int]:
+    """Shape of the keys or the values of one layer."""
+    return num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.value_size if values else spec.head_size
+
+
+def paged_attention(building: Building, node: Node) -> Sequence[Out]:
+    """Stores the step's keys and values, and attends."""
+    query, key, value, sinks = (None if name is None else building.output(name) for name in node.inputs[:4])
+    cache_name, table, _, query_start_loc, seq_lens = (str(name) for name in node.inputs[4:9])
+    cache = building.values[cache_name]
+    assert isinstance(cache, CacheValue)
+    spec = cache.spec
+    if spec.values_in_keys and value is None:
+        value = op.slice(key, integers([0]), integers([spec.value_size]), integers([1]), integers([-1])).output(0)
+    keys, values = _caches(building, cache)
+    past, blocks, begins, longest = building.once(
+        ("blocks", table, query_start_loc, seq_lens), lambda: _blocks(building, table, query_start_loc, seq_lens)
+    )
+    empty_int, empty_real = constant(np.zeros(0, np.int32), Type.i32), constant(np.zeros(0, np.float32), Type.f32)
+    zero = constant(0, Type.i32)
+    if sinks is not None:
+        sinks = op.reshape(sinks, integers([1, spec.num_heads, 1, 1]), False).output(0)
+    arguments = [
+        _flat(query, spec.num_heads * spec.head_size),
+        _flat(key, spec.num_kv_heads * spec.head_size),
+        _flat(value, spec.num_kv_heads * spec.value_size),
+        *(keys.output(0), values.output(0)),
+        past,
+        building.output(query_start_loc),
+        *(blocks, begins),
+        scalar(spec.scale),
+        constant(spec.sliding_window or 0, Type.i32),
+        empty_real,  # ALiBi
+        longest,
+        empty_int,  # scores are not aggregated
+        *(empty_int, empty_int, empty_real),  # no rotation of stored keys
+        *(empty_real, zero, zero),  # no sparse attention
+        empty_real if sinks is None else sinks,
+        *(zero, empty_int, empty_int, empty_int),  # no eviction
+        empty_int,  # token types
+        *(constant(np.zeros(0, np.uint8), Type.u8), empty_int),  # no bias between queries
+    ]
+    made = ov.op._PagedAttentionExtension(arguments)  # the operation has no other name in Python
+    facts = made.get_rt_info()
+    facts["num_k_heads"] = facts["num_v_heads"] = spec.num_kv_heads
+    facts["k_head_size"], facts["v_head_size"] = spec.head_size, spec.value_size
+    return [made.output(0)]
+
+
+def _flat(x: Out, size: int) -> Out:
+    return op.reshape(x, integers([-1, size]), False).output(0)
+
+
+def _caches(building: Building, cache: CacheValue) -> tuple[Any, ...]:
+    if cache.name not in building.caches:
+        building.caches[cache.name] = tuple(
+            building.parameter(
+                f"{cache.name}.{'values' if values else 'keys'}",
+                cache_shape(cache.spec, -1, values=values),
+                TYPES[cache.spec.kv_dtype],
+            )
+            for values in (False, True)
+        )
+    return building.caches[cache.name]
+
+
+def _blocks(building: Building, table: str, query_start_loc: str, seq_lens: str) -> tuple[Out, Out, Out, Out]:
+    """Lengths before the step [R], blocks of all requests [R * P], where each request's begin [R + 1], longest []."""
+    starts, lengths, blocks = (building.output(name) for name in (query_start_loc, seq_lens, table))
+    one, zero, step = integers([1]), integers([0]), integers([1])
+    later = op.slice(starts, one, integers([2**31 - 1]), step)
+    earlier = op.slice(starts, zero, integers([-1]), step)
+    past = op.subtract(lengths, op.subtract(later, earlier))
+    shape = op.shape_of(blocks, Type.i32)
+    pages = op.gather(shape, constant(1, Type.i32), constant(0, Type.i32))
+    rows = op.gather(shape, constant(0, Type.i32), constant(0, Type.i32))
+    stop = op.add(op.multiply(rows, pages), constant(1, Type.i32))
+    begins = op.range(constant(0, Type.i32), stop, pages, Type.i32)
+    longest = op.reduce_max(lengths, constant(0, Type.i64), False)
+    flat = op.reshape(blocks, integers([-1]), False)
+    return past.output(0), flat.output(0), begins.output(0), longest.output(0)
+
+
+ATTENTION: dict[str, Lowering] = {"paged_attention": paged_attention}

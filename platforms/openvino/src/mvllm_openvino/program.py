@@ -1,0 +1,237 @@
+"""GraphProgram of the OpenVINO platform: compiled models, one for each graph and all sizes, and the KV caches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import openvino as ov
+from openvino import Type
+from openvino import opset15 as op
+
+from mvllm.plugin_api.graph import CacheValue, GraphProgram, KVLayout, StepGraph, StepSizes, Value
+from mvllm_openvino.attention import BLOCK_SIZE, cache_shape
+from mvllm_openvino.building import REAL, TYPES, Building, Lowering, affine, computed_type
+
+DEVICE = "CPU"
+
+
+class OpenVINOArray:
+    """A result of a run, in host memory; real numbers are float32 whatever the graph calls them.
+
+    Attributes:
+        array: The elements.
+        dtype: The graph's dtype.
+    """
+
+    def __init__(self, array: np.ndarray, dtype: str) -> None:
+        self.array = array
+        self.dtype = dtype
+
+
+class OpenVINOProgram(GraphProgram):
+    """The graphs of one model as OpenVINO models.
+
+    A model is compiled when it first runs after its weights were set. One request per model keeps its input tensors,
+    so a step sets only the small ones.
+    """
+
+    keeps_arrays = True
+
+    def __init__(self, graphs: Sequence[StepGraph], table: Mapping[str, Lowering]) -> None:
+        self._graphs = {graph.name: graph for graph in graphs}
+        self._table = table
+        self._arrays: dict[str, np.ndarray] = {}
+        self._compiled: dict[str, CompiledGraph] = {}
+        self._caches: dict[str, tuple[ov.Tensor, ov.Tensor]] = {}
+        self._core = ov.Core()
+        values = (value for graph in graphs for value in graph.inputs)
+        self._cache_values = {value.name: value for value in values if isinstance(value, CacheValue)}
+
+    def set_weight(self, name: str, array: np.ndarray) -> None:
+        self._arrays[name] = array
+        readers = [graph.name for graph in self._graphs.values() if any(value.name == name for value in graph.inputs)]
+        for graph in readers:
+            self._compiled.pop(graph, None)
+
+    def finish_weights(self) -> None:
+        for name in self._graphs:
+            self._compiled_graph(name)
+
+    def kv_layout(self, cache: CacheValue) -> KVLayout:
+        spec = cache.spec
+        elements = spec.num_kv_heads * (spec.head_size + spec.value_size)
+        return KVLayout((BLOCK_SIZE,), elements * TYPES[spec.kv_dtype].size)
+
+    def allocate_caches(self, num_blocks: int, block_size: int) -> None:
+        assert block_size == BLOCK_SIZE, "core chooses among kv_layout's block sizes"
+        self.free_caches()
+        try:
+            for name, cache in self._cache_values.items():
+                self._caches[name] = (self._cache(cache, num_blocks, False), self._cache(cache, num_blocks, True))
+        except (MemoryError, RuntimeError) as e:
+            self.free_caches()
+            raise MemoryError(f"{num_blocks} blocks of the KV cache do not fit into the host's memory: {e}") from e
+        for compiled in self._compiled.values():
+            compiled.bind(self._caches)
+
+    @staticmethod
+    def _cache(cache: CacheValue, num_blocks: int, values: bool) -> ov.Tensor:
+        made = ov.Tensor(TYPES[cache.spec.kv_dtype], ov.Shape(cache_shape(cache.spec, num_blocks, values=values)))
+        _bits(made)[...] = 0
+        return made
+
+    def free_caches(self) -> None:
+        self._caches.clear()
+        for compiled in self._compiled.values():
+            compiled.unbind()
+
+    def run(self, graph: str, inputs: Mapping[str, Any], sizes: StepSizes) -> Sequence[OpenVINOArray]:
+        return self._compiled_graph(graph).run(inputs, sizes)
+
+    def _compiled_graph(self, name: str) -> CompiledGraph:
+        if name not in self._compiled:
+            made = CompiledGraph(self._core, self._graphs[name], self._table, self._arrays)
+            made.bind(self._caches)
+            self._compiled[name] = made
+        return self._compiled[name]
+
+    def to_host(self, array: OpenVINOArray) -> np.ndarray:
+        return _encoded(array.array, array.dtype)
+
+    def kv_bytes(self, cache: CacheValue) -> int:
+        return sum(tensor.byte_size for tensor in self._caches[cache.name])
+
+    def fill(self, cache: CacheValue, value: float) -> None:
+        element = _encoded(np.array([value], np.float32), cache.spec.kv_dtype)[0]
+        for tensor in self._caches[cache.name]:
+            _bits(tensor)[...] = element
+
+    def read_slots(self, cache: CacheValue, slots: np.ndarray) -> Sequence[np.ndarray]:
+        return [_bits(tensor)[slots // BLOCK_SIZE, :, slots % BLOCK_SIZE] for tensor in self._caches[cache.name]]
+
+    def close(self) -> None:
+        self._compiled.clear()
+        self._caches.clear()
+        self._arrays.clear()
+
+
+class CompiledGraph:
+    """One graph, compiled, with its request."""
+
+    def __init__(
+        self, core: ov.Core, graph: StepGraph, table: Mapping[str, Lowering], arrays: Mapping[str, np.ndarray]
+    ) -> None:
+        self._graph = graph
+        self._steps = graph.inputs_of("step")
+        values = graph.values()
+        self._results = [values[name] for name in graph.outputs]
+        building = Building(graph, arrays)
+        for value in self._steps:
+            building.output(value.name)
+        for node in graph.nodes:
+            made = table[node.op](building, node)
+            building.outputs.update({value.name: output for value, output in zip(node.outputs, made, strict=True)})
+        results = [op.result(building.output(name)) for name in graph.outputs]
+        self._caches = dict(building.caches)
+        self._kept = building.kept
+        dtype = next((value.dtype for value in values.values() if value.kind == "weight" and value.dtype in REAL), "")
+        model = ov.Model(results, building.parameters, graph.name)
+        self._request = core.compile_model(model, DEVICE, settings(dtype)).create_infer_request()
+        self._is_bound = False
+
+    def bind(self, caches: Mapping[str, tuple[ov.Tensor, ov.Tensor]]) -> None:
+        """Uses these caches from now on."""
+        self._is_bound = all(name in caches for name in self._caches)
+        if self._is_bound:
+            for name, parameters in self._caches.items():
+                for parameter, tensor in zip(parameters, caches[name], strict=True):
+                    self._request.set_tensor(parameter.friendly_name, tensor)
+
+    def unbind(self) -> None:
+        """Lets go of the caches."""
+        if self._is_bound and self._caches:
+            for parameters in self._caches.values():
+                for parameter in parameters:
+                    shape = [dim if dim > 0 else 1 for dim in _lengths(parameter)]
+                    empty = ov.Tensor(parameter.get_element_type(), ov.Shape(shape))
+                    self._request.set_tensor(parameter.friendly_name, empty)
+        self._is_bound = False
+
+    def run(self, inputs: Mapping[str, Any], sizes: StepSizes) -> list[OpenVINOArray]:
+        """Runs the graph; the results are copies.
+
+        Padding tokens, which belong to no request, are left out: OpenVINO's attention expects every token in one.
+        """
+        assert self._is_bound or not self._caches, "caches are allocated before the first step"
+        tokens = sizes.tokens
+        starts = inputs.get("query_start_loc")
+        if starts is not None and self._caches:
+            tokens = int(starts[-1])
+        for value in self._steps:
+            array = _decoded(inputs[value.name], value.dtype)
+            if tokens < sizes.tokens and value.shape[:1] == ("T",):
+                array = array[:tokens]
+            self._request.set_tensor(value.name, ov.Tensor(np.ascontiguousarray(array), shared_memory=True))
+        self._request.infer()
+        outputs = [self._request.get_output_tensor(index).data for index in range(len(self._results))]
+        return [
+            OpenVINOArray(_padded(output, value, tokens, sizes.tokens), value.dtype)
+            for output, value in zip(outputs, self._results, strict=True)
+        ]
+
+
+def settings(dtype: str) -> dict[str, Any]:
+    """Properties of the processor's plugin for a compute dtype."""
+    precision = dtype if dtype == "bfloat16" else "float32"
+    return {
+        "INFERENCE_PRECISION_HINT": TYPES[precision],
+        "KV_CACHE_PRECISION": TYPES[precision],
+        "PERFORMANCE_HINT": "LATENCY",
+        "NUM_STREAMS": 1,
+        "ENABLE_CPU_PINNING": False,
+    }
+
+
+def _lengths(parameter: Any) -> list[int]:
+    return [dim.get_length() if dim.is_static else -1 for dim in parameter.get_partial_shape()]
+
+
+def _padded(output: np.ndarray, value: Value, tokens: int, padded: int) -> np.ndarray:
+    """A copy, with zeros for the padding tokens."""
+    dim = value.shape[0] if value.shape else 0
+    if tokens == padded or isinstance(dim, int) or affine(dim)[1] != "T":
+        return output.copy()
+    factor, _, addend = affine(dim)
+    made = np.zeros((factor * padded + addend, *output.shape[1:]), output.dtype)
+    made[: output.shape[0]] = output
+    return made
+
+
+def _decoded(array: Any, dtype: str) -> np.ndarray:
+    """The array in the type in which the model computes."""
+    if isinstance(array, OpenVINOArray):
+        return array.array
+    if dtype == "bfloat16":
+        return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    wanted = computed_type(dtype).to_dtype()
+    return array if array.dtype == wanted else array.astype(wanted)
+
+
+def _encoded(array: np.ndarray, dtype: str) -> np.ndarray:
+    """The array in a graph's dtype, bfloat16 as its bits, rounded to the nearest, halves to even."""
+    if dtype == "bfloat16":
+        bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        return np.where(np.isnan(array), np.uint16(0x7FC0), rounded)
+    if dtype == "float16":
+        return array.astype(np.float16)
+    return array
+
+
+def _bits(tensor: ov.Tensor) -> np.ndarray:
+    """The elements of a cache; those of bfloat16 as bits."""
+    if tensor.element_type == Type.bf16:
+        return np.frombuffer(tensor.data, np.uint16).reshape(tuple(tensor.shape))
+    return tensor.data
