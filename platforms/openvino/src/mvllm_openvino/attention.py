@@ -1,12 +1,12 @@
 """Lowering of `paged_attention` to OpenVINO's own operation of that name, which stores keys and values and attends.
 
-It takes the lengths before the step and a flat list of blocks; both are computed once per graph and KV cache group. On
-the processor it works with blocks of 32 tokens only.
+It takes the lengths before the step and a flat list of blocks; both are computed once per graph and KV cache group.
+Layers with a soft cap, and those without keys of their own, attend over gathered blocks (gathered_attention.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,22 +14,17 @@ import openvino as ov
 from openvino import Type
 from openvino import opset15 as op
 
-from mvllm.plugin_api.graph import AttentionSpec, CacheValue, Node
+from mvllm.plugin_api import AttentionSpec
+from mvllm.plugin_api.graph import CacheValue, Node
 from mvllm_openvino.building import TYPES, Building, Lowering, Out, constant, integers
+from mvllm_openvino.gathered_attention import BLOCK_SIZE, after, attend_gathered, make_batch, store
 from mvllm_openvino.named import scalar
 
-BLOCK_SIZE = 32
-"""Tokens per block: the only number for which the processor's kernels are written."""
-
-
 def unsupported(spec: AttentionSpec) -> list[str]:
-    """Reasons why OpenVINO's operation cannot serve a layer."""
-    reasons = []
+    """Reasons why a layer cannot be served."""
     if spec.kv_dtype != spec.dtype:
-        reasons.append(f"the KV cache has the compute dtype, {spec.dtype}, not {spec.kv_dtype}")
-    if spec.soft_cap is not None:
-        reasons.append("OpenVINO's paged attention has no soft cap")
-    return reasons
+        return [f"the KV cache has the compute dtype, {spec.dtype}, not {spec.kv_dtype}"]
+    return []
 
 
 def cache_shape(spec: AttentionSpec, num_blocks: int, *, values: bool) -> tuple[int, int, int, int]:
@@ -40,45 +35,67 @@ def cache_shape(spec: AttentionSpec, num_blocks: int, *, values: bool) -> tuple[
 def paged_attention(building: Building, node: Node) -> Sequence[Out]:
     """Stores the step's keys and values, and attends."""
     query, key, value, sinks = (None if name is None else building.output(name) for name in node.inputs[:4])
-    cache_name, table, _, query_start_loc, seq_lens = (str(name) for name in node.inputs[4:9])
+    cache_name, table, slots, query_start_loc, seq_lens = (str(name) for name in node.inputs[4:9])
     cache = building.values[cache_name]
     assert isinstance(cache, CacheValue)
     spec = cache.spec
-    if spec.values_in_keys and value is None:
+    if spec.values_in_keys and key is not None:
         value = op.slice(key, integers([0]), integers([spec.value_size]), integers([1]), integers([-1])).output(0)
-    keys, values = _caches(building, cache)
+    if key is not None:
+        key, value = (_flat(x, spec.num_kv_heads * size) for x, size in _with_sizes(spec, key, value))
+    keys, values = (parameter.output(0) for parameter in _caches(building, cache))
+    step = ("blocks", table, query_start_loc, seq_lens)
     past, blocks, begins, longest = building.once(
-        ("blocks", table, query_start_loc, seq_lens), lambda: _blocks(building, table, query_start_loc, seq_lens)
+        step, lambda: _blocks(building, table, query_start_loc, seq_lens)
     )
+    if key is not None and spec.soft_cap is None:
+        flat = _flat(query, spec.num_heads * spec.head_size)
+        starts = building.output(query_start_loc)
+        made = _attention(spec, keys, values, sinks)(flat, key, value, past, starts, blocks, begins, longest).output(0)
+        building.shared["written", cache_name] = made
+        return [made]
+    if key is not None:
+        made = store(_attention(spec, keys, values, None), key, value, building.output(slots))
+        building.shared["written", cache_name] = made
+    batch = building.once(
+        ("batch", query_start_loc, seq_lens),
+        lambda: make_batch(query, building.output(query_start_loc), building.output(seq_lens)),
+    )
+    order = after(building.output(table), building.shared["written", cache_name])
+    return [attend_gathered(spec, query, keys, values, sinks, batch, order)]
+
+
+def _attention(spec: AttentionSpec, keys: Out, values: Out, sinks: Out | None) -> Callable[..., Any]:
+    """A function that makes OpenVINO's operation from what differs between steps."""
     empty_int, empty_real = constant(np.zeros(0, np.int32), Type.i32), constant(np.zeros(0, np.float32), Type.f32)
-    zero = constant(0, Type.i32)
+    empty_bits, zero = constant(np.zeros(0, np.uint8), Type.u8), constant(0, Type.i32)
     if sinks is not None:
         sinks = op.reshape(sinks, integers([1, spec.num_heads, 1, 1]), False).output(0)
-    arguments = [
-        _flat(query, spec.num_heads * spec.head_size),
-        _flat(key, spec.num_kv_heads * spec.head_size),
-        _flat(value, spec.num_kv_heads * spec.value_size),
-        *(keys.output(0), values.output(0)),
-        past,
-        building.output(query_start_loc),
-        *(blocks, begins),
-        scalar(spec.scale),
-        constant(spec.sliding_window or 0, Type.i32),
-        empty_real,  # ALiBi
-        longest,
-        empty_int,  # scores are not aggregated
-        *(empty_int, empty_int, empty_real),  # no rotation of stored keys
-        *(empty_real, zero, zero),  # no sparse attention
-        empty_real if sinks is None else sinks,
-        *(zero, empty_int, empty_int, empty_int),  # no eviction
-        empty_int,  # token types
-        *(constant(np.zeros(0, np.uint8), Type.u8), empty_int),  # no bias between queries
-    ]
-    made = ov.op._PagedAttentionExtension(arguments)  # the operation has no other name in Python
-    facts = made.get_rt_info()
-    facts["num_k_heads"] = facts["num_v_heads"] = spec.num_kv_heads
-    facts["k_head_size"], facts["v_head_size"] = spec.head_size, spec.value_size
-    return [made.output(0)]
+
+    def attend(
+        query: Out, key: Out, value: Out, past: Out, starts: Out, blocks: Out, begins: Out, longest: Out
+    ) -> Any:
+        arguments = [
+            *(query, key, value, keys, values, past, starts, blocks, begins),
+            *(scalar(spec.scale), constant(spec.sliding_window or 0, Type.i32)),
+            *(empty_real, longest, empty_int),  # no ALiBi; scores are not aggregated
+            *(empty_int, empty_int, empty_real),  # stored keys are not rotated
+            *(empty_real, zero, zero),  # no sparse attention
+            empty_real if sinks is None else sinks,
+            *(zero, empty_int, empty_int, empty_int),  # nothing is evicted
+            *(empty_int, empty_bits, empty_int),  # no kinds of tokens; no bias between queries
+        ]
+        made = ov.op._PagedAttentionExtension(arguments)  # the operation has no other name in Python
+        facts = made.get_rt_info()
+        facts["num_k_heads"] = facts["num_v_heads"] = spec.num_kv_heads
+        facts["k_head_size"], facts["v_head_size"] = spec.head_size, spec.value_size
+        return made
+
+    return attend
+
+
+def _with_sizes(spec: AttentionSpec, key: Out, value: Out) -> tuple[tuple[Out, int], tuple[Out, int]]:
+    return (key, spec.head_size), (value, spec.value_size)
 
 
 def _flat(x: Out, size: int) -> Out:

@@ -1,16 +1,17 @@
-"""Lowerings of mixtures of experts.
+"""Lowerings of mixtures of experts: pairs of a token and an expert are sorted by expert and multiplied in groups.
 
-Every expert computes every token, as one batched product; the tokens' shares of the experts, most of them zero, weight
-the results. A runtime of its own for experts would gather; OpenVINO's processor plugin has no such operation for graphs
-made by hand.
+    ids [T, top_k] ── counts per expert ──> place of each pair ──> rows of x in that order
+    rows ── grouped product ── activation ── grouped product ── back in the order of tokens ── weighted sum
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from openvino import Type
 from openvino import opset15 as op
+from openvino.opset17 import grouped_matmul
 
 from mvllm.plugin_api.graph import Node
 from mvllm_openvino.building import Building, Lowering, Out, constant, integers
@@ -60,73 +61,106 @@ def _only_best_groups(building: Building, node: Node, scores: Out) -> Out:
     best = _top(grouped, 1 if attributes["group_by"] == "best" else 2).output(0)
     value = op.reduce_sum(best, integers([-1]), False)
     chosen = _top(value, top_groups).output(1)
-    kept = _one_hot_sum(chosen, num_groups, None)
+    hot = op.one_hot(chosen, constant(num_groups, Type.i64), scalar(1.0), scalar(0.0), -1)
+    kept = op.reduce_sum(hot, integers([-2]), False)
     kept = op.greater(op.unsqueeze(kept, integers([-1])), scalar(0.0))
     masked = op.select(kept, grouped, scalar(float("-inf")))
     return op.reshape(masked, integers([-1, num_experts]), False).output(0)
 
 
-def _one_hot_sum(ids: Out, size: int, weights: Out | None) -> Out:
-    """[T, size]: the sum of the weights, or of ones, of the entries of each row of ids [T, k]."""
-    hot = op.one_hot(ids, constant(size, Type.i64), scalar(1.0), scalar(0.0), -1)
-    if weights is not None:
-        hot = op.multiply(hot, op.unsqueeze(weights, integers([-1])))
-    return op.reduce_sum(hot, integers([-2]), False).output(0)
+@dataclass(frozen=True)
+class Routing:
+    """Where the pairs of a token and one of its experts are when they are sorted by expert.
 
-
-def _experts(x: Out, weight: Out, bias: Out | None) -> Out:
-    """Every token times every expert's matrix: [E, T, out]. x: [T, in] or [E, T, in]; weight: [E, out, in]."""
-    made = op.matmul(x, weight, False, True).output(0)
-    return made if bias is None else op.add(made, op.unsqueeze(bias, integers([1]))).output(0)
-
-
-def _combined(building: Building, node: Node, results: Out, routing: int) -> Sequence[Out]:
-    """The sum over the experts of results [E, T, hidden] times the tokens' shares.
-
-    Args:
-        routing: Index of the node's input with the expert ids; their weights follow.
+    Attributes:
+        tokens: [T * top_k]: the token of each sorted pair.
+        experts: [T * top_k]: its expert.
+        ends: [num_experts]: where each expert's pairs end.
+        positions: [T * top_k]: place among the sorted pairs of each token's first expert, second expert and so on.
     """
-    ids, weights = str(node.inputs[routing]), str(node.inputs[routing + 1])
-    num_experts = int(building.values[str(node.inputs[1])].shape[0])
 
-    def shares() -> Out:
-        share = _one_hot_sum(building.output(ids), num_experts, building.output(weights))
-        return op.unsqueeze(op.transpose(share, integers([1, 0])), integers([-1])).output(0)
+    tokens: Out
+    experts: Out
+    ends: Out
+    positions: Out
 
-    share = building.once(("shares", ids, weights), shares)
-    return [op.reduce_sum(op.multiply(results, share), integers([0]), False).output(0)]
+
+def _routing(ids: Out, num_experts: int, top_k: int) -> Routing:
+    """Sorts by counting: a pair's place is the number of pairs of earlier experts and of earlier tokens."""
+    zero, one = constant(0, Type.i32), constant(1, Type.i32)
+    flat = op.reshape(op.convert(ids, Type.i32), integers([-1]), False)
+    hot = op.one_hot(flat, constant(num_experts, Type.i64), one, zero, -1)
+    counts = op.reduce_sum(hot, integers([0]), False)
+    ends = op.cum_sum(counts, zero)
+    before = op.add(op.cum_sum(hot, zero), op.subtract(op.subtract(ends, counts), one))
+    positions = op.reduce_sum(op.multiply(hot, before), integers([1]), False)
+    length = op.reduce_prod(op.shape_of(flat, Type.i32), integers([0]), False)
+    pairs = op.range(zero, length, one, Type.i32)
+    order = op.scatter_elements_update(pairs, positions, pairs, zero)
+    tokens = op.floor(op.divide(order, constant(top_k, Type.i32)))
+    return Routing(tokens.output(0), op.gather(flat, order, zero).output(0), ends.output(0), positions.output(0))
+
+
+class Experts:
+    """The experts of one node: products of the sorted pairs, each with its expert's matrix."""
+
+    def __init__(self, building: Building, node: Node, at: int) -> None:
+        """`at`: index of the node's input with the expert ids; their weights follow."""
+        ids, weights = str(node.inputs[at]), str(node.inputs[at + 1])
+        num_experts = int(building.values[str(node.inputs[1])].shape[0])
+        self._top_k = int(building.values[ids].shape[-1])
+        self._weights = building.output(weights)
+        key = ("routing", ids, num_experts)
+        self._routing = building.once(key, lambda: _routing(building.output(ids), num_experts, self._top_k))
+        self.rows = op.gather(building.output(str(node.inputs[0])), self._routing.tokens, _zero()).output(0)
+
+    def product(self, rows: Out, weight: Out, bias: Out | None = None) -> Out:
+        """Sorted rows [pairs, in] times weight [num_experts, out, in], plus bias [num_experts, out]."""
+        made = grouped_matmul(rows, weight, self._routing.ends).output(0)
+        return made if bias is None else op.add(made, op.gather(bias, self._routing.experts, _zero())).output(0)
+
+    def combined(self, results: Out) -> Sequence[Out]:
+        """The sum of each token's results, weighted."""
+        size = results.get_partial_shape()[1].get_length()
+        own = op.gather(results, self._routing.positions, _zero())
+        own = op.reshape(own, integers([-1, self._top_k, size]), False)
+        weighted = op.multiply(own, op.unsqueeze(self._weights, integers([-1])))
+        return [op.reduce_sum(weighted, integers([1]), False).output(0)]
+
+
+def _zero() -> Out:
+    return constant(0, Type.i64)
 
 
 def _gated(activation: str) -> Lowering:
     def lower(building: Building, node: Node) -> Sequence[Out]:
-        x, gate_up, down = building.inputs(node)[:3]
-        rows = op.unsqueeze(x, integers([0])).output(0)
-        gate, up = halves(_experts(rows, gate_up, None))
+        gate_up, down = (building.output(str(name)) for name in node.inputs[1:3])
+        experts = Experts(building, node, 3)
+        gate, up = halves(experts.product(experts.rows, gate_up))
         inner = op.multiply(activate(activation, gate), up).output(0)
-        return _combined(building, node, _experts(inner, down, None), 3)
+        return experts.combined(experts.product(inner, down))
 
     return lower
 
 
 def clamped_moe(building: Building, node: Node) -> Sequence[Out]:
     """Experts with biases and clamped gates."""
-    x, gate_up, gate_up_bias, down, down_bias = building.inputs(node)[:5]
+    gate_up, gate_up_bias, down, down_bias = (building.output(str(name)) for name in node.inputs[1:5])
     alpha, limit = float(node.attributes["alpha"]), float(node.attributes["limit"])
-    rows = op.unsqueeze(x, integers([0])).output(0)
-    gate, up = halves(_experts(rows, gate_up, gate_up_bias))
-    gate = op.minimum(gate, scalar(limit))
-    up = op.clamp(up, -limit, limit)
+    experts = Experts(building, node, 5)
+    gate, up = halves(experts.product(experts.rows, gate_up, gate_up_bias))
+    gate, up = op.minimum(gate, scalar(limit)), op.clamp(up, -limit, limit)
     glu = op.multiply(gate, op.sigmoid(op.multiply(gate, scalar(alpha))))
     inner = op.multiply(op.add(up, scalar(1.0)), glu).output(0)
-    return _combined(building, node, _experts(inner, down, down_bias), 5)
+    return experts.combined(experts.product(inner, down, down_bias))
 
 
 def ungated_moe(building: Building, node: Node) -> Sequence[Out]:
     """Experts without gates."""
-    x, up, down = building.inputs(node)[:3]
-    rows = op.unsqueeze(x, integers([0])).output(0)
-    inner = activate(str(node.attributes["activation"]), _experts(rows, up, None))
-    return _combined(building, node, _experts(inner, down, None), 3)
+    up, down = (building.output(str(name)) for name in node.inputs[1:3])
+    experts = Experts(building, node, 3)
+    inner = activate(str(node.attributes["activation"]), experts.product(experts.rows, up))
+    return experts.combined(experts.product(inner, down))
 
 
 EXPERTS: dict[str, Lowering] = {

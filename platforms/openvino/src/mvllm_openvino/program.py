@@ -10,9 +10,10 @@ import openvino as ov
 from openvino import Type
 from openvino import opset15 as op
 
-from mvllm.plugin_api.graph import CacheValue, GraphProgram, KVLayout, StepGraph, StepSizes, Value
+from mvllm.plugin_api import KVLayout
+from mvllm.plugin_api.graph import CacheValue, GraphProgram, StepGraph, StepSizes, Value
 from mvllm_openvino.attention import BLOCK_SIZE, cache_shape
-from mvllm_openvino.building import REAL, TYPES, Building, Lowering, affine, computed_type
+from mvllm_openvino.building import REAL, TYPES, Building, Lowering, computed_type, substitute
 
 DEVICE = "CPU"
 
@@ -162,24 +163,28 @@ class CompiledGraph:
     def run(self, inputs: Mapping[str, Any], sizes: StepSizes) -> list[OpenVINOArray]:
         """Runs the graph; the results are copies.
 
-        Padding tokens, which belong to no request, are left out: OpenVINO's attention expects every token in one.
+        Padding is left out: OpenVINO's attention expects every token in a request and tokens in every request.
         """
         assert self._is_bound or not self._caches, "caches are allocated before the first step"
-        tokens = sizes.tokens
-        starts = inputs.get("query_start_loc")
-        if starts is not None and self._caches:
-            tokens = int(starts[-1])
+        real = self._real_sizes(inputs) if self._caches else {}
+        arrays = []
         for value in self._steps:
             array = _decoded(inputs[value.name], value.dtype)
-            if tokens < sizes.tokens and value.shape[:1] == ("T",):
-                array = array[:tokens]
-            self._request.set_tensor(value.name, ov.Tensor(np.ascontiguousarray(array), shared_memory=True))
+            array = np.ascontiguousarray(array[: _length(value, real)])
+            self._request.set_tensor(value.name, ov.Tensor(array, shared_memory=True))
+            arrays.append(array)  # they must live until the request has run
         self._request.infer()
         outputs = [self._request.get_output_tensor(index).data for index in range(len(self._results))]
         return [
-            OpenVINOArray(_padded(output, value, tokens, sizes.tokens), value.dtype)
+            OpenVINOArray(_padded(output, _length(value, sizes.symbols())), value.dtype)
             for output, value in zip(outputs, self._results, strict=True)
         ]
+
+    @staticmethod
+    def _real_sizes(inputs: Mapping[str, Any]) -> dict[str, int]:
+        """Tokens and requests without padding, which comes last."""
+        requests = int(np.count_nonzero(inputs["seq_lens"]))
+        return {"T": int(inputs["query_start_loc"][requests]), "R": requests}
 
 
 def settings(dtype: str) -> dict[str, Any]:
@@ -198,13 +203,17 @@ def _lengths(parameter: Any) -> list[int]:
     return [dim.get_length() if dim.is_static else -1 for dim in parameter.get_partial_shape()]
 
 
-def _padded(output: np.ndarray, value: Value, tokens: int, padded: int) -> np.ndarray:
-    """A copy, with zeros for the padding tokens."""
-    dim = value.shape[0] if value.shape else 0
-    if tokens == padded or isinstance(dim, int) or affine(dim)[1] != "T":
+def _length(value: Value, sizes: Mapping[str, int]) -> int | None:
+    """Size of the first dimension if it depends on one of these symbols."""
+    dim = substitute(value.shape[0], sizes) if value.shape else ""
+    return dim if isinstance(dim, int) else None
+
+
+def _padded(output: np.ndarray, length: int | None) -> np.ndarray:
+    """A copy, with zeros for what padding would have given."""
+    if length is None or length == output.shape[0]:
         return output.copy()
-    factor, _, addend = affine(dim)
-    made = np.zeros((factor * padded + addend, *output.shape[1:]), output.dtype)
+    made = np.zeros((length, *output.shape[1:]), output.dtype)
     made[: output.shape[0]] = output
     return made
 
