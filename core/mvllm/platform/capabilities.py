@@ -42,6 +42,7 @@ class Capabilities:
             accept specs with `AttentionSpec.batch_invariant`, and the providers with `OpProvider.batch_invariant`
             include the operations of its models, `logsumexp` and `filtered_draw`.
         state: Since contract 1.1. Models with sequence states (StateBackend) run: Mamba-2 and hybrid models.
+        graph_compiler: Since contract 1.1. Models run as StepGraphs that the platform's GraphCompiler translates.
     """
 
     dtypes: tuple[str, ...]
@@ -68,3 +69,4 @@ class Capabilities:
     lazy_kernels: bool = False
     batch_invariant: bool = False
     state: bool = False
+    graph_compiler: bool = False

@@ -10,6 +10,7 @@ from mvllm.config.engine_config import EngineConfig, ParallelConfig
 from mvllm.platform.attention import AttentionBackend, AttentionSpec
 from mvllm.platform.capabilities import Capabilities
 from mvllm.platform.communicator import Communicator
+from mvllm.platform.graph_compiler import GraphCompiler
 from mvllm.platform.graphs import CompileBackend, GraphBackend
 from mvllm.platform.op_provider import OpProvider
 from mvllm.platform.runtime import DeviceRuntime
@@ -101,6 +102,14 @@ class Platform(ABC):
 
     def compiler(self) -> CompileBackend | None:
         """A compiler, if `capabilities.compile`. Phase: worker. Default: None."""
+        return None
+
+    def graph_compiler(self) -> GraphCompiler | None:
+        """Translates models to the device's own runtime, if `capabilities.graph_compiler`. Phase: worker.
+
+        Since contract 1.1. Core then runs models as StepGraphs: it asks for no op providers, attention backends or
+        state backends, except in the conformance suite. Default: None.
+        """
         return None
 
     def shapes(self) -> ShapePolicy:

@@ -60,8 +60,12 @@ class KVCacheLayers:
     def backend_for(self, spec: AttentionSpec) -> AttentionBackend:
         """The backend of layers with this spec. Equal specs share one."""
         if spec not in self._backends:
-            self._backends[spec] = checked_attention_backend(self._platform, spec)
+            self._backends[spec] = self.make_backend(spec)
         return self._backends[spec]
+
+    def make_backend(self, spec: AttentionSpec) -> AttentionBackend:
+        """A new backend for layers with this spec."""
+        return checked_attention_backend(self._platform, spec)
 
     def set_layers(self, layers: Iterable[Attention], state_layers: Iterable[SequenceState] = ()) -> None:
         """Replaces the layers, and assigns those with attention to the present groups.
@@ -168,9 +172,7 @@ class KVCacheLayers:
                 key = (layer.spec, chunk, group)
             if key not in self.attention_groups:
                 is_first = key == layer.spec
-                backend = (
-                    self.backend_for(layer.spec) if is_first else checked_attention_backend(self._platform, layer.spec)
-                )
+                backend = self.backend_for(layer.spec) if is_first else self.make_backend(layer.spec)
                 builder = backend if chunk is None else ChunkedMetadataBuilder(backend, chunk)
                 backends[key], self.attention_groups[key] = backend, (builder, group)
             layer.metadata_key, layer.backend = key, backends[key]

@@ -1,0 +1,1 @@
+"""Models as StepGraphs: tracing, the operations with their references, and the interpreter."""

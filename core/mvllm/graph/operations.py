@@ -1,0 +1,109 @@
+"""GRAPH_OPERATIONS: every operation that occurs in StepGraphs.
+
+    named       the operations of models (mvllm.ops), with the same names and arguments
+    optional    fused or alternative operations, which occur only if the compiler names them
+    attention   paged attention over a KV cache
+    array       a closed set of elementwise operations, reductions and changes of shape
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mvllm.graph.array_operations import ARRAY_OPERATIONS
+from mvllm.ops.all_schemas import SCHEMAS
+
+Group = Literal["named", "optional", "attention", "array"]
+
+PAGED_ATTENTION = "paged_attention"
+PAGED_ATTENTION_INPUTS = (
+    "query", "key", "value", "sinks", "cache", "block_table", "slot_mapping", "query_start_loc", "seq_lens",
+)  # fmt: skip
+
+STATE_STEP = ("query_start_loc", "read_slots", "write_slots")
+"""Inputs of operations on sequence states that follow the state."""
+
+
+@dataclass(frozen=True)
+class GraphOperation:
+    """One operation of StepGraphs.
+
+    Attributes:
+        name: Its name.
+        group: `named`, `optional`, `attention` or `array`.
+        summary: One sentence.
+        definition: The exact semantics: the docstring of the reference.
+        parameters: Names of the reference's parameters: inputs, and attributes.
+        reference: Computes it with torch tensors; None for attention.
+        updates: Parameters that are sequence states, which it reads and writes.
+    """
+
+    name: str
+    group: Group
+    summary: str
+    definition: str
+    parameters: tuple[str, ...]
+    reference: Callable[..., Any] | None = None
+    updates: tuple[str, ...] = ()
+
+
+_NOT_IN_GRAPHS = frozenset({"argmax", "logsumexp", "filtered_draw", "add_lora", "add_lora_by_slot"})
+"""Operations that core computes on the host, and LoRA, which graphs do not have yet."""
+
+_OPTIONAL = frozenset({"quantized_moe"})
+"""Optional besides those that replace other operations: no layer runs its reference."""
+
+_ATTENTION_DEFINITION = """Stores keys and values in the KV cache, and computes attention of the step's queries over it.
+
+First, if key is given, row t of key and value is stored in slot slot_mapping[t]; slot -1 stores nothing. Then each query
+attends, causally, to the keys of its request that the cache holds: as `AttentionBackend.write_kv` and `forward`.
+
+Inputs:
+    query: [T, num_heads, head_size], compute dtype.
+    key: [T, num_kv_heads, head_size], compute dtype; absent for a layer that reads another layer's cache.
+    value: [T, num_kv_heads, value_size], compute dtype; absent without key, and with `values_in_keys`.
+    sinks: [num_heads], compute dtype: the extra logit of each head; absent without sinks.
+    cache: A CacheValue.
+    block_table: [R, P]: blocks of each request; token t of request r is in slot
+        block_table[r, t // block_size] * block_size + t % block_size.
+    slot_mapping: [T].
+    query_start_loc: [R + 1]: tokens of request r are query_start_loc[r] to query_start_loc[r + 1] - 1.
+    seq_lens: [R]: tokens of each sequence after this step; the queries of request r are its last tokens.
+
+Attributes:
+    The fields of AttentionSpec.
+
+Result:
+    [T, num_heads * value_size], compute dtype. Rows of padding tokens are unspecified but finite."""
+
+
+def _named(name: str) -> GraphOperation:
+    schema = SCHEMAS[name]
+    group: Group = "optional" if schema.replaces_others or name in _OPTIONAL else "named"
+    definition = inspect.getdoc(schema.reference) or ""
+    return GraphOperation(
+        name, group, schema.summary, definition, schema.parameters, schema.reference, schema.updates
+    )
+
+
+def _array(name: str, function: Callable[..., Any]) -> GraphOperation:
+    definition = inspect.getdoc(function) or ""
+    parameters = tuple(inspect.signature(function).parameters)
+    return GraphOperation(name, "array", definition.partition("\n")[0], definition, parameters, function)
+
+
+GRAPH_OPERATIONS: Mapping[str, GraphOperation] = {
+    **{name: _named(name) for name in SCHEMAS if name not in _NOT_IN_GRAPHS},
+    PAGED_ATTENTION: GraphOperation(
+        PAGED_ATTENTION,
+        "attention",
+        _ATTENTION_DEFINITION.partition("\n")[0],
+        _ATTENTION_DEFINITION,
+        PAGED_ATTENTION_INPUTS,
+    ),
+    **{name: _array(name, function) for name, function in ARRAY_OPERATIONS.items()},
+}
+"""The operations by name."""

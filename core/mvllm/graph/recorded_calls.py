@@ -1,0 +1,235 @@
+"""Operations of models as single calls in a trace, instead of the many torch operations of their references.
+
+While a model is traced, its operations are the functions of `recording_providers`. Each call goes through one torch
+operation, `mvllm_graph::call(number, arrays)`, whose number leads to what torch cannot represent: name, attributes,
+caches and states. Its results have shapes and no data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mvllm.errors import PlatformError
+from mvllm.graph.arguments import flatten, unflatten
+from mvllm.graph.operations import GRAPH_OPERATIONS, PAGED_ATTENTION
+from mvllm.platform.attention import AttentionBackend, AttentionSpec, BatchLayout, KVLayout
+from mvllm.platform.op_provider import OpProvider
+from mvllm.platform.step_graph import CacheValue, StateValue, Value
+
+PROVIDER = "graph"
+"""Name of the providers of recorded operations."""
+
+Arrays = Sequence[torch.Tensor | None]
+
+
+@dataclass
+class RecordedCall:
+    """One call of an operation.
+
+    Attributes:
+        op: Its name.
+        attributes: Arguments that are no arrays.
+        values: By position among the inputs of the graph: caches and states, which are not arrays of the trace.
+        results: Makes results of the right shapes and dtypes from the arrays.
+    """
+
+    op: str
+    attributes: Mapping[str, Any]
+    values: Mapping[int, Value]
+    results: Callable[[Arrays], Sequence[torch.Tensor]]
+
+
+@dataclass
+class Recording:
+    """The calls of one trace.
+
+    Attributes:
+        calls: All calls; a call's number is its index.
+        states: State tensors of the layers, by id.
+    """
+
+    calls: list[RecordedCall] = field(default_factory=list)
+    states: dict[int, StateValue] = field(default_factory=dict)
+
+    def call(self, call: RecordedCall, arrays: Arrays) -> list[torch.Tensor]:
+        """Records a call."""
+        self.calls.append(call)
+        return list(torch.ops.mvllm_graph.call(len(self.calls) - 1, list(arrays)))
+
+
+_current: list[Recording] = []
+
+
+@contextmanager
+def recording() -> Iterator[Recording]:
+    """The calls inside the context are recorded."""
+    _current.append(Recording())
+    try:
+        yield _current[-1]
+    finally:
+        _current.pop()
+
+
+def current_recording() -> Recording:
+    """The recording of the trace that is being made.
+
+    Raises:
+        PlatformError: No trace is being made: on such a platform, models run as graphs only.
+    """
+    if not _current:
+        raise PlatformError("An operation of a model was called outside of its graph.")
+    return _current[-1]
+
+
+_LIBRARY = torch.library.Library("mvllm_graph", "DEF")
+_LIBRARY.define("call(int number, Tensor?[] arrays) -> Tensor[]")
+
+
+@torch.library.register_fake("mvllm_graph::call", lib=_LIBRARY)
+def _results(number: int, arrays: Arrays) -> list[torch.Tensor]:
+    return list(current_recording().calls[number].results(arrays))
+
+
+# ---------------------------------------------------------------------------------------------------------- operations
+
+
+def recording_providers(operations: Collection[str]) -> list[OpProvider]:
+    """Providers that record the operations among `operations`. Others are traced through their references."""
+    return [
+        OpProvider(op.name, PROVIDER, _recorder(op.name))
+        for op in GRAPH_OPERATIONS.values()
+        if op.group in ("named", "optional") and op.name in operations
+    ]
+
+
+def _recorder(op: str) -> Callable[..., Any]:
+    def function(*args: Any) -> Any:
+        return _record(op, args)
+
+    function.__name__ = op
+    return function
+
+
+def _record(op: str, args: Sequence[Any]) -> Any:
+    operation, trace = GRAPH_OPERATIONS[op], current_recording()
+    assert operation.reference is not None, "attention has a backend"
+    flat = flatten(operation.reference, args)
+    values: dict[int, Value] = {}
+    for i, label in enumerate(flat.labels):
+        if label in operation.updates:
+            values[i] = trace.states[id(flat.inputs[i])]
+            flat.inputs[i] = None
+    attributes = dict(flat.attributes)
+    if operation.updates:
+        attributes.pop("max_query_len")  # StepSizes has it
+
+    def results(arrays: Arrays) -> Sequence[torch.Tensor]:
+        made = result_like(op, arrays, flat.attributes)
+        return list(made) if isinstance(made, tuple) else [made]
+
+    made = trace.call(RecordedCall(op, attributes, values, results), flat.inputs)
+    return made[0] if len(made) == 1 else tuple(made)
+
+
+def result_like(op: str, arrays: Arrays, attributes: Mapping[str, Any]) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Arrays like the results of a named operation: shapes and dtypes, no values."""
+    x = arrays[0]
+    assert x is not None, "the first input is an array"
+    if op in ("causal_conv1d", "ssd", "moe", "gelu_tanh_moe", "clamped_moe", "ungated_moe", "quantized_moe"):
+        return torch.empty_like(x)
+    if op in ("gated_delta_rule", "kda"):
+        value = arrays[2]
+        assert value is not None, "the operation has values"
+        return torch.empty_like(value)
+    if op in ("quantized_linear", "float8_linear", "quantized_linear_silu_and_mul"):
+        weight = arrays[1]
+        assert weight is not None, "the operation has a weight"
+        return x.new_empty((*x.shape[:-1], weight.shape[0] // (2 if op.endswith("silu_and_mul") else 1)))
+    if op in ("block_quantized_linear", "block_quantized_linear_silu_and_mul"):
+        rows = sum(part.shape[0] for part in arrays[1 : 1 + attributes["weight.parts"]] if part is not None)
+        return x.new_empty((*x.shape[:-1], rows // (2 if op.endswith("silu_and_mul") else 1)))
+    reference = GRAPH_OPERATIONS[op].reference
+    assert reference is not None, "the operation has a reference"
+    result: torch.Tensor | tuple[torch.Tensor, ...] = reference(*unflatten(reference, arrays, attributes))
+    return result
+
+
+# ----------------------------------------------------------------------------------------------------------- attention
+
+
+@dataclass
+class GraphCache:
+    """What a layer's `kv_cache` is in a trace.
+
+    Attributes:
+        value: The cache in the graph.
+        pending: Key and value of the step, between `write_kv` and `forward`.
+    """
+
+    value: CacheValue
+    pending: tuple[torch.Tensor, torch.Tensor | None] | None = None
+
+
+@dataclass(frozen=True)
+class GraphMetadata:
+    """The attention metadata of a trace: the step inputs of one KV cache group."""
+
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+class RecordedAttention(AttentionBackend):
+    """The attention backend of models that run as graphs: records `paged_attention`.
+
+    Args:
+        spec: The spec.
+        layout: `GraphProgram.kv_layout` once there is a program.
+    """
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        self.layout: KVLayout | None = None
+
+    @classmethod
+    def validate(cls, spec: AttentionSpec) -> list[str]:
+        return spec.contradictions()
+
+    def kv_layout(self) -> KVLayout:
+        assert self.layout is not None, "the program has been made"
+        return self.layout
+
+    def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> Any:
+        raise PlatformError("Caches of a model that runs as a graph are allocated by its program.")
+
+    def build_metadata(self, batch: BatchLayout) -> Any:
+        return None
+
+    def write_kv(self, kv: GraphCache, key: torch.Tensor, value: torch.Tensor, metadata: GraphMetadata) -> None:
+        assert kv.pending is None, "a layer attends after it has stored keys and values"
+        kv.pending = key, (None if self.spec.values_in_keys else value)
+
+    def forward(
+        self, query: torch.Tensor, kv: GraphCache, metadata: GraphMetadata, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        key, value = (None, None) if kv.pending is None else kv.pending
+        kv.pending = None
+        arrays = (query, key, value, sinks, None, metadata.block_table, metadata.slot_mapping)
+        call = RecordedCall(PAGED_ATTENTION, attention_attributes(self.spec), {4: kv.value}, self._results)
+        return current_recording().call(call, (*arrays, metadata.query_start_loc, metadata.seq_lens))[0]
+
+    def _results(self, arrays: Arrays) -> Sequence[torch.Tensor]:
+        query = arrays[0]
+        assert query is not None, "attention has queries"
+        return [query.new_empty((query.shape[0], self.spec.num_heads * self.spec.value_size))]
+
+
+def attention_attributes(spec: AttentionSpec) -> dict[str, Any]:
+    """The fields of a spec, as attributes of `paged_attention`."""
+    return dict(vars(spec))
