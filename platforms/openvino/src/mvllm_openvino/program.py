@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from openvino import opset15 as op
 from mvllm.plugin_api import KVLayout
 from mvllm.plugin_api.graph import CacheValue, GraphProgram, StepGraph, StepSizes, Value
 from mvllm_openvino.attention import BLOCK_SIZE, cache_shape
-from mvllm_openvino.building import REAL, TYPES, Building, Lowering, computed_type, substitute
+from mvllm_openvino.building import TYPES, Building, Lowering, computed_type, substitute
 
 DEVICE = "CPU"
 
@@ -137,9 +137,9 @@ class CompiledGraph:
         results = [op.result(building.output(name)) for name in graph.outputs]
         self._caches = dict(building.caches)
         self._kept = building.kept
-        dtype = next((value.dtype for value in values.values() if value.kind == "weight" and value.dtype in REAL), "")
+        dtypes = {value.spec.dtype if isinstance(value, CacheValue) else value.dtype for value in values.values()}
         model = ov.Model(results, building.parameters, graph.name)
-        self._request = core.compile_model(model, DEVICE, settings(dtype)).create_infer_request()
+        self._request = core.compile_model(model, DEVICE, settings(dtypes)).create_infer_request()
         self._is_bound = False
 
     def bind(self, caches: Mapping[str, tuple[ov.Tensor, ov.Tensor]]) -> None:
@@ -180,16 +180,16 @@ class CompiledGraph:
             for output, value in zip(outputs, self._results, strict=True)
         ]
 
-    @staticmethod
-    def _real_sizes(inputs: Mapping[str, Any]) -> dict[str, int]:
+    def _real_sizes(self, inputs: Mapping[str, Any]) -> dict[str, int]:
         """Tokens and requests without padding, which comes last."""
-        requests = int(np.count_nonzero(inputs["seq_lens"]))
-        return {"T": int(inputs["query_start_loc"][requests]), "R": requests}
+        starts, lengths = next(node.inputs[7:9] for node in self._graph.nodes if node.op == "paged_attention")
+        requests = int(np.count_nonzero(inputs[str(lengths)]))
+        return {"T": int(inputs[str(starts)][requests]), "R": requests}
 
 
-def settings(dtype: str) -> dict[str, Any]:
-    """Properties of the processor's plugin for a compute dtype."""
-    precision = dtype if dtype == "bfloat16" else "float32"
+def settings(dtypes: Collection[str]) -> dict[str, Any]:
+    """Properties of the processor's plugin for the dtypes of a graph."""
+    precision = "bfloat16" if "bfloat16" in dtypes else "float32"
     return {
         "INFERENCE_PRECISION_HINT": TYPES[precision],
         "KV_CACHE_PRECISION": TYPES[precision],
