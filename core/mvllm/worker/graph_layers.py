@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from mvllm.config.engine_config import EngineConfig
 from mvllm.errors import CacheError
 from mvllm.graph.recorded_calls import RecordedAttention
@@ -13,7 +11,6 @@ from mvllm.platform.graph_compiler import GraphProgram
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.state import StateBackend, StateSpec
-from mvllm.platform.worker_protocol import KVCacheNeeds
 from mvllm.worker.kv_cache_layers import KVCacheLayers
 from mvllm.worker.out_of_memory import out_of_memory_as
 from mvllm.worker.state_layers import StateLayers
@@ -37,9 +34,6 @@ class GraphKVCacheLayers(KVCacheLayers):
     def make_backend(self, spec: AttentionSpec) -> AttentionBackend:
         check_attention_capabilities(self._platform, spec)
         return RecordedAttention(spec)
-
-    def kv_cache_needs(self) -> KVCacheNeeds:
-        return replace(super().kv_cache_needs(), layer_windows=())
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         what = f"The KV cache of {num_blocks} blocks of {block_size} tokens"
@@ -65,6 +59,12 @@ class GraphKVCacheLayers(KVCacheLayers):
         """The program. A model must be loaded."""
         assert self.program is not None, "the model is not loaded"
         return self.program
+
+    def _windows_of_layers(self) -> tuple[int | None, ...]:
+        return (None,) * len(self._layers)
+
+    def _windows_to_report(self) -> tuple[int | None, ...]:
+        return ()
 
     def _check_chunks(self) -> None:
         """Tracing refuses them."""

@@ -76,7 +76,7 @@ class KVCacheLayers:
         self._layers = list(layers)
         self.states.set_layers(state_layers)
         self._check_chunks()
-        self._windows = layer_windows(self._layers, self._runtime.device)
+        self._windows = self._windows_of_layers()
         self._assign_groups()
 
     def clear(self) -> None:
@@ -124,9 +124,7 @@ class KVCacheLayers:
         if self._config.speculative is not None and self._config.speculative.model is not None:
             # A draft model may be a token behind, so it attends to earlier positions than the served model.
             return KVCacheNeeds(bytes_per_token, tuple(common), ())
-        stages = self._config.parallel.pipeline_parallel_size
-        windows = reported_windows(self._layers, self._windows, self._runtime.device, stages)
-        return KVCacheNeeds(bytes_per_token, tuple(common), windows, state_bytes)
+        return KVCacheNeeds(bytes_per_token, tuple(common), self._windows_to_report(), state_bytes)
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Allocates the KV cache of every layer; layers of different groups share one.
@@ -176,6 +174,15 @@ class KVCacheLayers:
                 builder = backend if chunk is None else ChunkedMetadataBuilder(backend, chunk)
                 backends[key], self.attention_groups[key] = backend, (builder, group)
             layer.metadata_key, layer.backend = key, backends[key]
+
+    def _windows_of_layers(self) -> tuple[int | None, ...]:
+        """The window by which each layer is assigned to a group."""
+        return layer_windows(self._layers, self._runtime.device)
+
+    def _windows_to_report(self) -> tuple[int | None, ...]:
+        """The windows by which the engine makes groups; empty for one group."""
+        stages = self._config.parallel.pipeline_parallel_size
+        return reported_windows(self._layers, self._windows, self._runtime.device, stages)
 
     def _check_chunks(self) -> None:
         chunks = [layer.chunk_size for layer in self._layers if layer.chunk_size is not None]

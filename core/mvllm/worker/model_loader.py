@@ -126,11 +126,11 @@ class ModelLoader:
                 ModelError, f"The slots of {lora.max_loras} adapters", "Lower max_loras or max_lora_rank."
             ):
                 self._adapters = LoRAModelManager(model, context, lora, self._runtime)
-        self._layers.set_layers(layers, model.state_layers())
         if isinstance(self._layers, GraphKVCacheLayers):
             assert self._graph_compiler is not None
             self.graph = GraphModel(model, self._graph_compiler, generates=config.kind.generates)
             self._layers.program = self.graph.program
+        self._layers.set_layers(layers, model.state_layers())
         return context
 
     def _resolve_ops(self, *, batch_invariant: bool) -> OpTable:
