@@ -40,6 +40,12 @@ def computed_type(dtype: str) -> Type:
     return Type.f32 if dtype in REAL else TYPES[dtype]
 
 
+def converted(x: Out, dtype: str) -> Out:
+    """The output in the type in which the model computes values of a graph's dtype."""
+    wanted = computed_type(dtype)
+    return x if x.get_element_type() == wanted else op.convert(x, wanted).output(0)
+
+
 def constant(value: Any, dtype: Type) -> Out:
     """A small constant."""
     return op.constant(value, dtype).output(0)
@@ -98,8 +104,7 @@ class Building:
     def _entering(self, value: Value) -> Out:
         if value.kind in ("weight", "constant"):
             made = array_constant(self.arrays[value.name], value.dtype)
-            wanted = computed_type(value.dtype)
-            return made if made.get_element_type() == wanted else op.convert(made, wanted).output(0)
+            return converted(made, value.dtype)
         shape = [dim if isinstance(dim, int) else -1 for dim in value.shape]
         return self.parameter(value.name, shape, computed_type(value.dtype)).output(0)
 

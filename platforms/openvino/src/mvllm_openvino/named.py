@@ -33,9 +33,21 @@ def linear(building: Building, node: Node) -> Sequence[Out]:
 def quantized_linear(building: Building, node: Node) -> Sequence[Out]:
     """As `linear`, with a weight of integers that stays compressed in memory."""
     x, bias = building.output(str(node.inputs[0])), node.inputs[-1]
-    weight = quantized_weight(building, node)
-    made = op.matmul(x, weight, False, True).output(0)
+    scale = None
+    if node.attributes["weight.int8_activations"]:
+        x, scale = _rounded_rows(x)
+    made = op.matmul(x, quantized_weight(building, node), False, True).output(0)
+    if scale is not None:
+        made = op.multiply(made, scale).output(0)
     return [_with_bias(made, None if bias is None else building.output(bias))]
+
+
+def _rounded_rows(x: Out) -> tuple[Out, Out]:
+    """Each row rounded to integers of at most 127, and its scale."""
+    largest = op.reduce_max(op.absolute(x), integers([-1]), True)
+    scale = op.divide(largest, scalar(127.0)).output(0)
+    divisor = op.select(op.greater(scale, scalar(0.0)), scale, scalar(1.0))
+    return op.clamp(op.round(op.divide(x, divisor), "half_to_even"), -127.0, 127.0).output(0), scale
 
 
 def _with_bias(x: Out, bias: Out | None) -> Out:

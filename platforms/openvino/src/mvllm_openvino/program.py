@@ -13,7 +13,7 @@ from openvino import opset15 as op
 from mvllm.plugin_api import KVLayout
 from mvllm.plugin_api.graph import CacheValue, GraphProgram, StepGraph, StepSizes, Value
 from mvllm_openvino.attention import BLOCK_SIZE, cache_shape
-from mvllm_openvino.building import TYPES, Building, Lowering, computed_type, substitute
+from mvllm_openvino.building import TYPES, Building, Lowering, computed_type, converted, substitute
 
 DEVICE = "CPU"
 
@@ -132,8 +132,8 @@ class CompiledGraph:
         for value in self._steps:
             building.output(value.name)
         for node in graph.nodes:
-            made = table[node.op](building, node)
-            building.outputs.update({value.name: output for value, output in zip(node.outputs, made, strict=True)})
+            for value, output in zip(node.outputs, table[node.op](building, node), strict=True):
+                building.outputs[value.name] = converted(output, value.dtype)
         results = [op.result(building.output(name)) for name in graph.outputs]
         self._caches = dict(building.caches)
         self._kept = building.kept
@@ -193,6 +193,7 @@ def settings(dtypes: Collection[str]) -> dict[str, Any]:
     return {
         "INFERENCE_PRECISION_HINT": TYPES[precision],
         "KV_CACHE_PRECISION": TYPES[precision],
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # by default activations are rounded to int8 for integer weights
         "PERFORMANCE_HINT": "LATENCY",
         "NUM_STREAMS": 1,
         "ENABLE_CPU_PINNING": False,

@@ -21,7 +21,7 @@ def quantized_weight(building: Building, node: Node) -> Out:
     names = [str(name) for name in node.inputs[1:-1] if name is not None]
     values, scales = building.arrays[names[0]], building.arrays[names[1]]
     zero_points = building.arrays[names[2]] if len(names) > 2 else None
-    group_size, bits = int(node.attributes["group_size"]), int(node.attributes["bits"])
+    group_size, bits = int(node.attributes["weight.group_size"]), int(node.attributes["weight.bits"])
     rows, columns = values.shape
     if columns % group_size:  # the last group is shorter: give every column its scale
         full = np.repeat(scales, group_size, axis=1)[:, :columns]
