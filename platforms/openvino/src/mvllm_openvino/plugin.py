@@ -11,7 +11,7 @@ SPEC = PlatformSpec(
     probe="mvllm_openvino.probe:probe",
     factory="mvllm_openvino.platform:make_platform",
     torch_floor="2.6",
-    priority=5,
+    by_name_only=True,  # it uses the same processor as the platform `cpu`
 )
 
 
