@@ -48,24 +48,39 @@ def paged_attention(building: Building, node: Node) -> Sequence[Out]:
     past, blocks, begins, longest = building.once(
         step, lambda: _blocks(building, table, query_start_loc, seq_lens)
     )
-    if key is not None and spec.soft_cap is None:
+    written = building.shared.get(("written", cache_name))
+    if spec.soft_cap is None:
+        if key is None:
+            key, value = (_zeros(building, query, spec.num_kv_heads * size) for size in (spec.head_size, spec.value_size))
+            blocks = blocks if written is None else after(blocks, written)
         flat = _flat(query, spec.num_heads * spec.head_size)
         starts = building.output(query_start_loc)
-        made = _attention(spec, keys, values, sinks)(flat, key, value, past, starts, blocks, begins, longest).output(0)
+        made = _attention(spec, keys, values, sinks, writes=node.inputs[1] is not None)(
+            flat, key, value, past, starts, blocks, begins, longest
+        ).output(0)
+    else:
+        if key is not None:
+            written = store(_attention(spec, keys, values, None), key, value, building.output(slots))
+        batch = building.once(
+            ("batch", query_start_loc, seq_lens),
+            lambda: make_batch(query, building.output(query_start_loc), building.output(seq_lens)),
+        )
+        order = building.output(table) if written is None else after(building.output(table), written)
+        made = attend_gathered(spec, query, keys, values, sinks, batch, order)
+    if node.inputs[1] is not None:
         building.shared["written", cache_name] = made
-        return [made]
-    if key is not None:
-        made = store(_attention(spec, keys, values, None), key, value, building.output(slots))
-        building.shared["written", cache_name] = made
-    batch = building.once(
-        ("batch", query_start_loc, seq_lens),
-        lambda: make_batch(query, building.output(query_start_loc), building.output(seq_lens)),
-    )
-    order = after(building.output(table), building.shared["written", cache_name])
-    return [attend_gathered(spec, query, keys, values, sinks, batch, order)]
+    return [made]
 
 
-def _attention(spec: AttentionSpec, keys: Out, values: Out, sinks: Out | None) -> Callable[..., Any]:
+def _zeros(building: Building, query: Out, size: int) -> Out:
+    """[T, size]: what the operation wants in the place of keys or values that it does not store."""
+    rows = op.slice(op.shape_of(query, Type.i64), integers([0]), integers([1]), integers([1]))
+    return op.broadcast(scalar(0.0), op.concat([rows, integers([size])], 0)).output(0)
+
+
+def _attention(
+    spec: AttentionSpec, keys: Out, values: Out, sinks: Out | None, *, writes: bool = True
+) -> Callable[..., Any]:
     """A function that makes OpenVINO's operation from what differs between steps."""
     empty_int, empty_real = constant(np.zeros(0, np.int32), Type.i32), constant(np.zeros(0, np.float32), Type.f32)
     empty_bits, zero = constant(np.zeros(0, np.uint8), Type.u8), constant(0, Type.i32)
@@ -86,6 +101,7 @@ def _attention(spec: AttentionSpec, keys: Out, values: Out, sinks: Out | None) -
             *(empty_int, empty_bits, empty_int),  # no kinds of tokens; no bias between queries
         ]
         made = ov.op._PagedAttentionExtension(arguments)  # the operation has no other name in Python
+        made.set_attribute("write_kv_cache", writes)
         facts = made.get_rt_info()
         facts["num_k_heads"] = facts["num_v_heads"] = spec.num_kv_heads
         facts["k_head_size"], facts["v_head_size"] = spec.head_size, spec.value_size

@@ -1,7 +1,7 @@
-"""Attention over gathered blocks, for layers that OpenVINO's paged attention cannot serve.
+"""Attention over gathered blocks, for layers with a soft cap, which OpenVINO's paged attention does not have.
 
-These have a soft cap, or no keys of their own (they read another layer's cache). OpenVINO's operation still stores keys
-and values: each token is given to it as a sequence of its own in the block of its slot.
+That operation still stores keys and values: each token is given to it as a sequence of its own, in the block of its
+slot.
 
     queries [T, H, D] ── padded to the longest of the step ──> [R, M, H, D]
     blocks  [R, P]    ── gathered ──────────────────────────>  [R, KH, S, D]       S = P * 32 keys
@@ -64,10 +64,10 @@ def make_batch(tokens: Out, query_start_loc: Out, seq_lens: Out) -> Batch:
 
 
 def after(table: Out, written: Out) -> Out:
-    """The block table, available only once `written`, a result of OpenVINO's operation, has been computed."""
+    """A block table, available only once `written`, a result of OpenVINO's operation, has been computed."""
     element = op.slice(written, integers([0, 0]), integers([1, 1]), integers([1, 1]))
-    nothing = op.convert(op.less(element, element), Type.i32)
-    return op.add(table, nothing).output(0)
+    nothing = op.convert(op.less(element, element), Type.i32)  # always zero
+    return op.add(table, op.reshape(nothing, integers([1]), False)).output(0)
 
 
 def store(attend: Callable[..., Any], key: Out, value: Out, slots: Out) -> Out:
