@@ -123,7 +123,11 @@ class PagedDriver:
         random.Random(seed).shuffle(self._free)
         self._free_slots = random.Random(seed).sample(range(num_slots), num_slots)
         self._builders: dict[Hashable, AttentionBackend | ChunkedMetadataBuilder] = {}
-        for stage in stages:
+        self._allocate(num_blocks, num_slots)
+
+    def _allocate(self, num_blocks: int, num_slots: int) -> None:
+        block_size = self.block_size
+        for stage in self.stages:
             for layer in stage.attention_layers():
                 layer.kv_cache = layer.backend.allocate(num_blocks, block_size, HOST)
                 chunk = layer.chunk_size
@@ -154,17 +158,29 @@ class PagedDriver:
         ids = torch.tensor([t for _, tokens in work for t in tokens], dtype=torch.int32)
         positions = torch.cat([torch.arange(s.num_computed, s.num_computed + n) for (s, _), n in zip(work, lens)]).int()
         prompt_lens = torch.tensor([s.prompt_len for (s, _), n in zip(work, lens) for _ in range(n)], dtype=torch.int32)
-        metadata = {key: builder.build_metadata(layout) for key, builder in self._builders.items()}
         slots = StateArguments(
             layout.query_start_loc_device,
             torch.tensor([s.slot if s.num_computed else -1 for s, _ in work], dtype=torch.int32),
             torch.tensor([s.slot for s, _ in work], dtype=torch.int32),
             layout.max_query_len,
         )
+        logits = self._run(ids, positions, prompt_lens, layout, slots)
+        for sequence, tokens in work:
+            sequence.num_computed += len(tokens)
+        return list(logits.split(lens))
+
+    def _run(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        prompt_lens: torch.Tensor,
+        layout: BatchLayout,
+        slots: StateArguments,
+    ) -> torch.Tensor:
+        """Logits of all tokens of a step."""
+        metadata = {key: builder.build_metadata(layout) for key, builder in self._builders.items()}
         hidden = None
         for stage in self.stages:
             hidden = stage(ids, positions, ForwardStep(metadata, prompt_lens, state_metadata=slots), hidden)
-        for sequence, tokens in work:
-            sequence.num_computed += len(tokens)
         assert hidden is not None
-        return list(self.stages[-1].compute_logits(hidden).split(lens))
+        return self.stages[-1].compute_logits(hidden)

@@ -85,9 +85,7 @@ class ArrayOperationWriter:
         self._dtypes[name] = array.dtype
         return Value(name, kind, self.shape(array), dtype_name(array.dtype))
 
-    def add(
-        self, op: str, inputs: Sequence[str | None], like: Any, attributes: Mapping[str, Any] | None = None
-    ) -> Any:
+    def add(self, op: str, inputs: Sequence[str | None], like: Any, attributes: Mapping[str, Any] | None = None) -> Any:
         """Adds a node; returns the name of its result, or a list of names.
 
         Args:
@@ -221,7 +219,9 @@ class ArrayOperationWriter:
         return self._write_logical_and(given, like)
 
     def _write_gelu(self, given: dict[str, Any], like: torch.Tensor) -> Any:
-        return self.add("gelu_tanh" if given.get("approximate") == "tanh" else "gelu", [self._name(given["self"])], like)
+        return self.add(
+            "gelu_tanh" if given.get("approximate") == "tanh" else "gelu", [self._name(given["self"])], like
+        )
 
     def _write_softplus(self, given: dict[str, Any], like: torch.Tensor) -> Any:
         if given.get("beta", 1) != 1 or given.get("threshold", 20) != 20:

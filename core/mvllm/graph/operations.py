@@ -1,9 +1,9 @@
 """GRAPH_OPERATIONS: every operation that occurs in StepGraphs.
 
-    named       the operations of models (mvllm.ops), with the same names and arguments
-    optional    fused or alternative operations, which occur only if the compiler names them
-    attention   paged attention over a KV cache
-    array       a closed set of elementwise operations, reductions and changes of shape
+named       the operations of models (mvllm.ops), with the same names and arguments
+optional    fused or alternative operations, which occur only if the compiler names them
+attention   paged attention over a KV cache
+array       a closed set of elementwise operations, reductions and changes of shape
 """
 
 from __future__ import annotations
@@ -84,9 +84,7 @@ def _named(name: str) -> GraphOperation:
     schema = SCHEMAS[name]
     group: Group = "optional" if schema.replaces_others or name in _OPTIONAL else "named"
     definition = inspect.getdoc(schema.reference) or ""
-    return GraphOperation(
-        name, group, schema.summary, definition, schema.parameters, schema.reference, schema.updates
-    )
+    return GraphOperation(name, group, schema.summary, definition, schema.parameters, schema.reference, schema.updates)
 
 
 def _array(name: str, function: Callable[..., Any]) -> GraphOperation:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 DeviceArray = Any
-"""An array on the device, as `GraphProgram.run` returns it. Core passes it to `run` and `to_host` without reading it."""
+"""An array on the device, as `GraphProgram.run` returns it. Core passes it on without reading it."""
 
 
 class GraphProgram(ABC):

@@ -24,6 +24,7 @@ FAMILIES = {
     "SMP": "Sampling",
     "SHP": "Shapes",
     "GRF": "Graphs and compilers",
+    "GRA": "Models as graphs",
     "RUN": "Running a model",
     "E2E": "The whole engine",
     "LIF": "Lifecycle",
@@ -392,6 +393,35 @@ _ALL = (
         "compile",
     ),
     Clause(
+        "GRA-01",
+        "A graph program gives the logits of the definitions of its operations, for models of each family, for steps "
+        "of any sizes; padding changes nothing.",
+        "graph_compiler",
+        since=(1, 1),
+    ),
+    Clause(
+        "GRA-02",
+        "A program takes each weight and constant once, in any order, does not read the array after `set_weight` "
+        "unless `keeps_arrays` is set, and uses a weight that is set again between runs.",
+        "graph_compiler",
+        since=(1, 1),
+    ),
+    Clause("GRA-03", "`run` does not change its inputs, nor results of earlier runs.", "graph_compiler", since=(1, 1)),
+    Clause(
+        "GRA-04",
+        "After `free_caches`, caches and states may be allocated again, with another number of blocks; `close` may be "
+        "called twice.",
+        "graph_compiler",
+        since=(1, 1),
+    ),
+    Clause(
+        "GRA-05",
+        "`operations` returns names of operations of graphs; `unsupported` returns sentences, and one for a graph with "
+        "an operation that is not among them.",
+        "graph_compiler",
+        since=(1, 1),
+    ),
+    Clause(
         "RUN-01",
         "A model of each family gives the log-probabilities of the oracle, within the suite's tolerance for the dtype.",
         "torch_device",
@@ -469,7 +499,7 @@ def claims(capabilities: Capabilities, needs: str | None) -> bool:
 _OF_TORCH = frozenset(
     {
         *("soft_cap", "sinks", "mla", "deterministic", "batch_invariant", "state"),
-        *("graphs", "compile", "collectives", "static_shapes"),
+        *("graphs", "compile", "graph_compiler", "collectives", "static_shapes"),
     }
 )
 """Capabilities that only core's worker uses. Without `torch_device` they have no effect outside of the platform."""

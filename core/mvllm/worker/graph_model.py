@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from mvllm.config.engine_config import EngineConfig
 from mvllm.config.token_spaces import TokenSpace
-from mvllm.errors import ConfigError, ModelError, PlatformError
+from mvllm.errors import ModelError, PlatformError
 from mvllm.graph.arrays import to_numpy, to_torch
 from mvllm.graph.trace import HEAD, MODEL, TracedModel, trace_model
 from mvllm.layers.lora import LoRAMapping
-from mvllm.logging import get_logger
 from mvllm.platform.graph_compiler import GraphCompiler, GraphProgram
 from mvllm.platform.graphs import CompileBackend
 from mvllm.platform.step_graph import StepSizes, distinct_inputs
@@ -29,27 +27,6 @@ from mvllm.worker.step_inputs import StepInputs
 
 if TYPE_CHECKING:
     from mvllm.models.causal_lm import CausalLM
-
-logger = get_logger(__name__)
-
-
-def check_config(config: EngineConfig, platform: str, num_devices: int) -> None:
-    """Raises ConfigError for settings that models as graphs do not support."""
-    unsupported = {
-        "LoRA": config.lora is not None,
-        "speculative decoding with a draft model": config.speculative is not None
-        and config.speculative.model is not None,
-        "tensor_parallel_size above 1": config.parallel.tensor_parallel_size > 1 or num_devices > 1,
-        "an encoder without KV cache": config.model.kind.is_encoder,
-        "batch_invariant": config.batch_invariant,
-        "a token space with a head of its own": any(s.has_own_head for s in config.model.token_spaces.values()),
-    }
-    found = [name for name, is_asked_for in unsupported.items() if is_asked_for]
-    if found:
-        raise ConfigError(
-            f"The platform {platform!r} runs models as graphs, which do not support {', '.join(found)}. Leave it out, "
-            "or choose another platform or model."
-        )
 
 
 class GraphModel:
@@ -133,7 +110,7 @@ class GraphModel:
         return to_torch(self.program.to_host(logits), self._logits_dtype)
 
     def compute_space_logits(self, hidden: torch.Tensor, space: TokenSpace) -> torch.Tensor:
-        """Never called: `check_config` refuses models with such spaces."""
+        """Never called: `check_capabilities` refuses models with such spaces."""
         raise AssertionError("a token space with a head of its own")
 
     def close(self) -> None:

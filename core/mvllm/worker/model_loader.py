@@ -25,7 +25,7 @@ from mvllm.platform.interface import Platform
 from mvllm.platform.op_provider import OpProvider
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.worker.graph_layers import GraphKVCacheLayers
-from mvllm.worker.graph_model import GraphModel, check_config
+from mvllm.worker.graph_model import GraphModel
 from mvllm.worker.kv_cache_layers import KVCacheLayers
 from mvllm.worker.length_check import check_length
 from mvllm.worker.lora_model_manager import LoRAModelManager
@@ -86,7 +86,6 @@ class ModelLoader:
         """
         config = self._config.model
         if isinstance(self._layers, GraphKVCacheLayers):
-            check_config(self._config, self._platform.spec.name, self._num_devices)
             self._graph_compiler = call_checked(self._platform, "graph_compiler", returns=GraphCompiler)
         context = BuildContext(
             dtype=torch_dtype(config.dtype),

@@ -12,6 +12,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--op-providers", metavar="NAMES", help="Installed sets of op providers with precedence, comma-separated."
     )
+    parser.add_argument(
+        "--graph",
+        action="store_true",
+        help="List the operations of models as graphs, and with --platform which of them its compiler translates.",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -23,6 +28,8 @@ def run(args: argparse.Namespace) -> int:
     from mvllm.platform.contract_operations import operation_lines, read_operations
     from mvllm.platform.phases import Phase, enter_phase
 
+    if args.graph:
+        return _run_graph(args)
     operations = read_operations()
     if unknown := [name for name in args.operations if name not in operations]:
         raise ConfigError(f"Unknown operation {unknown[0]!r}. Operations: {', '.join(operations)}.")
@@ -39,4 +46,41 @@ def run(args: argparse.Namespace) -> int:
     providers = max(len(", ".join(row.candidates)) for row in rows)
     for row in rows:
         print(f"{row.op:<{width}}  {', '.join(row.candidates):<{providers}}  {row.summary}")
+    return 0
+
+
+def _run_graph(args: argparse.Namespace) -> int:
+    """Prints each operation of models as graphs; with a platform, whether its compiler translates it."""
+    from mvllm.errors import ConfigError
+    from mvllm.graph.operations import GRAPH_OPERATIONS
+    from mvllm.platform.choose import choose_platform
+    from mvllm.platform.phases import Phase, enter_phase
+
+    if unknown := [name for name in args.operations if name not in GRAPH_OPERATIONS]:
+        raise ConfigError(f"Unknown operation {unknown[0]!r}. Operations: {', '.join(GRAPH_OPERATIONS)}.")
+    known: set[str] | None = None
+    if args.platform is not None:
+        chosen = choose_platform(args.platform)
+        with enter_phase(Phase.WORKER):
+            compiler = chosen.platform.graph_compiler()
+        if compiler is None:
+            raise ConfigError(
+                f"The platform {args.platform!r} has no graph compiler: its models run as torch operations. Leave out "
+                "--graph, or name another platform."
+            )
+        known = set(compiler.operations())
+    rows = [op for name, op in GRAPH_OPERATIONS.items() if not args.operations or name in args.operations]
+    if args.operations:
+        print("\n\n".join(f"{op.name} ({op.group})\n\n{op.definition}" for op in rows))
+        return 0
+    width = max(len(op.name) for op in rows)
+    for op in rows:
+        translated = "" if known is None else "yes  " if op.name in known else "no   "
+        print(f"{translated}{op.name:<{width}}  {op.group:<9}  {op.summary}")
+    if known is not None:
+        missing = [op.name for op in rows if op.name not in known and op.group in ("attention", "array")]
+        print(f"\n{len(known)} of {len(rows)} operations are translated.")
+        print("A named operation that is not is traced as the array operations of its definition, where it has one.")
+        if missing:
+            print(f"Models with these cannot run: {', '.join(missing)}.")
     return 0

@@ -1,0 +1,155 @@
+"""A model of the suite's zoo as graphs, and steps of its requests, for the GRA clauses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mvllm.config.engine_args import EngineArgs
+from mvllm.distributed.group_coordinator import GroupCoordinator
+from mvllm.graph.arrays import to_numpy, to_torch
+from mvllm.graph.recorded_calls import RecordedAttention, recording_providers
+from mvllm.graph.trace import HEAD, MODEL, TracedModel, trace_model
+from mvllm.layers.context import BuildContext
+from mvllm.models.registry import resolve_model_class
+from mvllm.models.weight_loader import load_weights
+from mvllm.ops.dtypes import torch_dtype
+from mvllm.ops.registry import OpTable
+from mvllm.plugin_api import AttentionSpec
+from mvllm.plugin_api.graph import CacheValue, GraphCompiler, GraphProgram, StepSizes
+
+
+def trace_checkpoint(folder: Path, dtype: str, operations: Sequence[str]) -> TracedModel:
+    """A checkpoint's graphs with these operations; other operations are their definitions."""
+    args = EngineArgs(model=str(folder), skip_tokenizer_init=True, dtype=dtype)
+    config = args.create_engine_config().model
+    backends: dict[AttentionSpec, RecordedAttention] = {}
+    context = BuildContext(
+        dtype=torch_dtype(dtype),
+        device=torch.device("cpu"),
+        ops=OpTable.resolve(recording_providers(operations)),
+        attention=lambda spec: backends.setdefault(spec, RecordedAttention(spec)),
+        tp=GroupCoordinator.single("tp"),
+        pp=GroupCoordinator.single("pp"),
+        kv_dtype=dtype,
+    )
+    model = resolve_model_class(config.architecture, config.model_impl)(config, context)
+    load_weights(model, folder, use_tqdm=False)
+    model.after_load()
+    return trace_model(model)
+
+
+@dataclass
+class GraphModelUnderTest:
+    """A program of one model, which computes steps of several requests.
+
+    Request r has the tokens of `token_ids[r]`; its blocks are neighbours. Its state is in slot r.
+
+    Attributes:
+        traced: The model's graphs.
+        compiler: Makes the program.
+        token_ids: The tokens of each request.
+        block_size: Tokens per block.
+        order: 1 gives weights in the order of the graphs, -1 in the reversed one.
+        computed: Computed tokens of each request.
+    """
+
+    traced: TracedModel
+    compiler: GraphCompiler
+    token_ids: Sequence[Sequence[int]]
+    block_size: int = 16
+    order: int = 1
+    computed: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.restart()
+
+    @cached_property
+    def program(self) -> GraphProgram:
+        """The program, with its weights, and caches of just the blocks that the requests need."""
+        program = self.compiler.program(self.traced.graphs)
+        for name, tensor in list(self.traced.arrays.items())[:: self.order]:
+            array = to_numpy(tensor).copy()
+            program.set_weight(name, array)
+            if not program.keeps_arrays:
+                array.view(np.uint8).fill(0xFF)  # an array is valid only during the call
+        program.finish_weights()
+        self.allocate(program)
+        return program
+
+    def allocate(self, program: GraphProgram, spare_blocks: int = 0) -> None:
+        """Allocates caches and states."""
+        caches = [value for value in self.traced.graphs[0].inputs if isinstance(value, CacheValue)]
+        sizes = [program.kv_layout(cache).block_sizes for cache in caches]
+        if sizes:
+            self.block_size = next(size for size in sizes[0] if all(size in other for other in sizes))
+        program.allocate_caches(self.num_pages * len(self.token_ids) + spare_blocks, self.block_size)
+        if self.traced.graphs[0].inputs_of("state"):
+            program.allocate_states(len(self.token_ids))
+
+    @property
+    def num_pages(self) -> int:
+        """Blocks of the longest request."""
+        return -(-max(map(len, self.token_ids)) // self.block_size)
+
+    def restart(self) -> None:
+        """Starts all requests again."""
+        self.computed = [0] * len(self.token_ids)
+
+    def step(self, lengths: Sequence[int], *, padding: int = 0) -> torch.Tensor:
+        """Computes the next tokens of each request; 0 leaves it out.
+
+        Args:
+            padding: Tokens, requests and pages of padding.
+
+        Returns:
+            float32 [tokens, vocabulary]: the logits of all tokens, in the order of the requests.
+        """
+        arrays, sizes = self.step_inputs(lengths, padding)
+        return self.run(arrays, sizes)[: sum(lengths)]
+
+    def step_inputs(self, lengths: Sequence[int], padding: int) -> tuple[dict[str, np.ndarray], StepSizes]:
+        """The inputs of a step, whose requests advance."""
+        chosen = [r for r, length in enumerate(lengths) if length]
+        counts = [lengths[r] for r in chosen]
+        pages, width = self.num_pages, self.num_pages + padding
+        positions = np.concatenate([np.arange(self.computed[r], self.computed[r] + lengths[r]) for r in chosen])
+        owners = np.repeat(chosen, counts)
+        token_ids = np.array([self.token_ids[r][p] for r, p in zip(owners, positions, strict=True)])
+        slots = (owners * pages + positions // self.block_size) * self.block_size + positions % self.block_size
+        table = np.zeros((len(chosen) + padding, width), np.int32)
+        table[: len(chosen), :pages] = np.array(chosen)[:, None] * pages + np.arange(pages)
+        seq_lens = [self.computed[r] + lengths[r] for r in chosen]
+        read = [r if self.computed[r] else -1 for r in chosen]
+        prompt_lens = np.array([len(self.token_ids[r]) for r in owners])
+        arrays: dict[str, Any] = {
+            "token_ids": np.pad(token_ids, (0, padding)),
+            "positions": np.pad(positions, (0, padding)),
+            "prompt_lens": np.pad(prompt_lens, (0, padding)),
+            "query_start_loc": np.concatenate([[0], np.cumsum(counts), [sum(counts)] * padding]),
+            "seq_lens": np.pad(seq_lens, (0, padding)),
+            "block_table.0": table,
+            "slot_mapping.0": np.pad(slots, (0, padding), constant_values=-1),
+            "read_slots": np.pad(read, (0, padding), constant_values=-1),
+            "write_slots": np.pad(chosen, (0, padding), constant_values=-1),
+        }
+        for r in chosen:
+            self.computed[r] += lengths[r]
+        tokens = len(token_ids) + padding
+        sizes = StepSizes(tokens, len(chosen) + padding, width, tokens, max(counts), max(seq_lens))
+        return {name: np.ascontiguousarray(array, dtype=np.int32) for name, array in arrays.items()}, sizes
+
+    def run(self, arrays: dict[str, np.ndarray], sizes: StepSizes) -> torch.Tensor:
+        """Logits of all tokens of a step, padding included."""
+        model, head = self.traced.graphs
+        wanted = {value.name: arrays[value.name] for value in model.inputs_of("step")}
+        (hidden,) = self.program.run(MODEL, wanted, sizes)
+        indices = np.arange(sizes.tokens, dtype=np.int32)
+        (logits,) = self.program.run(HEAD, {"hidden": hidden, "logits_indices": indices}, sizes)
+        return to_torch(self.program.to_host(logits), head.values()[head.outputs[0]].dtype).float()

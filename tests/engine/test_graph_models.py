@@ -1,0 +1,119 @@
+"""Engines whose models run as graphs give the tokens of transformers, with the features that core computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mvllm import LLM, ConfigError
+from mvllm.graph.interpreter import InterpretedProgram
+from tests.helpers import parity
+from tests.helpers.parity import Oracle
+from tests.helpers.plugins import graph_platform_path, prepend
+
+WHICH = (0, 3, 6, 8, 10)
+
+
+@pytest.fixture(autouse=True)
+def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepend(monkeypatch, graph_platform_path(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def expected() -> Oracle:
+    return parity.oracle("llama-gqa", WHICH)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def start(stack: ExitStack, folder: Path, **settings: Any) -> LLM:
+    return stack.enter_context(parity.engine(folder, platform="graph-interpreter", **settings))
+
+
+def test_tokens_logprobs_and_prompt_logprobs_are_those_of_transformers(stack: ExitStack, expected: Oracle) -> None:
+    llm = start(stack, expected.folder, max_num_batched_tokens=48)
+    for _ in range(2):  # the second time from the prefix cache
+        outputs = parity.generate(llm, expected.prompts, prompt_logprobs=2)
+        parity.check(expected, outputs)
+        parity.check_prompt_logprobs(expected, outputs)
+
+
+def test_preempted_requests_are_computed_again(stack: ExitStack, expected: Oracle) -> None:
+    llm = start(stack, expected.folder, num_gpu_blocks_override=14)
+    parity.check(expected, parity.generate(llm, expected.prompts))
+
+
+def test_draft_tokens_from_the_prompt_are_verified(stack: ExitStack, expected: Oracle) -> None:
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    llm = start(stack, expected.folder, speculative_config=ngram)
+    parity.check(expected, parity.generate(llm, expected.prompts))
+
+
+@pytest.mark.parametrize("name", ["granitehybrid", pytest.param("gemma2", marks=pytest.mark.exhaustive)])
+def test_states_and_windows(stack: ExitStack, name: str) -> None:
+    found = parity.oracle(name, WHICH)
+    parity.check(found, parity.generate(start(stack, found.folder), found.prompts))
+
+
+def test_a_program_gets_each_weight_once_and_its_caches_are_freed(
+    stack: ExitStack, expected: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str] = []
+    programs: list[InterpretedProgram] = []
+    set_weight, finish = InterpretedProgram.set_weight, InterpretedProgram.finish_weights
+
+    def note(self: InterpretedProgram, name: str, array: np.ndarray) -> None:
+        given.append(name)
+        set_weight(self, name, array)
+
+    def note_program(self: InterpretedProgram) -> None:
+        programs.append(self)
+        finish(self)
+
+    monkeypatch.setattr(InterpretedProgram, "set_weight", note)
+    monkeypatch.setattr(InterpretedProgram, "finish_weights", note_program)
+    llm = start(stack, expected.folder, enable_sleep_mode=True)
+    assert len(given) == len(set(given)) > 10
+
+    def host_bytes(model: Any) -> int:
+        return sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())
+
+    assert llm.apply_model(host_bytes) == [0], "the weights have moved to the program"
+    [program] = programs
+    assert program._caches
+    llm.sleep(level=1)
+    assert not program._caches
+    llm.wake_up()
+    parity.check(expected, parity.generate(llm, expected.prompts))
+
+
+@pytest.mark.parametrize(
+    ("settings", "feature"),
+    [
+        ({"enable_lora": True}, "LoRA"),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}, "tensor_parallel_size above 1"),
+    ],
+)
+def test_features_that_graphs_lack_are_refused(expected: Oracle, settings: dict[str, Any], feature: str) -> None:
+    with pytest.raises(ConfigError, match=f"runs models as graphs, which do not support {feature}"):
+        LLM(str(expected.folder), platform="graph-interpreter", max_model_len=64, **settings)
+
+
+def test_a_compiler_that_lacks_an_operation_is_refused_by_name(
+    expected: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mvllm.graph.interpreter import Interpreter
+
+    every = Interpreter().operations()
+    monkeypatch.setattr(Interpreter, "operations", lambda self: set(every) - {"slice"})
+    with pytest.raises(Exception, match="does not translate the operation 'slice'"):
+        LLM(str(expected.folder), platform="graph-interpreter", max_model_len=64)

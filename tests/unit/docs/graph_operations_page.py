@@ -1,0 +1,64 @@
+"""docs/reference/graph-operations.md: the operations of models as graphs.
+
+python -m tests.unit.docs.graph_operations_page    writes the page from the source of the operations
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mvllm.graph.operations import GRAPH_OPERATIONS, GraphOperation
+
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "graph-operations.md"
+HEAD = """\
+# Operations of models as graphs
+
+On a platform with a graph compiler, core traces a model to a `StepGraph` of these operations.
+`mvllm ops --graph --platform NAME` shows which of them a platform translates;
+`mvllm ops --graph NAME` prints the definition of one.
+
+| group | what it is |
+|---|---|
+| named | Operations of models, with the signatures in [operations](operations.md). Where the compiler does not name one, core traces the array operations of its definition. |
+| optional | Fused operations. They occur in a graph only if the compiler names them. |
+| attention | Paged attention. Every model with attention needs it. |
+| array | A closed set of elementwise operations, reductions and changes of shape. |
+
+Inputs are arrays, in the order of the parameters; an optional one may be absent. Parameters that are
+no arrays are attributes. A weight that is a dataclass is flattened: the inputs of
+`quantized_linear` are `x`, `weight.values`, `weight.scales`, `weight.zero_points` and `bias`, its
+attributes `weight.group_size`, `weight.bits` and `weight.int8_activations`. An operation on a
+sequence state gets the state as an input of kind `state`, which it updates; `max_query_len` is a
+field of `StepSizes`. All other results are new arrays.
+
+Two inputs of an elementwise array operation have one dtype and are broadcast. One of them may be
+absent; the attribute `other` is then that operand, rounded to the dtype of the array.
+
+Made from the source: `python -m tests.unit.docs.graph_operations_page`.
+"""
+GROUPS = ("named", "optional", "attention", "array")
+
+
+def page() -> str:
+    """The complete page."""
+    return "\n".join([HEAD, *(section(group) for group in GROUPS)])
+
+
+def section(group: str) -> str:
+    """The operations of one group."""
+    rows = [op for op in GRAPH_OPERATIONS.values() if op.group == group]
+    if group == "attention":
+        [attention] = rows
+        return f"## {group}\n\n### {attention.name}\n\n```text\n{attention.definition}\n```\n"
+    lines = [f"## {group}", "", "| operation | parameters | result |", "|---|---|---|", *map(row, rows)]
+    return "\n".join(lines) + "\n"
+
+
+def row(op: GraphOperation) -> str:
+    """One operation in a table."""
+    summary = op.summary.replace("|", "\\|")
+    return f"| `{op.name}` | {', '.join(f'`{name}`' for name in op.parameters)} | {summary} |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
