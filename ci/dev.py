@@ -52,10 +52,11 @@ CUDA = ROOT / "platforms" / "cuda"
 ROCM = ROOT / "platforms" / "rocm"
 TPU = ROOT / "platforms" / "tpu"
 XPU = ROOT / "platforms" / "xpu"
+OPENVINO = ROOT / "platforms" / "openvino"
 RAY = ROOT / "plugins" / "ray-executor"
 PURE = (TRITON, TORCH_GPU, CUDA, ROCM, TPU, XPU, RAY)  # distributions without compiled code
 EXAMPLE = ROOT / "plugins" / "example-device"
-DISTRIBUTIONS = (ROOT, PLATFORM, *PURE)
+DISTRIBUTIONS = (ROOT, PLATFORM, *PURE, OPENVINO)  # OpenVINO is not installed in .venv; its lane has it
 INTERPRETED = tuple(f"platforms/{name}/tests" for name in ("triton-kernels", "torch-gpu", "cuda", "xpu"))
 """Tests with Triton's interpreter, which must be enabled before the first import of Triton in a process."""
 MINIMUM_PYTHON = (3, 11)
@@ -164,7 +165,7 @@ def lint() -> int:
         "neutral core": [PYTHON, ROOT / "ci" / "neutral_core.py"],
     }
     # import-linter finds the plugins, which are not installed, on the module search path.
-    plugins = os.pathsep.join(str(folder) for folder in sorted(ROOT.glob("plugins/*/src")))
+    plugins = os.pathsep.join(map(str, (*sorted(ROOT.glob("plugins/*/src")), OPENVINO / "src")))
     failures: list[str] = []
 
     def check(title: str) -> tuple[str, int, float]:

@@ -49,6 +49,7 @@ class Lane:
     contract: str
     does: str
     packages: tuple[str, ...] = ()
+    tests: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     runner: tuple[str, ...] = HOSTED
     until: str = ""
@@ -173,7 +174,7 @@ def commands_of(lane: Lane) -> list[list[str]]:
     ]
     if lane.torch != "none":
         found.append([*pip, f"torch=={lane.torch}"])
-    extra = "dev" if lane.does == "tests" else "testing"
+    extra = "dev" if lane.does == "tests" or lane.tests else "testing"
     found.append([*pip, f".[{extra}]", *(f"./{package}" for package in lane.packages)])
     conformance = [mvllm, "conformance", "--platform", lane.device, "--report", str(reports / "conformance.json")]
     if lane.does == "brain":
@@ -191,6 +192,8 @@ def commands_of(lane: Lane) -> list[list[str]]:
         if lane.does == "template" or waivers.is_file():
             conformance += ["--waivers", str(waivers)]
         found += [[python, "-c", f"import os; os.makedirs({str(reports)!r}, exist_ok=True)"], conformance]
+    if lane.tests:
+        found.append([python, "-m", "pytest", "-q", *lane.tests])
     return found
 
 

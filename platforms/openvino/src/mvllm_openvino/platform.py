@@ -1,0 +1,43 @@
+"""The OpenVINO platform: the host's processor, through OpenVINO's models instead of torch's operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import metadata
+
+from mvllm.plugin_api import Capabilities, Check, CheckStatus, Platform, PlatformSpec
+from mvllm.plugin_api.graph import GraphCompiler, GraphPlatform
+from mvllm_openvino.plugin import SPEC
+
+
+def make_platform() -> Platform:
+    """The factory that the plugin's PlatformSpec names."""
+    return OpenVINOPlatform()
+
+
+class OpenVINOPlatform(GraphPlatform):
+    """Workers whose step graphs are OpenVINO models on the host's processor."""
+
+    dtypes = ("float32", "bfloat16")
+
+    @property
+    def spec(self) -> PlatformSpec:
+        return SPEC
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, state=False)
+
+    def graph_compiler(self) -> GraphCompiler:
+        from mvllm_openvino.compiler import OpenVINOCompiler
+
+        return OpenVINOCompiler()
+
+    def doctor(self) -> Sequence[Check]:
+        try:
+            version = metadata.version("openvino")
+        except metadata.PackageNotFoundError:
+            remedy = "pip install openvino"
+            return (Check("platform.openvino.runtime", CheckStatus.BROKEN, "OpenVINO is not installed.", remedy),)
+        return (Check("platform.openvino.runtime", CheckStatus.OK, f"OpenVINO {version}."),)

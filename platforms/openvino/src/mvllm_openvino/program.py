@@ -1,0 +1,248 @@
+"""GraphProgram of the OpenVINO platform: compiled models, one for each graph and all sizes, and the KV caches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import openvino as ov
+from openvino import Type
+from openvino import opset15 as op
+
+from mvllm.plugin_api import KVLayout
+from mvllm.plugin_api.graph import CacheValue, GraphProgram, StepGraph, StepSizes, Value
+from mvllm_openvino.attention import BLOCK_SIZE, cache_shape
+from mvllm_openvino.building import TYPES, Building, Lowering, computed_type, converted, substitute
+
+DEVICE = "CPU"
+
+
+class OpenVINOArray:
+    """A result of a run, in host memory; real numbers are float32 whatever the graph calls them.
+
+    Attributes:
+        array: The elements.
+        dtype: The graph's dtype.
+    """
+
+    def __init__(self, array: np.ndarray, dtype: str) -> None:
+        self.array = array
+        self.dtype = dtype
+
+
+class OpenVINOProgram(GraphProgram):
+    """The graphs of one model as OpenVINO models.
+
+    A model is compiled when it first runs after its weights were set. One request per model keeps its input tensors,
+    so a step sets only the small ones.
+    """
+
+    keeps_arrays = True
+
+    def __init__(self, graphs: Sequence[StepGraph], table: Mapping[str, Lowering]) -> None:
+        self._graphs = {graph.name: graph for graph in graphs}
+        self._table = table
+        self._arrays: dict[str, np.ndarray] = {}
+        self._compiled: dict[str, CompiledGraph] = {}
+        self._caches: dict[str, tuple[ov.Tensor, ov.Tensor]] = {}
+        self._core = ov.Core()
+        values = (value for graph in graphs for value in graph.inputs)
+        self._cache_values = {value.name: value for value in values if isinstance(value, CacheValue)}
+
+    def set_weight(self, name: str, array: np.ndarray) -> None:
+        self._arrays[name] = array
+        readers = [graph.name for graph in self._graphs.values() if any(value.name == name for value in graph.inputs)]
+        for graph in readers:
+            self._compiled.pop(graph, None)
+
+    def finish_weights(self) -> None:
+        for name, graph in self._graphs.items():
+            if len(graph.nodes) > 1:  # the conformance suite has programs of one node that it never runs
+                self._compiled_graph(name)
+
+    def kv_layout(self, cache: CacheValue) -> KVLayout:
+        spec = cache.spec
+        elements = spec.num_kv_heads * (spec.head_size + spec.value_size)
+        return KVLayout((BLOCK_SIZE,), elements * TYPES[spec.kv_dtype].size)
+
+    def allocate_caches(self, num_blocks: int, block_size: int) -> None:
+        assert block_size == BLOCK_SIZE, "core chooses among kv_layout's block sizes"
+        self.free_caches()
+        try:
+            for name, cache in self._cache_values.items():
+                self._caches[name] = (self._cache(cache, num_blocks, False), self._cache(cache, num_blocks, True))
+        except (MemoryError, RuntimeError) as e:
+            self.free_caches()
+            raise MemoryError(f"{num_blocks} blocks of the KV cache do not fit into the host's memory: {e}") from e
+        for compiled in self._compiled.values():
+            compiled.bind(self._caches)
+
+    @staticmethod
+    def _cache(cache: CacheValue, num_blocks: int, values: bool) -> ov.Tensor:
+        made = ov.Tensor(TYPES[cache.spec.kv_dtype], ov.Shape(cache_shape(cache.spec, num_blocks, values=values)))
+        _bits(made)[...] = 0
+        return made
+
+    def free_caches(self) -> None:
+        self._caches.clear()
+        for compiled in self._compiled.values():
+            compiled.unbind()
+
+    def run(self, graph: str, inputs: Mapping[str, Any], sizes: StepSizes) -> Sequence[OpenVINOArray]:
+        return self._compiled_graph(graph).run(inputs, sizes)
+
+    def _compiled_graph(self, name: str) -> CompiledGraph:
+        if name not in self._compiled:
+            made = CompiledGraph(self._core, self._graphs[name], self._table, self._arrays)
+            made.bind(self._caches)
+            self._compiled[name] = made
+        return self._compiled[name]
+
+    def to_host(self, array: OpenVINOArray) -> np.ndarray:
+        return _encoded(array.array, array.dtype)
+
+    def kv_bytes(self, cache: CacheValue) -> int:
+        return sum(tensor.byte_size for tensor in self._caches[cache.name])
+
+    def fill(self, cache: CacheValue, value: float) -> None:
+        element = _encoded(np.array([value], np.float32), cache.spec.kv_dtype)[0]
+        for tensor in self._caches[cache.name]:
+            _bits(tensor)[...] = element
+
+    def read_slots(self, cache: CacheValue, slots: np.ndarray) -> Sequence[np.ndarray]:
+        return [_bits(tensor)[slots // BLOCK_SIZE, :, slots % BLOCK_SIZE] for tensor in self._caches[cache.name]]
+
+    def close(self) -> None:
+        self._compiled.clear()
+        self._caches.clear()
+        self._arrays.clear()
+
+
+class CompiledGraph:
+    """One graph, compiled, with its request."""
+
+    def __init__(
+        self, core: ov.Core, graph: StepGraph, table: Mapping[str, Lowering], arrays: Mapping[str, np.ndarray]
+    ) -> None:
+        self._graph = graph
+        self._steps = graph.inputs_of("step")
+        values = graph.values()
+        self._results = [values[name] for name in graph.outputs]
+        building = Building(graph, arrays)
+        for value in self._steps:
+            building.output(value.name)
+        for node in graph.nodes:
+            for value, output in zip(node.outputs, table[node.op](building, node), strict=True):
+                building.outputs[value.name] = converted(output, value.dtype)
+        results = [op.result(building.output(name)) for name in graph.outputs]
+        self._caches = dict(building.caches)
+        self._kept = building.kept
+        dtypes = {value.spec.dtype if isinstance(value, CacheValue) else value.dtype for value in values.values()}
+        model = ov.Model(results, building.parameters, graph.name)
+        self._request = core.compile_model(model, DEVICE, settings(dtypes)).create_infer_request()
+        self._is_bound = False
+
+    def bind(self, caches: Mapping[str, tuple[ov.Tensor, ov.Tensor]]) -> None:
+        """Uses these caches from now on."""
+        self._is_bound = all(name in caches for name in self._caches)
+        if self._is_bound:
+            for name, parameters in self._caches.items():
+                for parameter, tensor in zip(parameters, caches[name], strict=True):
+                    self._request.set_tensor(parameter.friendly_name, tensor)
+
+    def unbind(self) -> None:
+        """Lets go of the caches."""
+        if self._is_bound and self._caches:
+            for parameters in self._caches.values():
+                for parameter in parameters:
+                    shape = [dim if dim > 0 else 1 for dim in _lengths(parameter)]
+                    empty = ov.Tensor(parameter.get_element_type(), ov.Shape(shape))
+                    self._request.set_tensor(parameter.friendly_name, empty)
+        self._is_bound = False
+
+    def run(self, inputs: Mapping[str, Any], sizes: StepSizes) -> list[OpenVINOArray]:
+        """Runs the graph; the results are copies.
+
+        Padding is left out: OpenVINO's attention expects every token in a request and tokens in every request.
+        """
+        assert self._is_bound or not self._caches, "caches are allocated before the first step"
+        real = self._real_sizes(inputs) if self._caches else {}
+        arrays = []
+        for value in self._steps:
+            array = _decoded(inputs[value.name], value.dtype)
+            array = np.ascontiguousarray(array[: _length(value, real)])
+            self._request.set_tensor(value.name, ov.Tensor(array, shared_memory=True))
+            arrays.append(array)  # they must live until the request has run
+        self._request.infer()
+        outputs = [self._request.get_output_tensor(index).data for index in range(len(self._results))]
+        return [
+            OpenVINOArray(_padded(output, _length(value, sizes.symbols())), value.dtype)
+            for output, value in zip(outputs, self._results, strict=True)
+        ]
+
+    def _real_sizes(self, inputs: Mapping[str, Any]) -> dict[str, int]:
+        """Tokens and requests without padding, which comes last."""
+        starts, lengths = next(node.inputs[7:9] for node in self._graph.nodes if node.op == "paged_attention")
+        requests = int(np.count_nonzero(inputs[str(lengths)]))
+        return {"T": int(inputs[str(starts)][requests]), "R": requests}
+
+
+def settings(dtypes: Collection[str]) -> dict[str, Any]:
+    """Properties of the processor's plugin for the dtypes of a graph."""
+    precision = "bfloat16" if "bfloat16" in dtypes else "float32"
+    return {
+        "INFERENCE_PRECISION_HINT": TYPES[precision],
+        "KV_CACHE_PRECISION": TYPES[precision],
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # by default activations are rounded to int8 for integer weights
+        "PERFORMANCE_HINT": "LATENCY",
+        "NUM_STREAMS": 1,
+        "ENABLE_CPU_PINNING": False,
+    }
+
+
+def _lengths(parameter: Any) -> list[int]:
+    return [dim.get_length() if dim.is_static else -1 for dim in parameter.get_partial_shape()]
+
+
+def _length(value: Value, sizes: Mapping[str, int]) -> int | None:
+    """Size of the first dimension if it depends on one of these symbols."""
+    dim = substitute(value.shape[0], sizes) if value.shape else ""
+    return dim if isinstance(dim, int) else None
+
+
+def _padded(output: np.ndarray, length: int | None) -> np.ndarray:
+    """A copy, with zeros for what padding would have given."""
+    if length is None or length == output.shape[0]:
+        return output.copy()
+    made = np.zeros((length, *output.shape[1:]), output.dtype)
+    made[: output.shape[0]] = output
+    return made
+
+
+def _decoded(array: Any, dtype: str) -> np.ndarray:
+    """The array in the type in which the model computes."""
+    if isinstance(array, OpenVINOArray):
+        return array.array
+    if dtype == "bfloat16":
+        return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    wanted = computed_type(dtype).to_dtype()
+    return array if array.dtype == wanted else array.astype(wanted)
+
+
+def _encoded(array: np.ndarray, dtype: str) -> np.ndarray:
+    """The array in a graph's dtype, bfloat16 as its bits, rounded to the nearest, halves to even."""
+    if dtype == "bfloat16":
+        bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        return np.where(np.isnan(array), np.uint16(0x7FC0), rounded)
+    if dtype == "float16":
+        return array.astype(np.float16)
+    return array
+
+
+def _bits(tensor: ov.Tensor) -> np.ndarray:
+    """The elements of a cache; those of bfloat16 as bits."""
+    if tensor.element_type == Type.bf16:
+        return np.frombuffer(tensor.data, np.uint16).reshape(tuple(tensor.shape))
+    return tensor.data
