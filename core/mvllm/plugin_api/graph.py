@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from mvllm.platform.graph_compiler import DeviceArray, GraphCompiler, GraphProgram
-from mvllm.platform.step_graph import CacheValue, Dim, Kind, Node, StateValue, StepGraph, StepSizes, Value
+from mvllm.platform.step_graph import CacheValue, Dim, Kind, Node, StateValue, StepGraph, StepSizes, Value, substitute
 
 if TYPE_CHECKING:
     from mvllm.graph.interpreter import Interpreter
