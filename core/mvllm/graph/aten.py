@@ -282,8 +282,7 @@ class ArrayOperationWriter:
         return self.add("add", [product, self._name(given["self"])], like)
 
     def _write_embedding(self, given: dict[str, Any], like: torch.Tensor) -> Any:
-        inputs = [self._name(given["weight"]), self._name(given["indices"])]
-        return self.add("index_select", inputs, like, {"dim": 0})
+        return self._write_index({"self": given["weight"], "indices": [given["indices"]]}, like)
 
     # -------------------------------------------------------------------------------------------------------- shapes
 
@@ -369,10 +368,17 @@ class ArrayOperationWriter:
 
     def _write_index(self, given: dict[str, Any], like: torch.Tensor) -> Any:
         found = [(dim, index) for dim, index in enumerate(given["indices"]) if index is not None]
-        if len(found) != 1 or found[0][1].meta["val"].dim() != 1 or found[0][1].meta["val"].dtype == torch.bool:
+        if len(found) != 1 or found[0][1].meta["val"].dtype == torch.bool:
             raise PlatformError("The model indexes an array with several arrays, which is no operation of graphs.")
         dim, index = found[0]
-        return self.add("index_select", [self._name(given["self"]), self._name(index)], like, {"dim": dim})
+        name, array = self._name(index), index.meta["val"]
+        if array.dim() == 1:
+            return self.add("index_select", [self._name(given["self"]), name], like, {"dim": dim})
+        flat = array.reshape(-1)
+        name = self.add("reshape", [name], flat, {"shape": self.shape(flat)})
+        rows = like.flatten(dim, dim + array.dim() - 1)
+        rows_name = self.add("index_select", [self._name(given["self"]), name], rows, {"dim": dim})
+        return self.add("reshape", [rows_name], like, {"shape": self.shape(like)})
 
     def _write_gather(self, given: dict[str, Any], like: torch.Tensor) -> Any:
         inputs = [self._name(given["self"]), self._name(given["index"])]
@@ -404,7 +410,7 @@ class ArrayOperationWriter:
     def _write_zeros(self, given: dict[str, Any], like: torch.Tensor) -> Any:
         return self._full(0, like)
 
-    _write_zeros_like = _write_new_zeros = _write_zeros
+    _write_zeros_like = _write_new_zeros = _write_new_empty = _write_empty_like = _write_empty = _write_zeros
 
     def _write_ones(self, given: dict[str, Any], like: torch.Tensor) -> Any:
         return self._full(1, like)

@@ -17,6 +17,7 @@ import torch
 from mvllm.errors import PlatformError
 from mvllm.graph.arguments import flatten, unflatten
 from mvllm.graph.operations import GRAPH_OPERATIONS, PAGED_ATTENTION
+from mvllm.ops.dtypes import torch_dtype
 from mvllm.platform.attention import AttentionBackend, AttentionSpec, BatchLayout, KVLayout
 from mvllm.platform.op_provider import OpProvider
 from mvllm.platform.step_graph import CacheValue, StateValue, Value
@@ -190,19 +191,19 @@ class RecordedAttention(AttentionBackend):
 
     Args:
         spec: The spec.
-        layout: `GraphProgram.kv_layout` once there is a program.
+        layout: `GraphProgram.kv_layout` once there is a program; before, an estimate without block sizes.
     """
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
-        self.layout: KVLayout | None = None
+        sizes = spec.head_size + (0 if spec.values_in_keys else spec.value_size)
+        self.layout = KVLayout((), spec.num_kv_heads * sizes * torch_dtype(spec.kv_dtype).itemsize)
 
     @classmethod
     def validate(cls, spec: AttentionSpec) -> list[str]:
         return spec.contradictions()
 
     def kv_layout(self) -> KVLayout:
-        assert self.layout is not None, "the program has been made"
         return self.layout
 
     def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> Any:

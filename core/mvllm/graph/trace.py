@@ -88,6 +88,7 @@ class _Tracer:
         self._shape_env = ShapeEnv(specialize_zero_one=False)
         self._mode = FakeTensorMode(shape_env=self._shape_env, allow_non_fake_inputs=True)
         self._dims: dict[Any, Dim] = {}
+        self._result_size: Dim = model.config.hidden_size
         self.arrays: dict[str, torch.Tensor] = {}
         self._names: dict[int, tuple[str, Kind]] = {}
         for name, tensor, kind in named_arrays(model):
@@ -133,7 +134,9 @@ class _Tracer:
             hidden: torch.Tensor = model(tokens, given["positions"], step, given.get("intermediate"))
             return hidden
 
-        return self._trace(MODEL, names, run)
+        graph = self._trace(MODEL, names, run)
+        self._result_size = graph.values()[graph.outputs[0]].shape[-1]
+        return graph
 
     def trace_head(self) -> StepGraph:
         def run(hidden: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
@@ -141,18 +144,28 @@ class _Tracer:
 
         return self._trace(HEAD, ["hidden", "logits_indices"], run)
 
+    def _hidden_size(self, name: str) -> int:
+        """Columns of hidden states: of the head's input those of the model's result."""
+        size = self._result_size if name == "hidden" else self._model.config.hidden_size
+        return int(size)
+
     def _trace(self, name: str, inputs: Sequence[str], run: Callable[..., torch.Tensor]) -> StepGraph:
         from torch.fx.experimental.proxy_tensor import make_fx
 
         arrays = [self._input(each) for each in inputs]
         with recording() as calls, torch.no_grad(), self._layer_caches(calls):
             traced = make_fx(run, tracing_mode="symbolic")(*arrays)
+        if fixed := sorted({str(dim) for symbol, dim in self._dims.items() if symbol in self._shape_env.replacements}):
+            raise PlatformError(
+                f"{type(self._model).__name__} reads the size {' and '.join(fixed)} of a step as a Python number (for "
+                "instance by `len`), so its graph is not for every size. Use the shape of the tensor."
+            )
         return _GraphWriter(name, inputs, traced, calls, self._names, self._dims).write()
 
     def _input(self, name: str) -> torch.Tensor:
         from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
-        shape: tuple[Dim, ...] = _INT_INPUTS.get(name, ("T", self._model.config.hidden_size))
+        shape: tuple[Dim, ...] = _INT_INPUTS.get(name, ("T", self._hidden_size(name)))
         dtype = torch.int32 if name in _INT_INPUTS else self._dtype
         sizes = [dim if isinstance(dim, int) else _HINTS[dim] for dim in shape]
         dynamic = [DimDynamic.STATIC if isinstance(dim, int) else DimDynamic.DUCK for dim in shape]

@@ -292,7 +292,7 @@ class GatedNorm(nn.Module):
             return self._norm(x, gate, self.weight, eps, self._part_size, before, "silu")
         wide, factor = x.float(), self._silu(gate.float())
         wide = wide if before else wide * factor
-        sums = wide.new_zeros(len(x), self._num_parts)
+        sums = wide.new_zeros(x.shape[0], self._num_parts)
         sums[:, self._part] = wide.square().sum(-1)
         mean_square = self._tp.all_reduce(sums)[:, self._part, None] / self._part_size
         normed = wide * torch.rsqrt(mean_square + eps) * self.weight.float()

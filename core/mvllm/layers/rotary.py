@@ -130,7 +130,7 @@ class RotaryEmbedding(nn.Module):
             return CosSinRows(positions + self.max_len * (prompt_lens > self.rope.native_len), table)
         inv_freq = by_length.index_select(0, torch.maximum(positions, prompt_lens - 1))
         rows = _cos_sin(positions.unsqueeze(-1) * inv_freq, 1.0)
-        return CosSinRows(torch.arange(len(positions), device=positions.device), rows)
+        return CosSinRows(torch.arange(positions.shape[0], device=positions.device), rows)
 
     def forward(
         self, angles: CosSinRows, query: torch.Tensor, key: torch.Tensor, *, is_ordered: bool = False

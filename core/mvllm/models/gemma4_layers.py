@@ -113,7 +113,7 @@ class PerLayerEmbedding(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         """Token ids [T] and their scaled embeddings [T, hidden_size] to [T, layers, size]."""
-        shape = (len(input_ids), -1, self._size)
+        shape = (input_ids.shape[0], -1, self._size)
         projected = self.norm((self.projection(embedded) * self._projection_scale).view(shape))
         of_tokens = (self.embedding(input_ids) * self._embedding_scale).view(shape)
         return (projected + of_tokens) * 2.0**-0.5

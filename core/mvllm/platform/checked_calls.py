@@ -42,12 +42,8 @@ def call_checked(platform: Platform, what: str, *args: Any, returns: type | tupl
     return result
 
 
-def checked_attention_backend(platform: Platform, spec: AttentionSpec) -> AttentionBackend:
-    """The platform's backend for `spec`, after a check of the capabilities that the spec needs.
-
-    Raises:
-        PlatformError: The platform does not declare a capability that the spec needs, or has no backend for it.
-    """
+def check_attention_capabilities(platform: Platform, spec: AttentionSpec) -> None:
+    """Raises PlatformError if the platform does not declare a capability that the spec needs."""
     claimed: Capabilities = call_checked(platform, "capabilities", returns=Capabilities)
     required = {
         "sliding_window": spec.sliding_window is not None,
@@ -61,6 +57,15 @@ def checked_attention_backend(platform: Platform, spec: AttentionSpec) -> Attent
             f"The model's attention needs {', '.join(missing)}, which the platform {platform.spec.name!r} does not "
             "support. Choose another platform."
         )
+
+
+def checked_attention_backend(platform: Platform, spec: AttentionSpec) -> AttentionBackend:
+    """The platform's backend for `spec`, after a check of the capabilities that the spec needs.
+
+    Raises:
+        PlatformError: The platform does not declare a capability that the spec needs, or has no backend for it.
+    """
+    check_attention_capabilities(platform, spec)
     backend: AttentionBackend = call_checked(platform, "attention_backend", spec, returns=AttentionBackend)
     return backend
 

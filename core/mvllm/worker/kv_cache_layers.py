@@ -60,8 +60,12 @@ class KVCacheLayers:
     def backend_for(self, spec: AttentionSpec) -> AttentionBackend:
         """The backend of layers with this spec. Equal specs share one."""
         if spec not in self._backends:
-            self._backends[spec] = checked_attention_backend(self._platform, spec)
+            self._backends[spec] = self.make_backend(spec)
         return self._backends[spec]
+
+    def make_backend(self, spec: AttentionSpec) -> AttentionBackend:
+        """A new backend for layers with this spec."""
+        return checked_attention_backend(self._platform, spec)
 
     def set_layers(self, layers: Iterable[Attention], state_layers: Iterable[SequenceState] = ()) -> None:
         """Replaces the layers, and assigns those with attention to the present groups.
@@ -72,7 +76,7 @@ class KVCacheLayers:
         self._layers = list(layers)
         self.states.set_layers(state_layers)
         self._check_chunks()
-        self._windows = layer_windows(self._layers, self._runtime.device)
+        self._windows = self._windows_of_layers()
         self._assign_groups()
 
     def clear(self) -> None:
@@ -120,9 +124,7 @@ class KVCacheLayers:
         if self._config.speculative is not None and self._config.speculative.model is not None:
             # A draft model may be a token behind, so it attends to earlier positions than the served model.
             return KVCacheNeeds(bytes_per_token, tuple(common), ())
-        stages = self._config.parallel.pipeline_parallel_size
-        windows = reported_windows(self._layers, self._windows, self._runtime.device, stages)
-        return KVCacheNeeds(bytes_per_token, tuple(common), windows, state_bytes)
+        return KVCacheNeeds(bytes_per_token, tuple(common), self._windows_to_report(), state_bytes)
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Allocates the KV cache of every layer; layers of different groups share one.
@@ -168,12 +170,19 @@ class KVCacheLayers:
                 key = (layer.spec, chunk, group)
             if key not in self.attention_groups:
                 is_first = key == layer.spec
-                backend = (
-                    self.backend_for(layer.spec) if is_first else checked_attention_backend(self._platform, layer.spec)
-                )
+                backend = self.backend_for(layer.spec) if is_first else self.make_backend(layer.spec)
                 builder = backend if chunk is None else ChunkedMetadataBuilder(backend, chunk)
                 backends[key], self.attention_groups[key] = backend, (builder, group)
             layer.metadata_key, layer.backend = key, backends[key]
+
+    def _windows_of_layers(self) -> tuple[int | None, ...]:
+        """The window by which each layer is assigned to a group."""
+        return layer_windows(self._layers, self._runtime.device)
+
+    def _windows_to_report(self) -> tuple[int | None, ...]:
+        """The windows by which the engine makes groups; empty for one group."""
+        stages = self._config.parallel.pipeline_parallel_size
+        return reported_windows(self._layers, self._windows, self._runtime.device, stages)
 
     def _check_chunks(self) -> None:
         chunks = [layer.chunk_size for layer in self._layers if layer.chunk_size is not None]

@@ -21,12 +21,13 @@ from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.shapes import ShapePolicy
 from mvllm.pooling.pooler import PoolingState, make_token_type_ids
 from mvllm.worker.decoder_forward import DecoderForward
+from mvllm.worker.graph_model import GraphForward
 from mvllm.worker.greedy_head import Argmax, GreedyHead
 from mvllm.worker.kv_cache_layers import KVCacheLayers
 from mvllm.worker.model_loader import ModelLoader
 from mvllm.worker.pipeline_transport import PipelineTransport
 from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
-from mvllm.worker.space_logits import SpaceLogits
+from mvllm.worker.space_logits import LogitsModel, SpaceLogits
 from mvllm.worker.step_inputs import StepInputs
 
 
@@ -65,7 +66,7 @@ class ModelForward:
         self.pipeline = pipeline
         self.is_static = platform.capabilities.static_shapes
         self.needs_warm_up = False
-        self.decoder: DecoderForward | None = None
+        self.decoder: DecoderForward | GraphForward | None = None
         self.head: GreedyHead | None = None
         has_spaces = bool(config.model.token_spaces)
         self._space_logits = SpaceLogits(config.model, runtime.from_numpy) if has_spaces else None
@@ -73,6 +74,9 @@ class ModelForward:
     def bind_model(self) -> None:
         """Prepares to run the loaded model, with the current KV cache groups."""
         model = self.loader.model
+        if self.loader.graph is not None:
+            self.decoder = GraphForward(self.loader.graph)
+            return
         groups = self.layers.attention_groups_of(model.attention_layers())
         self.decoder = DecoderForward(model, groups, self.layers.states.step_backend)
         self.decoder.lora = self.loader.lora_manager.step if self.loader.supports_lora else None
@@ -95,9 +99,11 @@ class ModelForward:
     def is_compiled(self) -> bool:
         """Whether the platform compiles the model."""
         config = self.config
+        if self.loader.graph is not None:
+            return False
         return self.platform.capabilities.compile and not config.enforce_eager and not config.model.kind.is_encoder
 
-    def compile(self, decoder: DecoderForward | None) -> CompileBackend | None:
+    def compile(self, decoder: DecoderForward | GraphForward | None) -> CompileBackend | None:
         """Compiles a decoder if the platform compiles models. The KV cache must be allocated.
 
         Returns:
@@ -130,6 +136,11 @@ class ModelForward:
         shapes: ShapePolicy = call_checked(self.platform, "shapes", returns=ShapePolicy)
         is_captured = self.is_compiled and self.platform.capabilities.graphs and not self.is_static
         return shapes if is_captured else replace(shapes, capture=None)
+
+    @property
+    def _logits_model(self) -> LogitsModel:
+        """What computes logits of hidden states."""
+        return self.loader.model if self.loader.graph is None else self.loader.graph
 
     @property
     def _computes_logits(self) -> bool:
@@ -193,9 +204,9 @@ class ModelForward:
             spaces: int [num_rows], host: the token space of each row, from `RowSpaces.of`.
         """
         if self._space_logits is None:
-            logits = self.loader.model.compute_logits(states)
+            logits = self._logits_model.compute_logits(states)
         else:
-            logits = self._space_logits.compute(self.loader.model, states, spaces)
+            logits = self._space_logits.compute(self._logits_model, states, spaces)
         return logits if self.is_static else logits[:num_rows]
 
     def prompt_logits(
@@ -209,8 +220,8 @@ class ModelForward:
             spaces: int [n] on the host: the token space of each token's request, from `RowSpaces.of`.
         """
         if self._space_logits is None:
-            return self.loader.model.compute_logits(states)
-        return self._space_logits.compute_for(self.loader.model, states, token_ids, spaces)
+            return self._logits_model.compute_logits(states)
+        return self._space_logits.compute_for(self._logits_model, states, token_ids, spaces)
 
     def _run_encoder(
         self, inputs: StepInputs, intermediate: torch.Tensor | None, pooling: PoolingState | None

@@ -10,6 +10,7 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.config.model import ModelConfig
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import ConfigError, ModelError
+from mvllm.graph.recorded_calls import recording_providers
 from mvllm.layers.context import BuildContext
 from mvllm.layers.quantization.registry import quantization_method
 from mvllm.models.registry import resolve_model_class
@@ -19,8 +20,12 @@ from mvllm.ops.dtypes import torch_dtype
 from mvllm.ops.provider_plugins import installed_providers
 from mvllm.ops.registry import OpTable
 from mvllm.platform.checked_calls import call_checked
+from mvllm.platform.graph_compiler import GraphCompiler
 from mvllm.platform.interface import Platform
+from mvllm.platform.op_provider import OpProvider
 from mvllm.platform.runtime import DeviceRuntime
+from mvllm.worker.graph_layers import GraphKVCacheLayers
+from mvllm.worker.graph_model import GraphModel, check_config
 from mvllm.worker.kv_cache_layers import KVCacheLayers
 from mvllm.worker.length_check import check_length
 from mvllm.worker.lora_model_manager import LoRAModelManager
@@ -44,6 +49,7 @@ class ModelLoader:
 
     Attributes:
         draft: The draft model; None on pipeline stages but the last, and without one.
+        graph: The served model as a program, on platforms with a graph compiler; else None.
     """
 
     def __init__(
@@ -65,7 +71,9 @@ class ModelLoader:
         self._model: CausalLM | None = None
         self._context: BuildContext | None = None
         self._adapters: LoRAModelManager | None = None
+        self._graph_compiler: GraphCompiler | None = None
         self.draft: DraftModel | None = None
+        self.graph: GraphModel | None = None
 
     def load(self) -> BuildContext:
         """Loads all models.
@@ -77,6 +85,9 @@ class ModelLoader:
             ModelError: A model, or the LoRA slots, cannot be loaded. What has been built stays until `unload`.
         """
         config = self._config.model
+        if isinstance(self._layers, GraphKVCacheLayers):
+            check_config(self._config, self._platform.spec.name, self._num_devices)
+            self._graph_compiler = call_checked(self._platform, "graph_compiler", returns=GraphCompiler)
         context = BuildContext(
             dtype=torch_dtype(config.dtype),
             device=self._runtime.device,
@@ -115,11 +126,19 @@ class ModelLoader:
                 ModelError, f"The slots of {lora.max_loras} adapters", "Lower max_loras or max_lora_rank."
             ):
                 self._adapters = LoRAModelManager(model, context, lora, self._runtime)
+        if isinstance(self._layers, GraphKVCacheLayers):
+            assert self._graph_compiler is not None
+            self.graph = GraphModel(model, self._graph_compiler, generates=config.kind.generates)
+            self._layers.program = self.graph.program
         self._layers.set_layers(layers, model.state_layers())
         return context
 
     def _resolve_ops(self, *, batch_invariant: bool) -> OpTable:
-        of_platform = call_checked(self._platform, "ops", returns=Sequence)
+        of_platform: Sequence[OpProvider]
+        if self._graph_compiler is None:
+            of_platform = call_checked(self._platform, "ops", returns=Sequence)
+        else:
+            of_platform = recording_providers(self._graph_compiler.operations())
         asked_for = installed_providers(self._config.op_providers)
         return OpTable.resolve(of_platform, asked_for, batch_invariant=batch_invariant)
 
@@ -150,6 +169,11 @@ class ModelLoader:
         """An update of the served model's weights. The draft model keeps its own."""
         context = self._context
         assert context is not None, "the model is not loaded"
+        if self.graph is not None:
+            raise ConfigError(
+                f"The platform {self._platform.spec.name!r} runs models as graphs, whose weights cannot be updated. "
+                "Start the engine again with the new weights."
+            )
         config = self._config.model
         model_class = resolve_model_class(config.architecture, config.model_impl)
         return ModelWeightUpdate(self.model, lambda: model_class(config, UnallocatedContext.of(context)))
@@ -184,6 +208,9 @@ class ModelLoader:
     def unload(self) -> None:
         """Drops all models and their KV caches. Idempotent."""
         self._layers.clear()
+        if self.graph is not None:
+            self.graph.close()
+            self.graph = None
         self._model = self._adapters = self.draft = self._context = None
 
 

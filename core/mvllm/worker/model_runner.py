@@ -47,6 +47,7 @@ from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.sampler_output import SamplerOutput
 from mvllm.sampling.sampling_state import LOGPROBS, PROCESSED, SamplingState
 from mvllm.sampling.token_masks import TokenMasks
+from mvllm.worker.graph_layers import GraphKVCacheLayers
 from mvllm.worker.greedy_head import Argmax
 from mvllm.worker.guidance import GuidedLogits
 from mvllm.worker.input_batch import InputBatch, RowLengths
@@ -120,7 +121,8 @@ class ModelRunner:
         self._platform = platform
         self._runtime = runtime
         self._tp, self._pp = tp, pp
-        self._layers = KVCacheLayers(config, platform, runtime)
+        uses_graphs = platform.capabilities.graph_compiler
+        self._layers = (GraphKVCacheLayers if uses_graphs else KVCacheLayers)(config, platform, runtime)
         self.loader = ModelLoader(config, platform, runtime, tp, pp, self._layers, num_devices=num_devices)
         self._pipeline = PipelineTransport(
             pp,

@@ -11,17 +11,25 @@ head computes all rows: a head reads all of its weights for any number of rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from mvllm.config.model import ModelConfig
+from mvllm.config.token_spaces import TokenSpace
 from mvllm.messages.sampling_params import TEXT
 
-if TYPE_CHECKING:
-    from mvllm.models.causal_lm import CausalLM
+
+class LogitsModel(Protocol):
+    """A model, or its program: computes logits of hidden states [n, hidden_size]."""
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As CausalLM.compute_logits."""
+
+    def compute_space_logits(self, hidden: torch.Tensor, space: TokenSpace) -> torch.Tensor:
+        """As CausalLM.compute_space_logits."""
 
 
 class SpaceLogits:
@@ -38,7 +46,7 @@ class SpaceLogits:
         self._spaces = list(config.token_spaces.values())
         self._upload = upload
 
-    def compute(self, model: CausalLM, states: torch.Tensor, spaces: np.ndarray | None) -> torch.Tensor:
+    def compute(self, model: LogitsModel, states: torch.Tensor, spaces: np.ndarray | None) -> torch.Tensor:
         """Logits of the rows of a step.
 
         Args:
@@ -61,7 +69,7 @@ class SpaceLogits:
         return logits
 
     def compute_for(
-        self, model: CausalLM, states: torch.Tensor, token_ids: np.ndarray, spaces: np.ndarray | None = None
+        self, model: LogitsModel, states: torch.Tensor, token_ids: np.ndarray, spaces: np.ndarray | None = None
     ) -> torch.Tensor:
         """Logits that predict given tokens.
 
@@ -82,7 +90,7 @@ class SpaceLogits:
                 numbers[is_inside & (spaces == number)] = number
         return self.compute(model, states, numbers)
 
-    def _compute_space(self, model: CausalLM, states: torch.Tensor, number: int) -> torch.Tensor:
+    def _compute_space(self, model: LogitsModel, states: torch.Tensor, number: int) -> torch.Tensor:
         """[n, num_token_ids]: logits of one space for all rows."""
         space = self._spaces[number - 1] if number else None
         if space is None or not space.has_own_head:

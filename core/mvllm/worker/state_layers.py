@@ -33,8 +33,12 @@ class StateLayers:
     def backend_for(self, spec: StateSpec) -> StateBackend:
         """The backend of layers with this spec. Equal specs share one."""
         if spec not in self._backends:
-            self._backends[spec] = checked_state_backend(self._platform, spec)
+            self._backends[spec] = self.make_backend(spec)
         return self._backends[spec]
+
+    def make_backend(self, spec: StateSpec) -> StateBackend:
+        """A new backend for layers with this spec."""
+        return checked_state_backend(self._platform, spec)
 
     def set_layers(self, layers: Iterable[SequenceState]) -> None:
         """Replaces the layers."""

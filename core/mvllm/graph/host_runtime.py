@@ -1,0 +1,46 @@
+"""DeviceRuntime of the host, for platforms whose device only runs graph programs."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from mvllm.platform.runtime import DeviceRuntime, FinishedHostCopy, HostCopy, MemoryInfo
+from mvllm.platform.topology import WorkerContext
+
+
+class HostRuntime(DeviceRuntime):
+    """Tensors of core in host memory. All calls are synchronous.
+
+    `memory` reports the host's memory. A platform whose device has memory of its own overrides it.
+    """
+
+    def __init__(self, ctx: WorkerContext) -> None:
+        self.device = torch.device("cpu")
+        self._process = psutil.Process()
+        self.seed(ctx.seed)
+
+    def synchronize(self) -> None:
+        pass
+
+    def memory(self) -> MemoryInfo:
+        host, resident = psutil.virtual_memory(), self._process.memory_info().rss
+        return MemoryInfo(total=host.total, free=host.available, used_by_me=resident, peak_by_me=resident)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        try:
+            return torch.empty(shape, dtype=dtype)
+        except RuntimeError as e:
+            raise MemoryError(f"A tensor of shape {shape} and {dtype} does not fit: {e}") from e
+
+    def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def to_device(self, host: torch.Tensor) -> torch.Tensor:
+        return host
+
+    def to_host(self, tensor: torch.Tensor) -> HostCopy:
+        return FinishedHostCopy(tensor)
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)

@@ -1,0 +1,117 @@
+"""GraphPlatform: the base class of platforms whose device has a compiler or runtime of its own."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from mvllm.config.engine_config import EngineConfig, ParallelConfig
+from mvllm.errors import PlatformError
+from mvllm.platform.attention import AttentionBackend, AttentionSpec
+from mvllm.platform.capabilities import Capabilities
+from mvllm.platform.communicator import Communicator
+from mvllm.platform.graph_compiler import GraphCompiler
+from mvllm.platform.interface import Platform
+from mvllm.platform.op_provider import OpProvider
+from mvllm.platform.runtime import DeviceRuntime
+from mvllm.platform.spec import ConfigChange, Plan, Refusal, Refusals
+from mvllm.platform.state import StateBackend, StateSpec
+from mvllm.platform.topology import GroupSpec, LaunchTopology, WorkerContext
+
+if TYPE_CHECKING:
+    import torch
+
+HOST_MEMORY_SHARE = 0.5
+"""Default `memory_utilization` on the host: other programs use its memory as well."""
+
+
+class GraphPlatform(Platform):
+    """A platform that implements a GraphCompiler; core's own tensors are torch tensors in host memory.
+
+    A subclass implements `spec`, `dtypes` and `graph_compiler`. It overrides `init_device` with a runtime whose
+    `memory` is that of the device, if that is not the host's, and `capabilities` for features that its compiler lacks.
+    Operations, attention and states of a single layer, which the conformance suite tests, are programs of one node.
+
+    Attributes:
+        dtypes: Compute dtypes, the preferred one first.
+        kv_dtypes: Storage dtypes of the KV cache; empty means `dtypes`.
+    """
+
+    dtypes: tuple[str, ...]
+    kv_dtypes: tuple[str, ...] = ()
+
+    @abstractmethod
+    def graph_compiler(self) -> GraphCompiler:
+        """The compiler. Phase: worker."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            dtypes=self.dtypes,
+            kv_dtypes=self.kv_dtypes or self.dtypes,
+            unified_memory=True,
+            collectives=frozenset({"all_reduce", "all_gather", "broadcast", "send_recv", "gather", "barrier"}),
+            prefix_caching=True,
+            chunked_prefill=True,
+            sliding_window=True,
+            soft_cap=True,
+            sinks=True,
+            mla=True,
+            state=True,
+            graph_compiler=True,
+        )
+
+    def plan(self, config: EngineConfig) -> Plan | Refusals:
+        claimed = self.capabilities
+        refusals = [
+            Refusal(field, f"{name} is not supported on this platform", f"Use one of: auto, {', '.join(supported)}.")
+            for field, name, supported in (
+                ("model.dtype", config.model.dtype, claimed.dtypes),
+                ("cache.dtype", config.cache.dtype, claimed.kv_dtypes),
+            )
+            if name not in ("auto", *supported)
+        ]
+        if refusals:
+            return Refusals(tuple(refusals))
+        changes = []
+        if config.cache.memory_utilization is None and claimed.unified_memory:
+            reason = "the host's memory also serves everything else on this machine; set it yourself to take more"
+            changes.append(ConfigChange("cache.memory_utilization", HOST_MEMORY_SHARE, reason))
+        return Plan(tuple(changes))
+
+    def topology(self, parallel: ParallelConfig) -> LaunchTopology:
+        across = ("mp", "ray", "external_launcher")
+        executors = ("uni", *across) if parallel.world_size == 1 else across
+        return LaunchTopology(num_workers=parallel.world_size, devices_per_worker=1, executors=executors)
+
+    def init_device(self, ctx: WorkerContext) -> DeviceRuntime:
+        from mvllm.graph.host_runtime import HostRuntime
+
+        return HostRuntime(ctx)
+
+    def communicator(self, group: GroupSpec, device: torch.device) -> Communicator:
+        from mvllm.distributed.torch_communicator import HOST_BACKEND, TorchCommunicator
+
+        return TorchCommunicator(group, backend=HOST_BACKEND)
+
+    def attention_backend(self, spec: AttentionSpec) -> AttentionBackend:
+        from mvllm.graph.one_node import OneNodeAttention
+
+        backend = OneNodeAttention.of(self._compiler)
+        if problems := backend.validate(spec):
+            raise PlatformError(f"The platform {self.spec.name!r} has no attention for this: {'; '.join(problems)}")
+        return backend(spec)
+
+    def state_backend(self, spec: StateSpec) -> StateBackend:
+        return StateBackend(spec)
+
+    def ops(self) -> Sequence[OpProvider]:
+        from mvllm.graph.one_node import one_node_providers
+
+        return one_node_providers(self._compiler, self.spec.name)
+
+    @cached_property
+    def _compiler(self) -> GraphCompiler:
+        return self.graph_compiler()

@@ -1,0 +1,103 @@
+"""KV caches and sequence states that a graph program allocates."""
+
+from __future__ import annotations
+
+from mvllm.config.engine_config import EngineConfig
+from mvllm.errors import CacheError
+from mvllm.graph.recorded_calls import RecordedAttention
+from mvllm.platform.attention import AttentionBackend, AttentionSpec
+from mvllm.platform.checked_calls import check_attention_capabilities
+from mvllm.platform.graph_compiler import GraphProgram
+from mvllm.platform.interface import Platform
+from mvllm.platform.runtime import DeviceRuntime
+from mvllm.platform.state import StateBackend, StateSpec
+from mvllm.worker.kv_cache_layers import KVCacheLayers
+from mvllm.worker.out_of_memory import out_of_memory_as
+from mvllm.worker.state_layers import StateLayers
+
+
+class GraphKVCacheLayers(KVCacheLayers):
+    """All layers share one KV cache group, and their caches and states belong to the program.
+
+    Attributes:
+        program: The program of the loaded model; None while no model is loaded.
+    """
+
+    states: GraphStateLayers
+
+    def __init__(self, config: EngineConfig, platform: Platform, runtime: DeviceRuntime) -> None:
+        super().__init__(config, platform, runtime)
+        self.program: GraphProgram | None = None
+        self.states = GraphStateLayers(platform, runtime, self)
+        self._has_caches = False
+
+    def make_backend(self, spec: AttentionSpec) -> AttentionBackend:
+        check_attention_capabilities(self._platform, spec)
+        return RecordedAttention(spec)
+
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        what = f"The KV cache of {num_blocks} blocks of {block_size} tokens"
+        with out_of_memory_as(CacheError, what, "Lower memory_utilization or kv_cache_memory_bytes."):
+            self.require_program().allocate_caches(num_blocks, block_size)
+        self._has_caches = True
+
+    @property
+    def has_missing_caches(self) -> bool:
+        return not self._has_caches or self.states.has_missing_states
+
+    def free_caches(self) -> None:
+        if self.program is not None:
+            self.program.free_caches()
+        self._has_caches = False
+        self.states.free()
+
+    def clear(self) -> None:
+        super().clear()
+        self.program = None
+
+    def require_program(self) -> GraphProgram:
+        """The program. A model must be loaded."""
+        assert self.program is not None, "the model is not loaded"
+        return self.program
+
+    def _windows_of_layers(self) -> tuple[int | None, ...]:
+        return (None,) * len(self._layers)
+
+    def _windows_to_report(self) -> tuple[int | None, ...]:
+        return ()
+
+    def _check_chunks(self) -> None:
+        """Tracing refuses them."""
+
+
+class GraphStateLayers(StateLayers):
+    """Layers with a sequence state whose states the program allocates.
+
+    Args:
+        platform, runtime: As in StateLayers.
+        layers: Knows the program.
+    """
+
+    def __init__(self, platform: Platform, runtime: DeviceRuntime, layers: GraphKVCacheLayers) -> None:
+        super().__init__(platform, runtime)
+        self._all_layers = layers
+        self._has_states = False
+
+    def make_backend(self, spec: StateSpec) -> StateBackend:
+        super().make_backend(spec)  # checks that the platform supports states
+        return StateBackend(spec)
+
+    def allocate(self, num_slots: int) -> None:
+        if self.step_backend is None:
+            return
+        what = f"The states of {num_slots} sequences"
+        with out_of_memory_as(CacheError, what, "Lower max_num_seqs, memory_utilization or kv_cache_memory_bytes."):
+            self._all_layers.require_program().allocate_states(num_slots)
+        self._has_states = True
+
+    @property
+    def has_missing_states(self) -> bool:
+        return self.step_backend is not None and not self._has_states
+
+    def free(self) -> None:
+        self._has_states = False

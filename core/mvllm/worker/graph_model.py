@@ -1,0 +1,191 @@
+"""Models on platforms with a graph compiler: tracing, hand-over of weights, and the forward pass through the program.
+
+The model is built and loaded on the host, traced, and compiled by the platform. Then each of its arrays is handed to
+the program and its memory on the host is freed. Hidden states and logits come back as host tensors, so everything after
+the forward pass is the same as on other platforms.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from mvllm.config.engine_config import EngineConfig
+from mvllm.config.token_spaces import TokenSpace
+from mvllm.errors import ConfigError, ModelError, PlatformError
+from mvllm.graph.arrays import to_numpy, to_torch
+from mvllm.graph.trace import HEAD, MODEL, TracedModel, trace_model
+from mvllm.layers.lora import LoRAMapping
+from mvllm.logging import get_logger
+from mvllm.platform.graph_compiler import GraphCompiler, GraphProgram
+from mvllm.platform.graphs import CompileBackend
+from mvllm.platform.step_graph import StepSizes, distinct_inputs
+from mvllm.worker.out_of_memory import out_of_memory_as
+from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
+from mvllm.worker.step_inputs import StepInputs
+
+if TYPE_CHECKING:
+    from mvllm.models.causal_lm import CausalLM
+
+logger = get_logger(__name__)
+
+
+def check_config(config: EngineConfig, platform: str, num_devices: int) -> None:
+    """Raises ConfigError for settings that models as graphs do not support."""
+    unsupported = {
+        "LoRA": config.lora is not None,
+        "speculative decoding with a draft model": config.speculative is not None
+        and config.speculative.model is not None,
+        "tensor_parallel_size above 1": config.parallel.tensor_parallel_size > 1 or num_devices > 1,
+        "an encoder without KV cache": config.model.kind.is_encoder,
+        "batch_invariant": config.batch_invariant,
+        "a token space with a head of its own": any(s.has_own_head for s in config.model.token_spaces.values()),
+    }
+    found = [name for name, is_asked_for in unsupported.items() if is_asked_for]
+    if found:
+        raise ConfigError(
+            f"The platform {platform!r} runs models as graphs, which do not support {', '.join(found)}. Leave it out, "
+            "or choose another platform or model."
+        )
+
+
+class GraphModel:
+    """A model as a program of the platform.
+
+    Args:
+        model: The loaded model. Its arrays move to the program.
+        compiler: The platform's compiler.
+        generates: Whether logits are computed.
+
+    Attributes:
+        program: The program.
+        graphs: The traced graphs.
+
+    Raises:
+        ConfigError, PlatformError: The model has an operation that graphs, or the compiler, do not have.
+        ModelError: The weights do not fit on the device.
+    """
+
+    def __init__(self, model: CausalLM, compiler: GraphCompiler, *, generates: bool) -> None:
+        traced = trace_model(model, computes_logits=generates)
+        reasons = [reason for graph in traced.graphs for reason in compiler.unsupported(graph)]
+        if reasons:
+            raise PlatformError(
+                f"The platform's compiler cannot run {type(model).__name__}: {' '.join(dict.fromkeys(reasons))} Choose "
+                "another model or platform."
+            )
+        self.graphs = traced.graphs
+        self._hidden_dtype, self._logits_dtype = _output_dtype(traced, MODEL), _output_dtype(traced, HEAD)
+        remedy = "Choose a smaller dtype or a quantized model, or a larger pipeline_parallel_size."
+        with out_of_memory_as(ModelError, "The weights", remedy):
+            self.program: GraphProgram = compiler.program(traced.graphs)
+            hand_over(self.program, traced)
+            self.program.finish_weights()
+        self._caches = distinct_inputs(traced.graphs, "cache")
+        for i, layer in enumerate(model.attention_layers()):
+            if (cache := self._caches.get(f"cache.{i}")) is not None:
+                layer.backend.layout = self.program.kv_layout(cache)  # type: ignore[attr-defined, arg-type]
+
+    def run(self, inputs: StepInputs, intermediate: torch.Tensor | None) -> torch.Tensor:
+        """Hidden states of a step on the host: [T, hidden_size].
+
+        Args:
+            intermediate: Hidden states of the previous pipeline stage; None on the first.
+        """
+        layout, states = inputs.layout, inputs.state_layout
+        given = {
+            "token_ids": inputs.token_ids.numpy(),
+            "positions": inputs.positions.numpy(),
+            "query_start_loc": layout.query_start_loc,
+            "seq_lens": layout.seq_lens,
+            "block_table.0": layout.block_table,
+            "slot_mapping.0": layout.slot_mapping,
+        }
+        if inputs.prompt_lens is not None:
+            given["prompt_lens"] = inputs.prompt_lens.numpy()
+        if states is not None:
+            given |= {"read_slots": states.read_slots, "write_slots": states.write_slots}
+        if intermediate is not None:
+            given["intermediate"] = to_numpy(intermediate)
+        sizes = StepSizes(
+            tokens=layout.num_tokens,
+            requests=layout.num_requests,
+            pages=layout.block_table.shape[1],
+            logits_rows=len(inputs.logits_indices),
+            max_query_len=layout.max_query_len,
+            max_seq_len=layout.max_seq_len,
+            num_decodes=layout.num_decodes,
+            kind=layout.kind,
+        )
+        wanted = self.graphs[0].inputs_of("step")
+        (hidden,) = self.program.run(MODEL, {value.name: given[value.name] for value in wanted}, sizes)
+        return to_torch(self.program.to_host(hidden), self._hidden_dtype)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As CausalLM.compute_logits, on the host."""
+        num_rows = len(hidden)
+        sizes = StepSizes(num_rows, 1, 1, num_rows, max_query_len=num_rows, max_seq_len=num_rows)
+        inputs = {"hidden": to_numpy(hidden), "logits_indices": np.arange(num_rows, dtype=np.int32)}
+        (logits,) = self.program.run(HEAD, inputs, sizes)
+        return to_torch(self.program.to_host(logits), self._logits_dtype)
+
+    def compute_space_logits(self, hidden: torch.Tensor, space: TokenSpace) -> torch.Tensor:
+        """Never called: `check_config` refuses models with such spaces."""
+        raise AssertionError("a token space with a head of its own")
+
+    def close(self) -> None:
+        """Frees the program. Idempotent."""
+        self.program.close()
+
+
+class GraphForward:
+    """The forward pass of a GraphModel, in the place of DecoderForward.
+
+    Args:
+        graph: The model's program.
+    """
+
+    def __init__(self, graph: GraphModel) -> None:
+        self._graph = graph
+        self.lora = None
+        self.token_buffer: SampledTokenBuffer | None = None
+
+    def run(
+        self,
+        inputs: StepInputs,
+        intermediate: torch.Tensor | None = None,
+        adapters: LoRAMapping | None = None,
+    ) -> torch.Tensor:
+        """As DecoderForward.run; the result is on the host."""
+        return self._graph.run(inputs, intermediate)
+
+    def compile(self, compiler: CompileBackend) -> None:
+        """Never called: the model is compiled already."""
+        raise AssertionError("a graph is compiled when it is made")
+
+    def drop_compiled(self) -> None:
+        """Nothing to drop before the program is closed."""
+
+
+def hand_over(program: GraphProgram, traced: TracedModel) -> None:
+    """Gives every array to the program once, and frees its memory on the host unless the program computes from it."""
+    users: dict[int, int] = {}
+    for tensor in traced.arrays.values():
+        key = tensor.untyped_storage().data_ptr()
+        users[key] = users.get(key, 0) + 1
+    for name, tensor in traced.arrays.items():
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr()
+        program.set_weight(name, to_numpy(tensor))
+        users[key] -= 1
+        if not users[key] and not program.keeps_arrays:
+            with suppress(RuntimeError):  # memory of a file: nothing to free
+                storage.resize_(0)
+
+
+def _output_dtype(traced: TracedModel, name: str) -> str:
+    found = [graph.values()[graph.outputs[0]].dtype for graph in traced.graphs if graph.name == name]
+    return found[0] if found else ""
