@@ -73,7 +73,8 @@ class ProcessCompiler(GraphCompiler):
         dropped, self._dropped = self._dropped, []
         messages = self._start() if self._messages is None else self._messages
         try:
-            messages.send((target, method, arguments, dropped))
+            assert self._process is not None
+            messages.send((target, method, arguments, dropped), self._process.pid)
             result, failure = messages.receive()
         except (EOFError, OSError) as e:
             raise self._ended() from e
@@ -86,16 +87,9 @@ class ProcessCompiler(GraphCompiler):
 
     def close(self) -> None:
         """Ends the process. Idempotent; the next call starts another one."""
-        if self._messages is not None:
-            self._messages.close()
-            self._messages = None
-        if self._process is not None:
-            try:
-                self._process.wait(_END_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-            self._process = None
+        if self._messages is not None and self._process is not None:
+            _end(self._messages, self._process)
+        self._messages = self._process = None
 
     def _start(self) -> SharedMessages:
         ours, theirs = Pipe()
@@ -204,6 +198,10 @@ class _ProcessProgram(GraphProgram):
 
 
 def _end(messages: SharedMessages, process: subprocess.Popen[bytes]) -> None:
+    """The process ends when its pipe closes."""
     messages.close()
-    if process.poll() is None:
-        process.terminate()
+    try:
+        process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -7,6 +7,7 @@ imports it. It ends when the worker does.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import traceback
 from multiprocessing.connection import Connection
@@ -87,13 +88,13 @@ def _own(argument: Any) -> Any:
 
 def serve(factory: str, connection: Connection) -> None:
     """Serves calls until the other end closes."""
-    messages = SharedMessages(connection)
+    messages, worker = SharedMessages(connection), os.getppid()
     module, _, name = factory.partition(":")
     try:
         server = _Server(getattr(importlib.import_module(module), name)())
-        messages.send((None, None))
+        messages.send((None, None), worker)
     except BaseException as e:
-        messages.send((None, _failure(e)))
+        messages.send((None, _failure(e)), worker)
         return
     while True:
         try:
@@ -105,7 +106,7 @@ def serve(factory: str, connection: Connection) -> None:
         except Exception as e:
             reply = (None, _failure(e))
         del call
-        messages.send(reply)
+        messages.send(reply, worker)
     messages.close()
 
 

@@ -1,35 +1,42 @@
 """Messages between two processes of one machine: pickles over a pipe, with their arrays in shared memory.
 
-Each direction has one segment of shared memory, as large as the largest message so far. An array of a received message
-lies in the segment and is valid until the next message of that direction. Imports no torch.
+Each direction has one segment of shared memory, as large as the largest message so far: a file without a name, whose
+descriptor is sent over the pipe. An array of a received message lies in the segment and is valid until the next message
+of that direction. Imports no torch.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import pickle
-from contextlib import suppress
-from multiprocessing import resource_tracker
+import tempfile
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
 _ALIGNMENT = 64
+_SHARED_MEMORY = "/dev/shm"
 
 
 class SharedMessages:
     """One end of a connection. Both ends alternate: a message is answered before the next one is sent.
 
     Args:
-        connection: The pipe.
+        connection: A pipe that sends in both directions.
     """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._outgoing: SharedMemory | None = None
-        self._incoming: SharedMemory | None = None
+        self._outgoing: mmap.mmap | None = None
+        self._incoming: mmap.mmap | None = None
 
-    def send(self, message: object) -> None:
+    def send(self, message: object, receiver: int) -> None:
         """Sends a message.
+
+        Args:
+            message: Anything that can be pickled.
+            receiver: Process ID of the other end.
 
         Raises:
             OSError, EOFError: The other process has ended.
@@ -37,16 +44,18 @@ class SharedMessages:
         buffers: list[pickle.PickleBuffer] = []
         data = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
         views = [buffer.raw() for buffer in buffers]
-        offsets, size = [], 0
+        places, size = [], 0
         for view in views:
-            offsets.append(size)
+            places.append((size, view.nbytes))
             size += -(-view.nbytes // _ALIGNMENT) * _ALIGNMENT
-        segment = self._segment(size) if size else None
-        for view, offset in zip(views, offsets, strict=True):
-            assert segment is not None
-            segment.buf[offset : offset + view.nbytes] = view
-        places = [(offset, view.nbytes) for view, offset in zip(views, offsets, strict=True)]
-        self._connection.send((None if segment is None else segment.name, places, data))
+        descriptor = self._grow(size)
+        for view, (start, length) in zip(views, places, strict=True):
+            assert self._outgoing is not None
+            self._outgoing[start : start + length] = view
+        self._connection.send((None if descriptor is None else size, places, data))
+        if descriptor is not None:
+            reduction.send_handle(self._connection, descriptor, receiver)
+            os.close(descriptor)
 
     def receive(self) -> Any:
         """Waits for the next message.
@@ -54,41 +63,33 @@ class SharedMessages:
         Raises:
             EOFError, OSError: The other process has ended.
         """
-        name, places, data = self._connection.recv()
-        if name is not None and (self._incoming is None or self._incoming.name != name):
-            self._drop(self._incoming, owned=False)
-            self._incoming = SharedMemory(name)
-            _forget(self._incoming)
-        buffers = [self._incoming.buf[start : start + size] for start, size in places] if self._incoming else []
-        return pickle.loads(data, buffers=buffers)
+        new_size, places, data = self._connection.recv()
+        if new_size is not None:
+            descriptor = reduction.recv_handle(self._connection)
+            self._incoming = mmap.mmap(descriptor, new_size)
+            os.close(descriptor)
+        view = memoryview(self._incoming) if places and self._incoming is not None else memoryview(b"")
+        return pickle.loads(data, buffers=[view[start : start + length] for start, length in places])
 
     def close(self) -> None:
-        """Frees the segments. Idempotent."""
-        self._drop(self._outgoing, owned=True)
-        self._drop(self._incoming, owned=False)
+        """Closes the pipe. Idempotent."""
         self._outgoing = self._incoming = None
         self._connection.close()
 
-    def _segment(self, size: int) -> SharedMemory:
-        """A segment of at least `size` bytes. The other end has read what the last one contained."""
-        if self._outgoing is None or self._outgoing.size < size:
-            self._drop(self._outgoing, owned=True)
-            self._outgoing = None
-            self._outgoing = SharedMemory(create=True, size=size)
-        return self._outgoing
+    def _grow(self, size: int) -> int | None:
+        """A descriptor of a larger segment, if the present one is too small. The other end has read what it holds."""
+        if not size or (self._outgoing is not None and len(self._outgoing) >= size):
+            return None
+        try:
+            return self._segment_in(_SHARED_MEMORY if os.path.isdir(_SHARED_MEMORY) else None, size)
+        except OSError:  # containers often have little shared memory
+            return self._segment_in(None, size)
 
-    @staticmethod
-    def _drop(segment: SharedMemory | None, *, owned: bool) -> None:
-        if segment is None:
-            return
-        if owned:
-            with suppress(FileNotFoundError):
-                segment.unlink()
-        with suppress(BufferError):  # an array of the last message still exists; its memory goes with it
-            segment.close()
-
-
-def _forget(segment: SharedMemory) -> None:
-    """The process that made a segment removes it; this one's resource tracker must not."""
-    with suppress(KeyError, ValueError):
-        resource_tracker.unregister(getattr(segment, "_name", segment.name), "shared_memory")
+    def _segment_in(self, folder: str | None, size: int) -> int:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:
+                file.truncate(size)
+            self._outgoing = mmap.mmap(file.fileno(), size)
+            return os.dup(file.fileno())

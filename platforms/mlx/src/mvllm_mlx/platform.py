@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from mvllm.plugin_api import Capabilities, PlatformSpec, ShapePolicy
-from mvllm.plugin_api.graph import GraphCompiler, GraphPlatform
+from mvllm.plugin_api.graph import GraphCompiler, GraphPlatform, ProcessCompiler
 from mvllm_mlx.plugin import SPEC
 
 _LARGEST = 1 << 20
@@ -27,9 +27,8 @@ class MLXPlatform(GraphPlatform):
         return replace(super().capabilities, state=False)
 
     def graph_compiler(self) -> GraphCompiler:
-        from mvllm_mlx.compiler import MLXCompiler
-
-        return MLXCompiler()
+        """The compiler, in a process of its own: no process has both MLX and torch."""
+        return ProcessCompiler("mvllm_mlx.compiler:MLXCompiler")
 
     def shapes(self) -> ShapePolicy:
         """Powers of two, and above 16 also the sizes half-way between: MLX compiles each combination anew."""

@@ -1,4 +1,8 @@
-"""GraphProgram of the MLX platform: compiled functions of a model's graphs, its weights and KV caches."""
+"""GraphProgram of the MLX platform: compiled functions of a model's graphs, its weights and KV caches.
+
+On the GPU a function is compiled for each combination of sizes. On the processor it is called as it is: there
+`mx.compile` starts a C++ compiler for each group of operations that it fuses, which takes seconds for each combination.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ Caches = dict[str, list[Any]]
 
 
 class MLXProgram(GraphProgram):
-    """The graphs of one model as functions that `mx.compile` compiles, one for each combination of sizes."""
+    """The graphs of one model as functions, one for each combination of sizes."""
 
     def __init__(self, graphs: Sequence[StepGraph], table: Mapping[str, Lowering]) -> None:
         self._graphs = {graph.name: graph for graph in graphs}
@@ -76,7 +80,8 @@ class MLXProgram(GraphProgram):
         structure = None if attention is None else attention.structure
         key = (graph, tuple(sizes.symbols().items()), structure)
         if key not in self._compiled:
-            self._compiled[key] = mx.compile(self._function(step_graph, sizes, attention))
+            function = self._function(step_graph, sizes, attention)
+            self._compiled[key] = mx.compile(function) if mx.default_device() == mx.gpu else function
         weights = [self._weights[value.name] for value in step_graph.inputs_of("weight", "constant")]
         indices = [] if attention is None else [mx.array(array) for array in attention.flat()]
         stored = [self._caches[name] for name in caches]
