@@ -9,17 +9,19 @@ import importlib
 from typing import TYPE_CHECKING
 
 from mvllm.platform.graph_compiler import DeviceArray, GraphCompiler, GraphProgram
-from mvllm.platform.step_graph import CacheValue, Dim, Kind, Node, StateValue, StepGraph, StepSizes, Value
+from mvllm.platform.step_graph import CacheValue, Dim, Kind, Node, StateValue, StepGraph, StepSizes, Value, substitute
 
 if TYPE_CHECKING:
     from mvllm.graph.interpreter import Interpreter
     from mvllm.graph.operations import GRAPH_OPERATIONS, GraphOperation
     from mvllm.graph.platform import GraphPlatform
+    from mvllm.graph.program_process import ProcessCompiler
 
 _LAZY = {
     "GRAPH_OPERATIONS": "mvllm.graph.operations",
     "GraphOperation": "mvllm.graph.operations",
     "GraphPlatform": "mvllm.graph.platform",
+    "ProcessCompiler": "mvllm.graph.program_process",
     "Interpreter": "mvllm.graph.interpreter",
 }
 
@@ -35,10 +37,12 @@ __all__ = [
     "Interpreter",
     "Kind",
     "Node",
+    "ProcessCompiler",
     "StateValue",
     "StepGraph",
     "StepSizes",
     "Value",
+    "substitute",
 ]
 
 

@@ -1,0 +1,1 @@
+"""The MLX platform of mvllm: Apple silicon, and processors under Linux."""
