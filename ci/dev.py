@@ -52,11 +52,13 @@ CUDA = ROOT / "platforms" / "cuda"
 ROCM = ROOT / "platforms" / "rocm"
 TPU = ROOT / "platforms" / "tpu"
 XPU = ROOT / "platforms" / "xpu"
+MLX = ROOT / "platforms" / "mlx"
 OPENVINO = ROOT / "platforms" / "openvino"
 RAY = ROOT / "plugins" / "ray-executor"
 PURE = (TRITON, TORCH_GPU, CUDA, ROCM, TPU, XPU, RAY)  # distributions without compiled code
 EXAMPLE = ROOT / "plugins" / "example-device"
-DISTRIBUTIONS = (ROOT, PLATFORM, *PURE, OPENVINO)  # OpenVINO is not installed in .venv; its lane has it
+LANES = (MLX, OPENVINO)  # distributions that are not installed in .venv, but in the environments of their lanes
+DISTRIBUTIONS = (ROOT, PLATFORM, *PURE, *LANES)
 INTERPRETED = tuple(f"platforms/{name}/tests" for name in ("triton-kernels", "torch-gpu", "cuda", "xpu"))
 """Tests with Triton's interpreter, which must be enabled before the first import of Triton in a process."""
 MINIMUM_PYTHON = (3, 11)
@@ -165,7 +167,7 @@ def lint() -> int:
         "neutral core": [PYTHON, ROOT / "ci" / "neutral_core.py"],
     }
     # import-linter finds the plugins, which are not installed, on the module search path.
-    plugins = os.pathsep.join(map(str, (*sorted(ROOT.glob("plugins/*/src")), OPENVINO / "src")))
+    plugins = os.pathsep.join(map(str, (*sorted(ROOT.glob("plugins/*/src")), *(lane / "src" for lane in LANES))))
     failures: list[str] = []
 
     def check(title: str) -> tuple[str, int, float]:

@@ -63,6 +63,7 @@ FURTHER: dict[str, tuple[tuple[str, str], ...]] = {
         (_ON_THE_HOST, "platforms/cuda/tests/test_engine_on_the_host.py"),
         ("tokens, kernels and speed of a dense model on one H200", "docs/how-to/gpu-runs.md"),
     ),
+    "mlx": (("tokens of transformers for many families", "platforms/mlx/tests"),),
     "openvino": (("operations, attention, tokens of transformers for many families", "platforms/openvino/tests"),),
     "rocm": (
         _KERNELS,

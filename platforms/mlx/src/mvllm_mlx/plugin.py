@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from mvllm.plugin_api import PlatformSpec, hookimpl
 
 SPEC = PlatformSpec(
@@ -13,8 +11,7 @@ SPEC = PlatformSpec(
     probe="mvllm_mlx.probe:probe",
     factory="mvllm_mlx.platform:make_platform",
     torch_floor="2.6",
-    # Under Linux MLX computes on the processor, for which mvllm-cpu is faster.
-    priority=20 if sys.platform == "darwin" else -10,
+    by_name_only=True,
 )
 
 
