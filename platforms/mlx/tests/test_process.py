@@ -8,7 +8,7 @@ import signal
 import numpy as np
 import pytest
 
-pytest.importorskip("mlx", reason="mlx is not installed: python3 ci/matrix.py run mlx installs it")
+pytest.importorskip("mlx.core", reason="mlx is not installed: python3 ci/matrix.py run mlx installs it")
 
 from mvllm.plugin_api import PlatformError
 from mvllm.plugin_api.graph import Node, ProcessCompiler, StepGraph, StepSizes, Value
