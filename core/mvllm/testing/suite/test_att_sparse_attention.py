@@ -180,7 +180,7 @@ def test_a_selection_does_not_depend_on_how_a_prompt_is_cut(
         assert_equal(selected(first, end), whole[first:end], f"the selection of tokens {first} to {end}")
 
 
-@clause("ATT-15", refusal=True)
+@clause("ATT-15", "ATT-16", refusal=True)
 def test_sparse_attention_that_is_not_claimed_is_refused(
     subject: PlatformUnderTest, bound_device: DeviceRuntime
 ) -> None:
