@@ -100,6 +100,27 @@ def test_values_that_are_derived_from_the_tensors() -> None:
             {"attention.sliding_window": 8, "attention.sliding_window_pattern": [False, True]},
             {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8},
         ),
+        (
+            "mistral3",
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 16.0,
+                "rope.scaling.original_context_length": 256,
+                "rope.scaling.yarn_log_multiplier": 1.0,
+                "attention.temperature_scale": 0.5,
+            },
+            {
+                "model_type": "ministral3",
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 16.0,
+                    "original_max_position_embeddings": 256,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                    "llama_4_scaling_beta": 0.5,
+                },
+            },
+        ),
         ("granite", {"logit_scale": 4.0}, {"attention_multiplier": 0.25, "logits_scaling": 4.0}),
     ],
 )
