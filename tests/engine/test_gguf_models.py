@@ -48,6 +48,14 @@ _UNTRUNCATED = {
     "rope_scaling": {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "truncate": False}
 }
 
+_EQUAL_MSCALE = {
+    "rope_parameters": {
+        **_MSCALE["rope_parameters"],
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.4,
+    }
+}
 _LLAMA4 = {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1}
 LARGE_MOE: dict[str, dict[str, Any]] = {
     "glm4moe": {},
@@ -94,6 +102,7 @@ RECENT: dict[str, dict[str, Any]] = {
     "cohere2": {},
     "ernie45": {},
     "hunyuan": {},
+    "ministral3": _EQUAL_MSCALE,
 }
 """Likewise, only in exhaustive runs."""
 

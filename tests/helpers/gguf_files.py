@@ -27,6 +27,7 @@ ARCHITECTURES = {
     **gguf_hybrids.ARCHITECTURES,
     "llama": "llama",
     "mistral": "llama",
+    "ministral3": "mistral3",
     "mixtral": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
@@ -62,7 +63,7 @@ ARCHITECTURES = {
 
 _COMMON_RULES = ("kv_b_proj.weight", "e_score_correction_bias", "shared_expert_gate.weight")
 """Ends of names of tensors that hybrids share with other families."""
-_ADJACENT_PAIRS = ("llama", "granite", "smollm3", "granitehybrid", "nemotron_h_moe")
+_ADJACENT_PAIRS = ("llama", "mistral3", "granite", "smollm3", "granitehybrid", "nemotron_h_moe")
 Tensors = Iterator[tuple[str, torch.Tensor]]
 TypeOf = Callable[[str], str]
 
@@ -285,6 +286,11 @@ class _Writer:
                 return {
                     "attention.sliding_window": get("sliding_window"),
                     "expert_feed_forward_length": get("intermediate_size"),
+                }
+            case "mistral3":
+                return {
+                    "attention.temperature_scale": self.rope.get("llama_4_scaling_beta"),
+                    "rope.scaling.yarn_log_multiplier": self.rope.get("mscale_all_dim"),
                 }
             case "granite":
                 return {

@@ -196,7 +196,6 @@ class HybridFile:
             "head_dim": config["linear_head_dim"],
             "short_conv_kernel_size": config["linear_conv_kernel_dim"],
         }
-        dense = config["first_k_dense_replace"] if "first_k_dense_replace" in config else None
         return {
             "attention.head_count_kv": self._per_layer(1, *_ATTENTION_KINDS),
             "attention.q_lora_rank": config.get("q_lora_rank"),
@@ -216,7 +215,7 @@ class HybridFile:
             "expert_gating_func": 2,
             "expert_group_count": config.get("num_expert_group", config.get("n_group")),
             "expert_group_used_count": config.get("topk_group"),
-            "leading_dense_block_count": dense,
+            "leading_dense_block_count": config.get("first_k_dense_replace"),
         }
 
     # -------------------------------------------------------------------------------------------------------- tensors
@@ -282,7 +281,9 @@ class HybridFile:
         return next((factor for part, factor in factors.items() if part in parts), 1.0)
 
     def _granite_mlp(self, name: str, tensor: torch.Tensor) -> Tensors:
-        match = re.fullmatch(r"model\.layers\.(\d+)\.(block_sparse_moe|shared_mlp)\.(input|output)_linear\.weight", name)
+        match = re.fullmatch(
+            r"model\.layers\.(\d+)\.(block_sparse_moe|shared_mlp)\.(input|output)_linear\.weight", name
+        )
         if match is None:
             yield name, tensor
             return

@@ -65,7 +65,7 @@ def _short_conv(values: Metadata, architecture: str, model_type: str) -> dict[st
     )
 
 
-# --------------------------------------------------------------------------------------------------------------- Mamba-2
+# -------------------------------------------------------------------------------------------------------------- Mamba-2
 
 
 def _mamba2(values: Metadata) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def _nemotron_experts(values: Metadata) -> dict[str, Any]:
     return settings
 
 
-# ------------------------------------------------------------------------------------------------------------ delta rules
+# ---------------------------------------------------------------------------------------------------------- delta rules
 
 
 def _qwen3_next(values: Metadata) -> dict[str, Any]:
@@ -275,9 +275,7 @@ def _qwen_experts(values: Metadata) -> dict[str, Any]:
         "num_experts": num_experts(values),
         "num_experts_per_tok": values.integer("expert_used_count"),
         "moe_intermediate_size": rows_of(values, "ffn_up_exps.weight", "expert_feed_forward_length"),
-        "shared_expert_intermediate_size": rows_of(
-            values, "ffn_up_shexp.weight", "expert_shared_feed_forward_length"
-        ),
+        "shared_expert_intermediate_size": rows_of(values, "ffn_up_shexp.weight", "expert_shared_feed_forward_length"),
         "norm_topk_prob": values.boolean("expert_weights_norm", True),
         "decoder_sparse_step": 1,
         "mlp_only_layers": [each for each in layers if not values.has_tensor(f"blk.{each}.ffn_gate_inp.weight")],

@@ -42,7 +42,7 @@ _UNUSED_SETTINGS: tuple[tuple[str, object, tuple[str, ...]], ...] = (
     ("attention.clamp_kqv", 0.0, ()),
     ("attention.max_alibi_bias", 0.0, ()),
     ("attention.scale", 0.0, ("granite", "granitehybrid")),
-    ("attention.temperature_scale", 0.0, ()),
+    ("attention.temperature_scale", 0.0, ("mistral3",)),
     ("attn_logit_softcapping", 0.0, ("gemma2",)),
     ("embedding_scale", 1.0, ("granite", "granitehybrid")),
     ("expert_gating_func", _GATING_SOFTMAX, ("deepseek2", "gpt-oss", "glm4moe", "minimax-m2", *_SIGMOID_HYBRIDS)),
@@ -52,7 +52,7 @@ _UNUSED_SETTINGS: tuple[tuple[str, object, tuple[str, ...]], ...] = (
     ("pooling_type", 0, ()),
     ("residual_scale", 1.0, ("granite", "granitehybrid")),
     ("rope.dimension_sections", None, ("chatglm", "glm4", "qwen35", "qwen35moe")),
-    ("rope.scaling.yarn_log_multiplier", 0.0, ("deepseek2",)),
+    ("rope.scaling.yarn_log_multiplier", 0.0, ("deepseek2", "mistral3")),
 )
 """Keys that change results, their neutral values, and the architectures for which they are supported."""
 _EXPERT_GROUPS = {(60, 160): (8, 3), (61, 256): (8, 4)}
@@ -139,6 +139,19 @@ def _llama(values: Metadata) -> dict[str, Any]:
         return gated(values, "MistralForCausalLM", "mistral", sliding_window=window)
     mlp_bias = has(values, "ffn_up.bias")
     return gated(values, "LlamaForCausalLM", "llama", attention_bias=attention_bias(values), mlp_bias=mlp_bias)
+
+
+def _ministral3(values: Metadata) -> dict[str, Any]:
+    config = gated(values, "Ministral3ForCausalLM", "ministral3", attention_bias=attention_bias(values))
+    scaling = config.get("rope_scaling", {})
+    if scaling.get("rope_type") == "yarn" and not values.is_zero("rope.scaling.yarn_log_multiplier"):
+        # llama.cpp takes `mscale` as one. Other than in deepseek2, `mscale_all_dim` is stored as it is.
+        scaling |= {"mscale": 1.0, "mscale_all_dim": values.number("rope.scaling.yarn_log_multiplier")}
+    if not values.is_zero("attention.temperature_scale"):
+        if "original_max_position_embeddings" not in scaling:
+            raise values.error("has 'mistral3.attention.temperature_scale' without YaRN, expected both")
+        scaling["llama_4_scaling_beta"] = values.number("attention.temperature_scale")
+    return config
 
 
 def _qwen2(values: Metadata) -> dict[str, Any]:
@@ -494,6 +507,7 @@ _FAMILIES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "granite": _granite,
     "hunyuan-dense": _hunyuan,
     "llama": _llama,
+    "mistral3": _ministral3,
     "olmo2": _olmo2,
     "phi3": _phi3,
     "qwen2": _qwen2,

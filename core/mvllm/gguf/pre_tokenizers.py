@@ -38,6 +38,14 @@ _PUNCTUATION_OR_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 _O200K = (
     rf"{_CAPITALIZED}{_CONTRACTION}?|{_UPPER_FIRST}{_CONTRACTION}?|\p{{N}}{{1,3}}|{_PUNCTUATION_OR_SLASH}|{_SPACES}"
 )
+_NOT_HAN = r"&&[^\p{Han}]]"
+_KIMI_UPPER, _KIMI_LOWER = _UPPER.replace("]", _NOT_HAN), _LOWER.replace("]", _NOT_HAN)
+_KIMI_K2 = (
+    r"[\p{Han}]+"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}*{_KIMI_LOWER}+{_CONTRACTION}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}+{_KIMI_LOWER}*{_CONTRACTION}?"
+    rf"|\p{{N}}{{1,3}}|{_PUNCTUATION}|{_SPACES}"
+)
 _TEKKEN = rf"{_CAPITALIZED}|{_UPPER_FIRST}|\p{{N}}|{_PUNCTUATION_OR_SLASH}|{_SPACES}"
 _DEEPSEEK_V3 = (
     r"\p{N}{1,3}",
@@ -154,6 +162,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _PLAIN_O200K),
     "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), _PLAIN_DEEPSEEK_V3),
+    "kimi-k2": PreTokenizer((_KIMI_K2,)),
     "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
     "deepseek-llm": PreTokenizer(
         (

@@ -174,9 +174,7 @@ class StateTensors:
         else:
             yield self._matrix(tensor.name, tensor)
 
-    def _by_group(
-        self, name: str, tensor: GGUFTensor, modules: Mapping[str, tuple[str, ...]]
-    ) -> Iterator[HFTensor]:
+    def _by_group(self, name: str, tensor: GGUFTensor, modules: Mapping[str, tuple[str, ...]]) -> Iterator[HFTensor]:
         """Matrices whose rows of one key head are adjacent in the file: of all projections, one after the other."""
         value_rows = self._per_key_head * self._value_dim
         sizes = {"q": self._key_dim, "k": self._key_dim, "v": value_rows, "z": value_rows}
@@ -192,9 +190,7 @@ class StateTensors:
                 parts.append(by_group(self._key_heads, 0, in_group, start, sizes[each]))
                 start += sizes[each]
             count = self._key_heads * sum(sizes[each] for each in projections)
-            yield HFTensor(
-                f"{name}{module}.weight", (count, tensor.shape[1]), (Source(tensor),), _Joined(tuple(parts))
-            )
+            yield HFTensor(f"{name}{module}.weight", (count, tensor.shape[1]), (Source(tensor),), _Joined(tuple(parts)))
 
     # --------------------------------------------------------------------------------------------------------- helpers
 

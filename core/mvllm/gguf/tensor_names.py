@@ -145,7 +145,7 @@ _FALCON = {
     "ffn_down": "mlp.dense_4h_to_h",
 }
 _FUSED_QKV = {"phi3": "self_attn.qkv_proj", "gpt2": "attn.c_attn", "falcon": "self_attention.query_key_value"}
-_ADJACENT_PAIRS = ("llama", "granite", "smollm3", "granitehybrid", "nemotron_h", "nemotron_h_moe")
+_ADJACENT_PAIRS = ("llama", "mistral3", "granite", "smollm3", "granitehybrid", "nemotron_h", "nemotron_h_moe")
 _OFFSET_NORMS = ("gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
 _GATED_QUERIES = ("qwen3next", "qwen35", "qwen35moe")
 """Architectures whose query projection has a gate for each query."""

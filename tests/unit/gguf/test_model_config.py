@@ -100,11 +100,137 @@ def test_values_that_are_derived_from_the_tensors() -> None:
             {"attention.sliding_window": 8, "attention.sliding_window_pattern": [False, True]},
             {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8},
         ),
+        (
+            "mistral3",
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 16.0,
+                "rope.scaling.original_context_length": 256,
+                "rope.scaling.yarn_log_multiplier": 1.0,
+                "attention.temperature_scale": 0.5,
+            },
+            {
+                "model_type": "ministral3",
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 16.0,
+                    "original_max_position_embeddings": 256,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                    "llama_4_scaling_beta": 0.5,
+                },
+            },
+        ),
         ("granite", {"logit_scale": 4.0}, {"attention_multiplier": 0.25, "logits_scaling": 4.0}),
     ],
 )
 def test_keys_of_each_family(architecture: str, values: dict[str, Any], expected: dict[str, Any]) -> None:
     assert model_config(make_model(architecture, values)).items() >= expected.items()
+
+
+STATE_SHAPES = {**SHAPES, "blk.1.ssm_out.weight": (64, 128), "blk.1.ssm_norm.weight": (1, 128)}
+SSM = {
+    "ssm.inner_size": 128,
+    "ssm.time_step_rank": 8,
+    "ssm.group_count": 2,
+    "ssm.state_size": 16,
+    "ssm.conv_kernel": 4,
+    "attention.head_count_kv": [2, 0],
+}
+NO_ROPE = {"rope.scaling.finetuned": False}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "shapes", "expected"),
+    [
+        (
+            "lfm2",
+            {"attention.head_count_kv": [0, 2], "shortconv.l_cache": 3},
+            {"blk.0.shortconv.conv.weight": (64, 3)},
+            {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 2, "block_auto_adjust_ff_dim": False},
+        ),
+        (
+            "granitehybrid",
+            {**SSM, **NO_ROPE, "expert_shared_feed_forward_length": 80},
+            {},
+            {
+                "model_type": "granitemoehybrid",
+                "layer_types": ["full_attention", "linear_attention"],
+                "position_embedding_type": "nope",
+                "num_local_experts": 0,
+                "mamba_n_heads": 8,
+                "mamba_d_head": 16,
+                "shared_intermediate_size": 80,
+                "attention_multiplier": 0.25,
+            },
+        ),
+        (
+            "granitehybrid",
+            {**SSM, "rope.scaling.finetuned": True, "rope.dimension_count": 8},
+            {},
+            {"model_type": "bamba", "attn_layer_indices": [0], "partial_rotary_factor": 0.5},
+        ),
+        (
+            "mamba2",
+            {**SSM, "attention.head_count": 0, "attention.head_count_kv": None, "feed_forward_length": 0},
+            {},
+            {"model_type": "mamba2", "num_heads": 8, "head_dim": 16, "expand": 2, "n_groups": 2},
+        ),
+        (
+            "nemotron_h",
+            {**SSM, "block_count": 3, "attention.head_count_kv": [2, 0, 0], "feed_forward_length": [0, 0, 96]},
+            {"blk.0.attn_output.weight": (64, 64), "blk.2.ffn_up.weight": (96, 64)},
+            {
+                "layers_block_type": ["full_attention", "linear_attention", "mlp"],
+                "intermediate_size": 96,
+                "num_key_value_heads": 2,
+            },
+        ),
+        (
+            "qwen35",
+            {**SSM, "attention.head_count_kv": 2, "rope.dimension_count": 4, "rope.dimension_sections": [1, 1, 0, 0]},
+            {},
+            {
+                "model_type": "qwen3_5_text",
+                "layer_types": ["full_attention", "linear_attention"],
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 8,
+                "linear_value_head_dim": 16,
+                "partial_rotary_factor": 0.25,
+            },
+        ),
+    ],
+)
+def test_keys_of_hybrid_families(
+    architecture: str, values: dict[str, Any], shapes: dict[str, tuple[int, ...]], expected: dict[str, Any]
+) -> None:
+    base = SHAPES if architecture == "lfm2" else STATE_SHAPES
+    assert model_config(make_model(architecture, values, shapes={**base, **shapes})).items() >= expected.items()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "message"),
+    [
+        (
+            "lfm2",
+            {"attention.head_count_kv": [2, 1], "shortconv.l_cache": 3},
+            r"has \[2, 1\] as 'lfm2.attention.head_count_kv'",
+        ),
+        ("granitehybrid", {"ssm.time_step_rank": 7}, "inner size 128, not a multiple of 7 heads"),
+        ("lfm2moe", {"expert_gating_func": 1}, "has 1 as 'lfm2moe.expert_gating_func', expected sigmoid"),
+        ("qwen35", {"attention.head_count_kv": 2, "ssm.group_count": 3}, "8 value heads for 3 key heads"),
+        (
+            "nemotron_h",
+            {"attention.head_count_kv": [2, 0]},
+            "has no tensors of attention, a Mamba layer or an MLP in layer 0",
+        ),
+    ],
+)
+def test_unsupported_values_of_hybrid_families_are_refused(
+    architecture: str, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        model_config(make_model(architecture, {**SSM, **NO_ROPE, **values}, shapes=STATE_SHAPES))
 
 
 def test_gemma_3_with_62_layers_has_its_own_score_scale() -> None:

@@ -86,6 +86,9 @@ ENGLISH = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 UP, LOW = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 FIRST = r"[^\r\n\p{L}\p{N}]?"
+HANLESS_UP = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+HANLESS_LOW = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+HANLESS = rf"{FIRST}{HANLESS_UP}*{HANLESS_LOW}+{ENGLISH}?|{FIRST}{HANLESS_UP}+{HANLESS_LOW}*{ENGLISH}?"
 O200K_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 PUBLISHED: dict[str, tuple[dict | None, dict]] = {
     "gpt-2": (None, BYTE_LEVEL),
@@ -99,6 +102,7 @@ PUBLISHED: dict[str, tuple[dict | None, dict]] = {
         None,
         split(rf"{FIRST}{UP}*{LOW}+{ENGLISH}?|{FIRST}{UP}+{LOW}*{ENGLISH}?|\p{{N}}{{1,3}}" + O200K_REST),
     ),
+    "kimi-k2": (None, split(r"[\p{Han}]+|" + HANLESS + r"|\p{N}{1,3}" + REST)),
     "tekken": (None, split(rf"{FIRST}{UP}*{LOW}+|{FIRST}{UP}+{LOW}*|\p{{N}}" + O200K_REST)),
     "falcon": (
         None,

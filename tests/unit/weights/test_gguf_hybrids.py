@@ -78,9 +78,11 @@ def test_the_projections_of_state_layers_stay_packed(name: str, tmp_path: Path) 
     seen: list[BlockQuantizedWeight] = []
     folder = make_folder(file, tmp_path / "derived", config)
     load_model(folder, make_context(providers=providers(seen)))
-    stored = {name.removesuffix(".packed_weight"): entry for name, entry in read_gguf_folder(
-        folder, packed=lambda name: True
-    ).items() if name.endswith(".packed_weight")}
+    stored = {
+        name.removesuffix(".packed_weight"): entry
+        for name, entry in read_gguf_folder(folder, packed=lambda name: True).items()
+        if name.endswith(".packed_weight")
+    }
     layers = [name for name in stored if ".layers." in name and ".experts." not in name]
     head = {"lm_head": "lm_head"} if "lm_head" in stored else {name: name for name in stored if ".embed" in name}
     used = sum(part.data.numel() for weight in seen for part in weight.parts)
@@ -127,7 +129,9 @@ def read_columns(entry: TensorEntry, start: int, stop: int) -> np.ndarray[Any, A
     return np.frombuffer(target, np.uint8).reshape(ROWS, -1)
 
 
-@pytest.mark.parametrize(("kind", "head_size", "packed"), [("Q8_0", 32, True), ("Q4_0", 64, True), ("Q4_K", 128, False)])
+@pytest.mark.parametrize(
+    ("kind", "head_size", "packed"), [("Q8_0", 32, True), ("Q4_0", 64, True), ("Q4_K", 128, False)]
+)
 def test_columns_of_value_heads_are_reordered_and_packed_if_heads_are_whole_blocks(
     kind: str, head_size: int, packed: bool, tmp_path: Path
 ) -> None:
