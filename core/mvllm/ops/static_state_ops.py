@@ -46,7 +46,7 @@ def _nothing(state: torch.Tensor) -> None:
     pass
 
 
-def static_state_ops(before_write: BeforeWrite | None = None) -> tuple[OpProvider, ...]:
+def static_state_ops(before_write: Callable[[torch.Tensor], None] | None = None) -> tuple[OpProvider, ...]:
     """Providers of `causal_conv1d`, `ssd`, `gated_delta_rule` and `kda` with static shapes, for `Platform.ops`.
 
     Args:

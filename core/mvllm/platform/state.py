@@ -84,7 +84,8 @@ class StateLayout:
     Attributes:
         num_requests: R.
         num_tokens: T.
-        max_query_len: As in BatchLayout.
+        max_query_len: As in BatchLayout. With `static_shapes` 1 if R = T and every request has at most one token, and T
+            otherwise, so that it may be a constant of a compiled program.
         query_start_loc: Host, [R + 1]: tokens of request r are [query_start_loc[r], query_start_loc[r + 1]).
         read_slots: Host, [R]: slot with the state before the request's first token; -1 for zeros.
         write_slots: Host, [R]: slot for the state after its last token; -1 for padding. No two requests write to the

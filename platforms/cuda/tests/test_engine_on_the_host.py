@@ -21,6 +21,7 @@ from mvllm.plugin_api import OpProvider, StepKind
 from mvllm.worker.model_runner import ModelRunner
 from mvllm.worker.step_inputs import StepInputBuilder
 from mvllm_torch_gpu.ops import providers
+from tests.helpers import parity
 from tests.helpers.float8_zoo import make_float8
 from tests.helpers.lora_adapters import write_adapter
 from tests.helpers.model_zoo import ZOO, make_checkpoint
@@ -50,9 +51,9 @@ def generate(tmp_path, monkeypatch):
     return run
 
 
-FEW = ("llama-gqa", "gemma2", "phi3-longrope-window", "qwen3moe", "gptoss", "deepseek3")
+FEW = ("llama-gqa", "gemma2", "phi3-longrope-window", "qwen3moe", "gptoss", "deepseek3", "bamba")
 """Models of ordinary runs: plain; windows and soft caps with two block tables; RoPE that depends on the prompt's
-length; experts; sinks; latents."""
+length; experts; sinks; latents; sequence states."""
 
 
 @pytest.mark.parametrize(
@@ -164,6 +165,41 @@ def test_float8_and_sampling_kernels_give_the_tokens_of_the_references(
     monkeypatch.setattr(HostedPlatform, "provided", tuple(recording(p, calls) for p in kernels))
     assert generate(folder, "hosted", params=sampling_params(*size), **plain) == expected
     assert {"float8_linear", "filtered_draw"} == set(calls)
+
+
+@pytest.mark.parametrize("name", ["qwen35", pytest.param("bamba", marks=pytest.mark.exhaustive)])
+def test_kernels_on_states_give_the_tokens_of_transformers(name, tmp_path, monkeypatch, generate):
+    """In Triton's interpreter: prompts in chunks, decode steps, and a second run from kept states."""
+    expected, calls = parity.oracle(name, (5, 6, 8), 6), []
+    kernels = [p for p in providers() if p.op in ("causal_conv1d", "ssd", "gated_delta_rule", "gated_rms_norm")]
+    monkeypatch.setattr(HostedPlatform, "provided", tuple(recording(p, calls) for p in kernels))
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64, "state_snapshot_interval": 16}
+    with parity.engine(expected.folder, platform="hosted", enforce_eager=True, **settings) as llm:
+        for _ in range(2):
+            outputs = parity.generate(llm, expected.prompts, max_tokens=6)
+            parity.check(expected, outputs)
+        assert max(output.num_cached_tokens for output in outputs) >= 16
+    assert {"causal_conv1d", "gated_rms_norm", "ssd" if name == "bamba" else "gated_delta_rule"} == set(calls)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["bamba", "qwen35", "kimilinear", "lfm2"])
+@pytest.mark.parametrize("kind", ["decode", "mixed", "verify"])
+def test_steps_with_states_are_replayed_in_steady_state(kind, name, generate, tmp_path, count_launches):
+    wanted, prompts, settings = STEADY[kind]
+    folder = make_checkpoint(name, tmp_path)
+    options = {**SETTINGS, "kv_cache_memory_bytes": 1 << 22, "enable_prefix_caching": False, **settings}
+    params = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
+
+    def run(llm):
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    with LLM(str(folder), platform="cpu", **options) as llm:
+        expected = run(llm)
+    HostedPlatform.graphs_made.clear()
+    with LLM(str(folder), platform="hosted", **options) as llm:
+        assert_only_replays(llm, run, expected, wanted, count_launches)
 
 
 @pytest.mark.exhaustive

@@ -18,17 +18,18 @@ MAIN = "import sys; from mvllm.entrypoints.cli.main import main; sys.exit(main(s
 
 
 @pytest.mark.parametrize(
-    ("mode", "passed"),
+    ("mode", "clauses", "passed"),
     [
-        ("graphs", r"7 passed, 1 not claimed"),  # several devices of one process
-        pytest.param("none", r"\d passed, \d not claimed", marks=pytest.mark.exhaustive),
+        ("graphs", "MEM,GRF", r"7 passed, 1 not claimed"),  # several devices of one process
+        pytest.param("none", "MEM,GRF", r"\d passed, \d not claimed", marks=pytest.mark.exhaustive),
+        pytest.param("graphs", "STA", r"7 passed", marks=pytest.mark.exhaustive),
     ],
 )
-def test_clauses_of_memory_and_graphs_pass(tmp_path, mode, passed):
+def test_clauses_of_memory_graphs_and_states_pass(tmp_path, mode, clauses, passed):
     foreign = ("ZE_", "ONEAPI_", "MVLLM_", "PYTEST_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     path = os.pathsep.join([*hosted_plugin.path(tmp_path / "site"), *filter(None, sys.path)])
-    due = ["--only", "MEM,GRF", "--quick", "--", "-p", "no:cacheprovider"]
+    due = ["--only", clauses, "--quick", "--", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [sys.executable, "-c", MAIN, "conformance", "--platform", "hosted-xpu-sdpa", *due],
         env={**kept, "PYTHONPATH": path, "MVLLM_XPU_COMPILE": mode},

@@ -159,7 +159,9 @@ class ReplayAttention(ExampleAttention):
         tables = batch.query_start_loc_device, batch.seq_lens_device, batch.block_table_device
         return Tables(*tables, batch.slot_mapping_device)
 
-    def write_kv(self, kv: api.KVCache, key: torch.Tensor, value: torch.Tensor, metadata: api.AttentionMetadata) -> None:
+    def write_kv(
+        self, kv: api.KVCache, key: torch.Tensor, value: torch.Tensor, metadata: api.AttentionMetadata
+    ) -> None:
         if not isinstance(metadata, Tables):
             return super().write_kv(kv, key, value, metadata)
         slots = metadata.slot_mapping.long()
@@ -167,7 +169,9 @@ class ReplayAttention(ExampleAttention):
         for cache, new in zip(kv.flatten(1, 2), (key, value), strict=True):
             # Padding repeats the first token. If that is padding, too, the step stores nothing.
             same = torch.where(is_padding[:1], cache.index_select(0, first), new[:1].to(cache.dtype))
-            cache.index_copy_(0, torch.where(slots < 0, first, slots), torch.where(is_padding, same, new.to(cache.dtype)))
+            cache.index_copy_(
+                0, torch.where(slots < 0, first, slots), torch.where(is_padding, same, new.to(cache.dtype))
+            )
         return None
 
     def forward(
