@@ -13,8 +13,8 @@ from tests.helpers.model_zoo import ZOO, make_checkpoint
 LOADED = kernels.load()
 pytestmark = pytest.mark.skipif(LOADED.library is None, reason=f"no kernels: {LOADED.reason}")
 
-IN_EVERY_RUN = ("qwen35", "deepseek-v3", "cohere2")
-"""A delta rule, latent attention, and layer norms."""
+IN_EVERY_RUN = ("qwen35", "deepseek3")
+"""A delta rule, and latent attention with experts."""
 
 NUM_REQUESTS = (1, 3)
 
