@@ -5,6 +5,8 @@ from __future__ import annotations
 import psutil
 import torch
 
+from mvllm.graph.program_process import ProcessCompiler
+from mvllm.platform.graph_compiler import GraphCompiler
 from mvllm.platform.runtime import DeviceRuntime, FinishedHostCopy, HostCopy, MemoryInfo
 from mvllm.platform.topology import WorkerContext
 
@@ -13,9 +15,14 @@ class HostRuntime(DeviceRuntime):
     """Tensors of core in host memory. All calls are synchronous.
 
     `memory` reports the host's memory. A platform whose device has memory of its own overrides it.
+
+    Args:
+        ctx: Which worker this is.
+        compiler: The platform's compiler. If it has a process of its own, its memory counts as this worker's.
     """
 
-    def __init__(self, ctx: WorkerContext) -> None:
+    def __init__(self, ctx: WorkerContext, compiler: GraphCompiler | None = None) -> None:
+        self._compiler = compiler if isinstance(compiler, ProcessCompiler) else None
         self.device = torch.device("cpu")
         self._process = psutil.Process()
         self.seed(ctx.seed)
@@ -25,6 +32,8 @@ class HostRuntime(DeviceRuntime):
 
     def memory(self) -> MemoryInfo:
         host, resident = psutil.virtual_memory(), self._process.memory_info().rss
+        if self._compiler is not None:
+            resident += self._compiler.memory_bytes()
         return MemoryInfo(total=host.total, free=host.available, used_by_me=resident, peak_by_me=resident)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
