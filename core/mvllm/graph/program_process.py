@@ -16,10 +16,11 @@ from collections.abc import Collection, Mapping, Sequence
 from multiprocessing import Pipe
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from mvllm.errors import PlatformError
-from mvllm.graph.program_server import ArrayNumber
+from mvllm.graph.program_server import NUMBER
 from mvllm.graph.shared_messages import SharedMessages
 from mvllm.platform.attention import KVLayout
 from mvllm.platform.graph_compiler import DeviceArray, GraphCompiler, GraphProgram
@@ -48,11 +49,11 @@ class ProcessCompiler(GraphCompiler):
         return self._operations
 
     def unsupported(self, graph: StepGraph) -> list[str]:
-        reasons: list[str] = self.call(None, "unsupported", graph)
+        reasons: list[str] = self.call(None, "unsupported", graph.to_bytes())
         return reasons
 
     def program(self, graphs: Sequence[StepGraph]) -> GraphProgram:
-        return _ProcessProgram(self, self.call(None, "program", list(graphs)))
+        return _ProcessProgram(self, self.call(None, "program", [graph.to_bytes() for graph in graphs]))
 
     def memory_bytes(self) -> int:
         """Resident memory of the process."""
@@ -149,8 +150,8 @@ class _ProcessProgram(GraphProgram):
         self._call("finish_weights")
 
     def kv_layout(self, cache: CacheValue) -> KVLayout:
-        layout: KVLayout = self._call("kv_layout", cache)
-        return layout
+        block_sizes, bytes_per_token = self._call("kv_layout", cache.name)
+        return KVLayout(tuple(block_sizes), bytes_per_token)
 
     def allocate_caches(self, num_blocks: int, block_size: int) -> None:
         self._call("allocate_caches", num_blocks, block_size)
@@ -165,31 +166,32 @@ class _ProcessProgram(GraphProgram):
         self, graph: str, inputs: Mapping[str, np.ndarray | DeviceArray], sizes: StepSizes
     ) -> Sequence[DeviceArray]:
         given = {
-            name: ArrayNumber(value.number) if isinstance(value, _ProcessArray) else value
+            name: {NUMBER: value.number} if isinstance(value, _ProcessArray) else value
             for name, value in inputs.items()
         }
-        return [_ProcessArray(self._compiler, number) for number in self._call("run", graph, given, sizes)]
+        numbers = self._call("run", graph, given, msgspec.to_builtins(sizes))
+        return [_ProcessArray(self._compiler, number) for number in numbers]
 
     def to_host(self, array: DeviceArray) -> np.ndarray:
-        found: np.ndarray = self._call("to_host", ArrayNumber(array.number))
+        found: np.ndarray = self._call("to_host", array.number)
         return found.copy()  # the next message overwrites it
 
     def kv_bytes(self, cache: CacheValue) -> int:
-        size: int = self._call("kv_bytes", cache)
+        size: int = self._call("kv_bytes", cache.name)
         return size
 
     def fill(self, cache: CacheValue, value: float) -> None:
-        self._call("fill", cache, value)
+        self._call("fill", cache.name, value)
 
     def read_slots(self, cache: CacheValue, slots: np.ndarray) -> Sequence[np.ndarray]:
-        return [array.copy() for array in self._call("read_slots", cache, slots)]
+        return [array.copy() for array in self._call("read_slots", cache.name, slots)]
 
     def read_state(self, state: StateValue) -> np.ndarray:
-        found: np.ndarray = self._call("read_state", state)
+        found: np.ndarray = self._call("read_state", state.name)
         return found.copy()
 
     def write_state(self, state: StateValue, array: np.ndarray) -> None:
-        self._call("write_state", state, array)
+        self._call("write_state", state.name, array)
 
     def close(self) -> None:
         if not self._is_closed:

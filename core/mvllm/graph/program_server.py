@@ -13,10 +13,26 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-import psutil
+import msgspec
+import psutil  # type: ignore[import-untyped]
 
 from mvllm.graph.shared_messages import SharedMessages
-from mvllm.plugin_api.graph import GraphCompiler, GraphProgram
+from mvllm.platform.graph_compiler import GraphCompiler, GraphProgram
+from mvllm.platform.step_graph import StepGraph, StepSizes, Value
+
+NUMBER = "number"
+"""Key of the number of an earlier result among the inputs of a run."""
+
+_OF_A_VALUE = frozenset({"kv_layout", "kv_bytes", "fill", "read_slots", "read_state", "write_state"})
+"""Methods whose first argument is a cache or a state."""
+
+
+class _Program:
+    """A program, and the values of its graphs by name."""
+
+    def __init__(self, program: GraphProgram, graphs: list[StepGraph]) -> None:
+        self.program = program
+        self.values: dict[str, Value] = {value.name: value for graph in graphs for value in graph.inputs}
 
 
 class _Server:
@@ -24,66 +40,61 @@ class _Server:
 
     def __init__(self, compiler: GraphCompiler) -> None:
         self._compiler = compiler
-        self._programs: dict[int, GraphProgram] = {}
+        self._programs: dict[int, _Program] = {}
         self._arrays: dict[int, Any] = {}
         self._next = 0
 
-    def call(self, target: int | None, method: str, arguments: tuple[Any, ...], dropped: list[int]) -> Any:
+    def call(self, target: int | None, method: str, arguments: list[Any], dropped: list[int]) -> Any:
         """One call.
 
         Args:
             target: Number of a program; None for the compiler.
             method: Name of the method.
-            arguments: Its arguments; `ArrayNumber` for results of earlier calls.
+            arguments: Its arguments: graphs as bytes, caches and states by name, earlier results by number.
             dropped: Numbers of results that the worker no longer has.
         """
         for number in dropped:
             self._arrays.pop(number, None)
         if target is None:
             return self._call_compiler(method, arguments)
-        program = self._programs[target]
+        program, values = self._programs[target].program, self._programs[target].values
         if method == "run":
             graph, inputs, sizes = arguments
             given = {name: self._array(value) for name, value in inputs.items()}
-            return [self._numbered(array) for array in program.run(graph, given, sizes)]
+            results = program.run(graph, given, msgspec.convert(sizes, StepSizes))
+            return [self._numbered(array) for array in results]
         if method == "to_host":
-            return program.to_host(self._array(arguments[0]))
-        result = getattr(program, method)(*(_own(a) if program.keeps_arrays else a for a in arguments))
+            return program.to_host(self._arrays[arguments[0]])
+        if method in _OF_A_VALUE:
+            arguments = [values[arguments[0]], *arguments[1:]]
+        elif method == "set_weight" and program.keeps_arrays:
+            arguments = [arguments[0], arguments[1].copy()]  # the next message overwrites it
+        result = getattr(program, method)(*arguments)
         if method == "close":
             del self._programs[target]
-        return result
+        return [result.block_sizes, result.bytes_per_token] if method == "kv_layout" else result
 
-    def _call_compiler(self, method: str, arguments: tuple[Any, ...]) -> Any:
+    def _call_compiler(self, method: str, arguments: list[Any]) -> Any:
         if method == "memory":
             return psutil.Process().memory_info().rss
         if method == "modules":
             return sorted(sys.modules)
-        result = getattr(self._compiler, method)(*arguments)
-        if method != "program":
-            return list(result)
+        if method == "unsupported":
+            return self._compiler.unsupported(StepGraph.from_bytes(arguments[0]))
+        if method == "operations":
+            return sorted(self._compiler.operations())
+        graphs = [StepGraph.from_bytes(data) for data in arguments[0]]
         self._next += 1
-        self._programs[self._next] = result
+        self._programs[self._next] = _Program(self._compiler.program(graphs), graphs)
         return self._next
 
     def _array(self, value: Any) -> Any:
-        return self._arrays[value.number] if isinstance(value, ArrayNumber) else value
+        return self._arrays[value[NUMBER]] if isinstance(value, dict) else value
 
     def _numbered(self, array: Any) -> int:
         self._next += 1
         self._arrays[self._next] = array
         return self._next
-
-
-class ArrayNumber:
-    """A result of an earlier `run`, by its number."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-def _own(argument: Any) -> Any:
-    """A copy of an array, whose memory the next message overwrites."""
-    return argument.copy() if hasattr(argument, "__array_interface__") else argument
 
 
 def serve(factory: str, connection: Connection) -> None:
@@ -101,6 +112,7 @@ def serve(factory: str, connection: Connection) -> None:
             call = messages.receive()
         except (EOFError, OSError):
             break
+        reply: tuple[Any, tuple[str, str, str] | None]
         try:
             reply = (server.call(*call), None)
         except Exception as e:
@@ -116,6 +128,4 @@ def _failure(error: BaseException) -> tuple[str, str, str]:
 
 
 if __name__ == "__main__":
-    from mvllm.graph import program_server  # the module under its own name, for pickles
-
-    program_server.serve(sys.argv[1], Connection(int(sys.argv[2])))
+    serve(sys.argv[1], Connection(int(sys.argv[2])))

@@ -1,4 +1,4 @@
-"""Messages between two processes of one machine: pickles over a pipe, with their arrays in shared memory.
+"""Messages between two processes of one machine: MessagePack over a pipe, with their arrays in shared memory.
 
 Each direction has one segment of shared memory, as large as the largest message so far: a file without a name, whose
 descriptor is sent over the pipe. An array of a received message lies in the segment and is valid until the next message
@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import mmap
 import os
-import pickle
 import tempfile
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
+import numpy as np
+
 _ALIGNMENT = 64
+_ARRAY = 1
+"""Code of MessagePack's extension type for arrays."""
 _SHARED_MEMORY = "/dev/shm"
 
 
@@ -35,41 +39,54 @@ class SharedMessages:
         """Sends a message.
 
         Args:
-            message: Anything that can be pickled.
+            message: Numbers, strings, bytes, None and NumPy arrays, in lists and dictionaries.
             receiver: Process ID of the other end.
 
         Raises:
             OSError, EOFError: The other process has ended.
         """
-        buffers: list[pickle.PickleBuffer] = []
-        data = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
-        views = [buffer.raw() for buffer in buffers]
-        places, size = [], 0
-        for view in views:
-            places.append((size, view.nbytes))
-            size += -(-view.nbytes // _ALIGNMENT) * _ALIGNMENT
+        arrays: list[np.ndarray] = []
+        size = 0
+
+        def place(entry: object) -> msgspec.msgpack.Ext:
+            nonlocal size
+            if not isinstance(entry, np.ndarray):
+                raise TypeError(f"A message has no {type(entry).__name__}.")
+            arrays.append(np.ascontiguousarray(entry))
+            start, size = size, size + -(-entry.nbytes // _ALIGNMENT) * _ALIGNMENT
+            return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode((start, entry.dtype.str, entry.shape)))
+
+        data = msgspec.msgpack.encode(message, enc_hook=place)
         descriptor = self._grow(size)
-        for view, (start, length) in zip(views, places, strict=True):
+        start = 0
+        for array in arrays:
             assert self._outgoing is not None
-            self._outgoing[start : start + length] = view
-        self._connection.send((None if descriptor is None else size, places, data))
+            self._outgoing[start : start + array.nbytes] = memoryview(array.reshape(-1).view(np.uint8))
+            start += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._connection.send_bytes(b"" if descriptor is None else size.to_bytes(8, "little"))
         if descriptor is not None:
             reduction.send_handle(self._connection, descriptor, receiver)
             os.close(descriptor)
+        self._connection.send_bytes(data)
 
     def receive(self) -> Any:
-        """Waits for the next message.
+        """Waits for the next message. Tuples arrive as lists.
 
         Raises:
             EOFError, OSError: The other process has ended.
         """
-        new_size, places, data = self._connection.recv()
-        if new_size is not None:
+        if new_size := self._connection.recv_bytes():
             descriptor = reduction.recv_handle(self._connection)
-            self._incoming = mmap.mmap(descriptor, new_size)
+            self._incoming = mmap.mmap(descriptor, int.from_bytes(new_size, "little"))
             os.close(descriptor)
-        view = memoryview(self._incoming) if places and self._incoming is not None else memoryview(b"")
-        return pickle.loads(data, buffers=[view[start : start + length] for start, length in places])
+        return msgspec.msgpack.decode(self._connection.recv_bytes(), ext_hook=self._array)
+
+    def _array(self, code: int, data: memoryview) -> np.ndarray:
+        start, dtype, shape = msgspec.msgpack.decode(data)
+        count = int(np.prod(shape))
+        if self._incoming is None or not count:
+            return np.empty(shape, dtype)
+        return np.frombuffer(self._incoming, dtype, count, start).reshape(shape)
 
     def close(self) -> None:
         """Closes the pipe. Idempotent."""

@@ -14,7 +14,7 @@ from mvllm_mlx.lowering import DTYPES, Lowering, Run
 def _operands(run: Run, node: Node) -> tuple[Any, Any]:
     """The last two inputs; the attribute `other`, in the dtype of the other operand, in place of an absent one."""
     x, y = run.inputs(node)[-2:]
-    other = node.attributes.get("other")
+    other: Any = node.attributes.get("other")
     if x is None:
         return mx.array(other, dtype=y.dtype), y
     return x, (mx.array(other, dtype=x.dtype) if y is None else y)
@@ -131,39 +131,35 @@ def softplus(x: Any) -> Any:
     return mx.logaddexp(x, mx.array(0, dtype=x.dtype))
 
 
+_BINARY: dict[str, Callable[[Any, Any], Any]] = {
+    "add": mx.add,
+    "sub": mx.subtract,
+    "mul": mx.multiply,
+    "div": mx.divide,
+    "floor_div": mx.floor_divide,
+    "pow": mx.power,
+    "maximum": mx.maximum,
+    "minimum": mx.minimum,
+    "eq": mx.equal,
+    "lt": mx.less,
+    "le": mx.less_equal,
+    "logical_and": mx.logical_and,
+    "matmul": mx.matmul,
+}
+_UNARY: dict[str, Callable[[Any], Any]] = {
+    "logical_not": mx.logical_not,
+    "neg": mx.negative,
+    "exp": mx.exp,
+    "log": mx.log,
+    "sqrt": mx.sqrt,
+    "rsqrt": mx.rsqrt,
+    "sin": mx.sin,
+    "cos": mx.cos,
+    "softplus": softplus,
+}
 ARRAYS: dict[str, Lowering] = {
-    **{
-        name: _binary(function)
-        for name, function in {
-            "add": mx.add,
-            "sub": mx.subtract,
-            "mul": mx.multiply,
-            "div": mx.divide,
-            "floor_div": mx.floor_divide,
-            "pow": mx.power,
-            "maximum": mx.maximum,
-            "minimum": mx.minimum,
-            "eq": mx.equal,
-            "lt": mx.less,
-            "le": mx.less_equal,
-            "logical_and": mx.logical_and,
-            "matmul": mx.matmul,
-        }.items()
-    },
-    **{
-        name: _unary(function)
-        for name, function in {
-            "logical_not": mx.logical_not,
-            "neg": mx.negative,
-            "exp": mx.exp,
-            "log": mx.log,
-            "sqrt": mx.sqrt,
-            "rsqrt": mx.rsqrt,
-            "sin": mx.sin,
-            "cos": mx.cos,
-            "softplus": softplus,
-        }.items()
-    },
+    **{name: _binary(function) for name, function in _BINARY.items()},
+    **{name: _unary(function) for name, function in _UNARY.items()},
     "softmax": _of_dim(lambda x, dim: mx.softmax(x, axis=dim, precise=True)),
     "cumsum": _of_dim(lambda x, dim: mx.cumsum(x, axis=dim).astype(x.dtype)),
     "sum": _reduction(mx.sum),

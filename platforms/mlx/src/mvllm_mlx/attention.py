@@ -83,9 +83,7 @@ class AttentionStep:
             results[tokens[real]] = at[real]
             offset += len(rows) * queries
             table = np.ascontiguousarray(blocks[rows], np.int32)
-            parts.append(
-                AttentionPart(tokens, positions, table, np.maximum(lengths[rows], 1), first.astype(np.int32))
-            )
+            parts.append(AttentionPart(tokens, positions, table, np.maximum(lengths[rows], 1), first.astype(np.int32)))
         written = np.flatnonzero(slots >= 0)
         if not len(written):
             return cls(tuple(parts), results, np.zeros(len(slots), np.int32), None)
