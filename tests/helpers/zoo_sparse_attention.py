@@ -58,7 +58,7 @@ def _glm(**settings: Any) -> Callable[[], PreTrainedConfig]:
 
 
 SPARSE_ATTENTION: dict[str, dict[str, Any]] = {
-    "dsa": {"config": _deepseek(), "edit_config": with_old_keys},
+    "dsa": {"config": _deepseek(), "edit_config": with_old_keys, "exhaustive": True},
     "dsa-yarn": {
         "config": _deepseek(index_topk=16, index_head_dim=24, rope_parameters=_YARN),
         "exhaustive": True,
