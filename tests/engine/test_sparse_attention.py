@@ -11,9 +11,10 @@ WHICH = (2, 8, 11)
 THREADS = f"{ThreadExecutor.__module__}.{ThreadExecutor.__qualname__}"
 
 
-@pytest.mark.shows("tokens", family="deepseek_v32")
-def test_chunks_of_prompts_and_prefix_hits_give_the_tokens_of_transformers() -> None:
-    expected = parity.oracle("dsa", (8,), 8)
+@pytest.mark.shows("tokens")
+@pytest.mark.parametrize("name", ["dsa", pytest.param("glm5", marks=pytest.mark.exhaustive)])
+def test_chunks_of_prompts_and_prefix_hits_give_the_tokens_of_transformers(name: str) -> None:
+    expected = parity.oracle(name, (8,), 8)
     with parity.engine(expected.folder, max_num_batched_tokens=11, max_num_seqs=8) as llm:
         parity.check(expected, parity.generate(llm, expected.prompts, max_tokens=8))
         again = parity.generate(llm, expected.prompts, max_tokens=8)
