@@ -10,6 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import torch
 from gguf.quants import dequantize
 
 from mvllm.errors import ModelError
@@ -172,6 +173,7 @@ def test_a_projection_without_all_value_heads_is_refused(tmp_path: Path) -> None
         read_checkpoint(folder)
 
 
+@pytest.mark.exhaustive
 def test_rows_of_each_key_head_in_old_files_of_qwen3_next(tmp_path: Path) -> None:
     """`ssm_in` stacks q, k, v and z of each key head, as the checkpoint does."""
     checkpoint = checkpoint_of("qwen3next", tmp_path / "hf")
@@ -182,3 +184,15 @@ def test_rows_of_each_key_head_in_old_files_of_qwen3_next(tmp_path: Path) -> Non
         for new, file in files.items()
     ]
     check_same(*models)
+
+
+def test_layers_for_multi_token_prediction_are_not_loaded(tmp_path: Path) -> None:
+    checkpoint = checkpoint_of("qwen3next", tmp_path / "hf")
+    layers = json.loads((checkpoint / "config.json").read_text())["num_hidden_layers"]
+    bases = ("nextn.eh_proj", "nextn.enorm", "attn_q", "attn_norm", "ffn_up_exps")
+    more = {f"blk.{layers}.{base}.weight": torch.zeros(32, 32) for base in bases}
+    extra = {"qwen3next.block_count": layers + 1, "qwen3next.nextn_predict_layers": 1}
+    file = write_gguf(checkpoint, tmp_path / "model.gguf", extra=extra, more_tensors=more)
+    folder = make_folder(file, tmp_path / "derived", model_config(read_gguf(file)))
+    assert set(more) <= set(read_gguf(file).tensors)
+    check_same(load_model(folder), load_model(checkpoint))
