@@ -202,7 +202,9 @@ class _Writer:
         hidden_size = get("hidden_size", "n_embd")
         values = {
             "block_count": self.num_layers,
-            "context_length": 2048 if arch == "falcon" else get("max_position_embeddings", "n_positions"),
+            "context_length": 2048
+            if arch == "falcon"
+            else get("max_position_embeddings", "n_positions", "model_max_length"),
             "embedding_length": hidden_size,
             "feed_forward_length": get("intermediate_size", "ffn_hidden_size", "n_inner", default=4 * hidden_size),
             "attention.head_count": self.num_heads,
