@@ -12,16 +12,13 @@ from mvllm.gguf.model_config import model_config
 from mvllm.gguf.tensor_names import packed_modules
 from tests.helpers import parity
 from tests.helpers.gguf_files import make_folder, write_gguf
-from tests.unit.weights.test_gguf_hybrids import MORE, NAMES, checkpoint_of
+from tests.unit.weights.test_gguf_hybrids import NAMES, checkpoint_of, marked
 
 NUM_TOKENS = 24
 PROMPTS = (4, 9, 12)  # of parity.PROMPT_LENGTHS: 16, 5 and 3 tokens
-IN_EVERY_RUN = ("falconh1", "qwen35moe-tied")
-EXHAUSTIVE = [name for name in (*NAMES, *MORE) if name not in IN_EVERY_RUN]
-LATER = [pytest.param(name, marks=pytest.mark.exhaustive) for name in EXHAUSTIVE]
 
 
-@pytest.mark.parametrize("name", [*IN_EVERY_RUN, *LATER])
+@pytest.mark.parametrize("name", marked((*NAMES, "falconh1"), ("falconh1",)))
 def test_each_family_gives_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
     checkpoint = checkpoint_of(name, tmp_path / "hf")
     expected = parity.oracle_of(checkpoint, parity.prompts_of(name, PROMPTS), NUM_TOKENS)
@@ -41,7 +38,7 @@ def _logprobs(llm: LLM, name: str) -> list[list[tuple[int, float]]]:
     ]
 
 
-@pytest.mark.parametrize("name", ["granitehybrid", *LATER])
+@pytest.mark.parametrize("name", marked((*NAMES, "falconh1"), ("granitehybrid",)))
 def test_blocks_give_the_log_probabilities_of_their_values(name: str, tmp_path: Path) -> None:
     checkpoint, found = checkpoint_of(name, tmp_path / "hf"), []
     for dequantized in (False, True):

@@ -8,10 +8,11 @@ Knows nothing of the code that reads such files. Without tokenizer: a model fold
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ def write_gguf(
     split_from: str | None = None,
     dequantized: bool = False,
     stacked_delta_net: bool = False,
+    more_tensors: Mapping[str, torch.Tensor] = {},
 ) -> Path:
     """Writes the checkpoint in `folder` as one file, or as two.
 
@@ -90,6 +92,7 @@ def write_gguf(
         merged_latent: Store `attn_kv_b`, as older converters do.
         extra: Additional or replaced metadata by key.
         stacked_delta_net: Store `ssm_in` of Qwen3-Next, as older converters do.
+        more_tensors: Further tensors by their names in the file.
         dequantized: Store the values that quantized tensors would have, as F32.
         split_from: Tensors whose names begin with this prefix are in a second file. Then `path` ends in
             `-00001-of-00002.gguf`.
@@ -106,7 +109,7 @@ def write_gguf(
         if split_from is not None:
             out.add_uint16("split.no", i)
             out.add_uint16("split.count", len(outs))
-    for name, tensor in writer.tensors():
+    for name, tensor in itertools.chain(writer.tensors(), more_tensors.items()):
         kind = gguf.GGMLQuantizationType[type_of(name)]
         values = tensor.contiguous().float().numpy()
         block = gguf.GGML_QUANT_SIZES[kind][0]
@@ -199,7 +202,9 @@ class _Writer:
         hidden_size = get("hidden_size", "n_embd")
         values = {
             "block_count": self.num_layers,
-            "context_length": 2048 if arch == "falcon" else get("max_position_embeddings", "n_positions"),
+            "context_length": 2048
+            if arch == "falcon"
+            else get("max_position_embeddings", "n_positions", "model_max_length"),
             "embedding_length": hidden_size,
             "feed_forward_length": get("intermediate_size", "ffn_hidden_size", "n_inner", default=4 * hidden_size),
             "attention.head_count": self.num_heads,

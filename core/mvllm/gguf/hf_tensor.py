@@ -24,6 +24,7 @@ from mvllm.gguf.header import GGUFTensor
 from mvllm.gguf.tensor_types import TensorType
 
 Rows = Callable[[], NDArray[np.int64]]
+Function = Callable[[NDArray[np.float32]], NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class HFTensor:
     transposed: bool = False
     offset: float = 0.0
     columns: ColumnGroups | None = None
-    function: Callable[[NDArray[np.float32]], NDArray[np.float32]] | None = None
+    function: Function | None = None
 
     @property
     def row_length(self) -> int:

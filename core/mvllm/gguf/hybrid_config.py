@@ -221,7 +221,7 @@ def _block_kind(values: Metadata, layer: int) -> str:
 
 def _nemotron_experts(values: Metadata) -> dict[str, Any]:
     check_sigmoid(values)
-    settings = {
+    settings: dict[str, Any] = {
         "n_routed_experts": num_experts(values),
         "num_experts_per_tok": values.integer("expert_used_count"),
         "moe_intermediate_size": values.integer("expert_feed_forward_length"),

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from mvllm.errors import ModelError
 from mvllm.gguf.header import GGUFTensor
-from mvllm.gguf.hf_tensor import ColumnGroups, HFTensor, Rows, Source, by_group, grouped_heads, in_order
+from mvllm.gguf.hf_tensor import ColumnGroups, Function, HFTensor, Rows, Source, by_group, grouped_heads, in_order
 from mvllm.gguf.metadata import Metadata
 
 _MIXERS = {
@@ -121,7 +121,8 @@ class StateTensors:
     # -------------------------------------------------------------------------------------------- vectors, convolutions
 
     def _vector(self, name: str, tensor: GGUFTensor, base: str) -> HFTensor:
-        count, rows = math.prod(tensor.shape), None
+        count = math.prod(tensor.shape)
+        rows: Rows | None = None
         if self._arch in _TILED_HEADS:
             rows = grouped_heads(self._key_heads, self._checked_group(tensor, count), 1)
         is_kimi_decay = self._arch == "kimi-linear" and base == "ssm_a"
@@ -129,7 +130,12 @@ class StateTensors:
         return self._values_of(name, tensor, shape, rows, _log_of_negative if base == "ssm_a" else None)
 
     def _values_of(
-        self, name: str, tensor: GGUFTensor, shape: tuple[int, ...], rows: Rows | None = None, function: Any = None
+        self,
+        name: str,
+        tensor: GGUFTensor,
+        shape: tuple[int, ...],
+        rows: Rows | None = None,
+        function: Function | None = None,
     ) -> HFTensor:
         """A tensor of another shape, whose values can be read one by one."""
         if tensor.type.is_quantized:

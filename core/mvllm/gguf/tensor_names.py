@@ -149,6 +149,8 @@ _ADJACENT_PAIRS = ("llama", "mistral3", "granite", "smollm3", "granitehybrid", "
 _OFFSET_NORMS = ("gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
 _GATED_QUERIES = ("qwen3next", "qwen35", "qwen35moe")
 """Architectures whose query projection has a gate for each query."""
+_MTP_MODULES = ("nemotron_h_moe", "qwen3next", "qwen35", "qwen35moe")
+"""Architectures whose checkpoints have layers for multi-token prediction below `mtp`."""
 _OWN_TOP_MODULES = {
     "lfm2": {"token_embd_norm": "model.norm"},
     "lfm2moe": {"token_embd_norm": "model.norm"},
@@ -262,7 +264,8 @@ class _TensorMapping:
                 base, _, suffix = name.rpartition(".")
                 yield self._plain(f"{self._top[base]}.{suffix}" if base in self._top else name, tensor)
             elif int(match["layer"]) >= self._num_layers:  # multi-token prediction
-                yield self._plain(f"{self._prefix}{match['layer']}.{name.split('.', 2)[2]}", tensor)
+                prefix = "mtp.layers." if self._arch in _MTP_MODULES else self._prefix
+                yield self._plain(f"{prefix}{match['layer']}.{name.split('.', 2)[2]}", tensor)
             else:
                 layer, base, suffix = int(match["layer"]), match["base"], match.groupdict().get("suffix") or "weight"
                 if self._states.has(layer, base):

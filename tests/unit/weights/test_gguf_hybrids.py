@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+import torch
 from gguf.quants import dequantize
 
 from mvllm.errors import ModelError
@@ -26,21 +28,34 @@ from tests.helpers.thread_ranks import fake_group
 from tests.unit.models.test_gguf_quantization import providers
 from tests.unit.weights.test_gguf_checkpoint import check_same
 
-NAMES = ("lfm2moe", "granitehybrid", "mamba2", "nemotronh", "qwen3next", "qwen35moe-tied", "kimilinear")
-MORE = (
+NAMES = (
     "lfm2",
     "lfm2-biases-untied",
+    "lfm2moe",
+    "granitehybrid",
     "granitehybrid-dense",
+    "mamba2",
     "mamba2-one-group-biases-tied",
+    "nemotronh",
     "nemotronh-latent",
+    "qwen3next",
     "qwen35-text-tied",
     "qwen35-default-kinds",
     "qwen35moe-text",
+    "qwen35moe-tied",
+    "kimilinear",
     "kimilinear-query-latent",
     "bamba",
     "bamba-groups",
 )
-EVERY = [*NAMES, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE)]
+"""Checkpoints of the zoo. Those of Falcon-H1 have other weights in a file."""
+
+
+def marked(names: Sequence[str], every_run: Sequence[str]) -> list[Any]:
+    """Parameters of a test; those that are not in `every_run` for exhaustive runs."""
+    return [name if name in every_run else pytest.param(name, marks=pytest.mark.exhaustive) for name in names]
+
+
 MOST_TENSORS = 10_000
 GRANITE = {"position_embedding_type": "nope"}  # files have no other hybrid of this family
 
@@ -53,7 +68,7 @@ def checkpoint_of(name: str, folder: Path) -> Path:
     return checkpoint
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", marked(NAMES, ("nemotronh", "qwen35moe-tied", "kimilinear")))
 def test_each_rank_gets_the_weights_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     checkpoint = checkpoint_of(name, tmp_path / "hf")
     file = write_gguf(checkpoint, tmp_path / "model.gguf")
@@ -65,7 +80,7 @@ def test_each_rank_gets_the_weights_of_the_checkpoint(name: str, tmp_path: Path)
         check_same(load_model(folder, context()), load_model(checkpoint, context()))
 
 
-@pytest.mark.parametrize("name", [*NAMES[:2], *EVERY[2:], pytest.param("falconh1", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", marked((*NAMES, "falconh1"), ("granitehybrid", "qwen3next", "lfm2moe")))
 def test_the_projections_of_state_layers_stay_packed(name: str, tmp_path: Path) -> None:
     checkpoint = checkpoint_of(name, tmp_path / "hf")
     file = write_gguf(checkpoint, tmp_path / "model.gguf", lambda name: "Q8_0")
@@ -158,6 +173,7 @@ def test_a_projection_without_all_value_heads_is_refused(tmp_path: Path) -> None
         read_checkpoint(folder)
 
 
+@pytest.mark.exhaustive
 def test_rows_of_each_key_head_in_old_files_of_qwen3_next(tmp_path: Path) -> None:
     """`ssm_in` stacks q, k, v and z of each key head, as the checkpoint does."""
     checkpoint = checkpoint_of("qwen3next", tmp_path / "hf")
@@ -168,3 +184,15 @@ def test_rows_of_each_key_head_in_old_files_of_qwen3_next(tmp_path: Path) -> Non
         for new, file in files.items()
     ]
     check_same(*models)
+
+
+def test_layers_for_multi_token_prediction_are_not_loaded(tmp_path: Path) -> None:
+    checkpoint = checkpoint_of("qwen3next", tmp_path / "hf")
+    layers = json.loads((checkpoint / "config.json").read_text())["num_hidden_layers"]
+    bases = ("nextn.eh_proj", "nextn.enorm", "attn_q", "attn_norm", "ffn_up_exps")
+    more = {f"blk.{layers}.{base}.weight": torch.zeros(32, 32) for base in bases}
+    extra = {"qwen3next.block_count": layers + 1, "qwen3next.nextn_predict_layers": 1}
+    file = write_gguf(checkpoint, tmp_path / "model.gguf", extra=extra, more_tensors=more)
+    folder = make_folder(file, tmp_path / "derived", model_config(read_gguf(file)))
+    assert set(more) <= set(read_gguf(file).tensors)
+    check_same(load_model(folder), load_model(checkpoint))
