@@ -48,7 +48,7 @@ def test_tokens_logprobs_and_prompt_logprobs_are_those_of_transformers(stack: Ex
 
 
 def test_preempted_requests_are_computed_again(stack: ExitStack, expected: Oracle) -> None:
-    llm = start(stack, expected.folder, num_gpu_blocks_override=14)
+    llm = start(stack, expected.folder, kv_cache_memory_bytes=14 * 16 * 768)  # 14 blocks
     parity.check(expected, parity.generate(llm, expected.prompts))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import torch
 
 from mvllm.platform.runtime import DeviceRuntime, FinishedHostCopy, HostCopy, MemoryInfo

@@ -169,12 +169,13 @@ class _Tracer:
         dtype = torch.int32 if name in _INT_INPUTS else self._dtype
         sizes = [dim if isinstance(dim, int) else _HINTS[dim] for dim in shape]
         dynamic = [DimDynamic.STATIC if isinstance(dim, int) else DimDynamic.DUCK for dim in shape]
-        context = StatelessSymbolicContext(dynamic_sizes=dynamic)
+        context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic)
         real = torch.empty(sizes, dtype=dtype)
         fake = self._mode.from_tensor(real, symbolic_context=context)
-        for dim, size in zip(shape, fake.shape, strict=True):
+        found: Any = fake.shape
+        for dim, size in zip(shape, found, strict=True):
             if isinstance(dim, str):
-                self._dims[size.node.expr] = dim  # type: ignore[union-attr]
+                self._dims[size.node.expr] = dim
         return fake
 
     @contextmanager
