@@ -76,7 +76,10 @@ FURTHER: dict[str, tuple[tuple[str, str], ...]] = {
 }
 """Tests besides the conformance suite, and where they ran."""
 
-WITHOUT_THE_SUITE: dict[str, str] = {"cuda": "one H200, but the suite **not on hardware**"}
+WITHOUT_THE_SUITE: dict[str, str] = {
+    "cuda": "one H200, but the suite **not on hardware**",
+    "openvino": "a host's processor, but only a part of the suite",
+}
 """Where a platform has run if the suite has not."""
 
 VARYING: dict[str, frozenset[str]] = {
