@@ -21,7 +21,7 @@ from mvllm.errors import ConfigError, PlatformError
 from mvllm.graph.aten import ArrayOperationWriter
 from mvllm.graph.recorded_calls import GraphCache, GraphMetadata, Recording, recording
 from mvllm.layers.context import ForwardStep
-from mvllm.ops.dtypes import dtype_name
+from mvllm.ops.dtypes import dtype_name, torch_dtype
 from mvllm.platform.state import StateArguments
 from mvllm.platform.step_graph import CacheValue, Dim, Kind, Node, StateValue, StepGraph, Value
 
@@ -99,7 +99,7 @@ class _Tracer:
             (p.dtype for p in model.parameters() if p.dtype.is_floating_point and p.dtype.itemsize > 1), torch.float32
         )
         if getattr(model.config, "dtype", None) in ("float32", "bfloat16", "float16"):
-            self._dtype = getattr(torch, model.config.dtype)
+            self._dtype = torch_dtype(model.config.dtype)
 
     # ------------------------------------------------------------------------------------------------------- graphs
 

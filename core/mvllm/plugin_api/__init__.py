@@ -64,7 +64,7 @@ from mvllm.platform.spec import (
     Refusals,
 )
 from mvllm.platform.state import State, StateArguments, StateBackend, StateLayout, StateSpec, StateTensor
-from mvllm.platform.step_graph import CacheValue, Node, StateValue, StepGraph, StepSizes, Value
+from mvllm.platform.step_graph import CacheValue, Dim, Kind, Node, StateValue, StepGraph, StepSizes, Value
 from mvllm.platform.topology import GroupSpec, LaunchTopology, WorkerContext
 from mvllm.platform.worker_protocol import KVCacheNeeds, WorkerProtocol
 
@@ -110,6 +110,7 @@ __all__ = [
     "DeviceArray",
     "DeviceInfo",
     "DeviceRuntime",
+    "Dim",
     "EngineConfig",
     "Event",
     "ExpertWeight",
@@ -125,6 +126,7 @@ __all__ = [
     "KVCache",
     "KVCacheNeeds",
     "KVLayout",
+    "Kind",
     "LaunchTopology",
     "LoRAConfig",
     "LoRARequest",

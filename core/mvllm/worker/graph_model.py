@@ -7,7 +7,6 @@ the forward pass is the same as on other platforms.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -149,18 +148,11 @@ class GraphForward:
 
 def hand_over(program: GraphProgram, traced: TracedModel) -> None:
     """Gives every array to the program once, and frees its memory on the host unless the program computes from it."""
-    users: dict[int, int] = {}
-    for tensor in traced.arrays.values():
-        key = tensor.untyped_storage().data_ptr()
-        users[key] = users.get(key, 0) + 1
     for name, tensor in traced.arrays.items():
-        storage = tensor.untyped_storage()
-        key = storage.data_ptr()
         program.set_weight(name, to_numpy(tensor))
-        users[key] -= 1
-        if not users[key] and not program.keeps_arrays:
-            with suppress(RuntimeError):  # memory of a file: nothing to free
-                storage.resize_(0)
+        if not program.keeps_arrays:
+            # The memory is freed with its last tensor; what still reads the shape finds it.
+            tensor.data = tensor.new_empty(1).expand(tensor.shape)
 
 
 def _output_dtype(traced: TracedModel, name: str) -> str:
