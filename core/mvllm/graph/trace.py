@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from mvllm.models.causal_lm import CausalLM
 
 MODEL, HEAD = "model", "head"
+
+_ONE_TRACE = threading.Lock()
+"""torch's tracer has state of the process, and workers may be threads."""
 
 _HINTS = {"T": 1009, "R": 503, "R+1": 504, "P": 211, "L": 307}
 """Sizes with which the model is traced. No size of a model may be equal to one of them by chance."""
@@ -153,7 +157,7 @@ class _Tracer:
         from torch.fx.experimental.proxy_tensor import make_fx
 
         arrays = [self._input(each) for each in inputs]
-        with recording() as calls, torch.no_grad(), self._layer_caches(calls):
+        with _ONE_TRACE, recording() as calls, torch.no_grad(), self._layer_caches(calls):
             traced = make_fx(run, tracing_mode="symbolic")(*arrays)
         if fixed := sorted({str(dim) for symbol, dim in self._dims.items() if symbol in self._shape_env.replacements}):
             raise PlatformError(
