@@ -3,7 +3,7 @@
 A graph has arrays and plain attributes only. A weight that is a dataclass is flattened to the arrays of its fields, in
 their order, and to attributes that are named by their path:
 
-    quantized_linear(x, QuantizedWeight(values, scales, zero_points, group_size=32, bits=4, int8_activations=False), bias)
+    quantized_linear(x, QuantizedWeight(values, scales, zero_points, group_size=32, bits=4), bias)
     inputs      x, weight.values, weight.scales, weight.zero_points, bias
     attributes  weight.group_size=32, weight.bits=4, weight.int8_activations=False
 

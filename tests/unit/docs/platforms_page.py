@@ -47,6 +47,7 @@ CLAUSES_OF: dict[str, tuple[str, ...]] = {
     "lazy_kernels": ("RUN-01",),
     "batch_invariant": ("ATT-14", "OPS-04", "E2E-07"),
     "state": tuple(f"STA-{number:02}" for number in range(1, 8)),
+    "graph_compiler": tuple(f"GRA-{number:02}" for number in range(1, 6)),
 }
 """The clauses of each capability; a new field of Capabilities must be added here (a test checks this)."""
 
