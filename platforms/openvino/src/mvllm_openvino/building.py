@@ -117,7 +117,7 @@ class Building:
         self.kept.append(array)
         return array
 
-    def inputs(self, node: Node) -> list[Out | None]:
+    def inputs(self, node: Node) -> list[Out]:
         """The model's outputs for the inputs of a node; None for those that are absent."""
         return [None if name is None else self.output(name) for name in node.inputs]
 
