@@ -57,8 +57,8 @@ OPENVINO = ROOT / "platforms" / "openvino"
 RAY = ROOT / "plugins" / "ray-executor"
 PURE = (TRITON, TORCH_GPU, CUDA, ROCM, TPU, XPU, RAY)  # distributions without compiled code
 EXAMPLE = ROOT / "plugins" / "example-device"
-LANES = (MLX, OPENVINO)  # distributions that are not installed in .venv, but in the environments of their lanes
-DISTRIBUTIONS = (ROOT, PLATFORM, *PURE, *LANES)
+WITHOUT_RUNTIME = (MLX, OPENVINO)  # installed without the runtime, which only the environments of their lanes have
+DISTRIBUTIONS = (ROOT, PLATFORM, *PURE, *WITHOUT_RUNTIME)
 INTERPRETED = tuple(f"platforms/{name}/tests" for name in ("triton-kernels", "torch-gpu", "cuda", "xpu"))
 """Tests with Triton's interpreter, which must be enabled before the first import of Triton in a process."""
 MINIMUM_PYTHON = (3, 11)
@@ -74,7 +74,7 @@ def wanted_stamp() -> Stamp:
         compiled_from(PLATFORM),
         [CONSTRAINTS, *compiled_from(EXAMPLE)],
     )  # the example device is compiled for one torch
-    projects = [folder / "pyproject.toml" for folder in (ROOT, *PURE)]
+    projects = [folder / "pyproject.toml" for folder in (ROOT, *PURE, *WITHOUT_RUNTIME)]
     inputs = MAIN.hash_of([*projects, *kernels, *device])
     return Stamp(inputs, MAIN.hash_of(kernels), MAIN.hash_of(device) if compiler() else "")
 
@@ -105,14 +105,14 @@ def setup(*, fresh: bool = False) -> None:
             print(f"Creating the environment in {VENV} (about 2 GB; two or three minutes)", flush=True)
             MAIN.remove()
             MAIN.write_stamp(UNFINISHED)
-            steps = Steps(MAIN, total=7 + bool(wanted.device))
+            steps = Steps(MAIN, total=8 + bool(wanted.device))
             steps.run(f"virtual environment, Python {sys.version.split()[0]}", [sys.executable, "-m", "venv", VENV])
             install(steps, kernels=True, device=bool(wanted.device))
         else:
             print(f"Updating the environment in {VENV}", flush=True)
             kernels = found is None or found.kernels != wanted.kernels
             device = bool(wanted.device) and (found is None or found.device != wanted.device)
-            install(Steps(MAIN, total=5 + kernels + device), kernels=kernels, device=device)
+            install(Steps(MAIN, total=6 + kernels + device), kernels=kernels, device=device)
         if not wanted.device:
             print("note: no C++ compiler: the example device is missing, and its tests fail", flush=True)
         MAIN.write_stamp(wanted)
@@ -135,6 +135,9 @@ def install(steps: Steps, *, kernels: bool, device: bool) -> None:
     steps.run(
         "mvllm-cuda, -rocm, -xpu, -torch-gpu, -triton-kernels, -tpu, -ray", [*pip, "--no-build-isolation", *editable]
     )
+    # The documentation reads what these platforms claim.
+    lanes = [argument for folder in WITHOUT_RUNTIME for argument in ("-e", folder)]
+    steps.run("mvllm-mlx, -openvino", [*pip, "--no-deps", "--no-build-isolation", *lanes])
     if kernels:
         steps.run("mvllm-cpu (compiles its kernels)", [*pip, "--no-build-isolation", "-e", PLATFORM])
         if any(PLATFORM.glob("csrc/*.cpp")) and not any(PLATFORM.glob("src/mvllm_cpu/_kernels*")):
@@ -167,7 +170,7 @@ def lint() -> int:
         "neutral core": [PYTHON, ROOT / "ci" / "neutral_core.py"],
     }
     # import-linter finds the plugins, which are not installed, on the module search path.
-    plugins = os.pathsep.join(map(str, (*sorted(ROOT.glob("plugins/*/src")), *(lane / "src" for lane in LANES))))
+    plugins = os.pathsep.join(str(folder) for folder in sorted(ROOT.glob("plugins/*/src")))
     failures: list[str] = []
 
     def check(title: str) -> tuple[str, int, float]:

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from mvllm import LLM, ConfigError
+from mvllm import LLM, ConfigError, PoolingParams, SamplingParams, StructuredOutputsParams
 from mvllm.graph.interpreter import InterpretedProgram
 from tests.helpers import parity
+from tests.helpers.model_zoo import load_reference
 from tests.helpers.parity import Oracle
 from tests.helpers.plugins import graph_platform_path, prepend
 
@@ -48,7 +50,7 @@ def test_tokens_logprobs_and_prompt_logprobs_are_those_of_transformers(stack: Ex
 
 
 def test_preempted_requests_are_computed_again(stack: ExitStack, expected: Oracle) -> None:
-    llm = start(stack, expected.folder, num_gpu_blocks_override=14)
+    llm = start(stack, expected.folder, kv_cache_memory_bytes=14 * 16 * 768)  # 14 blocks
     parity.check(expected, parity.generate(llm, expected.prompts))
 
 
@@ -62,6 +64,45 @@ def test_draft_tokens_from_the_prompt_are_verified(stack: ExitStack, expected: O
 def test_states_and_windows(stack: ExitStack, name: str) -> None:
     found = parity.oracle(name, WHICH)
     parity.check(found, parity.generate(start(stack, found.folder), found.prompts))
+
+
+def test_embeddings_are_those_of_the_last_hidden_state(stack: ExitStack, expected: Oracle) -> None:
+    model = load_reference(expected.folder).base_model
+    llm = start(stack, expected.folder, max_num_batched_tokens=32)
+    for prompt, output in zip(
+        expected.prompts, llm.encode(expected.prompts, PoolingParams(normalize=False), use_tqdm=False), strict=True
+    ):
+        with torch.inference_mode():
+            wanted = model(torch.tensor([prompt])).last_hidden_state[0, -1].numpy()
+        np.testing.assert_allclose(output.outputs.data, wanted, atol=1e-4, rtol=0)
+
+
+def test_structured_outputs_follow_their_grammar(stack: ExitStack, expected: Oracle) -> None:
+    llm = start(stack, expected.folder)
+    form = StructuredOutputsParams(choice=["yes", "no"])
+    [output] = llm.generate("a", SamplingParams(max_tokens=8, structured_outputs=form), use_tqdm=False)
+    assert output.outputs[0].text in ("yes", "no")
+
+
+@pytest.mark.exhaustive
+def test_pipeline_stages_have_a_program_each(stack: ExitStack, expected: Oracle) -> None:
+    llm = start(stack, expected.folder, pipeline_parallel_size=2, distributed_executor_backend="mp")
+    outputs = parity.generate(llm, expected.prompts, prompt_logprobs=2)
+    parity.check(expected, outputs)
+    parity.check_prompt_logprobs(expected, outputs)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantized_weights_give_the_tokens_of_torch_operations(
+    stack: ExitStack, expected: Oracle, quantization: str
+) -> None:
+    found = []
+    for platform in ("cpu", "graph-interpreter"):
+        with parity.engine(expected.folder, platform=platform, quantization=quantization) as llm:
+            outputs = parity.generate(llm, expected.prompts, max_tokens=8)
+            found.append([list(output.outputs[0].token_ids) for output in outputs])
+    assert found[0] == found[1]
 
 
 def test_a_program_gets_each_weight_once_and_its_caches_are_freed(
@@ -85,9 +126,9 @@ def test_a_program_gets_each_weight_once_and_its_caches_are_freed(
     assert len(given) == len(set(given)) > 10
 
     def host_bytes(model: Any) -> int:
-        return sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())
+        return max(parameter.untyped_storage().nbytes() for parameter in model.parameters())
 
-    assert llm.apply_model(host_bytes) == [0], "the weights have moved to the program"
+    assert llm.apply_model(host_bytes) == [4], "the weights have moved to the program"
     [program] = programs
     assert program._caches
     llm.sleep(level=1)

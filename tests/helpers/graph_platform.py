@@ -1,9 +1,20 @@
-"""The platform `graph-interpreter`: models run as StepGraphs, with the definitions of their operations, on the host."""
+"""The platform `graph-interpreter`: models run as StepGraphs, with the definitions of their operations, on the host.
+
+The environment variable GRAPH_FAULT names a clause that its programs violate.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
 from mvllm.plugin_api import PlatformSpec, ProbeResult, hookimpl
-from mvllm.plugin_api.graph import GraphCompiler, GraphPlatform, Interpreter
+from mvllm.plugin_api.graph import GraphCompiler, GraphPlatform, GraphProgram, Interpreter, StepGraph, StepSizes
+
+FAULT = "GRAPH_FAULT"
 
 SPEC = PlatformSpec(
     name="graph-interpreter",
@@ -34,4 +45,59 @@ class InterpreterPlatform(GraphPlatform):
         return SPEC
 
     def graph_compiler(self) -> GraphCompiler:
-        return Interpreter()
+        fault = os.environ.get(FAULT)
+        return Interpreter() if fault is None else FaultyCompiler(fault)
+
+
+class FaultyCompiler(Interpreter):
+    """An interpreter whose programs violate one clause."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self._fault = fault
+
+    def operations(self) -> Collection[str]:
+        found = set(super().operations())
+        return found | {"an_operation_of_tomorrow"} if self._fault == "GRA-05" else found
+
+    def program(self, graphs: Sequence[StepGraph]) -> GraphProgram:
+        return FaultyProgram(super().program(graphs), self._fault)
+
+
+class FaultyProgram(GraphProgram):
+    """A program with a fault in front of it."""
+
+    def __init__(self, program: GraphProgram, fault: str) -> None:
+        self._program, self._fault = program, fault
+        self._arrays: dict[str, np.ndarray] = {}
+
+    def __getattribute__(self, name: str) -> Any:
+        own = ("_program", "_fault", "_arrays", "keeps_arrays", "set_weight", "finish_weights", "run", "free_caches")
+        return object.__getattribute__(self if name in own else object.__getattribute__(self, "_program"), name)
+
+    def set_weight(self, name: str, array: np.ndarray) -> None:
+        if self._fault == "GRA-02":
+            self._arrays[name] = array
+        else:
+            self._program.set_weight(name, array)
+
+    def finish_weights(self) -> None:
+        for name, array in self._arrays.items():
+            self._program.set_weight(name, array)
+        self._program.finish_weights()
+
+    def run(self, graph: str, inputs: Mapping[str, Any], sizes: StepSizes) -> Sequence[Any]:
+        outputs = self._program.run(graph, inputs, sizes)
+        if self._fault == "GRA-01" and sizes.requests > 2:
+            outputs = [output + 0.01 * output.abs().max() for output in outputs]
+        if self._fault == "GRA-03" and "positions" in inputs:
+            inputs["positions"][:] = 0
+        return outputs
+
+    def free_caches(self) -> None:
+        if self._fault == "GRA-04":
+            raise RuntimeError("caches cannot be freed")
+        self._program.free_caches()
+
+    # The abstract methods; __getattribute__ leads to those of the program.
+    kv_layout = allocate_caches = to_host = None  # type: ignore[assignment]

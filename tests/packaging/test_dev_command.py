@@ -20,7 +20,8 @@ def frame(tmp_path):
     compiled = ("platforms/cpu", "plugins/example-device")
     builds = [f"{folder}/{name}" for folder in compiled for name in ("pyproject.toml", "setup.py")]
     builds += [
-        f"platforms/{name}/pyproject.toml" for name in ("triton-kernels", "torch-gpu", "cuda", "rocm", "tpu", "xpu")
+        f"platforms/{name}/pyproject.toml"
+        for name in ("triton-kernels", "torch-gpu", "cuda", "rocm", "tpu", "xpu", "openvino")
     ]
     builds.append("plugins/ray-executor/pyproject.toml")
     scripts = [f"ci/{name}.py" for name in ("dev", "environments", "published", "tpu_lane", "stub_libraries")]

@@ -3,7 +3,7 @@
 A graph has arrays and plain attributes only. A weight that is a dataclass is flattened to the arrays of its fields, in
 their order, and to attributes that are named by their path:
 
-    quantized_linear(x, QuantizedWeight(values, scales, zero_points, group_size=32, bits=4, int8_activations=False), bias)
+    quantized_linear(x, QuantizedWeight(values, scales, zero_points, group_size=32, bits=4), bias)
     inputs      x, weight.values, weight.scales, weight.zero_points, bias
     attributes  weight.group_size=32, weight.bits=4, weight.int8_activations=False
 
@@ -112,7 +112,7 @@ def _unflatten(path: str, kind: Any, inputs: Iterator[Any], attributes: Mapping[
         return next(inputs)
     if (item := _item_kind(kinds[0])) is not None:
         return tuple(_unflatten(f"{path}.{i}", item, inputs, attributes) for i in range(attributes[path]))
-    classes = [each for each in kinds if dataclasses.is_dataclass(each)]
+    classes: list[Any] = [each for each in kinds if dataclasses.is_dataclass(each)]
     if classes and not (path in attributes and attributes[path] is None):
         cls = classes[0] if len(classes) == 1 else next(c for c in classes if c.__name__ == attributes[path])
         return cls(*(_unflatten(f"{path}.{name}", of, inputs, attributes) for name, of in _fields(cls)))

@@ -58,7 +58,7 @@ class ArrayOperationWriter:
         """The size that an int, a SymInt, or a node of the trace stands for."""
         if isinstance(size, fx.Node):
             size = size.meta["val"]
-        if isinstance(size, int) and not isinstance(size, torch.SymInt):
+        if type(size) is int:
             return size
         expression = size.node.expr
         if expression.is_number:

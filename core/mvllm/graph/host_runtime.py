@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import psutil  # type: ignore[import-untyped]
 import torch
 
@@ -23,7 +24,7 @@ class HostRuntime(DeviceRuntime):
 
     def __init__(self, ctx: WorkerContext, compiler: GraphCompiler | None = None) -> None:
         self._compiler = compiler if isinstance(compiler, ProcessCompiler) else None
-        self.device = torch.device("cpu")
+        self.device = torch.from_numpy(np.empty(0)).device
         self._process = psutil.Process()
         self.seed(ctx.seed)
 

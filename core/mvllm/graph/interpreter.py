@@ -29,7 +29,7 @@ from mvllm.platform.step_graph import (
     substitute,
 )
 
-_HOST = torch.device("cpu")
+_HOST = torch.from_numpy(np.empty(0)).device
 
 
 class Interpreter(GraphCompiler):
@@ -49,6 +49,13 @@ class Interpreter(GraphCompiler):
 
     def operations(self) -> Collection[str]:
         return self._operations
+
+    def unsupported(self, graph: StepGraph) -> list[str]:
+        reasons = super().unsupported(graph)
+        for node in graph.nodes:
+            if node.op == PAGED_ATTENTION:
+                reasons += ReferenceAttention.validate(AttentionSpec(**node.attributes))
+        return list(dict.fromkeys(reasons))
 
     def program(self, graphs: Sequence[StepGraph]) -> GraphProgram:
         return InterpretedProgram(graphs)

@@ -24,7 +24,7 @@ from mvllm.graph.operations import (
     GraphOperation,
 )
 from mvllm.graph.recorded_calls import attention_attributes, result_like
-from mvllm.ops.dtypes import dtype_name
+from mvllm.ops.dtypes import dtype_name, torch_dtype
 from mvllm.platform.attention import AttentionBackend, AttentionSpec, BatchLayout, KVLayout
 from mvllm.platform.graph_compiler import GraphCompiler, GraphProgram
 from mvllm.platform.op_provider import OpCase, OpProvider
@@ -259,14 +259,9 @@ class OneNodeAttention(AttentionBackend):
     def _new_program(self) -> GraphProgram:
         program = self.compiler.program(_attention_graphs(self.spec))
         if self.spec.sinks:
-            program.set_weight("sinks", to_numpy(torch.zeros(self.spec.num_heads, dtype=_torch(self.spec.dtype))))
+            program.set_weight("sinks", to_numpy(torch.zeros(self.spec.num_heads, dtype=torch_dtype(self.spec.dtype))))
         program.finish_weights()
         return program
-
-
-def _torch(dtype: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, dtype)
-    return found
 
 
 def _cache_value(spec: AttentionSpec) -> CacheValue:

@@ -58,8 +58,8 @@ _OPTIONAL = frozenset({"quantized_moe"})
 
 _ATTENTION_DEFINITION = """Stores keys and values in the KV cache, and computes attention of the step's queries over it.
 
-First, if key is given, row t of key and value is stored in slot slot_mapping[t]; slot -1 stores nothing. Then each query
-attends, causally, to the keys of its request that the cache holds: as `AttentionBackend.write_kv` and `forward`.
+First, if key is given, row t of key and value is stored in slot slot_mapping[t]; slot -1 stores nothing. Then each
+query attends, causally, to the keys of its request that the cache holds: as `AttentionBackend.write_kv` and `forward`.
 
 Inputs:
     query: [T, num_heads, head_size], compute dtype.

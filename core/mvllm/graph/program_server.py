@@ -104,7 +104,7 @@ def serve(factory: str, connection: Connection) -> None:
     try:
         server = _Server(getattr(importlib.import_module(module), name)())
         messages.send((None, None), worker)
-    except BaseException as e:
+    except BaseException as e:  # noqa: BLE001  (raised in the worker)
         messages.send((None, _failure(e)), worker)
         return
     while True:
@@ -115,7 +115,7 @@ def serve(factory: str, connection: Connection) -> None:
         reply: tuple[Any, tuple[str, str, str] | None]
         try:
             reply = (server.call(*call), None)
-        except Exception as e:
+        except Exception as e:  # noqa: BLE001  (raised in the worker)
             reply = (None, _failure(e))
         del call
         messages.send(reply, worker)

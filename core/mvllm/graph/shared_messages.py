@@ -20,7 +20,7 @@ import numpy as np
 _ALIGNMENT = 64
 _ARRAY = 1
 """Code of MessagePack's extension type for arrays."""
-_SHARED_MEMORY = "/dev/shm"
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108  (files without a name)
 
 
 class SharedMessages:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from mvllm.errors import ConfigError, PlatformError
 from mvllm.graph.aten import ArrayOperationWriter
 from mvllm.graph.recorded_calls import GraphCache, GraphMetadata, Recording, recording
 from mvllm.layers.context import ForwardStep
-from mvllm.ops.dtypes import dtype_name
+from mvllm.ops.dtypes import dtype_name, torch_dtype
 from mvllm.platform.state import StateArguments
 from mvllm.platform.step_graph import CacheValue, Dim, Kind, Node, StateValue, StepGraph, Value
 
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from mvllm.models.causal_lm import CausalLM
 
 MODEL, HEAD = "model", "head"
+
+_ONE_TRACE = threading.Lock()
+"""torch's tracer has state of the process, and workers may be threads."""
 
 _HINTS = {"T": 1009, "R": 503, "R+1": 504, "P": 211, "L": 307}
 """Sizes with which the model is traced. No size of a model may be equal to one of them by chance."""
@@ -99,7 +103,7 @@ class _Tracer:
             (p.dtype for p in model.parameters() if p.dtype.is_floating_point and p.dtype.itemsize > 1), torch.float32
         )
         if getattr(model.config, "dtype", None) in ("float32", "bfloat16", "float16"):
-            self._dtype = getattr(torch, model.config.dtype)
+            self._dtype = torch_dtype(model.config.dtype)
 
     # ------------------------------------------------------------------------------------------------------- graphs
 
@@ -153,7 +157,7 @@ class _Tracer:
         from torch.fx.experimental.proxy_tensor import make_fx
 
         arrays = [self._input(each) for each in inputs]
-        with recording() as calls, torch.no_grad(), self._layer_caches(calls):
+        with _ONE_TRACE, recording() as calls, torch.no_grad(), self._layer_caches(calls):
             traced = make_fx(run, tracing_mode="symbolic")(*arrays)
         if fixed := sorted({str(dim) for symbol, dim in self._dims.items() if symbol in self._shape_env.replacements}):
             raise PlatformError(
@@ -169,12 +173,13 @@ class _Tracer:
         dtype = torch.int32 if name in _INT_INPUTS else self._dtype
         sizes = [dim if isinstance(dim, int) else _HINTS[dim] for dim in shape]
         dynamic = [DimDynamic.STATIC if isinstance(dim, int) else DimDynamic.DUCK for dim in shape]
-        context = StatelessSymbolicContext(dynamic_sizes=dynamic)
+        context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic)
         real = torch.empty(sizes, dtype=dtype)
         fake = self._mode.from_tensor(real, symbolic_context=context)
-        for dim, size in zip(shape, fake.shape, strict=True):
+        found: Any = fake.shape
+        for dim, size in zip(shape, found, strict=True):
             if isinstance(dim, str):
-                self._dims[size.node.expr] = dim  # type: ignore[union-attr]
+                self._dims[size.node.expr] = dim
         return fake
 
     @contextmanager

@@ -59,6 +59,7 @@ class CacheValue(Value):
     """The KV cache of one attention layer, named `cache.<layer>`. Phase: worker.
 
     Attributes:
+        name, kind, shape, dtype: As in Value; the dtype is that of stored keys and values.
         spec: Heads, dtypes and settings of the layer.
         layer: Number of the layer among those with attention, on this rank.
     """
@@ -72,6 +73,7 @@ class StateValue(Value):
     """One tensor of the sequence states of one layer, named `state.<layer>.<index>`. Phase: worker.
 
     Attributes:
+        name, kind, shape, dtype: As in Value.
         tensor: Shape and dtype of one sequence's state.
         layer: Number of the layer among those with states, on this rank.
         index: Which of the layer's state tensors it is.

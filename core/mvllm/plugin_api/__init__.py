@@ -1,4 +1,4 @@
-"""Public interface for platform plugins: the only module of mvllm that they may import.
+"""Public interface for platform plugins: the only package of mvllm that they may import.
 
 Importing it loads neither torch nor a device library. Names that need torch are resolved on first use.
 """
@@ -43,6 +43,7 @@ from mvllm.platform.attention import (
 )
 from mvllm.platform.capabilities import Capabilities
 from mvllm.platform.communicator import Communicator
+from mvllm.platform.graph_compiler import DeviceArray, GraphCompiler, GraphProgram
 from mvllm.platform.graphs import CompileBackend, GraphBackend
 from mvllm.platform.hookspecs import hookimpl
 from mvllm.platform.interface import Platform
@@ -63,6 +64,7 @@ from mvllm.platform.spec import (
     Refusals,
 )
 from mvllm.platform.state import State, StateArguments, StateBackend, StateLayout, StateSpec, StateTensor
+from mvllm.platform.step_graph import CacheValue, Dim, Kind, Node, StateValue, StepGraph, StepSizes, Value
 from mvllm.platform.topology import GroupSpec, LaunchTopology, WorkerContext
 from mvllm.platform.worker_protocol import KVCacheNeeds, WorkerProtocol
 
@@ -97,6 +99,7 @@ __all__ = [
     "BlockQuantizedPart",
     "BlockQuantizedWeight",
     "CacheConfig",
+    "CacheValue",
     "Capabilities",
     "CaptureShapes",
     "Check",
@@ -106,8 +109,10 @@ __all__ = [
     "ConfigChange",
     "ConfigError",
     "ContractError",
+    "DeviceArray",
     "DeviceInfo",
     "DeviceRuntime",
+    "Dim",
     "EngineConfig",
     "Event",
     "ExpertWeight",
@@ -115,12 +120,15 @@ __all__ = [
     "Float8Inputs",
     "Float8Weight",
     "GraphBackend",
+    "GraphCompiler",
+    "GraphProgram",
     "GroupSpec",
     "HFConfig",
     "HostCopy",
     "KVCache",
     "KVCacheNeeds",
     "KVLayout",
+    "Kind",
     "LaunchTopology",
     "LoRAConfig",
     "LoRARequest",
@@ -131,6 +139,7 @@ __all__ = [
     "ModelRunnerOutput",
     "MvllmError",
     "NewRequestData",
+    "Node",
     "NullEvent",
     "OpCase",
     "OpProvider",
@@ -163,11 +172,15 @@ __all__ = [
     "StateLayout",
     "StateSpec",
     "StateTensor",
+    "StateValue",
+    "StepGraph",
     "StepKind",
+    "StepSizes",
     "StructuredOutputsParams",
     "ThinkingTokens",
     "TokenSpace",
     "TorchCommunicator",
+    "Value",
     "WeightSource",
     "WeightTransferInfo",
     "WeightUpdate",

@@ -32,7 +32,7 @@ def trace_checkpoint(folder: Path, dtype: str, operations: Sequence[str]) -> Tra
     backends: dict[AttentionSpec, RecordedAttention] = {}
     context = BuildContext(
         dtype=torch_dtype(dtype),
-        device=torch.device("cpu"),
+        device=torch.from_numpy(np.empty(0)).device,
         ops=OpTable.resolve(recording_providers(operations)),
         attention=lambda spec: backends.setdefault(spec, RecordedAttention(spec)),
         tp=GroupCoordinator.single("tp"),

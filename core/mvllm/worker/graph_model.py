@@ -7,7 +7,6 @@ the forward pass is the same as on other platforms.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -59,7 +58,7 @@ class GraphModel:
         remedy = "Choose a smaller dtype or a quantized model, or a larger pipeline_parallel_size."
         with out_of_memory_as(ModelError, "The weights", remedy):
             self.program: GraphProgram = compiler.program(traced.graphs)
-            hand_over(self.program, traced)
+            self._kept_arrays = hand_over(self.program, traced)
             self.program.finish_weights()
         self._caches = distinct_inputs(traced.graphs, "cache")
         for i, layer in enumerate(model.attention_layers()):
@@ -116,6 +115,7 @@ class GraphModel:
     def close(self) -> None:
         """Frees the program. Idempotent."""
         self.program.close()
+        self._kept_arrays = []
 
 
 class GraphForward:
@@ -147,20 +147,22 @@ class GraphForward:
         """Nothing to drop before the program is closed."""
 
 
-def hand_over(program: GraphProgram, traced: TracedModel) -> None:
-    """Gives every array to the program once, and frees its memory on the host unless the program computes from it."""
-    users: dict[int, int] = {}
-    for tensor in traced.arrays.values():
-        key = tensor.untyped_storage().data_ptr()
-        users[key] = users.get(key, 0) + 1
+def hand_over(program: GraphProgram, traced: TracedModel) -> list[np.ndarray]:
+    """Gives every array to the program once, and frees its memory on the host unless the program computes from it.
+
+    Returns:
+        The arrays from which the program computes.
+    """
+    kept = []
     for name, tensor in traced.arrays.items():
-        storage = tensor.untyped_storage()
-        key = storage.data_ptr()
-        program.set_weight(name, to_numpy(tensor))
-        users[key] -= 1
-        if not users[key] and not program.keeps_arrays:
-            with suppress(RuntimeError):  # memory of a file: nothing to free
-                storage.resize_(0)
+        array = to_numpy(tensor)
+        program.set_weight(name, array)
+        if program.keeps_arrays:
+            kept.append(array)
+        else:
+            # The memory is freed with its last tensor; what still reads the shape finds it.
+            tensor.data = tensor.new_empty(1).expand(tensor.shape)
+    return kept
 
 
 def _output_dtype(traced: TracedModel, name: str) -> str:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[1] / "src"
 WITH_OPENVINO = ("test_attention.py", "test_operations.py", "test_parity.py", "test_program.py")
-
-if importlib.util.find_spec("mvllm_openvino") is None:  # the development environment does not install it
-    sys.path.append(str(SOURCE))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

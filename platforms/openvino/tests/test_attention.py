@@ -152,6 +152,4 @@ def test_a_layer_without_keys_reads_what_another_one_stored_in_the_same_step(fie
 def test_another_dtype_of_the_cache_is_refused_with_the_reason():
     spec = AttentionSpec(4, 2, 32, "float32", "bfloat16", 0.2)
     graph = StepGraph("model", (CacheValue("cache.0", "cache", (), "bfloat16", spec, 0),), (), ())
-    assert OpenVINOCompiler().unsupported(graph) == [
-        "the KV cache has the compute dtype, float32, not bfloat16"
-    ]
+    assert OpenVINOCompiler().unsupported(graph) == ["the KV cache has the compute dtype, float32, not bfloat16"]

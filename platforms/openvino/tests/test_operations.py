@@ -1,4 +1,4 @@
-"""Every operation that the platform translates gives the results of its definition, with sizes known only at run time."""
+"""Every translated operation gives the results of its definition, with sizes that are known only when it runs."""
 
 from __future__ import annotations
 
@@ -153,7 +153,9 @@ def test_products_with_integer_weights_are_those_of_the_definition(
 ):
     low, high, groups = -(2 ** (bits - 1)), 2 ** (bits - 1), -(-columns // group_size)
     generator = torch.Generator().manual_seed(bits)
-    values, zeros = (torch.randint(low, high, size, generator=generator, dtype=torch.int8) for size in ((24, columns), (24, groups)))
+    values, zeros = (
+        torch.randint(low, high, size, generator=generator, dtype=torch.int8) for size in ((24, columns), (24, groups))
+    )
     given = QuantizedWeight(
         values, real(24, groups).abs() + 0.1, zeros if has_zero_points else None, group_size, bits, int8_activations
     )

@@ -88,6 +88,6 @@ def test_too_large_caches_raise_memory_error_and_leave_none():
     layer.program.allocate_caches(NUM_BLOCKS, BLOCK)
     [found], wanted, _ = layer.step(*STEPS[0])
     np.testing.assert_allclose(found, wanted, atol=1e-5)
-    assert layer.program.kv_bytes(layer.cache) == NUM_BLOCKS * BLOCK * layer.program.kv_layout(
-        layer.cache
-    ).bytes_per_token
+    assert (
+        layer.program.kv_bytes(layer.cache) == NUM_BLOCKS * BLOCK * layer.program.kv_layout(layer.cache).bytes_per_token
+    )

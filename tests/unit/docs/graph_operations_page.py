@@ -19,10 +19,13 @@ On a platform with a graph compiler, core traces a model to a `StepGraph` of the
 
 | group | what it is |
 |---|---|
-| named | Operations of models, with the signatures in [operations](operations.md). Where the compiler does not name one, core traces the array operations of its definition. |
+| named | Operations of models, as in [operations](operations.md). One that the compiler lacks is traced. |
 | optional | Fused operations. They occur in a graph only if the compiler names them. |
 | attention | Paged attention. Every model with attention needs it. |
 | array | A closed set of elementwise operations, reductions and changes of shape. |
+
+A named operation that the compiler does not name is traced as the array operations of its
+definition, where it has one.
 
 Inputs are arrays, in the order of the parameters; an optional one may be absent. Parameters that are
 no arrays are attributes. A weight that is a dataclass is flattened: the inputs of

@@ -26,7 +26,7 @@ CONTRACT_PAGE = re.sub(  # with list items on one line each
 TOY_PAGE = (DOCS / "tutorials" / "writing-a-platform.md").read_text(encoding="utf-8")
 
 NOT_HERE = {"MvllmError", "ConfigError", "ContractError", "PlatformError"}  # error messages name the responsible party
-OPAQUE = {"AttentionMetadata", "KVCache"}
+OPAQUE = {"AttentionMetadata", "DeviceArray", "Dim", "KVCache", "Kind"}
 CONFIGURATION = {
     "CacheConfig",
     "EngineConfig",

@@ -18,6 +18,7 @@ FILES = (
     "test_smp_sampling",
     "test_shp_shapes",
     "test_grf_graphs",
+    "test_gra_graphs",
     "test_run_model",
     "test_several_devices",
     "test_e2e_engine",

@@ -31,11 +31,11 @@ def compiler_of(subject: PlatformUnderTest) -> GraphCompiler:
     return compiler
 
 
-def model_of(subject: PlatformUnderTest, zoo: Zoo, family: str = "llama", **settings: int) -> GraphModelUnderTest:
+def model_of(subject: PlatformUnderTest, zoo: Zoo, family: str = "llama", order: int = 1) -> GraphModelUnderTest:
     compiler, rng = compiler_of(subject), random.Random(family)
     traced = trace_checkpoint(zoo.checkpoint(family), main_dtype(subject.capabilities), list(compiler.operations()))
     token_ids = [[rng.randrange(2, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
-    return GraphModelUnderTest(traced, compiler, token_ids, **settings)
+    return GraphModelUnderTest(traced, compiler, token_ids, order=order)
 
 
 def assert_close(subject: PlatformUnderTest, found: torch.Tensor, wanted: torch.Tensor, where: str) -> None:

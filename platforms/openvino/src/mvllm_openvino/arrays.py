@@ -1,4 +1,4 @@
-"""Lowerings of the array operations: elementwise operations, reductions and changes of shape, with torch's semantics."""
+"""Lowerings of the array operations, with torch's semantics: elementwise ones, reductions and changes of shape."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from openvino import opset15 as op
 
 from mvllm.plugin_api.graph import Node
 from mvllm_openvino.building import Building, Lowering, Out, computed_type, constant, integers, is_symbolic
+
 
 def _operands(building: Building, node: Node) -> tuple[Out, Out]:
     """The last two inputs of a node; the attribute `other` in place of the one that is absent."""

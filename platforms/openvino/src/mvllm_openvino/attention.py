@@ -20,6 +20,7 @@ from mvllm_openvino.building import TYPES, Building, Lowering, Out, constant, in
 from mvllm_openvino.gathered_attention import BLOCK_SIZE, after, attend_gathered, make_batch, store
 from mvllm_openvino.named import scalar
 
+
 def unsupported(spec: AttentionSpec) -> list[str]:
     """Reasons why a layer cannot be served."""
     if spec.kv_dtype != spec.dtype:
@@ -45,13 +46,13 @@ def paged_attention(building: Building, node: Node) -> Sequence[Out]:
         key, value = (_flat(x, spec.num_kv_heads * size) for x, size in _with_sizes(spec, key, value))
     keys, values = (parameter.output(0) for parameter in _caches(building, cache))
     step = ("blocks", table, query_start_loc, seq_lens)
-    past, blocks, begins, longest = building.once(
-        step, lambda: _blocks(building, table, query_start_loc, seq_lens)
-    )
+    past, blocks, begins, longest = building.once(step, lambda: _blocks(building, table, query_start_loc, seq_lens))
     written = building.shared.get(("written", cache_name))
     if spec.soft_cap is None:
         if key is None:
-            key, value = (_zeros(building, query, spec.num_kv_heads * size) for size in (spec.head_size, spec.value_size))
+            key, value = (
+                _zeros(building, query, spec.num_kv_heads * size) for size in (spec.head_size, spec.value_size)
+            )
             blocks = blocks if written is None else after(blocks, written)
         flat = _flat(query, spec.num_heads * spec.head_size)
         starts = building.output(query_start_loc)
@@ -87,9 +88,7 @@ def _attention(
     if sinks is not None:
         sinks = op.reshape(sinks, integers([1, spec.num_heads, 1, 1]), False).output(0)
 
-    def attend(
-        query: Out, key: Out, value: Out, past: Out, starts: Out, blocks: Out, begins: Out, longest: Out
-    ) -> Any:
+    def attend(query: Out, key: Out, value: Out, past: Out, starts: Out, blocks: Out, begins: Out, longest: Out) -> Any:
         arguments = [
             *(query, key, value, keys, values, past, starts, blocks, begins),
             *(scalar(spec.scale), constant(spec.sliding_window or 0, Type.i32)),

@@ -104,7 +104,11 @@ class Building:
     def _entering(self, value: Value) -> Out:
         if value.kind in ("weight", "constant"):
             made = array_constant(self.arrays[value.name], value.dtype)
-            return converted(made, value.dtype)
+            made = converted(made, value.dtype)
+            if value.dtype in ("bfloat16", "float16"):
+                # With this mark, which OpenVINO's own converters set, the weight is not unpacked to float32.
+                made.get_node().get_rt_info()["decompression_0"] = ""
+            return made
         shape = [dim if isinstance(dim, int) else -1 for dim in value.shape]
         return self.parameter(value.name, shape, computed_type(value.dtype)).output(0)
 
@@ -113,7 +117,7 @@ class Building:
         self.kept.append(array)
         return array
 
-    def inputs(self, node: Node) -> list[Out | None]:
+    def inputs(self, node: Node) -> list[Out]:
         """The model's outputs for the inputs of a node; None for those that are absent."""
         return [None if name is None else self.output(name) for name in node.inputs]
 

@@ -1,7 +1,7 @@
 """Lowerings of mixtures of experts: pairs of a token and an expert are sorted by expert and multiplied in groups.
 
-    ids [T, top_k] ── counts per expert ──> place of each pair ──> rows of x in that order
-    rows ── grouped product ── activation ── grouped product ── back in the order of tokens ── weighted sum
+ids [T, top_k] ── counts per expert ──> place of each pair ──> rows of x in that order
+rows ── grouped product ── activation ── grouped product ── back in the order of tokens ── weighted sum
 """
 
 from __future__ import annotations

@@ -149,5 +149,3 @@ def _softmax(scores: Out, sinks: Out | None, kv_heads: int, group: int) -> Out:
 
 def _real(value: float) -> Out:
     return constant(np.float32(value), Type.f32)
-
-

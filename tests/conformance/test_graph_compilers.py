@@ -1,0 +1,57 @@
+"""The clauses about models as graphs, on a test platform that satisfies them and violates them on request."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.graph_platform import FAULT
+from tests.helpers.plugins import graph_platform_path
+
+CLAUSES = ("GRA-01", "GRA-02", "GRA-03", "GRA-04", "GRA-05")
+
+
+def run_suite(folder: Path, fault: str | None, only: str) -> dict[str, str]:
+    """The suite's status of each of `only`, clauses or families separated by commas."""
+    path = os.pathsep.join([*graph_platform_path(folder), *(entry for entry in sys.path if entry)])
+    report = folder / "report.json"
+    command = [*["-m", "mvllm.entrypoints.cli.main", "conformance", "--quick", "--platform", "graph-interpreter"]]
+    done = subprocess.run(
+        [sys.executable, *command, "--only", only, "--report", str(report)],
+        env={**os.environ, "PYTHONPATH": path, **({} if fault is None else {FAULT: fault})},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert report.exists(), (done.stdout + done.stderr)[-3000:]
+    found = json.loads(report.read_text(encoding="utf-8"))["clauses"]
+    wanted = only.split(",")
+    return {name: clause["status"] for name, clause in found.items() if name in wanted or name[:3] in wanted}
+
+
+@pytest.mark.timeout(1000)
+def test_an_interpreter_keeps_the_clauses_of_programs(tmp_path: Path) -> None:
+    """GRA-01 is exhaustive here: tests/unit/graph/test_families.py compares whole models in every run."""
+    assert run_suite(tmp_path, None, "GRA-02,GRA-05") == {"GRA-02": "passed", "GRA-05": "passed"}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1000)
+def test_an_interpreter_keeps_every_clause_that_it_claims(tmp_path: Path) -> None:
+    found = run_suite(tmp_path, None, "ATT,KVL,OPS,STA,GRA")
+    assert set(found.values()) <= {"passed", "not claimed"}
+    assert {found[name] for name in CLAUSES} == {"passed"}
+
+
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name != "GRA-05")) for name in CLAUSES]
+)
+def test_the_clause_that_a_program_violates_fails(tmp_path: Path, fault: str) -> None:
+    assert run_suite(tmp_path, fault, fault) == {fault: "failed"}
