@@ -11,8 +11,8 @@ import pytest
 
 from tests.helpers.plugins import ROOT, example_platform_path
 
-KINDS = ("mixed", "structured-verify", "hybrid")
-MORE = ("decode", "verify", "lora", "lora-verify", "structured", "window", "hybrid-verify")
+KINDS = ("hybrid", "lora-verify")
+MORE = ("decode", "mixed", "verify", "lora", "structured", "structured-verify", "window", "hybrid-verify")
 
 
 @pytest.mark.parametrize("kinds", [KINDS, pytest.param(MORE, marks=pytest.mark.exhaustive)], ids=["few", "more"])

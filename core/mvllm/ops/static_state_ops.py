@@ -52,7 +52,7 @@ def static_state_ops(before_write: Callable[[torch.Tensor], None] | None = None)
     Args:
         before_write: Called with each state tensor before a step writes to it, inside of a compiled function too.
     """
-    functions = (causal_conv1d, ssd, gated_delta_rule, kda)
+    functions: tuple[Callable[..., torch.Tensor], ...] = (causal_conv1d, ssd, gated_delta_rule, kda)
     return tuple(
         OpProvider(
             function.__name__,

@@ -167,7 +167,8 @@ def test_float8_and_sampling_kernels_give_the_tokens_of_the_references(
     assert {"float8_linear", "filtered_draw"} == set(calls)
 
 
-@pytest.mark.parametrize("name", ["qwen35", pytest.param("bamba", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["qwen35", "bamba"])
 def test_kernels_on_states_give_the_tokens_of_transformers(name, tmp_path, monkeypatch, generate):
     """In Triton's interpreter: prompts in chunks, decode steps, and a second run from kept states."""
     expected, calls = parity.oracle(name, (5, 6, 8), 6), []

@@ -7,7 +7,7 @@ from mvllm.plugin_api import PlatformSpec, hookimpl
 SPEC = PlatformSpec(
     name="cuda",
     vendor="NVIDIA",
-    contract=(1, 0),
+    contract=(1, 1),
     probe="mvllm_cuda.probe:probe",
     factory="mvllm_cuda.platform:make_platform",
     torch_floor="2.6",

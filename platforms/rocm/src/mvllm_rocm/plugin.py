@@ -7,7 +7,7 @@ from mvllm.plugin_api import PlatformSpec, hookimpl
 SPEC = PlatformSpec(
     name="rocm",
     vendor="AMD",
-    contract=(1, 0),
+    contract=(1, 1),
     probe="mvllm_rocm.probe:probe",
     factory="mvllm_rocm.platform:make_platform",
     torch_floor="2.6",

@@ -7,7 +7,7 @@ from mvllm.plugin_api import PlatformSpec, hookimpl
 SPEC = PlatformSpec(
     name="tpu",
     vendor="Google",
-    contract=(1, 0),
+    contract=(1, 1),
     probe="mvllm_tpu.probe:probe",
     factory="mvllm_tpu.platform:make_platform",
     torch_floor="2.6",

@@ -7,7 +7,7 @@ from mvllm.plugin_api import PlatformSpec, hookimpl
 SPEC = PlatformSpec(
     name="xpu",
     vendor="Intel",
-    contract=(1, 0),
+    contract=(1, 1),
     probe="mvllm_xpu.probe:probe",
     factory="mvllm_xpu.platform:make_platform",
     torch_floor="2.7",

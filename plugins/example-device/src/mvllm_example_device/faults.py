@@ -21,6 +21,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 VARIABLE = "FAULT_INJECTION"
 
@@ -52,7 +53,7 @@ class Fault:
             raise ValueError(
                 f"{VARIABLE}: {text!r} should be <{'|'.join(_KINDS)}>@<{'|'.join(_PHASES)}>[:key=value,...]"
             )
-        of = {"rank": int, "step": int, "seconds": float, "status": int, "free": int}
+        of: dict[str, Any] = {"rank": int, "step": int, "seconds": float, "status": int, "free": int}
         values = dict(option.split("=", 1) for option in options.split(",") if option)
         if unknown := values.keys() - of.keys():
             raise ValueError(f"{VARIABLE}: {text!r} has unknown keys: {', '.join(sorted(unknown))}")

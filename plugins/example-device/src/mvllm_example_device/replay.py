@@ -163,7 +163,8 @@ class ReplayAttention(ExampleAttention):
         self, kv: api.KVCache, key: torch.Tensor, value: torch.Tensor, metadata: api.AttentionMetadata
     ) -> None:
         if not isinstance(metadata, Tables):
-            return super().write_kv(kv, key, value, metadata)
+            super().write_kv(kv, key, value, metadata)
+            return
         slots = metadata.slot_mapping.long()
         first, is_padding = slots[:1].clamp(min=0), (slots < 0)[:, None, None]
         for cache, new in zip(kv.flatten(1, 2), (key, value), strict=True):
@@ -172,7 +173,6 @@ class ReplayAttention(ExampleAttention):
             cache.index_copy_(
                 0, torch.where(slots < 0, first, slots), torch.where(is_padding, same, new.to(cache.dtype))
             )
-        return None
 
     def forward(
         self, query: torch.Tensor, kv: api.KVCache, metadata: api.AttentionMetadata, sinks: torch.Tensor | None = None
@@ -230,7 +230,8 @@ def _leaves(arg: Any) -> list[Any]:
 
 def _copy(arg: Any) -> Any:
     if dataclasses.is_dataclass(arg):
-        return type(arg)(*(_copy(leaf) for leaf in _leaves(arg)))
+        kind: Any = type(arg)
+        return kind(*(_copy(leaf) for leaf in _leaves(arg)))
     return arg.clone() if isinstance(arg, torch.Tensor) else arg
 
 
