@@ -4,9 +4,6 @@
 // e^x of x <= 0; 0 below -87.
 INLINE vf vexp_of_negative(vf x) { return vexp2<true>(x * LOG2E); }
 
-// The factor of a sigmoid that is 2^-126 or more: x, but at least -1000, where the product is zero.
-INLINE vf bounded(vf x) { return vmax(splat(-1000.f), x); }
-
 INLINE vf vtanh_exact(vf x) {
     const vf size = vmax(x, -x), e = vexp_of_negative(size * -2.f), square = x * x;
     const vf small = x + x * square * (-0.333333333f + square * (0.133333333f - square * 0.0539682540f));
@@ -27,7 +24,7 @@ INLINE vf vgelu(vf x) {
 
 INLINE vf vgelu_tanh(vf x) {
     constexpr float LINEAR = 1.5957691216057308f;
-    return bounded(x) * vsigmoid(x * (x * x * (LINEAR * 0.044715f) + LINEAR));
+    return x * vsigmoid(x * (x * x * (LINEAR * 0.044715f) + LINEAR));
 }
 
 // log(1 + e^x) = max(x, 0) + log(1 + u), u = e^-|x|; log(1 + u) is 2 artanh(u / (2 + u)), a series in a number below 1/3.
@@ -49,8 +46,8 @@ INLINE vf activated(vf x) {
         case RELU_SQUARED: return x < 0.f ? vf{} : x * x;
         case GELU: return vgelu(x);
         case GELU_TANH: return vgelu_tanh(x);
-        case QUICK_GELU: return bounded(x) * E::round(vsigmoid(E::round(x * 1.702f)));
-        case SILU: return bounded(x) * vsigmoid(x);
+        case QUICK_GELU: return x * E::round(vsigmoid(E::round(x * 1.702f)));
+        case SILU: return x * vsigmoid(x);
         case TANH: return vtanh_exact(x);
         default: return vsigmoid(x);
     }

@@ -71,8 +71,8 @@ static void head_product_columns(const HeadProduct& op, int64_t head, int64_t be
     constexpr int ROWS = 4;
     const int64_t padded = (op.in_size + LANES - 1) / LANES * LANES;
     const T* const weight = static_cast<const T*>(op.weight) + head * op.head_stride;
-    for (int64_t t = 0; t < op.tokens; ++t)
-        widen_padded<E>(static_cast<const T*>(op.x) + t * op.x_stride + head * op.x_head_stride, scratch + t * padded, op.in_size);
+    const T* const rows = static_cast<const T*>(op.x) + head * op.x_head_stride;
+    for (int64_t t = 0; t < op.tokens; ++t) widen_padded<E>(rows + t * op.x_stride, scratch + t * padded, op.in_size);
     for (int64_t t = 0; t < op.tokens; t += t + ROWS <= op.tokens ? ROWS : 1) {
         const float* const x = scratch + t * padded;
         T* const out = static_cast<T*>(op.out) + (t * op.heads + head) * op.out_size;

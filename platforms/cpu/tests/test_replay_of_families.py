@@ -16,6 +16,9 @@ pytestmark = pytest.mark.skipif(LOADED.library is None, reason=f"no kernels: {LO
 IN_EVERY_RUN = ("qwen35", "deepseek3")
 """A delta rule, and latent attention with experts."""
 
+NOT_REPLAYED = {"llama-rope-dynamic": {"torch computes aten::mul.Tensor"}}
+"""Why steps are not replayed: this scaling computes the cosines of each length in the step."""
+
 NUM_REQUESTS = (1, 3)
 
 
@@ -44,4 +47,5 @@ def refusals(folder, dtype, monkeypatch):
 def test_decode_steps_are_replayed(name, dtype, tmp_path, monkeypatch):
     if LOADED.isa not in FASTEST_WITH[dtype]:
         pytest.skip(f"torch's products of {dtype} are the faster ones with {LOADED.isa}, and they are not recorded")
-    assert refusals(make_checkpoint(name, tmp_path, tokenizer=False), dtype, monkeypatch) == set()
+    found = refusals(make_checkpoint(name, tmp_path, tokenizer=False), dtype, monkeypatch)
+    assert found == NOT_REPLAYED.get(name, set())
