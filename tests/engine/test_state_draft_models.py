@@ -155,6 +155,23 @@ def test_an_engine_that_slept_drafts_as_before() -> None:
         assert guessed == right > 0
 
 
+@pytest.mark.parametrize("name", [ATTENTION, ONLY_STATE])
+def test_running_requests_go_on_when_the_models_are_compiled_anew(name: str) -> None:
+    """As after an update of the weights that has moved them."""
+    folder = drafts(name)
+    with engine(folder, speculative_config=speculative(folder), max_num_batched_tokens=40) as llm:
+        for i, prompt in enumerate(PROMPTS[-4:]):
+            params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+            llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+        for _ in range(12):
+            llm.llm_engine.step()
+        llm.llm_engine._client._core._executor._worker._worker.runner.drop_captured_steps()  # type: ignore[attr-defined]
+        while llm.llm_engine.has_unfinished_requests():
+            llm.llm_engine.step()
+        guessed, right = acceptance(llm)
+        assert guessed == right > 0
+
+
 def test_the_states_of_a_draft_model_are_part_of_the_memory() -> None:
     folder = drafts(ONLY_STATE)
     with engine(drafts(ATTENTION), speculative_config=speculative(folder), max_num_seqs=3) as llm:

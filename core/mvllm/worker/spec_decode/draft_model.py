@@ -103,7 +103,7 @@ class DraftModelProposer:
         self._inputs = inputs
         self._sampler = sampler
         self._num_tokens = num_tokens
-        self._num_computed = np.zeros(rows.max_rows, dtype=np.int32)
+        self._num_computed = rows.num_computed.copy()  # of rows that run already: the caches are kept
         """int32 [max_rows]: leading known tokens of each row that this model has computed."""
         self._own_slots: np.ndarray | None = None
         """int32 [max_rows]: the state slot of each row that only this model has."""
