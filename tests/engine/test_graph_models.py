@@ -92,19 +92,6 @@ def test_pipeline_stages_have_a_program_each(stack: ExitStack, expected: Oracle)
     parity.check_prompt_logprobs(expected, outputs)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_quantized_weights_give_the_tokens_of_torch_operations(
-    stack: ExitStack, expected: Oracle, quantization: str
-) -> None:
-    found = []
-    for platform in ("cpu", "graph-interpreter"):
-        with parity.engine(expected.folder, platform=platform, quantization=quantization) as llm:
-            outputs = parity.generate(llm, expected.prompts, max_tokens=8)
-            found.append([list(output.outputs[0].token_ids) for output in outputs])
-    assert found[0] == found[1]
-
-
 def test_a_program_gets_each_weight_once_and_its_caches_are_freed(
     stack: ExitStack, expected: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
