@@ -128,6 +128,11 @@ def test_a_program_gets_each_weight_once_and_its_caches_are_freed(
     assert not program._caches
     llm.wake_up()
     parity.check(expected, generate(llm, expected.prompts))
+    llm.sleep(level=2)
+    assert not program._arrays
+    llm.wake_up()
+    assert len(programs) == 2 and len(given) == 2 * len(set(given))
+    parity.check(expected, generate(llm, expected.prompts))
 
 
 @pytest.mark.parametrize(
