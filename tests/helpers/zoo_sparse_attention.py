@@ -1,8 +1,8 @@
 """Checkpoints with sparse attention, for `model_zoo.ZOO`: few positions are selected, so prompts of tests exceed them.
 
 Queries have many index heads: with few heads, all products of a key with a query are often negative, its score is 0
-like that of others, and transformers selects any of them. Seeds are such that the scores of the last selected and the
-first other position differ by 20 times the rounding errors of float32 or more, at each position of the parity tests.
+like that of others, and transformers selects any of them. A seed other than 0 is one with which the scores of the last
+selected and the first other position differ by 20 times the rounding errors of float32 or more in the parity tests.
 """
 
 from __future__ import annotations
