@@ -225,6 +225,8 @@ class HybridFile:
         if self._arch == "nemotron_h_moe":
             name = re.sub(r"^model\.", "backbone.", name)
             return re.sub(r"^backbone(\.layers\.\d+\.)mixer\.experts\.", r"model\1mlp.experts.", name)
+        if self._arch == "kimi-linear":  # transformers saves the MLP of dense layers under a name of its own
+            return re.sub(r"\.block_sparse_moe\.(gate|up|down)_proj\.", r".mlp.\1_proj.", name)
         if self._arch == "lfm2moe":
             return re.sub(r"^model\.(layers\.\d+\.feed_forward\.experts\.)", r"\1", name)
         return name
