@@ -35,12 +35,6 @@ def run_suite(folder: Path, fault: str | None, only: str) -> dict[str, str]:
     return {name: clause["status"] for name, clause in found.items() if name in wanted or name[:3] in wanted}
 
 
-@pytest.mark.timeout(1000)
-def test_an_interpreter_keeps_the_clauses_of_programs(tmp_path: Path) -> None:
-    """GRA-01 is exhaustive here: tests/unit/graph/test_families.py compares whole models in every run."""
-    assert run_suite(tmp_path, None, "GRA-02,GRA-05") == {"GRA-02": "passed", "GRA-05": "passed"}
-
-
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1000)
 def test_an_interpreter_keeps_every_clause_that_it_claims(tmp_path: Path) -> None:

@@ -75,6 +75,17 @@ def test_operations_that_a_compiler_lacks_are_their_definitions(name: str, folde
         torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("quantization", ["int4", pytest.param("int8", marks=pytest.mark.exhaustive)])
+def test_quantized_weights_are_the_arrays_of_their_fields(quantization: str, folder_of: FolderOf) -> None:
+    compiler, folder = Interpreter(), folder_of("llama-gqa")
+    traced = trace_checkpoint(folder, compiler, quantization=quantization)
+    assert "layers.0.mlp.down.weight.values" in traced.arrays and "layers.0.mlp.down.weight.scales" in traced.arrays
+    with torch.inference_mode():
+        expected = run_steps(PagedDriver(load_model(folder, quantization=quantization)))
+    for ours, wanted in zip(run_steps(GraphDriver(traced, compiler)), expected, strict=True):
+        torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=0)
+
+
 def test_optional_operations_occur_if_the_compiler_names_them(folder_of: FolderOf) -> None:
     folder, fused = folder_of("llama-gqa"), "linear_silu_and_mul"
     for compiler, is_there in ((Interpreter(), False), (Interpreter(optional=[fused]), True)):
