@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mvllm import LLM, ConfigError, PoolingParams, RequestOutput, SamplingParams, StructuredOutputsParams
+from mvllm.errors import MvllmError
 from mvllm.graph.interpreter import InterpretedProgram
 from tests.helpers import parity
 from tests.helpers.model_zoo import load_reference
@@ -145,6 +146,13 @@ def test_a_program_gets_each_weight_once_and_its_caches_are_freed(
 def test_features_that_graphs_lack_are_refused(expected: Oracle, settings: dict[str, Any], feature: str) -> None:
     with pytest.raises(ConfigError, match=f"runs models as graphs, which do not support {feature}"):
         LLM(str(expected.folder), platform="graph-interpreter", max_model_len=64, **settings)
+
+
+def test_weight_updates_are_refused(stack: ExitStack, expected: Oracle) -> None:
+    llm = start(stack, expected.folder)
+    with pytest.raises(MvllmError, match="runs models as graphs, whose weights cannot be updated"):
+        llm.update_weights(path=str(expected.folder))
+    parity.check(expected, generate(llm, expected.prompts))
 
 
 def test_a_compiler_that_lacks_an_operation_is_refused_by_name(
