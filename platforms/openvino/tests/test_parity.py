@@ -17,7 +17,7 @@ FAMILIES = (
     *("gemma2", "gemma3", "gemma4", "phi3", "phi3-longrope-window", "granite", "olmo2", "olmo3", "glm4", "starcoder2"),
     *("falcon-new", "smollm3", "seedoss", "exaone4", "cohere2", "ernie45", "hunyuan", "ministral3"),
     *("mixtral", "qwen2moe", "qwen3moe", "gptoss", "deepseek2", "deepseek3", "glm4moe", "ernie45moe", "minimaxm2"),
-    *("hunyuanmoe", "llama4", "mistral4"),
+    *("hunyuanmoe", "mistral4"),
 )
 
 
