@@ -2,7 +2,7 @@
 
 Queries have many index heads: with few heads, all products of a key with a query are often negative, its score is 0
 like that of others, and transformers selects any of them. A seed other than 0 is one with which the scores of the last
-selected and the first other position differ by 20 times the rounding errors of float32 or more in the parity tests.
+selected and the first other position differ by 30 times the rounding errors of float32 or more in the parity tests.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ SPARSE_ATTENTION: dict[str, dict[str, Any]] = {
         "exhaustive": True,
         "seed": 2,
     },
-    "glm5": {"config": _glm(indexer_types=["full", "shared", "full", "shared"]), "exhaustive": True},
+    "glm5": {"config": _glm(indexer_types=["full", "shared", "full", "shared"]), "exhaustive": True, "seed": 2},
     "glm5-full": {
         "config": _glm(index_topk=16, n_shared_experts=2, rms_norm_eps=1e-6, num_hidden_layers=2),
         "exhaustive": True,
