@@ -42,7 +42,7 @@ def sampling(count: int = 20) -> list[SamplingParams]:
 @pytest.mark.parametrize(
     ("target", "draft"),
     [
-        (ATTENTION, ONLY_STATE),
+        pytest.param(ATTENTION, ONLY_STATE, marks=pytest.mark.exhaustive),
         pytest.param(HYBRID, ATTENTION, marks=pytest.mark.exhaustive),
         pytest.param(ONLY_STATE, HYBRID, marks=pytest.mark.exhaustive),
         pytest.param(HYBRID, ONLY_STATE, marks=pytest.mark.exhaustive),
@@ -85,7 +85,8 @@ def test_all_drafts_of_the_target_model_are_accepted(name: str) -> None:
         assert sum(output.num_cached_tokens or 0 for output in again) > 100
     memory = needs.fixed_state_bytes + 9 * needs.state_bytes + 12 * block
     with engine(folder, speculative_config=speculative(folder), kv_cache_memory_bytes=memory, **settings) as llm:
-        assert tokens(run(llm, PROMPTS, sampling())) == tokens(again)
+        found = tokens(run(llm, PROMPTS, sampling(40)))
+        assert [each[:20] for each in found] == tokens(again)
         stats = llm.llm_engine.stats
         guessed, right = acceptance(llm)
         assert stats is not None and guessed == right > 0
@@ -97,10 +98,10 @@ def test_all_drafts_of_the_target_model_are_accepted(name: str) -> None:
 def test_nearly_equal_drafts_are_accepted_and_rejected(count: int) -> None:
     folder, near = drafts(HYBRID), drafts(HYBRID, noise=0.05)
     with engine(folder) as llm:
-        expected = tokens(run(llm, PROMPTS, sampling(40)))
+        expected = tokens(run(llm, PROMPTS[4:], sampling(30)[4:]))
     with engine(folder, speculative_config=speculative(near, count), state_snapshot_interval=16) as llm:
         for _ in range(2):
-            assert tokens(run(llm, PROMPTS, sampling(40))) == expected
+            assert tokens(run(llm, PROMPTS[4:], sampling(30)[4:])) == expected
         guessed, right = acceptance(llm)
         assert guessed / 4 < right < guessed
         check_integrity(llm)
