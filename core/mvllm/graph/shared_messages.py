@@ -61,7 +61,7 @@ class SharedMessages:
         start = 0
         for array in arrays:
             assert self._outgoing is not None
-            self._outgoing[start : start + array.nbytes] = memoryview(array.reshape(-1).view(np.uint8))
+            self._outgoing[start : start + array.nbytes] = array.reshape(-1).view(np.uint8).data
             start += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
         self._connection.send_bytes(b"" if descriptor is None else size.to_bytes(8, "little"))
         if descriptor is not None:
