@@ -274,6 +274,15 @@ def test_an_invalid_lora_request_is_rejected_without_side_effects(llm: LLM, llam
         llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False, lora_request=[None, None])
 
 
+def test_target_modules_are_names_of_the_checkpoint(tmp_path):
+    """A list of common names: Granite 4 has no down_proj, which is its class's name of `shared_mlp.output_linear`."""
+    checkpoint = make_checkpoint("granitehybrid-dense", tmp_path / "model")
+    path = write_adapter(tmp_path / "one", checkpoint, targets=("q_proj", "down_proj"))
+    with engine(checkpoint, enable_lora=True) as llm:
+        outputs = llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False, lora_request=LoRARequest("one", 1, str(path)))
+    check_against(merged(checkpoint, path), outputs)
+
+
 def test_an_adapter_of_another_model_or_a_damaged_one_is_rejected(llm: LLM, llama: Family, tmp_path: Path) -> None:
     number = 10
 

@@ -47,7 +47,9 @@ def load_lora_weights(
                 f"model's has {list(shapes[known])}. It belongs to another model."
             )
         ours[known] = module
-    missing = [name for name in shapes if name not in ours and _is_target(name, adapter.targets)]
+    missing = [
+        name for name in shapes if name not in ours and _is_target(_checkpoint_name(name, model), adapter.targets)
+    ]
     if missing:
         raise ModelError(
             f"{adapter.path} is incomplete: it has no matrices for {missing[0]!r}, which target_modules in its "
@@ -89,6 +91,11 @@ def _is_on_another_stage(name: str, model: CausalLM, shapes: Iterable[str]) -> b
         return False
     firsts = {known.split(".", 1)[0] + "." for known in shapes}
     return name != model.head_name and any(model.ignores(f"{first}{name}.weight") for first in ("", *firsts))
+
+
+def _checkpoint_name(name: str, model: CausalLM) -> str:
+    """The name to which `target_modules` refers: a class may have another name for a module than its checkpoints."""
+    return next(iter(model.checkpoint_names(name)), name)
 
 
 def _is_target(name: str, targets: Iterable[str]) -> bool:
