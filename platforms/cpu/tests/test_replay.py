@@ -7,10 +7,9 @@ import ctypes
 import pytest
 import torch
 
-from mvllm import LLM, SamplingParams
 from mvllm.plugin_api import AttentionSpec, BatchLayout, PlatformError, QuantizedWeight
 from mvllm_cpu import kernels, recording
-from mvllm_cpu.linear import FASTEST_WITH, Linear
+from mvllm_cpu.linear import Linear
 from mvllm_cpu.moe import Moe
 from mvllm_cpu.ops import KernelOps
 from mvllm_cpu.paged_attention import PagedAttention
@@ -18,7 +17,6 @@ from mvllm_cpu.quantized_linear import QuantizedLinear
 from mvllm_cpu.recording import BlockingKernel
 from mvllm_cpu.replay import MOST_ROWS, Replay, _Compiled
 from mvllm_cpu.shared_memory_communicator import SharedGroup
-from tests.helpers.model_zoo import make_checkpoint
 
 LOADED = kernels.load()
 pytestmark = pytest.mark.skipif(LOADED.library is None, reason=f"no kernels: {LOADED.reason}")
@@ -581,37 +579,3 @@ def test_unrecorded_work_leaves_a_correct_cache(block, backend):
     found = block.cache[0].clone()
     run(*given)
     assert torch.equal(found, block.cache[0])
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("llama-gqa", "qwen3", "mistral-window", "gemma3", "granite", "olmo2", "qwen3moe", "gptoss", "ernie45"),
-        *(
-            pytest.param(name, marks=pytest.mark.exhaustive)
-            for name in (
-                *("smollm3", "seedoss", "olmo3", "exaone4", "ministral3-constant-queries", "hunyuan", "glm", "glm4"),
-                "gemma4-keys-are-values",
-            )
-        ),
-    ],
-)
-def test_decode_steps_of_models_are_recorded(name, tmp_path, monkeypatch):
-    """Of one and of several requests: these models need no operation of torch."""
-    # Where torch's matrix products are faster on this processor, they are used, and no step with one is recorded.
-    dtypes = [dtype for dtype, fastest_with in FASTEST_WITH.items() if LOADED.isa in fastest_with]
-    if not dtypes:
-        pytest.skip(f"torch's products are the faster ones with {LOADED.isa}, in every dtype")
-    made = []
-
-    def compile_and_keep(backend, function, *, dynamic):
-        made.append(_Compiled(backend, function))
-        return made[-1]
-
-    monkeypatch.setattr(Replay, "compile", compile_and_keep)
-    with LLM(str(make_checkpoint(name, tmp_path)), dtype=dtypes[0], max_model_len=64) as llm:
-        params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
-        for count in (1, 3):
-            llm.generate([{"prompt_token_ids": [5, 6 + i]} for i in range(count)], params, use_tqdm=False)
-    (compiled,) = made
-    assert len(compiled._programs) == 4 and None not in compiled._programs.values()

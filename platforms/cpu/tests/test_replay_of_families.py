@@ -13,8 +13,8 @@ from tests.helpers.model_zoo import ZOO, make_checkpoint
 LOADED = kernels.load()
 pytestmark = pytest.mark.skipif(LOADED.library is None, reason=f"no kernels: {LOADED.reason}")
 
-IN_EVERY_RUN = ("qwen35", "deepseek3")
-"""A delta rule, and latent attention with experts."""
+IN_EVERY_RUN = ("llama-gqa", "gemma3", "gptoss", "qwen35", "deepseek3")
+"""Plain; norms of heads and windows; experts and sinks; a delta rule; latent attention with experts."""
 
 NOT_REPLAYED = {
     "llama-rope-dynamic": {"torch computes aten::mul.Tensor"},  # cosines of each length, in the step
