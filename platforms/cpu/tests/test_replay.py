@@ -15,7 +15,7 @@ from mvllm_cpu.ops import KernelOps
 from mvllm_cpu.paged_attention import PagedAttention
 from mvllm_cpu.quantized_linear import QuantizedLinear
 from mvllm_cpu.recording import BlockingKernel
-from mvllm_cpu.replay import MOST_ROWS, Replay, _Compiled
+from mvllm_cpu.replay import MOST_ROWS, Replay
 from mvllm_cpu.shared_memory_communicator import SharedGroup
 
 LOADED = kernels.load()
