@@ -287,7 +287,6 @@ def test_settings_that_exclude_it_are_refused(root: Path, settings: dict[str, An
 @pytest.mark.parametrize(
     ("name", "found"),
     [
-        ("gpt2", "needs the operation layer_norm in float32"),
         ("deepseek2", r"Multi-head latent attention \(MLA\) is not batch-invariant"),
         ("llama-rope-dynamic", "RoPE scaling 'dynamic' is not batch-invariant"),
     ],

@@ -21,7 +21,7 @@ def frame(tmp_path):
     builds = [f"{folder}/{name}" for folder in compiled for name in ("pyproject.toml", "setup.py")]
     builds += [
         f"platforms/{name}/pyproject.toml"
-        for name in ("triton-kernels", "torch-gpu", "cuda", "rocm", "tpu", "xpu", "openvino")
+        for name in ("triton-kernels", "torch-gpu", "cuda", "rocm", "tpu", "xpu", "mlx", "openvino")
     ]
     builds.append("plugins/ray-executor/pyproject.toml")
     scripts = [f"ci/{name}.py" for name in ("dev", "environments", "published", "tpu_lane", "stub_libraries")]

@@ -261,14 +261,19 @@ def _plugin(candidate: Candidate) -> Checks:
 
 
 def _plugin_dependencies(candidate: Candidate) -> Check:
-    """Compares the requirements in the plugin's metadata with the installed packages."""
+    """Compares the requirements in the plugin's metadata with the installed packages.
+
+    A platform that is chosen by name only does not disturb others, so what it lacks is a warning.
+    """
     name = candidate.source.distribution
+    is_optional = candidate.spec is not None and candidate.spec.by_name_only
     problems = _requirement_problems(_requirements(name) or ())  # a bare entry point requires nothing
     return _check(
         f"platform.{candidate.name}.requirements",
         not problems,
         "; ".join(problems) if problems else f"all packages that {name} requires are installed",
         f"pip install -U mvllm {name}",
+        CheckStatus.WARNING if is_optional else CheckStatus.BROKEN,
     )
 
 

@@ -246,7 +246,7 @@ def test_a_provider_leaves_its_arguments_alone(
             for name, old, new in zip(
                 schema.parameters, before, arguments, strict=False
             ):  # optional ones may be left out
-                prepared = provider.prepare is not None and name in ("weight", "gate_up", "down")
+                prepared = provider.prepare is not None and name in ("weight", "gate_up", "up", "down")
                 changes = name in (*schema.may_overwrite, *schema.updates)
                 if not isinstance(old, torch.Tensor) or changes or prepared:
                     continue
