@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mvllm.plugin_api.graph import GRAPH_OPERATIONS, Node, StepGraph, StepSizes, Value
-from mvllm_openvino.building import substitute
+from mvllm.plugin_api.graph import GRAPH_OPERATIONS, Node, StepGraph, StepSizes, Value, substitute
 from mvllm_openvino.compiler import OpenVINOCompiler
 
 T = 5

@@ -184,13 +184,5 @@ def affine(dim: str) -> tuple[int, str, int]:
     return int(match[1] or 1), match[2], int(match[3] or 0)
 
 
-def substitute(dim: Dim, sizes: Mapping[str, int]) -> Dim:
-    """The number of a size whose symbol is among `sizes`; else the size itself."""
-    if isinstance(dim, int):
-        return dim
-    factor, symbol, addend = affine(dim)
-    return factor * sizes[symbol] + addend if symbol in sizes else dim
-
-
 Lowering = Callable[[Building, Node], Sequence[Out]]
 """Adds the operations of one node to the model; returns the outputs of its results."""

@@ -11,9 +11,9 @@ from openvino import Type
 from openvino import opset15 as op
 
 from mvllm.plugin_api import KVLayout
-from mvllm.plugin_api.graph import CacheValue, GraphProgram, StepGraph, StepSizes, Value
+from mvllm.plugin_api.graph import CacheValue, GraphProgram, StepGraph, StepSizes, Value, substitute
 from mvllm_openvino.attention import cache_shape
-from mvllm_openvino.building import TYPES, Building, Lowering, computed_type, converted, substitute
+from mvllm_openvino.building import TYPES, Building, Lowering, computed_type, converted
 from mvllm_openvino.gathered_attention import BLOCK_SIZE
 
 DEVICE = "CPU"
