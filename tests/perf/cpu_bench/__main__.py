@@ -3,7 +3,7 @@
     python3 ci/dev.py bench cpu --peers FOLDER [--models FOLDER] [--workload offline,single] [--precision bf16,int8]
 
 The folder of `--peers` holds one virtual environment per engine (vLLM's CPU build, OpenVINO GenAI, llama-cpp-python,
-transformers), under any names. Without it, mvllm is compared with the limits only. Engines of one precision stay loaded
+mlx-lm, transformers), under any names. Without it, mvllm is compared with the limits only. Engines of one precision stay loaded
 and run alternately. Each run waits until the machine is idle; the read bandwidth and the matrix-product rates are
 measured before and after it. The table shows these shares of the run time:
 
@@ -33,7 +33,7 @@ from pathlib import Path
 
 from mvllm.errors import ModelError
 from tests.helpers.published import FILES
-from tests.perf.cpu_bench.engines import PRECISIONS, Engine, installed_peers, our_engines, with_settings
+from tests.perf.cpu_bench.engines import PRECISIONS, Engine, installed_peers, on_platform, our_engines, with_settings
 from tests.perf.cpu_bench.gguf_rows import GGUF_WORKLOADS, MADE, NAMES, FileBenchmark, files_of, render_files
 from tests.perf.cpu_bench.limits import ModelSize
 from tests.perf.cpu_bench.machine import Probe, describe, wait_until_idle
@@ -72,6 +72,9 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--engine", type=_words, help="parts of engines' names, such as mvllm,vllm; default: all")
     parser.add_argument(
         "--also", action="append", default=[], metavar="NAME=JSON,..", help="another row of mvllm, with these settings"
+    )
+    parser.add_argument(
+        "--on", type=_words, default=[], metavar="PLATFORM,..", help="more rows of mvllm, on these platforms"
     )
     parser.add_argument("--runs", type=int, default=3, help="of each engine on each workload (default 3)")
     parser.add_argument("--idle-limit", type=float, default=120.0, help="seconds to wait for an idle machine (120)")
@@ -121,7 +124,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         gguf_files(args)
         return
     ours = our_engines(args.threads)
+    default = ours[:]
     ours += [with_settings(ours[0], settings) for settings in args.also]
+    ours += [row for platform in args.on for row in on_platform(default, platform)]
     engines = chosen([*ours, *installed_peers(args.peers)], args.engine)
     out, keep, records, logs = _outputs(args)
     hf_model(args.models, args.model)

