@@ -3,9 +3,9 @@
     python3 ci/dev.py bench cpu --peers FOLDER [--models FOLDER] [--workload offline,single] [--precision bf16,int8]
 
 The folder of `--peers` holds one virtual environment per engine (vLLM's CPU build, OpenVINO GenAI, llama-cpp-python,
-mlx-lm, transformers), under any names. Without it, mvllm is compared with the limits only. Engines of one precision stay loaded
-and run alternately. Each run waits until the machine is idle; the read bandwidth and the matrix-product rates are
-measured before and after it. The table shows these shares of the run time:
+mlx-lm, transformers), under any names. Without it, mvllm is compared with the limits only. Engines of one precision
+stay loaded and run alternately. Each run waits until the machine is idle; the read bandwidth and the matrix-product
+rates are measured before and after it. The table shows these shares of the run time:
 
     bandwidth bound   bytes that must be read / read bandwidth
     GEMM bound        operations / rate of matrix products

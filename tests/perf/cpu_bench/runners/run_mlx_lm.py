@@ -27,7 +27,7 @@ def load(args: argparse.Namespace) -> tuple[Generate, str, str]:
         raise Unavailable(f"no weights of {args.precision}")
     mx.set_default_device(mx.cpu)
     module = importlib.import_module("mlx_lm.generate")  # the package has a function of the same name
-    model, tokenizer = mlx_lm.load(str(args.model))
+    model, _ = mlx_lm.load(str(args.model))
     if bits := BITS[args.precision]:
         nn.quantize(model, group_size=GROUP, bits=bits)
     mx.eval(model.parameters())
