@@ -56,6 +56,7 @@ _EQUAL_MSCALE = {
         "llama_4_scaling_beta": 0.4,
     }
 }
+_INTERLEAVED = {"rope_interleave": True}
 _LLAMA4 = {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1}
 LARGE_MOE: dict[str, dict[str, Any]] = {
     "glm4moe": {},
@@ -69,6 +70,8 @@ LARGE_MOE: dict[str, dict[str, Any]] = {
 """Checkpoints of the zoo that only exhaustive runs test, with changes to their `config.json`."""
 
 FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma4-experts": {},
+    "granitemoe-shared": {},
     "llama-mqa-biases": {},
     "llama-rope-llama3": {},
     "mixtral": {},
@@ -103,6 +106,13 @@ RECENT: dict[str, dict[str, Any]] = {
     "ernie45": {},
     "hunyuan": {},
     "ministral3": _EQUAL_MSCALE,
+    "mistral4": {},
+    "mistral4-groups": _INTERLEAVED,
+    "mistral4-dense-biases": {},
+    "gemma4": {},
+    "gemma4-keys-are-values": {},
+    "gemma4-biases": {},
+    "granitemoe": {},
 }
 """Likewise, only in exhaustive runs."""
 

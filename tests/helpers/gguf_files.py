@@ -59,12 +59,17 @@ ARCHITECTURES = {
     "ernie4_5_moe": "ernie4_5-moe",
     "hunyuan_v1_moe": "hunyuan-moe",
     "llama4_text": "llama4",
+    "gemma4_text": "gemma4",
+    "granitemoe": "granitemoe",
+    "granitemoeshared": "granitemoe",
+    "mistral4": "mistral4",
 }
 """`general.architecture` by `model_type`."""
 
 _COMMON_RULES = ("kv_b_proj.weight", "e_score_correction_bias", "shared_expert_gate.weight")
 """Ends of names of tensors that hybrids share with other families."""
-_ADJACENT_PAIRS = ("llama", "mistral3", "granite", "smollm3", "granitehybrid", "nemotron_h_moe")
+_ADJACENT_PAIRS = ("llama", "mistral3", "granite", "granitemoe", "smollm3", "granitehybrid", "nemotron_h_moe")
+_LATENT = ("deepseek2", "mistral4")
 Tensors = Iterator[tuple[str, torch.Tensor]]
 TypeOf = Callable[[str], str]
 
@@ -80,6 +85,7 @@ def write_gguf(
     split_from: str | None = None,
     dequantized: bool = False,
     stacked_delta_net: bool = False,
+    architecture: str | None = None,
     more_tensors: Mapping[str, torch.Tensor] = {},
 ) -> Path:
     """Writes the checkpoint in `folder` as one file, or as two.
@@ -92,6 +98,7 @@ def write_gguf(
         merged_latent: Store `attn_kv_b`, as older converters do.
         extra: Additional or replaced metadata by key.
         stacked_delta_net: Store `ssm_in` of Qwen3-Next, as older converters do.
+        architecture: Replaces that of the family.
         more_tensors: Further tensors by their names in the file.
         dequantized: Store the values that quantized tensors would have, as F32.
         split_from: Tensors whose names begin with this prefix are in a second file. Then `path` ends in
@@ -100,7 +107,7 @@ def write_gguf(
     Returns:
         `path`.
     """
-    writer = _Writer(folder, fused, merged_latent, stacked_delta_net)
+    writer = _Writer(folder, fused, merged_latent, stacked_delta_net, architecture)
     paths = [path] if split_from is None else [path, path.with_name(path.name.replace("-00001-of", "-00002-of"))]
     outs = [gguf.GGUFWriter(each, writer.arch) for each in paths]
     for key, value in {**writer.metadata(), **(extra or {})}.items():
@@ -168,9 +175,11 @@ def _add_value(out: gguf.GGUFWriter, key: str, value: Any) -> None:
 class _Writer:
     """Converts one checkpoint to metadata and tensors of a GGUF file."""
 
-    def __init__(self, folder: Path, fused: bool, merged_latent: bool, stacked_delta_net: bool = False) -> None:
+    def __init__(
+        self, folder: Path, fused: bool, merged_latent: bool, stacked_delta_net: bool, architecture: str | None
+    ) -> None:
         self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        self.arch = ARCHITECTURES[self.config["model_type"]]
+        self.arch = architecture or ARCHITECTURES[self.config["model_type"]]
         self.weights: dict[str, torch.Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
             self.weights |= load_file(file)
@@ -213,16 +222,18 @@ class _Writer:
             "attention.layer_norm_epsilon": get("layer_norm_epsilon", "norm_epsilon", "layer_norm_eps"),
             "vocab_size": self.config["vocab_size"],
             "expert_count": get("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
-            "expert_used_count": get("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"),
+            "expert_used_count": get(
+                "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"
+            ),
         }
-        if arch not in ("gpt2", "falcon", "granite"):
+        if arch not in ("gpt2", "falcon", "granite", "granitemoe"):
             values["attention.key_length"] = values["attention.value_length"] = self.config.get("head_dim")
         if arch not in ("gpt2", "falcon"):
             values |= self._rope_values()
         return values | self._own_values()
 
     def _num_kv_heads(self) -> int | None:
-        if self.arch == "deepseek2":
+        if self.arch in _LATENT:
             return 1
         if self.arch == "falcon":
             is_new, one = self.config.get("new_decoder_architecture"), self.config.get("multi_query")
@@ -232,7 +243,9 @@ class _Writer:
     def _rope_values(self) -> dict[str, Any]:
         rope, values = self.rope, {"rope.freq_base": float(self.theta)}
         partial = rope.get("partial_rotary_factor") or self.config.get("partial_rotary_factor") or 1.0
-        if self.arch in ("llama", "granite", "phi3", "glm4", "chatglm", "deepseek2"):
+        if self.arch in _LATENT:
+            partial = 1.0
+        if self.arch in ("llama", "granite", "granitemoe", "phi3", "glm4", "chatglm", *_LATENT):
             size = self.config.get("qk_rope_head_dim") or self.head_dim
             values["rope.dimension_count"] = int(size * partial)
         match rope.get("rope_type") or rope.get("type"):
@@ -247,7 +260,7 @@ class _Writer:
                     "rope.scaling.yarn_beta_fast": rope.get("beta_fast"),
                     "rope.scaling.yarn_beta_slow": rope.get("beta_slow"),
                 }
-                if self.arch == "deepseek2" and "mscale_all_dim" in rope:
+                if self.arch in _LATENT and "mscale_all_dim" in rope:
                     values["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
             case "longrope":
                 longest = self.config["max_position_embeddings"]
@@ -297,8 +310,9 @@ class _Writer:
                     "attention.temperature_scale": self.rope.get("llama_4_scaling_beta"),
                     "rope.scaling.yarn_log_multiplier": self.rope.get("mscale_all_dim"),
                 }
-            case "granite":
+            case "granite" | "granitemoe":
                 return {
+                    "expert_shared_feed_forward_length": get("shared_intermediate_size") or None,
                     "attention.scale": get("attention_multiplier"),
                     "embedding_scale": get("embedding_multiplier"),
                     "residual_scale": get("residual_multiplier"),
@@ -309,8 +323,10 @@ class _Writer:
                     "expert_feed_forward_length": get("moe_intermediate_size"),
                     "expert_shared_feed_forward_length": get("shared_expert_intermediate_size"),
                 }
-            case "deepseek2":
+            case "deepseek2" | "mistral4":
                 return self._latent_values()
+            case "gemma4":
+                return self._gemma4_values()
             case "glm4moe" | "minimax-m2" | "ernie4_5-moe" | "hunyuan-moe" | "llama4":
                 return self._large_moe_values()
             case _:
@@ -362,7 +378,7 @@ class _Writer:
                 "attention.key_length_mla": key,
                 "attention.value_length_mla": value,
             }
-        is_v3 = self.config["model_type"] == "deepseek_v3"
+        kind, scoring = self.config["model_type"], {"deepseek_v3": 2, "mistral4": None}
         return {
             **sizes,
             "attention.q_lora_rank": get("q_lora_rank"),
@@ -371,10 +387,37 @@ class _Writer:
             "expert_shared_count": get("n_shared_experts"),
             "expert_weights_scale": float(get("routed_scaling_factor", default=1.0)),
             "expert_weights_norm": get("norm_topk_prob") or None,
-            "expert_gating_func": 2 if is_v3 else 1,
+            "expert_gating_func": scoring.get(kind, 1),
+            "attention.temperature_scale": self.rope.get("llama_4_scaling_beta") or None,
             "expert_group_count": get("n_group"),
             "expert_group_used_count": get("topk_group"),
             "leading_dense_block_count": get("first_k_dense_replace", default=0),
+        }
+
+    def _gemma4_values(self) -> dict[str, Any]:
+        get, config = self._get, self.config
+        windows = [kind == "sliding_attention" for kind in config["layer_types"]]
+        of_full = config.get("per_layer_config", {}).get(str(windows.index(False)), config)
+        size = of_full["head_dim"] if of_full is not config else config["global_head_dim"]
+        shared = config["num_kv_shared_layers"]
+        own, inner = self.num_layers - shared, config["intermediate_size"]
+        full_heads = of_full.get("num_key_value_heads", config["num_key_value_heads"])
+        return {
+            "attention.shared_kv_layers": shared,
+            "attention.sliding_window": config["sliding_window"],
+            "attention.sliding_window_pattern": windows,
+            "attention.key_length": size,
+            "attention.value_length": size,
+            "attention.key_length_swa": config["head_dim"],
+            "attention.value_length_swa": config["head_dim"],
+            "attention.head_count_kv": [config["num_key_value_heads"] if each else full_heads for each in windows],
+            "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+            "expert_feed_forward_length": get("moe_intermediate_size"),
+            "feed_forward_length": [inner] * own + [2 * inner] * shared if get("use_double_wide_mlp") else inner,
+            "final_logit_softcapping": get("final_logit_softcapping"),
+            "rope.dimension_count": size,
+            "rope.dimension_count_swa": config["head_dim"],
+            "rope.freq_base_swa": float(config["rope_parameters"]["sliding_attention"]["rope_theta"]),
         }
 
     # -------------------------------------------------------------------------------------------------------- tensors
@@ -392,6 +435,10 @@ class _Writer:
         if kind == "longrope":
             yield "rope_factors_long.weight", torch.tensor(self.rope["long_factor"])
             yield "rope_factors_short.weight", torch.tensor(self.rope["short_factor"])
+        if kind == "proportional":
+            half = self._gemma4_values()["rope.dimension_count"] // 2
+            rotating = int(half * self.rope["partial_rotary_factor"])
+            yield "rope_freqs.weight", torch.tensor([1.0] * rotating + [1e30] * (half - rotating))
         if kind == "llama3":
             rope, half = self.rope, self.head_dim // 2
             turns = rope["original_max_position_embeddings"] * self.theta ** (-torch.arange(half) / half) / math.tau
@@ -428,6 +475,13 @@ class _Writer:
             kinds = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
             for each, kind in zip(tensor.transpose(1, 2).chunk(len(kinds), dim=1), kinds, strict=True):
                 yield f"{name.rpartition('.')[0]}.{kind}.weight", each
+            return
+        if self.arch in ("gemma4", *_LATENT):
+            name = _renamed(self.arch, name)
+        if self.arch == "granitemoe" and (match := re.search(r"layers\.(\d+)\.(\w+)\.input_linear", name)):
+            suffix = "_exps" if match[2] == "block_sparse_moe" else "_shexp"
+            for kind, part in zip(("gate", "up"), tensor.chunk(2, dim=-2), strict=True):
+                yield f"blk.{match[1]}.ffn_{kind}{suffix}.weight", part
             return
         if name.endswith("moe_statics.e_score_correction_bias"):
             tensor = tensor.flatten()
@@ -479,6 +533,15 @@ class _Writer:
             yield name.replace("gate_up", "up"), rows[:, 1::2]
         else:
             yield name, rows
+
+
+def _renamed(arch: str, name: str) -> str:
+    """The name that the converter looks up, or that of the file."""
+    if arch == "gemma4":
+        if match := re.fullmatch(r"model\.layers\.(\d+)\.router\.(scale|per_expert_scale)", name):
+            return f"blk.{match[1]}.ffn_{'gate_inp' if match[2] == 'scale' else 'down_exps'}.scale"
+        return f"{name}.weight" if name.endswith(("layer_scalar", "gate_up_proj", "down_proj")) else name
+    return f"{name}.weight" if name.endswith((".gate_up_proj", ".down_proj")) else name
 
 
 def random_blocks(kind: gguf.GGMLQuantizationType, rows: int, columns: int, seed: int) -> np.ndarray[Any, Any]:

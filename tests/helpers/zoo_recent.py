@@ -13,6 +13,8 @@ from transformers import (
     Ernie4_5Config,
     Exaone4Config,
     Gemma4TextConfig,
+    GraniteMoeConfig,
+    GraniteMoeSharedConfig,
     HunYuanDenseV1Config,
     Ministral3Config,
     Mistral4Config,
@@ -66,6 +68,14 @@ _LATENT = {
     "num_hidden_layers": 2,
     "first_k_dense_replace": 1,
     "rope_parameters": {**_YARN, "factor": 16.0, **_GROWING_QUERIES, "mscale": 1.0, "mscale_all_dim": 1.0},
+}
+_GRANITE_MOE = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 2.0,
 }
 _GEMMA4 = {
     "head_dim": 16,
@@ -251,6 +261,15 @@ RECENT: dict[str, dict[str, Any]] = {
         moe_intermediate_size=40,
         attention_k_eq_v=True,
         num_global_key_value_heads=2,
+    ),
+    "granitemoe": {**_of(GraniteMoeConfig, _GRANITE_MOE), **_PUBLISHED},
+    "granitemoe-shared": _of(
+        GraniteMoeSharedConfig,
+        _GRANITE_MOE,
+        num_key_value_heads=1,
+        shared_intermediate_size=56,
+        tie_word_embeddings=True,
+        rope_parameters=_PLAIN,
     ),
     "gemma4-biases": _of(
         Gemma4TextConfig, _GEMMA4, attention_bias=True, num_key_value_heads=1, hidden_size_per_layer_input=16

@@ -82,6 +82,8 @@ _ARCHITECTURE_OF_TYPE = {
     "starcoder2": "Starcoder2ForCausalLM",
     "falcon": "FalconForCausalLM",
     "bamba": "BambaForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "granitemoeshared": "GraniteMoeSharedForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
@@ -128,7 +130,7 @@ _ABSENT_SLIDING_WINDOW = {
 # Families with full attention even if the config has the key `sliding_window`.
 _NEVER_SLIDING = (
     *("llama", "opt", "gpt2", "granite", "olmo2", "glm", "glm4", "falcon", "emu3_text_model"),
-    *("bamba", "granitemoehybrid", "falcon_h1", "nemotron_h"),
+    *("bamba", "granitemoe", "granitemoeshared", "granitemoehybrid", "falcon_h1", "nemotron_h"),
     *("deepseek_v2", "deepseek_v3", "mistral4", "seed_oss", "ernie4_5", "hunyuan_v1_dense"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "kimi_linear", "olmo_hybrid"),
     *("bert", "roberta", "xlm-roberta", "distilbert"),

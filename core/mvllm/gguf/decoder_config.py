@@ -26,14 +26,15 @@ def decoder(values: Metadata, architecture: str, model_type: str, **settings: An
     """The keys of all families except GPT-2, and `settings`."""
     hidden_size, num_heads = values.integer("embedding_length"), values.integer("attention.head_count")
     max_position = values.integer("context_length")
-    read = values.nonzero if values.architecture in _MIXED_LAYERS else values.integer
+    if "num_key_value_heads" not in settings:
+        read = values.nonzero if values.architecture in _MIXED_LAYERS else values.integer
+        settings["num_key_value_heads"] = read("attention.head_count_kv", num_heads)
     return {
         "architectures": [architecture],
         "model_type": model_type,
         "hidden_size": hidden_size,
         "num_hidden_layers": num_layers(values),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": read("attention.head_count_kv", num_heads),
         "max_position_embeddings": max_position,
         **settings,
     }

@@ -24,39 +24,38 @@ from mvllm.gguf.decoder_config import (
     rows_of,
     window_types,
 )
+from mvllm.gguf.gemma4_config import gemma4
 from mvllm.gguf.header import GGUFModel
 from mvllm.gguf.hybrid_config import HYBRID
 from mvllm.gguf.large_moe_config import LARGE_MOE
+from mvllm.gguf.latent_config import deepseek2, mistral4
 from mvllm.gguf.metadata import Metadata
 from mvllm.gguf.rope_config import rope_config
-from mvllm.logging import get_logger
-
-logger = get_logger(__name__)
 
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
-_GATING_SOFTMAX, _GATING_SIGMOID = 1, 2  # numbers of llama.cpp's expert_gating_func
-_OVERFLOW_IN_FLOAT16 = ("gemma2", "gemma3", "glm4")
+_GATING_SOFTMAX = 1  # number of llama.cpp's expert_gating_func
+_OVERFLOW_IN_FLOAT16 = ("gemma2", "gemma3", "gemma4", "glm4")
+_GRANITE = ("granite", "granitehybrid", "granitemoe")
+_LATENT = ("deepseek2", "mistral4")
 _SIGMOID_HYBRIDS = ("kimi-linear", "lfm2moe", "nemotron_h_moe")
 _UNUSED_SETTINGS: tuple[tuple[str, object, tuple[str, ...]], ...] = (
     ("attention.causal", True, ()),
     ("attention.clamp_kqv", 0.0, ()),
     ("attention.max_alibi_bias", 0.0, ()),
-    ("attention.scale", 0.0, ("granite", "granitehybrid")),
-    ("attention.temperature_scale", 0.0, ("mistral3",)),
+    ("attention.scale", 0.0, _GRANITE),
+    ("attention.temperature_scale", 0.0, (*_LATENT, "mistral3")),
     ("attn_logit_softcapping", 0.0, ("gemma2",)),
-    ("embedding_scale", 1.0, ("granite", "granitehybrid")),
-    ("expert_gating_func", _GATING_SOFTMAX, ("deepseek2", "gpt-oss", "glm4moe", "minimax-m2", *_SIGMOID_HYBRIDS)),
-    ("expert_weights_scale", 1.0, ("deepseek2", "glm4moe", "kimi-linear", "nemotron_h_moe")),
-    ("final_logit_softcapping", 0.0, ("gemma2", "gemma3")),
-    ("logit_scale", 1.0, ("granite", "granitehybrid", "cohere2")),
+    ("embedding_scale", 1.0, _GRANITE),
+    ("expert_gating_func", _GATING_SOFTMAX, (*_LATENT, "gpt-oss", "glm4moe", "minimax-m2", *_SIGMOID_HYBRIDS)),
+    ("expert_weights_scale", 1.0, (*_LATENT, "glm4moe", "kimi-linear", "nemotron_h_moe")),
+    ("final_logit_softcapping", 0.0, ("gemma2", "gemma3", "gemma4")),
+    ("logit_scale", 1.0, (*_GRANITE, "cohere2")),
     ("pooling_type", 0, ()),
-    ("residual_scale", 1.0, ("granite", "granitehybrid")),
+    ("residual_scale", 1.0, _GRANITE),
     ("rope.dimension_sections", None, ("chatglm", "glm4", "qwen35", "qwen35moe")),
-    ("rope.scaling.yarn_log_multiplier", 0.0, ("deepseek2", "mistral3")),
+    ("rope.scaling.yarn_log_multiplier", 0.0, (*_LATENT, "mistral3")),
 )
 """Keys that change results, their neutral values, and the architectures for which they are supported."""
-_EXPERT_GROUPS = {(60, 160): (8, 3), (61, 256): (8, 4)}
-"""n_group and topk_group by layers and experts, for old files of DeepSeek V2 and V3, which do not store them."""
 
 
 def supported_gguf_architectures() -> tuple[str, ...]:
@@ -220,20 +219,39 @@ def _phi3(values: Metadata) -> dict[str, Any]:
 
 def _granite(values: Metadata) -> dict[str, Any]:
     _refuse_experts(values)
-    if not values.boolean("rope.scaling.finetuned", True):
-        raise values.error("is a Granite model without RoPE, which is not supported")
-    size = head_dim(values)
     return gated(
         values,
         "GraniteForCausalLM",
         "granite",
-        attention_bias=attention_bias(values),
+        **_granite_scales(values),
         mlp_bias=has(values, "ffn_up.bias"),
-        attention_multiplier=values.number("attention.scale", 1 / math.sqrt(size)),
-        embedding_multiplier=values.number("embedding_scale", 1.0),
-        residual_multiplier=values.number("residual_scale", 1.0),
-        logits_scaling=values.number("logit_scale"),
     )
+
+
+def _granite_moe(values: Metadata) -> dict[str, Any]:
+    shared = values.integer("expert_shared_feed_forward_length", 0, at_least=0)
+    return gated(
+        values,
+        "GraniteMoeSharedForCausalLM" if shared else "GraniteMoeForCausalLM",
+        "granitemoeshared" if shared else "granitemoe",
+        **_granite_scales(values),
+        num_local_experts=num_experts(values),
+        num_experts_per_tok=values.integer("expert_used_count"),
+        shared_intermediate_size=shared,
+        fused_mlp=False,  # gate and up are separate tensors, and experts are read one by one
+    )
+
+
+def _granite_scales(values: Metadata) -> dict[str, Any]:
+    if not values.boolean("rope.scaling.finetuned", True):
+        raise values.error("is a Granite model without RoPE, which is not supported")
+    return {
+        "attention_bias": attention_bias(values),
+        "attention_multiplier": values.number("attention.scale", 1 / math.sqrt(head_dim(values))),
+        "embedding_multiplier": values.number("embedding_scale", 1.0),
+        "residual_multiplier": values.number("residual_scale", 1.0),
+        "logits_scaling": values.number("logit_scale"),
+    }
 
 
 def _glm(values: Metadata, architecture: str, model_type: str) -> dict[str, Any]:
@@ -427,87 +445,27 @@ def _gpt_oss(values: Metadata) -> dict[str, Any]:
     return config
 
 
-def _deepseek2(values: Metadata) -> dict[str, Any]:
-    gating = values.integer("expert_gating_func", _GATING_SOFTMAX, at_least=0)
-    if gating not in (0, _GATING_SOFTMAX, _GATING_SIGMOID):
-        raise values.error(f"has {gating} as 'deepseek2.expert_gating_func', expected softmax (1) or sigmoid (2)")
-    is_v3 = gating == _GATING_SIGMOID
-    # Files with split key and value projections store head sizes under separate keys.
-    rope_dim = values.integer("rope.dimension_count")
-    key_length = values.integer("attention.key_length_mla", values.integer("attention.key_length"))
-    if key_length <= rope_dim:
-        raise values.error(f"has query heads of {key_length} elements, expected more than the {rope_dim} with RoPE")
-    config = decoder(
-        values,
-        "DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM",
-        "deepseek_v3" if is_v3 else "deepseek_v2",
-        hidden_act="silu",
-        intermediate_size=values.integer("feed_forward_length"),
-        rms_norm_eps=values.number("attention.layer_norm_rms_epsilon"),
-        attention_bias=has(values, "attn_output.bias"),
-        q_lora_rank=values.integer("attention.q_lora_rank") if "attention.q_lora_rank" in values else None,
-        kv_lora_rank=values.integer("attention.kv_lora_rank"),
-        qk_nope_head_dim=key_length - rope_dim,
-        qk_rope_head_dim=rope_dim,
-        v_head_dim=values.integer("attention.value_length_mla", values.integer("attention.value_length")),
-        n_routed_experts=num_experts(values),
-        n_shared_experts=values.integer("expert_shared_count", 0, at_least=0) or None,
-        num_experts_per_tok=values.integer("expert_used_count"),
-        moe_intermediate_size=values.integer("expert_feed_forward_length"),
-        first_k_dense_replace=values.integer("leading_dense_block_count", 0, at_least=0),
-        routed_scaling_factor=values.number("expert_weights_scale", 1.0),
-        norm_topk_prob=values.boolean("expert_weights_norm", False),
-        num_nextn_predict_layers=values.integer("nextn_predict_layers", 0, at_least=0),
-    )
-    config["num_key_value_heads"] = config["num_attention_heads"]  # files store 1, for the shared latent
-    known = _EXPERT_GROUPS.get((config["num_hidden_layers"], config["n_routed_experts"]), (1, 1))
-    config["n_group"] = values.integer("expert_group_count", known[0])
-    config["topk_group"] = values.integer("expert_group_used_count", known[1])
-    if not is_v3:
-        config["topk_method"] = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
-    config |= rope_config(values, rope_dim, config["max_position_embeddings"])
-    if config.get("rope_scaling", {}).get("rope_type") == "yarn":
-        config["rope_scaling"] |= _mscale(values)
-    return config
-
-
-def _mscale(values: Metadata) -> dict[str, float]:
-    """`mscale` and `mscale_all_dim` of YaRN. Files store a tenth of `mscale_all_dim`.
-
-    In all published models both are equal. For a checkpoint without `mscale_all_dim`, converters store zero or nothing;
-    both are then left out.
-    """
-    key = "rope.scaling.yarn_log_multiplier"
-    if values.is_zero(key):
-        logger.info(
-            "%s has YaRN without %r: taken as a checkpoint without 'mscale_all_dim'. Convert it again with a newer "
-            "converter if the checkpoint has it.",
-            values.file,
-            f"{values.architecture}.{key}",
-        )
-        return {}
-    scale = round(10 * values.number(key), 6)
-    return {"mscale": scale, "mscale_all_dim": scale}
-
-
 _FAMILIES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     **dict.fromkeys(LARGE_MOE, _large_moe),
     **HYBRID,
     "chatglm": _chatglm,
     "cohere2": _cohere2,
-    "deepseek2": _deepseek2,
+    "deepseek2": deepseek2,
     "ernie4_5": _ernie4_5,
     "exaone4": _exaone4,
     "falcon": _falcon,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma4": gemma4,
     "glm4": _glm4,
     "gpt-oss": _gpt_oss,
     "gpt2": _gpt2,
     "granite": _granite,
+    "granitemoe": _granite_moe,
     "hunyuan-dense": _hunyuan,
     "llama": _llama,
     "mistral3": _ministral3,
+    "mistral4": mistral4,
     "olmo2": _olmo2,
     "phi3": _phi3,
     "qwen2": _qwen2,

@@ -5,7 +5,7 @@ A table for each architecture names the modules. Rules cover the tensors that ll
     attn_q, attn_k          rows of rotary pairs are adjacent         _ADJACENT_PAIRS
     attn_qkv                query, key and value fused or separate    any
     ffn_*_exps              experts stacked                           all with experts
-    attn_k_b, attn_v_b      kv_b_proj split, keys transposed          deepseek2, kimi-linear
+    attn_k_b, attn_v_b      kv_b_proj split, keys transposed          deepseek2, kimi-linear, mistral4
     *norm                   weight + 1                                gemma2, gemma3, qwen3next, qwen35, qwen35moe
     matrices                transposed                                gpt2; experts of gpt-oss
 
@@ -29,7 +29,7 @@ from mvllm.gguf.state_tensors import StateTensors
 
 _WITHOUT_SUFFIX = re.compile(r"blk\.(?P<layer>\d{1,5})\.(?P<base>ssm_[ad]|ffn_norm)")
 """Tensors whose names end without `.weight`; `ffn_norm` only in falcon-h1."""
-_LAYER = re.compile(r"blk\.(?P<layer>\d{1,5})\.(?P<base>.+)\.(?P<suffix>weight|bias)")
+_LAYER = re.compile(r"blk\.(?P<layer>\d{1,5})\.(?P<base>.+)\.(?P<suffix>weight|bias|scale)")
 _EXPERT = re.compile(r"ffn_(?P<kind>gate|up|down)\.(?P<expert>\d{1,5})")
 _EXPERT_MODULE = re.compile(r"\.experts\.\d+\.")
 _STACK = re.compile(r"ffn_(?P<kind>gate|up|down|gate_up)_exps")
@@ -65,6 +65,22 @@ _GEMMA = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_GEMMA4 = {
+    **_GEMMA,
+    "ffn_gate_inp": "router.proj",
+    "inp_gate": "per_layer_input_gate",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "post_norm": "post_per_layer_input_norm",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "proj": "per_layer_projection",
+}
+_SCALES = {
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "ffn_gate_inp.scale": "router.scale",
+    "layer_output_scale.weight": "layer_scalar",
+}
+"""Tensors of Gemma 4 whose names in the checkpoint have no suffix."""
 _SHARED_EXPERT = {f"ffn_{kind}_shexp": f"mlp.shared_expert.{kind}_proj" for kind in ("gate", "up", "down")}
 _SHARED_EXPERTS = {base: name.replace("shared_expert", "shared_experts") for base, name in _SHARED_EXPERT.items()}
 
@@ -84,6 +100,11 @@ _NEMOTRON = {
     "ffn_latent_down": "mixer.fc1_latent_proj",
     "ffn_latent_up": "mixer.fc2_latent_proj",
 }
+_GRANITE = {
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    **_in_block("shared_mlp", ""),
+    **_in_block("shared_mlp", "_shexp"),
+}
 _ARCHITECTURE_MODULES: dict[str, dict[str, str]] = {
     "chatglm": {"ffn_up": "mlp.gate_up_proj"},
     "deepseek2": {**_MLA, **_SHARED_EXPERTS},
@@ -91,16 +112,14 @@ _ARCHITECTURE_MODULES: dict[str, dict[str, str]] = {
     "falcon-h1": {"ffn_norm": "pre_ff_layernorm", **_in_block("feed_forward", "")},
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
+    "gemma4": _GEMMA4,
     "glm4": {
         "ffn_up": "mlp.gate_up_proj",
         "post_attention_norm": "post_self_attn_layernorm",
         "post_ffw_norm": "post_mlp_layernorm",
     },
-    "granitehybrid": {
-        "ffn_gate_inp": "block_sparse_moe.router.layer",
-        **_in_block("shared_mlp", ""),
-        **_in_block("shared_mlp", "_shexp"),
-    },
+    "granitehybrid": _GRANITE,
+    "granitemoe": _GRANITE,
     "gpt-oss": {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
     "hunyuan-dense": {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
     "olmo2": _POST_NORMS,
@@ -119,6 +138,7 @@ _ARCHITECTURE_MODULES: dict[str, dict[str, str]] = {
         **{base: name.replace("mlp.", "feed_forward.") for base, name in _SHARED_EXPERT.items()},
     },
     "kimi-linear": {**_MLA, **_SHARED_EXPERTS},
+    "mistral4": {**_MLA, **_SHARED_EXPERTS},
     "lfm2": {"attn_norm": "operator_norm", "ffn_norm": "ffn_norm"},
     "lfm2moe": {"attn_norm": "operator_norm", "ffn_norm": "ffn_norm"},
     "mamba2": {"attn_norm": "norm"},
@@ -145,21 +165,34 @@ _FALCON = {
     "ffn_down": "mlp.dense_4h_to_h",
 }
 _FUSED_QKV = {"phi3": "self_attn.qkv_proj", "gpt2": "attn.c_attn", "falcon": "self_attention.query_key_value"}
-_ADJACENT_PAIRS = ("llama", "mistral3", "granite", "smollm3", "granitehybrid", "nemotron_h", "nemotron_h_moe")
+_ADJACENT_PAIRS = (
+    *("granite", "granitehybrid", "granitemoe", "llama", "mistral3", "nemotron_h", "nemotron_h_moe", "smollm3"),
+)
 _OFFSET_NORMS = ("gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
 _GATED_QUERIES = ("qwen3next", "qwen35", "qwen35moe")
 """Architectures whose query projection has a gate for each query."""
 _MTP_MODULES = ("nemotron_h_moe", "qwen3next", "qwen35", "qwen35moe")
 """Architectures whose checkpoints have layers for multi-token prediction below `mtp`."""
 _OWN_TOP_MODULES = {
+    "gemma4": {
+        "per_layer_model_proj": "model.per_layer_model_projection",
+        "per_layer_proj_norm": "model.per_layer_projection_norm",
+        "per_layer_token_embd": "model.embed_tokens_per_layer",
+    },
     "lfm2": {"token_embd_norm": "model.norm"},
     "lfm2moe": {"token_embd_norm": "model.norm"},
     "mamba2": {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f"},
     "nemotron_h": {"token_embd": "model.embeddings", "output_norm": "model.norm_f"},
     "nemotron_h_moe": {"token_embd": "model.embeddings", "output_norm": "model.norm_f"},
 }
-_EXPERT_BLOCKS = {"granitehybrid": "block_sparse_moe", "llama4": "feed_forward", "nemotron_h_moe": "mixer"}
-"""The module of a layer that has the experts; `mlp` in other architectures."""
+_EXPERT_BLOCKS = {
+    "gemma4": "",
+    "granitehybrid": "block_sparse_moe.",
+    "granitemoe": "block_sparse_moe.",
+    "llama4": "feed_forward.",
+    "nemotron_h_moe": "mixer.",
+}
+"""The module of a layer that has the experts, with a dot; `mlp.` in other architectures."""
 _EXPERT_NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _MIXTRAL_NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 _CORRECTIONS = {
@@ -275,7 +308,10 @@ class _TensorMapping:
 
     def _of_layer(self, tensor: GGUFTensor, layer: int, base: str, suffix: str) -> Iterator[HFTensor]:
         name = f"{self._prefix}{layer}."
-        if base in ("attn_qkv", "attn_q", "attn_k", "attn_v"):
+        if suffix == "scale" or f"{base}.{suffix}" in _SCALES:
+            own = _SCALES.get(f"{base}.{suffix}") if self._arch == "gemma4" else None
+            yield self._plain(tensor.name if own is None else f"{name}{own}", tensor)
+        elif base in ("attn_qkv", "attn_q", "attn_k", "attn_v"):
             yield from self._projections(tensor, layer, base, suffix)
         elif stack := _STACK.fullmatch(base):
             yield from self._experts(tensor, layer, stack["kind"], suffix)
@@ -393,10 +429,10 @@ class _TensorMapping:
                 yield self._rows_of(self._expert_name(layer, expert, each), tensor, count, rows, False)
 
     def _expert_name(self, layer: int, expert: int, kind: str) -> str:
-        block, names = _EXPERT_BLOCKS.get(self._arch, "mlp"), _EXPERT_NAMES
+        block, names = _EXPERT_BLOCKS.get(self._arch, "mlp."), _EXPERT_NAMES
         if self._is_mixtral:
-            block, names = "block_sparse_moe", _MIXTRAL_NAMES
-        return f"{self._prefix}{layer}.{block}.experts.{expert}.{names[kind]}.weight"
+            block, names = "block_sparse_moe.", _MIXTRAL_NAMES
+        return f"{self._prefix}{layer}.{block}experts.{expert}.{names[kind]}.weight"
 
     def _stacked_experts(self, tensor: GGUFTensor, layer: int, kind: str, suffix: str) -> Iterator[HFTensor]:
         """The experts of GPT-OSS: one tensor for all experts, with alternating rows of gate and up."""

@@ -11,6 +11,7 @@ quantized checkpoint are dequantized after loading, and online quantization does
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +22,12 @@ from mvllm.layers.linear import shard_slice
 from mvllm.layers.matrix_layout import MatrixLayout, Part
 from mvllm.layers.quantization.quantized_matrix import QuantizedMatrix
 from mvllm.layers.quantization.rtn_matrix import float_targets
-from mvllm.layers.quantized_experts import QuantizedExperts
+from mvllm.layers.quantized_experts import QuantizedExperts, quantized_moe_op
 from mvllm.layers.weight_target import WeightTarget
 
 
 class FusedMoE(nn.Module):
-    """Experts with a silu gate, each with three separate matrices.
+    """Experts with a gate, each with three separate matrices.
 
     Args:
         ctx: Build context.
@@ -34,6 +35,7 @@ class FusedMoE(nn.Module):
         hidden_size, intermediate_size: Outer and inner size of one expert.
         num_experts, top_k: Number of experts, and experts per token.
         names: Checkpoint names of gate, up and down of an expert.
+        op: The operation for floats: `moe`, or `gelu_tanh_moe`, whose experts are always dequantized.
 
     Attributes:
         gate_up: [num_experts, 2 · size, hidden_size], where `size` is this rank's part of the inner size; after loading
@@ -55,6 +57,7 @@ class FusedMoE(nn.Module):
         num_experts: int,
         top_k: int,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        op: str = "moe",
     ) -> None:
         super().__init__()
         self.hidden_size, self.num_experts = hidden_size, num_experts
@@ -63,7 +66,7 @@ class FusedMoE(nn.Module):
         self.partitions: Mapping[str, int] = {} if num_experts % ctx.num_devices else {"gate_up": 0, "down": 0}
         self._place = ctx.place
         sizes = {"num_experts": num_experts, "top_k": top_k, "hidden_size": hidden_size, "intermediate_size": size}
-        self._op = ctx.op("moe", **sizes)
+        self._op = ctx.op(op, **sizes)
         gate_name, up_name, down_name = names
         outer = slice(0, hidden_size)
         self._layouts: list[tuple[MatrixLayout, MatrixLayout]] = []
@@ -77,7 +80,8 @@ class FusedMoE(nn.Module):
                     MatrixLayout((outwards,), intermediate_size, band, hidden_size, is_expert=True),
                 )
             )
-        self._quantized = QuantizedExperts(ctx, self._layouts, self._op, sizes)
+        resolve = partial(quantized_moe_op, ctx, floats=self._op, facts=sizes) if op == "moe" else None
+        self._quantized = QuantizedExperts(ctx, self._layouts, resolve)
         self.stays_quantized = self._quantized.op is not None
         if self._quantized.op is not None:
             self._moe, self.gate_up, self.down = self._quantized.op.function, None, None

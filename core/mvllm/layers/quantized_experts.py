@@ -1,10 +1,10 @@
-"""Experts whose weights stay quantized, multiplied by the operation `quantized_moe`.
+"""Experts whose weights stay quantized, multiplied by the operation `quantized_moe` or `quantized_ungated_moe`.
 
     checkpoint ──> QuantizedMatrix of each expert ──expert_weight──> ReadOnce ──prepare──> the provider's form
                    (staging, in the checkpoint's bits)               one expert at a time
 
-Experts stay quantized where all have weights of one operation in one format, and a provider has `quantized_moe` for
-it. Otherwise the layer dequantizes them.
+Experts stay quantized where all have weights of one operation in one format, and a provider has the operation for it.
+Otherwise the layer dequantizes them.
 
 Memory: while a layer is converted, its staging and its result exist, and one expert in the form of the operation.
 """
@@ -29,6 +29,9 @@ logger = get_logger(__name__)
 
 _reported: WeakSet[QuantizationMethod] = WeakSet()
 """Methods of the models for which mixed formats were logged."""
+
+
+Resolve = Callable[[ExpertFacts | None, ExpertFacts | None], ResolvedOp | None]
 
 
 class ReadOnce(Sequence[ExpertWeight]):
@@ -58,8 +61,8 @@ class ReadOnce(Sequence[ExpertWeight]):
         reader = self._readers[index]
         if reader is None:
             raise ContractError(
-                f"The weight of expert {index} was read before. `prepare` of a provider of `quantized_moe` must access "
-                "each item once."
+                f"The weight of expert {index} was read before. `prepare` of a provider of operations with quantized "
+                "experts must access each item once."
             )
         self._readers[index] = None
         return reader()
@@ -70,27 +73,26 @@ class QuantizedExperts:
 
     Args:
         ctx: Build context.
-        layouts: Gate and up, and down, of each expert.
-        floats: The operation for dequantized weights.
-        facts: The facts of `floats`.
+        layouts: Gate and up, or up alone, and down, of each expert.
+        resolve: Returns the operation for weights with the result of `expert_facts` of both matrices of every expert;
+            None to dequantize them. None for experts without such an operation.
 
     Attributes:
-        op: The operation `quantized_moe` if the experts stay quantized, else None.
+        op: The operation, `quantized_moe` or `quantized_ungated_moe`, if the experts stay quantized, else None.
     """
 
     def __init__(
         self,
         ctx: BuildContext,
         layouts: Sequence[tuple[MatrixLayout, MatrixLayout]],
-        floats: ResolvedOp,
-        facts: dict[str, Any],
+        resolve: Resolve | None,
     ) -> None:
         self.op: ResolvedOp | None = None
         self._matrices: dict[tuple[int, int], QuantizedMatrix] = {}
         # By checkpoint tensor: its matrix, with the names of the matrix's tensors that are not loaded yet.
         self._unloaded: dict[str, tuple[QuantizedMatrix, set[str]]] = {}
         if ctx.quantization is not None:
-            self._build(ctx, layouts, floats, facts)
+            self._build(ctx, layouts, resolve)
 
     def matrix(self, expert: int, which: int) -> QuantizedMatrix | None:
         """The matrix of gate and up (0) or down (1); None if the checkpoint has floats."""
@@ -131,8 +133,7 @@ class QuantizedExperts:
         self,
         ctx: BuildContext,
         layouts: Sequence[tuple[MatrixLayout, MatrixLayout]],
-        floats: ResolvedOp,
-        facts: dict[str, Any],
+        resolve: Resolve | None,
     ) -> None:
         formats: list[tuple[ExpertFacts | None, ...]] = []
         op = None
@@ -140,7 +141,7 @@ class QuantizedExperts:
             made = [ctx.quantized(layout) for layout in pair]
             formats.append(tuple(None if matrix is None else matrix.expert_facts() for matrix in made))
             if expert == 0:
-                op = quantized_moe_op(ctx, formats[0][0], formats[0][1], floats, facts)
+                op = None if resolve is None else resolve(*formats[0])
                 if op is None and all(matrix is not None and matrix.checkpoint_has_floats for matrix in made):
                     return
             self._matrices.update(((expert, i), matrix) for i, matrix in enumerate(made) if matrix is not None)
@@ -178,6 +179,23 @@ def quantized_moe_op(
         return None
     formats = {"linear": gate_up[0], "gate_up": gate_up[1], "down": down[1]}
     op = ctx.op("quantized_moe", **facts, **formats, bias=clamped, clamped=clamped)
+    return op if op.may_replace(floats) else None
+
+
+def quantized_ungated_moe_op(
+    ctx: BuildContext, up: ExpertFacts | None, down: ExpertFacts | None, floats: ResolvedOp, facts: dict[str, Any]
+) -> ResolvedOp | None:
+    """The operation `quantized_ungated_moe`, likewise.
+
+    Args:
+        ctx: Build context.
+        up, down: Result of `expert_facts`, equal for all experts.
+        floats: The operation `ungated_moe` for dequantized weights.
+        facts: The facts of `floats`.
+    """
+    if up is None or down is None or up[0] != down[0] or ctx.num_devices > 1:
+        return None
+    op = ctx.op("quantized_ungated_moe", **facts, linear=up[0], up=up[1], down=down[1])
     return op if op.may_replace(floats) else None
 
 

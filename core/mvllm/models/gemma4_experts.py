@@ -1,5 +1,7 @@
 """Gemma 4's experts, which run beside the MLP of a layer on the residual stream.
 
+Of GGUF files (`stacked_experts` is false then), experts are read one by one.
+
 residual ─┬─ norm ─ MLP ──────────────────── norm ─┐
           ├─ norm with the scale ─ router ─┐       + ─ norm ─ (added to the residual stream by the layer)
           └─ norm ─ experts ◄──────────────┘─ norm ┘
@@ -16,6 +18,7 @@ from mvllm.config.model import ModelConfig
 from mvllm.errors import ModelError
 from mvllm.layers.activation import ACTIVATIONS
 from mvllm.layers.context import BuildContext, ForwardStep
+from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.linear import ReplicatedLinear
 from mvllm.layers.norm import RMSNorm, whole_tensor_target
 from mvllm.layers.rotary import CosSinRows
@@ -86,7 +89,8 @@ class Gemma4Experts(nn.Module):
         self.expert_scale = ctx.floats(torch.float32).parameter(count)
         self.norm = RMSNorm(ctx, f"{name}.pre_feedforward_layernorm_2", size, eps)
         inner = hf.positive_int("moe_intermediate_size")
-        self.experts = StackedMoE(
+        experts = StackedMoE if hf.get("stacked_experts", True) else FusedMoE
+        self.experts = experts(
             ctx, f"{name}.experts", size, inner, num_experts=count, top_k=top_k, op="gelu_tanh_moe"
         )
         self.result_norm = RMSNorm(ctx, f"{name}.post_feedforward_layernorm_2", size, eps)

@@ -1,4 +1,7 @@
-"""Mistral 4: DeepSeek's latent attention and experts, with softmax routing and Ministral 3's factor on queries."""
+"""Mistral 4: DeepSeek's latent attention and experts, with softmax routing and Ministral 3's factor on queries.
+
+Of GGUF files (`stacked_experts` is false then), experts are read one by one.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from torch import nn
 from mvllm.config.model import ModelConfig
 from mvllm.config.rope_parameters import RopeParameters, rope_settings
 from mvllm.layers.context import BuildContext
+from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.routing import Routing
 from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from mvllm.layers.stacked_moe import StackedMoE
@@ -34,7 +38,7 @@ class Mistral4ForCausalLM(TextPart, DeepseekV2ForCausalLM):
         )
 
     def build_mlp(self, ctx: BuildContext, options: LlamaOptions, layer: int) -> nn.Module:
-        """Checkpoints store the experts of a layer in one tensor for each matrix."""
+        """Checkpoints store the experts of a layer in one tensor for each matrix, unless `stacked_experts` is false."""
         hf, name, hidden_size = self.config.hf_config, f"model.layers.{layer}.mlp", self.config.hidden_size
         if layer < hf.get("first_k_dense_replace", 0):
             return LlamaForCausalLM.build_mlp(self, ctx, options, layer)
@@ -42,10 +46,11 @@ class Mistral4ForCausalLM(TextPart, DeepseekV2ForCausalLM):
         count, size = hf.positive_int("n_routed_experts"), hf.positive_int("moe_intermediate_size")
         routing = self.routing()
         shared_size = size * hf.positive_int("n_shared_experts", 1)
+        experts = StackedMoE if hf.get("stacked_experts", True) else FusedMoE
         return SparseMoeBlock(
             ctx,
             f"{name}.gate",
-            StackedMoE(ctx, f"{name}.experts", hidden_size, size, num_experts=count, top_k=routing.top_k),
+            experts(ctx, f"{name}.experts", hidden_size, size, num_experts=count, top_k=routing.top_k),
             routing,
             shared_experts=shared_mlp(self.config, ctx, f"{name}.shared_experts", shared_size),
         )

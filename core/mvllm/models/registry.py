@@ -65,6 +65,8 @@ _MODELS = {
     "Starcoder2ForCausalLM": "mvllm.models.starcoder2:Starcoder2ForCausalLM",
     "FalconForCausalLM": "mvllm.models.falcon:FalconForCausalLM",
     "BambaForCausalLM": "mvllm.models.bamba:BambaForCausalLM",
+    "GraniteMoeForCausalLM": "mvllm.models.granite_moe:GraniteMoeForCausalLM",
+    "GraniteMoeSharedForCausalLM": "mvllm.models.granite_moe:GraniteMoeForCausalLM",
     "GraniteMoeHybridForCausalLM": "mvllm.models.granite_moe_hybrid:GraniteMoeHybridForCausalLM",
     "FalconH1ForCausalLM": "mvllm.models.falcon_h1:FalconH1ForCausalLM",
     "NemotronHForCausalLM": "mvllm.models.nemotron_h:NemotronHForCausalLM",
