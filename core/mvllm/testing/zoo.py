@@ -25,8 +25,8 @@ NUM_TOKENS = 16
 MAX_LEN = 640
 """Length of the models."""
 ENGINE_LEN = 256
-"""Default length of engines, which is enough for LENGTHS and NUM_TOKENS. With static shapes an engine compiles a program
-for each combination of sizes within its limits, so a longer one takes more than twice as long to start."""
+"""Default length of engines, enough for LENGTHS and NUM_TOKENS. With static shapes an engine compiles a program for
+each combination of sizes within its limits, so a longer one takes more than twice as long to start."""
 LONG: dict[str, Any] = {"max_model_len": MAX_LEN, "max_num_batched_tokens": MAX_LEN}
 """Settings of an engine for sequences of up to MAX_LEN tokens."""
 CLEAR = 0.01
