@@ -15,4 +15,4 @@ if __name__ == "__main__":
         generate(llm, [[5, 6, 7]])
         print_answer({"ready": True})
         while True:
-            generate(llm, [[5, 6, 7]], max_tokens=500)
+            generate(llm, [[5, 6, 7]], max_tokens=200)

@@ -23,6 +23,12 @@ from mvllm.testing.platform_under_test import PlatformUnderTest
 VOCAB_SIZE = 320
 NUM_TOKENS = 16
 MAX_LEN = 640
+"""Length of the models."""
+ENGINE_LEN = 256
+"""Default length of engines, enough for LENGTHS and NUM_TOKENS. With static shapes an engine compiles a program for
+each combination of sizes within its limits, so a longer one takes more than twice as long to start."""
+LONG: dict[str, Any] = {"max_model_len": MAX_LEN, "max_num_batched_tokens": MAX_LEN}
+"""Settings of an engine for sequences of up to MAX_LEN tokens."""
 CLEAR = 0.01
 """Minimum difference between the largest and the second largest logit at each generated position."""
 TIE = {"float32": 0.0, "float16": 0.1, "bfloat16": 0.6}
@@ -219,14 +225,18 @@ def tie_of(capabilities: Capabilities, dtype: str) -> float:
 
 
 def make_llm(platform_under_test: PlatformUnderTest, folder: Path, **settings: Any) -> LLM:
-    """An engine on the platform under test; a context manager that closes it."""
+    """An engine on the platform under test; a context manager that closes it.
+
+    Args:
+        settings: Arguments of `LLM`; `LONG` is for sequences of up to MAX_LEN tokens.
+    """
     defaults: dict[str, Any] = {
         "platform": platform_under_test.name,
         "dtype": main_dtype(platform_under_test.capabilities),
         "skip_tokenizer_init": True,
-        "max_model_len": MAX_LEN,
+        "max_model_len": ENGINE_LEN,
         "max_num_seqs": 8,
-        "max_num_batched_tokens": MAX_LEN,
+        "max_num_batched_tokens": ENGINE_LEN,
         "kv_cache_memory_bytes": 2**26,
         "seed": 0,
         "use_tqdm_on_load": False,

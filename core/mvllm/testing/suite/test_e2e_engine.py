@@ -15,7 +15,9 @@ from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.plugin import DeviceHolder
 from mvllm.testing.rank_launcher import parallel_config, ranks_skip_reason, topology_of
 from mvllm.testing.zoo import (
+    ENGINE_LEN,
     FAMILIES,
+    LONG,
     MAX_LEN,
     NUM_TOKENS,
     STATE_FAMILY,
@@ -109,7 +111,7 @@ def test_two_pipeline_stages_generate_the_same(
 @clause("E2E-04")
 def test_a_cached_prefix_changes_no_token(subject: PlatformUnderTest, free_device: None, zoo: Zoo) -> None:
     tie = tie_of(subject.capabilities, main_dtype(subject.capabilities))
-    with make_llm(subject, zoo.checkpoint("llama")) as llm:
+    with make_llm(subject, zoo.checkpoint("llama"), **LONG) as llm:
         size = llm.llm_engine.cache_summary.block_size
         length = size + 5
         if length + NUM_TOKENS > MAX_LEN:
@@ -144,7 +146,8 @@ def test_a_request_that_was_preempted_changes_no_token(
     if longest > MAX_LEN or num_tokens > 100:
         skip_not_run(f"blocks of {size} tokens are too long for the test's model and its oracle")
     expected = zoo.oracle("llama", (prompt_len,) * 3, num_tokens)
-    settings = {"max_model_len": longest, "kv_cache_memory_bytes": 4 * bytes_per_block, **small}
+    limits = {"max_model_len": longest, "max_num_batched_tokens": max(longest, ENGINE_LEN)}
+    settings = {**limits, "kv_cache_memory_bytes": 4 * bytes_per_block, **small}
     with make_llm(subject, expected.folder, **settings) as llm:
         assert_tokens(zoo, "llama", expected, generate(llm, expected.prompts, max_tokens=num_tokens), tie)
         stats = llm.llm_engine.stats

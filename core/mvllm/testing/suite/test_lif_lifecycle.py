@@ -24,7 +24,7 @@ from mvllm.testing.subprocess_checks import ANSWER_PREFIX, child_environment
 from mvllm.testing.zoo import Zoo, generate, make_llm
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
-LONG = {"max_tokens": 500}
+LONG = {"max_tokens": 200}
 
 
 @pytest.fixture

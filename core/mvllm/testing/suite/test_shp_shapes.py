@@ -13,7 +13,7 @@ from mvllm.plugin_api import CompileBackend, DeviceRuntime, ShapePolicy, StepKin
 from mvllm.testing.markers import clause, skip_not_claimed
 from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.tensor_assertions import assert_equal
-from mvllm.testing.zoo import MAX_LEN, VOCAB_SIZE, Zoo, assert_tokens, generate, main_dtype, make_llm, tie_of
+from mvllm.testing.zoo import LONG, MAX_LEN, VOCAB_SIZE, Zoo, assert_tokens, generate, main_dtype, make_llm, tie_of
 from mvllm.worker.step_inputs import StepInputBuilder, StepInputs
 from mvllm.worker.worker import Worker
 
@@ -77,7 +77,7 @@ def test_steps_have_sizes_among_the_buckets_and_nothing_is_compiled_after_warm_u
 
         monkeypatch.setattr(type(compiler), "compile", watched_compile)
     expected = zoo.oracle("llama")
-    with make_llm(subject, expected.folder) as llm:
+    with make_llm(subject, expected.folder, **LONG) as llm:
         outputs = generate(llm, expected.prompts)
     assert_tokens(zoo, "llama", expected, outputs, tie_of(subject.capabilities, main_dtype(subject.capabilities)))
     for name in DIMENSIONS:
@@ -102,7 +102,7 @@ def test_no_request_that_only_samples_compiles_anything(
     monkeypatch.setattr(Worker, "init_device", watched)
     rng = random.Random(0)
     prompts = [[rng.randrange(2, VOCAB_SIZE) for _ in range(rng.randint(1, MAX_LEN // 2))] for _ in range(11)]
-    with make_llm(subject, zoo.checkpoint("llama")) as llm:
+    with make_llm(subject, zoo.checkpoint("llama"), **LONG) as llm:
         with enter_phase(Phase.WORKER):
             warm = bound[0].num_compilations()
         if warm is None:
