@@ -75,8 +75,9 @@ class DecoderForward:
             assert inputs.state_layout is not None, "the step has slots for states"
             metadata.append(self.state_backend.build_metadata(inputs.state_layout))
         prompt_lens = inputs.prompt_lens
-        if self._omits_prompt_lens and inputs.longest_partial_prompt <= self.model.original_context:
-            prompt_lens = None
+        if prompt_lens is not None and self._omits_prompt_lens:
+            is_needed = inputs.longest_partial_prompt > self.model.original_context
+            prompt_lens = prompt_lens if is_needed else None
         args = inputs.token_ids, inputs.positions, prompt_lens, intermediate, *metadata
         if adapters is None:
             return function(*args)
