@@ -128,8 +128,8 @@ class ForwardStep:
     Attributes:
         metadata: The attention metadata of the step, by the `metadata_key` of the layers that read it.
         prompt_lens: [T], int32, device: the prompt length of each token's request. Read only by models with
-            `uses_prompt_lens` (RoPE scalings that depend on the sequence length, see RotaryEmbedding); None treats
-            every prompt as no longer than the original context.
+            `uses_prompt_lens` (RoPE scalings that depend on the sequence length, see RotaryEmbedding); None in steps
+            that do not need it, see `CausalLM.original_context`.
         prompt_starts: Host, for encoders: the first token of each prompt, and the end of the last prompt.
         token_types: [T], int32, device: token type (first or second text) of each token; None means type 0 for all.
             Read only by models with `uses_token_types`.

@@ -10,6 +10,7 @@ Checkpoints of floats store the matrices of all experts in one tensor, transpose
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -109,6 +110,6 @@ class Llama4MoE(nn.Module):
             routed = self.experts(x * scores, ones, ids)
         else:
             rows = (x.unsqueeze(1) * scores.unsqueeze(2)).flatten(0, 1)
-            each = self.experts(rows, torch.ones_like(ones).view(-1, 1), ids.view(-1, 1))
-            routed = each.unflatten(0, (-1, self._top_k)).sum(1)
+            each = self.experts(rows, torch.ones_like(ones).view(-1, 1), ids.view(-1, 1)).float()
+            routed = functools.reduce(torch.add, each.unflatten(0, (-1, self._top_k)).unbind(1)).to(x.dtype)
         return self._tp.all_reduce(routed) + self.shared_expert(x)

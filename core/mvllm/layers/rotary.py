@@ -8,8 +8,8 @@ computed, and cached keys keep the rotation with which they were stored:
 
 The length for a token at position p of a request with an n-token prompt is max(p + 1, n), as when the whole prompt is
 computed at once and then token by token. It does not depend on chunked prefill or on recomputation after a preemption.
-If n is within the original context, the length is a function of p, and the table suffices; `prompt_lens` is needed only
-for longer prompts.
+If n is within the original context, or p + 1 is not less than n, the length is a function of p, and the table suffices;
+`prompt_lens` is needed only for tokens of longer prompts before the last one.
 
 Keys of prompts beyond the original context depend on n as well as on the tokens, so a prefix cache may share their
 blocks only between requests of equal n (dynamic), or among the long ones (longrope): see `prompt_cache_key`.
@@ -114,7 +114,7 @@ class RotaryEmbedding(nn.Module):
 
         Args:
             positions: [T], integers.
-            prompt_lens: [T], integers, as in ForwardStep; None treats every prompt as within the original context.
+            prompt_lens: [T], integers, as in ForwardStep; None if no token needs it.
         """
         rows = self._rows(positions, prompt_lens)
         if self._query_scaling is None:

@@ -40,6 +40,8 @@ class CausalLM(nn.Module, ABC):
         first_stage_names, last_stage_names: Name prefixes of tensors that only that stage holds.
         ignored_names: Regular expression for names of checkpoint tensors that are not weights.
         uses_prompt_lens, uses_token_types: Whether the model reads `ForwardStep`'s field of that name.
+        original_context: With `uses_prompt_lens`: tokens of prompts up to this length do not need it, nor does the last
+            token of any prompt or a later one.
         reads_per_layer_config: Whether the model reads `per_layer_config`, settings of single layers. Models that do
             not read it refuse it.
         module_names: Names of modules in checkpoints that differ from those of this class.
@@ -57,6 +59,7 @@ class CausalLM(nn.Module, ABC):
     head_name: str = "lm_head"
     ties_embeddings_by_default: bool = False
     uses_prompt_lens: bool = False
+    original_context: int = 0
     uses_token_types: bool = False
     reads_per_layer_config: bool = False
     module_names: ModuleNames = ModuleNames({})

@@ -91,6 +91,7 @@ class FalconForCausalLM(CausalLM):
             )
         self.rotary = RotaryEmbedding(ctx, RopeParameters.from_config(hf, config.head_size), config.max_model_len)
         self.uses_prompt_lens = self.rotary.uses_prompt_lens
+        self.original_context = self.rotary.rope.native_len
         self.word_embeddings = self._build_embedding(ctx, "transformer.word_embeddings", size)
         self.layers = nn.ModuleList(FalconLayer(config, ctx, self.rotary, layer) for layer in self._layer_numbers())
         self.norm = LayerNorm(ctx, "transformer.ln_f", size, layer_norm_epsilon(config)) if self.stage.is_last else None

@@ -231,7 +231,9 @@ class LlamaForCausalLM(CausalLM):
 
         self.rotary = rotary(options.rope or RopeParameters.from_config(config.hf_config, config.head_size))
         self.local_rotary = None if options.local_rope is None else rotary(options.local_rope)
-        self.uses_prompt_lens = any(r is not None and r.uses_prompt_lens for r in (self.rotary, self.local_rotary))
+        scaled = [r for r in (self.rotary, self.local_rotary) if r is not None and r.uses_prompt_lens]
+        self.uses_prompt_lens = bool(scaled)
+        self.original_context = min((r.rope.native_len for r in scaled), default=0)
         self.embed_tokens = self._build_embedding(ctx, "model.embed_tokens", config.hidden_size)
         self.embedding_scale = torch.tensor(options.embedding_scale, dtype=ctx.dtype).item()
         self.layers = nn.ModuleList(

@@ -43,10 +43,13 @@ class DecoderForward:
         self.lora: CurrentLoRAMapping | None = None
         self.token_buffer: SampledTokenBuffer | None = None
         self._compiled: Callable[..., torch.Tensor] | None = None
+        self._omits_prompt_lens = False
 
     def compile(self, compiler: CompileBackend) -> None:
         """Compiles the model for steps of any size."""
         self._compiled = compiler.compile(self.call_model, dynamic=True)
+        # A backend with a warm-up has compiled steps with all arguments.
+        self._omits_prompt_lens = not compiler.needs_warm_up()
 
     def drop_compiled(self) -> None:
         """Drops the compiled function, which refers to weights and KV cache."""
@@ -71,7 +74,11 @@ class DecoderForward:
         if self.state_backend is not None:
             assert inputs.state_layout is not None, "the step has slots for states"
             metadata.append(self.state_backend.build_metadata(inputs.state_layout))
-        args = inputs.token_ids, inputs.positions, inputs.prompt_lens, intermediate, *metadata
+        prompt_lens = inputs.prompt_lens
+        if prompt_lens is not None and self._omits_prompt_lens:
+            is_needed = inputs.longest_partial_prompt > self.model.original_context
+            prompt_lens = prompt_lens if is_needed else None
+        args = inputs.token_ids, inputs.positions, prompt_lens, intermediate, *metadata
         if adapters is None:
             return function(*args)
         if inputs.layout.capture and adapters.is_on_device:

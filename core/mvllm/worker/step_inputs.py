@@ -168,6 +168,8 @@ class StepInputs:
             that are captured.
         layouts: For the attention backends, one per group of layers; only block_table and slot_mapping differ.
         prompt_lens: int32 [T], device: prompt length of each token's request; None for models that do not read it.
+        longest_partial_prompt: Length of the longest prompt of which the step has a token before the last one; 0 if
+            there is none, or without `prompt_lens`.
         sample_rows: int32 [S], device: the rows that sample, padded with an unused row; None where tokens do not stay
             on the device.
         state_layout: For the state backend; None for models without sequence states.
@@ -183,6 +185,7 @@ class StepInputs:
     logits_indices: torch.Tensor
     layouts: list[BatchLayout]
     prompt_lens: torch.Tensor | None = None
+    longest_partial_prompt: int = 0
     sample_rows: torch.Tensor | None = None
     state_layout: StateLayout | None = None
 
@@ -369,9 +372,12 @@ class StepInputBuilder:
             slots[:num_tokens] = block * self._block_size + offset
             if padded_tokens > num_tokens:
                 slots[num_tokens:] = -1
+        longest_partial_prompt = 0
         if self._with_prompt_lens:
             prompt_lens[:num_tokens] = history.num_prompt_tokens[row_of_token]
             prompt_lens[num_tokens:] = 0
+            is_partial = prompt_lens[:num_tokens] > position + 1
+            longest_partial_prompt = int(prompt_lens[:num_tokens].max(initial=0, where=is_partial))
         if self._with_sample_rows:
             sample_rows[:num_sampling] = rows[sampling_positions]
             sample_rows[num_sampling:] = table.max_rows
@@ -413,6 +419,7 @@ class StepInputBuilder:
             logits_indices=views[5],
             layouts=layouts,
             prompt_lens=views[7] if self._with_prompt_lens else None,
+            longest_partial_prompt=longest_partial_prompt,
             sample_rows=views[8] if self._with_sample_rows else None,
             state_layout=layout.state_layout(parts, views, layouts[0], is_static=self._is_static),
         )

@@ -15,7 +15,9 @@
 #include <memory>
 #include <vector>
 
+#include "attention_scratch.h"
 #include "entries.h"
+#include "index_selection.h"
 #include "kernels.h"
 #include "team.h"
 
@@ -33,6 +35,7 @@ struct Step {
     std::unique_ptr<float[]> states;
     std::vector<SplitTile> split_tiles;
     std::unique_ptr<float[]> partials;
+    IndexPlan selection;  // of an indexer, which has no items
     int64_t work = 0;
     int threads = 1;
 };
@@ -55,6 +58,10 @@ void add_request(Step& step, int request, int per_tile, std::vector<Item>& tiles
     const int earlier = g.batch.seq_lens[request] - new_tokens;
     for (int begin = 0; begin < new_tokens; begin += per_tile) {
         const int end = std::min(begin + per_tile, new_tokens);
+        if (reads_selected(g.spec)) {
+            tiles.push_back({request, 0, begin, end, 0, std::min(g.spec.index_topk, earlier + end), -1});
+            continue;
+        }
         const int low = g.spec.window ? std::max(0, earlier + begin - g.spec.window + 1) : 0;
         for (int h = 0; h < g.spec.num_kv_heads; ++h) tiles.push_back({request, h, begin, end, low, earlier + end, -1});
     }
@@ -115,6 +122,7 @@ void find_common(Step& step, std::vector<Item>& tiles) {
 // Tokens per tile: many, so that they share the reads of keys, but few enough that every thread gets several tiles.
 int tokens_per_tile(const Step& step) {
     const Geometry& g = step.geometry;
+    if (reads_selected(g.spec)) return 1;  // each token reads keys of its own
     const int64_t tokens = g.batch.query_start_loc[g.batch.num_requests];
     int rows = TILE_ROWS;
     while (rows > TILE_ROWS / 4 && tokens * g.spec.num_heads < int64_t(rows) * step.threads * 4) rows /= 2;
@@ -126,7 +134,7 @@ void divide(Step& step) {
     std::vector<Item> tiles;
     const int per_tile = tokens_per_tile(step);
     for (int r = 0; r < g.batch.num_requests; ++r) add_request(step, r, per_tile, tiles);
-    find_common(step, tiles);
+    if (!reads_selected(g.spec)) find_common(step, tiles);
     int64_t cost = 0;
     for (const Item& tile : step.common) cost += cost_of(g, tile), step.work += work_of(g, tile);
     for (const Item& tile : tiles) cost += cost_of(g, tile), step.work += work_of(g, tile);
@@ -165,44 +173,42 @@ void divide(Step& step) {
     if (num_partials) step.partials.reset(new float[size_t(num_partials) * g.partial_size]);
 }
 
-// One thread's scratch memory, reused by later steps.
-class ScratchMemory {
-  public:
-    Scratch carve(const Geometry& g) {
-        const bool bytes = is_byte(g.spec.kv_dtype);
-        const size_t rows = g.tile_rows, item = g.spec.kv_dtype == F32 ? 4 : 2;
-        const size_t sizes[] = {
-            rows * g.dk * 4,                          // query
-            MAX_MR * CHUNK * 4,                       // scores
-            MAX_MR * CHUNK * 2,                       // pairs
-            rows * g.dv * 4,                          // acc
-            rows * 4,                                 // row_max
-            rows * STRIP * 4,                         // row_sum
-            g.spec.batch_invariant ? rows * g.dv * 4 : 0,  // total
-            g.spec.batch_invariant ? rows * 4 : 0,    // total_max
-            g.spec.batch_invariant ? rows * 4 : 0,    // total_sum
-            bytes ? size_t(CHUNK) * g.dk * 2 : 0,     // keys
-            bytes || g.spec.latent ? CHUNK * g.dv * item : 0,  // values
-        };
-        size_t total = 64;
-        for (size_t size : sizes) total += size + 64;
-        if (size_ < total) memory_.reset(new char[total]), size_ = total;
-        uintptr_t at = reinterpret_cast<uintptr_t>(memory_.get());
-        void* parts[11];
-        for (int i = 0; i < 11; ++i) {
-            at = (at + 63) & ~uintptr_t(63);
-            parts[i] = reinterpret_cast<void*>(at);
-            at += sizes[i];
+// Attention of one layer.
+void run(const Step& step, const Layer& layer) {
+    const Geometry& g = step.geometry;
+    record_kernel_use();
+    const Isa& isa = current_isa();
+    const auto attend_item = reads_selected(g.spec) ? isa.attend_selected : isa.attend;
+    // Heads of one request are adjacent in each block. A thread claims adjacent items, so that the hardware prefetcher
+    // reads memory of the same thread.
+    auto attend = [&](const std::vector<Item>& items, std::atomic<int>& next) {
+        thread_local ScratchMemory memory;
+        const Scratch scratch = memory.carve(g);
+        const int count = int(items.size());
+        const int at_once = std::max(1, std::min(g.spec.num_kv_heads, count / (step.threads * 8)));
+        auto claim = [&] { return next.fetch_add(at_once, std::memory_order_relaxed); };
+        for (int first = claim(), following; first < count; first = following) {
+            following = claim();
+            const int end = std::min(first + at_once, count);
+            for (int i = first; i < end; ++i) {
+                const int after = i + 1 < end ? i + 1 : following;
+                attend_item(g, layer, items[i], after < count ? &items[after] : nullptr, scratch, step.partials.get());
+            }
         }
-        auto floats = [&](int i) { return static_cast<float*>(parts[i]); };
-        return {floats(0), floats(1), static_cast<uint32_t*>(parts[2]), floats(3), floats(4), floats(5),
-                floats(6), floats(7), floats(8), parts[9], parts[10]};
-    }
-
-  private:
-    std::unique_ptr<char[]> memory_;
-    size_t size_ = 0;
-};
+    };
+    auto attend_all = [&](const std::vector<Item>& items) {
+        std::atomic<int> next{0};
+        if (!items.empty()) divide_pieces(step.threads, step.threads, [&](Part) { attend(items, next); });
+    };
+    attend_all(step.common);
+    attend_all(step.items);
+    divide_range(step.threads, int64_t(step.split_tiles.size()), [&](int64_t begin, int64_t end) {
+        thread_local ScratchMemory memory;
+        const Scratch scratch = memory.carve(g);
+        for (int64_t i = begin; i < end; ++i)
+            isa.combine(g, layer, step.split_tiles[size_t(i)], scratch, step.partials.get());
+    });
+}
 
 }  // namespace
 }  // namespace mvllm
@@ -219,7 +225,7 @@ void* mvllm_cpu_step_new(const Spec* spec, const Batch* batch) {
     g.spec = *spec;
     g.batch = *batch;
     g.group = spec->num_heads / spec->num_kv_heads;
-    g.dk = round_up(spec->head_size, 4);
+    g.dk = round_up(spec->head_size, reads_selected(*spec) ? SELECTED_ALIGNMENT : 4);
     g.dv = round_up(spec->value_size, 16);
     g.tile_rows = std::max(TILE_ROWS / g.group, 1) * g.group;
     g.key_head = int64_t(g.dk) * batch->block_size;
@@ -228,7 +234,10 @@ void* mvllm_cpu_step_new(const Spec* spec, const Batch* batch) {
     g.state_size = g.group * (g.dv + 1 + STRIP);
     g.states = nullptr;
     step->threads = team_size();
-    divide(*step);
+    if (spec->indexer)
+        step->selection = plan_selection(g, step->threads);
+    else
+        divide(*step);
     return step;
 }
 
@@ -256,40 +265,21 @@ void mvllm_cpu_write_kv(const void* handle, const void* key, int64_t key_stride,
 
 void mvllm_cpu_attention(const void* handle, const void* query, int64_t query_stride, const Cache* cache,
                          const void* sinks, int sinks_dtype, void* out) {
+    run(*static_cast<const Step*>(handle), Layer{query, query_stride, *cache, sinks, sinks_dtype, out});
+}
+
+// `positions`: [tokens, index_topk].
+void mvllm_cpu_attention_selected(const void* handle, const void* query, int64_t query_stride, const int32_t* positions,
+                                  const Cache* cache, void* out) {
+    run(*static_cast<const Step*>(handle), Layer{query, query_stride, *cache, nullptr, F32, out, positions});
+}
+
+// `positions`: [tokens, index_topk], written.
+void mvllm_cpu_select_positions(const void* handle, const void* query, int64_t query_stride, const float* weights,
+                                int64_t weights_stride, const Cache* cache, int32_t* positions) {
     const Step& step = *static_cast<const Step*>(handle);
-    const Geometry& g = step.geometry;
-    const Layer layer{query, query_stride, *cache, sinks, sinks_dtype, out};
-    record_kernel_use();
-    const Isa& isa = current_isa();
-    // Heads of one request are adjacent in each block. A thread claims adjacent items, so that the hardware prefetcher
-    // reads memory of the same thread.
-    auto attend = [&](const std::vector<Item>& items, std::atomic<int>& next) {
-        thread_local ScratchMemory memory;
-        const Scratch scratch = memory.carve(g);
-        const int count = int(items.size());
-        const int at_once = std::max(1, std::min(g.spec.num_kv_heads, count / (step.threads * 8)));
-        auto claim = [&] { return next.fetch_add(at_once, std::memory_order_relaxed); };
-        for (int first = claim(), following; first < count; first = following) {
-            following = claim();
-            const int end = std::min(first + at_once, count);
-            for (int i = first; i < end; ++i) {
-                const int after = i + 1 < end ? i + 1 : following;
-                isa.attend(g, layer, items[i], after < count ? &items[after] : nullptr, scratch, step.partials.get());
-            }
-        }
-    };
-    auto attend_all = [&](const std::vector<Item>& items) {
-        std::atomic<int> next{0};
-        if (!items.empty()) divide_pieces(step.threads, step.threads, [&](Part) { attend(items, next); });
-    };
-    attend_all(step.common);
-    attend_all(step.items);
-    divide_range(step.threads, int64_t(step.split_tiles.size()), [&](int64_t begin, int64_t end) {
-        thread_local ScratchMemory memory;
-        const Scratch scratch = memory.carve(g);
-        for (int64_t i = begin; i < end; ++i)
-            isa.combine(g, layer, step.split_tiles[size_t(i)], scratch, step.partials.get());
-    });
+    const Layer layer{query, query_stride, *cache, nullptr, F32, nullptr};
+    select_positions(step.geometry, step.selection, IndexLayer{layer, weights, weights_stride, nullptr}, positions);
 }
 
 }  // extern "C"

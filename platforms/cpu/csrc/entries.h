@@ -106,6 +106,10 @@ void mvllm_cpu_write_kv(const void* handle, const void* key, int64_t key_stride,
                         const mvllm::Cache* cache);
 void mvllm_cpu_attention(const void* handle, const void* query, int64_t query_stride, const mvllm::Cache* cache,
                          const void* sinks, int sinks_dtype, void* out);
+void mvllm_cpu_attention_selected(const void* handle, const void* query, int64_t query_stride, const int32_t* positions,
+                                  const mvllm::Cache* cache, void* out);
+void mvllm_cpu_select_positions(const void* handle, const void* query, int64_t query_stride, const float* weights,
+                                int64_t weights_stride, const mvllm::Cache* cache, int32_t* positions);
 #if defined(__linux__)
 int mvllm_cpu_shared_all_reduce(mvllm::SharedGroup* group, void* data, int64_t count, int dtype, const char* ahead);
 #endif

@@ -16,6 +16,7 @@ namespace avx2 {
 #include "simd.h"
 #include "attention_tile.h"
 #include "kv_store.h"
+#include "sparse_attention_tile.h"
 #include "elementwise.h"
 #include "linear_tile.h"
 #include "moe_tile.h"
@@ -31,6 +32,8 @@ const Isa isa_avx2 = {
     "avx2",
     avx2::attend,
     avx2::combine,
+    avx2::attend_selected,
+    avx2::index_scores,
     avx2::store_kv,
     avx2::rms_norm,
     avx2::gate_and_mul,

@@ -16,6 +16,7 @@ namespace avx512 {
 #include "simd.h"
 #include "attention_tile.h"
 #include "kv_store.h"
+#include "sparse_attention_tile.h"
 #include "elementwise.h"
 #include "linear_tile.h"
 #include "moe_tile.h"
@@ -31,6 +32,8 @@ const Isa isa_avx512 = {
     "avx512",
     avx512::attend,
     avx512::combine,
+    avx512::attend_selected,
+    avx512::index_scores,
     avx512::store_kv,
     avx512::rms_norm,
     avx512::gate_and_mul,

@@ -16,6 +16,7 @@ namespace avx512_bf16 {
 #include "simd.h"
 #include "attention_tile.h"
 #include "kv_store.h"
+#include "sparse_attention_tile.h"
 #include "elementwise.h"
 #include "linear_tile.h"
 #include "moe_tile.h"
@@ -31,6 +32,8 @@ const Isa isa_avx512_bf16 = {
     "avx512_bf16",
     avx512_bf16::attend,
     avx512_bf16::combine,
+    avx512_bf16::attend_selected,
+    avx512_bf16::index_scores,
     avx512_bf16::store_kv,
     avx512_bf16::rms_norm,
     avx512_bf16::gate_and_mul,

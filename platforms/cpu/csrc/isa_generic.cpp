@@ -10,6 +10,7 @@ namespace generic {
 #include "simd.h"
 #include "attention_tile.h"
 #include "kv_store.h"
+#include "sparse_attention_tile.h"
 #include "elementwise.h"
 #include "linear_tile.h"
 #include "moe_tile.h"
@@ -23,6 +24,8 @@ const Isa isa_generic = {
     "generic",
     generic::attend,
     generic::combine,
+    generic::attend_selected,
+    generic::index_scores,
     generic::store_kv,
     generic::rms_norm,
     generic::gate_and_mul,

@@ -17,6 +17,7 @@ namespace neon_bf16 {
 #include "simd.h"
 #include "attention_tile.h"
 #include "kv_store.h"
+#include "sparse_attention_tile.h"
 #include "elementwise.h"
 #include "linear_tile.h"
 #include "moe_tile.h"
@@ -32,6 +33,8 @@ const Isa isa_neon_bf16 = {
     "neon_bf16",
     neon_bf16::attend,
     neon_bf16::combine,
+    neon_bf16::attend_selected,
+    neon_bf16::index_scores,
     neon_bf16::store_kv,
     neon_bf16::rms_norm,
     neon_bf16::gate_and_mul,

@@ -19,6 +19,9 @@
 //
 // Latent attention (MLA) stores no values: they are the first `value_size` dimensions of the keys.
 //
+// Sparse attention reads single tokens, so all dimensions of a token are adjacent there: keys [block][Dk], Dk rounded up to
+// SELECTED_ALIGNMENT. The keys of its indexer, which are all read, have the layout above.
+//
 // Padding is always zero. Slots without a token have undefined contents: their scores are not used, and their values are not
 // multiplied, because zero times a stale NaN is NaN.
 
@@ -38,6 +41,7 @@ enum DType : int32_t { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3, FP8 = 4 };
 
 inline bool is_byte(int32_t dtype) { return dtype == INT8 || dtype == FP8; }
 
+constexpr int SELECTED_ALIGNMENT = 32;  // dimensions of a token of sparse attention
 constexpr int STRIP = 16;        // tokens computed together; the block size is a multiple
 constexpr int CHUNK = 128;       // tokens whose scores are in memory at a time
 constexpr int SEGMENT = 2 * CHUNK;  // tokens of a segment, see `Spec::batch_invariant`
@@ -60,7 +64,12 @@ struct Spec {
     // sequence; each segment has its own softmax, and the results of segments are added in their order. So the order of sums
     // depends neither on the tile that the row is in nor on how many threads share its keys.
     int32_t batch_invariant;
+    int32_t index_topk;          // sparse attention: the most positions that a query attends to; 0: all
+    int32_t indexer;             // the layer selects these positions; its value_size is 0
 };
+
+// Whether attention reads selected positions only.
+inline bool reads_selected(const Spec& spec) { return spec.index_topk && !spec.indexer; }
 
 // One step's batch. Mirrored in Python. The caller owns the arrays, which outlive the step.
 struct Batch {
@@ -105,6 +114,7 @@ struct Layer {
     const void* sinks;  // [num_heads] or null
     int32_t sinks_dtype;
     void* out;           // [tokens, num_heads * value_size]
+    const int32_t* positions = nullptr;  // [tokens, index_topk]: the positions that tokens attend to, -1 at the end; or null
 };
 
 struct Geometry {
@@ -131,6 +141,22 @@ struct Scratch {
     float* total_sum;  // [rows]
     void* keys;        // a chunk's keys and values, if the products cannot read them in place
     void* values;
+    uint16_t* widened; // [STRIP, dk]: keys of sparse attention that were stored in 8 bits
+};
+
+// Work item of an indexer: queries [query_begin, query_end) of a request over keys [key_begin, key_end); `key_begin` is a
+// multiple of CHUNK. The score of query t and key k is scores[(t - query_begin) * stride + k].
+struct IndexItem {
+    Item item;
+    int64_t scores, stride;
+};
+
+// Tensors of an indexer.
+struct IndexLayer {
+    Layer layer;
+    const float* weights;  // [tokens, num_heads], rows `weights_stride` elements apart
+    int64_t weights_stride;
+    float* scores;
 };
 
 // A step's new keys and values, and the layer's cache. Rows are `*_stride` elements apart.
@@ -249,6 +275,8 @@ struct Isa {
     const char* name;
     void (*attend)(const Geometry&, const Layer&, const Item&, const Item* next, const Scratch&, float* partials);
     void (*combine)(const Geometry&, const Layer&, const SplitTile&, const Scratch&, const float* partials);
+    void (*attend_selected)(const Geometry&, const Layer&, const Item&, const Item* next, const Scratch&, float* partials);
+    void (*index_scores)(const Geometry&, const IndexLayer&, const IndexItem&, const Scratch&);
     void (*store_kv)(const Geometry&, const NewKV&, int token_begin, int token_end);
     void (*rms_norm)(const RmsNorm&, int64_t row_begin, int64_t row_end);
     void (*gate_and_mul)(const GateAndMul&, int64_t row_begin, int64_t row_end);

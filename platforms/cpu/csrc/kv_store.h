@@ -153,6 +153,30 @@ static void store_bytes(const typename From::type* key, int size, const typename
     encode<From, Bytes>(value, value_size, value_scale, [&](int d, uint8_t c) { v[2 * d] = c; });
 }
 
+// ---- sparse attention --------------------------------------------------------------------------------------------------
+
+// Stores one token with its dimensions adjacent.
+template <class From>
+static void store_selectable(const typename From::type* key, int size, const Geometry& g, const Cache& cache, int64_t slot) {
+    const int64_t at = slot * g.dk;
+    const auto put = [&](auto to, auto* keys) {
+        for (int d = 0; d < size; ++d) keys[at + d] = decltype(to)::put(From::get(key[d]));
+    };
+    const auto put_bytes = [&](auto bytes) {
+        typedef decltype(bytes) Bytes;
+        uint8_t* const keys = static_cast<uint8_t*>(cache.keys) + at;
+        const float scale = cache.key_scales[slot] = scale_of<From, Bytes>(key, size);
+        encode<From, Bytes>(key, size, scale, [&](int d, uint8_t code) { keys[d] = code; });
+    };
+    switch (g.spec.kv_dtype) {
+        case F32: return put(Float32(), static_cast<float*>(cache.keys));
+        case F16: return put(Float16(), static_cast<uint16_t*>(cache.keys));
+        case INT8: return put_bytes(Int8());
+        case FP8: return put_bytes(Fp8());
+        default: return put(BFloat16(), static_cast<uint16_t*>(cache.keys));
+    }
+}
+
 // ------------------------------------------------------------------------------------------------------------------------
 
 template <class From>
@@ -163,6 +187,13 @@ static void store_tokens(const Geometry& g, const NewKV& kv, int begin, int end)
 #if LANES == 16
     const bool in_runs = g.spec.dtype == BF16 && g.spec.kv_dtype == BF16 && size % 32 == 0 && value_size % 32 == 0;
 #endif
+    if (reads_selected(g.spec)) {
+        for (int t = begin; t < end; ++t) {
+            const int slot = g.batch.slot_mapping[t];
+            if (slot >= 0) store_selectable<From>(static_cast<const T*>(kv.key) + t * kv.key_stride, size, g, kv.cache, slot);
+        }
+        return;
+    }
     // Tokens are the inner loop, because adjacent tokens share cache lines of the keys.
     for (int h = 0; h < g.spec.num_kv_heads; ++h) {
         for (int t = begin; t < end; ++t) {

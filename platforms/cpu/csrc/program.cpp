@@ -109,6 +109,8 @@ const Entry entries[] = {
     ENTRY(mvllm_cpu_gated_rms_norm, own_division),
     ENTRY(mvllm_cpu_write_kv, one_thread),
     ENTRY(mvllm_cpu_attention, own_division),
+    ENTRY(mvllm_cpu_attention_selected, own_division),
+    ENTRY(mvllm_cpu_select_positions, own_division),
 #if defined(__linux__)
     ENTRY(mvllm_cpu_shared_all_reduce, own_division),  // its wait may time out
 #endif

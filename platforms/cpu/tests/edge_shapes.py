@@ -12,10 +12,10 @@ import sys
 from typing import Any
 
 import torch
-from platforms.cpu.tests.dense_attention import make_case, run
+from platforms.cpu.tests.dense_attention import make_case, run, runtime
 
 from mvllm.plugin_api import BlockQuantizedWeight, Float8Weight, QuantizedWeight
-from mvllm.testing.attention_cases import make_spec
+from mvllm.testing.attention_cases import make_spec, store
 from mvllm.testing.block_quantized_cases import block_quantized_weight
 from mvllm.testing.op_cases import op_calls
 from mvllm_cpu import kernels
@@ -28,6 +28,7 @@ from mvllm_cpu.paged_attention import DTYPES, SCALED_DTYPES, PagedAttention
 from mvllm_cpu.quantized_linear import QuantizedLinear
 from mvllm_cpu.quantized_moe import QuantizedMoe
 from mvllm_cpu.shared_memory_communicator import SharedGroup
+from mvllm_cpu.sparse_attention import IndexerAttention, SelectedAttention
 from mvllm_cpu.state_ops import StateOps
 
 REQUESTS = [(0, 19), (100, 1), (15, 1), (16, 1), (140, 5), (0, 1), (300, 1)]
@@ -52,6 +53,21 @@ def attention() -> None:
     for dtype, features in itertools.product(DTYPES, ({}, {"sliding_window": 270})):
         spec = make_spec(3, 1, 40, dtype, batch_invariant=True, **features)
         run(PagedAttention(spec), make_case(spec, [(0, 300), (511, 2), (1200, 1)]))
+
+
+def sparse_attention() -> None:
+    for dtype, kv_dtype in itertools.product(DTYPES, (*DTYPES, *SCALED_DTYPES)):
+        for heads, size, block_size, top_k in ((3, 33, 16, 5), (17, 80, 32, 150)):
+            fields = {"kv_dtype": kv_dtype, "values_in_keys": True, "index_topk": top_k}
+            indexer = IndexerAttention(make_spec(heads, 1, size, dtype, value_head_size=size, indexer=True, **fields))
+            attention = SelectedAttention(make_spec(heads, 1, size, dtype, value_head_size=24, **fields))
+            for requests in (REQUESTS, [(1200, 1)]):
+                case = make_case(indexer.spec, requests, block_size=block_size)
+                harness, metadata, query = store(indexer, runtime(), case, poison=torch.nan)
+                weights = torch.randn(len(query), heads)
+                positions = indexer.select(query, weights, harness.kv, metadata)
+                harness, metadata, query = store(attention, runtime(), case, poison=torch.nan)
+                attention.forward_selected(query, harness.kv, metadata, positions)
 
 
 def states() -> None:
@@ -208,6 +224,7 @@ if __name__ == "__main__":
     torch.set_num_threads(2)
     for name in sys.argv[1:] or (
         "attention",
+        "sparse_attention",
         "logits",
         "states",
         "linear",

@@ -13,19 +13,16 @@ from tests.helpers.model_zoo import ZOO, make_checkpoint
 LOADED = kernels.load()
 pytestmark = pytest.mark.skipif(LOADED.library is None, reason=f"no kernels: {LOADED.reason}")
 
-IN_EVERY_RUN = ("llama-gqa", "gemma3", "gptoss", "qwen35", "deepseek3")
-"""Plain; norms of heads and windows; experts and sinks; a delta rule; latent attention with experts."""
+IN_EVERY_RUN = ("llama-gqa", "gemma3", "gptoss", "qwen35", "deepseek3", "glm5")
+"""Plain; norms of heads, windows; experts and sinks; a delta rule; latent attention with experts; sparse attention."""
 
-NOT_REPLAYED = {
-    "llama-rope-dynamic": {"torch computes aten::mul.Tensor"},  # cosines of each length, in the step
-    "llama4-two": {"torch computes aten::ones_like"},  # published models choose one expert
-}
-"""Checkpoints whose steps are not replayed, and why."""
+LENGTHS = {"llama-rope-dynamic": 60}
+"""New tokens, if they matter: as many as exceed the original context."""
 
 NUM_REQUESTS = (1, 3)
 
 
-def refusals(folder, dtype, monkeypatch):
+def refusals(folder, dtype, monkeypatch, *, num_tokens=4):
     """Why steps of a checkpoint are not replayed, with one and with three requests."""
     made = []
 
@@ -35,7 +32,7 @@ def refusals(folder, dtype, monkeypatch):
 
     monkeypatch.setattr(Replay, "compile", compile_and_keep)
     with LLM(str(folder), dtype=dtype, max_model_len=64, skip_tokenizer_init=True) as llm:
-        params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, detokenize=False)
+        params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True, detokenize=False)
         for count in NUM_REQUESTS:
             llm.generate([{"prompt_token_ids": [5, 6 + i]} for i in range(count)], params, use_tqdm=False)
     (compiled,) = made
@@ -50,5 +47,5 @@ def refusals(folder, dtype, monkeypatch):
 def test_decode_steps_are_replayed(name, dtype, tmp_path, monkeypatch):
     if LOADED.isa not in FASTEST_WITH[dtype]:
         pytest.skip(f"torch's products of {dtype} are the faster ones with {LOADED.isa}, and they are not recorded")
-    found = refusals(make_checkpoint(name, tmp_path, tokenizer=False), dtype, monkeypatch)
-    assert found == NOT_REPLAYED.get(name, set())
+    folder = make_checkpoint(name, tmp_path, tokenizer=False)
+    assert not refusals(folder, dtype, monkeypatch, num_tokens=LENGTHS.get(name, 4))

@@ -112,6 +112,17 @@ def test_equals_transformers_for_a_prompt_and_generated_tokens(name: str, prompt
     torch.testing.assert_close(rotary(angles, *draw(LENGTH)), expected, atol=2e-6, rtol=0)
 
 
+@pytest.mark.parametrize("prompt_len", [20, 64, 128, 129, 200])
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_prompt_lens_do_not_matter_from_the_last_token_of_a_prompt_on(name: str, prompt_len: int) -> None:
+    rotary = make_rotary(make_config(name).to_dict())
+    first = 0 if prompt_len <= rotary.rope.native_len else prompt_len - 1
+    positions = torch.arange(first, LENGTH, dtype=torch.int32)
+    query, key = draw(len(positions))
+    expected = rotary(rotary.angles(positions, torch.full_like(positions, prompt_len)), query.clone(), key.clone())
+    torch.testing.assert_close(rotary(rotary.angles(positions), query, key), expected, atol=2e-6, rtol=0)
+
+
 @pytest.mark.parametrize(("name", "longest_shared"), [("dynamic", 128), ("longrope", 64)])
 def test_keys_of_prompts_within_the_original_context_may_be_shared(name: str, longest_shared: int) -> None:
     rotary = make_rotary(make_config(name).to_dict())

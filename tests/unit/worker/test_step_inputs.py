@@ -114,6 +114,14 @@ class TestWithFreeShapes:
         assert as_list(inputs.prompt_lens) == [10] * 5 + [2, 0, 0]
         assert make_builder(mixed_rows()).build(make_plan({1: 1})).prompt_lens is None
 
+    @pytest.mark.parametrize(("plan", "longest"), [({3: 5, 1: 1}, 10), ({3: 1, 1: 1}, 10), ({1: 1}, 0)])
+    def test_steps_know_the_longest_prompt_that_they_read_a_part_of(self, plan, longest):
+        inputs = make_builder(mixed_rows(), ShapePolicy(tokens=(8, 16)), with_prompt_lens=True).build(make_plan(plan))
+        assert inputs.longest_partial_prompt == longest
+        rows = mixed_rows()
+        rows.num_computed[3] = 9  # the last token of the prompt
+        assert make_builder(rows, with_prompt_lens=True).build(make_plan({3: 1})).longest_partial_prompt == 0
+
 
 class TestGroupsOfLayers:
     OTHER_BLOCKS: ClassVar = [4, 11, 3]

@@ -55,6 +55,8 @@ class _Spec(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
         ("batch_invariant", ctypes.c_int32),
+        ("index_topk", ctypes.c_int32),
+        ("indexer", ctypes.c_int32),
     ]
 
 
@@ -95,12 +97,12 @@ class PagedCache(tuple[torch.Tensor, ...]):
     _pointers: _Cache
     _cancel_prefault: Callable[[int], None] | None = None
 
-    def prefault_in_background(self, library: ctypes.CDLL) -> None:
+    def prefault_in_background(self, library: ctypes.CDLL, block_size: int) -> None:
         """Prefaults the memory while no kernel runs, because the first write may be slow (csrc/page_prefault.cpp)."""
         self._cancel_prefault = library.mvllm_cpu_prefault_cancel
         for part in self:
             if part.nbytes >= HUGE_PAGE:  # smaller parts are allocated already
-                front = part[: PREFAULTED_TOKENS // part.shape[-1]]
+                front = part[: PREFAULTED_TOKENS // block_size]
                 library.mvllm_cpu_prefault(part.data_ptr(), front.nbytes, PREFAULTED_BYTES)
 
     def __del__(self) -> None:
@@ -189,7 +191,7 @@ class PagedAttention(AttentionBackend):
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_size=spec.head_size,
-            value_size=spec.value_size,
+            value_size=0 if spec.indexer else spec.value_size,
             dtype=KV_DTYPE_CODES[spec.dtype],
             kv_dtype=KV_DTYPE_CODES[spec.kv_dtype],
             window=spec.sliding_window or 0,
@@ -197,6 +199,8 @@ class PagedAttention(AttentionBackend):
             scale=spec.scale,
             soft_cap=spec.soft_cap or 0.0,
             batch_invariant=spec.batch_invariant,
+            index_topk=spec.index_topk or 0,
+            indexer=spec.indexer,
         )
         self._sizes: tuple[int, ...] = (_round_up(spec.head_size, 4),)
         if not spec.values_in_keys:
@@ -228,7 +232,7 @@ class PagedAttention(AttentionBackend):
         ]
         scales = [zeros((*heads, block_size), torch.float32) for _ in self._sizes if self._scaled]
         cache = PagedCache.of(stored, scales)
-        cache.prefault_in_background(self._library)
+        cache.prefault_in_background(self._library, block_size)
         return cache
 
     def build_metadata(self, batch: BatchLayout) -> PagedMetadata:

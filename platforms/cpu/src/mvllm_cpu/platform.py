@@ -125,15 +125,18 @@ class CPUPlatform(Platform):
     def attention_backend(self, spec: AttentionSpec) -> AttentionBackend:
         from mvllm.plugin_api import ReferenceAttention
         from mvllm_cpu.paged_attention import PagedAttention
+        from mvllm_cpu.sparse_attention import IndexerAttention, SelectedAttention
 
         loaded = kernels.load()
         if spec.batch_invariant and loaded.library is None:
             raise PlatformError(
                 f"batch_invariant needs the compiled kernels of the CPU platform: {loaded.reason} {loaded.remedy or ''}"
             )
-        # The reference keeps the numbers of a token together, so that sparse attention reads the selected ones only.
-        is_sparse = spec.index_topk is not None
-        backend = ReferenceAttention if loaded.library is None or is_sparse else PagedAttention
+        backend: type[AttentionBackend] = PagedAttention
+        if loaded.library is None:
+            backend = ReferenceAttention
+        elif spec.index_topk is not None:
+            backend = IndexerAttention if spec.indexer else SelectedAttention
         problems = list(dict.fromkeys([*PagedAttention.validate(spec), *backend.validate(spec)]))
         if problems:
             raise PlatformError(f"The CPU platform has no attention for this model: {'; '.join(problems)}.")

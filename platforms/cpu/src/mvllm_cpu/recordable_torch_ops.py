@@ -99,6 +99,8 @@ class RecordableTorchOps:
         """
         if name == "aten::_to_copy" and kwargs and [*kwargs] == ["dtype"]:
             return self._converted(args[0], kwargs["dtype"])
+        if name == "aten::ones_like" and [*(kwargs or {})] in ([], ["pin_memory"]):
+            return self._ones(args[0])
         known = self._functions.get(name)
         if known is None or kwargs or len(args) not in known[1]:
             return None
@@ -179,6 +181,11 @@ class RecordableTorchOps:
         if not _is_floats(x) or dtype not in DTYPE_CODES or dtype == x.dtype:
             return None
         return self._run("convert", x, None, dtype, _dimensions(x.shape, x.stride(), x.stride()), x.shape)
+
+    def _ones(self, x: torch.Tensor) -> torch.Tensor | None:
+        out = torch.empty_like(x)
+        one = self._numbers.setdefault((1, x.dtype), torch.ones(1, dtype=x.dtype))
+        return out if _is_floats(x) and self._copied(one.expand(x.shape), out) else None
 
     def _run(
         self,
