@@ -96,7 +96,7 @@ def test_functions_of_a_request_change_its_logits(name: str, tmp_path: Path) -> 
         for _ in range(NUM_TOKENS):
             with torch.inference_mode():
                 logits = model(torch.tensor([prompt + tokens]), use_cache=False).logits[0, -1].float()
-            tokens.append(int(odd_steps_only(tokens, logits).argmax()))
+                tokens.append(int(odd_steps_only(tokens, logits).argmax()))
         expected.append(tokens)
     with engine(folder, max_num_seqs=4, **CHUNKS) as llm:
         for _ in range(2):
@@ -193,9 +193,9 @@ def forced_logprobs(folder: Path, expected: parity.Oracle, **settings: Any) -> t
         for prompt, tokens in zip(expected.prompts, expected.tokens, strict=True)
         for count in range(len(tokens))
     ]
-    with engine(folder, **settings) as llm:
+    with engine(folder, max_logprobs=VOCAB_SIZE, **settings) as llm:
         for _ in range(2):
-            outputs = generate(llm, prompts, max_tokens=1, logprobs=-1)
+            outputs = generate(llm, prompts, max_tokens=1, logprobs=VOCAB_SIZE)
     rows = [output.outputs[0].logprobs[0] for output in outputs]  # type: ignore[index]
     found = torch.tensor([[row[token].logprob for token in range(len(row))] for row in rows])
     return found, sum(output.num_cached_tokens for output in outputs)
