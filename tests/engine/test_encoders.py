@@ -19,10 +19,12 @@ from tests.helpers import encoder_zoo as zoo
 from tests.helpers.thread_executor import ThreadExecutor
 
 TOLERANCE = 1e-5
+TOLERANCES = {"Qwen3Next": 1e-4}
+"""Of families whose float32 results depend on the order of sums, because they divide by small norms."""
 LENGTHS = (1, 7, 7, 33, 2, 60, 60, 5, 128)
 THREADS = f"{ThreadExecutor.__module__}.{ThreadExecutor.__name__}"
 ENCODERS = ("Bert", "Roberta", "XLMRoberta", "DistilBert")
-DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3")
+DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3", pytest.param("Qwen3Next", marks=pytest.mark.exhaustive))
 
 
 def make(folder: Path, **settings: Any) -> LLM:
@@ -44,16 +46,16 @@ def combined(states: np.ndarray, kind: PoolingType) -> np.ndarray:
             return np.asarray(found[kind])
 
 
-def check_vectors(llm: LLM, folder: Path, prompts: list[list[int]]) -> None:
+def check_vectors(llm: LLM, folder: Path, prompts: list[list[int]], tolerance: float = TOLERANCE) -> None:
     """Every pooling type in one batch, one prompt each and more; then the whole batch."""
     states = zoo.states(folder, prompts)
     kinds = [list(PoolingType)[i % len(PoolingType)] for i in range(len(prompts))]
     asked = [PoolingParams(pooling_type=kind, normalize=False) for kind in kinds]
     for output, kind, each in zip(llm.encode(prompts, asked, use_tqdm=False), kinds, states, strict=True):
-        np.testing.assert_allclose(output.outputs.data, combined(each, kind), atol=TOLERANCE, rtol=1e-5)
+        np.testing.assert_allclose(output.outputs.data, combined(each, kind), atol=tolerance, rtol=tolerance)
     for output, each in zip(llm.embed(prompts, use_tqdm=False), states, strict=True):
         vector = each[0 if llm.llm_engine.config.model.kind.is_encoder else -1]
-        np.testing.assert_allclose(output.outputs.embedding, vector / np.linalg.norm(vector), atol=TOLERANCE)
+        np.testing.assert_allclose(output.outputs.embedding, vector / np.linalg.norm(vector), atol=tolerance)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -61,14 +63,14 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return np.asarray(powers / powers.sum(-1, keepdims=True))
 
 
-def check_scores(llm: LLM, folder: Path, prompts: list[list[int]]) -> None:
+def check_scores(llm: LLM, folder: Path, prompts: list[list[int]], tolerance: float = TOLERANCE) -> None:
     expected = zoo.logits(folder, prompts)
     plain = llm.classify(prompts, PoolingParams(use_activation=False), use_tqdm=False)
-    np.testing.assert_allclose([output.outputs.probs for output in plain], expected, atol=TOLERANCE, rtol=1e-5)
+    np.testing.assert_allclose([output.outputs.probs for output in plain], expected, atol=tolerance, rtol=tolerance)
     found = llm.classify(prompts, use_tqdm=False)
     one = expected.shape[1] == 1
     probabilities = 1 / (1 + np.exp(-expected)) if one else softmax(expected)
-    np.testing.assert_allclose([output.outputs.probs for output in found], probabilities, atol=TOLERANCE)
+    np.testing.assert_allclose([output.outputs.probs for output in found], probabilities, atol=tolerance)
     assert all(output.outputs.num_classes == expected.shape[1] for output in found)
     assert len({tuple(np.round(output.outputs.probs, 3)) for output in found}) > 3, "they say nothing of the prompts"
 
@@ -103,7 +105,7 @@ def test_encoders_classify_as_transformers(family: str, labels: int) -> None:
 def test_decoders_without_a_head_embed(family: str) -> None:
     folder = zoo.checkpoint(f"{family}Model")
     with make(folder, kv_cache_memory_bytes=2**24, max_num_batched_tokens=50) as llm:
-        check_vectors(llm, folder, zoo.prompts(LENGTHS))  # in chunks
+        check_vectors(llm, folder, zoo.prompts(LENGTHS), TOLERANCES.get(family, TOLERANCE))  # in chunks
         with pytest.raises(RequestError, match="generates nothing"):
             llm.generate([[5, 6]], SamplingParams(max_tokens=2), use_tqdm=False)
         with pytest.raises(RequestError, match="does not classify"):
@@ -114,7 +116,7 @@ def test_decoders_without_a_head_embed(family: str) -> None:
 def test_decoders_classify_by_their_last_state(family: str) -> None:
     folder = zoo.checkpoint(f"{family}ForSequenceClassification", labels=1 if family == "Qwen3" else 3)
     with make(folder, kv_cache_memory_bytes=2**24, max_num_batched_tokens=50) as llm:
-        check_scores(llm, folder, zoo.prompts(LENGTHS))
+        check_scores(llm, folder, zoo.prompts(LENGTHS), TOLERANCES.get(family, TOLERANCE))
         again = llm.classify([[*prompt, 9] for prompt in zoo.prompts(LENGTHS[:-1])], use_tqdm=False)
         assert sum(output.num_cached_tokens for output in again) > 0
 

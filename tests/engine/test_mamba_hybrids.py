@@ -1,4 +1,4 @@
-"""Engines with attention and Mamba-2 layers give the tokens of transformers: on several ranks, and with preemption.
+"""Engines with Mamba-2 layers give the tokens of transformers: on several ranks, and with preemption.
 
 The engines on several ranks combine a step budget that cuts prompts into chunks with prefix hits and few requests at a
 time.
@@ -37,8 +37,8 @@ FURTHER = (
     [
         ("granitehybrid", *BOTH),
         *(pytest.param(name, *BOTH, marks=pytest.mark.exhaustive) for name in NAMES[1:]),
-        *(pytest.param(name, *SHARDS, marks=pytest.mark.exhaustive) for name in (*NAMES, *FURTHER)),
-        *(pytest.param(name, *STAGES, marks=pytest.mark.exhaustive) for name in (*NAMES, *FURTHER)),
+        *(pytest.param(name, *SHARDS, marks=pytest.mark.exhaustive) for name in (*NAMES, *FURTHER, "mamba2")),
+        *(pytest.param(name, *STAGES, marks=pytest.mark.exhaustive) for name in (*NAMES, *FURTHER, "mamba2")),
     ],
 )
 def test_several_ranks_give_the_tokens_of_transformers(name: str, tensor: int, pipeline: int) -> None:

@@ -58,6 +58,20 @@ _CONFIGS: dict[str, Callable[..., Any]] = {
     "Mistral": functools.partial(transformers.MistralConfig, **_LLAMA),
     "Qwen2": functools.partial(transformers.Qwen2Config, **_LLAMA),
     "Qwen3": functools.partial(transformers.Qwen3Config, **_LLAMA, head_dim=16),
+    "Qwen3Next": functools.partial(
+        transformers.Qwen3NextConfig,
+        **_LLAMA,
+        head_dim=16,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    ),
 }
 _HEADS = ("ForSequenceClassification", "ForMaskedLM", "Model")
 

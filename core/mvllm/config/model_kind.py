@@ -21,7 +21,7 @@ _CLASSIFIER = "ForSequenceClassification"
 _HEADLESS = ("Model", "ForMaskedLM")
 """Suffixes of encoders without classification head; a masked-LM head is ignored."""
 
-HEADLESS_DECODERS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
+HEADLESS_DECODERS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "Qwen3NextModel")
 
 _MAX_LABELS = 1 << 20
 

@@ -86,7 +86,7 @@ _MODELS = {
 
 _POOLING = "mvllm.models.pooling_model:PoolingModel"
 _CLASSIFICATION = "mvllm.models.pooling_model:SequenceClassificationModel"
-_POOLING_DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3")
+_POOLING_DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Next")
 _ENCODERS = {"Bert": "Bert", "Roberta": "Roberta", "XLMRoberta": "Roberta", "DistilBert": "DistilBert"}
 
 _BASES: dict[str, tuple[str, ...]] = {

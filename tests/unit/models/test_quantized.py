@@ -150,6 +150,7 @@ def test_indivisible_shards_are_refused_with_a_hint(scheme: str, words: str, tmp
 # ---------------------------------------------------------------------------------------------------------- on load
 
 
+WITH_STATES = ("mamba2", "granitehybrid-dense", "falconh1", "bamba", "qwen35", "lfm2", "olmohybrid")
 NOISE = {"int8": 0.1, "int4": 0.5}
 """Relative to the standard deviation of the logits. The checkpoints' attention is peaked, which makes errors larger."""
 
@@ -252,7 +253,13 @@ def give_rounded_weights(reference: PreTrainedModel, model: CausalLM) -> None:
 
 @pytest.mark.shows("quantization", by="quantization")
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-@pytest.mark.parametrize("name", ["llama-mha-tied", "qwen2", "opt-projected", "gpt2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama-mha-tied", "qwen2", "opt-projected", "gpt2"),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in WITH_STATES),
+    ],
+)
 def test_every_family_equals_transformers_with_the_weights_quantized_on_load(
     name: str, quantization: str, tmp_path: Path
 ) -> None:
