@@ -12,7 +12,7 @@ from openvino import opset15 as op
 
 from mvllm.plugin_api import KVLayout
 from mvllm.plugin_api.graph import CacheValue, GraphProgram, StepGraph, StepSizes, Value, substitute
-from mvllm_openvino.attention import cache_shape
+from mvllm_openvino.attention import cache_shapes
 from mvllm_openvino.building import TYPES, Building, Lowering, computed_type, converted
 from mvllm_openvino.gathered_attention import BLOCK_SIZE
 
@@ -46,7 +46,7 @@ class OpenVINOProgram(GraphProgram):
         self._table = table
         self._arrays: dict[str, np.ndarray] = {}
         self._compiled: dict[str, CompiledGraph] = {}
-        self._caches: dict[str, tuple[ov.Tensor, ov.Tensor]] = {}
+        self._caches: dict[str, Sequence[ov.Tensor]] = {}
         self._core = ov.Core()
         values = (value for graph in graphs for value in graph.inputs)
         self._cache_values = {value.name: value for value in values if isinstance(value, CacheValue)}
@@ -64,7 +64,7 @@ class OpenVINOProgram(GraphProgram):
 
     def kv_layout(self, cache: CacheValue) -> KVLayout:
         spec = cache.spec
-        elements = spec.num_kv_heads * (spec.head_size + spec.value_size)
+        elements = sum(heads * size for _, heads, _, size in cache_shapes(spec, 1))
         return KVLayout((BLOCK_SIZE,), elements * TYPES[spec.kv_dtype].size)
 
     def allocate_caches(self, num_blocks: int, block_size: int) -> None:
@@ -72,18 +72,13 @@ class OpenVINOProgram(GraphProgram):
         self.free_caches()
         try:
             for name, cache in self._cache_values.items():
-                self._caches[name] = (self._cache(cache, num_blocks, False), self._cache(cache, num_blocks, True))
+                dtype = TYPES[cache.spec.kv_dtype]
+                self._caches[name] = [_new_cache(dtype, shape) for shape in cache_shapes(cache.spec, num_blocks)]
         except (MemoryError, RuntimeError) as e:
             self.free_caches()
             raise MemoryError(f"{num_blocks} blocks of the KV cache do not fit into the host's memory: {e}") from e
         for compiled in self._compiled.values():
             compiled.bind(self._caches)
-
-    @staticmethod
-    def _cache(cache: CacheValue, num_blocks: int, values: bool) -> ov.Tensor:
-        made = ov.Tensor(TYPES[cache.spec.kv_dtype], ov.Shape(cache_shape(cache.spec, num_blocks, values=values)))
-        _bits(made)[...] = 0
-        return made
 
     def free_caches(self) -> None:
         self._caches.clear()
@@ -144,7 +139,7 @@ class CompiledGraph:
         self._request = core.compile_model(model, DEVICE, settings(dtypes)).create_infer_request()
         self._is_bound = False
 
-    def bind(self, caches: Mapping[str, tuple[ov.Tensor, ov.Tensor]]) -> None:
+    def bind(self, caches: Mapping[str, Sequence[ov.Tensor]]) -> None:
         """Uses these caches from now on."""
         self._is_bound = all(name in caches for name in self._caches)
         if self._is_bound:
@@ -169,6 +164,8 @@ class CompiledGraph:
         """
         assert self._is_bound or not self._caches, "caches are allocated before the first step"
         real = self._real_sizes(inputs) if self._caches else {}
+        if real.get("T") == 0:
+            return [_nothing(value, sizes) for value in self._results]
         arrays = []
         for value in self._steps:
             array = _decoded(inputs[value.name], value.dtype)
@@ -187,6 +184,12 @@ class CompiledGraph:
         starts, lengths = next(node.inputs[7:9] for node in self._graph.nodes if node.op == "paged_attention")
         requests = int(np.count_nonzero(inputs[str(lengths)]))
         return {"T": int(inputs[str(starts)][requests]), "R": requests}
+
+
+def _new_cache(dtype: Type, shape: Sequence[int]) -> ov.Tensor:
+    made = ov.Tensor(dtype, ov.Shape(list(shape)))
+    _bits(made)[...] = 0
+    return made
 
 
 def settings(dtypes: Collection[str]) -> dict[str, Any]:
@@ -210,6 +213,12 @@ def _length(value: Value, sizes: Mapping[str, int]) -> int | None:
     """Size of the first dimension if it depends on one of these symbols."""
     dim = substitute(value.shape[0], sizes) if value.shape else ""
     return dim if isinstance(dim, int) else None
+
+
+def _nothing(value: Value, sizes: StepSizes) -> OpenVINOArray:
+    """The result of a step of padding alone."""
+    shape = [substitute(dim, sizes.symbols()) for dim in value.shape]
+    return OpenVINOArray(np.zeros(shape, computed_type(value.dtype).to_dtype()), value.dtype)
 
 
 def _padded(output: np.ndarray, length: int | None) -> np.ndarray:
