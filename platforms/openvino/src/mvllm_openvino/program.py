@@ -13,23 +13,10 @@ from openvino import opset15 as op
 from mvllm.plugin_api import KVLayout
 from mvllm.plugin_api.graph import CacheValue, GraphProgram, StepGraph, StepSizes, Value, substitute
 from mvllm_openvino.attention import cache_shapes
-from mvllm_openvino.building import TYPES, Building, Lowering, computed_type, converted
+from mvllm_openvino.building import TYPES, Building, Lowering, computed_type, converted, stored_type
 from mvllm_openvino.gathered_attention import BLOCK_SIZE
 
 DEVICE = "CPU"
-
-
-class OpenVINOArray:
-    """A result of a run, in host memory; real numbers are float32 whatever the graph calls them.
-
-    Attributes:
-        array: The elements.
-        dtype: The graph's dtype.
-    """
-
-    def __init__(self, array: np.ndarray, dtype: str) -> None:
-        self.array = array
-        self.dtype = dtype
 
 
 class OpenVINOProgram(GraphProgram):
@@ -85,7 +72,7 @@ class OpenVINOProgram(GraphProgram):
         for compiled in self._compiled.values():
             compiled.unbind()
 
-    def run(self, graph: str, inputs: Mapping[str, Any], sizes: StepSizes) -> Sequence[OpenVINOArray]:
+    def run(self, graph: str, inputs: Mapping[str, Any], sizes: StepSizes) -> Sequence[np.ndarray]:
         return self._compiled_graph(graph).run(inputs, sizes)
 
     def _compiled_graph(self, name: str) -> CompiledGraph:
@@ -95,8 +82,8 @@ class OpenVINOProgram(GraphProgram):
             self._compiled[name] = made
         return self._compiled[name]
 
-    def to_host(self, array: OpenVINOArray) -> np.ndarray:
-        return _encoded(array.array, array.dtype)
+    def to_host(self, array: np.ndarray) -> np.ndarray:
+        return array
 
     def kv_bytes(self, cache: CacheValue) -> int:
         return sum(tensor.byte_size for tensor in self._caches[cache.name])
@@ -131,7 +118,7 @@ class CompiledGraph:
         for node in graph.nodes:
             for value, output in zip(node.outputs, table[node.op](building, node), strict=True):
                 building.outputs[value.name] = converted(output, value.dtype)
-        results = [op.result(building.output(name)) for name in graph.outputs]
+        results = [building.result(value) for value in self._results]
         self._caches = dict(building.caches)
         self._kept = building.kept
         dtypes = {value.spec.dtype if isinstance(value, CacheValue) else value.dtype for value in values.values()}
@@ -157,7 +144,7 @@ class CompiledGraph:
                     self._request.set_tensor(parameter.friendly_name, empty)
         self._is_bound = False
 
-    def run(self, inputs: Mapping[str, Any], sizes: StepSizes) -> list[OpenVINOArray]:
+    def run(self, inputs: Mapping[str, Any], sizes: StepSizes) -> list[np.ndarray]:
         """Runs the graph; the results are copies.
 
         Padding is left out: OpenVINO's attention expects every token in a request and tokens in every request.
@@ -168,14 +155,15 @@ class CompiledGraph:
             return [_nothing(value, sizes) for value in self._results]
         arrays = []
         for value in self._steps:
-            array = _decoded(inputs[value.name], value.dtype)
-            array = np.ascontiguousarray(array[: _length(value, real)])
-            self._request.set_tensor(value.name, ov.Tensor(array, shared_memory=True))
+            array, dtype = inputs[value.name][: _length(value, real)], stored_type(value.dtype)
+            wanted = np.uint16 if dtype == Type.bf16 else dtype.to_dtype()
+            array = np.ascontiguousarray(array, wanted)
+            self._request.set_tensor(value.name, ov.Tensor(array, ov.Shape(array.shape), dtype))
             arrays.append(array)  # they must live until the request has run
-        self._request.infer()
-        outputs = [self._request.get_output_tensor(index).data for index in range(len(self._results))]
+        self._request.infer(share_outputs=True)
+        outputs = [_bits(self._request.get_output_tensor(index)) for index in range(len(self._results))]
         return [
-            OpenVINOArray(_padded(output, _length(value, sizes.symbols())), value.dtype)
+            _padded(output, _length(value, sizes.symbols()))
             for output, value in zip(outputs, self._results, strict=True)
         ]
 
@@ -215,10 +203,10 @@ def _length(value: Value, sizes: Mapping[str, int]) -> int | None:
     return dim if isinstance(dim, int) else None
 
 
-def _nothing(value: Value, sizes: StepSizes) -> OpenVINOArray:
+def _nothing(value: Value, sizes: StepSizes) -> np.ndarray:
     """The result of a step of padding alone."""
     shape = [substitute(dim, sizes.symbols()) for dim in value.shape]
-    return OpenVINOArray(np.zeros(shape, computed_type(value.dtype).to_dtype()), value.dtype)
+    return _encoded(np.zeros(shape, computed_type(value.dtype).to_dtype()), value.dtype)
 
 
 def _padded(output: np.ndarray, length: int | None) -> np.ndarray:
@@ -228,16 +216,6 @@ def _padded(output: np.ndarray, length: int | None) -> np.ndarray:
     made = np.zeros((length, *output.shape[1:]), output.dtype)
     made[: output.shape[0]] = output
     return made
-
-
-def _decoded(array: Any, dtype: str) -> np.ndarray:
-    """The array in the type in which the model computes."""
-    if isinstance(array, OpenVINOArray):
-        return array.array
-    if dtype == "bfloat16":
-        return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    wanted = computed_type(dtype).to_dtype()
-    return array if array.dtype == wanted else array.astype(wanted)
 
 
 def _encoded(array: np.ndarray, dtype: str) -> np.ndarray:
@@ -252,7 +230,5 @@ def _encoded(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _bits(tensor: ov.Tensor) -> np.ndarray:
-    """The elements of a cache; those of bfloat16 as bits."""
-    if tensor.element_type == Type.bf16:
-        return np.frombuffer(tensor.data, np.uint16).reshape(tuple(tensor.shape))
-    return tensor.data
+    """The elements of a tensor; those of bfloat16 as bits."""
+    return tensor.data.view(np.uint16) if tensor.element_type == Type.bf16 else tensor.data
