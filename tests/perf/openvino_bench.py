@@ -59,13 +59,19 @@ def table(records: Sequence[Record], workloads: Sequence[Workload], names: Seque
         "| --- " * (1 + len(names) + len(others)) + "|",
     ]
     for workload in workloads:
-        runs = {name: [r.seconds for r in records if r.engine == name and r.workload == workload.name] for name in names}
-        medians = {name: statistics.median(s) if s and None not in s else None for name, s in runs.items()}
+        medians = {name: _median(records, workload.name, name) for name in names}
         ours = medians[OURS]
         cells = ["not measured" if (m := medians[name]) is None else f"{m:.4f}" for name in names]
         cells += ["" if ours is None or (m := medians[name]) is None else f"{m / ours:.2f}" for name in others]
         lines.append(f"| {workload} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _median(records: Sequence[Record], workload: str, engine: str) -> float | None:
+    """Median seconds; None if a run failed."""
+    seconds = [record.seconds for record in records if (record.workload, record.engine) == (workload, engine)]
+    measured = [each for each in seconds if each is not None]
+    return statistics.median(measured) if measured and len(measured) == len(seconds) else None
 
 
 def main(argv: Sequence[str] | None = None) -> None:

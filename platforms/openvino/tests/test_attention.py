@@ -101,9 +101,11 @@ class Layer:
         given["slot_mapping"] = np.pad(slots, (0, padding), constant_values=-1).astype(np.int32)
         given["query_start_loc"] = np.pad(starts, (0, padding), mode="edge").astype(np.int32)
         given["seq_lens"] = np.pad(np.add(past, new), (0, padding)).astype(np.int32)
-        sizes = StepSizes(num_tokens + padding, len(new) + padding, PAGES, 1, max(new, default=0), int(given["seq_lens"].max()))
+        requests, longest = len(new) + padding, int(given["seq_lens"].max())
+        sizes = StepSizes(num_tokens + padding, requests, PAGES, 1, max(new, default=0), longest)
         found = [self.program.to_host(array) for array in self.program.run("model", given, sizes)]
-        wanted = [self.attend(r, past[r] + i, made["query"][starts[r] + i]) for r, n in enumerate(new) for i in range(n)]
+        rows = [(r, i) for r, n in enumerate(new) for i in range(n)]
+        wanted = [self.attend(r, past[r] + i, made["query"][starts[r] + i]) for r, i in rows]
         return found, np.array(wanted).reshape(num_tokens, -1) if wanted else None, slots
 
     def slots(self, request, positions):

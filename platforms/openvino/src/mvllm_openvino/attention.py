@@ -56,9 +56,7 @@ def paged_attention(building: Building, node: Node) -> Sequence[Out]:
     written = building.shared.get(("written", cache_name))
     if spec.soft_cap is None:
         if key is None:
-            key, value = (
-                _zeros(building, query, spec.num_kv_heads * size) for size in (spec.head_size, value_size)
-            )
+            key, value = (_zeros(building, query, spec.num_kv_heads * size) for size in (spec.head_size, value_size))
             blocks = blocks if written is None else after(blocks, written)
         flat = _flat(query, spec.num_heads * spec.head_size)
         starts = building.output(query_start_loc)

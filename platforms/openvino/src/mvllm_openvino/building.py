@@ -118,7 +118,7 @@ class Building:
         return converted(self.parameter(value.name, shape, stored_type(value.dtype)).output(0), value.dtype)
 
     def result(self, value: Value) -> Any:
-        """A result of the model. In its own type, so that the processor's plugin computes nothing before it in float32."""
+        """A result of the model, in its own type: before one in float32 the plugin would compute sums in float32."""
         x, wanted = self.output(value.name), stored_type(value.dtype)
         return op.result(x if x.get_element_type() == wanted else op.convert(x, wanted))
 

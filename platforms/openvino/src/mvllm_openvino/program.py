@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import openvino as ov
 from openvino import Type
-from openvino import opset15 as op
 
 from mvllm.plugin_api import KVLayout
 from mvllm.plugin_api.graph import CacheValue, GraphProgram, StepGraph, StepSizes, Value, substitute
