@@ -138,7 +138,8 @@ class BatchLayout:
         seq_lens: Host, [R]: tokens of each sequence after this step.
         block_table: Host, [R, max_blocks]: entries past a request's last block are unspecified. With a sliding window,
             entries of blocks that no query of the step sees are unspecified too, but are valid block numbers.
-        slot_mapping: Host, [T]: slot in which each token's key and value are stored; -1 stores nothing (padding).
+        slot_mapping: Host, [T]: slot in which each token's key and value are stored; -1 stores nothing (padding). The
+            slot of token t of request r is the one that `block_table` gives, as drawn at the head of this module.
         query_start_loc_device, seq_lens_device, block_table_device, slot_mapping_device: The same on the device.
         kind: What the requests compute; since contract 1.1.
         num_decodes: Number of decode rows, which come first; since contract 1.1.

@@ -45,6 +45,11 @@ class Capabilities:
         sparse_attention: Since contract 1.1. The attention backend implements `select` and `forward_selected`: models
             with sparse attention run with sequences longer than their selection. Needs `mla`.
         graph_compiler: Since contract 1.1. Models run as StepGraphs that the platform's GraphCompiler translates.
+        stores_by_block_table: Since contract 1.1. Attention stores a step's keys and values by block table instead of
+            by slot: token t of request r in block `block_table[r][t // block_size]`. It may also change the slots
+            after a sequence's end in its last block. Core's slots are those that the block table gives, and no slot
+            after a sequence's end is read before it is written. Warm-up, before the first request, has slots of -1 and
+            block 0 in all tables, and may store in block 0.
     """
 
     dtypes: tuple[str, ...]
@@ -73,3 +78,4 @@ class Capabilities:
     state: bool = False
     sparse_attention: bool = False
     graph_compiler: bool = False
+    stores_by_block_table: bool = False

@@ -115,7 +115,7 @@ def make_layout(
     return BatchLayout(
         len(requests) + padding_requests,
         sum(lengths) + padding,
-        max(lengths),
+        max(lengths, default=0),
         int(seq_lens.max()),
         block_size,
         *arrays,
@@ -123,7 +123,7 @@ def make_layout(
         on_device[1],
         on_device[2],
         on_device[3],
-        kind=StepKind.DECODE if max(lengths) == 1 else StepKind.MIXED,
+        kind=StepKind.DECODE if max(lengths, default=0) == 1 else StepKind.MIXED,
         num_decodes=next((i for i, length in enumerate(lengths) if length != 1), len(lengths)),
     )
 

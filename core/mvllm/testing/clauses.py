@@ -173,7 +173,8 @@ _ALL = (
     ),
     Clause(
         "KVL-03",
-        "`write_kv` stores nothing for slots of -1, and changes only the slots that it is given.",
+        "`write_kv` stores nothing for slots of -1, and changes only the slots that it is given; with "
+        "`stores_by_block_table` also those after a sequence's end in its last block.",
         "torch_device",
     ),
     Clause("KVL-04", "`copy_blocks` copies whole blocks of one layer.", "torch_device"),

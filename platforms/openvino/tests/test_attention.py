@@ -93,19 +93,20 @@ class Layer:
         }
         if spec.values_in_keys:
             made["value"] = made["key"][..., : spec.value_size]
-        slots = np.concatenate([self.slots(r, np.arange(past[r], past[r] + n)) for r, n in enumerate(new)])
+        slots = [self.slots(r, np.arange(past[r], past[r] + n)) for r, n in enumerate(new)]
+        slots = np.concatenate([np.zeros(0, np.int32), *slots])
         self.keys[slots], self.values[slots] = made["key"], made["value"]
         given = {name: np.pad(array, ((0, padding), (0, 0), (0, 0))) for name, array in made.items()}
         given["block_table"] = np.pad(self.table[: len(new)], ((0, padding), (0, 0)))
         given["slot_mapping"] = np.pad(slots, (0, padding), constant_values=-1).astype(np.int32)
         given["query_start_loc"] = np.pad(starts, (0, padding), mode="edge").astype(np.int32)
         given["seq_lens"] = np.pad(np.add(past, new), (0, padding)).astype(np.int32)
-        sizes = StepSizes(num_tokens + padding, len(new) + padding, PAGES, 1, max(new), int(given["seq_lens"].max()))
+        requests, longest = len(new) + padding, int(given["seq_lens"].max())
+        sizes = StepSizes(num_tokens + padding, requests, PAGES, 1, max(new, default=0), longest)
         found = [self.program.to_host(array) for array in self.program.run("model", given, sizes)]
-        wanted = np.concatenate(
-            [self.attend(r, past[r] + i, made["query"][starts[r] + i]) for r, n in enumerate(new) for i in range(n)]
-        )
-        return found, wanted.reshape(num_tokens, -1), slots
+        rows = [(r, i) for r, n in enumerate(new) for i in range(n)]
+        wanted = [self.attend(r, past[r] + i, made["query"][starts[r] + i]) for r, i in rows]
+        return found, np.array(wanted).reshape(num_tokens, -1) if wanted else None, slots
 
     def slots(self, request, positions):
         return self.table[request][positions // BLOCK] * BLOCK + positions % BLOCK
@@ -136,8 +137,20 @@ def test_a_layer_attends_to_what_it_stored_in_every_step(name):
             assert found.shape == (len(wanted) + padding, wanted.shape[1]) and np.isfinite(found).all()
             np.testing.assert_allclose(found[: len(wanted)], wanted, atol=tolerance)
     if layer.spec.dtype == "float32":
-        keys, values = layer.program.read_slots(layer.cache, slots)
-        assert (keys == layer.keys[slots]).all() and (values == layer.values[slots]).all()
+        keys, *values = layer.program.read_slots(layer.cache, slots)
+        assert (keys == layer.keys[slots]).all()
+        assert len(values) == (0 if layer.spec.values_in_keys else 1)
+        assert all((part == layer.values[slots]).all() for part in values)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+def test_a_step_of_padding_alone_gives_zeros_and_stores_nothing(soft_cap):
+    layer = Layer(soft_cap=soft_cap)
+    layer.program.fill(layer.cache, 0.5)
+    [found], _, _ = layer.step((), (), padding=3)
+    assert found.shape == (3, layer.spec.num_heads * layer.spec.value_size) and not found.any()
+    for part in layer.program.read_slots(layer.cache, np.arange(NUM_BLOCKS * BLOCK)):
+        assert (part == 0.5).all()
 
 
 @pytest.mark.parametrize("fields", [{}, {"sliding_window": 9, "sinks": True}, {"soft_cap": 2.0}])

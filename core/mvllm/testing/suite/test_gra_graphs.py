@@ -15,7 +15,7 @@ from mvllm.graph.operations import GRAPH_OPERATIONS
 from mvllm.plugin_api import DeviceRuntime
 from mvllm.plugin_api.graph import GraphCompiler, Node, StepGraph, Value
 from mvllm.testing.graph_models import GraphModelUnderTest, trace_checkpoint
-from mvllm.testing.markers import clause, exhaustive
+from mvllm.testing.markers import clause, exhaustive, skip_not_claimed
 from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.tensor_assertions import assert_equal
 from mvllm.testing.zoo import FAMILIES, STATE_FAMILY, VOCAB_SIZE, Zoo, main_dtype
@@ -32,6 +32,8 @@ def compiler_of(subject: PlatformUnderTest) -> GraphCompiler:
 
 
 def model_of(subject: PlatformUnderTest, zoo: Zoo, family: str = "llama", order: int = 1) -> GraphModelUnderTest:
+    if family == STATE_FAMILY and not subject.capabilities.state:
+        skip_not_claimed("state")
     compiler, rng = compiler_of(subject), random.Random(family)
     traced = trace_checkpoint(zoo.checkpoint(family), main_dtype(subject.capabilities), list(compiler.operations()))
     token_ids = [[rng.randrange(2, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]

@@ -163,9 +163,14 @@ def test_slots_of_minus_one_store_nothing(
     harness.fill(0.25)
     before = contents(harness)
     keys, values = random_kv(harness.backend, 9)
-    layout = make_layout([(0, 1)], np.array([[2]], dtype=np.int32), harness.block_size, padding=8)
-    layout.slot_mapping[:] = -1
-    harness.write(layout, keys, values)
+    table = np.array([[2]], dtype=np.int32)
+    layout = make_layout([(0, 1)], table, harness.block_size, padding=8)
+    if subject.capabilities.stores_by_block_table:
+        # The slot of a token cannot be -1: a step of padding alone.
+        harness.write(make_layout([], table[:0], harness.block_size, padding=9, padding_requests=1), keys, values)
+    else:
+        layout.slot_mapping[:] = -1
+        harness.write(layout, keys, values)
     assert_same(before, contents(harness), "a step whose slots are all -1")
     # `contents` must show a write, otherwise the comparison above would always succeed.
     layout.slot_mapping[0] = 2 * harness.block_size
@@ -187,17 +192,18 @@ def test_a_write_touches_no_slot_that_it_was_not_given(
     untouched = [harness.mean_of_visible_values([block], size) for block in others]
     keys, values = random_kv(harness.backend, 8)
     # Three tokens in the middle of block 2, and five of padding.
-    length = min(3, size)
-    layout = make_layout([(0, length)], np.array([[2]], dtype=np.int32), size, padding=8 - length)
+    first, length = min(2, size - 1), min(3, size - min(2, size - 1))
+    layout = make_layout([(first, length)], np.array([[2]], dtype=np.int32), size, padding=8 - length)
     harness.write(layout, keys, values)
     for block, before in zip(others, untouched, strict=True):
         assert_equal(harness.mean_of_visible_values([block], size), before, f"block {block}, which was not written")
-    seen = harness.mean_of_visible_values([2], size)
-    sums = torch.cat([values[:length].double(), torch.full((size - length, *values.shape[1:]), 0.25).double()]).cumsum(
-        0
-    )
-    means = sums / torch.arange(1, size + 1).view(-1, 1, 1)
-    what = f"means of the values at [0, position] of a block whose first {length} slots were written"
+    old = torch.full((size, *values.shape[1:]), 0.25, dtype=torch.float64)
+    end = first + length
+    known = end if subject.capabilities.stores_by_block_table else size
+    sums = torch.cat([old[:first], values[:length].double(), old[end:]])[:known].cumsum(0)
+    seen = harness.mean_of_visible_values([2], known)
+    means = sums / torch.arange(1, known + 1).view(-1, 1, 1)
+    what = f"means of the values at [0, position] of a block whose slots {first} to {end - 1} were written"
     assert_close(seen, means, tolerance(claimed_dtype, claimed_dtype), what)
 
 

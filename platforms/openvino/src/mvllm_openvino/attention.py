@@ -28,9 +28,14 @@ def unsupported(spec: AttentionSpec) -> list[str]:
     return []
 
 
-def cache_shape(spec: AttentionSpec, num_blocks: int, *, values: bool) -> tuple[int, int, int, int]:
-    """Shape of the keys or the values of one layer."""
-    return num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.value_size if values else spec.head_size
+def cache_shapes(spec: AttentionSpec, num_blocks: int) -> list[tuple[int, int, int, int]]:
+    """Shapes of a layer's caches: of keys and of values, or of keys that contain the values.
+
+    OpenVINO's operation has an argument for each of both. Where values are the first elements of keys, whole keys take
+    the place of values, both arguments are the same cache, and the rest of each result is cut off.
+    """
+    sizes = (spec.head_size,) if spec.values_in_keys else (spec.head_size, spec.value_size)
+    return [(num_blocks, spec.num_kv_heads, BLOCK_SIZE, size) for size in sizes]
 
 
 def paged_attention(building: Building, node: Node) -> Sequence[Out]:
@@ -40,25 +45,26 @@ def paged_attention(building: Building, node: Node) -> Sequence[Out]:
     cache = building.values[cache_name]
     assert isinstance(cache, CacheValue)
     spec = cache.spec
-    if spec.values_in_keys and key is not None:
-        value = op.slice(key, integers([0]), integers([spec.value_size]), integers([1]), integers([-1])).output(0)
+    value_size = spec.head_size if spec.values_in_keys else spec.value_size
     if key is not None:
-        key, value = (_flat(x, spec.num_kv_heads * size) for x, size in _with_sizes(spec, key, value))
-    keys, values = (parameter.output(0) for parameter in _caches(building, cache))
+        value = key if spec.values_in_keys else value
+        key, value = _flat(key, spec.num_kv_heads * spec.head_size), _flat(value, spec.num_kv_heads * value_size)
+    caches = [parameter.output(0) for parameter in _caches(building, cache)]
+    keys, values = caches[0], caches[-1]
     step = ("blocks", table, query_start_loc, seq_lens)
     past, blocks, begins, longest = building.once(step, lambda: _blocks(building, table, query_start_loc, seq_lens))
     written = building.shared.get(("written", cache_name))
     if spec.soft_cap is None:
         if key is None:
-            key, value = (
-                _zeros(building, query, spec.num_kv_heads * size) for size in (spec.head_size, spec.value_size)
-            )
+            key, value = (_zeros(building, query, spec.num_kv_heads * size) for size in (spec.head_size, value_size))
             blocks = blocks if written is None else after(blocks, written)
         flat = _flat(query, spec.num_heads * spec.head_size)
         starts = building.output(query_start_loc)
         made = _attention(spec, keys, values, sinks, writes=node.inputs[1] is not None)(
             flat, key, value, past, starts, blocks, begins, longest
         ).output(0)
+        if value_size != spec.value_size:
+            made = _first_elements(made, spec.num_heads, value_size, spec.value_size)
     else:
         if key is not None:
             written = store(_attention(spec, keys, values, None), key, value, building.output(slots))
@@ -71,6 +77,13 @@ def paged_attention(building: Building, node: Node) -> Sequence[Out]:
     if node.inputs[1] is not None:
         building.shared["written", cache_name] = made
     return [made]
+
+
+def _first_elements(x: Out, num_heads: int, size: int, wanted: int) -> Out:
+    """Of rows of heads [T, num_heads * size] the first elements of each head."""
+    heads = op.reshape(x, integers([-1, num_heads, size]), False)
+    cut = op.slice(heads, integers([0]), integers([wanted]), integers([1]), integers([-1])).output(0)
+    return _flat(cut, num_heads * wanted)
 
 
 def _zeros(building: Building, query: Out, size: int) -> Out:
@@ -103,14 +116,11 @@ def _attention(
         made.set_attribute("write_kv_cache", writes)
         facts = made.get_rt_info()
         facts["num_k_heads"] = facts["num_v_heads"] = spec.num_kv_heads
-        facts["k_head_size"], facts["v_head_size"] = spec.head_size, spec.value_size
+        facts["k_head_size"] = spec.head_size
+        facts["v_head_size"] = spec.head_size if spec.values_in_keys else spec.value_size
         return made
 
     return attend
-
-
-def _with_sizes(spec: AttentionSpec, key: Out, value: Out) -> tuple[tuple[Out, int], tuple[Out, int]]:
-    return (key, spec.head_size), (value, spec.value_size)
 
 
 def _flat(x: Out, size: int) -> Out:
@@ -120,12 +130,8 @@ def _flat(x: Out, size: int) -> Out:
 def _caches(building: Building, cache: CacheValue) -> tuple[Any, ...]:
     if cache.name not in building.caches:
         building.caches[cache.name] = tuple(
-            building.parameter(
-                f"{cache.name}.{'values' if values else 'keys'}",
-                cache_shape(cache.spec, -1, values=values),
-                TYPES[cache.spec.kv_dtype],
-            )
-            for values in (False, True)
+            building.parameter(f"{cache.name}.{name}", shape, TYPES[cache.spec.kv_dtype])
+            for name, shape in zip(("keys", "values"), cache_shapes(cache.spec, -1), strict=False)
         )
     return building.caches[cache.name]
 

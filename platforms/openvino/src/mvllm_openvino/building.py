@@ -40,6 +40,11 @@ def computed_type(dtype: str) -> Type:
     return Type.f32 if dtype in REAL else TYPES[dtype]
 
 
+def stored_type(dtype: str) -> Type:
+    """The type in which values of a graph's dtype enter and leave the model."""
+    return TYPES[dtype] if dtype in ("bfloat16", "float16") else computed_type(dtype)
+
+
 def converted(x: Out, dtype: str) -> Out:
     """The output in the type in which the model computes values of a graph's dtype."""
     wanted = computed_type(dtype)
@@ -110,7 +115,12 @@ class Building:
                 made.get_node().get_rt_info()["decompression_0"] = ""
             return made
         shape = [dim if isinstance(dim, int) else -1 for dim in value.shape]
-        return self.parameter(value.name, shape, computed_type(value.dtype)).output(0)
+        return converted(self.parameter(value.name, shape, stored_type(value.dtype)).output(0), value.dtype)
+
+    def result(self, value: Value) -> Any:
+        """A result of the model, in its own type: before one in float32 the plugin would compute sums in float32."""
+        x, wanted = self.output(value.name), stored_type(value.dtype)
+        return op.result(x if x.get_element_type() == wanted else op.convert(x, wanted))
 
     def keep(self, array: np.ndarray) -> np.ndarray:
         """Keeps an array alive as long as the model."""

@@ -97,7 +97,11 @@ def attend_gathered(
     padded = op.reshape(padded, integers([0, 0, kv_heads, group, spec.head_size]), True)
     padded = op.transpose(padded, integers([0, 2, 3, 1, 4]))  # [R, KH, G, M, D]
     stored_keys, valid = _gathered(keys, table, batch, spec.num_kv_heads, spec.head_size)
-    stored_values, _ = _gathered(values, table, batch, spec.num_kv_heads, spec.value_size)
+    if spec.values_in_keys:
+        first = (integers([0]), integers([spec.value_size]), integers([1]), integers([-1]))
+        stored_values = op.slice(stored_keys, *first).output(0)
+    else:
+        stored_values, _ = _gathered(values, table, batch, spec.num_kv_heads, spec.value_size)
     scores = op.matmul(padded, op.unsqueeze(stored_keys, integers([2])), False, True)
     scores = op.multiply(scores, _real(spec.scale))
     if spec.soft_cap is not None:

@@ -105,27 +105,32 @@ def rotary_embedding(building: Building, node: Node) -> Sequence[Out]:
     index, query, key, cos_sin = building.inputs(node)[:4]
 
     def angles() -> tuple[Out, Out]:
-        rows = op.gather(cos_sin, index, constant(0, Type.i64))
-        return halves(op.unsqueeze(rows, integers([1])).output(0))
+        """Cosines and sines for both halves of the rotated elements: [T, 1, 1, rotary_dim]."""
+        rows = op.unsqueeze(op.gather(cos_sin, index, constant(0, Type.i64)), integers([1, 2])).output(0)
+        cos, sin = (op.concat([half, half], -1).output(0) for half in halves(rows))
+        return cos, sin
 
     cos, sin = building.once(("angles", node.inputs[0], node.inputs[3]), angles)
-    half = int(building.values[str(node.inputs[3])].shape[-1]) // 2
-    return [_rotated(x, cos, sin, half, _last_size(building, node, i)) for i, x in ((1, query), (2, key))]
+    rotary_dim = int(building.values[str(node.inputs[3])].shape[-1])
+    return [_rotated(building, x, cos, sin, rotary_dim, node, i) for i, x in ((1, query), (2, key))]
 
 
-def _last_size(building: Building, node: Node, index: int) -> int:
-    return int(building.values[str(node.inputs[index])].shape[-1])
-
-
-def _rotated(x: Out, cos: Out, sin: Out, half: int, size: int) -> Out:
-    rest = size - 2 * half
-    lengths = [half, half, rest] if rest else [half, half]
-    parts = op.variadic_split(x, constant(-1, Type.i64), integers(lengths))
-    a, b = parts.output(0), parts.output(1)
-    first = op.subtract(op.multiply(a, cos), op.multiply(b, sin))
-    second = op.add(op.multiply(b, cos), op.multiply(a, sin))
-    rotated = [first.output(0), second.output(0)]
-    return op.concat(rotated + ([parts.output(2)] if rest else []), -1).output(0)
+def _rotated(building: Building, x: Out, cos: Out, sin: Out, rotary_dim: int, node: Node, index: int) -> Out:
+    """x · cos + (-second half, first half) · sin: the pattern that the processor's plugin turns into one operation."""
+    shape = building.values[str(node.inputs[index])].shape
+    heads, size = int(shape[-2]), int(shape[-1])
+    x = op.reshape(x, integers([-1, heads, 1, size]), False).output(0)
+    rest = None
+    if size > rotary_dim:
+        parts = op.variadic_split(x, constant(3, Type.i64), integers([rotary_dim, size - rotary_dim]))
+        x, rest = parts.output(0), parts.output(1)
+    half = rotary_dim // 2
+    parts = op.variadic_split(x, constant(3, Type.i64), integers([half, half]))
+    turned = op.concat([op.multiply(parts.output(1), scalar(-1.0)).output(0), parts.output(0)], -1)
+    made = op.add(op.multiply(x, cos), op.multiply(turned, sin)).output(0)
+    if rest is not None:
+        made = op.concat([made, rest], -1).output(0)
+    return op.reshape(made, integers([-1, heads, size]), False).output(0)
 
 
 # ------------------------------------------------------------------------------------------------------- activations

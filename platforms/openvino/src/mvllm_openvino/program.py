@@ -8,28 +8,14 @@ from typing import Any
 import numpy as np
 import openvino as ov
 from openvino import Type
-from openvino import opset15 as op
 
 from mvllm.plugin_api import KVLayout
 from mvllm.plugin_api.graph import CacheValue, GraphProgram, StepGraph, StepSizes, Value, substitute
-from mvllm_openvino.attention import cache_shape
-from mvllm_openvino.building import TYPES, Building, Lowering, computed_type, converted
+from mvllm_openvino.attention import cache_shapes
+from mvllm_openvino.building import TYPES, Building, Lowering, computed_type, converted, stored_type
 from mvllm_openvino.gathered_attention import BLOCK_SIZE
 
 DEVICE = "CPU"
-
-
-class OpenVINOArray:
-    """A result of a run, in host memory; real numbers are float32 whatever the graph calls them.
-
-    Attributes:
-        array: The elements.
-        dtype: The graph's dtype.
-    """
-
-    def __init__(self, array: np.ndarray, dtype: str) -> None:
-        self.array = array
-        self.dtype = dtype
 
 
 class OpenVINOProgram(GraphProgram):
@@ -46,7 +32,7 @@ class OpenVINOProgram(GraphProgram):
         self._table = table
         self._arrays: dict[str, np.ndarray] = {}
         self._compiled: dict[str, CompiledGraph] = {}
-        self._caches: dict[str, tuple[ov.Tensor, ov.Tensor]] = {}
+        self._caches: dict[str, Sequence[ov.Tensor]] = {}
         self._core = ov.Core()
         values = (value for graph in graphs for value in graph.inputs)
         self._cache_values = {value.name: value for value in values if isinstance(value, CacheValue)}
@@ -64,7 +50,7 @@ class OpenVINOProgram(GraphProgram):
 
     def kv_layout(self, cache: CacheValue) -> KVLayout:
         spec = cache.spec
-        elements = spec.num_kv_heads * (spec.head_size + spec.value_size)
+        elements = sum(heads * size for _, heads, _, size in cache_shapes(spec, 1))
         return KVLayout((BLOCK_SIZE,), elements * TYPES[spec.kv_dtype].size)
 
     def allocate_caches(self, num_blocks: int, block_size: int) -> None:
@@ -72,25 +58,20 @@ class OpenVINOProgram(GraphProgram):
         self.free_caches()
         try:
             for name, cache in self._cache_values.items():
-                self._caches[name] = (self._cache(cache, num_blocks, False), self._cache(cache, num_blocks, True))
+                dtype = TYPES[cache.spec.kv_dtype]
+                self._caches[name] = [_new_cache(dtype, shape) for shape in cache_shapes(cache.spec, num_blocks)]
         except (MemoryError, RuntimeError) as e:
             self.free_caches()
             raise MemoryError(f"{num_blocks} blocks of the KV cache do not fit into the host's memory: {e}") from e
         for compiled in self._compiled.values():
             compiled.bind(self._caches)
 
-    @staticmethod
-    def _cache(cache: CacheValue, num_blocks: int, values: bool) -> ov.Tensor:
-        made = ov.Tensor(TYPES[cache.spec.kv_dtype], ov.Shape(cache_shape(cache.spec, num_blocks, values=values)))
-        _bits(made)[...] = 0
-        return made
-
     def free_caches(self) -> None:
         self._caches.clear()
         for compiled in self._compiled.values():
             compiled.unbind()
 
-    def run(self, graph: str, inputs: Mapping[str, Any], sizes: StepSizes) -> Sequence[OpenVINOArray]:
+    def run(self, graph: str, inputs: Mapping[str, Any], sizes: StepSizes) -> Sequence[np.ndarray]:
         return self._compiled_graph(graph).run(inputs, sizes)
 
     def _compiled_graph(self, name: str) -> CompiledGraph:
@@ -100,8 +81,8 @@ class OpenVINOProgram(GraphProgram):
             self._compiled[name] = made
         return self._compiled[name]
 
-    def to_host(self, array: OpenVINOArray) -> np.ndarray:
-        return _encoded(array.array, array.dtype)
+    def to_host(self, array: np.ndarray) -> np.ndarray:
+        return array
 
     def kv_bytes(self, cache: CacheValue) -> int:
         return sum(tensor.byte_size for tensor in self._caches[cache.name])
@@ -136,7 +117,7 @@ class CompiledGraph:
         for node in graph.nodes:
             for value, output in zip(node.outputs, table[node.op](building, node), strict=True):
                 building.outputs[value.name] = converted(output, value.dtype)
-        results = [op.result(building.output(name)) for name in graph.outputs]
+        results = [building.result(value) for value in self._results]
         self._caches = dict(building.caches)
         self._kept = building.kept
         dtypes = {value.spec.dtype if isinstance(value, CacheValue) else value.dtype for value in values.values()}
@@ -144,7 +125,7 @@ class CompiledGraph:
         self._request = core.compile_model(model, DEVICE, settings(dtypes)).create_infer_request()
         self._is_bound = False
 
-    def bind(self, caches: Mapping[str, tuple[ov.Tensor, ov.Tensor]]) -> None:
+    def bind(self, caches: Mapping[str, Sequence[ov.Tensor]]) -> None:
         """Uses these caches from now on."""
         self._is_bound = all(name in caches for name in self._caches)
         if self._is_bound:
@@ -162,23 +143,26 @@ class CompiledGraph:
                     self._request.set_tensor(parameter.friendly_name, empty)
         self._is_bound = False
 
-    def run(self, inputs: Mapping[str, Any], sizes: StepSizes) -> list[OpenVINOArray]:
+    def run(self, inputs: Mapping[str, Any], sizes: StepSizes) -> list[np.ndarray]:
         """Runs the graph; the results are copies.
 
         Padding is left out: OpenVINO's attention expects every token in a request and tokens in every request.
         """
         assert self._is_bound or not self._caches, "caches are allocated before the first step"
         real = self._real_sizes(inputs) if self._caches else {}
+        if real.get("T") == 0:
+            return [_nothing(value, sizes) for value in self._results]
         arrays = []
         for value in self._steps:
-            array = _decoded(inputs[value.name], value.dtype)
-            array = np.ascontiguousarray(array[: _length(value, real)])
-            self._request.set_tensor(value.name, ov.Tensor(array, shared_memory=True))
+            array, dtype = inputs[value.name][: _length(value, real)], stored_type(value.dtype)
+            wanted = np.uint16 if dtype == Type.bf16 else dtype.to_dtype()
+            array = np.ascontiguousarray(array, wanted)
+            self._request.set_tensor(value.name, ov.Tensor(array, ov.Shape(array.shape), dtype))
             arrays.append(array)  # they must live until the request has run
-        self._request.infer()
-        outputs = [self._request.get_output_tensor(index).data for index in range(len(self._results))]
+        self._request.infer(share_outputs=True)
+        outputs = [_bits(self._request.get_output_tensor(index)) for index in range(len(self._results))]
         return [
-            OpenVINOArray(_padded(output, _length(value, sizes.symbols())), value.dtype)
+            _padded(output, _length(value, sizes.symbols()))
             for output, value in zip(outputs, self._results, strict=True)
         ]
 
@@ -187,6 +171,12 @@ class CompiledGraph:
         starts, lengths = next(node.inputs[7:9] for node in self._graph.nodes if node.op == "paged_attention")
         requests = int(np.count_nonzero(inputs[str(lengths)]))
         return {"T": int(inputs[str(starts)][requests]), "R": requests}
+
+
+def _new_cache(dtype: Type, shape: Sequence[int]) -> ov.Tensor:
+    made = ov.Tensor(dtype, ov.Shape(list(shape)))
+    _bits(made)[...] = 0
+    return made
 
 
 def settings(dtypes: Collection[str]) -> dict[str, Any]:
@@ -212,6 +202,12 @@ def _length(value: Value, sizes: Mapping[str, int]) -> int | None:
     return dim if isinstance(dim, int) else None
 
 
+def _nothing(value: Value, sizes: StepSizes) -> np.ndarray:
+    """The result of a step of padding alone."""
+    shape = [substitute(dim, sizes.symbols()) for dim in value.shape]
+    return _encoded(np.zeros(shape, computed_type(value.dtype).to_dtype()), value.dtype)
+
+
 def _padded(output: np.ndarray, length: int | None) -> np.ndarray:
     """A copy, with zeros for what padding would have given."""
     if length is None or length == output.shape[0]:
@@ -219,16 +215,6 @@ def _padded(output: np.ndarray, length: int | None) -> np.ndarray:
     made = np.zeros((length, *output.shape[1:]), output.dtype)
     made[: output.shape[0]] = output
     return made
-
-
-def _decoded(array: Any, dtype: str) -> np.ndarray:
-    """The array in the type in which the model computes."""
-    if isinstance(array, OpenVINOArray):
-        return array.array
-    if dtype == "bfloat16":
-        return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    wanted = computed_type(dtype).to_dtype()
-    return array if array.dtype == wanted else array.astype(wanted)
 
 
 def _encoded(array: np.ndarray, dtype: str) -> np.ndarray:
@@ -243,7 +229,5 @@ def _encoded(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _bits(tensor: ov.Tensor) -> np.ndarray:
-    """The elements of a cache; those of bfloat16 as bits."""
-    if tensor.element_type == Type.bf16:
-        return np.frombuffer(tensor.data, np.uint16).reshape(tuple(tensor.shape))
-    return tensor.data
+    """The elements of a tensor; those of bfloat16 as bits."""
+    return tensor.data.view(np.uint16) if tensor.element_type == Type.bf16 else tensor.data
