@@ -209,4 +209,6 @@ class ModelLoader:
         if self.graph is not None:
             self.graph.close()
             self.graph = None
+        if self._graph_compiler is not None:
+            self._graph_compiler.close()
         self._model = self._adapters = self.draft = self._context = None

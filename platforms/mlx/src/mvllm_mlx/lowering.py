@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
+import psutil  # type: ignore[import-untyped]
 
 from mvllm.plugin_api.graph import Node, substitute
 
@@ -69,3 +70,10 @@ def to_mlx(array: np.ndarray, dtype: str) -> mx.array:
 def to_numpy(array: mx.array) -> np.ndarray:
     """A copy on the host; bfloat16 as bits."""
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
+
+
+def require_memory(num_bytes: int, what: str) -> None:
+    """Raises MemoryError unless the machine has `num_bytes` for `what`: MLX ends the process where they do not fit."""
+    available = psutil.virtual_memory().available
+    if num_bytes > available:
+        raise MemoryError(f"{what}: {num_bytes:,} bytes are needed, and {available:,} are available.")

@@ -15,7 +15,7 @@ import numpy as np
 from mvllm.plugin_api import KVLayout, PlatformError
 from mvllm.plugin_api.graph import CacheValue, DeviceArray, GraphProgram, StepGraph, StepSizes
 from mvllm_mlx.attention import AttentionStep, cache_shapes
-from mvllm_mlx.lowering import DTYPES, Lowering, Run, to_mlx, to_numpy
+from mvllm_mlx.lowering import DTYPES, Lowering, Run, require_memory, to_mlx, to_numpy
 
 BLOCK_SIZES = (16, 32, 8)
 """Tokens per block of the KV cache, the preferred number first."""
@@ -40,6 +40,7 @@ class MLXProgram(GraphProgram):
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def set_weight(self, name: str, array: np.ndarray) -> None:
+        require_memory(array.nbytes, f"The weight {name} does not fit")
         self._weights[name] = to_mlx(array, self._values[name].dtype)
         mx.eval(self._weights[name])
 
@@ -51,16 +52,15 @@ class MLXProgram(GraphProgram):
         return KVLayout(BLOCK_SIZES, elements * DTYPES[cache.spec.kv_dtype].size)
 
     def allocate_caches(self, num_blocks: int, block_size: int) -> None:
-        self.free_caches()
-        try:
-            for name, cache in self._cache_values.items():
-                dtype = DTYPES[cache.spec.kv_dtype]
-                shapes = cache_shapes(cache.spec, num_blocks, block_size)
-                self._caches[name] = [mx.zeros(shape, dtype=dtype) for shape in shapes]
-                mx.eval(self._caches[name])
-        except (MemoryError, RuntimeError) as e:
-            self.free_caches()
-            raise MemoryError(f"{num_blocks} blocks of the KV cache do not fit into memory: {e}") from e
+        self._caches = {}
+        mx.clear_cache()
+        tokens = num_blocks * block_size
+        size = tokens * sum(self.kv_layout(cache).bytes_per_token for cache in self._cache_values.values())
+        require_memory(size, f"{num_blocks} blocks of the KV cache do not fit")
+        for name, cache in self._cache_values.items():
+            shapes = cache_shapes(cache.spec, num_blocks, block_size)
+            self._caches[name] = [mx.zeros(shape, dtype=DTYPES[cache.spec.kv_dtype]) for shape in shapes]
+            mx.eval(self._caches[name])
         self._num_blocks = num_blocks
 
     def free_caches(self) -> None:
