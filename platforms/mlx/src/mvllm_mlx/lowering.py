@@ -14,6 +14,7 @@ from mvllm.plugin_api.graph import Node, substitute
 
 if TYPE_CHECKING:
     from mvllm_mlx.attention import AttentionStep
+    from mvllm_mlx.states import StateStep
 
 DTYPES = {
     "bool": mx.bool_,
@@ -36,11 +37,13 @@ class Run:
         values: Arrays by name. KV caches are pairs of keys and values; the second is None for values in the keys.
         symbols: Sizes by symbol.
         attention: Indices that all attention layers of the step share; None for a graph without attention.
+        states: Indices that all layers with a state share; None for a graph without states.
     """
 
     values: dict[str, Any]
     symbols: Mapping[str, int]
     attention: AttentionStep | None = None
+    states: StateStep | None = None
 
     def inputs(self, node: Node) -> list[Any]:
         """The arrays of a node's inputs; None for absent ones."""
@@ -70,6 +73,11 @@ def to_mlx(array: np.ndarray, dtype: str) -> mx.array:
 def to_numpy(array: mx.array) -> np.ndarray:
     """A copy on the host; bfloat16 as bits."""
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
+
+
+def power_of_two(size: int) -> int:
+    """The smallest power of two that is at least `size`."""
+    return 1 << (size - 1).bit_length()
 
 
 def require_memory(num_bytes: int, what: str) -> None:
