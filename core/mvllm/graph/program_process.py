@@ -174,7 +174,9 @@ class _CompilerProcess:
                 how = f"{signal.Signals(-code).name} ({how})"
             except ValueError:
                 how = f"signal {-code} ({how})"
-        why = " The system sends it when memory is full: give the engine less memory." if code == -signal.SIGKILL else ""
+        why = (
+            " The system sends it when memory is full: give the engine less memory." if code == -signal.SIGKILL else ""
+        )
         return PlatformError(
             f"The process of the graph compiler {self._factory} (pid {self.pid}) has ended with {how}.{why} Its weights "
             "and KV caches are lost, and its own messages are in the output above. Start the engine again, which starts "

@@ -71,7 +71,9 @@ class MLXProgram(GraphProgram):
     def allocate_states(self, num_slots: int) -> None:
         self._states = {}
         shapes = {name: (num_slots + 1, *value.tensor.shape) for name, value in self._state_values.items()}
-        sizes = [math.prod(shape) * DTYPES[self._state_values[name].tensor.dtype].size for name, shape in shapes.items()]
+        sizes = [
+            math.prod(shape) * DTYPES[self._state_values[name].tensor.dtype].size for name, shape in shapes.items()
+        ]
         require_memory(sum(sizes), f"The states of {num_slots} sequences do not fit")
         self._states = {
             name: mx.zeros(shape, dtype=DTYPES[self._state_values[name].tensor.dtype]) for name, shape in shapes.items()
