@@ -1,12 +1,13 @@
 """Models on platforms with a graph compiler: tracing, hand-over of weights, and the forward pass through the program.
 
-The model is built and loaded on the host, traced, and compiled by the platform. Then each of its arrays is handed to
-the program and its memory on the host is freed. Hidden states and logits come back as host tensors, so everything after
+The model is built on the host without weights, traced, and compiled by the platform. Then the checkpoint is loaded, a
+module at a time: its arrays are given to the program and their memory on the host is freed (graph_weights.py). Hidden states and logits come back as host tensors, so everything after
 the forward pass is the same as on other platforms.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +21,7 @@ from mvllm.layers.lora import LoRAMapping
 from mvllm.platform.graph_compiler import GraphCompiler, GraphProgram
 from mvllm.platform.graphs import CompileBackend
 from mvllm.platform.step_graph import StepSizes, distinct_inputs
+from mvllm.worker.graph_weights import release
 from mvllm.worker.out_of_memory import out_of_memory_as
 from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
 from mvllm.worker.step_inputs import StepInputs
@@ -35,17 +37,26 @@ class GraphModel:
         model: The loaded model. Its arrays move to the program.
         compiler: The platform's compiler.
         generates: Whether logits are computed.
+        load: Loads a model without weights, when the program can take them; None for a loaded one.
 
     Attributes:
         program: The program.
         graphs: The traced graphs.
+        arrays: The model's tensors that the graphs read, by their names.
 
     Raises:
         ConfigError, PlatformError: The model has an operation that graphs, or the compiler, do not have.
         ModelError: The weights do not fit on the device.
     """
 
-    def __init__(self, model: CausalLM, compiler: GraphCompiler, *, generates: bool) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        compiler: GraphCompiler,
+        *,
+        generates: bool,
+        load: Callable[[GraphModel], None] | None = None,
+    ) -> None:
         traced = trace_model(model, computes_logits=generates)
         reasons = [reason for graph in traced.graphs for reason in compiler.unsupported(graph)]
         if reasons:
@@ -53,17 +64,30 @@ class GraphModel:
                 f"The platform's compiler cannot run {type(model).__name__}: {' '.join(dict.fromkeys(reasons))} Choose "
                 "another model or platform."
             )
-        self.graphs = traced.graphs
+        self.graphs, self.arrays = traced.graphs, traced.arrays
+        self._kept_arrays: dict[str, np.ndarray] = {}
         self._hidden_dtype, self._logits_dtype = _output_dtype(traced, MODEL), _output_dtype(traced, HEAD)
         remedy = "Choose a smaller dtype or a quantized model, or a larger pipeline_parallel_size."
         with out_of_memory_as(ModelError, "The weights", remedy):
             self.program: GraphProgram = compiler.program(traced.graphs)
-            self._kept_arrays = hand_over(self.program, traced)
+            if load is not None:
+                load(self)
+            else:
+                for name, tensor in traced.arrays.items():
+                    self.give(name, tensor)
+                    release(tensor)
             self.program.finish_weights()
         self._caches = distinct_inputs(traced.graphs, "cache")
         for i, layer in enumerate(model.attention_layers()):
             if (cache := self._caches.get(f"cache.{i}")) is not None:
                 layer.backend.layout = self.program.kv_layout(cache)  # type: ignore[attr-defined, arg-type]
+
+    def give(self, name: str, tensor: torch.Tensor) -> None:
+        """Gives a weight or a constant to the program, also later, between steps. The tensor's memory can be freed."""
+        array = to_numpy(tensor)
+        self.program.set_weight(name, array)
+        if self.program.keeps_arrays:
+            self._kept_arrays[name] = array
 
     def run(self, inputs: StepInputs, intermediate: torch.Tensor | None) -> torch.Tensor:
         """Hidden states of a step on the host: [T, hidden_size].
@@ -115,7 +139,7 @@ class GraphModel:
     def close(self) -> None:
         """Frees the program. Idempotent."""
         self.program.close()
-        self._kept_arrays = []
+        self._kept_arrays = {}
 
 
 class GraphForward:
@@ -145,24 +169,6 @@ class GraphForward:
 
     def drop_compiled(self) -> None:
         """Nothing to drop before the program is closed."""
-
-
-def hand_over(program: GraphProgram, traced: TracedModel) -> list[np.ndarray]:
-    """Gives every array to the program once, and frees its memory on the host unless the program computes from it.
-
-    Returns:
-        The arrays from which the program computes.
-    """
-    kept = []
-    for name, tensor in traced.arrays.items():
-        array = to_numpy(tensor)
-        program.set_weight(name, array)
-        if program.keeps_arrays:
-            kept.append(array)
-        else:
-            # The memory is freed with its last tensor; what still reads the shape finds it.
-            tensor.data = tensor.new_empty(1).expand(tensor.shape)
-    return kept
 
 
 def _output_dtype(traced: TracedModel, name: str) -> str:
