@@ -188,22 +188,22 @@ def _ungated_cases(op: str, dtype: torch.dtype, rows: int, activation: str) -> I
             quantized_weight({**integers, "in_features": size}, hidden, e + 9),
         ),
     )
-    floats = {"block_rows": 32, "block_columns": 32, "inputs": "floats"}
+    upper, lower = ({"block_rows": 1, "block_columns": columns, "inputs": "dynamic"} for columns in (64, 96))
     yield _ungated_case(
-        *(op, "float8_linear", (floats, floats), (64, 96), activation),
-        partial(rows_of_float8, dtype, rows, {**floats, "in_features": 64}),
+        *(op, "float8_linear", (upper, lower), (64, 96), activation),
+        partial(rows_of_float8, dtype, rows, {**upper, "in_features": 64}),
         lambda e: (
-            float8_weight({**floats, "out_features": 96, "in_features": 64}, e),
-            float8_weight({**floats, "out_features": 64, "in_features": 96}, e + 9),
+            float8_weight({**upper, "out_features": 96, "in_features": 64}, e),
+            float8_weight({**lower, "out_features": 64, "in_features": 96}, e + 9),
         ),
     )
     for hidden, of_up, size, of_down in _UNGATED_BLOCKS:
         for int8 in (False, True):
-            upper, lower = ({"formats": (name,), "int8_activations": int8} for name in (of_up, of_down))
+            facts = tuple({"formats": (name,), "int8_activations": int8} for name in (of_up, of_down))
 
             x = partial(rows_of_block_quantized, dtype, rows, hidden)
             experts = partial(_ungated_blocks, (hidden, size), (of_up, of_down), int8)
-            yield _ungated_case(op, "block_quantized_linear", (upper, lower), (hidden, size), activation, x, experts)
+            yield _ungated_case(op, "block_quantized_linear", facts, (hidden, size), activation, x, experts)
 
 
 def _ungated_blocks(
@@ -219,7 +219,7 @@ def _ungated_blocks(
 def _ungated_case(
     op: str,
     linear: str,
-    facts: tuple[dict[str, Any], dict[str, Any]],
+    facts: tuple[dict[str, Any], ...],
     sizes: tuple[int, int],
     activation: str,
     make_x: Callable[[], torch.Tensor],
