@@ -53,7 +53,7 @@ class GraphOperation:
 _NOT_IN_GRAPHS = frozenset({"argmax", "logsumexp", "filtered_draw", "add_lora", "add_lora_by_slot"})
 """Operations that core computes on the host, and LoRA, which graphs do not have yet."""
 
-_OPTIONAL = frozenset({"quantized_moe"})
+_OPTIONAL = frozenset({"quantized_moe", "quantized_ungated_moe"})
 """Optional besides those that replace other operations: no layer runs its reference."""
 
 _ATTENTION_DEFINITION = """Stores keys and values in the KV cache, and computes attention of the step's queries over it.

@@ -1,12 +1,14 @@
 """UngatedMoE: experts of two matrices, without a gate, with a separate checkpoint tensor for each matrix.
 
-Tensor parallelism shards every expert along its inner size, as in `fused_moe.py`. Experts of a quantized checkpoint are
-dequantized after loading, and online quantization does not change them.
+Tensor parallelism shards every expert along its inner size, as in `fused_moe.py`. Quantized experts stay quantized if
+the platform supports `quantized_ungated_moe` (quantized_experts.py). Otherwise experts of a quantized checkpoint are
+dequantized after loading, and online quantization does not change experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +17,10 @@ from torch import nn
 from mvllm.errors import ModelError
 from mvllm.layers.activation import ACTIVATIONS
 from mvllm.layers.context import BuildContext
-from mvllm.layers.fused_moe import quantization_of_layout
 from mvllm.layers.linear import shard_slice
 from mvllm.layers.matrix_layout import MatrixLayout, Part
-from mvllm.layers.quantization.quantized_matrix import QuantizedMatrix
 from mvllm.layers.quantization.rtn_matrix import float_targets
+from mvllm.layers.quantized_experts import QuantizedExperts, quantized_ungated_moe_op
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.ops.moe import UNGATED_ACTIVATIONS
 
@@ -36,8 +37,9 @@ class UngatedMoE(nn.Module):
 
     Attributes:
         up: [num_experts, size, hidden_size], where `size` is this rank's part of the inner size; after loading the
-            result of the op provider's `prepare`.
+            result of the op provider's `prepare`. None before that if the experts stay quantized.
         down: [num_experts, hidden_size, size], likewise.
+        stays_quantized: Whether the experts' weights are not converted to floats.
 
     Raises:
         ModelError: The activation is not supported in experts.
@@ -69,20 +71,28 @@ class UngatedMoE(nn.Module):
         size, outer = band.stop - band.start, slice(0, hidden_size)
         facts = {"num_experts": num_experts, "top_k": top_k, "hidden_size": hidden_size, "intermediate_size": size}
         self._op = ctx.op("ungated_moe", **facts, activation=self._activation)
+        upper = [Part(f"{name}.{e}.up_proj", intermediate_size, band, slice(0, size)) for e in range(num_experts)]
+        lower = [Part(f"{name}.{e}.down_proj", hidden_size, outer, outer) for e in range(num_experts)]
+        self._layouts = [
+            (
+                MatrixLayout((of_up,), hidden_size, outer, size, is_expert=True),
+                MatrixLayout((of_down,), intermediate_size, band, hidden_size, is_expert=True),
+            )
+            for of_up, of_down in zip(upper, lower, strict=True)
+        ]
+        facts = {**facts, "activation": self._activation}
+        resolve = partial(quantized_ungated_moe_op, ctx, floats=self._op, facts=facts)
+        self._quantized = QuantizedExperts(ctx, self._layouts, resolve)
+        self.stays_quantized = self._quantized.op is not None
+        if self._quantized.op is not None:
+            self._moe, self.up, self.down = self._quantized.op.function, None, None
+            return
         self._moe = self._op.function
         self.up = ctx.parameter(num_experts, size, hidden_size)
         self.down = ctx.parameter(num_experts, hidden_size, size)
-        upper = [Part(f"{name}.{e}.up_proj", intermediate_size, band, slice(0, size)) for e in range(num_experts)]
-        lower = [Part(f"{name}.{e}.down_proj", hidden_size, outer, outer) for e in range(num_experts)]
-        self._layouts = {
-            "up": [MatrixLayout((part,), hidden_size, outer, size, is_expert=True) for part in upper],
-            "down": [MatrixLayout((part,), intermediate_size, band, hidden_size, is_expert=True) for part in lower],
-        }
-        self._stored: dict[tuple[str, int], QuantizedMatrix] = {}
-        for parameter, layouts in self._layouts.items():
-            made = {(parameter, e): quantization_of_layout(ctx, layout) for e, layout in enumerate(layouts)}
-            self._stored.update((key, matrix) for key, matrix in made.items() if matrix is not None)
-            if all(made.values()):  # no checkpoint tensor fills the parameter directly
+        for which, parameter in enumerate(("up", "down")):
+            if all(self._quantized.matrix(e, which) is not None for e in range(num_experts)):
+                # No checkpoint tensor fills it directly.
                 floats = getattr(self, parameter).data
                 delattr(self, parameter)
                 setattr(self, parameter, floats)
@@ -93,22 +103,28 @@ class UngatedMoE(nn.Module):
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Checkpoint tensor names and their targets on this rank. Before `prepare_weights` only."""
-        for name, layouts in self._layouts.items():
-            parameter = getattr(self, name)
-            for e, layout in enumerate(layouts):
-                if (name, e) in self._stored:
-                    yield from self._stored[name, e].targets()
+        for e, layouts in enumerate(self._layouts):
+            for which, (layout, parameter) in enumerate(zip(layouts, (self.up, self.down), strict=True)):
+                matrix = self._quantized.matrix(e, which)
+                if matrix is not None:
+                    yield from self._quantized.targets(matrix)
                     continue
                 for tensor, target in float_targets(layout, parameter):
                     place = (e, *target.destination)
                     yield tensor, WeightTarget(parameter, target.source_shape, target.source, place)
 
+    def tensor_loaded(self, name: str) -> None:
+        """As in FusedMoE."""
+        self._quantized.tensor_loaded(name)
+
     def prepare_weights(self) -> None:
-        """Dequantizes experts of a quantized checkpoint, and converts them to the op provider's form."""
-        for (name, e), matrix in self._stored.items():
-            floats = getattr(self, name).data
+        """Converts the loaded experts to the op provider's form."""
+        if self.stays_quantized:
+            self.up, self.down = self._quantized.prepare()
+            return
+        for e, which, matrix in self._quantized.pop():
+            floats = (self.up, self.down)[which].data
             floats[e] = matrix.dequantized(floats.shape[-1], floats.dtype, floats.device)
-        self._stored.clear()
         if self._op.prepare is not None:
             prepared = self._op.prepare((self.up.data, self.down.data))
             del self.up, self.down

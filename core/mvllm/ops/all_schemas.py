@@ -19,7 +19,7 @@ from mvllm.ops.lora import ADD_LORA, ADD_LORA_BY_SLOT
 from mvllm.ops.moe import CLAMPED_MOE, GELU_TANH_MOE, MOE, UNGATED_MOE
 from mvllm.ops.norm import FUSED_ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from mvllm.ops.quantized_linear import QUANTIZED_LINEAR, QUANTIZED_LINEAR_SILU_AND_MUL
-from mvllm.ops.quantized_moe import QUANTIZED_MOE
+from mvllm.ops.quantized_moe import QUANTIZED_MOE, QUANTIZED_UNGATED_MOE
 from mvllm.ops.rotary import ROTARY_EMBEDDING
 from mvllm.ops.schema import OpSchema
 from mvllm.ops.select_experts import SELECT_EXPERTS
@@ -48,6 +48,7 @@ SCHEMAS: dict[str, OpSchema] = {
         CLAMPED_MOE,
         UNGATED_MOE,
         QUANTIZED_MOE,
+        QUANTIZED_UNGATED_MOE,
         SELECT_EXPERTS,
         CAUSAL_CONV1D,
         SSD,

@@ -137,15 +137,20 @@ def ungated_moe(
     share = expert_shares(up.shape[0], expert_ids, expert_weights)
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(up.shape[0]):
-        inner = F.linear(x, up[expert])
-        inner = F.silu(inner) if activation == "silu" else F.relu(inner)
-        inner = inner.square() if activation == "relu_squared" else inner
+        inner = ungated_activation(F.linear(x, up[expert]), activation)
         total += F.linear(inner, down[expert]).float() * share[:, expert, None]
     return total.to(x.dtype)
 
 
 UNGATED_ACTIVATIONS = ("relu", "relu_squared", "silu")
 """Values of `activation` of `ungated_moe`."""
+
+
+def ungated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """The inner elements of `ungated_moe`."""
+    if activation == "silu":
+        return F.silu(x)
+    return F.relu(x).square() if activation == "relu_squared" else F.relu(x)
 
 
 def clamped_gate(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:

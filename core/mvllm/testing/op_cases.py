@@ -15,7 +15,13 @@ from mvllm.ops.dtypes import torch_dtype
 from mvllm.ops.moe import UNGATED_ACTIVATIONS
 from mvllm.testing.block_quantized_cases import block_quantized_linear_cases, exact_block_quantized
 from mvllm.testing.op_call import ROWS, OpCall, random_tensor
-from mvllm.testing.quantized_moe_cases import exact_quantized_moe, inner_steps, quantized_moe_cases
+from mvllm.testing.quantized_moe_cases import (
+    exact_quantized_moe,
+    exact_quantized_ungated_moe,
+    inner_steps,
+    quantized_moe_cases,
+    quantized_ungated_moe_cases,
+)
 from mvllm.testing.quantized_weight_cases import (
     exact_float8,
     exact_quantized,
@@ -47,6 +53,8 @@ def exact(case: OpCall) -> Any:
         return exact_float8(*case.make())
     if case.op == "quantized_moe":
         return exact_quantized_moe(*case.make())
+    if case.op == "quantized_ungated_moe":
+        return exact_quantized_ungated_moe(*case.make())
     arguments = [_as_float64(argument) for argument in case.make()]
     if case.op in ("moe", "gelu_tanh_moe", "clamped_moe", "ungated_moe"):
         index = list(SCHEMAS[case.op].parameters).index("expert_weights")
@@ -66,7 +74,8 @@ def tolerance(dtype: str, case: OpCall | None = None) -> float:
     It is larger where a case rounds inexact numbers to 8 bits: a step of some of them.
     """
     roundings = {"float32": 2e-5}.get(dtype, 4 * torch.finfo(torch_dtype(dtype)).eps)
-    return roundings if case is None or case.op != "quantized_moe" else max(roundings, inner_steps(case, dtype))
+    has_steps = case is not None and case.op in ("quantized_moe", "quantized_ungated_moe")
+    return max(roundings, inner_steps(case, dtype)) if case is not None and has_steps else roundings
 
 
 def _as_float64(argument: Any) -> Any:
@@ -404,6 +413,7 @@ _MAKERS: dict[str, Callable[[str, torch.dtype], Iterator[OpCall]]] = {
     "rotary_embedding": _rotary,
     "moe": _moe,
     "quantized_moe": quantized_moe_cases,
+    "quantized_ungated_moe": quantized_ungated_moe_cases,
     "select_experts": _select_experts,
     "gelu_tanh_moe": _moe,
     "clamped_moe": _moe,

@@ -1,4 +1,5 @@
-"""Test cases of `quantized_moe`, in terms of those of the linear operations whose weights the experts have."""
+"""Test cases of `quantized_moe` and `quantized_ungated_moe`, in terms of those of the linear operations whose weights
+the experts have."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 
 from mvllm.ops.block_quantized_linear import BlockQuantizedWeight
 from mvllm.ops.float8_linear import LARGEST, Float8Weight
-from mvllm.ops.moe import clamped_gate
+from mvllm.ops.moe import UNGATED_ACTIVATIONS, clamped_gate, ungated_activation
 from mvllm.ops.quantized_linear import QuantizedWeight
 from mvllm.ops.quantized_moe import ExpertWeight
 from mvllm.testing.block_quantized_cases import block_quantized_weight, exact_block_quantized, rows_of_block_quantized
@@ -140,16 +141,14 @@ def _case(
 
     def make() -> tuple[Any, ...]:
         x = make_x()
-        rows, dtype = len(x), x.dtype
+        dtype = x.dtype
         gate_up, down = zip(*experts(), strict=True)
         biases = (
             random_tensor(dtype, NUM_EXPERTS, 2 * size, seed=4) if clamped else None,
             random_tensor(dtype, NUM_EXPERTS, hidden, seed=5) if clamped else None,
         )
-        ids = torch.stack([(torch.arange(rows) + k) % NUM_EXPERTS for k in range(TOP_K)], dim=1)
-        shares = torch.softmax(random_tensor(torch.float32, rows, TOP_K, seed=3), dim=-1)
         gate = (ALPHA, LIMIT) if clamped else (None, None)
-        return x, gate_up, biases[0], down, biases[1], ids, shares, *gate
+        return x, gate_up, biases[0], down, biases[1], *_routing(len(x)), *gate
 
     of_case = {
         "num_experts": NUM_EXPERTS,
@@ -163,6 +162,91 @@ def _case(
         "down": tuple(sorted(facts[1].items())),
     }
     return OpCall(op, of_case, make, weight=(1, 3))
+
+
+_UNGATED_BLOCKS = (  # hidden_size, format of up, intermediate_size, format of down
+    (64, "q8_0", 96, "q4_0"),
+    (256, "q4_k", 256, "q6_k"),
+)
+
+
+def quantized_ungated_moe_cases(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
+    """Cases of `quantized_ungated_moe` with each activation, with integers, 8-bit floats and blocks."""
+    for rows in ROWS:
+        for activation in UNGATED_ACTIVATIONS if rows == max(ROWS) else ("relu_squared",):
+            yield from _ungated_cases(op, dtype, rows, activation)
+
+
+def _ungated_cases(op: str, dtype: torch.dtype, rows: int, activation: str) -> Iterator[OpCall]:
+    hidden, size = 64, 80
+    integers = {"bits": 4, "group_size": 32, "symmetric": False, "int8_activations": False}
+    yield _ungated_case(
+        *(op, "quantized_linear", (integers, integers), (hidden, size), activation),
+        partial(rows_of_quantized, dtype, rows, hidden),
+        lambda e: (
+            quantized_weight({**integers, "in_features": hidden}, size, e),
+            quantized_weight({**integers, "in_features": size}, hidden, e + 9),
+        ),
+    )
+    upper, lower = ({"block_rows": 1, "block_columns": columns, "inputs": "dynamic"} for columns in (64, 96))
+    yield _ungated_case(
+        *(op, "float8_linear", (upper, lower), (64, 96), activation),
+        partial(rows_of_float8, dtype, rows, {**upper, "in_features": 64}),
+        lambda e: (
+            float8_weight({**upper, "out_features": 96, "in_features": 64}, e),
+            float8_weight({**lower, "out_features": 64, "in_features": 96}, e + 9),
+        ),
+    )
+    for hidden, of_up, size, of_down in _UNGATED_BLOCKS:
+        for int8 in (False, True):
+            facts = tuple({"formats": (name,), "int8_activations": int8} for name in (of_up, of_down))
+
+            x = partial(rows_of_block_quantized, dtype, rows, hidden)
+            experts = partial(_ungated_blocks, (hidden, size), (of_up, of_down), int8)
+            yield _ungated_case(op, "block_quantized_linear", facts, (hidden, size), activation, x, experts)
+
+
+def _ungated_blocks(
+    sizes: tuple[int, int], formats: tuple[str, str], int8: bool, expert: int
+) -> tuple[ExpertWeight, ExpertWeight]:
+    hidden, size = sizes
+    return (
+        block_quantized_weight(((formats[0], size),), hidden, int8, seed=expert),
+        block_quantized_weight(((formats[1], hidden),), size, int8, seed=50 + expert),
+    )
+
+
+def _ungated_case(
+    op: str,
+    linear: str,
+    facts: tuple[dict[str, Any], ...],
+    sizes: tuple[int, int],
+    activation: str,
+    make_x: Callable[[], torch.Tensor],
+    expert: Callable[[int], tuple[ExpertWeight, ExpertWeight]],
+) -> OpCall:
+    def make() -> tuple[Any, ...]:
+        x = make_x()
+        up, down = zip(*(expert(e) for e in range(NUM_EXPERTS)), strict=True)
+        return x, up, down, *_routing(len(x)), activation
+
+    of_case = {
+        "num_experts": NUM_EXPERTS,
+        "top_k": TOP_K,
+        "hidden_size": sizes[0],
+        "intermediate_size": sizes[1],
+        "activation": activation,
+        "linear": linear,
+        "up": tuple(sorted(facts[0].items())),
+        "down": tuple(sorted(facts[1].items())),
+    }
+    return OpCall(op, of_case, make, weight=(1, 2))
+
+
+def _routing(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids and weights of each token's experts."""
+    ids = torch.stack([(torch.arange(rows) + k) % NUM_EXPERTS for k in range(TOP_K)], dim=1)
+    return ids, torch.softmax(random_tensor(torch.float32, rows, TOP_K, seed=3), dim=-1)
 
 
 def inner_steps(case: OpCall, dtype: str) -> float:
@@ -211,6 +295,23 @@ def exact_quantized_moe(
                 inner = clamped_gate(gate, up, alpha, limit)
             out = _linear(inner, down[e], None if down_bias is None else down_bias[e], x.dtype)
             total[token] += share * out[0]
+    return total
+
+
+def exact_quantized_ungated_moe(
+    x: torch.Tensor,
+    up: tuple[ExpertWeight, ...],
+    down: tuple[ExpertWeight, ...],
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    activation: str,
+) -> torch.Tensor:
+    """The exact result in float64, token by token."""
+    total = torch.zeros(x.shape, dtype=torch.float64)
+    for token in range(len(x)):
+        for e, share in zip(expert_ids[token].tolist(), expert_weights[token].tolist(), strict=True):
+            inner = ungated_activation(_linear(x[token, None].double(), up[e], None, x.dtype), activation)
+            total[token] += share * _linear(inner, down[e], None, x.dtype)[0]
     return total
 
 

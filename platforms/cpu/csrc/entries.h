@@ -66,7 +66,7 @@ void mvllm_cpu_clamped_moe(const void* x, int64_t x_stride, const void* gate_up,
 void mvllm_cpu_quantized_moe(const void* x, int64_t x_stride, const mvllm::ExpertMatrices* gate_up,
                              const mvllm::ExpertMatrices* down, const void* gate_up_bias, const void* down_bias,
                              const int64_t* ids, const float* weights, void* out, int64_t tokens, int64_t experts,
-                             int64_t top_k, int clamped, float alpha, float limit, int dtype);
+                             int64_t top_k, int gate, int function, float alpha, float limit, int dtype);
 void mvllm_cpu_linear(const void* x, int64_t x_stride, const void* weight, const void* bias, void* out, int64_t rows,
                       int64_t in_features, int64_t out_features, int dtype);
 void mvllm_cpu_linear_silu(const void* x, int64_t x_stride, const void* weight, const void* bias, void* out, int64_t rows,

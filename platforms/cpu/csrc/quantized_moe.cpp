@@ -2,7 +2,7 @@
 // unused experts are not read:
 //
 //     tokens       x converted for the kernels            (convert; every thread converts all of a small x)
-//     pieces       (expert, up to 96 of its rows, tiles)  gate and up, activation
+//     pieces       (expert, up to 96 of its rows, tiles)  gate and up, or up alone, activation
 //     pieces       (expert, up to 96 of its rows, tiles)  down
 //     tokens       t0 = w * row of e0 + w * row of e4     (combine, in float32)
 //
@@ -12,8 +12,10 @@
 // Results are rounded where the reference rounds. A token's result does not depend on the other tokens or their number: rows
 // of a product are independent, and a token's experts are summed in the order of their ids.
 
+#include <cstring>
 #include <vector>
 
+#include "activations.h"
 #include "entries.h"
 #include "expert_product.h"
 #include "moe_routing.h"
@@ -33,10 +35,12 @@ constexpr int64_t TILE_WORK = 8;                // reading a tile of a weight ta
 thread_local Buffer shared_memory, own_rows, gathered_rows, own_gates;
 thread_local std::vector<char> own_blocks;
 
+enum Gate { SILU_GATE, CLAMPED_GATE, NO_GATE };  // mirrored in Python
+
 struct QuantizedMoe {
     const char* x;
     int64_t x_stride;
-    const ExpertMatrices* gate_up;
+    const ExpertMatrices* gate_up;  // up alone without a gate
     const ExpertMatrices* down;
     const char* gate_up_bias;
     const char* down_bias;
@@ -44,7 +48,8 @@ struct QuantizedMoe {
     const float* weights;
     char* out;
     int64_t tokens, experts, top_k;
-    bool clamped;
+    int gate;
+    int function;  // Activation, without a gate
     float alpha, limit;
     int dtype;
 };
@@ -90,7 +95,8 @@ class Run {
   public:
     explicit Run(const QuantizedMoe& op)
         : op_(op),
-          gate_up_(current_qisa(), *op.gate_up, 2, op.dtype),
+          halves_(op.gate == NO_GATE ? 1 : 2),
+          gate_up_(current_qisa(), *op.gate_up, halves_, op.dtype),
           down_(current_qisa(), *op.down, 1, op.dtype),
           routing_(op.ids, op.weights, op.tokens, op.top_k, op.experts),
           pairs_(op.tokens * op.top_k),
@@ -168,22 +174,30 @@ class Run {
     }
 
     // Computes tiles [begin, end) of gate and up for the rows of a block: all gates first, since each half is contiguous.
+    // Without a gate there is one half, which is activated in place.
     void gate_block(const Block& block, const ExpertRows& rows, int64_t begin, int64_t end) const {
         const int64_t height = block.end - block.begin;
-        const int64_t most = std::max<int64_t>(1, GATED_ELEMENTS / (2 * gate_up_.tile() * height));
+        const int64_t most = std::max<int64_t>(1, GATED_ELEMENTS / (halves_ * gate_up_.tile() * height));
         const char* bias = op_.gate_up_bias ? op_.gate_up_bias + block.expert * op_.gate_up->out_features * element_ : nullptr;
-        char* const both = own_gates.at_least(size_t(2 * most * gate_up_.tile() * height * element_));
+        char* const both = own_gates.at_least(size_t(halves_ * most * gate_up_.tile() * height * element_));
         for (int64_t next; begin < end; begin = next) {
             next = std::min(end, begin + most);
             const ExpertColumns all = gate_up_.columns(begin, next);
-            for (int half = 0; half < 2; ++half)
+            for (int half = 0; half < halves_; ++half)
                 for (int64_t t = begin; t < next; ++t) {
                     const int64_t column = half * all.count + gate_up_.columns(t, t + 1).begin - all.begin;
-                    gate_up_.multiply(block.expert, half, t, rows, int(height), bias, both + column * element_, 2 * all.count);
+                    gate_up_.multiply(block.expert, half, t, rows, int(height), bias, both + column * element_,
+                                      halves_ * all.count);
                 }
-            const GateAndMul gate{both, gated_ + (block.begin * inner_ + all.begin) * element_, 2 * all.count, inner_, all.count,
-                                  all.count, op_.dtype};
-            if (op_.clamped)
+            char* const inner = gated_ + (block.begin * inner_ + all.begin) * element_;
+            const GateAndMul gate{both, inner, 2 * all.count, inner_, all.count, all.count, op_.dtype};
+            if (op_.gate == NO_GATE) {
+                const int64_t bytes = all.count * element_;
+                const Activate up{both, nullptr, both, all.count, 0, all.count, op_.function, op_.dtype};
+                current_isa().activate(up, 0, height);
+                for (int64_t m = 0; m < height; ++m)
+                    std::memcpy(inner + m * inner_ * element_, both + m * bytes, size_t(bytes));
+            } else if (op_.gate == CLAMPED_GATE)
                 current_isa().clamped_gate(ClampedGate{gate, op_.alpha, op_.limit}, 0, height);
             else
                 current_isa().gate_and_mul(gate, 0, height);
@@ -210,6 +224,7 @@ class Run {
     }
 
     const QuantizedMoe& op_;
+    const int halves_;
     const ExpertProduct gate_up_, down_;
     const Routing routing_;
     const int64_t pairs_, hidden_, inner_;
@@ -228,11 +243,11 @@ using namespace mvllm;
 extern "C" {
 
 // out [tokens, hidden], contiguous; rows of `x` are `x_stride` elements apart. `ids` and `weights` are [tokens, top_k]; biases
-// [experts, out_features] or null. The activation is silu, or ClampedGate if `clamped`.
+// [experts, out_features] or null. `gate` is a Gate; without one, `gate_up` is up alone, and `function` is an Activation.
 void mvllm_cpu_quantized_moe(const void* x, int64_t x_stride, const ExpertMatrices* gate_up, const ExpertMatrices* down,
                              const void* gate_up_bias, const void* down_bias, const int64_t* ids, const float* weights,
-                             void* out, int64_t tokens, int64_t experts, int64_t top_k, int clamped, float alpha, float limit,
-                             int dtype) {
+                             void* out, int64_t tokens, int64_t experts, int64_t top_k, int gate, int function, float alpha,
+                             float limit, int dtype) {
     const int64_t element = element_size(dtype), hidden = gate_up->in_features;
     const int64_t most = tokens_at_once(top_k * (hidden + 2 * down->in_features) * 4);
     for (int64_t first = 0; first < tokens; first += most) {
@@ -248,7 +263,8 @@ void mvllm_cpu_quantized_moe(const void* x, int64_t x_stride, const ExpertMatric
                                 std::min(most, tokens - first),
                                 experts,
                                 top_k,
-                                clamped != 0,
+                                gate,
+                                function,
                                 alpha,
                                 limit,
                                 dtype};

@@ -106,7 +106,7 @@ def call(runtime: DeviceRuntime, provider: OpProvider, case_: OpCall) -> tuple[l
     if provider.prepare is not None and case_.weight is not None:
         indices = case_.weight if isinstance(case_.weight, tuple) else (case_.weight,)
         weights = tuple(as_parameter(arguments[index]) for index in indices)
-        if case_.op == "quantized_moe":
+        if case_.op in ("quantized_moe", "quantized_ungated_moe"):
             weights = tuple(read_once(of_experts) for of_experts in weights)
         prepared = provider.prepare(weights if isinstance(case_.weight, tuple) else weights[0])
         for index, weight in zip(indices, prepared if isinstance(case_.weight, tuple) else (prepared,), strict=True):

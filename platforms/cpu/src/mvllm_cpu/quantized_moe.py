@@ -17,6 +17,7 @@ import torch
 
 from mvllm.plugin_api import BlockQuantizedWeight, Float8Weight, OpCase, OpProvider
 from mvllm_cpu import workspace
+from mvllm_cpu.activation_ops import FUNCTIONS
 from mvllm_cpu.block_quantized_linear import BlockQuantizedLinear
 from mvllm_cpu.memory import Pool
 from mvllm_cpu.ops import PROVIDER, rows_of
@@ -38,8 +39,12 @@ CHUNK_BYTES = 64 << 20
 """Memory that is mapped at a time for experts of less than a quarter of this size."""
 
 
+SILU_GATE, CLAMPED_GATE, NO_GATE = range(3)
+"""Values of `Gate` in csrc/quantized_moe.cpp."""
+
+
 class QuantizedMoe:
-    """The operation, bound to the opened library.
+    """The operations `quantized_moe` and `quantized_ungated_moe`, bound to the opened library.
 
     Args:
         library: The kernels.
@@ -48,7 +53,7 @@ class QuantizedMoe:
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, length, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         operands = (pointer, length, pointer, pointer, pointer, pointer, pointer, pointer, pointer)
-        sizes = (length, length, length, number, ctypes.c_float, ctypes.c_float, number)
+        sizes = (length, length, length, number, number, ctypes.c_float, ctypes.c_float, number)
         self._moe = Kernel(library, "mvllm_cpu_quantized_moe", (*operands, *sizes))
         self._blocks = BlockQuantizedLinear(library)
         self._integers = QuantizedLinear(library)
@@ -56,21 +61,27 @@ class QuantizedMoe:
         self._pool = Pool(CHUNK_BYTES)
 
     def providers(self) -> Sequence[OpProvider]:
-        """The operation's provider."""
+        """One per operation."""
         return (
             OpProvider(
                 *("quantized_moe", PROVIDER, self.quantized_moe, self.supports),
                 prepare=self.pack,
                 batch_invariant=True,
             ),
+            OpProvider(
+                *("quantized_ungated_moe", PROVIDER, self.quantized_ungated_moe, self.supports),
+                prepare=self.pack_ungated,
+                batch_invariant=True,
+            ),
         )
 
     def supports(self, case: OpCase) -> list[str]:
-        """Reasons why the kernels do not take a case."""
+        """Reasons why the kernels do not take a case of either operation."""
         linear, hidden, inner = (case.facts[name] for name in ("linear", "hidden_size", "intermediate_size"))
+        first = ("gate_up", hidden, 2 * inner) if case.op == "quantized_moe" else ("up", hidden, inner)
         reasons: list[str] = []
-        for name, in_features, out_features in (("gate_up", hidden, 2 * inner), ("down", inner, hidden)):
-            sizes = {"in_features": in_features, "out_features": out_features, "bias": case.facts["bias"]}
+        for name, in_features, out_features in (first, ("down", inner, hidden)):
+            sizes = {"in_features": in_features, "out_features": out_features, "bias": case.facts.get("bias", False)}
             reasons += self._reasons(linear, case.dtype, {**dict(case.facts[name]), **sizes})
         return list(dict.fromkeys(reasons))
 
@@ -94,6 +105,13 @@ class QuantizedMoe:
         gate_up, down = weights
         return self._packed(gate_up, 2), self._packed(down, 1)
 
+    def pack_ungated(
+        self, weights: tuple[Sequence[Any], Sequence[Any]]
+    ) -> tuple[PackedExpertMatrices, PackedExpertMatrices]:
+        """The loaded up and down, likewise."""
+        up, down = weights
+        return self._packed(up, 1), self._packed(down, 1)
+
     def quantized_moe(
         self,
         x: torch.Tensor,
@@ -107,26 +125,55 @@ class QuantizedMoe:
         limit: float | None,
     ) -> torch.Tensor:
         """Sums the weighted outputs of each token's experts; rounds where the reference rounds."""
+        biases = gate_up_bias, down_bias
+        if alpha is None or limit is None:
+            return self._call(x, gate_up, down, biases, expert_ids, expert_weights, SILU_GATE)
+        return self._call(x, gate_up, down, biases, expert_ids, expert_weights, CLAMPED_GATE, limits=(alpha, limit))
+
+    def quantized_ungated_moe(
+        self,
+        x: torch.Tensor,
+        up: PackedExpertMatrices,
+        down: PackedExpertMatrices,
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+        activation: str,
+    ) -> torch.Tensor:
+        """Likewise, without gates."""
+        function = FUNCTIONS.index(activation)
+        return self._call(x, up, down, (None, None), expert_ids, expert_weights, NO_GATE, function)
+
+    def _call(
+        self,
+        x: torch.Tensor,
+        first: PackedExpertMatrices,
+        down: PackedExpertMatrices,
+        biases: tuple[torch.Tensor | None, torch.Tensor | None],
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+        gate: int,
+        function: int = 0,
+        limits: tuple[float, float] = (0.0, 0.0),
+    ) -> torch.Tensor:
         rows = rows_of(x)
         out = workspace.empty(x.shape, x.dtype)
         ids, weights = expert_ids.contiguous(), expert_weights.contiguous()
-        biases = [None if bias is None else bias.contiguous() for bias in (gate_up_bias, down_bias)]
-        clamped = alpha is not None and limit is not None
+        kept = [None if bias is None else bias.contiguous() for bias in biases]
         self._moe(
             rows.data_ptr(),
             rows.stride(0),
-            gate_up.descriptor.data_ptr(),
+            first.descriptor.data_ptr(),
             down.descriptor.data_ptr(),
-            *(None if bias is None else bias.data_ptr() for bias in biases),
+            *(None if bias is None else bias.data_ptr() for bias in kept),
             ids.data_ptr(),
             weights.data_ptr(),
             out.data_ptr(),
             rows.shape[0],
-            gate_up.num_experts,
+            first.num_experts,
             ids.shape[1],
-            clamped,
-            alpha if clamped else 0.0,
-            limit if clamped else 0.0,
+            gate,
+            function,
+            *limits,
             DTYPE_CODES[x.dtype],
         )
         return out
