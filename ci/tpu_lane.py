@@ -48,6 +48,9 @@ SETUP_SECONDS = 900.0  # limit for creating the environment
 GATE_SETUP_SECONDS = 240.0  # the same limit in the gate
 SECONDS_BETWEEN_LINES = 60.0
 SECONDS_TO_TERMINATE = 5.0
+XLA_FLAGS = "--xla_backend_optimization_level=0"
+"""Flags of XLA's CPU device. XLA's own passes over a program are unchanged; LLVM then emits machine code without
+optimizing it, which takes a ninth of the time for a step of a model. The lane compiles far more than it computes."""
 NUM_PROGRAMS = 256
 """Size of XLA's program cache. A program uses dozens of memory mappings; the limit of Linux is 65,530."""
 PIP: tuple[str | Path, ...] = (
@@ -224,6 +227,7 @@ def begin(part: Part, start_command: Start) -> Running:
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "XLA_COMPILATION_CACHE_SIZE": str(NUM_PROGRAMS),
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAGS}".strip(),
     }
     log = LOGS / f"{re.sub('[^a-z0-9]+', '-', part.title.lower())}.log"
     log.unlink(missing_ok=True)

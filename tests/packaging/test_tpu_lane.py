@@ -120,9 +120,11 @@ def test_an_environment_whose_setup_failed_is_retried(lane):
     assert "-m venv" in lane.commands[0]
 
 
-def test_everything_runs_on_xlas_cpu_with_one_and_two_devices_then_tests_and_parity(lane, capsys):
+def test_everything_runs_on_xlas_cpu_with_one_and_two_devices_then_tests_and_parity(lane, monkeypatch, capsys):
+    monkeypatch.setenv("XLA_FLAGS", "--mine")
     assert lane.run(lane.whole(), start_command=lane.start_recorded) == 0
     assert {variables["PJRT_DEVICE"] for _, variables in lane.started} == {"CPU"}
+    assert {variables["XLA_FLAGS"] for _, variables in lane.started} == {f"--mine {lane.XLA_FLAGS}"}
     suites = [variables for command, variables in lane.started if "conformance" in command]
     assert [variables["CPU_NUM_DEVICES"] for variables in suites] == ["1", "2"]
     reports = {command[command.index("--report") + 1] for command, _ in lane.started if "--report" in command}

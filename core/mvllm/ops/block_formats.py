@@ -104,9 +104,9 @@ def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
 def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
     # Twice the values, times half the scale, which is subnormal for the two smallest exponents.
     numbers = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float32)
-    exponent = blocks[:, :1].int()
-    bits = torch.where(exponent < 2, 0x00200000 << exponent.clamp(max=1), (exponent - 1) << 23)
-    return bits.view(torch.float32) * numbers.to(blocks.device)[_nibbles(blocks[:, 1:]).long()]
+    half_scales = torch.tensor([2.0 ** (exponent - 128) for exponent in range(256)], dtype=torch.float32)
+    scale = half_scales.to(blocks.device)[blocks[:, :1].long()]
+    return scale * numbers.to(blocks.device)[_nibbles(blocks[:, 1:]).long()]
 
 
 def _iq4_nl(blocks: torch.Tensor) -> torch.Tensor:

@@ -151,6 +151,21 @@ def test_a_compiled_step_writes_the_cache_in_place():
     assert metrics.counter_value("DynamoExtractCompiledGraph") >= 1
 
 
+def test_an_engine_uses_no_graph_of_an_earlier_one():
+    """XLA may have dropped the earlier one's programs."""
+
+    def function(x):
+        return x + 1
+
+    x = torch.ones(3).to(torch_xla.device())
+    with torch.no_grad():
+        for _ in range(2):
+            before = metrics.counter_value("DynamoExtractCompiledGraph") or 0
+            step = LazyStepCompiler().compile(function, dynamic=False)
+            assert [step(x).cpu().tolist() for _ in range(2)] == [[2, 2, 2]] * 2
+            assert metrics.counter_value("DynamoExtractCompiledGraph") == before + 1
+
+
 def test_seeded_tokens_do_not_depend_on_other_requests_of_the_step(zoo):
     prompt = {"prompt_token_ids": [5, 6, 7, 8]}
     seeded = SamplingParams(temperature=1.0, top_p=0.9, seed=3, max_tokens=8, ignore_eos=True, detokenize=False)

@@ -42,6 +42,10 @@ class LazyStepCompiler(CompileBackend):
         """One program per shape; a step that cannot be one graph raises, because a part of it would run eagerly."""
         import torch_xla
 
+        # torch.compile would run the graph of an earlier engine of this process whose model is alike. It has only the
+        # hash of XLA's program, which XLA may have dropped from its cache of programs since, and it keeps the old
+        # weights. Functions compiled before find their graphs anew.
+        torch._dynamo.reset()
         compiled = torch.compile(function, backend="openxla", dynamic=False, fullgraph=True)
 
         def step(*args: Any) -> Any:
