@@ -43,6 +43,12 @@ def test_an_interpreter_keeps_every_clause_that_it_claims(tmp_path: Path) -> Non
     assert {found[name] for name in CLAUSES} == {"passed"}
 
 
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1000)
+def test_a_platform_that_stores_by_block_table_may_not_change_earlier_slots_of_a_block(tmp_path: Path) -> None:
+    assert run_suite(tmp_path, "KVL-03", "KVL-03") == {"KVL-03": "failed"}
+
+
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(
     "fault", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name != "GRA-05")) for name in CLAUSES]

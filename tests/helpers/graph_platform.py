@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from mvllm.plugin_api import PlatformSpec, ProbeResult, hookimpl
+from mvllm.plugin_api import Capabilities, PlatformSpec, ProbeResult, hookimpl
 from mvllm.plugin_api.graph import GraphCompiler, GraphPlatform, GraphProgram, Interpreter, StepGraph, StepSizes
 
 FAULT = "GRAPH_FAULT"
@@ -43,6 +44,10 @@ class InterpreterPlatform(GraphPlatform):
     @property
     def spec(self) -> PlatformSpec:
         return SPEC
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, stores_by_block_table=os.environ.get(FAULT) == "KVL-03")
 
     def graph_compiler(self) -> GraphCompiler:
         fault = os.environ.get(FAULT)
@@ -87,6 +92,11 @@ class FaultyProgram(GraphProgram):
         self._program.finish_weights()
 
     def run(self, graph: str, inputs: Mapping[str, Any], sizes: StepSizes) -> Sequence[Any]:
+        if self._fault == "KVL-03" and "key" in inputs:
+            # Stores by block table as it claims, but from the begin of the block.
+            slots = inputs["slot_mapping.0"]
+            first = slots.min(initial=2**30, where=slots >= 0)
+            inputs = {**inputs, "slot_mapping.0": np.where(slots < 0, -1, slots - first % 16).astype(np.int32)}
         outputs = self._program.run(graph, inputs, sizes)
         if self._fault == "GRA-01" and sizes.requests > 2:
             outputs = [output + 0.01 * output.abs().max() for output in outputs]

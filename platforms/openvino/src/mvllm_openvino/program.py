@@ -14,6 +14,7 @@ from mvllm.plugin_api.graph import CacheValue, GraphProgram, StepGraph, StepSize
 from mvllm_openvino.attention import cache_shapes
 from mvllm_openvino.building import TYPES, Building, Lowering, computed_type, converted, stored_type
 from mvllm_openvino.gathered_attention import BLOCK_SIZE
+from mvllm_openvino.quantized import names_of_pairs, pairs
 
 DEVICE = "CPU"
 
@@ -22,10 +23,8 @@ class OpenVINOProgram(GraphProgram):
     """The graphs of one model as OpenVINO models.
 
     A model is compiled when it first runs after its weights were set. One request per model keeps its input tensors,
-    so a step sets only the small ones.
+    so a step sets only the small ones. Weights are constants in memory of the program.
     """
-
-    keeps_arrays = True
 
     def __init__(self, graphs: Sequence[StepGraph], table: Mapping[str, Lowering]) -> None:
         self._graphs = {graph.name: graph for graph in graphs}
@@ -34,11 +33,12 @@ class OpenVINOProgram(GraphProgram):
         self._compiled: dict[str, CompiledGraph] = {}
         self._caches: dict[str, Sequence[ov.Tensor]] = {}
         self._core = ov.Core()
+        self._pairs = names_of_pairs(graphs)
         values = (value for graph in graphs for value in graph.inputs)
         self._cache_values = {value.name: value for value in values if isinstance(value, CacheValue)}
 
     def set_weight(self, name: str, array: np.ndarray) -> None:
-        self._arrays[name] = array
+        self._arrays[name] = pairs(array) if name in self._pairs else np.array(array, order="C")
         readers = [graph.name for graph in self._graphs.values() if any(value.name == name for value in graph.inputs)]
         for graph in readers:
             self._compiled.pop(graph, None)
