@@ -3,6 +3,7 @@
 named       the operations of models (mvllm.ops), with the same names and arguments
 optional    fused or alternative operations, which occur only if the compiler names them
 attention   paged attention over a KV cache
+collective  sums and concatenations over tensor-parallel ranks, which occur only if the compiler names them
 array       a closed set of elementwise operations, reductions and changes of shape
 """
 
@@ -16,7 +17,7 @@ from typing import Any, Literal
 from mvllm.graph.array_operations import ARRAY_OPERATIONS
 from mvllm.ops.all_schemas import SCHEMAS
 
-Group = Literal["named", "optional", "attention", "array"]
+Group = Literal["named", "optional", "attention", "collective", "array"]
 
 PAGED_ATTENTION = "paged_attention"
 PAGED_ATTENTION_INPUTS = (
@@ -33,11 +34,11 @@ class GraphOperation:
 
     Attributes:
         name: Its name.
-        group: `named`, `optional`, `attention` or `array`.
+        group: `named`, `optional`, `attention`, `collective` or `array`.
         summary: One sentence.
         definition: The exact semantics: the docstring of the reference.
         parameters: Names of the reference's parameters: inputs, and attributes.
-        reference: Computes it with torch tensors; None for attention.
+        reference: Computes it with torch tensors; None for attention and collectives.
         updates: Parameters that are sequence states, which it reads and writes.
     """
 
@@ -93,6 +94,39 @@ def _array(name: str, function: Callable[..., Any]) -> GraphOperation:
     return GraphOperation(name, "array", definition.partition("\n")[0], definition, parameters, function)
 
 
+_COLLECTIVES = {
+    "all_reduce": (
+        ("x",),
+        """The sum of x over the ranks of a group.
+
+Inputs:
+    x: [...], the same shape on every rank.
+
+Attributes:
+    group: Name of the group of `Platform.communicator`: `tp`.
+    world_size: Number of its ranks.
+
+Result:
+    Like x, the same on every rank.""",
+    ),
+    "all_gather": (
+        ("x",),
+        """The arrays of all ranks of a group, concatenated in the order of the ranks.
+
+Inputs:
+    x: [...], the same shape on every rank.
+
+Attributes:
+    dim: The dimension along which they are concatenated.
+    group: Name of the group of `Platform.communicator`: `tp`.
+    world_size: Number of its ranks.
+
+Result:
+    Like x, `world_size` times as large along `dim`; the same on every rank.""",
+    ),
+}
+
+
 GRAPH_OPERATIONS: Mapping[str, GraphOperation] = {
     **{name: _named(name) for name in SCHEMAS if name not in _NOT_IN_GRAPHS},
     PAGED_ATTENTION: GraphOperation(
@@ -102,6 +136,10 @@ GRAPH_OPERATIONS: Mapping[str, GraphOperation] = {
         _ATTENTION_DEFINITION,
         PAGED_ATTENTION_INPUTS,
     ),
+    **{
+        name: GraphOperation(name, "collective", text.partition("\n")[0], text, parameters)
+        for name, (parameters, text) in _COLLECTIVES.items()
+    },
     **{name: _array(name, function) for name, function in ARRAY_OPERATIONS.items()},
 }
 """The operations by name."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from torch import fx, nn
 
 from mvllm.errors import ConfigError, PlatformError
 from mvllm.graph.aten import ArrayOperationWriter
+from mvllm.graph.parts import CutGraph, cut_graph
 from mvllm.graph.recorded_calls import GraphCache, GraphMetadata, Recording, recording
 from mvllm.layers.context import ForwardStep
 from mvllm.ops.dtypes import dtype_name, torch_dtype
@@ -56,19 +57,23 @@ class TracedModel:
     """The graphs of a model and its weights.
 
     Attributes:
-        graphs: `model`, and on the last pipeline stage `head`.
+        graphs: `model`, and on the last pipeline stage `head`; where these have collectives that the compiler lacks,
+            their parts.
         arrays: The names of the weights and constants that the graphs read, with the places of their tensors.
+        whole: `model` and `head` by name.
     """
 
     graphs: tuple[StepGraph, ...]
     arrays: Mapping[str, torch.Tensor]
+    whole: Mapping[str, CutGraph]
 
 
-def trace_model(model: CausalLM, *, computes_logits: bool = True) -> TracedModel:
+def trace_model(model: CausalLM, *, computes_logits: bool = True, collectives: Collection[str] = ()) -> TracedModel:
     """The graphs of a loaded model, built with the providers and backends of recorded_calls.py.
 
     Args:
         computes_logits: Whether to trace the head.
+        collectives: Collectives of the compiler. Graphs are cut at others.
 
     Raises:
         ConfigError: The model has a feature that graphs do not have.
@@ -79,7 +84,9 @@ def trace_model(model: CausalLM, *, computes_logits: bool = True) -> TracedModel
     if computes_logits and model.lm_head is not None:
         graphs.append(tracer.trace_head())
     used = {value.name for graph in graphs for value in graph.inputs_of("weight", "constant")}
-    return TracedModel(tuple(graphs), {name: tracer.arrays[name] for name in tracer.arrays if name in used})
+    whole = {graph.name: cut_graph(graph, collectives) for graph in graphs}
+    parts = tuple(part for cut in whole.values() for part in cut.graphs)
+    return TracedModel(parts, {name: tracer.arrays[name] for name in tracer.arrays if name in used}, whole)
 
 
 class _Tracer:

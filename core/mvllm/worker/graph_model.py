@@ -7,14 +7,17 @@ the forward pass is the same as on other platforms.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from mvllm.config.token_spaces import TokenSpace
+from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import ModelError, PlatformError
 from mvllm.graph.arrays import to_numpy, to_torch
+from mvllm.graph.run_parts import run_graph
 from mvllm.graph.trace import HEAD, MODEL, TracedModel, trace_model
 from mvllm.layers.lora import LoRAMapping
 from mvllm.platform.graph_compiler import GraphCompiler, GraphProgram
@@ -35,6 +38,7 @@ class GraphModel:
         model: The loaded model. Its arrays move to the program.
         compiler: The platform's compiler.
         generates: Whether logits are computed.
+        tp: The tensor-parallel ranks.
 
     Attributes:
         program: The program.
@@ -45,8 +49,8 @@ class GraphModel:
         ModelError: The weights do not fit on the device.
     """
 
-    def __init__(self, model: CausalLM, compiler: GraphCompiler, *, generates: bool) -> None:
-        traced = trace_model(model, computes_logits=generates)
+    def __init__(self, model: CausalLM, compiler: GraphCompiler, tp: GroupCoordinator, *, generates: bool) -> None:
+        traced = trace_model(model, computes_logits=generates, collectives=compiler.operations())
         reasons = [reason for graph in traced.graphs for reason in compiler.unsupported(graph)]
         if reasons:
             raise PlatformError(
@@ -54,7 +58,7 @@ class GraphModel:
                 "another model or platform."
             )
         self.graphs = traced.graphs
-        self._hidden_dtype, self._logits_dtype = _output_dtype(traced, MODEL), _output_dtype(traced, HEAD)
+        self._whole, self._tp = traced.whole, tp
         remedy = "Choose a smaller dtype or a quantized model, or a larger pipeline_parallel_size."
         with out_of_memory_as(ModelError, "The weights", remedy):
             self.program: GraphProgram = compiler.program(traced.graphs)
@@ -96,17 +100,20 @@ class GraphModel:
             num_decodes=layout.num_decodes,
             kind=layout.kind,
         )
-        wanted = self.graphs[0].inputs_of("step")
-        (hidden,) = self.program.run(MODEL, {value.name: given[value.name] for value in wanted}, sizes)
-        return to_torch(self.program.to_host(hidden), self._hidden_dtype)
+        return self._run(MODEL, given, sizes)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """As CausalLM.compute_logits, on the host."""
         num_rows = len(hidden)
         sizes = StepSizes(num_rows, 1, 1, num_rows, max_query_len=num_rows, max_seq_len=num_rows)
         inputs = {"hidden": to_numpy(hidden), "logits_indices": np.arange(num_rows, dtype=np.int32)}
-        (logits,) = self.program.run(HEAD, inputs, sizes)
-        return to_torch(self.program.to_host(logits), self._logits_dtype)
+        return self._run(HEAD, inputs, sizes)
+
+    def _run(self, name: str, inputs: Mapping[str, np.ndarray], sizes: StepSizes) -> torch.Tensor:
+        """The result of a graph that has one."""
+        whole = self._whole[name]
+        (found,) = run_graph(whole, self.program, inputs, sizes, self._tp)
+        return to_torch(found, whole.outputs[0].dtype)
 
     def compute_space_logits(self, hidden: torch.Tensor, space: TokenSpace) -> torch.Tensor:
         """Never called: `check_capabilities` refuses models with such spaces."""
@@ -163,8 +170,3 @@ def hand_over(program: GraphProgram, traced: TracedModel) -> list[np.ndarray]:
             # The memory is freed with its last tensor; what still reads the shape finds it.
             tensor.data = tensor.new_empty(1).expand(tensor.shape)
     return kept
-
-
-def _output_dtype(traced: TracedModel, name: str) -> str:
-    found = [graph.values()[graph.outputs[0]].dtype for graph in traced.graphs if graph.name == name]
-    return found[0] if found else ""

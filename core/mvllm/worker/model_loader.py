@@ -10,7 +10,7 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.config.model import ModelConfig
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import ConfigError, ModelError
-from mvllm.graph.recorded_calls import recording_providers
+from mvllm.graph.recorded_calls import RecordedGroup, recording_providers
 from mvllm.layers.context import BuildContext
 from mvllm.layers.quantization.registry import quantization_method
 from mvllm.models.registry import resolve_model_class
@@ -93,7 +93,7 @@ class ModelLoader:
             device=self._runtime.device,
             ops=self._resolve_ops(batch_invariant=self._config.batch_invariant),
             attention=self._layers.backend_for,
-            tp=self._tp,
+            tp=self._tp if self._graph_compiler is None else RecordedGroup(self._tp.spec),
             pp=self._pp,
             kv_dtype=config.dtype if self._config.cache.dtype == "auto" else self._config.cache.dtype,
             quantization=quantization_method(config),
@@ -126,7 +126,7 @@ class ModelLoader:
                 self._adapters = LoRAModelManager(model, context, lora, self._runtime)
         if isinstance(self._layers, GraphKVCacheLayers):
             assert self._graph_compiler is not None
-            self.graph = GraphModel(model, self._graph_compiler, generates=config.kind.generates)
+            self.graph = GraphModel(model, self._graph_compiler, self._tp, generates=config.kind.generates)
             self._layers.program = self.graph.program
         self._layers.set_layers(layers, model.state_layers(), draft_states)
         return context
