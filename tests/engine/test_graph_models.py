@@ -136,18 +136,6 @@ def test_a_program_gets_each_weight_once_and_its_caches_are_freed(
     parity.check(expected, generate(llm, expected.prompts))
 
 
-@pytest.mark.parametrize(
-    ("settings", "feature"),
-    [
-        ({"enable_lora": True}, "LoRA"),
-        ({"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}, "tensor_parallel_size above 1"),
-    ],
-)
-def test_features_that_graphs_lack_are_refused(expected: Oracle, settings: dict[str, Any], feature: str) -> None:
-    with pytest.raises(ConfigError, match=f"runs models as graphs, which do not support {feature}"):
-        LLM(str(expected.folder), platform="graph-interpreter", max_model_len=64, **settings)
-
-
 def test_weight_updates_are_refused(stack: ExitStack, expected: Oracle) -> None:
     llm = start(stack, expected.folder)
     with pytest.raises(MvllmError, match="runs models as graphs, whose weights cannot be updated"):

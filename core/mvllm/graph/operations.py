@@ -51,8 +51,11 @@ class GraphOperation:
     updates: tuple[str, ...] = ()
 
 
-_NOT_IN_GRAPHS = frozenset({"argmax", "logsumexp", "filtered_draw", "add_lora", "add_lora_by_slot"})
-"""Operations that core computes on the host, and LoRA, which graphs do not have yet."""
+_NOT_IN_GRAPHS = frozenset({"argmax", "logsumexp", "filtered_draw", "add_lora"})
+"""Operations that core computes on the host, and LoRA by segments, which only the host knows."""
+
+_ALWAYS_NAMED = frozenset({"add_lora_by_slot"})
+"""Operations that replace others on other platforms, and occur in every graph with LoRA."""
 
 _OPTIONAL = frozenset({"quantized_moe"})
 """Optional besides those that replace other operations: no layer runs its reference."""
@@ -83,7 +86,8 @@ Result:
 
 def _named(name: str) -> GraphOperation:
     schema = SCHEMAS[name]
-    group: Group = "optional" if schema.replaces_others or name in _OPTIONAL else "named"
+    is_optional = (schema.replaces_others and name not in _ALWAYS_NAMED) or name in _OPTIONAL
+    group: Group = "optional" if is_optional else "named"
     definition = inspect.getdoc(schema.reference) or ""
     return GraphOperation(name, group, schema.summary, definition, schema.parameters, schema.reference, schema.updates)
 

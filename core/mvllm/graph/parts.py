@@ -76,10 +76,10 @@ def cut_graph(graph: StepGraph, operations: Collection[str] = ()) -> CutGraph:
     parts: list[GraphPart] = []
     needed = frozenset(graph.outputs)
     for number, (nodes, collectives) in reversed(list(enumerate(runs))):
-        wanted = (needed - _made(collectives)) | _read(collectives)
+        wanted = (needed | _read(collectives)) - _made(collectives)
         part = _part(graph, f"{graph.name}.{number}", nodes, wanted) if nodes else None
         parts.append(GraphPart(part, tuple(collectives), needed))
-        needed = (wanted - _made(nodes)) | _read(nodes)
+        needed = (wanted | _read(nodes)) - _made(nodes)
     return CutGraph(graph.name, tuple(parts[::-1]), outputs)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,9 @@ from mvllm.graph.arrays import to_numpy, to_torch
 from mvllm.graph.parts import CutGraph
 from mvllm.platform.graph_compiler import GraphProgram
 from mvllm.platform.step_graph import Node, StepSizes
+
+Collectives = Generator[tuple[Node, np.ndarray], np.ndarray, list[np.ndarray]]
+"""Yields each collective with its input, is sent its result, and returns the results of the graph."""
 
 
 def run_graph(
@@ -34,22 +37,42 @@ def run_graph(
     Returns:
         The results, on the host.
     """
+    parts = run_parts(cut, program, inputs, sizes)
+    try:
+        node, array = next(parts)
+        while True:
+            assert group is not None, "a graph with collectives is that of one of several ranks"
+            node, array = parts.send(_over_ranks(node, array, group))
+    except StopIteration as end:
+        results: list[np.ndarray] = end.value
+        return results
+
+
+def run_parts(cut: CutGraph, program: GraphProgram, inputs: Mapping[str, Any], sizes: StepSizes) -> Collectives:
+    """Runs the parts of a graph one after the other, and has the caller compute the collectives between them.
+
+    Args:
+        cut, program, inputs, sizes: As for `run_graph`.
+    """
     arrays = dict(inputs)
     on_host: set[str] = set()
+
+    def host_array(name: str) -> np.ndarray:
+        array: np.ndarray = arrays[name] if name in on_host else program.to_host(arrays[name])
+        return array
+
     for part in cut.parts:
         if part.graph is not None:
             given = {value.name: arrays[value.name] for value in part.graph.inputs_of("step")}
             arrays.update(zip(part.graph.outputs, program.run(part.graph.name, given, sizes), strict=True))
         for node in part.collectives:
             (name,) = node.inputs
-            assert name is not None and group is not None, "a collective has an input and a group"
-            array = arrays[name] if name in on_host else program.to_host(arrays[name])
-            arrays[node.outputs[0].name] = _over_ranks(node, array, group)
+            assert name is not None, "a collective has an input"
+            arrays[node.outputs[0].name] = yield node, host_array(name)
             on_host.add(node.outputs[0].name)
         if part.collectives:  # what is not read any more is freed
             arrays = {name: array for name, array in arrays.items() if name in part.needed}
-    results = [value.name for value in cut.outputs]
-    return [arrays[name] if name in on_host else program.to_host(arrays[name]) for name in results]
+    return [host_array(value.name) for value in cut.outputs]
 
 
 def _over_ranks(node: Node, array: np.ndarray, group: GroupCoordinator) -> np.ndarray:

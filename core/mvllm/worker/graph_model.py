@@ -7,7 +7,7 @@ the forward pass is the same as on other platforms.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,11 +18,12 @@ from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import ModelError, PlatformError
 from mvllm.graph.arrays import to_numpy, to_torch
 from mvllm.graph.run_parts import run_graph
-from mvllm.graph.trace import HEAD, MODEL, TracedModel, trace_model
+from mvllm.graph.trace import HEAD, MODEL, GraphAdapters, TracedModel, trace_model
 from mvllm.layers.lora import LoRAMapping
 from mvllm.platform.graph_compiler import GraphCompiler, GraphProgram
 from mvllm.platform.graphs import CompileBackend
 from mvllm.platform.step_graph import StepSizes, distinct_inputs
+from mvllm.worker.lora_model_manager import LoRAModelManager
 from mvllm.worker.out_of_memory import out_of_memory_as
 from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
 from mvllm.worker.step_inputs import StepInputs
@@ -39,6 +40,7 @@ class GraphModel:
         compiler: The platform's compiler.
         generates: Whether logits are computed.
         tp: The tensor-parallel ranks.
+        lora: The model's LoRA adapters; None without LoRA.
 
     Attributes:
         program: The program.
@@ -49,8 +51,19 @@ class GraphModel:
         ModelError: The weights do not fit on the device.
     """
 
-    def __init__(self, model: CausalLM, compiler: GraphCompiler, tp: GroupCoordinator, *, generates: bool) -> None:
-        traced = trace_model(model, computes_logits=generates, collectives=compiler.operations())
+    def __init__(
+        self,
+        model: CausalLM,
+        compiler: GraphCompiler,
+        tp: GroupCoordinator,
+        lora: LoRAModelManager | None = None,
+        *,
+        generates: bool,
+    ) -> None:
+        adapters = None if lora is None else GraphAdapters(lora.step, lora.arrays)
+        traced = trace_model(
+            model, computes_logits=generates, collectives=compiler.operations(), adapters=adapters
+        )
         reasons = [reason for graph in traced.graphs for reason in compiler.unsupported(graph)]
         if reasons:
             raise PlatformError(
@@ -63,17 +76,23 @@ class GraphModel:
         with out_of_memory_as(ModelError, "The weights", remedy):
             self.program: GraphProgram = compiler.program(traced.graphs)
             self._kept_arrays = hand_over(self.program, traced)
+            self._adapters = AdapterArrays(self.program, traced.adapter_arrays)
             self.program.finish_weights()
+        if lora is not None:
+            lora.on_changed = self._adapters.give
         self._caches = distinct_inputs(traced.graphs, "cache")
         for i, layer in enumerate(model.attention_layers()):
             if (cache := self._caches.get(f"cache.{i}")) is not None:
                 layer.backend.layout = self.program.kv_layout(cache)  # type: ignore[attr-defined, arg-type]
 
-    def run(self, inputs: StepInputs, intermediate: torch.Tensor | None) -> torch.Tensor:
+    def run(
+        self, inputs: StepInputs, intermediate: torch.Tensor | None, lora: LoRAMapping | None = None
+    ) -> torch.Tensor:
         """Hidden states of a step on the host: [T, hidden_size].
 
         Args:
             intermediate: Hidden states of the previous pipeline stage; None on the first.
+            lora: LoRA adapters of the step's tokens.
         """
         layout, states = inputs.layout, inputs.state_layout
         given = {
@@ -90,6 +109,8 @@ class GraphModel:
             given |= {"read_slots": states.read_slots, "write_slots": states.write_slots}
         if intermediate is not None:
             given["intermediate"] = to_numpy(intermediate)
+        if self._adapters.arrays:
+            given["adapter_slots"] = _adapter_slots(lora, layout.num_tokens)
         sizes = StepSizes(
             tokens=layout.num_tokens,
             requests=layout.num_requests,
@@ -144,7 +165,7 @@ class GraphForward:
         adapters: LoRAMapping | None = None,
     ) -> torch.Tensor:
         """As DecoderForward.run; the result is on the host."""
-        return self._graph.run(inputs, intermediate)
+        return self._graph.run(inputs, intermediate, adapters)
 
     def compile(self, compiler: CompileBackend) -> None:
         """Never called: the model is compiled already."""
@@ -152,6 +173,40 @@ class GraphForward:
 
     def drop_compiled(self) -> None:
         """Nothing to drop before the program is closed."""
+
+
+class AdapterArrays:
+    """The LoRA slots of a model, as weights of its program that are set again when an adapter moves to a slot.
+
+    Args:
+        program: The program.
+        arrays: The slots by name. They stay in host memory.
+
+    Attributes:
+        arrays: As given.
+    """
+
+    def __init__(self, program: GraphProgram, arrays: Mapping[str, torch.Tensor]) -> None:
+        self._program, self.arrays = program, arrays
+        self._kept: dict[str, np.ndarray] = {}
+        self.give(arrays)
+
+    def give(self, names: Collection[str]) -> None:
+        """Gives the present contents of slots to the program."""
+        for name in names:
+            if name in self.arrays:
+                array = to_numpy(self.arrays[name])
+                if self._program.keeps_arrays:  # which must not change afterwards
+                    array = self._kept[name] = array.copy()
+                self._program.set_weight(name, array)
+
+
+def _adapter_slots(lora: LoRAMapping | None, num_tokens: int) -> np.ndarray:
+    """[T]: the slot of each token's adapter, -1 for none."""
+    if lora is None or lora.slots is None:
+        return np.full(num_tokens, -1, dtype=np.int32)
+    found: np.ndarray = lora.slots.numpy()
+    return found
 
 
 def hand_over(program: GraphProgram, traced: TracedModel) -> list[np.ndarray]:

@@ -123,11 +123,19 @@ class ModelLoader:
             with out_of_memory_as(
                 ModelError, f"The slots of {lora.max_loras} adapters", "Lower max_loras or max_lora_rank."
             ):
-                self._adapters = LoRAModelManager(model, context, lora, self._runtime)
+                self._adapters = LoRAModelManager(
+                    model, context, lora, self._runtime, only_by_slot=self._graph_compiler is not None
+                )
         if isinstance(self._layers, GraphKVCacheLayers):
             assert self._graph_compiler is not None
-            self.graph = GraphModel(model, self._graph_compiler, self._tp, generates=config.kind.generates)
-            self._layers.program = self.graph.program
+            self.graph = GraphModel(
+                model, self._graph_compiler, self._tp, self._adapters, generates=config.kind.generates
+            )
+            self._layers.programs = [self.graph.program]
+            if self.draft is not None:
+                graph = GraphModel(self.draft.model, self._graph_compiler, self._tp, generates=True)
+                self.draft = dataclasses.replace(self.draft, graph=graph)
+                self._layers.programs.append(graph.program)
         self._layers.set_layers(layers, model.state_layers(), draft_states)
         return context
 
@@ -206,7 +214,8 @@ class ModelLoader:
     def unload(self) -> None:
         """Drops all models and their KV caches. Idempotent."""
         self._layers.clear()
-        if self.graph is not None:
-            self.graph.close()
-            self.graph = None
+        for graph in (self.graph, None if self.draft is None else self.draft.graph):
+            if graph is not None:
+                graph.close()
+        self.graph = None
         self._model = self._adapters = self.draft = self._context = None
