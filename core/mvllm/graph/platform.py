@@ -89,7 +89,7 @@ class GraphPlatform(Platform):
     def init_device(self, ctx: WorkerContext) -> DeviceRuntime:
         from mvllm.graph.host_runtime import HostRuntime
 
-        return HostRuntime(ctx, self._compiler)
+        return HostRuntime(ctx)
 
     def communicator(self, group: GroupSpec, device: torch.device) -> Communicator:
         from mvllm.distributed.torch_communicator import HOST_BACKEND, TorchCommunicator

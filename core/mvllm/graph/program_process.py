@@ -9,8 +9,10 @@ The process starts with the first call, and ends with the worker.
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from multiprocessing import Pipe
@@ -32,53 +34,113 @@ _END_SECONDS = 5.0
 class ProcessCompiler(GraphCompiler):
     """A graph compiler in a process of its own.
 
+    If the process has ended unexpectedly, calls of its programs raise, and the next call of the compiler starts another
+    one.
+
     Args:
         factory: `package.module:Class` of the compiler, which takes no arguments.
     """
 
     def __init__(self, factory: str) -> None:
         self._factory = factory
-        self._process: subprocess.Popen[bytes] | None = None
-        self._messages: SharedMessages | None = None
+        self._process: _CompilerProcess | None = None
         self._operations: frozenset[str] | None = None
-        self._dropped: list[int] = []
 
     def operations(self) -> Collection[str]:
         if self._operations is None:
-            self._operations = frozenset(self.call(None, "operations"))
+            self._operations = frozenset(self._call("operations"))
         return self._operations
 
     def unsupported(self, graph: StepGraph) -> list[str]:
-        reasons: list[str] = self.call(None, "unsupported", graph.to_bytes())
+        reasons: list[str] = self._call("unsupported", graph.to_bytes())
         return reasons
 
     def program(self, graphs: Sequence[StepGraph]) -> GraphProgram:
-        return _ProcessProgram(self, self.call(None, "program", [graph.to_bytes() for graph in graphs]))
-
-    def memory_bytes(self) -> int:
-        """Resident memory of the process."""
-        size: int = self.call(None, "memory")
-        return size
+        number = self._call("program", [graph.to_bytes() for graph in graphs])
+        assert self._process is not None
+        return _ProcessProgram(self._process, number)
 
     def modules(self) -> list[str]:
         """Names of the modules that the process has imported."""
-        names: list[str] = self.call(None, "modules")
+        names: list[str] = self._call("modules")
         return names
+
+    @property
+    def pid(self) -> int | None:
+        """ID of the running process; None if there is none."""
+        return self._process.pid if self._process is not None and self._process.is_alive else None
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
+        self._process = None
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """Calls a method of the compiler, in a new process if the present one has ended."""
+        if (process := self._process) is not None and process.is_alive:
+            try:
+                return process.call(None, method, *arguments)
+            except PlatformError:
+                if process.is_alive:
+                    raise
+        self._process = _CompilerProcess(self._factory)
+        return self._process.call(None, method, *arguments)
+
+
+_running: weakref.WeakSet[_CompilerProcess] = weakref.WeakSet()
+
+
+def compiler_pids() -> list[int]:
+    """IDs of the compiler processes that this process has started and that still run."""
+    return [process.pid for process in list(_running) if process.is_alive]
+
+
+class _CompilerProcess:
+    """One process of a compiler, from its start to its end.
+
+    Args:
+        factory: As in ProcessCompiler.
+
+    Raises:
+        PlatformError: The compiler cannot be made.
+    """
+
+    def __init__(self, factory: str) -> None:
+        self._factory = factory
+        ours, theirs = Pipe()
+        with theirs:
+            descriptor = theirs.fileno()
+            command = [sys.executable, "-m", "mvllm.graph.program_server", factory, str(descriptor)]
+            self._process = subprocess.Popen(command, pass_fds=(descriptor,))
+        self._messages = SharedMessages(ours)
+        self._dropped: list[int] = []
+        self._failure: PlatformError | None = None
+        self._lock = threading.Lock()
+        self._finalizer = weakref.finalize(self, _end, self._messages, self._process)
+        _running.add(self)
+        self._raise(self._exchange(None)[1])
+
+    @property
+    def pid(self) -> int:
+        """Its process ID."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it answers calls."""
+        return self._failure is None and self._finalizer.alive and self._process.poll() is None
 
     def call(self, target: int | None, method: str, *arguments: Any) -> Any:
         """Calls a method of the compiler or of one of its programs.
+
+        Args:
+            target: Number of the program; None for the compiler.
 
         Raises:
             MemoryError, PlatformError: The method has raised it, or another error, or the process has ended.
         """
         dropped, self._dropped = self._dropped, []
-        messages = self._start() if self._messages is None else self._messages
-        try:
-            assert self._process is not None
-            messages.send((target, method, arguments, dropped), self._process.pid)
-            result, failure = messages.receive()
-        except (EOFError, OSError) as e:
-            raise self._ended() from e
+        result, failure = self._exchange((target, method, arguments, dropped))
         self._raise(failure)
         return result
 
@@ -87,31 +149,38 @@ class ProcessCompiler(GraphCompiler):
         self._dropped.append(number)
 
     def close(self) -> None:
-        """Ends the process. Idempotent; the next call starts another one."""
-        if self._messages is not None and self._process is not None:
-            _end(self._messages, self._process)
-        self._messages = self._process = None
+        """Ends the process. Idempotent."""
+        self._finalizer()
 
-    def _start(self) -> SharedMessages:
-        ours, theirs = Pipe()
-        with theirs:
-            descriptor = theirs.fileno()
-            command = [sys.executable, "-m", "mvllm.graph.program_server", self._factory, str(descriptor)]
-            self._process = subprocess.Popen(command, pass_fds=(descriptor,))
-        self._messages = SharedMessages(ours)
-        weakref.finalize(self, _end, self._messages, self._process)
+    def _exchange(self, message: object) -> Any:
+        """Sends a message, if there is one, and waits for the next answer."""
+        if self._failure is not None:
+            raise PlatformError(str(self._failure))
         try:
-            _, failure = self._messages.receive()
+            with self._lock:
+                if message is not None:
+                    self._messages.send(message, self.pid)
+                return self._messages.receive()
         except (EOFError, OSError) as e:
-            raise self._ended() from e
-        self._raise(failure)
-        return self._messages
+            self._failure = self._unexpected_end()
+            raise self._failure from e
 
-    def _ended(self) -> PlatformError:
-        code = None if self._process is None else self._process.wait()
+    def _unexpected_end(self) -> PlatformError:
+        self.close()
+        code = self._process.returncode
+        how = f"exit code {code}"
+        if code < 0:
+            try:
+                how = f"{signal.Signals(-code).name} ({how})"
+            except ValueError:
+                how = f"signal {-code} ({how})"
+        why = (
+            " The system sends it when memory is full: give the engine less memory." if code == -signal.SIGKILL else ""
+        )
         return PlatformError(
-            f"The process of the graph compiler {self._factory} has ended with exit code {code}. Its output is above; "
-            "a negative number is a signal, and -9 often means that the machine's memory was full."
+            f"The process of the graph compiler {self._factory} (pid {self.pid}) has ended with {how}.{why} Its weights "
+            "and KV caches are lost, and its own messages are in the output above. Start the engine again, which starts "
+            "another process."
         )
 
     def _raise(self, failure: tuple[str, str, str] | None) -> None:
@@ -128,20 +197,20 @@ class ProcessCompiler(GraphCompiler):
 class _ProcessArray:
     """A result in the process."""
 
-    def __init__(self, compiler: ProcessCompiler, number: int) -> None:
+    def __init__(self, process: _CompilerProcess, number: int) -> None:
         self.number = number
-        weakref.finalize(self, compiler.drop, number)
+        weakref.finalize(self, process.drop, number)
 
 
 class _ProcessProgram(GraphProgram):
     """A program in the process."""
 
-    def __init__(self, compiler: ProcessCompiler, number: int) -> None:
-        self._compiler, self._number = compiler, number
+    def __init__(self, process: _CompilerProcess, number: int) -> None:
+        self._process, self._number = process, number
         self._is_closed = False
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        return self._compiler.call(self._number, method, *arguments)
+        return self._process.call(self._number, method, *arguments)
 
     def set_weight(self, name: str, array: np.ndarray) -> None:
         self._call("set_weight", name, array)
@@ -170,7 +239,7 @@ class _ProcessProgram(GraphProgram):
             for name, value in inputs.items()
         }
         numbers = self._call("run", graph, given, msgspec.to_builtins(sizes))
-        return [_ProcessArray(self._compiler, number) for number in numbers]
+        return [_ProcessArray(self._process, number) for number in numbers]
 
     def to_host(self, array: DeviceArray) -> np.ndarray:
         found: np.ndarray = self._call("to_host", array.number)
@@ -196,7 +265,8 @@ class _ProcessProgram(GraphProgram):
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self._call("close")
+            if self._process.is_alive:
+                self._call("close")
 
 
 def _end(messages: SharedMessages, process: subprocess.Popen[bytes]) -> None:

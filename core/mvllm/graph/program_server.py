@@ -14,7 +14,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
-import psutil  # type: ignore[import-untyped]
 
 from mvllm.graph.shared_messages import SharedMessages
 from mvllm.platform.graph_compiler import GraphCompiler, GraphProgram
@@ -75,8 +74,6 @@ class _Server:
         return [result.block_sizes, result.bytes_per_token] if method == "kv_layout" else result
 
     def _call_compiler(self, method: str, arguments: list[Any]) -> Any:
-        if method == "memory":
-            return psutil.Process().memory_info().rss
         if method == "modules":
             return sorted(sys.modules)
         if method == "unsupported":

@@ -335,16 +335,17 @@ def named_arrays(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, Kind]]:
             yield prefix + name, parameter, "weight"
         for name, attribute in vars(module).items():
             if name not in ("_parameters", "_modules"):
-                yield from _tensors_in(prefix + name, attribute)
+                yield from tensors_in(prefix + name, attribute)
 
 
-def _tensors_in(path: str, found: object) -> Iterator[tuple[str, torch.Tensor, Kind]]:
+def tensors_in(path: str, found: object) -> Iterator[tuple[str, torch.Tensor, Kind]]:
+    """The tensors of an attribute at `path`, by their names in a graph."""
     if isinstance(found, torch.Tensor):
         yield path, found, "constant"
     elif isinstance(found, tuple | list):
         for i, each in enumerate(found):
-            yield from _tensors_in(f"{path}.{i}", each)
+            yield from tensors_in(f"{path}.{i}", each)
     elif dataclasses.is_dataclass(found) and not isinstance(found, type):
         for each in dataclasses.fields(found):
-            for name, tensor, _ in _tensors_in(f"{path}.{each.name}", getattr(found, each.name)):
+            for name, tensor, _ in tensors_in(f"{path}.{each.name}", getattr(found, each.name)):
                 yield name, tensor, "weight"

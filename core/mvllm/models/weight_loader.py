@@ -70,6 +70,7 @@ def load_weights(
     use_tqdm: bool = True,
     seed: int = 0,
     on_loaded: Callable[[str], None] = lambda name: None,
+    allocate: Callable[[nn.Parameter], None] | None = None,
 ) -> None:
     """Fills every parameter of `model`; values are converted to each parameter's dtype and device on the way.
 
@@ -82,6 +83,7 @@ def load_weights(
         use_tqdm: Show progress on stderr.
         seed: For `dummy`.
         on_loaded: Called with a checkpoint tensor's name when all its targets are filled.
+        allocate: Gives a parameter its memory, zeros; called before each of its tensors. None: they have memory.
 
     Raises:
         ModelError: The checkpoint does not fit the model; names file, tensor, what was expected and found.
@@ -89,9 +91,14 @@ def load_weights(
     """
     targets = dict(model.weight_targets())  # what has been filled is dropped from it, so that its memory may be freed
     _check_every_parameter_is_targeted(model, targets)
+    if allocate is None:
+        allocate = _has_memory
+        to_zero = targets
+    else:
+        to_zero = {}
     if load_format == "dummy":
-        _zero_padding(targets)
-        _fill_dummy(targets, seed, on_loaded)
+        _zero_padding(to_zero)
+        _fill_dummy(targets, seed, on_loaded, allocate)
         return
     if load_format not in ("auto", "safetensors", "gguf"):
         raise ConfigError(f"load_format must be one of 'auto', 'safetensors', 'gguf', 'dummy', found {load_format!r}.")
@@ -102,8 +109,8 @@ def load_weights(
         check_tied_head(checkpoint, model.given_name, *tied)
     _transpose_targets(entries, targets)
     check_tensors(entries, targets, _vocab_size(model))
-    _zero_padding(targets)
-    _copy_all(entries, targets, use_tqdm, on_loaded)
+    _zero_padding(to_zero)
+    _copy_all(entries, targets, use_tqdm, on_loaded, allocate)
 
 
 # ---------------------------------------------------------------------------------------------- before any data is read
@@ -260,6 +267,10 @@ def _vocab_size(model: LoadableModel) -> int | None:
 # -------------------------------------------------------------------------------------------------------------- copying
 
 
+def _has_memory(parameter: nn.Parameter) -> None:
+    pass
+
+
 def _zero_padding(targets: Mapping[str, list[WeightTarget]]) -> None:
     """Sets parameters to zero that the checkpoint does not fill completely, since they are uninitialised."""
     unfilled: dict[int, tuple[nn.Parameter, int]] = {}
@@ -277,6 +288,7 @@ def _copy_all(
     targets: dict[str, list[WeightTarget]],
     use_tqdm: bool,
     on_loaded: Callable[[str], None],
+    allocate: Callable[[nn.Parameter], None],
 ) -> None:
     """Copies all tensors, file by file, in the order of their data."""
     buffer = bytearray(BUFFER_BYTES)
@@ -293,6 +305,7 @@ def _copy_all(
                     progress.set_postfix_str(entry.file.name, refresh=False)
                 assert reader is not None
                 for target in targets.pop(name):
+                    allocate(target.parameter)
                     buffer = read_target(reader, entry, target, buffer)
                 del target
                 on_loaded(name)
@@ -351,10 +364,16 @@ def _copy_every(reader: TensorReader, entry: TensorEntry, target: WeightTarget, 
             destination[i, start : start + count].copy_(chunk[(slice(None), *rest)])
 
 
-def _fill_dummy(targets: dict[str, list[WeightTarget]], seed: int, on_loaded: Callable[[str], None]) -> None:
+def _fill_dummy(
+    targets: dict[str, list[WeightTarget]],
+    seed: int,
+    on_loaded: Callable[[str], None],
+    allocate: Callable[[nn.Parameter], None],
+) -> None:
     tensors = DummyTensors(seed)
     for name in list(targets):
         for target in targets.pop(name):
+            allocate(target.parameter)
             _draw(tensors, name, target)
         del target
         on_loaded(name)

@@ -111,7 +111,9 @@ class ModelWeightUpdate:
         self._live = {module: live[name] for name, module in new.named_modules() if name in live}
         self._targets = dict(new.weight_targets())
         self._complete: set[str] = set()
-        self._units = {module: _Unit(module, names, set(names)) for module, names in new.unprepared_modules().items()}
+        self._units = {
+            module: _Unit(module, names, set(names)) for module, names in self._modules_to_write(new).items()
+        }
         self._as_built = {
             module: _attributes(module)
             for module in new.modules()
@@ -168,6 +170,10 @@ class ModelWeightUpdate:
         for target in self._targets_of(name, entry):
             allocate(target.parameter)
             copy(entry, target)
+        self.arrived(name)
+
+    def arrived(self, name: str) -> None:
+        """The targets of a tensor are filled: writes the modules that it completes."""
         self._loaded.add(name)
         self._embedding_changed |= name in self._embedding_names
         units = [unit for unit in self._units.values() if name in unit.missing]
@@ -210,6 +216,10 @@ class ModelWeightUpdate:
             self._write_heads_made_from_embeddings()
 
     # --- parts
+
+    def _modules_to_write(self, new: CausalLM) -> Mapping[nn.Module, frozenset[str]]:
+        """The modules of the empty model that are written when all of their tensors are loaded, and these tensors."""
+        return new.unprepared_modules()
 
     def _targets_of(self, name: str, entry: TensorEntry) -> list[WeightTarget]:
         targets = self._targets[name]
@@ -258,18 +268,21 @@ class ModelWeightUpdate:
         return next((each for each in embeddings if any(head is module for head in each.shared_by)), None)
 
     def _write_module(self, module: nn.Module) -> None:
-        live, built = self._live[module], self._as_built.pop(module)
-        written = {
-            name: value
-            for name, value in _attributes(module).items()
-            if isinstance(value, torch.Tensor) or value is not built.get(name)
-        }
+        live, written = self._live[module], self._prepared_attributes(module)
         for name, value in written.items():
             if not write_in_place(getattr(live, name, None), value):
                 self.storage_replaced = True
                 self._replace(live, name, value)
-        for name in written:
-            (module._parameters if name in module._parameters else vars(module))[name] = None
+        drop_attributes(module, written)
+
+    def _prepared_attributes(self, module: nn.Module) -> dict[str, Any]:
+        """The tensors of a prepared module, and what else its preparation has changed. Call it once."""
+        built = self._as_built.pop(module)
+        return {
+            name: value
+            for name, value in _attributes(module).items()
+            if isinstance(value, torch.Tensor) or value is not built.get(name)
+        }
 
     def _replace(self, live: nn.Module, name: str, value: Any) -> None:
         if name == "_linear" and isinstance(live, Linear):
@@ -293,6 +306,12 @@ class ModelWeightUpdate:
                     module.weight.data.copy_(self._live[module].weight.data)
             head.prepare_weights()
             self._write(head)
+
+
+def drop_attributes(module: nn.Module, names: Iterable[str]) -> None:
+    """Sets attributes of a module to None, which frees their tensors."""
+    for name in names:
+        (module._parameters if name in module._parameters else vars(module))[name] = None
 
 
 _MODULE_STATE = frozenset(vars(nn.Module()))
@@ -328,21 +347,35 @@ def write_in_place(old: Any, new: Any) -> bool:
         Whether the structures, and whatever is not a tensor, are equal. If not, the old weight may be half written and
         must be replaced.
     """
+    return _visit_pairs(old, new, _copy_tensor)
+
+
+def same_structure(old: Any, new: Any) -> bool:
+    """Whether two prepared weights differ at most in the values of their tensors."""
+    return _visit_pairs(old, new, lambda a, b: isinstance(a, torch.Tensor) and _is_like(a, b))
+
+
+Visit = Callable[[Any, torch.Tensor], bool]
+"""Gets a tensor of a weight, and what another weight has in its place. Returns whether that fits."""
+
+
+def _visit_pairs(old: Any, new: Any, visit: Visit) -> bool:
+    """Whether `visit` returns True for all tensors of a weight, and everything else is equal."""
     if old is new:
         return True
     if isinstance(new, torch.Tensor):
-        return _copy_tensor(old, new)
+        return visit(old, new)
     if dataclasses.is_dataclass(new) and type(old) is type(new):
         names = [field.name for field in dataclasses.fields(new)]
-        return all(write_in_place(getattr(old, name), getattr(new, name)) for name in names)
+        return all(_visit_pairs(getattr(old, name), getattr(new, name), visit) for name in names)
     if callable(new):
-        return _write_in_function(old, new)
+        return _visit_function(old, new, visit)
     if type(old) is not type(new):
         return False
     if isinstance(new, dict):
-        return old.keys() == new.keys() and all(write_in_place(old[key], new[key]) for key in new)
+        return old.keys() == new.keys() and all(_visit_pairs(old[key], new[key], visit) for key in new)
     if isinstance(new, list | tuple):
-        return len(old) == len(new) and all(write_in_place(a, b) for a, b in zip(old, new, strict=True))
+        return len(old) == len(new) and all(_visit_pairs(a, b, visit) for a, b in zip(old, new, strict=True))
     return bool(old == new)
 
 
@@ -358,19 +391,20 @@ def _copy_tensor(old: Any, new: torch.Tensor) -> bool:
     return True
 
 
-def _write_in_function(old: Any, new: Any) -> bool:
-    """Copies the tensors among a function's variables. `old` may be a wrapper that calls the function."""
+def _visit_function(old: Any, new: Any, visit: Visit) -> bool:
+    """Visits the tensors among a function's variables. `old` may be a wrapper that calls the function."""
     if old == new:
         return True
     if isinstance(old, functools.partial) and isinstance(new, functools.partial):
-        return all(write_in_place(getattr(old, part), getattr(new, part)) for part in ("func", "args", "keywords"))
+        parts = ("func", "args", "keywords")
+        return all(_visit_pairs(getattr(old, part), getattr(new, part), visit) for part in parts)
     if not isinstance(old, types.FunctionType):
         return False
     variables = [cell.cell_contents for cell in old.__closure__ or ()]
     if isinstance(new, types.FunctionType) and old.__code__ is new.__code__:
         others = [cell.cell_contents for cell in new.__closure__ or ()]
-        return all(write_in_place(a, b) for a, b in zip(variables, others, strict=True))
-    return any(_write_in_function(value, new) for value in variables if callable(value))
+        return all(_visit_pairs(a, b, visit) for a, b in zip(variables, others, strict=True))
+    return any(_visit_function(value, new, visit) for value in variables if callable(value))
 
 
 def _listed(names: Iterable[str]) -> str:

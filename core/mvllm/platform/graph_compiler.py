@@ -157,3 +157,9 @@ class GraphCompiler(ABC):
         Raises:
             PlatformError: A graph cannot be translated.
         """
+
+    def close(self) -> None:
+        """Frees what the compiler holds, for instance a process. Idempotent; its programs are closed before.
+
+        Core calls it when a model is unloaded. Another call may follow, when the model is loaded again.
+        """

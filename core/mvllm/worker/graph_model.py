@@ -1,13 +1,13 @@
 """Models on platforms with a graph compiler: tracing, hand-over of weights, and the forward pass through the program.
 
-The model is built and loaded on the host, traced, and compiled by the platform. Then each of its arrays is handed to
-the program and its memory on the host is freed. Hidden states and logits come back as host tensors, so everything after
+The model is built on the host without weights, traced, and compiled by the platform. Then the checkpoint is loaded, a
+module at a time: its arrays are given to the program and their memory on the host is freed (graph_weights.py). Hidden states and logits come back as host tensors, so everything after
 the forward pass is the same as on other platforms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,11 +18,13 @@ from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import ModelError, PlatformError
 from mvllm.graph.arrays import to_numpy, to_torch
 from mvllm.graph.run_parts import run_graph
-from mvllm.graph.trace import HEAD, MODEL, GraphAdapters, TracedModel, trace_model
+from mvllm.graph.trace import HEAD, MODEL, GraphAdapters, trace_model
 from mvllm.layers.lora import LoRAMapping
 from mvllm.platform.graph_compiler import GraphCompiler, GraphProgram
 from mvllm.platform.graphs import CompileBackend
 from mvllm.platform.step_graph import StepSizes, distinct_inputs
+from mvllm.worker.graph_adapters import AdapterArrays, adapter_slots
+from mvllm.worker.graph_weights import release
 from mvllm.worker.lora_model_manager import LoRAModelManager
 from mvllm.worker.out_of_memory import out_of_memory_as
 from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
@@ -41,10 +43,12 @@ class GraphModel:
         generates: Whether logits are computed.
         tp: The tensor-parallel ranks.
         lora: The model's LoRA adapters; None without LoRA.
+        load: Loads a model without weights, when the program can take them; None for a loaded one.
 
     Attributes:
         program: The program.
         graphs: The traced graphs.
+        arrays: The model's tensors that the graphs read, by their names.
 
     Raises:
         ConfigError, PlatformError: The model has an operation that graphs, or the compiler, do not have.
@@ -59,23 +63,28 @@ class GraphModel:
         lora: LoRAModelManager | None = None,
         *,
         generates: bool,
+        load: Callable[[GraphModel], None] | None = None,
     ) -> None:
         adapters = None if lora is None else GraphAdapters(lora.step, lora.arrays)
-        traced = trace_model(
-            model, computes_logits=generates, collectives=compiler.operations(), adapters=adapters
-        )
+        traced = trace_model(model, computes_logits=generates, collectives=compiler.operations(), adapters=adapters)
         reasons = [reason for graph in traced.graphs for reason in compiler.unsupported(graph)]
         if reasons:
             raise PlatformError(
                 f"The platform's compiler cannot run {type(model).__name__}: {' '.join(dict.fromkeys(reasons))} Choose "
                 "another model or platform."
             )
-        self.graphs = traced.graphs
+        self.graphs, self.arrays = traced.graphs, traced.arrays
+        self._kept_arrays: dict[str, np.ndarray] = {}
         self._whole, self._tp = traced.whole, tp
         remedy = "Choose a smaller dtype or a quantized model, or a larger pipeline_parallel_size."
         with out_of_memory_as(ModelError, "The weights", remedy):
             self.program: GraphProgram = compiler.program(traced.graphs)
-            self._kept_arrays = hand_over(self.program, traced)
+            if load is not None:
+                load(self)
+            else:
+                for name, tensor in traced.arrays.items():
+                    self.give(name, tensor)
+                    release(tensor)
             self._adapters = AdapterArrays(self.program, traced.adapter_arrays)
             self.program.finish_weights()
         if lora is not None:
@@ -84,6 +93,13 @@ class GraphModel:
         for i, layer in enumerate(model.attention_layers()):
             if (cache := self._caches.get(f"cache.{i}")) is not None:
                 layer.backend.layout = self.program.kv_layout(cache)  # type: ignore[attr-defined, arg-type]
+
+    def give(self, name: str, tensor: torch.Tensor) -> None:
+        """Gives a weight or a constant to the program, also later, between steps. The tensor's memory can be freed."""
+        array = to_numpy(tensor)
+        self.program.set_weight(name, array)
+        if self.program.keeps_arrays:
+            self._kept_arrays[name] = array
 
     def run(
         self, inputs: StepInputs, intermediate: torch.Tensor | None, lora: LoRAMapping | None = None
@@ -110,7 +126,7 @@ class GraphModel:
         if intermediate is not None:
             given["intermediate"] = to_numpy(intermediate)
         if self._adapters.arrays:
-            given["adapter_slots"] = _adapter_slots(lora, layout.num_tokens)
+            given["adapter_slots"] = adapter_slots(lora, layout.num_tokens)
         sizes = StepSizes(
             tokens=layout.num_tokens,
             requests=layout.num_requests,
@@ -143,7 +159,7 @@ class GraphModel:
     def close(self) -> None:
         """Frees the program. Idempotent."""
         self.program.close()
-        self._kept_arrays = []
+        self._kept_arrays = {}
 
 
 class GraphForward:
@@ -173,55 +189,3 @@ class GraphForward:
 
     def drop_compiled(self) -> None:
         """Nothing to drop before the program is closed."""
-
-
-class AdapterArrays:
-    """The LoRA slots of a model, as weights of its program that are set again when an adapter moves to a slot.
-
-    Args:
-        program: The program.
-        arrays: The slots by name. They stay in host memory.
-
-    Attributes:
-        arrays: As given.
-    """
-
-    def __init__(self, program: GraphProgram, arrays: Mapping[str, torch.Tensor]) -> None:
-        self._program, self.arrays = program, arrays
-        self._kept: dict[str, np.ndarray] = {}
-        self.give(arrays)
-
-    def give(self, names: Collection[str]) -> None:
-        """Gives the present contents of slots to the program."""
-        for name in names:
-            if name in self.arrays:
-                array = to_numpy(self.arrays[name])
-                if self._program.keeps_arrays:  # which must not change afterwards
-                    array = self._kept[name] = array.copy()
-                self._program.set_weight(name, array)
-
-
-def _adapter_slots(lora: LoRAMapping | None, num_tokens: int) -> np.ndarray:
-    """[T]: the slot of each token's adapter, -1 for none."""
-    if lora is None or lora.slots is None:
-        return np.full(num_tokens, -1, dtype=np.int32)
-    found: np.ndarray = lora.slots.numpy()
-    return found
-
-
-def hand_over(program: GraphProgram, traced: TracedModel) -> list[np.ndarray]:
-    """Gives every array to the program once, and frees its memory on the host unless the program computes from it.
-
-    Returns:
-        The arrays from which the program computes.
-    """
-    kept = []
-    for name, tensor in traced.arrays.items():
-        array = to_numpy(tensor)
-        program.set_weight(name, array)
-        if program.keeps_arrays:
-            kept.append(array)
-        else:
-            # The memory is freed with its last tensor; what still reads the shape finds it.
-            tensor.data = tensor.new_empty(1).expand(tensor.shape)
-    return kept

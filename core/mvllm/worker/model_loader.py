@@ -13,6 +13,7 @@ from mvllm.errors import ConfigError, ModelError
 from mvllm.graph.recorded_calls import RecordedGroup, recording_providers
 from mvllm.layers.context import BuildContext
 from mvllm.layers.quantization.registry import quantization_method
+from mvllm.logging import get_logger
 from mvllm.models.registry import resolve_model_class
 from mvllm.models.weight_loader import load_weights
 from mvllm.models.weight_update import ModelWeightUpdate, UnallocatedContext
@@ -26,6 +27,7 @@ from mvllm.platform.op_provider import OpProvider
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.worker.graph_layers import GraphKVCacheLayers
 from mvllm.worker.graph_model import GraphModel
+from mvllm.worker.graph_weights import GraphWeightUpdate, ValuesInStructure, weightless_model
 from mvllm.worker.kv_cache_layers import KVCacheLayers
 from mvllm.worker.length_check import check_length
 from mvllm.worker.lora_model_manager import LoRAModelManager
@@ -35,6 +37,8 @@ from mvllm.worker.spec_decode.draft_model import DraftModel
 if TYPE_CHECKING:
     from mvllm.layers.state import SequenceState
     from mvllm.models.causal_lm import CausalLM
+
+logger = get_logger(__name__)
 
 
 class ModelLoader:
@@ -85,6 +89,16 @@ class ModelLoader:
         Raises:
             ModelError: A model, or the LoRA slots, cannot be loaded. What has been built stays until `unload`.
         """
+        if isinstance(self._layers, GraphKVCacheLayers):
+            try:
+                return self._load_models(weightless=True)
+            except ValuesInStructure as e:
+                logger.info("The model is loaded on the host before it is traced: %s", e)
+                self.unload()
+        return self._load_models()
+
+    def _load_models(self, *, weightless: bool = False) -> BuildContext:
+        """Builds and loads all models; with `weightless` the served one is traced first."""
         config = self._config.model
         if isinstance(self._layers, GraphKVCacheLayers):
             self._graph_compiler = call_checked(self._platform, "graph_compiler", returns=GraphCompiler)
@@ -104,7 +118,7 @@ class ModelLoader:
             state=self._layers.states.backend_for,
         )
         self._context = context
-        model = self._model = self._load(config, context)
+        model = self._model = self._load(config, context, weightless=weightless)
         if config.kind.num_labels and self._pp.is_last and model.scores is None:
             raise ModelError(f"{type(model).__name__} is a classification model, but sets no `scores` as its head.")
         layers = model.attention_layers()
@@ -128,8 +142,9 @@ class ModelLoader:
                 )
         if isinstance(self._layers, GraphKVCacheLayers):
             assert self._graph_compiler is not None
+            load = self._load_graph if weightless else None
             self.graph = GraphModel(
-                model, self._graph_compiler, self._tp, self._adapters, generates=config.kind.generates
+                model, self._graph_compiler, self._tp, self._adapters, generates=config.kind.generates, load=load
             )
             self._layers.programs = [self.graph.program]
             if self.draft is not None:
@@ -148,8 +163,8 @@ class ModelLoader:
         asked_for = installed_providers(self._config.op_providers)
         return OpTable.resolve(of_platform, asked_for, batch_invariant=batch_invariant)
 
-    def _load(self, config: ModelConfig, context: BuildContext) -> CausalLM:
-        """Builds one model on the device and loads its weights."""
+    def _load(self, config: ModelConfig, context: BuildContext, *, weightless: bool = False) -> CausalLM:
+        """Builds one model on the device and loads its weights; with `weightless` only builds it."""
         model_class = resolve_model_class(config.architecture, config.model_impl)
         remedy = (
             "Choose a smaller dtype, quantization='int8' or 'int4', or a larger tensor_parallel_size or "
@@ -157,8 +172,10 @@ class ModelLoader:
         )
         what = f"The weights of {config.model}, whose sizes config.json gives,"
         with out_of_memory_as(ModelError, what, remedy):
-            model = model_class(config, context)
+            model = weightless_model(model_class, config, context) if weightless else model_class(config, context)
         check_length(model, self._runtime.memory())
+        if weightless:
+            return model
         load_weights(
             model,
             config.path,
@@ -173,16 +190,21 @@ class ModelLoader:
 
     def start_weight_update(self) -> ModelWeightUpdate:
         """An update of the served model's weights. The draft model keeps its own."""
-        context = self._context
-        assert context is not None, "the model is not loaded"
         if self.graph is not None:
-            raise ConfigError(
-                f"The platform {self._platform.spec.name!r} runs models as graphs, whose weights cannot be updated. "
-                "Start the engine again with the new weights."
-            )
+            return GraphWeightUpdate(self.model, self._empty_model, self.graph.arrays, self.graph.give)
+        return ModelWeightUpdate(self.model, self._empty_model)
+
+    def _empty_model(self) -> CausalLM:
+        """Another model of the class and configuration of the served one, whose parameters have no memory."""
+        assert self._context is not None, "the model is not loaded"
         config = self._config.model
         model_class = resolve_model_class(config.architecture, config.model_impl)
-        return ModelWeightUpdate(self.model, lambda: model_class(config, UnallocatedContext.of(context)))
+        return model_class(config, UnallocatedContext.of(self._context))
+
+    def _load_graph(self, graph: GraphModel) -> None:
+        """Loads the weights of the served model, and gives them to its program."""
+        update = GraphWeightUpdate(self.model, self._empty_model, graph.arrays, graph.give)
+        update.load_all(self._config.model, self._config.load)
 
     @property
     def is_loaded(self) -> bool:
@@ -218,4 +240,6 @@ class ModelLoader:
             if graph is not None:
                 graph.close()
         self.graph = None
+        if self._graph_compiler is not None:
+            self._graph_compiler.close()
         self._model = self._adapters = self.draft = self._context = None

@@ -16,6 +16,7 @@ from mvllm.entrypoints.llm import LLM
 from mvllm.errors import CacheError, EngineDeadError, EngineSleepingError, WorkerDiedError, WorkerStuckError
 from mvllm.platform.discovery import load_attribute
 from mvllm.plugin_api import AttentionBackend, AttentionSpec
+from mvllm.plugin_api.graph import GraphProgram, StepSizes
 from mvllm.testing.leftover_processes import ProcessSnapshot, process_snapshot, wait_until
 from mvllm.testing.markers import clause, skip_not_claimed
 from mvllm.testing.platform_under_test import PlatformUnderTest
@@ -132,6 +133,9 @@ def break_third_step(subject: PlatformUnderTest, patch: pytest.MonkeyPatch) -> C
 
         patch.setattr(cls, "execute_model", execute_model)
         return arm
+    if subject.capabilities.graph_compiler:
+        break_programs(subject, patch, maybe_raise)
+        return arm
     make = type(subject.platform).attention_backend
 
     def attention_backend(self: Any, spec: AttentionSpec) -> AttentionBackend:
@@ -147,6 +151,32 @@ def break_third_step(subject: PlatformUnderTest, patch: pytest.MonkeyPatch) -> C
 
     patch.setattr(type(subject.platform), "attention_backend", attention_backend)
     return arm
+
+
+def break_programs(subject: PlatformUnderTest, patch: pytest.MonkeyPatch, maybe_raise: Callable[[], None]) -> None:
+    """Calls `maybe_raise` whenever a program of the platform's compiler runs the graph of a model."""
+    make = type(subject.platform).graph_compiler
+
+    def graph_compiler(self: Any) -> Any:
+        compiler = make(self)
+        compile_graphs = compiler.program
+
+        def program(graphs: Any) -> GraphProgram:
+            made = compile_graphs(graphs)
+            run = made.run
+
+            def run_or_raise(graph: str, inputs: Any, sizes: StepSizes) -> Any:
+                if graph.startswith("model"):
+                    maybe_raise()
+                return run(graph, inputs, sizes)
+
+            made.run = run_or_raise
+            return made
+
+        compiler.program = program
+        return compiler
+
+    patch.setattr(type(subject.platform), "graph_compiler", graph_compiler)
 
 
 @clause("LIF-04")

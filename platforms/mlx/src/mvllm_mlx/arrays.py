@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from mvllm.plugin_api.graph import Node
 from mvllm_mlx.lowering import DTYPES, Lowering, Run
+from mvllm_mlx.named import softplus
 
 
 def _operands(run: Run, node: Node) -> tuple[Any, Any]:
@@ -124,11 +125,6 @@ def arange(run: Run, node: Node) -> Sequence[Any]:
     given = node.attributes
     start, stop = run.size(given["start"]), run.size(given["stop"])
     return [mx.arange(start, stop, given["step"], dtype=DTYPES[given["dtype"]])]
-
-
-def softplus(x: Any) -> Any:
-    """log(1 + exp(x))."""
-    return mx.logaddexp(x, mx.array(0, dtype=x.dtype))
 
 
 _BINARY: dict[str, Callable[[Any, Any], Any]] = {

@@ -19,7 +19,7 @@ import numpy as np
 
 from mvllm.plugin_api import AttentionSpec
 from mvllm.plugin_api.graph import Node
-from mvllm_mlx.lowering import Lowering, Run
+from mvllm_mlx.lowering import Lowering, Run, power_of_two
 
 Array = Any
 
@@ -114,13 +114,9 @@ def _parts_of(counts: np.ndarray) -> list[tuple[np.ndarray, int]]:
     if len(several) < len(counts) or not len(counts):
         parts.append((np.arange(len(counts)), 1))
     if len(several):
-        padded = np.resize(several, _power_of_two(len(several)))
-        parts.append((padded, _power_of_two(int(counts.max()))))
+        padded = np.resize(several, power_of_two(len(several)))
+        parts.append((padded, power_of_two(int(counts.max()))))
     return parts
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
 
 
 def cache_shapes(spec: AttentionSpec, num_blocks: int, block_size: int) -> list[tuple[int, ...]]:

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
+import psutil  # type: ignore[import-untyped]
 
 from mvllm.plugin_api.graph import Node, substitute
 
 if TYPE_CHECKING:
     from mvllm_mlx.attention import AttentionStep
+    from mvllm_mlx.states import StateStep
 
 DTYPES = {
     "bool": mx.bool_,
@@ -35,11 +37,13 @@ class Run:
         values: Arrays by name. KV caches are pairs of keys and values; the second is None for values in the keys.
         symbols: Sizes by symbol.
         attention: Indices that all attention layers of the step share; None for a graph without attention.
+        states: Indices that all layers with a state share; None for a graph without states.
     """
 
     values: dict[str, Any]
     symbols: Mapping[str, int]
     attention: AttentionStep | None = None
+    states: StateStep | None = None
 
     def inputs(self, node: Node) -> list[Any]:
         """The arrays of a node's inputs; None for absent ones."""
@@ -69,3 +73,15 @@ def to_mlx(array: np.ndarray, dtype: str) -> mx.array:
 def to_numpy(array: mx.array) -> np.ndarray:
     """A copy on the host; bfloat16 as bits."""
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
+
+
+def power_of_two(size: int) -> int:
+    """The smallest power of two that is at least `size`."""
+    return 1 << (size - 1).bit_length()
+
+
+def require_memory(num_bytes: int, what: str) -> None:
+    """Raises MemoryError unless the machine has `num_bytes` for `what`: MLX ends the process where they do not fit."""
+    available = psutil.virtual_memory().available
+    if num_bytes > available:
+        raise MemoryError(f"{what}: {num_bytes:,} bytes are needed, and {available:,} are available.")

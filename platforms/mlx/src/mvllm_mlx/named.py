@@ -100,6 +100,11 @@ def relu(x: Any) -> Any:
     return mx.maximum(x, mx.array(0, dtype=x.dtype))
 
 
+def softplus(x: Any) -> Any:
+    """log(1 + exp(x))."""
+    return mx.logaddexp(x, mx.array(0, dtype=x.dtype))
+
+
 ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "relu": relu,
     "relu_squared": lambda x: mx.square(relu(x)),
@@ -123,6 +128,13 @@ def _gated_activation(function: Callable[[Any], Any]) -> Lowering:
         return [function(gate) * up]
 
     return lower
+
+
+def log_decay(run: Run, node: Node) -> Sequence[Any]:
+    """factors · softplus(x + bias), with a factor per head."""
+    x, factors, bias = run.inputs(node)
+    soft = softplus(x.astype(mx.float32) + bias)
+    return [(soft.reshape(*x.shape[:-1], len(factors), -1) * factors[:, None]).reshape(x.shape)]
 
 
 # ------------------------------------------------------------------------------------------------------------ experts
@@ -173,6 +185,7 @@ NAMED: dict[str, Lowering] = {
     "layer_norm": layer_norm,
     "gated_rms_norm": gated_rms_norm,
     "rotary_embedding": rotary_embedding,
+    "log_decay": log_decay,
     "moe": _gated_experts(silu),
     "gelu_tanh_moe": _gated_experts(gelu_tanh),
     "clamped_moe": clamped_moe,

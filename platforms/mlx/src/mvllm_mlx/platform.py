@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cached_property
-
-from mvllm.plugin_api import Capabilities, PlatformSpec, ShapePolicy
+from mvllm.plugin_api import PlatformSpec, ShapePolicy
 from mvllm.plugin_api.graph import GraphCompiler, GraphPlatform, ProcessCompiler
 from mvllm_mlx.plugin import SPEC
 
@@ -21,10 +18,6 @@ class MLXPlatform(GraphPlatform):
     @property
     def spec(self) -> PlatformSpec:
         return SPEC
-
-    @cached_property
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, state=False)
 
     def graph_compiler(self) -> GraphCompiler:
         """The compiler, in a process of its own: no process has both MLX and torch."""
