@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from mvllm import LLM, ConfigError, PoolingParams, RequestOutput, SamplingParams, StructuredOutputsParams
+from mvllm import LLM, PoolingParams, RequestOutput, SamplingParams, StructuredOutputsParams
 from mvllm.errors import MvllmError
 from mvllm.graph.interpreter import InterpretedProgram
 from tests.helpers import parity

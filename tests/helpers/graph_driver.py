@@ -29,7 +29,8 @@ def trace_checkpoint(
     backends: dict[AttentionSpec, RecordedAttention] = {}
     ctx = dataclasses.replace(
         make_context(
-            providers=recording_providers(compiler.operations()), tp=None if group is None else RecordedGroup(group.spec)
+            providers=recording_providers(compiler.operations()),
+            tp=None if group is None else RecordedGroup(group.spec),
         ),
         attention=lambda spec: backends.setdefault(spec, RecordedAttention(spec)),
     )

@@ -143,7 +143,16 @@ def result_like(op: str, arrays: Arrays, attributes: Mapping[str, Any]) -> torch
     """Arrays like the results of a named operation: shapes and dtypes, no values."""
     x = arrays[0]
     assert x is not None, "the first input is an array"
-    if op in ("causal_conv1d", "ssd", "moe", "gelu_tanh_moe", "clamped_moe", "ungated_moe", "quantized_moe", "add_lora_by_slot"):
+    if op in (
+        "causal_conv1d",
+        "ssd",
+        "moe",
+        "gelu_tanh_moe",
+        "clamped_moe",
+        "ungated_moe",
+        "quantized_moe",
+        "add_lora_by_slot",
+    ):
         return torch.empty_like(x)
     if op in ("gated_delta_rule", "kda"):
         value = arrays[2]

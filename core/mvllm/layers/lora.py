@@ -117,8 +117,8 @@ class StackedLoRAWeights:
         self.by_slot = (only_by_slot or by_slot.may_replace(by_segment)) and _covers(bands, rows)
         if only_by_slot and not self.by_slot:
             raise ConfigError(
-                f"LoRA is not supported for the layer with {', '.join(self.shapes)} in a model that runs as a graph: its "
-                "checkpoint matrices do not fill its rows in order. Merge the adapter into the model's weights."
+                f"LoRA is not supported for the layer with {', '.join(self.shapes)} in a model that runs as a graph: "
+                "its checkpoint matrices do not fill its rows in order. Merge the adapter into the model's weights."
             )
         down, up = self._down, self._up
 

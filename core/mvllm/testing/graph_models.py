@@ -22,8 +22,8 @@ from mvllm.models.registry import resolve_model_class
 from mvllm.models.weight_loader import load_weights
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.ops.registry import OpTable
-from mvllm.plugin_api import AttentionSpec, GroupSpec
 from mvllm.platform.step_graph import distinct_inputs
+from mvllm.plugin_api import AttentionSpec, GroupSpec
 from mvllm.plugin_api.graph import CacheValue, GraphCompiler, GraphProgram, StepSizes
 
 

@@ -64,7 +64,9 @@ class LoRAModelManager:
             if isinstance(module, Linear) and module.supports_lora
         }
         self._layers = list(layers.values())
-        self.arrays = {f"{path}.{name}": array for path, layer in layers.items() for name, array in layer.arrays.items()}
+        self.arrays = {
+            f"{path}.{name}": array for path, layer in layers.items() for name, array in layer.arrays.items()
+        }
         self.on_changed: Callable[[Collection[str]], None] | None = None
         self._by_slot = any(layer.by_slot for layer in self._layers)
         self._only_by_slot = all(layer.by_slot for layer in self._layers)
