@@ -139,20 +139,20 @@ def _record(op: str, args: Sequence[Any]) -> Any:
     return made[0] if len(made) == 1 else tuple(made)
 
 
+_LIKE_FIRST_INPUT = frozenset(
+    {
+        *("causal_conv1d", "ssd", "moe", "gelu_tanh_moe", "clamped_moe", "ungated_moe", "quantized_moe"),
+        "add_lora_by_slot",
+    }
+)
+"""Operations whose result has the shape and dtype of their first input."""
+
+
 def result_like(op: str, arrays: Arrays, attributes: Mapping[str, Any]) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Arrays like the results of a named operation: shapes and dtypes, no values."""
     x = arrays[0]
     assert x is not None, "the first input is an array"
-    if op in (
-        "causal_conv1d",
-        "ssd",
-        "moe",
-        "gelu_tanh_moe",
-        "clamped_moe",
-        "ungated_moe",
-        "quantized_moe",
-        "add_lora_by_slot",
-    ):
+    if op in _LIKE_FIRST_INPUT:
         return torch.empty_like(x)
     if op in ("gated_delta_rule", "kda"):
         value = arrays[2]
