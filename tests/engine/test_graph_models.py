@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from mvllm import LLM, ConfigError, PoolingParams, RequestError, RequestOutput, SamplingParams, StructuredOutputsParams
+from mvllm import LLM, PoolingParams, RequestError, RequestOutput, SamplingParams, StructuredOutputsParams
 from mvllm.graph.interpreter import InterpretedProgram
 from tests.helpers import parity
 from tests.helpers.changed_weights import changed_copy, tensors_of
@@ -134,18 +134,6 @@ def test_a_program_gets_each_weight_once_and_its_caches_are_freed(
     llm.wake_up()
     assert len(programs) == 2 and len(given) == 2 * len(set(given))
     parity.check(expected, generate(llm, expected.prompts))
-
-
-@pytest.mark.parametrize(
-    ("settings", "feature"),
-    [
-        ({"enable_lora": True}, "LoRA"),
-        ({"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}, "tensor_parallel_size above 1"),
-    ],
-)
-def test_features_that_graphs_lack_are_refused(expected: Oracle, settings: dict[str, Any], feature: str) -> None:
-    with pytest.raises(ConfigError, match=f"runs models as graphs, which do not support {feature}"):
-        LLM(str(expected.folder), platform="graph-interpreter", max_model_len=64, **settings)
 
 
 def test_updated_weights_give_the_tokens_of_a_new_engine(stack: ExitStack, expected: Oracle, tmp_path: Path) -> None:

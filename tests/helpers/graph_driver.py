@@ -10,24 +10,31 @@ from typing import Any
 import numpy as np
 import torch
 
+from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.graph.arrays import to_numpy, to_torch
-from mvllm.graph.recorded_calls import RecordedAttention, recording_providers
+from mvllm.graph.recorded_calls import RecordedAttention, RecordedGroup, recording_providers
+from mvllm.graph.run_parts import run_graph
 from mvllm.graph.trace import TracedModel, trace_model
 from mvllm.platform.attention import AttentionSpec, BatchLayout
 from mvllm.platform.graph_compiler import GraphCompiler, GraphProgram
 from mvllm.platform.state import StateArguments
-from mvllm.platform.step_graph import StateValue, StepSizes
+from mvllm.platform.step_graph import StateValue, StepSizes, distinct_inputs
 from tests.helpers.paged_driver import PagedDriver, load_model, make_context
 
 
-def trace_checkpoint(folder: Path, compiler: GraphCompiler, **settings: object) -> TracedModel:
-    """The graphs of a checkpoint for a compiler."""
+def trace_checkpoint(
+    folder: Path, compiler: GraphCompiler, group: GroupCoordinator | None = None, **settings: object
+) -> TracedModel:
+    """The graphs of a checkpoint for a compiler; with a group those of one tensor-parallel rank."""
     backends: dict[AttentionSpec, RecordedAttention] = {}
     ctx = dataclasses.replace(
-        make_context(providers=recording_providers(compiler.operations())),
+        make_context(
+            providers=recording_providers(compiler.operations()),
+            tp=None if group is None else RecordedGroup(group.spec),
+        ),
         attention=lambda spec: backends.setdefault(spec, RecordedAttention(spec)),
     )
-    return trace_model(load_model(folder, ctx, **settings))
+    return trace_model(load_model(folder, ctx, **settings), collectives=compiler.operations())
 
 
 class GraphDriver(PagedDriver):
@@ -36,6 +43,7 @@ class GraphDriver(PagedDriver):
     Args:
         traced: The model.
         compiler: Makes the program.
+        group: The tensor-parallel ranks.
         settings: As in PagedDriver.
 
     Attributes:
@@ -43,8 +51,10 @@ class GraphDriver(PagedDriver):
         given: Names of the arrays that the program has got, in order.
     """
 
-    def __init__(self, traced: TracedModel, compiler: GraphCompiler, **settings: Any) -> None:
-        self._traced = traced
+    def __init__(
+        self, traced: TracedModel, compiler: GraphCompiler, group: GroupCoordinator | None = None, **settings: Any
+    ) -> None:
+        self._traced, self._group = traced, group
         self.program: GraphProgram = compiler.program(traced.graphs)
         self.given: list[str] = []
         for name, tensor in traced.arrays.items():
@@ -55,10 +65,10 @@ class GraphDriver(PagedDriver):
 
     def _allocate(self, num_blocks: int, num_slots: int) -> None:
         self.program.allocate_caches(num_blocks, self.block_size)
-        states = self._traced.graphs[0].inputs_of("state")
+        states = distinct_inputs(self._traced.graphs, "state")
         if states:
             self.program.allocate_states(num_slots)
-        for value in states:
+        for value in states.values():
             assert isinstance(value, StateValue)
             self.program.write_state(value, np.full((num_slots + 1, *value.tensor.shape), np.nan, np.float32))
 
@@ -83,18 +93,14 @@ class GraphDriver(PagedDriver):
         }
         count, pages = len(ids), layout.block_table.shape[1]
         sizes = StepSizes(count, layout.num_requests, pages, count, layout.max_query_len, layout.max_seq_len)
-        (hidden,) = self.run_graph("model", arrays, sizes)
+        hidden = self.run_graph("model", arrays, sizes)
         head = {"hidden": hidden, "logits_indices": np.arange(count, dtype=np.int32)}
-        (logits,) = self.run_graph("head", head, sizes)
-        output = self._traced.graphs[1].values()[self._traced.graphs[1].outputs[0]]
-        return to_torch(self.program.to_host(logits), output.dtype).float()
+        return to_torch(self.run_graph("head", head, sizes), self._traced.whole["head"].outputs[0].dtype).float()
 
-    def run_graph(self, name: str, arrays: Mapping[str, Any], sizes: StepSizes) -> Any:
+    def run_graph(self, name: str, arrays: Mapping[str, np.ndarray], sizes: StepSizes) -> np.ndarray:
         """Runs one graph; its inputs keep their values."""
-        graph = next(graph for graph in self._traced.graphs if graph.name == name)
-        inputs = {value.name: arrays[value.name] for value in graph.inputs_of("step")}
-        before = {key: array.copy() for key, array in inputs.items() if isinstance(array, np.ndarray)}
-        outputs = self.program.run(name, inputs, sizes)
+        before = {key: array.copy() for key, array in arrays.items()}
+        (output,) = run_graph(self._traced.whole[name], self.program, arrays, sizes, self._group)
         for key, array in before.items():
-            np.testing.assert_array_equal(inputs[key], array)
-        return outputs
+            np.testing.assert_array_equal(arrays[key], array)
+        return output

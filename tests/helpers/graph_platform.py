@@ -100,6 +100,8 @@ class FaultyProgram(GraphProgram):
         outputs = self._program.run(graph, inputs, sizes)
         if self._fault == "GRA-01" and sizes.requests > 2:
             outputs = [output + 0.01 * output.abs().max() for output in outputs]
+        if self._fault == "GRA-06" and graph.startswith("model."):  # as if it summed over ranks as well
+            outputs = [2 * output for output in outputs]
         if self._fault == "GRA-03" and "positions" in inputs:
             inputs["positions"][:] = 0
         return outputs

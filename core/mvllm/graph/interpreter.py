@@ -44,7 +44,7 @@ class Interpreter(GraphCompiler):
         self._operations = frozenset(
             op.name
             for op in GRAPH_OPERATIONS.values()
-            if (op.group != "optional" or op.name in optional) and op.name not in without
+            if (op.group not in ("optional", "collective") or op.name in optional) and op.name not in without
         )
 
     def operations(self) -> Collection[str]:

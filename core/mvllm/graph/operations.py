@@ -3,6 +3,7 @@
 named       the operations of models (mvllm.ops), with the same names and arguments
 optional    fused or alternative operations, which occur only if the compiler names them
 attention   paged attention over a KV cache
+collective  sums and concatenations over tensor-parallel ranks, which occur only if the compiler names them
 array       a closed set of elementwise operations, reductions and changes of shape
 """
 
@@ -16,7 +17,7 @@ from typing import Any, Literal
 from mvllm.graph.array_operations import ARRAY_OPERATIONS
 from mvllm.ops.all_schemas import SCHEMAS
 
-Group = Literal["named", "optional", "attention", "array"]
+Group = Literal["named", "optional", "attention", "collective", "array"]
 
 PAGED_ATTENTION = "paged_attention"
 PAGED_ATTENTION_INPUTS = (
@@ -33,11 +34,11 @@ class GraphOperation:
 
     Attributes:
         name: Its name.
-        group: `named`, `optional`, `attention` or `array`.
+        group: `named`, `optional`, `attention`, `collective` or `array`.
         summary: One sentence.
         definition: The exact semantics: the docstring of the reference.
         parameters: Names of the reference's parameters: inputs, and attributes.
-        reference: Computes it with torch tensors; None for attention.
+        reference: Computes it with torch tensors; None for attention and collectives.
         updates: Parameters that are sequence states, which it reads and writes.
     """
 
@@ -50,8 +51,11 @@ class GraphOperation:
     updates: tuple[str, ...] = ()
 
 
-_NOT_IN_GRAPHS = frozenset({"argmax", "logsumexp", "filtered_draw", "add_lora", "add_lora_by_slot"})
-"""Operations that core computes on the host, and LoRA, which graphs do not have yet."""
+_NOT_IN_GRAPHS = frozenset({"argmax", "logsumexp", "filtered_draw", "add_lora"})
+"""Operations that core computes on the host, and LoRA by segments, which only the host knows."""
+
+_ALWAYS_NAMED = frozenset({"add_lora_by_slot"})
+"""Operations that replace others on other platforms, and occur in every graph with LoRA."""
 
 _OPTIONAL = frozenset({"quantized_moe", "quantized_ungated_moe"})
 """Optional besides those that replace other operations: no layer runs its reference."""
@@ -82,7 +86,8 @@ Result:
 
 def _named(name: str) -> GraphOperation:
     schema = SCHEMAS[name]
-    group: Group = "optional" if schema.replaces_others or name in _OPTIONAL else "named"
+    is_optional = (schema.replaces_others and name not in _ALWAYS_NAMED) or name in _OPTIONAL
+    group: Group = "optional" if is_optional else "named"
     definition = inspect.getdoc(schema.reference) or ""
     return GraphOperation(name, group, schema.summary, definition, schema.parameters, schema.reference, schema.updates)
 
@@ -91,6 +96,39 @@ def _array(name: str, function: Callable[..., Any]) -> GraphOperation:
     definition = inspect.getdoc(function) or ""
     parameters = tuple(inspect.signature(function).parameters)
     return GraphOperation(name, "array", definition.partition("\n")[0], definition, parameters, function)
+
+
+_COLLECTIVES = {
+    "all_reduce": (
+        ("x",),
+        """The sum of x over the ranks of a group.
+
+Inputs:
+    x: [...], the same shape on every rank.
+
+Attributes:
+    group: Name of the group of `Platform.communicator`: `tp`.
+    world_size: Number of its ranks.
+
+Result:
+    Like x, the same on every rank.""",
+    ),
+    "all_gather": (
+        ("x",),
+        """The arrays of all ranks of a group, concatenated in the order of the ranks.
+
+Inputs:
+    x: [...], the same shape on every rank.
+
+Attributes:
+    dim: The dimension along which they are concatenated.
+    group: Name of the group of `Platform.communicator`: `tp`.
+    world_size: Number of its ranks.
+
+Result:
+    Like x, `world_size` times as large along `dim`; the same on every rank.""",
+    ),
+}
 
 
 GRAPH_OPERATIONS: Mapping[str, GraphOperation] = {
@@ -102,6 +140,10 @@ GRAPH_OPERATIONS: Mapping[str, GraphOperation] = {
         _ATTENTION_DEFINITION,
         PAGED_ATTENTION_INPUTS,
     ),
+    **{
+        name: GraphOperation(name, "collective", text.partition("\n")[0], text, parameters)
+        for name, (parameters, text) in _COLLECTIVES.items()
+    },
     **{name: _array(name, function) for name, function in ARRAY_OPERATIONS.items()},
 }
 """The operations by name."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import PlatformError
 from mvllm.graph.arguments import flatten, unflatten
 from mvllm.graph.operations import GRAPH_OPERATIONS, PAGED_ATTENTION
@@ -21,6 +22,7 @@ from mvllm.ops.dtypes import torch_dtype
 from mvllm.platform.attention import AttentionBackend, AttentionSpec, BatchLayout, KVLayout
 from mvllm.platform.op_provider import OpProvider
 from mvllm.platform.step_graph import CacheValue, StateValue, Value
+from mvllm.platform.topology import GroupSpec
 
 PROVIDER = "graph"
 """Name of the providers of recorded operations."""
@@ -137,11 +139,21 @@ def _record(op: str, args: Sequence[Any]) -> Any:
     return made[0] if len(made) == 1 else tuple(made)
 
 
+_LIKE_FIRST_INPUT = frozenset(
+    {
+        *("causal_conv1d", "ssd", "moe", "gelu_tanh_moe", "clamped_moe", "ungated_moe"),
+        *("quantized_moe", "quantized_ungated_moe"),
+        "add_lora_by_slot",
+    }
+)
+"""Operations whose result has the shape and dtype of their first input."""
+
+
 def result_like(op: str, arrays: Arrays, attributes: Mapping[str, Any]) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Arrays like the results of a named operation: shapes and dtypes, no values."""
     x = arrays[0]
     assert x is not None, "the first input is an array"
-    if op in ("causal_conv1d", "ssd") or op.endswith("moe"):
+    if op in _LIKE_FIRST_INPUT:
         return torch.empty_like(x)
     if op in ("gated_delta_rule", "kda"):
         value = arrays[2]
@@ -234,3 +246,47 @@ class RecordedAttention(AttentionBackend):
 def attention_attributes(spec: AttentionSpec) -> dict[str, Any]:
     """The fields of a spec, as attributes of `paged_attention`."""
     return dict(vars(spec))
+
+
+# --------------------------------------------------------------------------------------------------------- collectives
+
+
+class RecordedGroup(GroupCoordinator):
+    """The tensor-parallel ranks of models that run as graphs: records `all_reduce` and `all_gather`.
+
+    Args:
+        spec: The group. It needs no communicator.
+    """
+
+    def __init__(self, spec: GroupSpec) -> None:
+        super().__init__(GroupSpec(spec.name, (spec.rank,), spec.rank))
+        self.spec, self.rank_in_group, self.world_size = spec, spec.rank_in_group, len(spec.ranks)
+
+    @property
+    def fuses_add_rms_norm(self) -> bool:
+        return False
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.world_size == 1 else self._record("all_reduce", tensor, {}, torch.empty_like)
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        if self.world_size == 1:
+            return tensor
+        dim %= tensor.dim()
+
+        def gathered(array: torch.Tensor) -> torch.Tensor:
+            shape = list(array.shape)
+            shape[dim] *= self.world_size
+            return array.new_empty(shape)
+
+        return self._record("all_gather", tensor, {"dim": dim}, gathered)
+
+    def _record(
+        self, op: str, tensor: torch.Tensor, attributes: dict[str, Any], like: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        def results(arrays: Arrays) -> Sequence[torch.Tensor]:
+            assert arrays[0] is not None, "a collective has an input"
+            return [like(arrays[0])]
+
+        of_group = {"group": self.name, "world_size": self.world_size}
+        return current_recording().call(RecordedCall(op, attributes | of_group, {}, results), [tensor])[0]

@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +20,10 @@ from torch import fx, nn
 
 from mvllm.errors import ConfigError, PlatformError
 from mvllm.graph.aten import ArrayOperationWriter
+from mvllm.graph.parts import CutGraph, cut_graph
 from mvllm.graph.recorded_calls import GraphCache, GraphMetadata, Recording, recording
 from mvllm.layers.context import ForwardStep
+from mvllm.layers.lora import CurrentLoRAMapping, LoRAMapping
 from mvllm.ops.dtypes import dtype_name, torch_dtype
 from mvllm.platform.state import StateArguments
 from mvllm.platform.step_graph import CacheValue, Dim, Kind, Node, StateValue, StepGraph, Value
@@ -47,6 +49,7 @@ _INT_INPUTS: dict[str, tuple[str, ...]] = {
     "slot_mapping.0": ("T",),
     "read_slots": ("R",),
     "write_slots": ("R",),
+    "adapter_slots": ("T",),
     "logits_indices": ("L",),
 }
 
@@ -56,38 +59,67 @@ class TracedModel:
     """The graphs of a model and its weights.
 
     Attributes:
-        graphs: `model`, and on the last pipeline stage `head`.
+        graphs: `model`, and on the last pipeline stage `head`; where these have collectives that the compiler lacks,
+            their parts.
         arrays: The names of the weights and constants that the graphs read, with the places of their tensors.
+        whole: `model` and `head` by name.
+        adapter_arrays: The names of the adapter slots that the graphs read, with their tensors.
     """
 
     graphs: tuple[StepGraph, ...]
     arrays: Mapping[str, torch.Tensor]
+    whole: Mapping[str, CutGraph]
+    adapter_arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-def trace_model(model: CausalLM, *, computes_logits: bool = True) -> TracedModel:
+@dataclass(frozen=True)
+class GraphAdapters:
+    """The LoRA slots of a model, whose layers are wrapped.
+
+    Attributes:
+        step: The LoRA mapping that its layers read.
+        arrays: The adapter slots by their names in graphs.
+    """
+
+    step: CurrentLoRAMapping
+    arrays: Mapping[str, torch.Tensor]
+
+
+def trace_model(
+    model: CausalLM,
+    *,
+    computes_logits: bool = True,
+    collectives: Collection[str] = (),
+    adapters: GraphAdapters | None = None,
+) -> TracedModel:
     """The graphs of a loaded model, built with the providers and backends of recorded_calls.py.
 
     Args:
         computes_logits: Whether to trace the head.
+        collectives: Collectives of the compiler. Graphs are cut at others.
+        adapters: LoRA slots, which use `add_lora_by_slot`.
 
     Raises:
         ConfigError: The model has a feature that graphs do not have.
         PlatformError: The model uses a torch operation that is no array operation.
     """
-    tracer = _Tracer(model)
+    tracer = _Tracer(model, adapters)
     graphs = [tracer.trace_model()]
     if computes_logits and model.lm_head is not None:
         graphs.append(tracer.trace_head())
     used = {value.name for graph in graphs for value in graph.inputs_of("weight", "constant")}
-    return TracedModel(tuple(graphs), {name: tracer.arrays[name] for name in tracer.arrays if name in used})
+    whole = {graph.name: cut_graph(graph, collectives) for graph in graphs}
+    parts = tuple(part for cut in whole.values() for part in cut.graphs)
+    slots = {} if adapters is None else {name: each for name, each in adapters.arrays.items() if name in used}
+    return TracedModel(parts, {name: each for name, each in tracer.arrays.items() if name in used}, whole, slots)
 
 
 class _Tracer:
-    def __init__(self, model: CausalLM) -> None:
+    def __init__(self, model: CausalLM, adapters: GraphAdapters | None = None) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-        self._model = model
+        self._model, self._adapters = model, adapters
         # Each size of a model is a number; each of a step is a symbol.
         self._shape_env = ShapeEnv(specialize_zero_one=False)
         self._mode = FakeTensorMode(shape_env=self._shape_env, allow_non_fake_inputs=True)
@@ -99,6 +131,8 @@ class _Tracer:
             if id(tensor) not in self._names:
                 self._names[id(tensor)] = name, kind
                 self.arrays[name] = tensor
+        if adapters is not None:
+            self._names |= {id(tensor): (name, "weight") for name, tensor in adapters.arrays.items()}
         self._dtype = next(
             (p.dtype for p in model.parameters() if p.dtype.is_floating_point and p.dtype.itemsize > 1), torch.float32
         )
@@ -121,6 +155,7 @@ class _Tracer:
         names += ["query_start_loc"] if attention or states else []
         names += ["seq_lens", "block_table.0", "slot_mapping.0"] if attention else []
         names += ["read_slots", "write_slots"] if states else []
+        names += ["adapter_slots"] if self._adapters is not None else []
 
         def run(*arrays: torch.Tensor) -> torch.Tensor:
             given = dict(zip(names, arrays, strict=True))
@@ -135,7 +170,8 @@ class _Tracer:
                 slots = StateArguments(given["query_start_loc"], given["read_slots"], given["write_slots"], 0)
             step = ForwardStep(metadata, given.get("prompt_lens"), state_metadata=slots)
             tokens = given.get("token_ids", given["positions"])
-            hidden: torch.Tensor = model(tokens, given["positions"], step, given.get("intermediate"))
+            with self._active_adapters(given.get("adapter_slots")):
+                hidden: torch.Tensor = model(tokens, given["positions"], step, given.get("intermediate"))
             return hidden
 
         graph = self._trace(MODEL, names, run)
@@ -147,6 +183,12 @@ class _Tracer:
             return self._model.compute_logits(hidden.index_select(0, logits_indices))
 
         return self._trace(HEAD, ["hidden", "logits_indices"], run)
+
+    def _active_adapters(self, slots: torch.Tensor | None) -> AbstractContextManager[None]:
+        """The adapters of a step's tokens, inside the context."""
+        if self._adapters is None:
+            return nullcontext()
+        return self._adapters.step.active(LoRAMapping(None, (), slots))
 
     def _hidden_size(self, name: str) -> int:
         """Columns of hidden states: of the head's input those of the model's result."""

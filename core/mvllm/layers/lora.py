@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from mvllm.errors import ConfigError
 from mvllm.layers.context import BuildContext
 from mvllm.layers.linear import Linear
 from mvllm.layers.matrix_layout import Part
@@ -84,14 +85,23 @@ class StackedLoRAWeights:
         step: The current LoRA mapping.
         num_slots: Number of adapter slots.
         max_rank: Largest rank of an adapter.
+        only_by_slot: Use `add_lora_by_slot` whoever provides it, for models that run as graphs.
 
     Attributes:
+        arrays: `lora_down` and `lora_up`, as `down` and `up` of the operations.
         shapes: (out_features, in_features) of the whole checkpoint matrices, by module name.
         by_slot: Whether the layer uses the operation `add_lora_by_slot`, so that it needs `LoRAMapping.slots`.
     """
 
     def __init__(
-        self, linear: Linear, ctx: BuildContext, step: CurrentLoRAMapping, num_slots: int, max_rank: int
+        self,
+        linear: Linear,
+        ctx: BuildContext,
+        step: CurrentLoRAMapping,
+        num_slots: int,
+        max_rank: int,
+        *,
+        only_by_slot: bool = False,
     ) -> None:
         layout = linear.layout
         self._layout = layout
@@ -101,9 +111,15 @@ class StackedLoRAWeights:
         bands = tuple((p.destination.start, p.destination.stop, self._blocks[p.name]) for p in layout.parts)
         self._down = torch.zeros(num_slots, num_blocks, max_rank, columns, dtype=ctx.dtype, device=ctx.device)
         self._up = torch.zeros(num_slots, rows, max_rank, dtype=ctx.dtype, device=ctx.device)
+        self.arrays = {"lora_down": self._down, "lora_up": self._up}
         facts = {"in_features": columns, "out_features": rows, "rank": max_rank, "blocks": num_blocks}
         by_segment, by_slot = ctx.op("add_lora", **facts), ctx.op("add_lora_by_slot", **facts)
-        self.by_slot = by_slot.may_replace(by_segment) and _covers(bands, rows)
+        self.by_slot = (only_by_slot or by_slot.may_replace(by_segment)) and _covers(bands, rows)
+        if only_by_slot and not self.by_slot:
+            raise ConfigError(
+                f"LoRA is not supported for the layer with {', '.join(self.shapes)} in a model that runs as a graph: "
+                "its checkpoint matrices do not fill its rows in order. Merge the adapter into the model's weights."
+            )
         down, up = self._down, self._up
 
         def add(y: torch.Tensor, x: torch.Tensor, batch: LoRAMapping) -> torch.Tensor:

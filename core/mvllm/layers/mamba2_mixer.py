@@ -279,8 +279,11 @@ class GatedNorm(nn.Module):
             )
         self.weight = ctx.parameter(size)
         self._silu = activation(ctx.floats(torch.float32), "silu", size)
-        self._tp, self._num_parts = ctx.tp, num_parts
+        self._tp = ctx.tp
+        self._is_own: torch.Tensor | None = None
         self._part = None if num_parts % num_ranks == 0 else ctx.tp.rank_in_group * num_parts // num_ranks
+        if self._part is not None:
+            self._is_own = torch.arange(num_parts, device=ctx.device) == self._part
         group_size = self._part_size if self._part is None else size
         facts = {"norm_before_gate": config.norm_before_gate, "activation": "silu"}
         self._norm = ctx.op("gated_rms_norm", width=size, group_size=group_size, **facts).function
@@ -292,8 +295,8 @@ class GatedNorm(nn.Module):
             return self._norm(x, gate, self.weight, eps, self._part_size, before, "silu")
         wide, factor = x.float(), self._silu(gate.float())
         wide = wide if before else wide * factor
-        sums = wide.new_zeros(x.shape[0], self._num_parts)
-        sums[:, self._part] = wide.square().sum(-1)
+        assert self._is_own is not None
+        sums = torch.where(self._is_own, wide.square().sum(-1, keepdim=True), 0.0)  # in the column of this rank's part
         mean_square = self._tp.all_reduce(sums)[:, self._part, None] / self._part_size
         normed = wide * torch.rsqrt(mean_square + eps) * self.weight.float()
         return (normed * factor if before else normed).to(x.dtype)

@@ -80,8 +80,10 @@ def add_lora_by_slot(
     for slot in range(num_slots):
         is_own = (slots == slot).unsqueeze(1)
         shrunk = F.linear(torch.where(is_own, x, 0), down[slot].view(num_blocks * rank, -1))
-        for start, stop, block in bands:
-            y[:, start:stop] += F.linear(shrunk[:, block * rank : (block + 1) * rank], up[slot, start:stop])
+        added = [
+            F.linear(shrunk[:, block * rank : (block + 1) * rank], up[slot, start:stop]) for start, stop, block in bands
+        ]
+        y = y + torch.cat(added, dim=-1)
     return y
 
 

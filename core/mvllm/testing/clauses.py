@@ -438,6 +438,14 @@ _ALL = (
         since=(1, 1),
     ),
     Clause(
+        "GRA-06",
+        "The parts of a tensor-parallel rank's graphs, with the collectives between them computed by core, give the "
+        "logits of the whole model: a value that crosses a cut is a result of one part, complete and unchanged, and a "
+        "step input of later ones.",
+        "graph_compiler",
+        since=(1, 1),
+    ),
+    Clause(
         "RUN-01",
         "A model of each family gives the log-probabilities of the oracle, within the suite's tolerance for the dtype.",
         "torch_device",

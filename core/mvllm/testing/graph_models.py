@@ -14,19 +14,26 @@ import torch
 from mvllm.config.engine_args import EngineArgs
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.graph.arrays import to_numpy, to_torch
-from mvllm.graph.recorded_calls import RecordedAttention, recording_providers
+from mvllm.graph.recorded_calls import RecordedAttention, RecordedGroup, recording_providers
+from mvllm.graph.run_parts import run_parts
 from mvllm.graph.trace import HEAD, MODEL, TracedModel, trace_model
 from mvllm.layers.context import BuildContext
 from mvllm.models.registry import resolve_model_class
 from mvllm.models.weight_loader import load_weights
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.ops.registry import OpTable
-from mvllm.plugin_api import AttentionSpec
+from mvllm.platform.step_graph import distinct_inputs
+from mvllm.plugin_api import AttentionSpec, GroupSpec
 from mvllm.plugin_api.graph import CacheValue, GraphCompiler, GraphProgram, StepSizes
 
 
-def trace_checkpoint(folder: Path, dtype: str, operations: Sequence[str]) -> TracedModel:
-    """A checkpoint's graphs with these operations; other operations are their definitions."""
+def trace_checkpoint(
+    folder: Path, dtype: str, operations: Sequence[str], *, rank: int = 0, world_size: int = 1
+) -> TracedModel:
+    """A checkpoint's graphs with these operations; other operations are their definitions.
+
+    With several ranks they are the graphs of one tensor-parallel rank, cut at all collectives.
+    """
     args = EngineArgs(model=str(folder), skip_tokenizer_init=True, dtype=dtype)
     config = args.create_engine_config().model
     backends: dict[AttentionSpec, RecordedAttention] = {}
@@ -35,7 +42,7 @@ def trace_checkpoint(folder: Path, dtype: str, operations: Sequence[str]) -> Tra
         device=torch.from_numpy(np.empty(0)).device,
         ops=OpTable.resolve(recording_providers(operations)),
         attention=lambda spec: backends.setdefault(spec, RecordedAttention(spec)),
-        tp=GroupCoordinator.single("tp"),
+        tp=RecordedGroup(GroupSpec("tp", tuple(range(world_size)), rank)),
         pp=GroupCoordinator.single("pp"),
         kv_dtype=dtype,
     )
@@ -85,12 +92,13 @@ class GraphModelUnderTest:
 
     def allocate(self, program: GraphProgram, spare_blocks: int = 0) -> None:
         """Allocates caches and states."""
-        caches = [value for value in self.traced.graphs[0].inputs if isinstance(value, CacheValue)]
+        inputs = distinct_inputs(self.traced.graphs, "cache", "state").values()
+        caches = [value for value in inputs if isinstance(value, CacheValue)]
         sizes = [program.kv_layout(cache).block_sizes for cache in caches]
         if sizes:
             self.block_size = next(size for size in sizes[0] if all(size in other for other in sizes))
         program.allocate_caches(self.num_pages * len(self.token_ids) + spare_blocks, self.block_size)
-        if self.traced.graphs[0].inputs_of("state"):
+        if len(caches) < len(inputs):
             program.allocate_states(len(self.token_ids))
 
     @property
@@ -116,7 +124,7 @@ class GraphModelUnderTest:
 
     def step_inputs(self, lengths: Sequence[int], padding: int) -> tuple[dict[str, np.ndarray], StepSizes]:
         """The inputs of a step, whose requests advance."""
-        assert self.program is not None  # the program chooses the block size
+        assert self.program is not None, "the program decides the block size"
         chosen = [r for r, length in enumerate(lengths) if length]
         counts = [lengths[r] for r in chosen]
         pages, width = self.num_pages, self.num_pages + padding
@@ -154,3 +162,39 @@ class GraphModelUnderTest:
         indices = np.arange(sizes.tokens, dtype=np.int32)
         (logits,) = self.program.run(HEAD, {"hidden": hidden, "logits_indices": indices}, sizes)
         return to_torch(self.program.to_host(logits), head.values()[head.outputs[0]].dtype).float()
+
+
+def step_of_ranks(ranks: Sequence[GraphModelUnderTest], lengths: Sequence[int], padding: int = 0) -> list[torch.Tensor]:
+    """As `GraphModelUnderTest.step`, of tensor-parallel ranks in turn; the logits that each of them computes."""
+    given, sizes = ranks[0].step_inputs(lengths, padding)
+    for other in ranks[1:]:
+        other.step_inputs(lengths, padding)
+    hidden = _run_ranks(ranks, MODEL, [dict(given) for _ in ranks], sizes)
+    indices = np.arange(sizes.tokens, dtype=np.int32)
+    logits = _run_ranks(ranks, HEAD, [{"hidden": each, "logits_indices": indices} for each in hidden], sizes)
+    dtype = ranks[0].traced.whole[HEAD].outputs[0].dtype
+    return [to_torch(each, dtype).float()[: sum(lengths)] for each in logits]
+
+
+def _run_ranks(
+    ranks: Sequence[GraphModelUnderTest], name: str, inputs: Sequence[dict[str, Any]], sizes: StepSizes
+) -> list[np.ndarray]:
+    """The result of a graph of each rank, whose collectives are computed here."""
+    runs = [
+        run_parts(rank.traced.whole[name], rank.program, arrays, sizes)
+        for rank, arrays in zip(ranks, inputs, strict=True)
+    ]
+    replies: list[np.ndarray | None] = [None] * len(runs)
+    while True:
+        asked, results = [], []
+        for run, reply in zip(runs, replies, strict=True):
+            try:
+                asked.append(run.send(reply))  # type: ignore[arg-type]
+            except StopIteration as end:
+                results += end.value
+        if results:
+            return results
+        node = asked[0][0]
+        tensors = [to_torch(array, node.outputs[0].dtype) for _, array in asked]
+        found = torch.stack(tensors).sum(0) if node.op == "all_reduce" else torch.cat(tensors, node.attributes["dim"])
+        replies = [to_numpy(found).copy() for _ in runs]

@@ -20,14 +20,14 @@ class GraphKVCacheLayers(KVCacheLayers):
     """All layers share one KV cache group, and their caches and states belong to the program.
 
     Attributes:
-        program: The program of the loaded model; None while no model is loaded.
+        programs: The program of the loaded model, and that of its draft model; empty while no model is loaded.
     """
 
     states: GraphStateLayers
 
     def __init__(self, config: EngineConfig, platform: Platform, runtime: DeviceRuntime) -> None:
         super().__init__(config, platform, runtime)
-        self.program: GraphProgram | None = None
+        self.programs: list[GraphProgram] = []
         self.states = GraphStateLayers(platform, runtime, self)
         self._has_caches = False
 
@@ -38,7 +38,9 @@ class GraphKVCacheLayers(KVCacheLayers):
     def allocate(self, num_blocks: int, block_size: int) -> None:
         what = f"The KV cache of {num_blocks} blocks of {block_size} tokens"
         with out_of_memory_as(CacheError, what, "Lower memory_utilization or kv_cache_memory_bytes."):
-            self.require_program().allocate_caches(num_blocks, block_size)
+            assert self.programs, "the model is not loaded"
+            for program in self.programs:
+                program.allocate_caches(num_blocks, block_size)
         self._has_caches = True
 
     @property
@@ -46,19 +48,14 @@ class GraphKVCacheLayers(KVCacheLayers):
         return not self._has_caches or self.states.has_missing_states
 
     def free_caches(self) -> None:
-        if self.program is not None:
-            self.program.free_caches()
+        for program in self.programs:
+            program.free_caches()
         self._has_caches = False
         self.states.free()
 
     def clear(self) -> None:
         super().clear()
-        self.program = None
-
-    def require_program(self) -> GraphProgram:
-        """The program. A model must be loaded."""
-        assert self.program is not None, "the model is not loaded"
-        return self.program
+        self.programs = []
 
     def _windows_of_layers(self) -> tuple[int | None, ...]:
         return (None,) * len(self._layers)
@@ -92,8 +89,12 @@ class GraphStateLayers(StateLayers):
         if not self.are_needed:
             return
         what = f"The states of {num_slots} sequences"
+        counts = num_slots, num_slots + self._max_rows * for_drafts
+        layers = self._layers, self._draft_layers
         with out_of_memory_as(CacheError, what, "Lower max_num_seqs, memory_utilization or kv_cache_memory_bytes."):
-            self._all_layers.require_program().allocate_states(num_slots)
+            for program, count, of_program in zip(self._all_layers.programs, counts, layers, strict=False):
+                if of_program:
+                    program.allocate_states(count)
         self._has_states = True
 
     @property

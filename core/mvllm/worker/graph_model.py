@@ -7,21 +7,25 @@ states and logits come back as host tensors, so everything after the forward pas
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from mvllm.config.token_spaces import TokenSpace
+from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import ModelError, PlatformError
 from mvllm.graph.arrays import to_numpy, to_torch
-from mvllm.graph.trace import HEAD, MODEL, TracedModel, trace_model
+from mvllm.graph.run_parts import run_graph
+from mvllm.graph.trace import HEAD, MODEL, GraphAdapters, trace_model
 from mvllm.layers.lora import LoRAMapping
 from mvllm.platform.graph_compiler import GraphCompiler, GraphProgram
 from mvllm.platform.graphs import CompileBackend
 from mvllm.platform.step_graph import StepSizes, distinct_inputs
+from mvllm.worker.graph_adapters import AdapterArrays, adapter_slots
 from mvllm.worker.graph_weights import release
+from mvllm.worker.lora_model_manager import LoRAModelManager
 from mvllm.worker.out_of_memory import out_of_memory_as
 from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
 from mvllm.worker.step_inputs import StepInputs
@@ -37,6 +41,8 @@ class GraphModel:
         model: The loaded model. Its arrays move to the program.
         compiler: The platform's compiler.
         generates: Whether logits are computed.
+        tp: The tensor-parallel ranks.
+        lora: The model's LoRA adapters; None without LoRA.
         load: Loads a model without weights, when the program can take them; None for a loaded one.
 
     Attributes:
@@ -53,11 +59,14 @@ class GraphModel:
         self,
         model: CausalLM,
         compiler: GraphCompiler,
+        tp: GroupCoordinator,
+        lora: LoRAModelManager | None = None,
         *,
         generates: bool,
         load: Callable[[GraphModel], None] | None = None,
     ) -> None:
-        traced = trace_model(model, computes_logits=generates)
+        adapters = None if lora is None else GraphAdapters(lora.step, lora.arrays)
+        traced = trace_model(model, computes_logits=generates, collectives=compiler.operations(), adapters=adapters)
         reasons = [reason for graph in traced.graphs for reason in compiler.unsupported(graph)]
         if reasons:
             raise PlatformError(
@@ -66,7 +75,7 @@ class GraphModel:
             )
         self.graphs, self.arrays = traced.graphs, traced.arrays
         self._kept_arrays: dict[str, np.ndarray] = {}
-        self._hidden_dtype, self._logits_dtype = _output_dtype(traced, MODEL), _output_dtype(traced, HEAD)
+        self._whole, self._tp = traced.whole, tp
         remedy = "Choose a smaller dtype or a quantized model, or a larger pipeline_parallel_size."
         with out_of_memory_as(ModelError, "The weights", remedy):
             self.program: GraphProgram = compiler.program(traced.graphs)
@@ -76,7 +85,10 @@ class GraphModel:
                 for name, tensor in traced.arrays.items():
                     self.give(name, tensor)
                     release(tensor)
+            self._adapters = AdapterArrays(self.program, traced.adapter_arrays)
             self.program.finish_weights()
+        if lora is not None:
+            lora.on_changed = self._adapters.give
         self._caches = distinct_inputs(traced.graphs, "cache")
         for i, layer in enumerate(model.attention_layers()):
             if (cache := self._caches.get(f"cache.{i}")) is not None:
@@ -89,11 +101,14 @@ class GraphModel:
         if self.program.keeps_arrays:
             self._kept_arrays[name] = array
 
-    def run(self, inputs: StepInputs, intermediate: torch.Tensor | None) -> torch.Tensor:
+    def run(
+        self, inputs: StepInputs, intermediate: torch.Tensor | None, lora: LoRAMapping | None = None
+    ) -> torch.Tensor:
         """Hidden states of a step on the host: [T, hidden_size].
 
         Args:
             intermediate: Hidden states of the previous pipeline stage; None on the first.
+            lora: LoRA adapters of the step's tokens.
         """
         layout, states = inputs.layout, inputs.state_layout
         given = {
@@ -110,6 +125,8 @@ class GraphModel:
             given |= {"read_slots": states.read_slots, "write_slots": states.write_slots}
         if intermediate is not None:
             given["intermediate"] = to_numpy(intermediate)
+        if self._adapters.arrays:
+            given["adapter_slots"] = adapter_slots(lora, layout.num_tokens)
         sizes = StepSizes(
             tokens=layout.num_tokens,
             requests=layout.num_requests,
@@ -120,17 +137,20 @@ class GraphModel:
             num_decodes=layout.num_decodes,
             kind=layout.kind,
         )
-        wanted = self.graphs[0].inputs_of("step")
-        (hidden,) = self.program.run(MODEL, {value.name: given[value.name] for value in wanted}, sizes)
-        return to_torch(self.program.to_host(hidden), self._hidden_dtype)
+        return self._run(MODEL, given, sizes)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """As CausalLM.compute_logits, on the host."""
         num_rows = len(hidden)
         sizes = StepSizes(num_rows, 1, 1, num_rows, max_query_len=num_rows, max_seq_len=num_rows)
         inputs = {"hidden": to_numpy(hidden), "logits_indices": np.arange(num_rows, dtype=np.int32)}
-        (logits,) = self.program.run(HEAD, inputs, sizes)
-        return to_torch(self.program.to_host(logits), self._logits_dtype)
+        return self._run(HEAD, inputs, sizes)
+
+    def _run(self, name: str, inputs: Mapping[str, np.ndarray], sizes: StepSizes) -> torch.Tensor:
+        """The result of a graph that has one."""
+        whole = self._whole[name]
+        (found,) = run_graph(whole, self.program, inputs, sizes, self._tp)
+        return to_torch(found, whole.outputs[0].dtype)
 
     def compute_space_logits(self, hidden: torch.Tensor, space: TokenSpace) -> torch.Tensor:
         """Never called: `check_capabilities` refuses models with such spaces."""
@@ -161,7 +181,7 @@ class GraphForward:
         adapters: LoRAMapping | None = None,
     ) -> torch.Tensor:
         """As DecoderForward.run; the result is on the host."""
-        return self._graph.run(inputs, intermediate)
+        return self._graph.run(inputs, intermediate, adapters)
 
     def compile(self, compiler: CompileBackend) -> None:
         """Never called: the model is compiled already."""
@@ -169,8 +189,3 @@ class GraphForward:
 
     def drop_compiled(self) -> None:
         """Nothing to drop before the program is closed."""
-
-
-def _output_dtype(traced: TracedModel, name: str) -> str:
-    found = [graph.values()[graph.outputs[0]].dtype for graph in traced.graphs if graph.name == name]
-    return found[0] if found else ""

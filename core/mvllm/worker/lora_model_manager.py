@@ -9,6 +9,8 @@ The engine core has all workers load an adapter (`add_adapter`) before it plans 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+
 import numpy as np
 import torch
 
@@ -32,22 +34,40 @@ class LoRAModelManager:
         ctx: Its build context.
         config: Number and rank of adapters.
         runtime: The device.
+        only_by_slot: As in StackedLoRAWeights.
 
     Attributes:
         step: The LoRA mapping that the layers read in the current step.
+        arrays: The adapter slots of all layers, by their places in the model.
+        on_changed: Called with the names of arrays that an adapter was copied to.
     """
 
-    def __init__(self, model: CausalLM, ctx: BuildContext, config: LoRAConfig, runtime: DeviceRuntime) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        ctx: BuildContext,
+        config: LoRAConfig,
+        runtime: DeviceRuntime,
+        *,
+        only_by_slot: bool = False,
+    ) -> None:
         self.step = CurrentLoRAMapping()
         self._model = model
         self._dtype = ctx.dtype
         self._config = config
         self._runtime = runtime
-        self._layers = [
-            StackedLoRAWeights(module, ctx, self.step, config.max_loras, config.max_lora_rank)
-            for module in model.modules()
+        layers = {
+            path: StackedLoRAWeights(
+                module, ctx, self.step, config.max_loras, config.max_lora_rank, only_by_slot=only_by_slot
+            )
+            for path, module in model.named_modules()
             if isinstance(module, Linear) and module.supports_lora
-        ]
+        }
+        self._layers = list(layers.values())
+        self.arrays = {
+            f"{path}.{name}": array for path, layer in layers.items() for name, array in layer.arrays.items()
+        }
+        self.on_changed: Callable[[Collection[str]], None] | None = None
         self._by_slot = any(layer.by_slot for layer in self._layers)
         self._only_by_slot = all(layer.by_slot for layer in self._layers)
         self._shapes = {name: shape for layer in self._layers for name, shape in layer.shapes.items()}
@@ -121,6 +141,8 @@ class LoRAModelManager:
                 slot = self._free_slot(wanted)
                 for layer in self._layers:
                     layer.set_lora(slot, self._loaded[i])
+                if self.on_changed is not None:
+                    self.on_changed(self.arrays)
             self._slots[i] = slot  # now the most recently used
         return [self._slots[i] for i in wanted]
 

@@ -10,7 +10,7 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.config.model import ModelConfig
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import ConfigError, ModelError
-from mvllm.graph.recorded_calls import recording_providers
+from mvllm.graph.recorded_calls import RecordedGroup, recording_providers
 from mvllm.layers.context import BuildContext
 from mvllm.layers.quantization.registry import quantization_method
 from mvllm.logging import get_logger
@@ -107,7 +107,7 @@ class ModelLoader:
             device=self._runtime.device,
             ops=self._resolve_ops(batch_invariant=self._config.batch_invariant),
             attention=self._layers.backend_for,
-            tp=self._tp,
+            tp=self._tp if self._graph_compiler is None else RecordedGroup(self._tp.spec),
             pp=self._pp,
             kv_dtype=config.dtype if self._config.cache.dtype == "auto" else self._config.cache.dtype,
             quantization=quantization_method(config),
@@ -137,12 +137,20 @@ class ModelLoader:
             with out_of_memory_as(
                 ModelError, f"The slots of {lora.max_loras} adapters", "Lower max_loras or max_lora_rank."
             ):
-                self._adapters = LoRAModelManager(model, context, lora, self._runtime)
+                self._adapters = LoRAModelManager(
+                    model, context, lora, self._runtime, only_by_slot=self._graph_compiler is not None
+                )
         if isinstance(self._layers, GraphKVCacheLayers):
             assert self._graph_compiler is not None
             load = self._load_graph if weightless else None
-            self.graph = GraphModel(model, self._graph_compiler, generates=config.kind.generates, load=load)
-            self._layers.program = self.graph.program
+            self.graph = GraphModel(
+                model, self._graph_compiler, self._tp, self._adapters, generates=config.kind.generates, load=load
+            )
+            self._layers.programs = [self.graph.program]
+            if self.draft is not None:
+                graph = GraphModel(self.draft.model, self._graph_compiler, self._tp, generates=True)
+                self.draft = dataclasses.replace(self.draft, graph=graph)
+                self._layers.programs.append(graph.program)
         self._layers.set_layers(layers, model.state_layers(), draft_states)
         return context
 
@@ -228,9 +236,10 @@ class ModelLoader:
     def unload(self) -> None:
         """Drops all models and their KV caches. Idempotent."""
         self._layers.clear()
-        if self.graph is not None:
-            self.graph.close()
-            self.graph = None
+        for graph in (self.graph, None if self.draft is None else self.draft.graph):
+            if graph is not None:
+                graph.close()
+        self.graph = None
         if self._graph_compiler is not None:
             self._graph_compiler.close()
         self._model = self._adapters = self.draft = self._context = None

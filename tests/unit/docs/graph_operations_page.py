@@ -22,6 +22,7 @@ On a platform with a graph compiler, core traces a model to a `StepGraph` of the
 | named | Operations of models, as in [operations](operations.md). One that the compiler lacks is traced. |
 | optional | Fused operations. They occur in a graph only if the compiler names them. |
 | attention | Paged attention. Every model with attention needs it. |
+| collective | Over tensor-parallel ranks. Core cuts graphs there, unless the compiler names them. |
 | array | A closed set of elementwise operations, reductions and changes of shape. |
 
 A named operation that the compiler does not name is traced as the array operations of its
@@ -39,7 +40,7 @@ absent; the attribute `other` is then that operand, rounded to the dtype of the 
 
 Made from the source: `python -m tests.unit.docs.graph_operations_page`.
 """
-GROUPS = ("named", "optional", "attention", "array")
+GROUPS = ("named", "optional", "attention", "collective", "array")
 
 
 def page() -> str:

@@ -110,11 +110,8 @@ def _check_graph_models(config: EngineConfig, capabilities: Capabilities, platfo
     """Checks settings that models as graphs (`Capabilities.graph_compiler`) do not support."""
     if not capabilities.graph_compiler:
         return
-    speculative, spaces = config.speculative, config.model.token_spaces.values()
+    spaces = config.model.token_spaces.values()
     unsupported = {
-        "LoRA": config.lora is not None,
-        "a draft model": speculative is not None and speculative.model is not None,
-        "tensor_parallel_size above 1": config.parallel.tensor_parallel_size > 1,
         "models without a KV cache (encoders)": config.model.kind.is_encoder,
         "token spaces with a head of their own": any(space.has_own_head for space in spaces),
     }

@@ -12,9 +12,10 @@ import torch
 from mvllm.graph.arrays import to_numpy
 from mvllm.graph.interpreter import Interpreter
 from mvllm.graph.operations import GRAPH_OPERATIONS
+from mvllm.graph.parts import COLLECTIVES
 from mvllm.plugin_api import DeviceRuntime
 from mvllm.plugin_api.graph import GraphCompiler, Node, StepGraph, Value
-from mvllm.testing.graph_models import GraphModelUnderTest, trace_checkpoint
+from mvllm.testing.graph_models import GraphModelUnderTest, step_of_ranks, trace_checkpoint
 from mvllm.testing.markers import clause, exhaustive, skip_not_claimed
 from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.tensor_assertions import assert_equal
@@ -140,3 +141,24 @@ def test_a_compiler_names_operations_and_refuses_others(
     graph = StepGraph("model", (x,), (Node("an_operation_of_tomorrow", ("x",), (y,)),), ("y",))
     reasons = compiler.unsupported(graph)
     assert reasons and all(isinstance(reason, str) and reason.strip() for reason in reasons), reasons
+
+
+@clause("GRA-06")
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=exhaustive) for f in FAMILIES if f != "llama")])
+def test_parts_between_collectives_give_the_logits_of_the_whole(
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, zoo: Zoo, family: str
+) -> None:
+    whole = replace(model_of(subject, zoo, family), compiler=Interpreter())
+    compiler, dtype = compiler_of(subject), main_dtype(subject.capabilities)
+    operations = [name for name in compiler.operations() if name not in COLLECTIVES]
+    ranks = []
+    for rank in range(2):
+        traced = trace_checkpoint(zoo.checkpoint(family), dtype, operations, rank=rank, world_size=2)
+        ranks.append(GraphModelUnderTest(traced, compiler, whole.token_ids))
+    assert len(ranks[0].traced.graphs) > 2, "the model has collectives"
+    for padding, lengths in zip((0, 3, 1), STEPS, strict=True):
+        exact = whole.step(lengths)
+        for rank, logits in enumerate(step_of_ranks(ranks, lengths, padding)):
+            assert_close(subject, logits, exact, f"{family}, rank {rank} of 2, step of {lengths} tokens")
+    for each in ranks:
+        each.program.close()

@@ -35,8 +35,10 @@ import torch.nn.functional as F
 from mvllm.config.model import ModelConfig
 from mvllm.sampling.sampler import Sampler
 from mvllm.worker.decoder_forward import DecoderForward
+from mvllm.worker.graph_model import GraphForward, GraphModel
 from mvllm.worker.input_batch import InputBatch
 from mvllm.worker.kv_cache_layers import KVCacheLayers
+from mvllm.worker.space_logits import LogitsModel
 from mvllm.worker.state_layers import step_backend_of
 from mvllm.worker.step_inputs import StepInputBuilder, StepInputs
 
@@ -51,17 +53,21 @@ class DraftModel:
     Attributes:
         config: Its config.
         model: The model, with its weights.
+        graph: The model as a program, on platforms with a graph compiler.
     """
 
     config: ModelConfig
     model: CausalLM
+    graph: GraphModel | None = None
 
-    def forward(self, layers: KVCacheLayers) -> DecoderForward:
+    def forward(self, layers: KVCacheLayers) -> DecoderForward | GraphForward:
         """Its forward pass.
 
         Args:
             layers: The attention layers of the rank, those of this model included.
         """
+        if self.graph is not None:
+            return GraphForward(self.graph)
         groups = layers.attention_groups_of(self.model.attention_layers())
         return DecoderForward(self.model, groups, step_backend_of(self.model.state_layers()))
 
@@ -84,7 +90,7 @@ class DraftModelProposer:
     def __init__(
         self,
         draft: DraftModel,
-        forward: DecoderForward,
+        forward: DecoderForward | GraphForward,
         target: ModelConfig,
         *,
         rows: InputBatch,
@@ -95,6 +101,7 @@ class DraftModelProposer:
         first_state_slot: int | None = None,
     ) -> None:
         self._forward = forward
+        self._logits_model: LogitsModel = draft.model if draft.graph is None else draft.graph
         self._draft_vocab_size = draft.config.vocab_size
         self._max_len = min(draft.config.max_model_len, target.max_model_len)
         self._vocab_size = target.vocab_size
@@ -191,7 +198,7 @@ class DraftModelProposer:
         self._inputs.staging.end_step()
         if not len(sampling_positions):
             return hidden
-        logits = self._forward.model.compute_logits(hidden.index_select(0, inputs.logits_indices))
+        logits = self._logits_model.compute_logits(hidden.index_select(0, inputs.logits_indices))
         logits = logits[: len(sampling_positions)]
         missing = self._vocab_size - logits.shape[1]
         return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, : self._vocab_size]

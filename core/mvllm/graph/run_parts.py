@@ -1,0 +1,83 @@
+"""Runs the parts of a graph, and the collectives between them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from mvllm.distributed.group_coordinator import GroupCoordinator
+from mvllm.graph.arrays import to_numpy, to_torch
+from mvllm.graph.parts import CutGraph
+from mvllm.platform.graph_compiler import GraphProgram
+from mvllm.platform.step_graph import Node, StepSizes
+
+Collectives = Generator[tuple[Node, np.ndarray], np.ndarray, list[np.ndarray]]
+"""Yields each collective with its input, is sent its result, and returns the results of the graph."""
+
+
+def run_graph(
+    cut: CutGraph,
+    program: GraphProgram,
+    inputs: Mapping[str, Any],
+    sizes: StepSizes,
+    group: GroupCoordinator | None = None,
+) -> list[np.ndarray]:
+    """Runs a whole graph.
+
+    Args:
+        cut: The graph.
+        program: Its program.
+        inputs: Step inputs by name; those that no part reads are ignored.
+        sizes: Sizes of the step.
+        group: The tensor-parallel ranks, for host tensors; needed if the graph has several parts.
+
+    Returns:
+        The results, on the host.
+    """
+    parts = run_parts(cut, program, inputs, sizes)
+    try:
+        node, array = next(parts)
+        while True:
+            assert group is not None, "a graph with collectives is that of one of several ranks"
+            node, array = parts.send(_over_ranks(node, array, group))
+    except StopIteration as end:
+        results: list[np.ndarray] = end.value
+        return results
+
+
+def run_parts(cut: CutGraph, program: GraphProgram, inputs: Mapping[str, Any], sizes: StepSizes) -> Collectives:
+    """Runs the parts of a graph one after the other, and has the caller compute the collectives between them.
+
+    Args:
+        cut, program, inputs, sizes: As for `run_graph`.
+    """
+    arrays = dict(inputs)
+    on_host: set[str] = set()
+
+    def host_array(name: str) -> np.ndarray:
+        array: np.ndarray = arrays[name] if name in on_host else program.to_host(arrays[name])
+        return array
+
+    for part in cut.parts:
+        if part.graph is not None:
+            given = {value.name: arrays[value.name] for value in part.graph.inputs_of("step")}
+            arrays.update(zip(part.graph.outputs, program.run(part.graph.name, given, sizes), strict=True))
+        for node in part.collectives:
+            (name,) = node.inputs
+            assert name is not None, "a collective has an input"
+            arrays[node.outputs[0].name] = yield node, host_array(name)
+            on_host.add(node.outputs[0].name)
+        if part.collectives:  # what is not read any more is freed
+            arrays = {name: array for name, array in arrays.items() if name in part.needed}
+    return [host_array(value.name) for value in cut.outputs]
+
+
+def _over_ranks(node: Node, array: np.ndarray, group: GroupCoordinator) -> np.ndarray:
+    """The result of a collective on one host array."""
+    tensor: torch.Tensor = to_torch(array if array.flags.writeable else array.copy(), node.outputs[0].dtype)
+    if node.op == "all_reduce":
+        return to_numpy(group.all_reduce(tensor))
+    return to_numpy(group.all_gather(tensor, dim=node.attributes["dim"]))
