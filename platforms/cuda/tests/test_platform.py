@@ -6,6 +6,8 @@ import builtins
 import os
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -70,6 +72,13 @@ def test_devices_of_data_centres_have_a_larger_token_budget_by_default(platform,
     changes = platform.plan(engine_config(**settings)).changes
     found = [(change.field, change.value) for change in changes]
     assert found == ([] if budget is None else [("scheduler.max_num_batched_tokens", budget)])
+
+
+def test_both_packages_of_flashinfer_have_the_same_exact_version():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    requirements = dict(text.split("==") for text in project["optional-dependencies"]["flashinfer"])
+    assert set(requirements) == {"flashinfer-python", "flashinfer-cubin"}
+    assert len(set(requirements.values())) == 1
 
 
 def test_unsupported_dtypes_are_rejected_with_the_supported_ones(platform):
