@@ -204,7 +204,7 @@ def _length(value: Value, sizes: Mapping[str, int]) -> int | None:
 
 def _nothing(value: Value, sizes: StepSizes) -> np.ndarray:
     """The result of a step of padding alone."""
-    shape = [substitute(dim, sizes.symbols()) for dim in value.shape]
+    shape = [int(substitute(dim, sizes.symbols())) for dim in value.shape]
     return _encoded(np.zeros(shape, computed_type(value.dtype).to_dtype()), value.dtype)
 
 
