@@ -13,8 +13,7 @@
     python3 ci/dev.py build    wheels and source archives of every distribution, into dist/
 
 The environment depends on a few files only (each pyproject.toml, setup.py, the C++ sources, the constraints); see
-ci/environments.py. The platform `tpu` has a separate environment; see ci/tpu_lane.py. `conform openvino` and `conform
-mlx` run in those of their lanes; see ci/matrix.py.
+ci/environments.py. The platform `tpu` has a separate environment; see ci/tpu_lane.py.
 
 Unknown arguments are passed to the underlying program: `run --prompt "Tell me" --max-tokens 8`,
 `test tests/unit -k scheduler`.
@@ -36,7 +35,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-import matrix
 import published
 import tpu_lane
 from environments import UNFINISHED, Environment, Stamp, StepFailed, Steps, only_one, pinned
@@ -321,8 +319,6 @@ def conform(arguments: list[str]) -> int:
     """Runs the conformance suite on the platform of the first argument; passes the others to `mvllm conformance`."""
     if arguments[:1] == ["tpu"]:  # needs another torch
         return tpu_lane.run(tpu_lane.whole(arguments[1:]))
-    if arguments and arguments[0] in {folder.name for folder in WITHOUT_RUNTIME}:
-        return matrix.conform(arguments[0], arguments[1:])
     setup()
     command = [str(BIN / "mvllm"), "conformance"]
     if arguments and not arguments[0].startswith("-"):

@@ -132,29 +132,6 @@ def run_lane(lane: Lane, *, start: Callable[..., int] | None = None) -> int:
     return 0
 
 
-def conform(name: str, arguments: Sequence[str] = (), *, start: Callable[..., int] | None = None) -> int:
-    """Runs the conformance suite in the environment of a lane, which is created or updated; returns its exit status.
-
-    Args:
-        arguments: Further arguments of `mvllm conformance`.
-    """
-    start = start or start_command
-    lane = next(lane for lane in read_lanes() if lane.name == name)
-    if reason := why_not(lane):
-        return report_not_run(lane, reason)
-    commands = commands_of(lane)
-    if (LANES / name / "bin" / "python").exists():
-        commands = commands[1:]  # an existing environment gets this tree's packages
-    for command in commands:
-        is_suite = "conformance" in command
-        full = [*command, *arguments] if is_suite else command
-        print(f"$ {shlex.join(full)}", flush=True)
-        status = start(full, cwd=ROOT)
-        if status or is_suite:
-            return status
-    raise TableError(f"lane {name!r} does not run the conformance suite")
-
-
 def report_not_run(lane: Lane, reason: str) -> int:
     """Prints the reason, and reports it to the service's last job; returns NOT_RUN."""
     print(f"{lane.name}: NOT RUN: {reason}", flush=True)

@@ -116,24 +116,6 @@ class TestRunningHere:
         assert "conformance --platform cpu" in texts[-1]
         assert "FAILED" in capsys.readouterr().out
 
-    @pytest.mark.parametrize("exists", [False, True])
-    def test_conformance_of_a_platform_runs_in_the_environment_of_its_lane(self, exists, tmp_path, monkeypatch):
-        monkeypatch.setattr(matrix, "LANES", tmp_path)
-        if exists:
-            (tmp_path / "openvino" / "bin").mkdir(parents=True)
-            (tmp_path / "openvino" / "bin" / "python").touch()
-        started = []
-
-        def start(command, cwd):
-            started.append(" ".join(command))
-            return 4 if "conformance" in command else 0
-
-        assert matrix.conform("openvino", ["--only", "ATT"], start=start) == 4
-        assert ["-m venv" in text for text in started].count(True) == (not exists)
-        [installs] = [i for i, text in enumerate(started) if "./platforms/openvino" in text]
-        assert installs < len(started) - 1
-        assert "conformance --platform openvino" in started[-1] and started[-1].endswith("--only ATT")
-
     def test_a_command_that_finds_it_cannot_run_leaves_the_lane_not_run(self, capsys):
         assert matrix.run_lane(lane(does="xla"), start=lambda command, cwd: 77) == 77
         printed = capsys.readouterr().out

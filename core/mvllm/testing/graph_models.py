@@ -116,7 +116,7 @@ class GraphModelUnderTest:
 
     def step_inputs(self, lengths: Sequence[int], padding: int) -> tuple[dict[str, np.ndarray], StepSizes]:
         """The inputs of a step, whose requests advance."""
-        assert self.program is not None  # the program chooses the block size
+        assert self.program is not None, "the program decides the block size"
         chosen = [r for r, length in enumerate(lengths) if length]
         counts = [lengths[r] for r in chosen]
         pages, width = self.num_pages, self.num_pages + padding
