@@ -12,6 +12,7 @@ import torch
 from mvllm.plugin_api import PlatformError
 from mvllm.plugin_api.graph import Node, StepGraph, StepSizes, Value
 from mvllm_openvino.compiler import OpenVINOCompiler
+from mvllm_openvino.program import settings
 
 SIZES = StepSizes(2, 1, 1, 1, 2, 2)
 
@@ -69,6 +70,12 @@ def test_one_model_runs_with_every_number_of_tokens():
         x = np.full((tokens, 3), 2.0, np.float32)
         [y] = program.run("model", {"x": x}, StepSizes(tokens, 1, 1, 1, tokens, tokens))
         assert program.to_host(y).tolist() == [[6.0, 6.0]] * tokens
+
+
+@pytest.mark.parametrize(("variable", "threads"), [("1", 1), ("3,2", 3), ("", None), ("many", None)])
+def test_the_number_of_threads_is_that_of_the_environment(monkeypatch, variable, threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    assert settings({"float32"}).get("INFERENCE_NUM_THREADS") == threads
 
 
 def test_a_graph_with_an_unknown_operation_is_refused_by_name():

@@ -49,6 +49,7 @@ CLAUSES_OF: dict[str, tuple[str, ...]] = {
     "state": tuple(f"STA-{number:02}" for number in range(1, 8)),
     "sparse_attention": ("ATT-15", "ATT-16"),
     "graph_compiler": tuple(f"GRA-{number:02}" for number in range(1, 6)),
+    "stores_by_block_table": ("KVL-03",),
 }
 """The clauses of each capability; a new field of Capabilities must be added here (a test checks this)."""
 

@@ -91,7 +91,7 @@ KVL = (
 @pytest.mark.parametrize("test", KVL, ids=lambda test: test.__name__)
 def test_the_suite_tests_caches_that_are_not_tensors(subject, runtime, test):
     platform_under_test = subject(ReadableArrayAttention)
-    platform_under_test.capabilities = SimpleNamespace(kv_dtypes=("float32",), mla=False)
+    platform_under_test.capabilities = SimpleNamespace(kv_dtypes=("float32",), mla=False, stores_by_block_table=False)
     test(platform_under_test, runtime, "float32")
 
 
@@ -107,7 +107,7 @@ def test_kv_bytes_of_the_backend_is_compared_with_the_layout(subject, runtime):
             return super().kv_bytes(kv) // 2
 
     platform_under_test = subject(WrongKvBytes)
-    platform_under_test.capabilities = SimpleNamespace(kv_dtypes=("float32",), mla=False)
+    platform_under_test.capabilities = SimpleNamespace(kv_dtypes=("float32",), mla=False, stores_by_block_table=False)
     with pytest.raises(AssertionError, match="the cache takes"):
         kvl.test_a_cache_takes_the_bytes_that_the_layout_says(platform_under_test, runtime, "float32")
 

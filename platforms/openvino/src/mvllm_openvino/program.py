@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -182,7 +183,9 @@ def _new_cache(dtype: Type, shape: Sequence[int]) -> ov.Tensor:
 def settings(dtypes: Collection[str]) -> dict[str, Any]:
     """Properties of the processor's plugin for the dtypes of a graph."""
     precision = "bfloat16" if "bfloat16" in dtypes else "float32"
+    threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return {
+        **({"INFERENCE_NUM_THREADS": int(threads)} if threads.isdigit() and int(threads) else {}),
         "INFERENCE_PRECISION_HINT": TYPES[precision],
         "KV_CACHE_PRECISION": TYPES[precision],
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # by default activations are rounded to int8 for integer weights
@@ -204,7 +207,7 @@ def _length(value: Value, sizes: Mapping[str, int]) -> int | None:
 
 def _nothing(value: Value, sizes: StepSizes) -> np.ndarray:
     """The result of a step of padding alone."""
-    shape = [substitute(dim, sizes.symbols()) for dim in value.shape]
+    shape = [int(substitute(dim, sizes.symbols())) for dim in value.shape]
     return _encoded(np.zeros(shape, computed_type(value.dtype).to_dtype()), value.dtype)
 
 
