@@ -149,6 +149,10 @@ class _CompilerProcess:
         """The worker no longer has a result; the next call tells the process."""
         self._dropped.append(number)
 
+    def release_buffer(self) -> None:
+        """Frees the memory in which large arrays were sent."""
+        self._messages.release()
+
     def close(self) -> None:
         """Ends the process. Idempotent."""
         self._finalizer()
@@ -215,6 +219,7 @@ class _ProcessProgram(GraphProgram):
 
     def finish_weights(self) -> None:
         self._call("finish_weights")
+        self._process.release_buffer()  # as large as the largest weight
 
     def kv_layout(self, cache: CacheValue) -> KVLayout:
         block_sizes, bytes_per_token = self._call("kv_layout", cache.name)
