@@ -49,8 +49,8 @@ GATE_SETUP_SECONDS = 240.0  # the same limit in the gate
 SECONDS_BETWEEN_LINES = 60.0
 SECONDS_TO_TERMINATE = 5.0
 XLA_FLAGS = "--xla_backend_optimization_level=0"
-"""Flags of XLA's CPU device. XLA's own passes over a program are unchanged; LLVM then emits machine code without
-optimizing it, which takes a ninth of the time for a step of a model. The lane compiles far more than it computes."""
+"""Flags of XLA's CPU device: LLVM emits machine code without optimizing it, which takes a ninth of the time for a
+graph of three layers. The lane compiles far more than it computes."""
 NUM_PROGRAMS = 256
 """Size of XLA's program cache. A program uses dozens of memory mappings; the limit of Linux is 65,530."""
 PIP: tuple[str | Path, ...] = (
