@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -245,10 +246,10 @@ def give_rounded_weights(reference: PreTrainedModel, model: CausalLM) -> None:
             for part in parts:
                 rows[part.source] = dequantized[part.destination]
             assert not rows.isnan().any()
-            parent, _, attribute = ("lm_head" if layout.is_head else name).rpartition(".")
-            module = reference.get_submodule(parent)
-            bias = getattr(module, attribute).bias
-            setattr(module, attribute, Int8Inputs(rows, bias))
+            modules: dict[str, Any] = dict(reference.named_modules())
+            wanted = "lm_head" if layout.is_head else name
+            (found,) = (each for each in (wanted, *model.checkpoint_names(wanted)) if each in modules)
+            reference.set_submodule(found, Int8Inputs(rows, modules[found].bias))
 
 
 @pytest.mark.shows("quantization", by="quantization")
