@@ -365,7 +365,7 @@ def test_experts_without_a_gate(op, kind, activation, dtype):
         down = [block_quantized_weight((("q8_0", hidden),), inner, False, seed=9 + e) for e in range(num_experts)]
     else:
         one = integer_weight if kind == "integers" else float_weight
-        settings = INTEGERS[5] if kind == "integers" else FLOATS[3]
+        settings = INTEGERS[5] if kind == "integers" else FLOATS[0]
         up = [one(settings, inner, hidden, seed=e) for e in range(num_experts)]
         down = [one(settings, hidden, inner, seed=9 + e) for e in range(num_experts)]
     ready = op.pack_ungated((up, down))

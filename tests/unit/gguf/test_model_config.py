@@ -159,9 +159,9 @@ def test_latent_attention_with_a_factor_on_queries_is_mistral_4(architecture: st
     config = model_config(make_model(architecture, LATENT, shapes=shapes))
     assert config["model_type"] == "mistral4" and config["qk_nope_head_dim"] == config["qk_rope_head_dim"] == 8
     assert config["rope_scaling"]["mscale_all_dim"] == 1.0 and config["rope_scaling"]["llama_4_scaling_beta"] == 0.5
-    with pytest.raises(ModelError, match="has 99 as .*temperature_length', expected the original context length 256"):
+    with pytest.raises(ModelError, match=r"has 99 as .*temperature_length', expected the original context length 256"):
         model_config(make_model(architecture, {**LATENT, "attention.temperature_length": 99}, shapes=shapes))
-    with pytest.raises(ModelError, match="has 2 as .*expert_gating_func', expected softmax"):
+    with pytest.raises(ModelError, match=r"has 2 as .*expert_gating_func', expected softmax"):
         model_config(make_model(architecture, {**LATENT, "expert_gating_func": 2}, shapes=shapes))
 
 
