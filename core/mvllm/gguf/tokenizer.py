@@ -6,6 +6,7 @@ Token ids are those of the file. Kinds of vocabularies:
 |---|---|
 | `gpt2` | byte-level BPE; `tokenizer.ggml.pre` names the pre-tokenizer (`pre_tokenizers.py`) |
 | `llama` | SentencePiece BPE; merges are computed from scores (`merges.py`) |
+| `gemma4` | the same with the merges of the file, and no space before a text |
 
 Control and unknown tokens become special added tokens; user-defined tokens become other added tokens. Both are matched
 in a text before it is split into words.
@@ -135,6 +136,23 @@ def _sentencepiece_bpe(model: GGUFModel, vocabulary: Vocabulary) -> tuple[dict[s
     A space is prepended to a text, and to each text after an added token, unless the file disables it.
     """
     prefix = read_flag(model, "tokenizer.ggml.add_space_prefix", True)
+    return _with_byte_fallback(vocabulary, merges_from_scores(vocabulary, str(model.files[0])), prefix), True
+
+
+def _gemma4_bpe(model: GGUFModel, vocabulary: Vocabulary) -> tuple[dict[str, Any], bool]:
+    """Likewise for the kind `gemma4`, whose merges are in the file."""
+    merges = known_merges(read_merges(model), vocabulary, str(model.files[0]))
+    prefix = read_flag(model, "tokenizer.ggml.add_space_prefix", False)
+    return _with_byte_fallback(vocabulary, merges, prefix), True
+
+
+def _with_byte_fallback(vocabulary: Vocabulary, merges: list[tuple[str, str]], prefix: bool) -> dict[str, Any]:
+    """BPE of characters, with a token for each byte of characters that are no tokens.
+
+    Args:
+        vocabulary, merges: The tokens and their merges.
+        prefix: Whether to prepend a space to a text.
+    """
     normalizer: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     decoders: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
@@ -144,24 +162,18 @@ def _sentencepiece_bpe(model: GGUFModel, vocabulary: Vocabulary) -> tuple[dict[s
     if prefix:
         normalizer = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": _SPACE}, normalizer]}
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    parts = {
+    return {
         "normalizer": normalizer,
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": _bpe(
-            vocabulary,
-            merges_from_scores(vocabulary, str(model.files[0])),
-            unk_token=vocabulary.text("unknown"),
-            fuse_unk=True,
-            byte_fallback=True,
-        ),
+        "model": _bpe(vocabulary, merges, unk_token=vocabulary.text("unknown"), fuse_unk=True, byte_fallback=True),
     }
-    return parts, True
 
 
 _KINDS: dict[str, Callable[[GGUFModel, Vocabulary], tuple[dict[str, Any], bool]]] = {
     "gpt2": _byte_level_bpe,
     "llama": _sentencepiece_bpe,
+    "gemma4": _gemma4_bpe,
 }
 
 

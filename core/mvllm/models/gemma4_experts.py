@@ -89,8 +89,8 @@ class Gemma4Experts(nn.Module):
         self.expert_scale = ctx.floats(torch.float32).parameter(count)
         self.norm = RMSNorm(ctx, f"{name}.pre_feedforward_layernorm_2", size, eps)
         inner = hf.positive_int("moe_intermediate_size")
-        experts = StackedMoE if hf.get("stacked_experts", True) else FusedMoE
-        self.experts = experts(ctx, f"{name}.experts", size, inner, num_experts=count, top_k=top_k, op="gelu_tanh_moe")
+        kind: type[StackedMoE] | type[FusedMoE] = StackedMoE if hf.get("stacked_experts", True) else FusedMoE
+        self.experts = kind(ctx, f"{name}.experts", size, inner, num_experts=count, top_k=top_k, op="gelu_tanh_moe")
         self.result_norm = RMSNorm(ctx, f"{name}.post_feedforward_layernorm_2", size, eps)
         facts = {"top_k": top_k, "scores": routing.scores, "num_groups": routing.num_groups}
         self._select_experts = ctx.op("select_experts", num_experts=count, **facts).function

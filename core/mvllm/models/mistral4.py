@@ -46,11 +46,11 @@ class Mistral4ForCausalLM(TextPart, DeepseekV2ForCausalLM):
         count, size = hf.positive_int("n_routed_experts"), hf.positive_int("moe_intermediate_size")
         routing = self.routing()
         shared_size = size * hf.positive_int("n_shared_experts", 1)
-        experts = StackedMoE if hf.get("stacked_experts", True) else FusedMoE
+        kind: type[StackedMoE] | type[FusedMoE] = StackedMoE if hf.get("stacked_experts", True) else FusedMoE
         return SparseMoeBlock(
             ctx,
             f"{name}.gate",
-            experts(ctx, f"{name}.experts", hidden_size, size, num_experts=count, top_k=routing.top_k),
+            kind(ctx, f"{name}.experts", hidden_size, size, num_experts=count, top_k=routing.top_k),
             routing,
             shared_experts=shared_mlp(self.config, ctx, f"{name}.shared_experts", shared_size),
         )

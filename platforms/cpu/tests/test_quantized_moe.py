@@ -9,6 +9,7 @@ import torch
 
 from mvllm.ops.block_formats import BLOCK_FORMATS
 from mvllm.ops.quantized_moe import quantized_moe as reference
+from mvllm.ops.quantized_moe import quantized_ungated_moe as ungated_reference
 from mvllm.plugin_api import BlockQuantizedWeight, Float8Weight, OpCase, QuantizedWeight
 from mvllm.testing.block_quantized_cases import block_quantized_weight, random_blocks
 from mvllm_cpu import kernels
@@ -348,3 +349,30 @@ def test_unsupported_cases_have_reasons(op):
     assert "352 columns are no multiple of the 256" in reasons(intermediate_size=352)
     assert "of 3 bits" in reasons(linear="quantized_linear", gate_up=integers, down=(("bits", 3), *integers[1:]))
     assert "other_linear" in reasons(linear="other_linear", gate_up=(), down=())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["relu_squared", "relu", "silu"])
+@pytest.mark.parametrize("kind", ["blocks", "blocks of one format", "integers", "floats"])
+def test_experts_without_a_gate(op, kind, activation, dtype):
+    """Experts of 320 inner elements: several tiles, the last one with fewer columns."""
+    hidden, inner, num_experts = 256, 320, 5
+    if kind == "blocks":
+        up = [block_quantized_weight((("q4_k", inner),), hidden, True, seed=e) for e in range(num_experts)]
+        down = [block_quantized_weight((("q5_0", hidden),), inner, True, seed=9 + e) for e in range(num_experts)]
+    elif kind == "blocks of one format":
+        up = [block_quantized_weight((("q8_0", inner),), hidden, False, seed=e) for e in range(num_experts)]
+        down = [block_quantized_weight((("q8_0", hidden),), inner, False, seed=9 + e) for e in range(num_experts)]
+    else:
+        one = integer_weight if kind == "integers" else float_weight
+        settings = INTEGERS[5] if kind == "integers" else FLOATS[0]
+        up = [one(settings, inner, hidden, seed=e) for e in range(num_experts)]
+        down = [one(settings, hidden, inner, seed=9 + e) for e in range(num_experts)]
+    ready = op.pack_ungated((up, down))
+    x, (ids, weights) = random(150, hidden, dtype=dtype), routing(150, num_experts, 2, seed=3)
+    found = op.quantized_ungated_moe(x, *ready, ids, weights, activation)
+    assert_close(found, ungated_reference(x, up, down, ids, weights, activation))
+    for rows in ([3], [7, 149], range(20)):
+        some = torch.tensor(list(rows))
+        alone = op.quantized_ungated_moe(x[some], *ready, ids[some], weights[some], activation)
+        assert torch.equal(alone, found[some]), "a token's bits do not depend on the others"

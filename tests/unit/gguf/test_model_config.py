@@ -122,10 +122,110 @@ def test_values_that_are_derived_from_the_tensors() -> None:
             },
         ),
         ("granite", {"logit_scale": 4.0}, {"attention_multiplier": 0.25, "logits_scaling": 4.0}),
+        (
+            "granitemoe",
+            {"logit_scale": 4.0, "expert_count": 4, "expert_used_count": 2, "expert_shared_feed_forward_length": 80},
+            {"model_type": "granitemoeshared", "shared_intermediate_size": 80, "num_local_experts": 4},
+        ),
     ],
 )
 def test_keys_of_each_family(architecture: str, values: dict[str, Any], expected: dict[str, Any]) -> None:
     assert model_config(make_model(architecture, values)).items() >= expected.items()
+
+
+LATENT = {
+    "attention.key_length": 40,
+    "attention.value_length": 32,
+    "attention.key_length_mla": 16,
+    "attention.value_length_mla": 12,
+    "attention.kv_lora_rank": 32,
+    "rope.dimension_count": 8,
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 16.0,
+    "rope.scaling.original_context_length": 256,
+    "rope.scaling.yarn_log_multiplier": 0.1,
+    "attention.temperature_scale": 0.5,
+    "expert_count": 4,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": 40,
+    "expert_weights_norm": True,
+}
+
+
+@pytest.mark.parametrize("architecture", ["mistral4", "deepseek2"])
+def test_latent_attention_with_a_factor_on_queries_is_mistral_4(architecture: str) -> None:
+    """Converters of Mistral's own checkpoint format name the architecture of DeepSeek."""
+    shapes = SHAPES | {"blk.0.ffn_gate_inp.weight": (4, 64)}
+    config = model_config(make_model(architecture, LATENT, shapes=shapes))
+    assert config["model_type"] == "mistral4" and config["qk_nope_head_dim"] == config["qk_rope_head_dim"] == 8
+    assert config["rope_scaling"]["mscale_all_dim"] == 1.0 and config["rope_scaling"]["llama_4_scaling_beta"] == 0.5
+    with pytest.raises(ModelError, match=r"has 99 as .*temperature_length', expected the original context length 256"):
+        model_config(make_model(architecture, {**LATENT, "attention.temperature_length": 99}, shapes=shapes))
+    with pytest.raises(ModelError, match=r"has 2 as .*expert_gating_func', expected softmax"):
+        model_config(make_model(architecture, {**LATENT, "expert_gating_func": 2}, shapes=shapes))
+
+
+def test_without_a_factor_on_queries_mistral_4_has_none(caplog: pytest.LogCaptureFixture) -> None:
+    shapes = SHAPES | {"blk.0.ffn_gate_inp.weight": (4, 64)}
+    with caplog.at_level("INFO", logger="mvllm"):
+        config = model_config(make_model("mistral4", {**LATENT, "attention.temperature_scale": None}, shapes=shapes))
+    assert "llama_4_scaling_beta" not in config["rope_scaling"]
+    assert "outputs beyond 256 tokens differ from the checkpoint's" in caplog.text
+
+
+GEMMA4: dict[str, Any] = {
+    "attention.key_length": 32,
+    "attention.value_length": 32,
+    "attention.key_length_swa": 16,
+    "attention.value_length_swa": 16,
+    "attention.head_count_kv": [2, 1],
+    "attention.sliding_window": 8,
+    "attention.sliding_window_pattern": [True, False],
+    "feed_forward_length": 96,
+    "rope.dimension_count": 32,
+    "rope.dimension_count_swa": 16,
+    "rope.freq_base_swa": 10000.0,
+}
+
+
+def gemma4_model(folder: Path, values: dict[str, Any], factors: list[float]) -> GGUFModel:
+    file = folder / "factors"
+    file.write_bytes(np.array(factors, "<f4").tobytes())
+    made = make_model("gemma4", {**GEMMA4, **values})
+    tensor = GGUFTensor("rope_freqs.weight", TYPES["F32"], (len(factors),), file, 0, 4 * len(factors))
+    return GGUFModel(made.files, made.metadata, {**made.tensors, "rope_freqs.weight": tensor})
+
+
+def test_layers_of_gemma_4_without_a_window_have_heads_of_their_own(tmp_path: Path) -> None:
+    values = {"attention.shared_kv_layers": 1, "feed_forward_length": [96, 192]}
+    config = model_config(gemma4_model(tmp_path, values, [1.0] * 4 + [1e30] * 12))
+    assert config["head_dim"] == 16 and config["num_key_value_heads"] == 2
+    assert config["per_layer_config"] == {"1": {"head_dim": 32, "num_key_value_heads": 1}}
+    assert config["use_double_wide_mlp"] and config["num_kv_shared_layers"] == 1 and not config["enable_moe_block"]
+    assert config["rope_parameters"]["full_attention"]["partial_rotary_factor"] == 0.25
+    for count in range(1, 12):  # a share that is rounded down does not lose a frequency
+        wide = {"attention.key_length": 24, "attention.value_length": 24, "rope.dimension_count": 24}
+        found = model_config(gemma4_model(tmp_path, wide, [1.0] * count + [1e30] * (12 - count)))
+        share = found["rope_parameters"]["full_attention"]["partial_rotary_factor"]
+        assert int(share * 24 // 2) == count
+
+
+@pytest.mark.parametrize(
+    ("values", "factors", "message"),
+    [
+        ({"attention.sliding_window_pattern": [False, True]}, [1.0] * 16, "sliding window in the last layer"),
+        ({"attention.shared_kv_layers": 2}, [1.0] * 16, "shared_kv_layers' for all of its 2 layers"),
+        ({"feed_forward_length": [96, 100]}, [1.0] * 16, r"has \[96, 100\] as 'gemma4.feed_forward_length'"),
+        ({"attention.head_count_kv": [2, 0]}, [1.0] * 16, "expected one number for full_attention"),
+        ({"rope.dimension_count_swa": 8}, [1.0] * 16, "has 8 as 'gemma4.rope.dimension_count_swa'"),
+        ({}, [1.0] * 8 + [2.0] * 8, "'rope_freqs.weight' with other factors than ones"),
+    ],
+)
+def test_unsupported_values_of_gemma_4_are_refused(
+    values: dict[str, Any], factors: list[float], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        model_config(gemma4_model(tmp_path, values, factors))
 
 
 STATE_SHAPES = {**SHAPES, "blk.1.ssm_out.weight": (64, 128), "blk.1.ssm_norm.weight": (1, 128)}

@@ -299,6 +299,23 @@ def test_sentencepiece_vocabularies_encode_and_decode_like_llama_cpp(prefix):
             assert tokenizer.decode(tokenizer.encode(text).ids) == text.replace("▁", " ")
 
 
+def test_vocabularies_of_gemma_4_have_their_merges_in_the_file():
+    tokens, scores, types = sentencepiece()
+    known = {token for token, kind in zip(tokens, types, strict=True) if kind in (NORMAL, USER_DEFINED)}
+    merges = [
+        f"{token[:end]} {token[end:]}"
+        for _, token in sorted(zip(scores, tokens, strict=True), key=lambda pair: -pair[0])
+        for end in range(len(token) - 1, 0, -1)
+        if token in known and token[:end] in known and token[end:] in known
+    ]
+    more = {"model": "gemma4", "tokens": tokens, "token_type": types, "merges": merges, "unknown_token_id": 0}
+    tokenizer = built(model(**more, scores=[-1000.0] * len(tokens), add_space_prefix=False, bos_token_id=1))
+    for text in TEXTS:
+        assert tokenizer.encode(text).tokens == ["<s>", *reference(text, False)], text
+        if "<" not in text:
+            assert tokenizer.decode(tokenizer.encode(text).ids) == text.replace("▁", " ")
+
+
 def test_literal_control_and_byte_tokens_do_not_result_from_merges():
     tokens, scores, types = sentencepiece()
     more = ["<0", "x0A>", "<0x0"]  # would merge to <0x0A>

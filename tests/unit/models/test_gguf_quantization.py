@@ -104,6 +104,18 @@ def test_weights_are_dequantized_without_a_provider_or_for_an_unsupported_format
     assert {weight.formats for weight in seen} == {("q4_0", "q4_0"), ("q4_1",)}
 
 
+def test_the_log_names_types_that_are_dequantized_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = make_packed(tmp_path)
+    with caplog.at_level("INFO", logger="mvllm"):
+        load_model(checkpoint.quantized, make_context(providers=providers([], declined="q4_1")))
+    said = [record.getMessage() for record in caplog.records if "are dequantized" in record.getMessage()]
+    assert len(said) == 1 and said[0].startswith("Matrices in Q4_1, such as model.layers.0."), said
+    caplog.clear()
+    with caplog.at_level("INFO", logger="mvllm"):
+        load_model(checkpoint.quantized, make_context(providers=providers([])))
+    assert "are dequantized" not in caplog.text
+
+
 @pytest.mark.parametrize("lookup", [None, look_up], ids=["floats", "lookup"])
 def test_a_tied_lm_head_uses_the_packed_embedding_on_every_rank(
     lookup: Callable[..., torch.Tensor] | None, tmp_path: Path

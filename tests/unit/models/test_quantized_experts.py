@@ -26,12 +26,13 @@ from mvllm.layers.quantization.gguf import GGUF
 from mvllm.layers.quantization.quantized_matrix import QuantizedMatrix, staging
 from mvllm.layers.quantization.rtn_matrix import RTNMatrix, pack_nibbles, unpack_nibbles
 from mvllm.layers.quantized_experts import ReadOnce
+from mvllm.layers.ungated_moe import UngatedMoE
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.registry import resolve_model_class
 from mvllm.models.weight_loader import load_weights
 from mvllm.ops.block_quantized_linear import BlockQuantizedWeight
 from mvllm.ops.float8_linear import Float8Weight
-from mvllm.ops.quantized_moe import ExpertWeight, quantized_moe
+from mvllm.ops.quantized_moe import ExpertWeight, quantized_moe, quantized_ungated_moe
 from mvllm.platform.op_provider import OpCase, OpProvider
 from tests.helpers.float8_zoo import make_float8
 from tests.helpers.gguf_files import make_folder, write_gguf
@@ -59,7 +60,10 @@ class Provider:
 
     @property
     def providers(self) -> list[OpProvider]:
-        return [OpProvider("quantized_moe", "experts", quantized_moe, self._supports, prepare=self._prepare)]
+        return [
+            OpProvider(reference.__name__, "experts", reference, self._supports, prepare=self._prepare)
+            for reference in (quantized_moe, quantized_ungated_moe)
+        ]
 
     def _supports(self, case: OpCase) -> list[str]:
         return ["not these"] if self._declined and self._declined in repr(case.facts) else []
@@ -90,7 +94,7 @@ def divisible_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return dataclasses.replace(entry, config=config)
 
-    for name in ("mixtral", "qwen3moe", "deepseek3", "gptoss"):
+    for name in ("mixtral", "qwen3moe", "deepseek3", "gptoss", "nemotronh"):
         monkeypatch.setitem(ZOO, name, with_sizes(ZOO[name]))
 
 
@@ -125,13 +129,14 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "fp8-static qwen3moe": lambda folder: make_float8("fp8-static", folder, "qwen3moe").quantized,
     "gguf mixtral": lambda folder: make_gguf("mixtral", folder, "Q4_0", "Q5_1", "Q8_0"),
     "gguf deepseek3": lambda folder: make_gguf("deepseek3", folder, "Q5_0", "Q5_0", "Q4_1"),
+    "gguf nemotronh": lambda folder: make_gguf("nemotronh", folder, "", "Q5_0", "Q4_1"),
     "gguf gptoss": lambda folder: make_gguf("gptoss", folder, "MXFP4", "MXFP4", "MXFP4"),
     "mxfp4 gptoss": lambda folder: make_mxfp4("gptoss", folder),
 }
 
 
-def experts_of(model: CausalLM) -> list[FusedMoE | GptOssExperts]:
-    return [module for module in model.modules() if isinstance(module, FusedMoE | GptOssExperts)]
+def experts_of(model: CausalLM) -> list[FusedMoE | GptOssExperts | UngatedMoE]:
+    return [module for module in model.modules() if isinstance(module, FusedMoE | GptOssExperts | UngatedMoE)]
 
 
 def logits(model: CausalLM) -> torch.Tensor:

@@ -22,6 +22,9 @@ from mvllm.config.hf_config import HFConfig
 from mvllm.errors import ModelError
 from mvllm.layers.matrix_layout import MatrixLayout
 from mvllm.layers.quantization.interface import QuantizationMethod
+from mvllm.logging import get_logger
+
+logger = get_logger(__name__)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,6 +45,7 @@ class GGUF(QuantizationMethod):
     def __init__(self, types: dict[str, str]) -> None:
         self.types = types
         self._packed: set[str] = set()
+        self._reported: set[str] = set()  # types of matrices for which it was logged that they are dequantized
 
     @classmethod
     def from_config(cls, settings: HFConfig) -> GGUF:
@@ -56,13 +60,21 @@ class GGUF(QuantizationMethod):
     def matrix(
         self, ctx: BuildContext, layout: MatrixLayout, tied_to: nn.Parameter | None = None
     ) -> QuantizedMatrix | None:
-        if layout.transposed or ctx.num_devices > 1:
-            return None
-        from mvllm.layers.quantization.block_quantized_matrix import BlockQuantizedMatrix
+        formats = [self.format_of(name) for name in layout.names]
+        matrix = None
+        if not layout.transposed and ctx.num_devices == 1:
+            from mvllm.layers.quantization.block_quantized_matrix import BlockQuantizedMatrix
 
-        matrix = BlockQuantizedMatrix.build(ctx, layout, [self.format_of(name) for name in layout.names])
+            matrix = BlockQuantizedMatrix.build(ctx, layout, formats)
         if matrix is not None:
             self._packed.update(layout.names)
+        elif found := {name.upper() for name in formats if name} - self._reported:
+            self._reported |= found
+            logger.info(
+                "Matrices in %s, such as %s, are dequantized to %s where the platform does not multiply with their "
+                "blocks.",
+                *(" and ".join(sorted(found)), layout.names[0], str(ctx.dtype).removeprefix("torch.")),
+            )
         return matrix
 
     def format_of(self, module: str) -> str:
