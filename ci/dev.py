@@ -13,7 +13,8 @@
     python3 ci/dev.py build    wheels and source archives of every distribution, into dist/
 
 The environment depends on a few files only (each pyproject.toml, setup.py, the C++ sources, the constraints); see
-ci/environments.py. The platform `tpu` has a separate environment; see ci/tpu_lane.py.
+ci/environments.py. The platforms `tpu`, `mlx` and `openvino` have separate environments; see ci/tpu_lane.py and
+ci/runtime_environments.py.
 
 Unknown arguments are passed to the underlying program: `run --prompt "Tell me" --max-tokens 8`,
 `test tests/unit -k scheduler`.
@@ -36,6 +37,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import published
+import runtime_environments
 import tpu_lane
 from environments import UNFINISHED, Environment, Stamp, StepFailed, Steps, only_one, pinned
 
@@ -57,7 +59,7 @@ OPENVINO = ROOT / "platforms" / "openvino"
 RAY = ROOT / "plugins" / "ray-executor"
 PURE = (TRITON, TORCH_GPU, CUDA, ROCM, TPU, XPU, RAY)  # distributions without compiled code
 EXAMPLE = ROOT / "plugins" / "example-device"
-WITHOUT_RUNTIME = (MLX, OPENVINO)  # installed without the runtime, which only the environments of their lanes have
+WITHOUT_RUNTIME = (MLX, OPENVINO)  # installed without the runtime; see ci/runtime_environments.py
 DISTRIBUTIONS = (ROOT, PLATFORM, *PURE, *WITHOUT_RUNTIME)
 INTERPRETED = tuple(f"platforms/{name}/tests" for name in ("triton-kernels", "torch-gpu", "cuda", "xpu"))
 """Tests with Triton's interpreter, which must be enabled before the first import of Triton in a process."""
@@ -320,11 +322,15 @@ def conform(arguments: list[str]) -> int:
     if arguments[:1] == ["tpu"]:  # needs another torch
         return tpu_lane.run(tpu_lane.whole(arguments[1:]))
     setup()
-    command = [str(BIN / "mvllm"), "conformance"]
+    environment, command = MAIN, [str(BIN / "mvllm"), "conformance"]
     if arguments and not arguments[0].startswith("-"):
+        for folder in WITHOUT_RUNTIME:
+            if folder.name == arguments[0]:
+                environment = runtime_environments.setup(MAIN, folder)
+                command = [str(environment.python), "-m", "mvllm.entrypoints.cli.main", "conformance"]
         command += ["--platform", _platform_of(arguments[0])]
         arguments = arguments[1:]
-    return subprocess.run([*command, *arguments], env=MAIN.variables(OMP_NUM_THREADS="1")).returncode
+    return subprocess.run([*command, *arguments], env=environment.variables(OMP_NUM_THREADS="1")).returncode
 
 
 def _platform_of(name: str) -> str:

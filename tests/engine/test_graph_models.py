@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from mvllm import LLM, PoolingParams, RequestOutput, SamplingParams, StructuredOutputsParams
-from mvllm.errors import MvllmError
+from mvllm import LLM, PoolingParams, RequestError, RequestOutput, SamplingParams, StructuredOutputsParams
 from mvllm.graph.interpreter import InterpretedProgram
 from tests.helpers import parity
+from tests.helpers.changed_weights import changed_copy, tensors_of
 from tests.helpers.model_zoo import load_reference
 from tests.helpers.parity import Oracle
 from tests.helpers.plugins import graph_platform_path, prepend
@@ -136,10 +136,28 @@ def test_a_program_gets_each_weight_once_and_its_caches_are_freed(
     parity.check(expected, generate(llm, expected.prompts))
 
 
-def test_weight_updates_are_refused(stack: ExitStack, expected: Oracle) -> None:
+def test_updated_weights_give_the_tokens_of_a_new_engine(stack: ExitStack, expected: Oracle, tmp_path: Path) -> None:
+    changed = changed_copy(expected.folder, tmp_path / "changed")
+    with ExitStack() as other:
+        new = [list(each.outputs[0].token_ids) for each in generate(start(other, changed), expected.prompts)]
     llm = start(stack, expected.folder)
-    with pytest.raises(MvllmError, match="runs models as graphs, whose weights cannot be updated"):
-        llm.update_weights(path=str(expected.folder))
+    parity.check(expected, generate(llm, expected.prompts))
+    llm.update_weights(path=changed)
+    found = [list(each.outputs[0].token_ids) for each in generate(llm, expected.prompts)]
+    assert found == new != expected.tokens
+    llm.start_weight_update()
+    names = list(tensors_of(expected.folder))
+    for some in (names[::2], names[1::2]):
+        llm.update_weights(path=expected.folder, names=some)
+    llm.finish_weight_update()
+    parity.check(expected, generate(llm, expected.prompts))
+
+
+def test_an_update_needs_all_tensors_of_a_module(stack: ExitStack, expected: Oracle) -> None:
+    llm = start(stack, expected.folder)
+    query = next(name for name in tensors_of(expected.folder) if name.endswith("q_proj.weight"))
+    with pytest.raises(RequestError, match=r"The update lacks .*k_proj"):
+        llm.update_weights(path=expected.folder, names=[query])
     parity.check(expected, generate(llm, expected.prompts))
 
 

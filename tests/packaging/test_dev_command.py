@@ -25,7 +25,8 @@ def frame(tmp_path):
     ]
     builds.append("plugins/ray-executor/pyproject.toml")
     scripts = [f"ci/{name}.py" for name in ("dev", "environments", "published", "tpu_lane", "stub_libraries")]
-    for name in (*scripts, "ci/constraints/cpu.txt", "pyproject.toml", *builds):
+    scripts += ["ci/runtime_environments.py", "ci/constraints/cpu.txt", "ci/constraints/runtimes.txt"]
+    for name in (*scripts, "pyproject.toml", *builds):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, tmp_path / name)
     for folder in compiled:
@@ -47,9 +48,9 @@ def dev(frame, monkeypatch):
         if module.failing and module.failing in module.commands[-1]:
             return "it broke", 1
         if "venv" in words:
-            module.BIN.mkdir(parents=True)
+            environment.bin.mkdir(parents=True)
             for tool in TOOLS:
-                (module.BIN / tool).touch()
+                (environment.bin / tool).touch()
         return "", 0
 
     monkeypatch.setattr(module.Environment, "capture", capture)
@@ -278,6 +279,32 @@ def test_conform_runs_the_suite_on_the_platform_named(dev, monkeypatch):
     (plugin / "pyproject.toml").write_text('[project.entry-points."mvllm.platforms"]\nacme = "mvllm_acme.plugin"\n')
     dev.main(["conform", "acme-device"])
     assert started[-1] == (["conformance", "--platform", "acme"], "1"), "a folder of plugins/ is its platform"
+
+
+@pytest.mark.parametrize(("name", "runtime"), [("mlx", "mlx[cpu]"), ("openvino", "openvino")])
+def test_conform_installs_the_runtime_of_a_platform_in_an_environment_with_the_packages_of_the_main_one(
+    dev, monkeypatch, name, runtime
+):
+    dev.setup()
+    dev.commands.clear()
+    started = []
+
+    def run(command, **settings):
+        started.append((command, settings["env"]["VIRTUAL_ENV"]))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(dev.subprocess, "run", run)
+    folder = dev.ROOT / f".venv-{name}"
+    for _ in range(2):
+        assert dev.main(["conform", name, "--quick"]) == 0
+        command = ["-m", "mvllm.entrypoints.cli.main", "conformance", "--platform", name, "--quick"]
+        assert started.pop() == ([str(folder / "bin" / "python"), *command], str(folder))
+        assert len(dev.commands) == 2, "the second time, nothing is installed"
+    install = dev.commands[1]
+    assert runtime in install and "torch" not in install and "mvllm>" not in install
+    assert f"-c {dev.ROOT / 'ci' / 'constraints' / 'runtimes.txt'}" in install
+    [path] = folder.glob("lib/python*/site-packages/*.pth")
+    assert f"addsitedir('{dev.VENV}" in path.read_text()
 
 
 def test_exhaustive_tests_run_only_with_all(dev, monkeypatch):

@@ -15,6 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import Pipe
 from typing import Any
 
@@ -148,6 +149,10 @@ class _CompilerProcess:
         """The worker no longer has a result; the next call tells the process."""
         self._dropped.append(number)
 
+    def release_buffer(self) -> None:
+        """Frees the memory in which large arrays were sent."""
+        self._messages.release()
+
     def close(self) -> None:
         """Ends the process. Idempotent."""
         self._finalizer()
@@ -168,19 +173,16 @@ class _CompilerProcess:
     def _unexpected_end(self) -> PlatformError:
         self.close()
         code = self._process.returncode
-        how = f"exit code {code}"
+        how, why = f"exit code {code}", ""
         if code < 0:
-            try:
+            with suppress(ValueError):  # a signal without name
                 how = f"{signal.Signals(-code).name} ({how})"
-            except ValueError:
-                how = f"signal {-code} ({how})"
-        why = (
-            " The system sends it when memory is full: give the engine less memory." if code == -signal.SIGKILL else ""
-        )
+        if code == -signal.SIGKILL:
+            why = " The system sends this signal when memory is full: give the engine less memory."
         return PlatformError(
-            f"The process of the graph compiler {self._factory} (pid {self.pid}) has ended with {how}.{why} Its weights "
-            "and KV caches are lost, and its own messages are in the output above. Start the engine again, which starts "
-            "another process."
+            f"The process of the graph compiler {self._factory} (pid {self.pid}) has ended with {how}.{why} Its "
+            "weights and KV caches are lost; its last messages are in the output above. Start the engine again: that "
+            "starts a new process."
         )
 
     def _raise(self, failure: tuple[str, str, str] | None) -> None:
@@ -217,6 +219,7 @@ class _ProcessProgram(GraphProgram):
 
     def finish_weights(self) -> None:
         self._call("finish_weights")
+        self._process.release_buffer()  # as large as the largest weight
 
     def kv_layout(self, cache: CacheValue) -> KVLayout:
         block_sizes, bytes_per_token = self._call("kv_layout", cache.name)

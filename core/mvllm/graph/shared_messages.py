@@ -88,6 +88,10 @@ class SharedMessages:
             return np.empty(shape, dtype)
         return np.frombuffer(self._incoming, dtype, count, start).reshape(shape)
 
+    def release(self) -> None:
+        """Gives up the segment of outgoing messages; the next one with arrays gets another. Call it after a reply."""
+        self._outgoing = None
+
     def close(self) -> None:
         """Closes the pipe. Idempotent."""
         self._outgoing = self._incoming = None

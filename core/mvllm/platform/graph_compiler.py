@@ -3,7 +3,8 @@
 Core traces a model to StepGraphs, hands every weight over once, and calls `run` in each step:
 
     program = compiler.program(graphs)
-    program.set_weight(name, array)            once for each weight and constant, while the checkpoint is read
+    program.set_weight(name, array)            once for each weight and constant, while the checkpoint is read;
+                                               again for updates of weights
     program.finish_weights()
     program.kv_layout(cache)                   for each cache; core then divides the memory
     program.allocate_caches(num_blocks, block_size); program.allocate_states(num_slots)
@@ -46,8 +47,8 @@ class GraphProgram(ABC):
     def set_weight(self, name: str, array: np.ndarray) -> None:
         """Takes one weight or constant, contiguous, by the name of its value.
 
-        Core gives each of them once, in any order, before `finish_weights`. The conformance suite gives some of them
-        again later, between runs.
+        Core gives each of them once, in any order, before `finish_weights`; and again later, between runs, if the
+        model's weights are updated.
 
         Raises:
             MemoryError: It does not fit.

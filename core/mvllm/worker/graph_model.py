@@ -1,8 +1,8 @@
 """Models on platforms with a graph compiler: tracing, hand-over of weights, and the forward pass through the program.
 
 The model is built on the host without weights, traced, and compiled by the platform. Then the checkpoint is loaded, a
-module at a time: its arrays are given to the program and their memory on the host is freed (graph_weights.py). Hidden states and logits come back as host tensors, so everything after
-the forward pass is the same as on other platforms.
+module at a time: its arrays are given to the program and their memory on the host is freed (graph_weights.py). Hidden
+states and logits come back as host tensors, so everything after the forward pass is the same as on other platforms.
 """
 
 from __future__ import annotations

@@ -157,13 +157,14 @@ class GraphWeightUpdate(ModelWeightUpdate):
 
     def _heads_to_make(self) -> list[LMHead]:
         """Tied heads in another form than the embedding."""
-        heads = [module for module in self._new.modules() if isinstance(module, LMHead)]
         return [
-            each for each in heads if each.is_made_from_embedding and each.weight is not None and self._differs(each)
+            head
+            for head in self._new.modules()
+            if isinstance(head, LMHead)
+            and head.is_made_from_embedding
+            and head.weight is not None
+            and not isinstance(self._live[head].weight, nn.Parameter)  # the embedding's own
         ]
-
-    def _differs(self, head: LMHead) -> bool:
-        return not isinstance(self._live[head].weight, nn.Parameter)
 
     def _write_module(self, module: nn.Module) -> None:
         live, path = self._live[module], self._paths[module]

@@ -6,12 +6,13 @@ import os
 import signal
 
 import numpy as np
+import psutil
 import pytest
 
 pytest.importorskip("mlx.core", reason="mlx is not installed: python3 ci/matrix.py run mlx installs it")
 
-from mvllm.plugin_api import PlatformError
-from mvllm.plugin_api.graph import Node, ProcessCompiler, StepGraph, StepSizes, Value
+from mvllm.plugin_api import AttentionSpec, PlatformError, StateTensor
+from mvllm.plugin_api.graph import CacheValue, Node, ProcessCompiler, StateValue, StepGraph, StepSizes, Value
 from mvllm_mlx.compiler import TABLE
 
 SIZES = StepSizes(tokens=5, requests=1, pages=1, logits_rows=1, max_query_len=5, max_seq_len=5)
@@ -63,14 +64,32 @@ def test_an_error_names_its_cause_and_the_process_goes_on(compiler):
 
 
 def test_a_process_that_is_killed_is_an_error_of_the_platform(compiler):
-    compiler.operations()
-    os.kill(compiler._process.pid, signal.SIGKILL)
-    with pytest.raises(PlatformError, match="ended with exit code -9"):
-        compiler.memory_bytes()
+    program = compiler.program([product()])
+    os.kill(compiler.pid, signal.SIGKILL)
+    with pytest.raises(PlatformError, match=r"SIGKILL \(exit code -9\)"):
+        program.finish_weights()
+    check(compiler, 4)
 
 
 def test_it_ends_when_its_compiler_is_closed(compiler):
     compiler.operations()
-    process = compiler._process
+    process = psutil.Process(compiler.pid)
     compiler.close()
-    assert process.returncode == 0
+    assert compiler.pid is None and not process.is_running()
+
+
+def test_caches_and_states_that_do_not_fit_are_refused_and_the_process_goes_on(compiler):
+    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype="float32", kv_dtype="float32", scale=0.125)
+    cache = CacheValue("cache.0", "cache", (), "float32", spec, 0)
+    tensor = StateTensor((4, 64, 64), "float32")
+    state = StateValue("state.0.0", "state", (), "float32", tensor, 0, 0)
+    graph = product()
+    program = compiler.program([StepGraph("model", (*graph.inputs, cache, state), graph.nodes, ("y",))])
+    pid, total = compiler.pid, psutil.virtual_memory().total
+    with pytest.raises(MemoryError, match=r"blocks of the KV cache do not fit: [\d,]+ bytes are needed"):
+        program.allocate_caches(4 * total // (16 * program.kv_layout(cache).bytes_per_token), 16)
+    with pytest.raises(MemoryError, match=r"states of \d+ sequences do not fit"):
+        program.allocate_states(4 * total // (4 * 64 * 64 * 4))
+    program.allocate_caches(2, 16)
+    program.allocate_states(2)
+    assert program.kv_bytes(cache) == 32 * program.kv_layout(cache).bytes_per_token and compiler.pid == pid

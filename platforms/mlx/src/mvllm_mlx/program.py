@@ -70,13 +70,12 @@ class MLXProgram(GraphProgram):
 
     def allocate_states(self, num_slots: int) -> None:
         self._states = {}
-        shapes = {name: (num_slots + 1, *value.tensor.shape) for name, value in self._state_values.items()}
-        sizes = [
-            math.prod(shape) * DTYPES[self._state_values[name].tensor.dtype].size for name, shape in shapes.items()
-        ]
-        require_memory(sum(sizes), f"The states of {num_slots} sequences do not fit")
+        tensors = {name: value.tensor for name, value in self._state_values.items()}
+        size = sum(math.prod(tensor.shape) * DTYPES[tensor.dtype].size for tensor in tensors.values())
+        require_memory((num_slots + 1) * size, f"The states of {num_slots} sequences do not fit")
         self._states = {
-            name: mx.zeros(shape, dtype=DTYPES[self._state_values[name].tensor.dtype]) for name, shape in shapes.items()
+            name: mx.zeros((num_slots + 1, *tensor.shape), dtype=DTYPES[tensor.dtype])
+            for name, tensor in tensors.items()
         }
         mx.eval(self._states)
         self._num_slots = num_slots

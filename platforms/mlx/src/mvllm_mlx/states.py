@@ -1,7 +1,8 @@
 """Operations on sequence states: Mamba's convolution and state-space model, and linear attention with a delta rule.
 
 A step's requests are computed in one or two parts, as for attention: those with one token, and the others, padded to a
-power of two. Padding tokens leave a state as it is. Each part is computed in chunks of its tokens, all requests at once:
+power of two. Padding tokens leave a state as it is. Each part is computed in chunks of its tokens, for all requests at
+once:
 
     tokens   a | b₀ b₁ b₂ | c      part 1   a  c          part 2   b₀ b₁ b₂ ·      result   a  b₀ b₁ b₂  c
 
