@@ -170,7 +170,7 @@ def break_programs(subject: PlatformUnderTest, patch: pytest.MonkeyPatch, maybe_
                     maybe_raise()
                 return run(graph, inputs, sizes)
 
-            made.run = run_or_raise
+            made.run = run_or_raise  # type: ignore[method-assign]
             return made
 
         compiler.program = program
