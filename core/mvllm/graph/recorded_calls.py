@@ -82,10 +82,10 @@ def current_recording() -> Recording:
     """The recording of the trace that is being made.
 
     Raises:
-        PlatformError: No trace is being made: on such a platform, models run as graphs only.
+        PlatformError: No trace is being made: on such a platform, attention runs in graphs only.
     """
     if not _current:
-        raise PlatformError("An operation of a model was called outside of its graph.")
+        raise PlatformError("Attention of a model was called outside of its graph.")
     return _current[-1]
 
 
@@ -102,7 +102,10 @@ def _results(number: int, arrays: Arrays) -> list[torch.Tensor]:
 
 
 def recording_providers(operations: Collection[str]) -> list[OpProvider]:
-    """Providers that record the operations among `operations`. Others are traced through their references."""
+    """Providers that record the operations among `operations`. Others are traced through their references.
+
+    Outside of a trace they are the references: parts of a model that no graph has run on the host.
+    """
     return [
         OpProvider(op.name, PROVIDER, _recorder(op.name))
         for op in GRAPH_OPERATIONS.values()
@@ -112,6 +115,10 @@ def recording_providers(operations: Collection[str]) -> list[OpProvider]:
 
 def _recorder(op: str) -> Callable[..., Any]:
     def function(*args: Any) -> Any:
+        if not _current:  # of a part of the model that is in no graph, such as a classification head
+            reference = GRAPH_OPERATIONS[op].reference
+            assert reference is not None, "attention has a backend"
+            return reference(*args)
         return _record(op, args)
 
     function.__name__ = op

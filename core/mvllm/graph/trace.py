@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
+from mvllm.config.token_spaces import TokenSpace
 from mvllm.errors import ConfigError, PlatformError
 from mvllm.graph.aten import ArrayOperationWriter
 from mvllm.graph.parts import CutGraph, cut_graph
@@ -32,6 +33,12 @@ if TYPE_CHECKING:
     from mvllm.models.causal_lm import CausalLM
 
 MODEL, HEAD = "model", "head"
+
+
+def head_of(space: TokenSpace) -> str:
+    """Name of the graph of a token space's own head."""
+    return f"{HEAD}-{space.name}"
+
 
 _ONE_TRACE = threading.Lock()
 """torch's tracer has state of the process, and workers may be threads."""
@@ -50,6 +57,7 @@ _INT_INPUTS: dict[str, tuple[str, ...]] = {
     "read_slots": ("R",),
     "write_slots": ("R",),
     "adapter_slots": ("T",),
+    "token_types": ("T",),
     "logits_indices": ("L",),
 }
 
@@ -59,10 +67,10 @@ class TracedModel:
     """The graphs of a model and its weights.
 
     Attributes:
-        graphs: `model`, and on the last pipeline stage `head`; where these have collectives that the compiler lacks,
-            their parts.
+        graphs: `model`, and on the last pipeline stage `head` and `head-<space>` of token spaces with a head of their
+            own; where these have collectives that the compiler lacks, their parts.
         arrays: The names of the weights and constants that the graphs read, with the places of their tensors.
-        whole: `model` and `head` by name.
+        whole: `model` and the heads by name.
         adapter_arrays: The names of the adapter slots that the graphs read, with their tensors.
     """
 
@@ -107,6 +115,8 @@ def trace_model(
     graphs = [tracer.trace_model()]
     if computes_logits and model.lm_head is not None:
         graphs.append(tracer.trace_head())
+        spaces = [space for space in model.token_spaces.values() if space.has_own_head]
+        graphs += [tracer.trace_head(space) for space in spaces]
     used = {value.name for graph in graphs for value in graph.inputs_of("weight", "constant")}
     whole = {graph.name: cut_graph(graph, collectives) for graph in graphs}
     parts = tuple(part for cut in whole.values() for part in cut.graphs)
@@ -147,12 +157,14 @@ class _Tracer:
         names.insert(0, "token_ids") if model.stage.is_first else names.append("intermediate")
         names += ["prompt_lens"] if model.uses_prompt_lens else []
         attention, states = model.attention_layers(), model.state_layers()
+        is_encoder = model.config.kind.is_encoder
         if any(layer.chunk_size is not None for layer in attention):
             raise ConfigError(
                 "The model has chunked attention, which graphs of a step do not have. Set max_model_len to at most "
                 f"{min(layer.chunk_size for layer in attention if layer.chunk_size is not None)}."
             )
-        names += ["query_start_loc"] if attention or states else []
+        names += ["token_types"] if model.uses_token_types else []
+        names += ["query_start_loc"] if attention or states or is_encoder else []
         names += ["seq_lens", "block_table.0", "slot_mapping.0"] if attention else []
         names += ["read_slots", "write_slots"] if states else []
         names += ["adapter_slots"] if self._adapters is not None else []
@@ -168,7 +180,13 @@ class _Tracer:
             slots = None
             if states:
                 slots = StateArguments(given["query_start_loc"], given["read_slots"], given["write_slots"], 0)
-            step = ForwardStep(metadata, given.get("prompt_lens"), state_metadata=slots)
+            step = ForwardStep(
+                metadata,
+                given.get("prompt_lens"),
+                prompt_starts_array=given["query_start_loc"] if is_encoder else None,
+                token_types=given.get("token_types"),
+                state_metadata=slots,
+            )
             tokens = given.get("token_ids", given["positions"])
             with self._active_adapters(given.get("adapter_slots")):
                 hidden: torch.Tensor = model(tokens, given["positions"], step, given.get("intermediate"))
@@ -178,11 +196,16 @@ class _Tracer:
         self._result_size = graph.values()[graph.outputs[0]].shape[-1]
         return graph
 
-    def trace_head(self) -> StepGraph:
-        def run(hidden: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
-            return self._model.compute_logits(hidden.index_select(0, logits_indices))
+    def trace_head(self, space: TokenSpace | None = None) -> StepGraph:
+        """The head of text, or that of a token space."""
 
-        return self._trace(HEAD, ["hidden", "logits_indices"], run)
+        def run(hidden: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
+            rows = hidden.index_select(0, logits_indices)
+            if space is not None:
+                return self._model.compute_space_logits(rows, space)
+            return self._model.compute_logits(rows)
+
+        return self._trace(HEAD if space is None else head_of(space), ["hidden", "logits_indices"], run)
 
     def _active_adapters(self, slots: torch.Tensor | None) -> AbstractContextManager[None]:
         """The adapters of a step's tokens, inside the context."""

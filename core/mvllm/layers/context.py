@@ -131,6 +131,7 @@ class ForwardStep:
             `uses_prompt_lens` (RoPE scalings that depend on the sequence length, see RotaryEmbedding); None in steps
             that do not need it, see `CausalLM.original_context`.
         prompt_starts: Host, for encoders: the first token of each prompt, and the end of the last prompt.
+        prompt_starts_array: The same on the device, [R + 1], int32, for encoders that are traced; they read it instead.
         token_types: [T], int32, device: token type (first or second text) of each token; None means type 0 for all.
             Read only by models with `uses_token_types`.
         state_metadata: The slots of the step's sequence states; None for models without them.
@@ -141,6 +142,7 @@ class ForwardStep:
     metadata: Mapping[Hashable, AttentionMetadata]
     prompt_lens: torch.Tensor | None = None
     prompt_starts: Sequence[int] | None = None
+    prompt_starts_array: torch.Tensor | None = None
     token_types: torch.Tensor | None = None
     state_metadata: StateArguments | None = None
     selected_positions: torch.Tensor | None = None

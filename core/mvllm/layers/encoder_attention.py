@@ -39,11 +39,13 @@ class EncoderAttention(nn.Module):
 
         Args:
             query, key, value: [T, heads on this rank, head_size].
-            step: The step, with `prompt_starts`.
+            step: The step, with `prompt_starts` or `prompt_starts_array`.
 
         Returns:
             [T, heads on this rank * head_size]; zeros where a token belongs to no prompt.
         """
+        if step.prompt_starts_array is not None:
+            return self._masked(query, key, value, step.prompt_starts_array)
         assert step.prompt_starts is not None, "an encoder needs `prompt_starts`"
         output = query.new_zeros(query.shape[0], self._num_heads * self._head_size)
         for start, stop, count in _equal_runs(step.prompt_starts):
@@ -52,6 +54,18 @@ class EncoderAttention(nn.Module):
             found = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], scale=self._scale)
             output[start:stop] = found.transpose(1, 2).reshape(stop - start, -1)
         return output
+
+    def _masked(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor
+    ) -> torch.Tensor:
+        """The same for prompts whose lengths are values on the device: all pairs of tokens, with a mask."""
+        tokens = torch.arange(query.shape[0], dtype=torch.int32, device=query.device)
+        prompt = (tokens.unsqueeze(1) >= starts[1:].unsqueeze(0)).to(torch.int32).sum(-1)
+        is_same = prompt.unsqueeze(1) == prompt.unsqueeze(0)
+        query, key, value = (each.transpose(0, 1) for each in (query, key, value))
+        scores = torch.bmm(query, key.transpose(1, 2)).float() * self._scale
+        weights = torch.softmax(scores.masked_fill(~is_same, -torch.inf), dim=-1).to(value.dtype)
+        return torch.bmm(weights, value).transpose(0, 1).flatten(1)
 
 
 def _equal_runs(starts: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -48,7 +48,7 @@ class GraphProgram(ABC):
         """Takes one weight or constant, contiguous, by the name of its value.
 
         Core gives each of them once, in any order, before `finish_weights`; and again later, between runs, if the
-        model's weights are updated.
+        model's weights are updated, or a LoRA adapter moves to a slot (`down` and `up` of `add_lora_by_slot`).
 
         Raises:
             MemoryError: It does not fit.

@@ -106,11 +106,14 @@ class StepGraph:
     """The operations of one part of a step. Phase: worker, given to `GraphCompiler.program`.
 
     Attributes:
-        name: `model`: token ids to hidden states; `head`: hidden states to logits.
+        name: `model`: token ids to hidden states; `head`: hidden states to logits; `head-<space>`: those of a token
+            space. Of tensor-parallel ranks parts between collectives, `model.0`, `model.1`, ...; a step input of a part
+            that is none of those below has the name of the result of an earlier part, or of a collective.
         inputs: Every value that a node reads and no node makes. Step inputs are int32 unless it is said otherwise:
             token_ids [T]; positions [T]; prompt_lens [T]; intermediate [T, hidden_size], compute dtype, on later
             pipeline stages; query_start_loc [R+1]; seq_lens [R]; block_table.<g> [R, P] and slot_mapping.<g> [T] of
-            KV cache group g; read_slots [R] and write_slots [R] of sequence states; for `head` hidden
+            KV cache group g; read_slots [R] and write_slots [R] of sequence states; adapter_slots [T] with LoRA;
+            token_types [T] of encoders; for `head` hidden
             [T, hidden_size], compute dtype, and logits_indices [L]. Padding is that of BatchLayout and StateLayout.
         nodes: The operations, in an order of execution.
         outputs: Names of the results.

@@ -36,6 +36,9 @@ class GraphKVCacheLayers(KVCacheLayers):
         return RecordedAttention(spec)
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
+        if self._config.model.kind.is_encoder:  # whose programs have no caches
+            self._has_caches = True
+            return
         what = f"The KV cache of {num_blocks} blocks of {block_size} tokens"
         with out_of_memory_as(CacheError, what, "Lower memory_utilization or kv_cache_memory_bytes."):
             assert self.programs, "the model is not loaded"

@@ -18,7 +18,7 @@ from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import ModelError, PlatformError
 from mvllm.graph.arrays import to_numpy, to_torch
 from mvllm.graph.run_parts import run_graph
-from mvllm.graph.trace import HEAD, MODEL, GraphAdapters, trace_model
+from mvllm.graph.trace import HEAD, MODEL, GraphAdapters, head_of, trace_model
 from mvllm.layers.lora import LoRAMapping
 from mvllm.platform.graph_compiler import GraphCompiler, GraphProgram
 from mvllm.platform.graphs import CompileBackend
@@ -76,6 +76,7 @@ class GraphModel:
         self.graphs, self.arrays = traced.graphs, traced.arrays
         self._kept_arrays: dict[str, np.ndarray] = {}
         self._whole, self._tp = traced.whole, tp
+        self._reads_token_types = model.uses_token_types
         remedy = "Choose a smaller dtype or a quantized model, or a larger pipeline_parallel_size."
         with out_of_memory_as(ModelError, "The weights", remedy):
             self.program: GraphProgram = compiler.program(traced.graphs)
@@ -102,13 +103,18 @@ class GraphModel:
             self._kept_arrays[name] = array
 
     def run(
-        self, inputs: StepInputs, intermediate: torch.Tensor | None, lora: LoRAMapping | None = None
+        self,
+        inputs: StepInputs,
+        intermediate: torch.Tensor | None,
+        lora: LoRAMapping | None = None,
+        token_types: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Hidden states of a step on the host: [T, hidden_size].
 
         Args:
             intermediate: Hidden states of the previous pipeline stage; None on the first.
             lora: LoRA adapters of the step's tokens.
+            token_types: As in ForwardStep, for models that read them.
         """
         layout, states = inputs.layout, inputs.state_layout
         given = {
@@ -125,6 +131,9 @@ class GraphModel:
             given |= {"read_slots": states.read_slots, "write_slots": states.write_slots}
         if intermediate is not None:
             given["intermediate"] = to_numpy(intermediate)
+        if self._reads_token_types:
+            types = np.zeros(layout.num_tokens, dtype=np.int32)
+            given["token_types"] = types if token_types is None else token_types.numpy()
         if self._adapters.arrays:
             given["adapter_slots"] = adapter_slots(lora, layout.num_tokens)
         sizes = StepSizes(
@@ -141,10 +150,13 @@ class GraphModel:
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """As CausalLM.compute_logits, on the host."""
+        return self._logits(HEAD, hidden)
+
+    def _logits(self, head: str, hidden: torch.Tensor) -> torch.Tensor:
         num_rows = len(hidden)
         sizes = StepSizes(num_rows, 1, 1, num_rows, max_query_len=num_rows, max_seq_len=num_rows)
         inputs = {"hidden": to_numpy(hidden), "logits_indices": np.arange(num_rows, dtype=np.int32)}
-        return self._run(HEAD, inputs, sizes)
+        return self._run(head, inputs, sizes)
 
     def _run(self, name: str, inputs: Mapping[str, np.ndarray], sizes: StepSizes) -> torch.Tensor:
         """The result of a graph that has one."""
@@ -153,8 +165,8 @@ class GraphModel:
         return to_torch(found, whole.outputs[0].dtype)
 
     def compute_space_logits(self, hidden: torch.Tensor, space: TokenSpace) -> torch.Tensor:
-        """Never called: `check_capabilities` refuses models with such spaces."""
-        raise AssertionError("a token space with a head of its own")
+        """As CausalLM.compute_space_logits, on the host."""
+        return self._logits(head_of(space), hidden)
 
     def close(self) -> None:
         """Frees the program. Idempotent."""

@@ -243,6 +243,8 @@ class ModelForward:
                 num_tokens=len(inputs.token_ids),
             )
             token_types = None if types is None else self.runtime.from_numpy(types)
+        if self.loader.graph is not None:
+            return self.loader.graph.run(inputs, intermediate, token_types=token_types)
         step = ForwardStep({}, prompt_starts=starts, token_types=token_types)
         hidden: torch.Tensor = model(inputs.token_ids, inputs.positions, step, intermediate)
         return hidden

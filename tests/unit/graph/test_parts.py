@@ -14,12 +14,12 @@ from tests.helpers.graph_driver import GraphDriver, trace_checkpoint
 from tests.helpers.model_zoo import ZOO, make_checkpoint
 from tests.helpers.paged_driver import PagedDriver, load_model
 from tests.helpers.thread_ranks import fake_group, run_ranks
-from tests.unit.graph.test_families import CHUNKED, run_steps
+from tests.unit.graph.test_families import CHUNKED, SPARSE, run_steps
 
 IN_EVERY_RUN = ("llama-gqa",)
 MEMBERS = [
     pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in IN_EVERY_RUN))
-    for name in sorted(ZOO.keys() - CHUNKED)
+    for name in sorted(ZOO.keys() - CHUNKED - SPARSE)
 ]
 
 

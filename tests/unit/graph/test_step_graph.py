@@ -73,12 +73,17 @@ def test_arrays_are_named_by_their_place_in_the_model() -> None:
     }
 
 
-def test_an_operation_of_a_model_outside_of_a_trace_is_an_error() -> None:
-    from mvllm.graph.recorded_calls import recording_providers
+def test_outside_of_a_trace_operations_run_on_the_host_and_attention_is_an_error() -> None:
+    from mvllm.graph.recorded_calls import GraphCache, GraphMetadata, RecordedAttention, recording_providers
 
     [silu] = [provider for provider in recording_providers(["silu"]) if provider.op == "silu"]
+    x = torch.tensor([1.5, -2.0])
+    torch.testing.assert_close(silu.function(x), torch.nn.functional.silu(x))
+    spec = AttentionSpec(num_heads=1, num_kv_heads=1, head_size=2, scale=1.0, dtype="float32", kv_dtype="float32")
+    attention, empty = RecordedAttention(spec), torch.zeros(1, dtype=torch.int32)
+    cache = GraphCache(CacheValue("cache.0", "cache", (), "float32", spec, 0))
     with pytest.raises(PlatformError, match="outside of its graph"):
-        silu.function(torch.zeros(1))
+        attention.forward(torch.zeros(1, 1, 2), cache, GraphMetadata(empty, empty, empty, empty))
 
 
 def test_the_page_has_every_operation() -> None:

@@ -30,7 +30,6 @@ def required_config_changes(config: EngineConfig, capabilities: Capabilities, pl
     _check_lora(config, capabilities, platform)
     _check_speculative(config, capabilities, platform)
     _check_batch_invariant(config, capabilities, platform)
-    _check_graph_models(config, capabilities, platform)
     cache, scheduler = config.cache, config.scheduler
     if cache.enable_prefix_caching and not capabilities.prefix_caching:
         yield ConfigChange("cache.enable_prefix_caching", False, "the platform does not claim prefix_caching")
@@ -103,23 +102,6 @@ def _check_speculative(config: EngineConfig, capabilities: Capabilities, platfor
             "async_scheduling and speculative_config are both set, but with draft tokens a step cannot be scheduled "
             "before the step before it has finished. Leave one of them out: by default async_scheduling is off with "
             "speculative_config."
-        )
-
-
-def _check_graph_models(config: EngineConfig, capabilities: Capabilities, platform: str) -> None:
-    """Checks settings that models as graphs (`Capabilities.graph_compiler`) do not support."""
-    if not capabilities.graph_compiler:
-        return
-    spaces = config.model.token_spaces.values()
-    unsupported = {
-        "models without a KV cache (encoders)": config.model.kind.is_encoder,
-        "token spaces with a head of their own": any(space.has_own_head for space in spaces),
-    }
-    found = [name for name, is_asked_for in unsupported.items() if is_asked_for]
-    if found:
-        raise ConfigError(
-            f"The platform {platform!r} runs models as graphs, which do not support {', '.join(found)}. Leave it out, "
-            "or choose another platform or model."
         )
 
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mvllm.platform.graph_compiler import GraphCompiler
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,6 +22,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="List the operations of models as graphs, and with --platform which of them its compiler translates.",
     )
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        action="append",
+        default=[],
+        help="With --graph and --platform: list the operations of this model's graphs, and what its compiler lacks. A "
+        "folder with a config.json is enough. May be repeated.",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.graph:
         return _run_graph(args)
+    if args.model:
+        raise ConfigError("--model lists the operations of a model's graphs: give --graph and --platform as well.")
     operations = read_operations()
     if unknown := [name for name in args.operations if name not in operations]:
         raise ConfigError(f"Unknown operation {unknown[0]!r}. Operations: {', '.join(operations)}.")
@@ -58,6 +73,8 @@ def _run_graph(args: argparse.Namespace) -> int:
 
     if unknown := [name for name in args.operations if name not in GRAPH_OPERATIONS]:
         raise ConfigError(f"Unknown operation {unknown[0]!r}. Operations: {', '.join(GRAPH_OPERATIONS)}.")
+    if args.model and args.platform is None:
+        raise ConfigError("--model tells what the compiler of a platform lacks: give --platform as well.")
     known: set[str] | None = None
     if args.platform is not None:
         chosen = choose_platform(args.platform)
@@ -69,6 +86,8 @@ def _run_graph(args: argparse.Namespace) -> int:
                 "--graph, or name another platform."
             )
         known = set(compiler.operations())
+        if args.model:
+            return _check_models(args.model, compiler, chosen.platform.capabilities.dtypes[0])
     rows = [op for name, op in GRAPH_OPERATIONS.items() if not args.operations or name in args.operations]
     if args.operations:
         print("\n\n".join(f"{op.name} ({op.group})\n\n{op.definition}" for op in rows))
@@ -84,3 +103,31 @@ def _run_graph(args: argparse.Namespace) -> int:
         if missing:
             print(f"Models with these cannot run: {', '.join(missing)}.")
     return 0
+
+
+def _check_models(paths: Sequence[str], compiler: GraphCompiler, dtype: str) -> int:
+    """Prints the operations of each model in a dtype, and what the compiler lacks; 1 if it lacks something."""
+    from mvllm.config.engine_args import EngineArgs
+    from mvllm.errors import MvllmError
+    from mvllm.platform.phases import Phase, enter_phase
+    from mvllm.worker.graph_check import operations_of_model
+
+    known, failed = set(compiler.operations()), False
+    for path in paths:
+        print(f"{path}:")
+        try:
+            config = EngineArgs(model=path, skip_tokenizer_init=True, dtype=dtype).create_engine_config().model
+            with enter_phase(Phase.WORKER):
+                found = operations_of_model(config, compiler)
+        except MvllmError as e:
+            failed = True
+            print(f"  {e}")
+            continue
+        width = max(map(len, found.counts))
+        for op, count in sorted(found.counts.items()):
+            print(f"  {'yes' if op in known else 'no ':<5}{op:<{width}}  {count} nodes")
+        for reason in found.reasons:
+            print(f"  {reason}")
+        print(f"  {'The compiler cannot run it.' if found.reasons else 'The compiler can run it.'}")
+        failed = failed or bool(found.reasons)
+    return int(failed)

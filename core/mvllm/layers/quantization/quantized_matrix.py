@@ -7,7 +7,7 @@ import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -168,7 +168,7 @@ class IntegerMatrix(QuantizedMatrix):
         )
         prepared = weight if self._op.prepare is None else self._op.prepare(weight)
         function: Product = self._op.function
-        return function if order is None else _with_order(function, order.to(self._device)), prepared
+        return function if order is None else OrderedProduct(function, order.to(self._device)), prepared
 
     def expert_weight(self) -> QuantizedWeight:
         loaded, order = self.read()
@@ -244,8 +244,17 @@ def staging(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(values, requires_grad=False)
 
 
-def _with_order(function: Product, order: torch.Tensor) -> Product:
-    def product(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
-        return function(x.index_select(-1, order), weight, bias)
+@dataclass(frozen=True)
+class OrderedProduct:
+    """A linear op on inputs in the column order of the weight. The order is a field, where a trace finds it.
 
-    return product
+    Attributes:
+        function: The linear op.
+        order: As `IntegerMatrix.read` returns it, on the device.
+    """
+
+    function: Product
+    order: torch.Tensor
+
+    def __call__(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        return self.function(x.index_select(-1, self.order), weight, bias)

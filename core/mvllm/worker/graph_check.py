@@ -1,0 +1,63 @@
+"""Which operations a graph compiler needs for a model: traces the model without its weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mvllm.config.model import ModelConfig
+from mvllm.distributed.group_coordinator import GroupCoordinator
+from mvllm.graph.recorded_calls import RecordedAttention, recording_providers
+from mvllm.graph.trace import trace_model
+from mvllm.layers.context import BuildContext
+from mvllm.layers.quantization.registry import quantization_method
+from mvllm.models.registry import resolve_model_class
+from mvllm.ops.dtypes import torch_dtype
+from mvllm.ops.registry import OpTable
+from mvllm.platform.attention import AttentionSpec
+from mvllm.platform.graph_compiler import GraphCompiler
+from mvllm.worker.graph_weights import weightless_model
+
+
+@dataclass(frozen=True)
+class ModelOperations:
+    """The operations of a model's graphs.
+
+    Attributes:
+        counts: Number of nodes of each operation.
+        reasons: Why the compiler cannot translate the graphs, as from `GraphCompiler.unsupported`; empty if it can.
+    """
+
+    counts: Counter[str]
+    reasons: tuple[str, ...]
+
+
+def operations_of_model(config: ModelConfig, compiler: GraphCompiler) -> ModelOperations:
+    """Traces a model for a compiler. Its `config.json` is enough.
+
+    Args:
+        config: The model, with its dtype.
+        compiler: The compiler, which need not translate everything.
+
+    Raises:
+        ConfigError, PlatformError: The model has a feature or an operation that graphs do not have.
+        ValuesInStructure: The model cannot be traced without its weights.
+    """
+    backends: dict[AttentionSpec, RecordedAttention] = {}
+    context = BuildContext(
+        dtype=torch_dtype(config.dtype),
+        device=torch.from_numpy(np.empty(0)).device,
+        ops=OpTable.resolve(recording_providers(compiler.operations())),
+        attention=lambda spec: backends.setdefault(spec, RecordedAttention(spec)),
+        tp=GroupCoordinator.single("tp"),
+        pp=GroupCoordinator.single("pp"),
+        kv_dtype=config.dtype,
+        quantization=quantization_method(config),
+    )
+    model = weightless_model(resolve_model_class(config.architecture, config.model_impl), config, context)
+    graphs = trace_model(model, computes_logits=config.kind.generates).graphs
+    reasons = dict.fromkeys(reason for graph in graphs for reason in compiler.unsupported(graph))
+    return ModelOperations(Counter(node.op for graph in graphs for node in graph.nodes), tuple(reasons))

@@ -1,0 +1,63 @@
+"""`mvllm ops --graph --model`: which operations of a model a compiler lacks, from the model's configuration alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mvllm.entrypoints.cli.main import main
+from mvllm.graph.interpreter import Interpreter
+from tests.helpers.model_zoo import ZOO, make_checkpoint
+from tests.helpers.plugins import graph_platform_path, prepend
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint whose weights are gone."""
+    prepend(monkeypatch, graph_platform_path(tmp_path / "plugin"))
+    folder = make_checkpoint("llama-gqa", tmp_path / "llama", tokenizer=False)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    return folder
+
+
+def check(*models: Path) -> int:
+    options = [option for model in models for option in ("--model", str(model))]
+    return main(["ops", "--graph", "--platform", "graph-interpreter", *options])
+
+
+def test_the_operations_of_a_model_are_counted(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(model) == 0
+    printed = capsys.readouterr().out
+    assert "yes  paged_attention" in printed and "3 nodes" in printed
+    assert printed.endswith("The compiler can run it.\n")
+
+
+def test_what_the_compiler_lacks_is_named(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = Interpreter().operations()
+    monkeypatch.setattr(Interpreter, "operations", lambda self: set(every) - {"slice"})
+    assert check(model) == 1
+    printed = capsys.readouterr().out
+    assert "no   slice" in printed
+    assert "does not translate the operation 'slice'" in printed and "The compiler cannot run it." in printed
+
+
+def test_a_model_needs_a_platform(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ops", "--graph", "--model", str(model)]) != 0
+    assert "give --platform as well" in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
+def test_models_of_all_families_are_traced_without_weights(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    firsts = {name.partition("-")[0]: name for name in sorted(ZOO, reverse=True)}
+    folders = [make_checkpoint(name, tmp_path / name, tokenizer=False) for name in firsts.values()]
+    check(*folders)
+    printed = capsys.readouterr().out
+    reports = dict(zip(firsts, printed.split(str(tmp_path))[1:], strict=True))
+    refused = [name for name, text in reports.items() if "The compiler can run it." not in text]
+    assert set(refused) <= {"llama4", "dsa", "glm5"}, "\n".join(reports[name] for name in refused)
