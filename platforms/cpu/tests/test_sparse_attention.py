@@ -40,11 +40,12 @@ def weights_of(case: Case) -> torch.Tensor:
 
 
 def with_integers(case: Case) -> Case:
-    """Keys and queries of small integers, so that scores are exact in every dtype and many are equal."""
+    """Small integers and a scale of a power of two, so that scores are exact in every dtype and many are equal."""
     generator, dtype = torch.Generator().manual_seed(1), torch_dtype(case.spec.dtype)
     draw = functools.partial(torch.randint, -2, 3, generator=generator)
     keys = [draw(key.shape).to(dtype) for key in case.keys]
-    return dataclasses.replace(case, keys=keys, values=keys, query=draw(case.query.shape).to(dtype))
+    spec = dataclasses.replace(case.spec, scale=0.25)
+    return dataclasses.replace(case, spec=spec, keys=keys, values=keys, query=draw(case.query.shape).to(dtype))
 
 
 def select(case: Case, weights: torch.Tensor, backend_type=None) -> torch.Tensor:

@@ -142,7 +142,10 @@ def log_decay(run: Run, node: Node) -> Sequence[Any]:
 
 def _product(x: Any, weight: Any, ids: Any, bias: Any = None) -> Any:
     """Rows [T, k or 1, in] times the matrices [experts, out, in] of their experts: [T, k, out]."""
-    made = mx.gather_mm(x[:, :, None], weight.swapaxes(-1, -2), rhs_indices=ids).squeeze(-2)
+    dtype = x.dtype
+    if mx.default_device() == mx.cpu:  # its gather_mm has float32 only
+        x, weight = x.astype(mx.float32), weight.astype(mx.float32)
+    made = mx.gather_mm(x[:, :, None], weight.swapaxes(-1, -2), rhs_indices=ids).squeeze(-2).astype(dtype)
     return made if bias is None else made + bias[ids]
 
 
