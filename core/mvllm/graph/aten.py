@@ -222,7 +222,9 @@ class ArrayOperationWriter:
         return self._write_logical_and(given, like)
 
     def _write_gelu(self, given: dict[str, Any], like: torch.Tensor) -> Any:
-        return self._write_activation("gelu_tanh" if given.get("approximate") == "tanh" else "gelu", given["self"], like)
+        return self._write_activation(
+            "gelu_tanh" if given.get("approximate") == "tanh" else "gelu", given["self"], like
+        )
 
     def _write_activation(self, name: str, x: Any, like: torch.Tensor) -> Any:
         """The named operation if the compiler has it, else array operations, computed in float32."""

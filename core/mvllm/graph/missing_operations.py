@@ -31,6 +31,4 @@ def check_translated(graphs: Sequence[StepGraph], compiler: GraphCompiler, model
             f"`operations` of the compiler has to name: {', '.join(missing)}. For their definitions, run: "
             f"mvllm ops --graph {' '.join(missing)}. Without them, choose another model or platform."
         )
-    raise PlatformError(
-        f"The platform's compiler cannot run {model}: {' '.join(dict.fromkeys(reasons))} {remedy}"
-    )
+    raise PlatformError(f"The platform's compiler cannot run {model}: {' '.join(dict.fromkeys(reasons))} {remedy}")
