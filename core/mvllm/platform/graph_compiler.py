@@ -140,7 +140,8 @@ class GraphCompiler(ABC):
         """Names of GRAPH_OPERATIONS that it translates.
 
         Core traces a named operation that is not among them as the array operations of its definition, if
-        `GraphOperation.if_left_out` is `traced`; otherwise it refuses models that have it. An optional operation occurs in a graph only if it is among them.
+        `GraphOperation.if_left_out` is `traced`; otherwise it refuses models that have it. An optional operation occurs
+        in a graph only if it is among them.
         """
 
     def unsupported(self, graph: StepGraph) -> list[str]:

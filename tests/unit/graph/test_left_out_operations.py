@@ -71,8 +71,9 @@ def test_an_activation_as_array_operations_gives_its_values(name: str, dtype: to
     assert graph.values()[graph.outputs[0]].dtype == dtype_name(dtype)
     [result] = program.run("op", {"x0": to_numpy(arrays[0])}, SIZES)
     expected = NAMED[name].reference(x)  # type: ignore[misc]
-    relative = 2e-6 if dtype == torch.float32 else 1 / 64
-    torch.testing.assert_close(result, expected, atol=1e-6 if dtype == torch.float32 else 1e-5, rtol=relative)
+    # erf has an error of 1.5e-7, which *_and_mul multiply by up to 200; graphs round constants to the array's dtype.
+    absolute, relative = (1e-5, 2e-6) if dtype == torch.float32 else (4e-3, 1 / 64)
+    torch.testing.assert_close(result, expected, atol=absolute, rtol=relative)
 
 
 def test_operations_that_are_never_traced_are_nodes_for_every_compiler() -> None:
