@@ -34,7 +34,8 @@ def trace_checkpoint(
         ),
         attention=lambda spec: backends.setdefault(spec, RecordedAttention(spec)),
     )
-    return trace_model(load_model(folder, ctx, **settings), collectives=compiler.operations())
+    known = compiler.operations()
+    return trace_model(load_model(folder, ctx, **settings), collectives=known, operations=known)
 
 
 class GraphDriver(PagedDriver):

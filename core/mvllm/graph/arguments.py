@@ -57,6 +57,11 @@ def unflatten(function: Callable[..., Any], inputs: Sequence[Any], attributes: M
     return [_unflatten(name, kind, remaining, attributes) for name, kind in _parameters(function)]
 
 
+def array_parameters(function: Callable[..., Any]) -> list[str]:
+    """Names of the parameters of an operation's reference that are arrays."""
+    return [name for name, kind in _parameters(function) if torch.Tensor in _alternatives(kind)]
+
+
 @functools.cache
 def _hints(owner: Any) -> dict[str, Any]:
     return typing.get_type_hints(owner)

@@ -2,7 +2,8 @@
 
 Each function is the operation's definition; its name is the operation's name, positional parameters are the inputs, and
 keyword parameters the attributes. Two inputs of an elementwise operation have equal dtypes and are broadcast; one of
-them may be absent, then the attribute `other` takes its place, rounded to the dtype of the array.
+them, the first or the second, may be absent, then the attribute `other` takes its place, rounded to the dtype of the
+array. `other` is a number, or in a graph a size such as `T`. Dimensions in attributes are not negative.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ Shape = tuple[int, ...]
 
 
 def add(x: Tensor | None, y: Tensor | None, *, other: float | None = None) -> Tensor:
-    """x + y."""
+    """x + y. The absent one, the first or the second, is `other`; so in all operations with `other`."""
     return torch.add(*_pair(x, y, other))
 
 
 def sub(x: Tensor | None, y: Tensor | None, *, other: float | None = None) -> Tensor:
-    """x - y."""
+    """x - y; without x it is other - y."""
     return torch.sub(*_pair(x, y, other))
 
 
@@ -35,7 +36,7 @@ def mul(x: Tensor | None, y: Tensor | None, *, other: float | None = None) -> Te
 
 
 def div(x: Tensor | None, y: Tensor | None, *, other: float | None = None) -> Tensor:
-    """x / y, of floats."""
+    """x / y, of floats; without x it is other / y."""
     return torch.div(*_pair(x, y, other))
 
 
@@ -45,7 +46,7 @@ def floor_div(x: Tensor | None, y: Tensor | None, *, other: float | None = None)
 
 
 def pow(x: Tensor | None, y: Tensor | None, *, other: float | None = None) -> Tensor:
-    """x to the power y, of floats."""
+    """x to the power y, of floats; without x it is other to the power y."""
     return torch.pow(*_pair(x, y, other))
 
 
@@ -65,12 +66,12 @@ def eq(x: Tensor | None, y: Tensor | None, *, other: float | None = None) -> Ten
 
 
 def lt(x: Tensor | None, y: Tensor | None, *, other: float | None = None) -> Tensor:
-    """x < y, bool."""
+    """x < y, bool; without x it is other < y."""
     return torch.lt(*_pair(x, y, other))
 
 
 def le(x: Tensor | None, y: Tensor | None, *, other: float | None = None) -> Tensor:
-    """x <= y, bool."""
+    """x <= y, bool; without x it is other <= y."""
     return torch.le(*_pair(x, y, other))
 
 
@@ -141,32 +142,32 @@ def clamp(x: Tensor, *, min: float | None, max: float | None) -> Tensor:
 
 
 def sum(x: Tensor, *, dims: tuple[int, ...], keepdim: bool) -> Tensor:
-    """The sum over dimensions, in the dtype of x."""
+    """The sum over the dimensions `dims`, in the dtype of x; with keepdim they stay with size 1."""
     return torch.sum(x, dims, keepdim)
 
 
 def mean(x: Tensor, *, dims: tuple[int, ...], keepdim: bool) -> Tensor:
-    """The mean over dimensions, in the dtype of x."""
+    """The mean over the dimensions `dims`, in the dtype of x; with keepdim they stay with size 1."""
     return torch.mean(x, dims, keepdim)
 
 
 def max(x: Tensor, *, dims: tuple[int, ...], keepdim: bool) -> Tensor:
-    """The largest element over dimensions."""
+    """The largest element over the dimensions `dims`, without indices; with keepdim they stay with size 1."""
     return torch.amax(x, dims, keepdim)
 
 
 def topk(x: Tensor, *, k: int, dim: int) -> tuple[Tensor, Tensor]:
-    """The k largest elements along a dimension, the largest first, and their indices, int64."""
+    """The k largest elements along a dimension, the largest first, and their int64 indices; ties in any order."""
     return torch.topk(x, k, dim)
 
 
 def matmul(x: Tensor, y: Tensor) -> Tensor:
-    """The matrix product of the last two dimensions; leading dimensions are equal."""
+    """The matrix product of the last two dimensions; leading dimensions and dtypes are equal."""
     return torch.matmul(x, y)
 
 
 def reshape(x: Tensor, *, shape: Shape) -> Tensor:
-    """The same elements, in order, in another shape."""
+    """The same elements, in order, in another shape, which has no -1."""
     return x.reshape(shape)
 
 
@@ -176,7 +177,7 @@ def permute(x: Tensor, *, dims: tuple[int, ...]) -> Tensor:
 
 
 def expand(x: Tensor, *, shape: Shape) -> Tensor:
-    """Repeats dimensions of size 1, and new leading ones, to a shape."""
+    """Repeats dimensions of size 1, and new leading ones, to a shape, which is the result's and has no -1."""
     return x.expand(shape)
 
 
@@ -187,7 +188,7 @@ def slice(x: Tensor, *, dim: int, start: int, stop: int, step: int) -> Tensor:
 
 
 def cat(*parts: Tensor, dim: int) -> Tensor:
-    """Concatenation along a dimension."""
+    """Concatenation of one or more inputs of one dtype along a dimension. The reference takes them one by one."""
     return torch.cat(parts, dim)
 
 
@@ -197,12 +198,21 @@ def index_select(x: Tensor, index: Tensor, *, dim: int) -> Tensor:
 
 
 def gather(x: Tensor, index: Tensor, *, dim: int) -> Tensor:
-    """result[i, j] = x[i, index[i, j]] for the last of two dimensions, and likewise for others; index is int64."""
+    """result[i, j] = x[i, index[i, j]] for the last of two dimensions, and likewise for others; index is int64.
+
+    The result has the shape of index, which has as many dimensions as x. In dimensions other than `dim` it may be
+    smaller than x; the result then is that of the first elements of x.
+    """
     return x.gather(dim, index)
 
 
 def scatter(x: Tensor, index: Tensor, source: Tensor | None, *, dim: int, other: float | None = None) -> Tensor:
-    """x with result[i, index[i, j]] = source[i, j] for the last of two dimensions, and likewise for others."""
+    """x with result[i, index[i, j]] = source[i, j] for the last of two dimensions, and likewise for others.
+
+    The result has the shape of x; index is int64. In dimensions other than `dim`, index may be smaller than x; in every
+    dimension it may be smaller than source. Elements that it does not name keep x. Without source each named element
+    is `other`.
+    """
     return x.scatter(dim, index, other) if source is None else x.scatter(dim, index, source)  # type: ignore[arg-type]
 
 

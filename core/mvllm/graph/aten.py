@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from mvllm.errors import PlatformError
+from mvllm.graph.activations import ACTIVATIONS, Elementwise
 from mvllm.ops.dtypes import dtype_name
 from mvllm.platform.step_graph import Dim, Kind, Node, Value
 
 _UNARY = {
     "neg": "neg", "exp": "exp", "log": "log", "sqrt": "sqrt", "rsqrt": "rsqrt", "sin": "sin", "cos": "cos",
-    "logical_not": "logical_not", "bitwise_not": "logical_not", "sigmoid": "sigmoid", "tanh": "tanh", "silu": "silu",
-    "relu": "relu",
+    "logical_not": "logical_not", "bitwise_not": "logical_not",
 }  # fmt: skip
 _BINARY = {
     "mul": "mul", "pow": "pow", "maximum": "maximum", "minimum": "minimum", "floor_divide": "floor_div",
@@ -39,14 +39,15 @@ class ArrayOperationWriter:
 
     Args:
         dims: The size of each symbol of the trace.
+        operations: Operations of the compiler: activations that are not among them become array operations. None: all.
 
     Attributes:
         nodes: The nodes so far.
         names: Names of the values of each traced node.
     """
 
-    def __init__(self, dims: Mapping[Any, Dim]) -> None:
-        self._dims = dims
+    def __init__(self, dims: Mapping[Any, Dim], operations: Collection[str] | None = None) -> None:
+        self._dims, self._operations = dims, operations
         self.nodes: list[Node] = []
         self.names: dict[Any, Any] = {}
         self._dtypes: dict[str, torch.dtype] = {}
@@ -131,6 +132,8 @@ class ArrayOperationWriter:
     def _write(self, name: str, node: fx.Node, given: dict[str, Any], like: Any) -> Any:
         if name in _UNARY:
             return self.add(_UNARY[name], [self._converted(given["self"], like.dtype)], like)
+        if name in ACTIVATIONS and name != "gelu":  # it has two forms, see _write_gelu
+            return self._write_activation(name, given["self"], like)
         if name in _BINARY:
             return self._binary(_BINARY[name], given["self"], given.get("other", given.get("exponent")), like)
         if name in _COMPARISONS:
@@ -219,9 +222,17 @@ class ArrayOperationWriter:
         return self._write_logical_and(given, like)
 
     def _write_gelu(self, given: dict[str, Any], like: torch.Tensor) -> Any:
-        return self.add(
-            "gelu_tanh" if given.get("approximate") == "tanh" else "gelu", [self._name(given["self"])], like
+        return self._write_activation(
+            "gelu_tanh" if given.get("approximate") == "tanh" else "gelu", given["self"], like
         )
+
+    def _write_activation(self, name: str, x: Any, like: torch.Tensor) -> Any:
+        """The named operation if the compiler has it, else array operations, computed in float32."""
+        if self._operations is None or name in self._operations:
+            return self.add(name, [self._converted(x, like.dtype)], like)
+        wide = _with_dtype(like, torch.promote_types(like.dtype, torch.float32))
+        steps = Elementwise(self.add, wide)
+        return self._as_dtype(ACTIVATIONS[name](steps, self._converted(x, wide.dtype)), wide, like.dtype)
 
     def _write_softplus(self, given: dict[str, Any], like: torch.Tensor) -> Any:
         if given.get("beta", 1) != 1 or given.get("threshold", 20) != 20:

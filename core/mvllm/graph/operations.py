@@ -40,6 +40,8 @@ class GraphOperation:
         parameters: Names of the reference's parameters: inputs, and attributes.
         reference: Computes it with torch tensors; None for attention and collectives.
         updates: Parameters that are sequence states, which it reads and writes.
+        if_left_out: For a named operation that a compiler does not name: `traced` as array operations, or `refused`,
+            and every model that has it. None for other groups.
     """
 
     name: str
@@ -49,7 +51,16 @@ class GraphOperation:
     parameters: tuple[str, ...]
     reference: Callable[..., Any] | None = None
     updates: tuple[str, ...] = ()
+    if_left_out: Literal["traced", "refused"] | None = None
 
+
+NEVER_TRACED = frozenset(
+    {
+        *("causal_conv1d", "ssd", "gated_delta_rule", "kda"),  # they update a state, and loop over requests
+        *("quantized_linear", "layer_norm"),  # torch operations that are no array operations
+    }
+)
+"""Named operations whose definitions are no array operations. They are nodes of a graph for every compiler."""
 
 _NOT_IN_GRAPHS = frozenset({"argmax", "logsumexp", "filtered_draw", "add_lora"})
 """Operations that core computes on the host, and LoRA by segments, which only the host knows."""
@@ -89,7 +100,12 @@ def _named(name: str) -> GraphOperation:
     is_optional = (schema.replaces_others and name not in _ALWAYS_NAMED) or name in _OPTIONAL
     group: Group = "optional" if is_optional else "named"
     definition = inspect.getdoc(schema.reference) or ""
-    return GraphOperation(name, group, schema.summary, definition, schema.parameters, schema.reference, schema.updates)
+    left_out: Literal["traced", "refused"] | None = None
+    if group == "named":
+        left_out = "refused" if name in NEVER_TRACED else "traced"
+    return GraphOperation(
+        name, group, schema.summary, definition, schema.parameters, schema.reference, schema.updates, left_out
+    )
 
 
 def _array(name: str, function: Callable[..., Any]) -> GraphOperation:

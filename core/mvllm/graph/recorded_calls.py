@@ -17,7 +17,7 @@ import torch
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import PlatformError
 from mvllm.graph.arguments import flatten, unflatten
-from mvllm.graph.operations import GRAPH_OPERATIONS, PAGED_ATTENTION
+from mvllm.graph.operations import GRAPH_OPERATIONS, NEVER_TRACED, PAGED_ATTENTION
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.platform.attention import AttentionBackend, AttentionSpec, BatchLayout, KVLayout
 from mvllm.platform.op_provider import OpProvider
@@ -105,11 +105,13 @@ def recording_providers(operations: Collection[str]) -> list[OpProvider]:
     """Providers that record the operations among `operations`. Others are traced through their references.
 
     Outside of a trace they are the references: parts of a model that no graph has run on the host.
+    Operations that cannot be traced are recorded for every compiler, so that a refusal names all that it lacks.
     """
+    recorded = NEVER_TRACED | set(operations)
     return [
         OpProvider(op.name, PROVIDER, _recorder(op.name))
         for op in GRAPH_OPERATIONS.values()
-        if op.group in ("named", "optional") and op.name in operations
+        if op.group in ("named", "optional") and op.name in recorded
     ]
 
 

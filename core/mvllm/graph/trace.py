@@ -98,6 +98,7 @@ def trace_model(
     *,
     computes_logits: bool = True,
     collectives: Collection[str] = (),
+    operations: Collection[str] | None = None,
     adapters: GraphAdapters | None = None,
 ) -> TracedModel:
     """The graphs of a loaded model, built with the providers and backends of recorded_calls.py.
@@ -105,13 +106,14 @@ def trace_model(
     Args:
         computes_logits: Whether to trace the head.
         collectives: Collectives of the compiler. Graphs are cut at others.
+        operations: Operations of the compiler. Other activations are array operations. None: all activations are named.
         adapters: LoRA slots, which use `add_lora_by_slot`.
 
     Raises:
         ConfigError: The model has a feature that graphs do not have.
         PlatformError: The model uses a torch operation that is no array operation.
     """
-    tracer = _Tracer(model, adapters)
+    tracer = _Tracer(model, adapters, operations)
     graphs = [tracer.trace_model()]
     if computes_logits and model.lm_head is not None:
         graphs.append(tracer.trace_head())
@@ -125,11 +127,13 @@ def trace_model(
 
 
 class _Tracer:
-    def __init__(self, model: CausalLM, adapters: GraphAdapters | None = None) -> None:
+    def __init__(
+        self, model: CausalLM, adapters: GraphAdapters | None = None, operations: Collection[str] | None = None
+    ) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-        self._model, self._adapters = model, adapters
+        self._model, self._adapters, self._operations = model, adapters, operations
         # Each size of a model is a number; each of a step is a symbol.
         self._shape_env = ShapeEnv(specialize_zero_one=False)
         self._mode = FakeTensorMode(shape_env=self._shape_env, allow_non_fake_inputs=True)
@@ -229,7 +233,8 @@ class _Tracer:
                 f"{type(self._model).__name__} reads the size {' and '.join(fixed)} of a step as a Python number (for "
                 "instance by `len`), so its graph is not for every size. Use the shape of the tensor."
             )
-        return _GraphWriter(name, inputs, traced, calls, self._names, self._dims).write()
+        writer = ArrayOperationWriter(self._dims, self._operations)
+        return _GraphWriter(name, inputs, traced, calls, self._names, writer).write()
 
     def _input(self, name: str) -> torch.Tensor:
         from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
@@ -276,7 +281,7 @@ class _GraphWriter:
         traced: The function as torch operations and recorded calls.
         calls: The recorded calls.
         names: Name and kind of each tensor of the model, by id.
-        dims: The size of each symbol of the trace.
+        writer: Writes torch's operations.
     """
 
     def __init__(
@@ -286,12 +291,12 @@ class _GraphWriter:
         traced: fx.GraphModule,
         calls: Recording,
         names: Mapping[int, tuple[str, Kind]],
-        dims: Mapping[Any, Dim],
+        writer: ArrayOperationWriter,
     ) -> None:
         self._name, self._step_inputs, self._traced, self._calls = name, iter(inputs), traced, calls
         self._model_names = names
         self._inputs: dict[str, Value] = {}
-        self._writer = ArrayOperationWriter(dims)
+        self._writer = writer
 
     def write(self) -> StepGraph:
         writer = self._writer

@@ -38,7 +38,8 @@ class GraphProgram(ABC):
 
     Attributes:
         keeps_arrays: The runtime computes from the memory of the arrays that `set_weight` gets. Core then keeps each
-            array unchanged until `close`; otherwise an array is valid only during the call.
+            array unchanged until `close`; otherwise an array is valid only during the call. A runtime whose arrays may
+            alias host memory (zero-copy) must copy the array, or set this.
     """
 
     keeps_arrays: bool = False
@@ -138,8 +139,9 @@ class GraphCompiler(ABC):
     def operations(self) -> Collection[str]:
         """Names of GRAPH_OPERATIONS that it translates.
 
-        Core traces an operation of a model that is not among them as the array operations of its definition, where it
-        has one. An optional operation occurs in a graph only if it is among them.
+        Core traces a named operation that is not among them as the array operations of its definition, if
+        `GraphOperation.if_left_out` is `traced`; otherwise it refuses models that have it. An optional operation occurs
+        in a graph only if it is among them.
         """
 
     def unsupported(self, graph: StepGraph) -> list[str]:

@@ -45,7 +45,8 @@ class Value:
             by the program between steps. `step`: given to each run. `result`: made by a node.
         shape: Its sizes; empty for a cache and a state, whose layouts are the platform's.
         dtype: Name of the dtype: `float32`, `bfloat16`, `float16`, `int32`, `int64`, `bool`, `uint8`, `int8`,
-            `float8_e4m3fn`, `float8_e8m0fnu`.
+            `float8_e4m3fn`, `float8_e8m0fnu`. In NumPy arrays, bfloat16 is uint16 and the 8-bit floats are uint8: the
+            bits of the elements. This holds for set_weight, run, to_host, read_slots, read_state and write_state.
     """
 
     name: str

@@ -49,7 +49,7 @@ def trace_checkpoint(
     model = resolve_model_class(config.architecture, config.model_impl)(config, context)
     load_weights(model, folder, use_tqdm=False)
     model.after_load()
-    return trace_model(model)
+    return trace_model(model, operations=operations)
 
 
 @dataclass

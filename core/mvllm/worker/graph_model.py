@@ -15,8 +15,9 @@ import torch
 
 from mvllm.config.token_spaces import TokenSpace
 from mvllm.distributed.group_coordinator import GroupCoordinator
-from mvllm.errors import ModelError, PlatformError
+from mvllm.errors import ModelError
 from mvllm.graph.arrays import to_numpy, to_torch
+from mvllm.graph.missing_operations import check_translated
 from mvllm.graph.run_parts import run_graph
 from mvllm.graph.trace import HEAD, MODEL, GraphAdapters, head_of, trace_model
 from mvllm.layers.lora import LoRAMapping
@@ -66,13 +67,9 @@ class GraphModel:
         load: Callable[[GraphModel], None] | None = None,
     ) -> None:
         adapters = None if lora is None else GraphAdapters(lora.step, lora.arrays)
-        traced = trace_model(model, computes_logits=generates, collectives=compiler.operations(), adapters=adapters)
-        reasons = [reason for graph in traced.graphs for reason in compiler.unsupported(graph)]
-        if reasons:
-            raise PlatformError(
-                f"The platform's compiler cannot run {type(model).__name__}: {' '.join(dict.fromkeys(reasons))} Choose "
-                "another model or platform."
-            )
+        known = compiler.operations()
+        traced = trace_model(model, computes_logits=generates, collectives=known, operations=known, adapters=adapters)
+        check_translated(traced.graphs, compiler, type(model).__name__)
         self.graphs, self.arrays = traced.graphs, traced.arrays
         self._kept_arrays: dict[str, np.ndarray] = {}
         self._whole, self._tp = traced.whole, tp

@@ -19,14 +19,15 @@ On a platform with a graph compiler, core traces a model to a `StepGraph` of the
 
 | group | what it is |
 |---|---|
-| named | Operations of models, as in [operations](operations.md). One that the compiler lacks is traced. |
+| named | Operations of models, as in [operations](operations.md). |
 | optional | Fused operations. They occur in a graph only if the compiler names them. |
 | attention | Paged attention. Every model with attention needs it. |
 | collective | Over tensor-parallel ranks. Core cuts graphs there, unless the compiler names them. |
 | array | A closed set of elementwise operations, reductions and changes of shape. |
 
-A named operation that the compiler does not name is traced as the array operations of its
-definition, where it has one.
+The column *if left out* says what happens to a named operation that `GraphCompiler.operations` does
+not name. `traced`: core traces it as the array operations of its definition. `refused`: a model with
+the operation does not start on the platform. The array operations and `paged_attention` are needed.
 
 Inputs are arrays, in the order of the parameters; an optional one may be absent. Parameters that are
 no arrays are attributes. A weight that is a dataclass is flattened: the inputs of
@@ -36,7 +37,8 @@ sequence state gets the state as an input of kind `state`, which it updates; `ma
 field of `StepSizes`. All other results are new arrays.
 
 Two inputs of an elementwise array operation have one dtype and are broadcast. One of them may be
-absent; the attribute `other` is then that operand, rounded to the dtype of the array.
+absent, the first or the second; the attribute `other` is then that operand, rounded to the dtype of
+the array. Shapes in attributes have no -1, and dimensions are not negative.
 
 Made from the source: `python -m tests.unit.docs.graph_operations_page`.
 """
@@ -54,14 +56,17 @@ def section(group: str) -> str:
     if group == "attention":
         [attention] = rows
         return f"## {group}\n\n### {attention.name}\n\n```text\n{attention.definition}\n```\n"
-    lines = [f"## {group}", "", "| operation | parameters | result |", "|---|---|---|", *map(row, rows)]
+    column = ("| if left out ", "|---") if group == "named" else ("", "")
+    lines = [f"## {group}", "", f"| operation {column[0]}| parameters | result |", f"|---{column[1]}|---|---|"]
+    lines += map(row, rows)
     return "\n".join(lines) + "\n"
 
 
 def row(op: GraphOperation) -> str:
     """One operation in a table."""
     summary = op.summary.replace("|", "\\|")
-    return f"| `{op.name}` | {', '.join(f'`{name}`' for name in op.parameters)} | {summary} |"
+    left_out = "" if op.if_left_out is None else f" {op.if_left_out} |"
+    return f"| `{op.name}` |{left_out} {', '.join(f'`{name}`' for name in op.parameters)} | {summary} |"
 
 
 if __name__ == "__main__":

@@ -102,7 +102,13 @@ class TestCommand:
         assert main(["ops", "--graph", "--platform", "graph-interpreter"]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert any(line.split()[:3] == ["yes", "paged_attention", "attention"] for line in lines)
-        assert any(line.split()[:3] == ["no", "linear_silu_and_mul", "optional"] for line in lines)
+        assert any(line.split()[:3] == ["unused", "linear_silu_and_mul", "optional"] for line in lines)
+
+    def test_it_prints_the_graph_form_of_operations_on_a_state(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["ops", "--graph", "causal_conv1d"]) == 0
+        form = capsys.readouterr().out.partition("In a graph:\n")[2]
+        assert "inputs: x, weight, bias, state, query_start_loc, read_slots, write_slots;" in form
+        assert "attributes: activation\n" in form and "updated: state," in form and "max_query_len: no" in form
 
     def test_it_prints_definitions(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["ops", "--graph", "permute"]) == 0

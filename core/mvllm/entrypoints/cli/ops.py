@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mvllm.graph.operations import GraphOperation
     from mvllm.platform.graph_compiler import GraphCompiler
 
 
@@ -90,18 +91,17 @@ def _run_graph(args: argparse.Namespace) -> int:
             return _check_models(args.model, compiler, chosen.platform.capabilities.dtypes[0])
     rows = [op for name, op in GRAPH_OPERATIONS.items() if not args.operations or name in args.operations]
     if args.operations:
-        print("\n\n".join(f"{op.name} ({op.group})\n\n{op.definition}" for op in rows))
+        print("\n\n".join(_definition(op) for op in rows))
         return 0
     width = max(len(op.name) for op in rows)
     for op in rows:
-        translated = "" if known is None else "yes  " if op.name in known else "no   "
+        translated = "" if known is None else f"{'yes' if op.name in known else if_left_out(op):<8}  "
         print(f"{translated}{op.name:<{width}}  {op.group:<9}  {op.summary}")
     if known is not None:
-        missing = [op.name for op in rows if op.name not in known and op.group in ("attention", "array")]
-        print(f"\n{len(known)} of {len(rows)} operations are translated.")
-        print("A named operation that is not is traced as the array operations of its definition, where it has one.")
-        if missing:
-            print(f"Models with these cannot run: {', '.join(missing)}.")
+        print(f"\n{sum(op.name in known for op in rows)} of {len(rows)} operations are translated. The others:")
+        print("traced   The operation is traced as the array operations of its definition.")
+        print("refused  Models with the operation cannot run.")
+        print("unused   Core does not use the operation; it cuts graphs at collectives.")
     return 0
 
 
@@ -131,3 +131,28 @@ def _check_models(paths: Sequence[str], compiler: GraphCompiler, dtype: str) -> 
         print(f"  {'The compiler cannot run it.' if found.reasons else 'The compiler can run it.'}")
         failed = failed or bool(found.reasons)
     return int(failed)
+
+
+def if_left_out(op: GraphOperation) -> str:
+    """What core does with an operation that a compiler does not name: `traced`, `refused` or `unused`."""
+    return op.if_left_out or ("refused" if op.group in ("attention", "array") else "unused")
+
+
+def _definition(op: GraphOperation) -> str:
+    """The definition of an operation; for one with a state also its form in graphs."""
+    lines = [f"{op.name} ({op.group})", "", op.definition]
+    if op.updates and op.reference is not None:
+        from mvllm.graph.arguments import array_parameters
+
+        arrays = array_parameters(op.reference)
+        others = [name for name in op.parameters if name not in arrays and name != "max_query_len"]
+        lines += [
+            "",
+            "In a graph:",
+            f"    inputs: {', '.join(arrays)}; absent ones are None",
+            f"    attributes: {', '.join(others) or 'none'}",
+            f"    updated: {', '.join(op.updates)}, an input of kind `state`, which the program keeps: "
+            "[num_slots + 1, ...]",
+            "    max_query_len: no attribute, but `StepSizes.max_query_len` of the run",
+        ]
+    return "\n".join(lines)
