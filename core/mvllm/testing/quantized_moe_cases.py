@@ -178,14 +178,13 @@ def quantized_ungated_moe_cases(op: str, dtype: torch.dtype) -> Iterator[OpCall]
 
 
 def _ungated_cases(op: str, dtype: torch.dtype, rows: int, activation: str) -> Iterator[OpCall]:
-    hidden, size = 64, 80
     integers = {"bits": 4, "group_size": 32, "symmetric": False, "int8_activations": False}
     yield _ungated_case(
-        *(op, "quantized_linear", (integers, integers), (hidden, size), activation),
-        partial(rows_of_quantized, dtype, rows, hidden),
+        *(op, "quantized_linear", (integers, integers), (64, 80), activation),
+        partial(rows_of_quantized, dtype, rows, 64),
         lambda e: (
-            quantized_weight({**integers, "in_features": hidden}, size, e),
-            quantized_weight({**integers, "in_features": size}, hidden, e + 9),
+            quantized_weight({**integers, "in_features": 64}, 80, e),
+            quantized_weight({**integers, "in_features": 80}, 64, e + 9),
         ),
     )
     upper, lower = ({"block_rows": 1, "block_columns": columns, "inputs": "dynamic"} for columns in (64, 96))
