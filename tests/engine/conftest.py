@@ -21,6 +21,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Closes what a test opens."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
 def make_llm(checkpoint: Path) -> Iterator[MakeLLM]:
     """Builds engines that are shut down at the end of the test."""
     with ExitStack() as stack:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,6 +13,7 @@ from mvllm.graph.interpreter import Interpreter
 from tests.engine import test_encoders as encoders
 from tests.engine import test_token_spaces as spaces
 from tests.helpers import encoder_zoo, parity
+from tests.helpers.graph_engine import start
 from tests.helpers.image_zoo import make_janus
 from tests.helpers.lora_adapters import check_against, merged, write_adapter
 from tests.helpers.model_zoo import make_checkpoint
@@ -31,16 +30,6 @@ FAMILIES = ("llama-odd-vocabulary-tied", "mixtral", "deepseek3", "gptoss", "gemm
 @pytest.fixture(autouse=True)
 def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepend(monkeypatch, graph_platform_path(tmp_path))
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-def start(stack: ExitStack, folder: Path, **settings: Any) -> LLM:
-    return stack.enter_context(parity.engine(folder, platform="graph-interpreter", **settings))
 
 
 def oracle(name: str = "llama-gqa") -> Oracle:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from mvllm import LLM, PoolingParams, RequestError, RequestOutput, SamplingParam
 from mvllm.graph.interpreter import InterpretedProgram
 from tests.helpers import parity
 from tests.helpers.changed_weights import changed_copy, tensors_of
+from tests.helpers.graph_engine import start
 from tests.helpers.model_zoo import load_reference
 from tests.helpers.parity import Oracle
 from tests.helpers.plugins import graph_platform_path, prepend
@@ -31,16 +31,6 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def expected() -> Oracle:
     return parity.oracle("llama-gqa", WHICH, NUM_TOKENS)
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-def start(stack: ExitStack, folder: Path, **settings: Any) -> LLM:
-    return stack.enter_context(parity.engine(folder, platform="graph-interpreter", **settings))
 
 
 def generate(llm: LLM, prompts: list[list[int]], **settings: Any) -> list[RequestOutput]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -15,12 +14,6 @@ ALL_LAYERS = "mistral-window"  # three layers with a window of 11 tokens
 WIDE_WINDOW = "mistral-window-yarn"  # window of 24 tokens
 SOME_LAYERS = "qwen2-layer-types"  # two of three layers have a window of 9 tokens: three groups of one
 LONG = [10, 11, 14, 15]  # prompts of 64, 97, 40 and 48 tokens
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def make(stack: ExitStack, name: str, num_blocks: int, **settings: object) -> LLM:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import nn
@@ -69,6 +69,11 @@ class BuildContext:
     spread: Callable[[torch.Tensor, int | None], torch.Tensor] | None = None
     batch_invariant: bool = False
     state: Callable[[StateSpec], StateBackend] = StateBackend
+
+    @classmethod
+    def of(cls, context: BuildContext) -> Self:
+        """A copy of a build context, of this class."""
+        return cls(**{field.name: getattr(context, field.name) for field in dataclasses.fields(context)})
 
     @property
     def shares(self) -> tuple[ShardIndex, ...]:

@@ -56,11 +56,6 @@ CopyTensor = Callable[[TensorEntry, WeightTarget], None]
 class UnallocatedContext(BuildContext):
     """A build context whose parameters have no memory until `allocate`."""
 
-    @classmethod
-    def of(cls, context: BuildContext) -> UnallocatedContext:
-        """A copy of a build context."""
-        return cls(**{field.name: getattr(context, field.name) for field in dataclasses.fields(context)})
-
     def parameter(self, *shape: int) -> nn.Parameter:
         parameter = super().parameter(*shape)
         with suppress(RuntimeError, NotImplementedError):  # devices whose storage has a fixed size keep the memory

@@ -14,7 +14,6 @@ has to be loaded before it is traced; see ValuesInStructure.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -45,11 +44,6 @@ class ValuesInStructure(ModelError):
 
 class WeightlessContext(BuildContext):
     """A build context whose parameters have memory that is not used as long as nothing writes to it."""
-
-    @classmethod
-    def of(cls, context: BuildContext) -> WeightlessContext:
-        """A copy of a build context."""
-        return cls(**{field.name: getattr(context, field.name) for field in dataclasses.fields(context)})
 
     def parameter(self, *shape: int) -> nn.Parameter:
         parameter = super().parameter(*shape)

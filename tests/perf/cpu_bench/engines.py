@@ -125,10 +125,22 @@ def _our_server(quantization: str | None = None) -> tuple[str, ...]:
 
 
 def on_platform(engines: Sequence[Engine], platform: str) -> list[Engine]:
-    """The rows of mvllm with default settings, on `platform`."""
+    """The rows of mvllm with default settings, on `platform`.
+
+    They run in the environment that `ci/dev.py conform` makes for a platform with a runtime of its own, if it is there.
+    """
     rows = [engine for engine in engines if not engine.options]
-    option = f"platform={json.dumps(platform)}"
-    return [replace(row, name=f"mvllm on {platform}", options=(option,), server=None) for row in rows]
+    option, own = f"platform={json.dumps(platform)}", Path(sys.prefix).with_name(f".venv-{platform}") / "bin" / "python"
+    return [
+        replace(
+            row,
+            name=f"mvllm on {platform}",
+            python=own if own.exists() else row.python,
+            options=(option,),
+            server=None,
+        )
+        for row in rows
+    ]
 
 
 def with_settings(engine: Engine, settings: str) -> Engine:
