@@ -80,6 +80,10 @@ class SchedulerOutput(msgspec.Struct, omit_defaults=True):
         read_slots: Of models with sequence states, the state slot that each of `rows` reads; -1 for a sequence that
             starts, whose state is zeros. Empty for other models.
         write_slots: The state slot that each of `rows` writes. Empty for models without sequence states.
+        saved_blocks, saved_host_blocks: Pairs of a KV block and a host block, to which its contents are copied. These
+            copies come first: a block may be one that this step writes anew. See `kv_transfer.host_kv_cache`.
+        loaded_blocks, loaded_host_blocks: Likewise, in the other direction. Second, before anything is computed.
+        saved_states, saved_host_states, loaded_states, loaded_host_states: The same for slots of sequence states.
     """
 
     step: int
@@ -96,6 +100,14 @@ class SchedulerOutput(msgspec.Struct, omit_defaults=True):
     masks_follow: bool = False
     read_slots: list[int] = []
     write_slots: list[int] = []
+    saved_blocks: list[int] = []
+    saved_host_blocks: list[int] = []
+    loaded_blocks: list[int] = []
+    loaded_host_blocks: list[int] = []
+    saved_states: list[int] = []
+    saved_host_states: list[int] = []
+    loaded_states: list[int] = []
+    loaded_host_states: list[int] = []
 
 
 class ModelRunnerOutput(msgspec.Struct, omit_defaults=True):

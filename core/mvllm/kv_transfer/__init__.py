@@ -1,0 +1,1 @@
+"""Keys and values outside of the device: blocks in host memory, and connectors that store them elsewhere."""
