@@ -56,6 +56,10 @@ for start, stop in zip(a[6].tolist(), a[6].tolist()[1:]):
         result[start + 64 : stop] = exact(*rest, a[5], bounds, none, none, count, *a[10:])
 return result
 """
+_ONE_DECAY_PER_HEAD = """\
+a[3] = a[3].mean(-1, keepdim=True).expand_as(a[3]).contiguous()
+return exact(*a)
+"""
 _OVERWRITES_WHAT_IT_READS = """\
 result, state, read, write = exact(*a), a[3], a[5].long(), a[6].long()
 state[read.where(read >= 0, write)] = state[write]
@@ -103,6 +107,13 @@ STATE_MUTANTS = (
         *_operation("ssd", _STATE_BEFORE_THE_LAST_TOKEN),
     ),
     ("each chunk of a prompt starts from zeros", "STA-05", *_operation("gated_delta_rule", _CHUNKS_FROM_ZEROS)),
+    ("the channels of a head decay alike", "OPS-01", *_operation("kda", _ONE_DECAY_PER_HEAD)),
+    ("a prompt of kda starts each chunk from zeros", "STA-05", *_operation("kda", _CHUNKS_FROM_ZEROS)),
+    (
+        "the gate is left out of the norm",
+        "OPS-01",
+        *_operation("gated_rms_norm", "a[1] = None\nreturn exact(*a)"),
+    ),
     ("half of a state is copied", "STA-06", *_backend(_HALF_A_COPY)),
     (
         "requests of larger steps read each other's states",

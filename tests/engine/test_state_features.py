@@ -202,15 +202,15 @@ def forced_logprobs(folder: Path, expected: parity.Oracle, **settings: Any) -> t
 
 
 SMALL = {
-    "bfloat16": ({"dtype": "bfloat16"}, 0.2),
-    "int8": ({"quantization": "int8"}, 0.3),
-    "int4": ({"quantization": "int4"}, 0.7),
-    "int8-keys": ({"kv_cache_dtype": "int8"}, 0.02),
-    "fp8-keys": ({"kv_cache_dtype": "fp8"}, 0.1),
-    "bfloat16-int8-int8-keys": ({"dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "int8"}, 0.3),
+    "bfloat16": ({"dtype": "bfloat16"}, 0.1),
+    "int8": ({"quantization": "int8"}, 0.15),
+    "int4": ({"quantization": "int4"}, 0.6),
+    "int8-keys": ({"kv_cache_dtype": "int8"}, 0.01),
+    "fp8-keys": ({"kv_cache_dtype": "fp8"}, 0.05),
+    "bfloat16-int8-int8-keys": ({"dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "int8"}, 0.15),
 }
-"""Settings, and the distance from float32 that they may have, in standard deviations of the log-probabilities. The
-distances of zoo models are large, because rounding changes the experts that a token is routed to."""
+"""Settings, and the distance from float32 that the median token may have, in standard deviations of the
+log-probabilities. Rounding changes the experts of some tokens, whose distance is many times as large."""
 
 
 @every_family
@@ -224,13 +224,15 @@ def test_small_numbers_stay_close_to_float32_and_hits_change_nothing(name: str, 
     reference = torch.cat(expected.logprobs)
     scale = reference.std()
 
-    def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-        return float((a - b).pow(2).mean().sqrt() / scale)
+    def distances(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Of each token."""
+        return (a - b).pow(2).mean(1).sqrt() / scale
 
     changes_nothing = kind in ("int8-keys", "fp8-keys") and name == "mamba2"
-    assert distance(plain, reference) < noise
-    assert (distance(plain, reference) < LOGPROB_TOLERANCE) == changes_nothing
-    assert distance(hit, plain) < (LOGPROB_TOLERANCE if settings.get("dtype") is None else 0.02)
+    assert float(distances(plain, reference).median()) < noise
+    assert (float(distances(plain, reference).max()) < LOGPROB_TOLERANCE) == changes_nothing
+    same = LOGPROB_TOLERANCE if settings.get("dtype") is None else 0.02
+    assert float(distances(hit, plain).pow(2).mean().sqrt()) < same
 
 
 @pytest.mark.parametrize("name", ["granitehybrid", "mamba2", "qwen3next"])

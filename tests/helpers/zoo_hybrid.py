@@ -213,5 +213,18 @@ HYBRID: dict[str, dict[str, Any]] = {
         ),
         "exhaustive": True,
     },
+    "bamba-attention-first": {
+        "config": _bamba(
+            num_hidden_layers=4,
+            attn_layer_indices=[0, 2],
+            num_key_value_heads=1,
+            mamba_conv_bias=False,
+            mamba_d_conv=3,
+            rms_norm_eps=1e-6,
+            **_ROPE,
+        ),
+        "exhaustive": True,
+        "seed": 3,
+    },
 }
 """Settings of ZooEntry by name."""

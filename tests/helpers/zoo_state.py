@@ -41,4 +41,17 @@ STATE: dict[str, dict[str, Any]] = {
         "edit_config": _with_length,
         "exhaustive": True,
     },
+    "mamba2-few-heads": {
+        "config": _mamba2(
+            num_hidden_layers=2,
+            num_heads=4,
+            head_dim=32,
+            state_size=24,
+            n_groups=2,
+            layer_norm_epsilon=1e-6,
+        ),
+        "edit_config": _with_length,
+        "exhaustive": True,
+        "seed": 3,
+    },
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from mvllm.platform.step_graph import Node, StepGraph, Value
 
@@ -32,6 +33,11 @@ class GraphPart:
     graph: StepGraph | None
     collectives: tuple[Node, ...]
     needed: frozenset[str]
+
+    @cached_property
+    def step_inputs(self) -> tuple[str, ...]:
+        """Names of the step inputs of `graph`."""
+        return () if self.graph is None else tuple(value.name for value in self.graph.inputs_of("step"))
 
 
 @dataclass(frozen=True)

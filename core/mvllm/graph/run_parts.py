@@ -63,7 +63,7 @@ def run_parts(cut: CutGraph, program: GraphProgram, inputs: Mapping[str, Any], s
 
     for part in cut.parts:
         if part.graph is not None:
-            given = {value.name: arrays[value.name] for value in part.graph.inputs_of("step")}
+            given = {name: arrays[name] for name in part.step_inputs}
             arrays.update(zip(part.graph.outputs, program.run(part.graph.name, given, sizes), strict=True))
         for node in part.collectives:
             (name,) = node.inputs

@@ -15,6 +15,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Literal
 
 import msgspec
@@ -219,10 +220,15 @@ def substitute(dim: Dim, sizes: Mapping[str, int]) -> Dim:
     """The number of a size; the size itself if its symbol is not among `sizes`."""
     if isinstance(dim, int):
         return dim
+    factor, symbol, term = _parsed(dim)
+    return factor * sizes[symbol] + term if symbol in sizes else dim
+
+
+@cache
+def _parsed(dim: str) -> tuple[int, str, int]:
+    """Factor, symbol and term of an expression; without a symbol if it is none."""
     match = _EXPRESSION.fullmatch(dim)
-    if match is None or match[2] not in sizes:
-        return dim
-    return int(match[1] or 1) * sizes[match[2]] + int(match[3] or 0)
+    return (0, "", 0) if match is None else (int(match[1] or 1), match[2], int(match[3] or 0))
 
 
 def is_symbolic(entry: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,9 @@ from mvllm_openvino.quantized import names_of_pairs, pairs
 
 DEVICE = "CPU"
 
+_ALIGNMENT = 64
+"""Bytes, of the memory of a cache."""
+
 
 class OpenVINOProgram(GraphProgram):
     """The graphs of one model as OpenVINO models.
@@ -33,6 +37,7 @@ class OpenVINOProgram(GraphProgram):
         self._arrays: dict[str, np.ndarray] = {}
         self._compiled: dict[str, CompiledGraph] = {}
         self._caches: dict[str, Sequence[ov.Tensor]] = {}
+        self._cache_arrays: list[np.ndarray] = []  # the memory of these tensors
         self._core = ov.Core()
         self._pairs = names_of_pairs(graphs)
         values = (value for graph in graphs for value in graph.inputs)
@@ -60,7 +65,9 @@ class OpenVINOProgram(GraphProgram):
         try:
             for name, cache in self._cache_values.items():
                 dtype = TYPES[cache.spec.kv_dtype]
-                self._caches[name] = [_new_cache(dtype, shape) for shape in cache_shapes(cache.spec, num_blocks)]
+                made = [_new_cache(dtype, shape) for shape in cache_shapes(cache.spec, num_blocks)]
+                self._caches[name] = [tensor for tensor, _ in made]
+                self._cache_arrays += [array for _, array in made]
         except (MemoryError, RuntimeError) as e:
             self.free_caches()
             raise MemoryError(f"{num_blocks} blocks of the KV cache do not fit into the host's memory: {e}") from e
@@ -71,6 +78,7 @@ class OpenVINOProgram(GraphProgram):
         self._caches.clear()
         for compiled in self._compiled.values():
             compiled.unbind()
+        self._cache_arrays.clear()
 
     def run(self, graph: str, inputs: Mapping[str, Any], sizes: StepSizes) -> Sequence[np.ndarray]:
         return self._compiled_graph(graph).run(inputs, sizes)
@@ -99,6 +107,7 @@ class OpenVINOProgram(GraphProgram):
     def close(self) -> None:
         self._compiled.clear()
         self._caches.clear()
+        self._cache_arrays.clear()
         self._arrays.clear()
 
 
@@ -109,11 +118,11 @@ class CompiledGraph:
         self, core: ov.Core, graph: StepGraph, table: Mapping[str, Lowering], arrays: Mapping[str, np.ndarray]
     ) -> None:
         self._graph = graph
-        self._steps = graph.inputs_of("step")
-        values = graph.values()
+        steps, values = graph.inputs_of("step"), graph.values()
+        self._steps = [_StepInput(value) for value in steps]
         self._results = [values[name] for name in graph.outputs]
         building = Building(graph, arrays)
-        for value in self._steps:
+        for value in steps:
             building.output(value.name)
         for node in graph.nodes:
             for value, output in zip(node.outputs, table[node.op](building, node), strict=True):
@@ -125,6 +134,8 @@ class CompiledGraph:
         model = ov.Model(results, building.parameters, graph.name)
         self._request = core.compile_model(model, DEVICE, settings(dtypes)).create_infer_request()
         self._is_bound = False
+        attention = next((node for node in graph.nodes if node.op == "paged_attention"), None)
+        self._starts_and_lengths = ("", "") if attention is None else tuple(map(str, attention.inputs[7:9]))
 
     def bind(self, caches: Mapping[str, Sequence[ov.Tensor]]) -> None:
         """Uses these caches from now on."""
@@ -153,31 +164,49 @@ class CompiledGraph:
         real = self._real_sizes(inputs) if self._caches else {}
         if real.get("T") == 0:
             return [_nothing(value, sizes) for value in self._results]
-        arrays = []
-        for value in self._steps:
-            array, dtype = inputs[value.name][: _length(value, real)], stored_type(value.dtype)
-            wanted = np.uint16 if dtype == Type.bf16 else dtype.to_dtype()
-            array = np.ascontiguousarray(array, wanted)
-            self._request.set_tensor(value.name, ov.Tensor(array, ov.Shape(array.shape), dtype))
-            arrays.append(array)  # they must live until the request has run
+        for step_input in self._steps:
+            step_input.set(self._request, inputs[step_input.name], real)
         self._request.infer(share_outputs=True)
-        outputs = [_bits(self._request.get_output_tensor(index)) for index in range(len(self._results))]
+        outputs, symbols = self._request.output_tensors, sizes.symbols()
         return [
-            _padded(output, _length(value, sizes.symbols()))
+            _padded(_bits(output), _length(value, symbols))
             for output, value in zip(outputs, self._results, strict=True)
         ]
 
     def _real_sizes(self, inputs: Mapping[str, Any]) -> dict[str, int]:
         """Tokens and requests without padding, which comes last."""
-        starts, lengths = next(node.inputs[7:9] for node in self._graph.nodes if node.op == "paged_attention")
-        requests = int(np.count_nonzero(inputs[str(lengths)]))
-        return {"T": int(inputs[str(starts)][requests]), "R": requests}
+        starts, lengths = self._starts_and_lengths
+        requests = int(np.count_nonzero(inputs[lengths]))
+        return {"T": int(inputs[starts][requests]), "R": requests}
 
 
-def _new_cache(dtype: Type, shape: Sequence[int]) -> ov.Tensor:
-    made = ov.Tensor(dtype, ov.Shape(list(shape)))
-    _bits(made)[...] = 0
-    return made
+class _StepInput:
+    """A step input of one graph. Its memory stays the request's input while the shape is the same."""
+
+    def __init__(self, value: Value) -> None:
+        self.name = value.name
+        self._value = value
+        self._type = stored_type(value.dtype)
+        self._dtype = np.dtype(np.uint16 if self._type == Type.bf16 else self._type.to_dtype())
+        self._array: np.ndarray | None = None
+
+    def set(self, request: ov.InferRequest, array: np.ndarray, sizes: Mapping[str, int]) -> None:
+        """Gives a step's array to the request."""
+        array = array[: _length(self._value, sizes)]
+        if self._array is not None and self._array.shape == array.shape:
+            np.copyto(self._array, array, casting="unsafe")
+            return
+        self._array = np.array(array, self._dtype, order="C")
+        request.set_tensor(self.name, ov.Tensor(self._array, ov.Shape(array.shape), self._type))
+
+
+def _new_cache(dtype: Type, shape: Sequence[int]) -> tuple[ov.Tensor, np.ndarray]:
+    """A tensor of zeros, and its memory, of which the system provides each page when it is first written."""
+    size = math.prod(shape) * dtype.size
+    memory = np.zeros(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    numbers = memory[start : start + size].view(np.uint16 if dtype == Type.bf16 else dtype.to_dtype())
+    return ov.Tensor(numbers.reshape(shape), ov.Shape(list(shape)), dtype), memory
 
 
 def settings(dtypes: Collection[str]) -> dict[str, Any]:
