@@ -120,14 +120,14 @@ class CompiledGraph:
         self._graph = graph
         steps, values = graph.inputs_of("step"), graph.values()
         self._steps = [_StepInput(value) for value in steps]
-        self._results = [values[name] for name in graph.outputs]
+        self._results = [_Result(values[name], index) for index, name in enumerate(graph.outputs)]
         building = Building(graph, arrays)
         for value in steps:
             building.output(value.name)
         for node in graph.nodes:
             for value, output in zip(node.outputs, table[node.op](building, node), strict=True):
                 building.outputs[value.name] = converted(output, value.dtype)
-        results = [building.result(value) for value in self._results]
+        results = [building.result(values[name]) for name in graph.outputs]
         self._caches = dict(building.caches)
         self._kept = building.kept
         dtypes = {value.spec.dtype if isinstance(value, CacheValue) else value.dtype for value in values.values()}
@@ -163,15 +163,14 @@ class CompiledGraph:
         assert self._is_bound or not self._caches, "caches are allocated before the first step"
         real = self._real_sizes(inputs) if self._caches else {}
         if real.get("T") == 0:
-            return [_nothing(value, sizes) for value in self._results]
+            return [result.nothing(sizes) for result in self._results]
         for step_input in self._steps:
             step_input.set(self._request, inputs[step_input.name], real)
+        symbols = sizes.symbols()
+        for result in self._results:
+            result.prepare(self._request, symbols | real)
         self._request.infer(share_outputs=True)
-        outputs, symbols = self._request.output_tensors, sizes.symbols()
-        return [
-            _padded(_bits(output), _length(value, symbols))
-            for output, value in zip(outputs, self._results, strict=True)
-        ]
+        return [result.copy(symbols) for result in self._results]
 
     def _real_sizes(self, inputs: Mapping[str, Any]) -> dict[str, int]:
         """Tokens and requests without padding, which comes last."""
@@ -200,6 +199,37 @@ class _StepInput:
         request.set_tensor(self.name, ov.Tensor(self._array, ov.Shape(array.shape), self._type))
 
 
+class _Result:
+    """A result of one graph. The request writes it to the same memory while its shape is the same."""
+
+    def __init__(self, value: Value, index: int) -> None:
+        self._value = value
+        self._index = index
+        self._type = stored_type(value.dtype)
+        self._dtype = np.dtype(np.uint16 if self._type == Type.bf16 else self._type.to_dtype())
+        self._array: np.ndarray | None = None
+
+    def prepare(self, request: ov.InferRequest, sizes: Mapping[str, int]) -> None:
+        """Gives the request memory for a step's result."""
+        shape = self._shape(sizes)
+        if self._array is None or self._array.shape != shape:
+            self._array = np.empty(shape, self._dtype)
+            request.set_output_tensor(self._index, ov.Tensor(self._array, ov.Shape(shape), self._type))
+
+    def copy(self, sizes: Mapping[str, int]) -> np.ndarray:
+        """The result of a run, with zeros for what padding would have given."""
+        assert self._array is not None
+        return _padded(self._array, _length(self._value, sizes))
+
+    def nothing(self, sizes: StepSizes) -> np.ndarray:
+        """The result of a step of padding alone."""
+        zeros = np.zeros(self._shape(sizes.symbols()), computed_type(self._value.dtype).to_dtype())
+        return _encoded(zeros, self._value.dtype)
+
+    def _shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(int(substitute(dim, sizes)) for dim in self._value.shape)
+
+
 def _new_cache(dtype: Type, shape: Sequence[int]) -> tuple[ov.Tensor, np.ndarray]:
     """A tensor of zeros, and its memory, of which the system provides each page when it is first written."""
     size = math.prod(shape) * dtype.size
@@ -212,15 +242,17 @@ def _new_cache(dtype: Type, shape: Sequence[int]) -> tuple[ov.Tensor, np.ndarray
 def settings(dtypes: Collection[str]) -> dict[str, Any]:
     """Properties of the processor's plugin for the dtypes of a graph."""
     precision = "bfloat16" if "bfloat16" in dtypes else "float32"
-    threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    threads = int(wanted) if wanted.isdigit() else 0
     return {
-        **({"INFERENCE_NUM_THREADS": int(threads)} if threads.isdigit() and int(threads) else {}),
+        **({"INFERENCE_NUM_THREADS": threads} if threads else {}),
         "INFERENCE_PRECISION_HINT": TYPES[precision],
         "KV_CACHE_PRECISION": TYPES[precision],
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # by default activations are rounded to int8 for integer weights
         "PERFORMANCE_HINT": "LATENCY",
         "NUM_STREAMS": 1,
-        "ENABLE_CPU_PINNING": False,
+        # Several processes would pin their threads to the same processors.
+        "ENABLE_CPU_PINNING": not threads or threads >= len(os.sched_getaffinity(0)),
     }
 
 
@@ -232,12 +264,6 @@ def _length(value: Value, sizes: Mapping[str, int]) -> int | None:
     """Size of the first dimension if it depends on one of these symbols."""
     dim = substitute(value.shape[0], sizes) if value.shape else ""
     return dim if isinstance(dim, int) else None
-
-
-def _nothing(value: Value, sizes: StepSizes) -> np.ndarray:
-    """The result of a step of padding alone."""
-    shape = [int(substitute(dim, sizes.symbols())) for dim in value.shape]
-    return _encoded(np.zeros(shape, computed_type(value.dtype).to_dtype()), value.dtype)
 
 
 def _padded(output: np.ndarray, length: int | None) -> np.ndarray:
