@@ -180,7 +180,7 @@ def test_copies_are_in_the_order_of_the_calls(
 def test_formats_name_what_the_bytes_depend_on(
     subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
 ) -> None:
-    found: dict[str, tuple[AttentionSpec, int]] = {}
+    found: dict[str, tuple[object, ...]] = {}
     every = [*specs(subject, claimed_dtype), make_spec(2, 1, 64, claimed_dtype), make_spec(2, 2, 32, claimed_dtype)]
     for spec in every:
         backend = checked_attention_backend(subject.platform, spec)
@@ -191,8 +191,12 @@ def test_formats_name_what_the_bytes_depend_on(
             assert len(names) == 1, f"the format depends on the number of blocks: {sorted(names)}"
             [name] = names
             assert name, f"{spec}: the format is empty"
-            other = found.setdefault(name, (spec, size))
-            assert other == (spec, size), f"{other} and {(spec, size)} have the same format, {name!r}"
+            stored = (spec.kv_dtype, spec.num_kv_heads, spec.head_size, spec.values_in_keys, size)
+            other = found.setdefault(name, stored)
+            assert other == stored, (
+                f"Storage dtype, heads, head size, values in keys and block size {other} and {stored} have the same "
+                f"format, {name!r}"
+            )
 
 
 def state_cases(dtype: str) -> list[StateCase]:
