@@ -48,7 +48,9 @@ def start(stack: ExitStack, folder: Path, **settings: Any) -> LLM:
 def test_copied_blocks_and_states_give_the_same_bits(stack: ExitStack, folder_of: Any, name: str) -> None:
     driver = HostBlockDriver(start(stack, folder_of(name)))
     driver.check_round_trip(PROMPT)
-    assert (driver.blocks is None) == (name == "mamba2") and (driver.states is None) == (name not in ("bamba", "mamba2"))
+    assert (driver.blocks is None) == (name == "mamba2") and (driver.states is None) == (
+        name not in ("bamba", "mamba2")
+    )
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "int8", "float8_e4m3fn"])
@@ -75,7 +77,11 @@ def test_every_rank_copies_its_part(stack: ExitStack, folder_of: Any, name: str,
 
 def test_worker_processes_map_the_host_blocks(stack: ExitStack, folder_of: Any) -> None:
     llm = start(
-        stack, folder_of("llama-gqa"), tensor_parallel_size=2, pipeline_parallel_size=1, distributed_executor_backend="mp"
+        stack,
+        folder_of("llama-gqa"),
+        tensor_parallel_size=2,
+        pipeline_parallel_size=1,
+        distributed_executor_backend="mp",
     )
     HostBlockDriver(llm).check_round_trip(PROMPT)
 
