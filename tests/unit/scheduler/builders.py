@@ -7,7 +7,8 @@ from collections import deque
 from functools import partial
 
 from mvllm.config.engine_config import SchedulerConfig
-from mvllm.kv_cache.kv_cache_manager import KVCacheManager, StateKVCacheManager, _group_hash
+from mvllm.kv_cache.kv_cache_manager import KVCacheManager, StateKVCacheManager
+from mvllm.kv_cache.prefix_search import group_hash
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams, PoolingType
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreRequest, FinishReason, PositionLogprobs
@@ -224,7 +225,7 @@ class Engine:
             for i, block_hash in enumerate(request.table.block_hashes):
                 for group in range(kv_cache.num_groups):
                     own = prints[i * kv_cache.block_size : (i + 1) * kv_cache.block_size]
-                    contents[_group_hash(block_hash, group)] = [each + group * GROUP for each in own]
+                    contents[group_hash(block_hash, group)] = [each + group * GROUP for each in own]
         for name, block in kv_cache._pool._block_by_hash.items():
             if block not in unconfirmed:
                 held = runner.slots[block * kv_cache.block_size : (block + 1) * kv_cache.block_size]
