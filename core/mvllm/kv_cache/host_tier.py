@@ -256,6 +256,11 @@ class HostTier:
                 tier.host.unpin(index)
         return filled
 
+    def is_being_saved(self, tier: PoolTier, index: int) -> bool:
+        """Whether a plan fills a host block, and its results are not back."""
+        in_flight = (copies for plan in self._in_flight.values() for copies in plan)
+        return index in tier.saves or any(each is tier and index in saved for each, saved, _ in in_flight)
+
     # ------------------------------------------------------------------------------------------------------ tables
 
     def pin_for(self, table: BlockTable, tier: PoolTier, index: int) -> None:
