@@ -117,6 +117,16 @@ class KVLoads:
         """Whether a connector fills or reads host blocks."""
         return bool(self._loading or self._num_saving)
 
+    @property
+    def can_save(self) -> bool:
+        """Whether a plan without requests would save something."""
+        return self._tier.can_save
+
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether something is left to save, now or when connectors have read host blocks."""
+        return self._tier.can_save or (self._tier.has_unsaved and bool(self._num_saving))
+
     def add(self, request: Request) -> None:
         """A new request."""
         if self._connectors.can_load:

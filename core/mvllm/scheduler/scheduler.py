@@ -150,6 +150,10 @@ class Scheduler:
         """The number of the next plan."""
         return self._next_step
 
+    def skip_steps(self, count: int) -> None:
+        """The caller has executed plans of its own, with the next numbers. Before the first request."""
+        self._next_step += count
+
     @property
     def request_ids(self) -> list[str]:
         """Ids of all unfinished requests."""
