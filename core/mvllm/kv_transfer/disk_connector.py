@@ -315,7 +315,7 @@ class DiskConnector(KVConnector):
             with open(self._index.folder / name, "rb", buffering=0) as file:
                 is_whole = os.fstat(file.fileno()).st_size == _HEADER.size + payload.nbytes
                 if is_whole:
-                    is_whole = _read_exactly(file.fileno(), [memoryview(header), memoryview(payload)])
+                    is_whole = _read_exactly(file.fileno(), [memoryview(header), payload.data])
         except OSError:
             self._index.remove(name)
             return False
@@ -374,7 +374,7 @@ class DiskConnector(KVConnector):
                 os.makedirs(final.parent, mode=0o700, exist_ok=True)
                 file = open(temporary, "wb", buffering=0)
             with file:
-                _write_exactly(file.fileno(), [memoryview(header), memoryview(payload)])
+                _write_exactly(file.fileno(), [memoryview(header), payload.data])
             os.replace(temporary, final)
         except BaseException:
             with contextlib.suppress(OSError):
