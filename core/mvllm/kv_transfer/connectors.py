@@ -170,7 +170,7 @@ class KVConnectors:
         try:
             call: Callable[..., Any] = getattr(self._connectors[name], method)
             return call(*args)
-        except Exception as e:
+        except Exception as e:  # noqa: BLE001  (a package's code, of which any error is possible)
             self._log_once(name, method, f"failed: {type(e).__name__}: {e}", e)
             return default
 

@@ -117,7 +117,7 @@ class _FileIndex:
         self._delete_oldest(self.num_bytes + size - self.limit)
 
     def free_some(self, size: int) -> None:
-        """Deletes some of the least recently used files: the disk is full. At least `size` bytes, if there are so many."""
+        """Deletes some of the least recently used files, at least `size` bytes: the disk is full."""
         self._delete_oldest(max(size, int(self.num_bytes * _FREED_SHARE)))
 
     def scan(self, is_closed: Callable[[], bool] = lambda: False) -> None:
@@ -368,12 +368,8 @@ class DiskConnector(KVConnector):
         payload = self._host(block).block(block.index)
         header = _make_header(block.key, payload)
         try:
-            try:
-                file = open(temporary, "wb", buffering=0)
-            except FileNotFoundError:
-                os.makedirs(final.parent, mode=0o700, exist_ok=True)
-                file = open(temporary, "wb", buffering=0)
-            with file:
+            os.makedirs(final.parent, mode=0o700, exist_ok=True)
+            with open(temporary, "wb", buffering=0) as file:
                 _write_exactly(file.fileno(), [memoryview(header), payload.data])
             os.replace(temporary, final)
         except BaseException:
