@@ -8,6 +8,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any, cast
 
+from mvllm.config.kv_events import KVEventsConfig
 from mvllm.config.model import ModelConfig
 from mvllm.config.speculative import SpeculativeConfig
 from mvllm.errors import ConfigError
@@ -159,6 +160,7 @@ class EngineConfig:
         batch_invariant: The log-probabilities of a request have the same bits whatever else is in the batch, however
             its prompt was cut or found in the prefix cache, preempted or not, with draft tokens or not (since contract
             1.1).
+        kv_events: Publication of KV cache events; None if there is none (since contract 1.1).
     """
 
     model: ModelConfig
@@ -175,6 +177,7 @@ class EngineConfig:
     logits_processors: tuple[str, ...] = ()
     log_stats: bool = True
     batch_invariant: bool = False
+    kv_events: KVEventsConfig | None = None
 
 
 def replace_field(config: EngineConfig, field: str, value: Any) -> EngineConfig:

@@ -16,11 +16,25 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
 
 from mvllm.kv_cache.block_hash import BlockHash
 
 _GROWTH = 8192
 """Blocks that join the arrays at a time."""
+
+
+class BlockPoolListener(Protocol):
+    """Is told which blocks are cached. Its methods must not change the pool."""
+
+    def block_stored(self, block: int, block_hash: BlockHash) -> None:
+        """The block is cached under its hash from now on."""
+
+    def block_evicted(self, block: int, block_hash: BlockHash) -> None:
+        """The block loses its hash. Its contents are still there; the next plan may write it."""
+
+    def all_evicted(self) -> None:
+        """No block is cached any more."""
 
 
 class BlockPool:
@@ -32,6 +46,7 @@ class BlockPool:
     Attributes:
         num_free: Blocks that no request uses.
         ref_counts: How many requests use each block that has joined the arrays.
+        listeners: Are told when blocks get or lose their hash.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -39,6 +54,7 @@ class BlockPool:
             raise ValueError(f"A KV cache needs at least one block, got {num_blocks}.")
         self.num_blocks = num_blocks
         self.num_free = num_blocks
+        self.listeners: list[BlockPoolListener] = []
         self._ring = min(num_blocks, _GROWTH)
         self.ref_counts = array("i", [0]) * self._ring
         self._hashes: list[BlockHash | None] = [None] * self._ring
@@ -128,11 +144,15 @@ class BlockPool:
         if self._hashes[block] is None and block_hash not in self._block_by_hash:
             self._hashes[block] = block_hash
             self._block_by_hash[block_hash] = block
+            for listener in self.listeners:
+                listener.block_stored(block, block_hash)
 
     def evict(self, block: int) -> None:
         """Removes a block's hash, if it has one. Users of the block keep it."""
         block_hash = self._hashes[block]
         if block_hash is not None:
+            for listener in self.listeners:
+                listener.block_evicted(block, block_hash)
             self._hashes[block] = None
             del self._block_by_hash[block_hash]
 
@@ -140,6 +160,8 @@ class BlockPool:
         """Removes all hashes."""
         self._block_by_hash.clear()
         self._hashes = [None] * self._ring
+        for listener in self.listeners:
+            listener.all_evicted()
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless counts, free list and hashes agree."""

@@ -21,6 +21,29 @@ from typing import Generic, TypeVar
 
 Replica = TypeVar("Replica", bound=Hashable)
 
+_MIN_CHUNK_TOKENS = 64
+
+
+def chunk_tokens(block_size: int) -> int:
+    """Tokens per chunk between engine cores and their front ends: whole blocks, at least 64 tokens."""
+    return -(-_MIN_CHUNK_TOKENS // block_size) * block_size
+
+
+def sharing_keys(
+    cache_salt: str | None = None, position_key: int = 0, adapter_keys: Sequence[tuple[str, str]] = ()
+) -> list[tuple[str, str]]:
+    """The (kind, value) pairs of what, besides the tokens, decides whether requests may share blocks.
+
+    Args:
+        cache_salt: The request's.
+        position_key: Of models whose rotary embedding depends on the length of the prompt; otherwise 0.
+        adapter_keys: `LoRARequest.cache_keys`.
+    """
+    keys = [] if cache_salt is None else [("cache_salt", cache_salt)]
+    if position_key:
+        keys.append(("position_key", str(position_key)))
+    return [*keys, *adapter_keys]
+
 
 def root_key(keys: Sequence[tuple[str, str]]) -> int:
     """The key before the first chunk: prompts with different roots share no key.

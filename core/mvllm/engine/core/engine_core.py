@@ -20,6 +20,7 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.config.rope_parameters import prompt_cache_key
 from mvllm.engine.core.grammar_vocabulary import load_vocabulary
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary, choose_block_size, no_kv_cache, size_kv_cache
+from mvllm.engine.core.kv_event_reporting import KVEventReporter
 from mvllm.engine.core.lora_manager import LoRAManager
 from mvllm.engine.core.rollouts import CoreRollouts, PauseState
 from mvllm.engine.core.sleep import KV_CACHE, SLEEP_LEVELS, TAGS, WEIGHTS, check_sleep_level
@@ -30,6 +31,7 @@ from mvllm.executor.worker_topology import launch_topology
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager, NullKVCacheManager, StateKVCacheManager
 from mvllm.logging import get_logger
 from mvllm.messages.core_protocol import UtilityArg
+from mvllm.messages.kv_events import CacheChanges
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import (
     EngineCoreOutput,
@@ -128,10 +130,16 @@ class EngineCore(CoreRollouts):
         scheduling = config.scheduler
         if self._needs_identical_plans:
             scheduling = dataclasses.replace(scheduling, long_prefill_slowdown=None)  # it depends on time
+        kv_cache = self._make_kv_cache_manager()
+        try:
+            self._kv_events = KVEventReporter(config, kv_cache)
+        except BaseException:
+            self._executor.shutdown()
+            raise
         self.scheduler = Scheduler(
             scheduling,
             max_model_len=config.model.max_model_len,
-            kv_cache=self._make_kv_cache_manager(),
+            kv_cache=kv_cache,
             num_stages=num_stages,
             max_loras=0 if config.lora is None else config.lora.max_loras,
             num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
@@ -178,6 +186,7 @@ class EngineCore(CoreRollouts):
         if self._held_requests:
             self._held_requests = [held for held in self._held_requests if held.request_id not in ids]
         self.scheduler.abort_requests(ids)
+        self._kv_events.publish()
         if self._grammar_manager is not None:
             self._grammar_manager.cancel(ids)
 
@@ -212,7 +221,9 @@ class EngineCore(CoreRollouts):
             while len(self._in_flight) < self._max_in_flight and self.scheduler.has_requests():
                 if not self._launch_step():
                     break
-            return self._collect_step() if self._in_flight else EngineCoreOutputs(stats=self.make_stats())
+            outputs = self._collect_step() if self._in_flight else EngineCoreOutputs(stats=self.make_stats())
+            self._kv_events.publish()
+            return outputs
         except BaseException as e:
             # An unfinished step, also an interrupted one, leaves scheduler, rows and cached blocks inconsistent: later
             # results would be wrong.
@@ -235,6 +246,10 @@ class EngineCore(CoreRollouts):
         """The scheduler's current state."""
         return self.scheduler.make_stats()
 
+    def pop_cache_changes(self) -> CacheChanges | None:
+        """How the prefix cache has changed since the last call; None if it has not, or there is one replica."""
+        return self._kv_events.pop_changes()
+
     def on_failure(self, callback: Callable[[Exception], None]) -> None:
         """Registers `callback`, which is called once, from any thread, when the workers can no longer be used."""
         self._executor.on_failure(callback)
@@ -249,6 +264,7 @@ class EngineCore(CoreRollouts):
         if method not in UTILITY_METHODS:
             raise ConfigError(f"call_utility({method!r}): an engine core offers {', '.join(sorted(UTILITY_METHODS))}.")
         result = getattr(self, method)(*args)
+        self._kv_events.publish()
         return False if result is None else result
 
     def collective_rpc(self, method: str, args: tuple[Any, ...] = (), timeout: float | None = None) -> list[Any]:
@@ -394,6 +410,7 @@ class EngineCore(CoreRollouts):
         """Ends the workers. Idempotent."""
         if self._grammar_manager is not None:
             self._grammar_manager.shutdown()
+        self._kv_events.close()
         self._executor.shutdown()
 
     def _submit_grammar(self, request: EngineCoreRequest) -> None:
