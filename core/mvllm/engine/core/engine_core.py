@@ -247,7 +247,11 @@ class EngineCore(CoreRollouts):
         return self.scheduler.make_stats()
 
     def pop_cache_changes(self) -> CacheChanges | None:
-        """How the prefix cache has changed since the last call; None if it has not, or there is one replica."""
+        """How the prefix cache has changed since the last call; None if it has not, or there is one replica.
+
+        Also publishes the events since the last step.
+        """
+        self._kv_events.publish()
         return self._kv_events.pop_changes()
 
     def on_failure(self, callback: Callable[[Exception], None]) -> None:
@@ -264,7 +268,6 @@ class EngineCore(CoreRollouts):
         if method not in UTILITY_METHODS:
             raise ConfigError(f"call_utility({method!r}): an engine core offers {', '.join(sorted(UTILITY_METHODS))}.")
         result = getattr(self, method)(*args)
-        self._kv_events.publish()
         return False if result is None else result
 
     def collective_rpc(self, method: str, args: tuple[Any, ...] = (), timeout: float | None = None) -> list[Any]:
@@ -295,7 +298,9 @@ class EngineCore(CoreRollouts):
 
     def reset_prefix_cache(self) -> bool:
         """Clears the prefix cache; returns False, with nothing changed, while requests use blocks."""
-        return self.scheduler.reset_prefix_cache()
+        is_reset = self.scheduler.reset_prefix_cache()
+        self._kv_events.publish()
+        return is_reset
 
     def sleep(self, level: int) -> None:
         """Releases memory on all workers: at level 1 the KV cache, at level 2 the weights as well.
@@ -312,7 +317,7 @@ class EngineCore(CoreRollouts):
             raise RequestError("A weight update is under way. Finish it before putting the engine to sleep.")
         self._collect_all_steps()
         self._fail_all_requests("The engine was put to sleep.")
-        freed = self.scheduler.reset_prefix_cache()
+        freed = self.reset_prefix_cache()
         assert freed, "blocks without a request"
         self._executor.collective_rpc("sleep", (level,))
         if self._lora_manager is not None and WEIGHTS in given_back:
