@@ -157,9 +157,9 @@ class _Sender:
             router.send_multipart((client, b"", number, payload))  # dropped, if the client has gone or does not read
 
         if request == [SNAPSHOT]:
-            number = number_bytes(self._next_number - 1) if self._next_number else END
+            last = number_bytes(self._next_number - 1) if self._next_number else END
             for payload in self._snapshot():
-                reply(number, payload)
+                reply(last, payload)
             reply(END)
             return
         if not request or len(request[0]) != 8:

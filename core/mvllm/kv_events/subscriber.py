@@ -12,6 +12,7 @@ missed, so that the index is right also behind a lost last batch.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -93,7 +94,7 @@ class KVEventSubscriber:
         deadline, applied = time.monotonic() + seconds, 0
         while True:
             left = max(0.0, min(deadline, self._next_check()) - time.monotonic())
-            if self._sub.poll(0 if applied else left * 1000):
+            if self._sub.poll(0 if applied else math.ceil(left * 1000)):
                 applied += self._receive()
                 self._checked_at = time.monotonic()
             elif applied or time.monotonic() >= deadline:
@@ -168,9 +169,10 @@ class KVEventSubscriber:
             assert self._replay_endpoint is not None
             self._replay.connect(self._replay_endpoint)
         self._replay.send_multipart((b"", *frames))
-        deadline, answer = time.monotonic() + self._reply_seconds, []
+        deadline = time.monotonic() + self._reply_seconds
+        answer: list[tuple[bytes, bytes]] = []
         while True:
-            if not self._replay.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            if not self._replay.poll(math.ceil(max(0.0, deadline - time.monotonic()) * 1000)):
                 self._replay.close(linger=0)  # with it goes what may still arrive of this answer
                 self._replay = None
                 raise MvllmError(
