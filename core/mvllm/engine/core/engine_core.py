@@ -132,7 +132,7 @@ class EngineCore(CoreRollouts):
             scheduling = dataclasses.replace(scheduling, long_prefill_slowdown=None)  # it depends on time
         kv_cache = self._make_kv_cache_manager()
         try:
-            self._kv_events = KVEventReporter(config, kv_cache)
+            self._kv_events = KVEventReporter(config, kv_cache.record_events)
         except BaseException:
             self._executor.shutdown()
             raise

@@ -3,13 +3,24 @@ requests over replicas."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 from mvllm.config.engine_config import EngineConfig
-from mvllm.kv_cache.event_recorder import KVCacheEventRecorder
-from mvllm.kv_cache.kv_cache_manager import KVCacheManager
 from mvllm.logging import get_logger
-from mvllm.messages.kv_events import CacheChanges
+from mvllm.messages.kv_events import CacheChanges, KVCacheEvent
 
 logger = get_logger(__name__)
+
+
+class EventRecorder(Protocol):
+    """What is needed of a KVCacheEventRecorder."""
+
+    def pop_events(self) -> list[KVCacheEvent]:
+        """The events since the last call."""
+
+    def pop_changes(self) -> CacheChanges | None:
+        """The changes since the last call."""
 
 
 class KVEventReporter:
@@ -17,26 +28,26 @@ class KVEventReporter:
 
     Args:
         config: The resolved configuration.
-        kv_cache: The core's; it begins to record.
+        record_events: `KVCacheManager.record_events` of the core's KV cache.
 
     Raises:
         ConfigError: An address of `kv_events` cannot be bound.
     """
 
-    def __init__(self, config: EngineConfig, kv_cache: KVCacheManager) -> None:
+    def __init__(self, config: EngineConfig, record_events: Callable[..., EventRecorder]) -> None:
         events = config.kv_events if config.kv_events is not None and config.kv_events.publishes else None
         if events is not None and not config.cache.enable_prefix_caching:
             logger.warning("No KV cache events are published: this model has no prefix cache on this platform.")
             events = None
         balances = config.parallel.data_parallel_size > 1 and config.cache.enable_prefix_caching
-        self._recorder: KVCacheEventRecorder | None = None
+        self._recorder: EventRecorder | None = None
         self._publisher = None
         if events is not None:
             from mvllm.kv_events.publisher import KVEventPublisher  # imports ZeroMQ, which a single process needs not
 
             self._publisher = KVEventPublisher(events, config.parallel.data_parallel_rank)
         if events is not None or balances:
-            self._recorder = kv_cache.record_events(with_events=events is not None, with_changes=balances)
+            self._recorder = record_events(with_events=events is not None, with_changes=balances)
 
     def publish(self) -> None:
         """Publishes the events since the last call as one batch. Without events it does nothing."""
