@@ -5,6 +5,10 @@ conversations. A replica computes prompts one after the other and generates for 
 
     python -m tests.perf.load_balancing
 
+The last workload has prompts of 24k to 56k tokens in an own document each, and caches that hold few of them, so that
+what was sent differs from what is still cached. `reported` follows the replicas' reports of their caches, as
+DPLoadBalancer does with engine cores; `estimated` is the same rule without reports.
+
 Prints, for each rule: the share of prompt tokens found in a cache, the busiest replica's work over the mean, the time
 to first token (mean and 95th percentile), and the cost of a choice for a prompt of 100k tokens.
 """
@@ -31,6 +35,10 @@ class Rule(Protocol):
     def choose(self, prompt: Sequence[int], salt: str | None, num_sequences: int) -> int: ...
     def finish_sequence(self, replica: int) -> None: ...
     def update_load(self, replica: int, num_waiting_tokens: int, num_acknowledged: int) -> None: ...
+
+
+class Reported(DPLoadBalancer):
+    """The rule with reports of the replicas' caches."""
 
 
 class LeastLoaded:
@@ -98,6 +106,7 @@ class Workload:
     prefill_rate: float = 20_000.0
     step: float = 0.02
     one_prompt_for_all: bool = True
+    longest_document: int = 0
 
 
 @dataclass
@@ -109,16 +118,25 @@ class Replica:
     work: int = 0
     queued: list[tuple[float, int]] = field(default_factory=list)  # when each prompt is done, and its number of tokens
     blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    ends: set[int] = field(default_factory=set)  # the cached blocks that end a chunk
 
     def num_cached(self, names: Sequence[int]) -> int:
         return next((i for i, name in enumerate(names) if name not in self.blocks), len(names))
 
-    def hold(self, names: Sequence[int]) -> None:
+    def hold(self, names: Sequence[int]) -> CacheChanges:
+        """Caches these blocks; returns the changes of the cache as it would report them."""
+        per_chunk = CHUNK // BLOCK
+        new = [name for name in names[per_chunk - 1 :: per_chunk] if name not in self.blocks]
+        self.ends.update(new)
         for name in reversed(names):
             self.blocks[name] = None
             self.blocks.move_to_end(name)
+        evicted = []
         while len(self.blocks) > self.num_blocks:
-            self.blocks.popitem(last=False)
+            evicted.append(self.blocks.popitem(last=False)[0])
+        gone = [name for name in evicted if name in self.ends]
+        self.ends.difference_update(gone)
+        return CacheChanges(stored=[name for name in new if name in self.ends], removed=gone)
 
 
 @dataclass(frozen=True)
@@ -137,6 +155,8 @@ def simulate(rule: Rule, load: Workload, seed: int = 0) -> Outcome:
     replicas = [Replica(load.cache // BLOCK) for _ in range(load.num_replicas)]
     shared = [rng.randrange(1 << 17) for _ in range(load.system)]
     own = [[rng.randrange(1 << 17) for _ in range(load.system)] for _ in range(load.num_conversations)]
+    for text in own:
+        text += [rng.randrange(1 << 17) for _ in range(rng.randint(load.longest_document // 3, load.longest_document))]
     texts = [list(shared) if load.one_prompt_for_all else each for each in own]
     hits = total = 0
     taken = [0] * load.num_replicas

@@ -1,6 +1,7 @@
 """Chooses a replica for each request: the one where it costs least, counted in tokens.
 
-    cost of a replica = prompt tokens that wait there + output tokens still expected of its sequences
+    cost of a replica = prompt tokens that wait there
+                        + OUTPUT_TOKEN_WEIGHT * output tokens still expected of its sequences
                         + RUNNING_TOKEN_WEIGHT * tokens of its running sequences
                         + tokens of this prompt that are not in its cache
                         + tokens that do not fit into its free KV blocks
@@ -19,12 +20,15 @@ from typing import Generic
 from mvllm.kv_events.prefix_index import PrefixIndex, RecentPrefixIndex, Replica, prefix_keys
 
 EXPECTED_OUTPUT_TOKENS = 512
-"""Output tokens expected of a sequence, unless it may have fewer. An output token costs no less than a prompt token."""
+"""Output tokens expected of a sequence, unless it may have fewer."""
 
-RUNNING_TOKEN_WEIGHT = 0.25
-"""What a token in the KV cache of a running sequence costs, in prompt tokens: each later step reads it. With 8 billion
-parameters and 128 KiB of keys and values per token, a step reads it in about 1/800 of the time that a prompt token
-takes to compute; 0.25 is that over some hundred steps, rounded up for the memory it takes."""
+OUTPUT_TOKEN_WEIGHT = 0.25
+"""What an output token that is still expected costs, in prompt tokens: it is computed later, beside others."""
+
+RUNNING_TOKEN_WEIGHT = 0.05
+"""What a token in the KV cache of a running sequence costs, in prompt tokens: each later step reads it. Both weights
+have the shortest 99th percentile of the time to first token in `tests/perf/scaling_simulation.py`, at 1.5 to 3.5 times
+its load, among those tried (0 to 1 and 0 to 0.25)."""
 
 CHUNK = 64
 """Default tokens per chunk of a prefix."""
@@ -40,7 +44,7 @@ def routing_cost(waiting: int, output: float, running: float, uncached: int, fre
         uncached: Tokens of the request's prompt that are not in its cache.
         free: Tokens that fit into KV blocks that no request uses; None if that is not known.
     """
-    cost = waiting + output + RUNNING_TOKEN_WEIGHT * running + uncached
+    cost = waiting + OUTPUT_TOKEN_WEIGHT * output + RUNNING_TOKEN_WEIGHT * running + uncached
     if free is not None:
         cost += max(0, waiting + uncached - free)  # each of them waits until a running sequence has freed its place
     return cost

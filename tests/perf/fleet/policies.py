@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mvllm.kv_events.prefix_router import EXPECTED_OUTPUT_TOKENS, RUNNING_TOKEN_WEIGHT
+from mvllm.kv_events.prefix_router import EXPECTED_OUTPUT_TOKENS, OUTPUT_TOKEN_WEIGHT, RUNNING_TOKEN_WEIGHT
 from tests.perf.fleet.workload import Request
 
 
@@ -43,7 +43,7 @@ class View:
 
     def loads(self) -> np.ndarray:
         """The cost of each replica without the request; infinite where it accepts none."""
-        cost = self.waiting + self.output + RUNNING_TOKEN_WEIGHT * self.running
+        cost = self.waiting + OUTPUT_TOKEN_WEIGHT * self.output + RUNNING_TOKEN_WEIGHT * self.running
         cost[~self.accepts] = np.inf
         return cost
 
@@ -51,7 +51,7 @@ class View:
         """Prompt tokens of the request that each replica has cached."""
         cached = self.system_holders[request.system] * float(request.system_tokens)
         for replica, tokens in self.conversation_holders.get(request.conversation, {}).items():
-            if cached[replica]:
+            if self.system_holders[request.system, replica]:
                 cached[replica] += min(tokens, request.history_tokens)
         return cached
 
@@ -102,7 +102,7 @@ class TwoChoices:
     def choose(self, request: Request, view: View) -> int:
         accepting = np.flatnonzero(view.accepts)
         pair = [int(accepting[self._rng.randrange(len(accepting))]) for _ in range(2)]
-        loads = view.waiting[pair] + view.output[pair] + RUNNING_TOKEN_WEIGHT * view.running[pair]
+        loads = view.loads()[pair]
         return pair[int(loads[1] < loads[0])]
 
 

@@ -19,6 +19,7 @@ from tests.perf.fleet.step_times import StepTimes
 from tests.perf.fleet.workload import Request
 
 _NEVER = float("inf")
+_TOLERANCE = 1e-9  # seconds: an event that is so near has come; times are rounded
 
 
 @dataclass(slots=True)
@@ -162,11 +163,11 @@ class Replica:
             Requests whose first token came, and requests that ended.
         """
         elapsed, self._now = now - self._now, now
-        if elapsed > 0 and (self._prefilling is not None or self._generating):
+        if self._prefilling is not None or self._generating:
             self.busy_seconds += elapsed
             self._compute(elapsed)
         started, ended = [], []
-        if self._prefilling is not None and self._left <= 1e-6:
+        if self._prefilling is not None and self._left <= 0.0:
             started.append(self._end_prefill(now))
         while self._generating and self._generating[0][0] <= self._steps + 1e-6:
             running = heapq.heappop(self._generating)[2]
@@ -202,12 +203,12 @@ class Replica:
         times = self.times
         decode = times.decode_step(len(self._generating), self.running_tokens)
         if self._prefilling is None:
-            steps = elapsed * self.speed / decode
+            steps = elapsed * self.speed / decode + _TOLERANCE / decode
         else:
             full, rest = divmod(self._left, times.max_prompt_tokens)
             steps_left = max(1.0, full + (rest > 0))
             total = (decode * steps_left + times.prompt_token * self._left) / self.speed
-            share = min(1.0, elapsed / total) if total else 1.0
+            share = elapsed / total if total - elapsed > _TOLERANCE else 1.0
             done = self._left * share
             steps = steps_left * share
             self._left -= done
@@ -221,6 +222,7 @@ class Replica:
         assert running is not None
         self._prefilling, self._left = None, 0.0
         running.first_token = now
+        self.output_tokens -= 1.0
         self._count += 1
         self.running_tokens += running.request.held_tokens
         heapq.heappush(self._generating, (self._steps + running.request.output_tokens - 1, self._count, running))

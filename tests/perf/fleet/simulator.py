@@ -77,6 +77,9 @@ class Fleet:
         max_waiting_tokens: Requests are rejected while that many prompt tokens wait per replica, on average; None for
             no limit.
         uses_cache: Replicas cache prefixes.
+        num_routers: Routers, among which requests are divided.
+        report_seconds: How often replicas report their loads. A router adds what it has sent since; of others' requests
+            it knows nothing. 0 for exact loads.
     """
 
     def __init__(
@@ -91,6 +94,8 @@ class Fleet:
         detect_seconds: float = 2.0,
         max_waiting_tokens: float | None = None,
         uses_cache: bool = True,
+        num_routers: int = 1,
+        report_seconds: float = 0.0,
     ) -> None:
         self.times = times
         self.policy = policy
@@ -101,6 +106,9 @@ class Fleet:
         self._detect_seconds = detect_seconds
         self._max_waiting_tokens = max_waiting_tokens
         self._uses_cache = uses_cache
+        self._report_seconds = report_seconds
+        self._loads = np.zeros((2, 3, num_replicas))  # (true, as reported), (waiting, running, output), replica
+        self._sent = np.zeros((num_routers, 3, num_replicas))  # since the last report
         self._heap: list[tuple[float, int, int, object]] = []
         self._number = 0
         self._finished: list[tuple[float, float, float]] = []
@@ -111,6 +119,8 @@ class Fleet:
             self._push(request.arrival, _ARRIVAL, (request, request.arrival))
         for time, change in changes:
             self._push(time, _CHANGE, change)
+        if report_seconds:
+            self._push(report_seconds, _CHANGE, Fleet._report)
 
     def run(self, end: float, sample_seconds: float = 5.0) -> Outcome:
         """Simulates until `end`."""
@@ -220,8 +230,14 @@ class Fleet:
         if not view.accepts.any():
             self._push(now + self._detect_seconds, _ARRIVAL, (request, sent))
             return
+        sent_by_router = self._sent[request.conversation % len(self._sent)]
+        if self._report_seconds:
+            view.waiting, view.running, view.output = self._loads[1] + sent_by_router
         index = self.policy.choose(request, view)
         replica = self.replicas[index]
+        if self._report_seconds:
+            uncached = request.prompt_tokens - view.cached_tokens(request)[index]
+            sent_by_router[:, index] += (uncached, request.prompt_tokens, request.output_tokens)
         running = Running(request, sent)
         if not replica.is_alive:
             self._retry(now, running)
@@ -233,6 +249,12 @@ class Fleet:
         self._advance(index, now, schedules=False)
         replica.add(now, running)
         self._schedule(index)
+
+    def _report(self, now: float) -> None:
+        self._loads[1] = self._loads[0]
+        self._sent[:] = 0.0
+        if self._under_way or self._heap:
+            self._push(now + self._report_seconds, _CHANGE, Fleet._report)
 
     def _retry(self, now: float, running: Running) -> None:
         self.outcome.num_retries += 1
@@ -260,9 +282,11 @@ class Fleet:
 
     def _schedule(self, index: int) -> None:
         replica, view = self.replicas[index], self.view
-        view.waiting[index] = replica.waiting_tokens
-        view.running[index] = replica.running_tokens
-        view.output[index] = replica.output_tokens
+        loads = (replica.waiting_tokens, replica.running_tokens, replica.output_tokens)
+        if self._report_seconds:
+            self._loads[0, :, index] = loads
+        else:
+            view.waiting[index], view.running[index], view.output[index] = loads
         if (time := replica.next_event()) != float("inf"):
             self._push(time, _REPLICA, (index, replica.version))
 

@@ -15,8 +15,8 @@ BurstGPT is arXiv 2401.17644, KVCache in the wild arXiv 2506.02634. The paramete
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -168,6 +168,17 @@ class Conversations:
                 if now >= load.seconds:
                     return
                 yield now
+
+
+class Replay(Conversations):
+    """Given requests at given times. Answers cause no further ones."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.first_requests = [replace(request, turns_left=0, num_tries=0) for request in requests]
+
+    def next_turn(self, request: Request, answered: float) -> Request | None:
+        """None."""
+        return None
 
 
 def ideal_hit_rate(requests: list[Request]) -> float:

@@ -85,9 +85,10 @@ def test_a_replica_that_is_overloaded_by_tokens_does_not_get_them() -> None:
     others = {0, 1, 2} - {home}
     replicas.balancer.update_load(home, 5000, 99)
     assert replicas.balancer.choose(SHARED, None, 1) in others
-    replicas.balancer.update_load(home, 0, 99, kv_cache_usage=0.9)  # 28,800 tokens: few long sequences
+    replicas.balancer.set_cache_size(64, 1_000_000)
+    replicas.balancer.update_load(home, 0, 99, kv_cache_usage=0.2)  # 200,000 tokens: perhaps few long sequences
     assert replicas.balancer.choose(SHARED, None, 1) in others
-    replicas.balancer.update_load(home, 0, 99, kv_cache_usage=0.1)
+    replicas.balancer.update_load(home, 0, 99, kv_cache_usage=0.01)
     assert replicas.balancer.choose(SHARED, None, 1) == home
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from mvllm.engine.process.dp_load_balancer import DPLoadBalancer
-from mvllm.kv_events.prefix_router import EXPECTED_OUTPUT_TOKENS
+from mvllm.kv_events.prefix_router import EXPECTED_OUTPUT_TOKENS, OUTPUT_TOKEN_WEIGHT
 
 
 def test_requests_are_distributed_evenly():
@@ -77,7 +77,7 @@ def test_a_cached_prefix_outweighs_a_load_of_as_many_tokens_and_no_more():
     short = [choice.choose(list(range(128)), None, 1) for _ in range(40)]
     assert short.count(0) == short.count(1) == 20
     choice = DPLoadBalancer(2)
-    num_tokens = 16 * EXPECTED_OUTPUT_TOKENS
+    num_tokens = int(16 * EXPECTED_OUTPUT_TOKENS * OUTPUT_TOKEN_WEIGHT)
     sent = []
     for i in range(40):
         sent.append(choice.choose(list(range(num_tokens)), None, 1))

@@ -26,7 +26,7 @@ def test_a_prompt_goes_where_its_prefix_was_sent_and_elsewhere_when_that_is_too_
     router = router_of("A", "B")
     first = router.choose(SHARED)
     router.prompt_computed(first)
-    sent = [router.choose([*SHARED, i]) for i in range(30)]
+    sent = [router.choose([*SHARED, i]) for i in range(80)]
     assert [each.replica for each in sent[:8]] == [first.replica] * 8
     assert all(each.num_cached_tokens == 6400 for each in sent[:8])
     assert {each.replica for each in sent} == {"A", "B"}

@@ -8,27 +8,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.perf.fleet.policies import POLICIES, LeastTokens, Policy, PrefixCost, RoundRobin
+from mvllm.kv_events.prefix_index import prefix_keys
+from mvllm.kv_events.prefix_router import PrefixRouter, ReplicaLoad
+from tests.perf.fleet.policies import POLICIES, LeastTokens, Policy, PrefixCost, RoundRobin, View
 from tests.perf.fleet.simulator import Fleet, Outcome
 from tests.perf.fleet.step_times import ACCELERATOR, StepTimes, fit
-from tests.perf.fleet.workload import Conversations, Request, Workload, ideal_hit_rate
+from tests.perf.fleet.workload import Conversations, Replay, Request, Workload, ideal_hit_rate
 
 ONE_TURN = Workload(rate=1.0, seconds=1.0)
 
 
-class Given(Conversations):
-    """Requests that a test chooses; no further turns."""
-
-    def __init__(self, requests: list[Request]) -> None:
-        self.first_requests = requests
-
-    def next_turn(self, request: Request, answered: float) -> Request | None:
-        return None
-
-
-def poisson(rate: float, count: int, prompts: np.ndarray, outputs: np.ndarray, seed: int = 0) -> Given:
+def poisson(rate: float, count: int, prompts: np.ndarray, outputs: np.ndarray, seed: int = 0) -> Replay:
     times = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, count))
-    return Given(
+    return Replay(
         [Request(float(t), i, 0, 0, 0, int(p), int(o), 0) for i, (t, p, o) in enumerate(zip(times, prompts, outputs))]
     )
 
@@ -42,36 +34,36 @@ def run(times: StepTimes, requests: Conversations, replicas: int = 1, policy: Po
 def test_prompts_alone_are_a_queue_with_exponential_service(load: float) -> None:
     """M/M/1: the mean time in the system is 1 / (mu - lambda)."""
     times = StepTimes(step=0.0, sequence=0.0, kv_token=0.0, prompt_token=1e-6)
-    count = 40_000
+    count = 8_000
     prompts = np.random.default_rng(5).exponential(1e6, count) + 1  # one second each
     outcome = run(times, poisson(load, count, prompts, np.ones(count)))
-    assert outcome.ttft.mean() == pytest.approx(1 / (1 - load), rel=0.08)
+    assert outcome.ttft.mean() == pytest.approx(1 / (1 - load), rel=0.15)
     assert outcome.busy * outcome.replica_seconds == pytest.approx(prompts.sum() * 1e-6, rel=1e-3)
 
 
 def test_constant_prompts_wait_half_as_long() -> None:
     """M/D/1: the mean wait is rho / (2 mu (1 - rho))."""
     times = StepTimes(step=0.0, sequence=0.0, kv_token=0.0, prompt_token=1e-3)
-    count, load = 40_000, 0.7
+    count, load = 8_000, 0.7
     outcome = run(times, poisson(load, count, np.full(count, 1000), np.ones(count)))
-    assert outcome.ttft.mean() - 1 == pytest.approx(load / (2 * (1 - load)), rel=0.08)
+    assert outcome.ttft.mean() - 1 == pytest.approx(load / (2 * (1 - load)), rel=0.15)
 
 
 def test_generation_whose_steps_do_not_grow_is_a_queue_with_any_number_of_servers() -> None:
     """M/G/inf: nobody waits, and by Little's law rate x duration requests run at once."""
     times = StepTimes(step=0.01, sequence=0.0, kv_token=0.0, prompt_token=1e-9, max_sequences=10**6, kv_tokens=10**9)
-    count, rate = 20_000, 40.0
+    count, rate = 10_000, 40.0
     outputs = np.random.default_rng(3).geometric(1 / 200, count)
     outcome = run(times, poisson(rate, count, np.ones(count), outputs))
     assert np.nanmax(outcome.tpot) == pytest.approx(0.01, rel=1e-6)
-    running = np.mean([n for time, _, n in outcome.timeline if 50 < time < 400])
+    running = np.mean([n for time, _, n in outcome.timeline if 50 < time < 200])
     assert running == pytest.approx(rate * 200 * 0.01, rel=0.1)
 
 
 def test_generation_whose_steps_grow_with_the_batch_shares_a_processor() -> None:
     """M/M/1 with processor sharing: the mean time is 1 / (mu - lambda), and a request of x takes x / (1 - rho)."""
     times = StepTimes(step=0.0, sequence=1e-3, kv_token=0.0, prompt_token=1e-9, max_sequences=10**6, kv_tokens=10**9)
-    count, load = 30_000, 0.6
+    count, load = 8_000, 0.6
     outputs = np.random.default_rng(4).geometric(1 / 1000, count)  # one second each, alone
     outcome = run(times, poisson(load, count, np.ones(count), outputs))
     durations = outcome.ttft + np.nan_to_num(outcome.tpot) * (outputs_of(outcome, times, outputs) - 1)
@@ -86,7 +78,7 @@ def outputs_of(outcome: Outcome, times: StepTimes, outputs: np.ndarray) -> np.nd
 def test_equal_replicas_in_turn_are_independent_queues() -> None:
     """Round robin over two queues: arrivals of each are Erlang-2, so the wait is shorter than with random choice."""
     times = StepTimes(step=0.0, sequence=0.0, kv_token=0.0, prompt_token=1e-6)
-    count = 40_000
+    count = 8_000
     prompts = np.random.default_rng(6).exponential(1e6, count) + 1
     requests = poisson(1.4, count, prompts, np.ones(count))
     random, turns, least = (
@@ -94,7 +86,7 @@ def test_equal_replicas_in_turn_are_independent_queues() -> None:
         for policy in (POLICIES["random"](2), RoundRobin(), LeastTokens())
         if not reset(requests)
     )
-    assert random == pytest.approx(1 / 0.3, rel=0.12)
+    assert random == pytest.approx(1 / 0.3, rel=0.2)
     assert least < turns < random
 
 
@@ -137,7 +129,7 @@ def test_nothing_is_lost_under_failures_and_every_policy_ends(policy: str) -> No
 
 
 def test_a_prefix_policy_finds_more_and_waits_less() -> None:
-    load = Workload(rate=12.0, seconds=120.0, pause=10.0)
+    load = Workload(rate=12.0, seconds=60.0, pause=10.0)
     found = {}
     for name in ("round robin", "prefix cost (mvllm)"):
         fleet = Fleet(ACCELERATOR, 8, POLICIES[name](8), Conversations(load, seed=1), load.num_system_prompts)
@@ -147,12 +139,12 @@ def test_a_prefix_policy_finds_more_and_waits_less() -> None:
 
 
 def test_arrivals_have_the_rate_and_burstiness_that_were_asked_for() -> None:
-    load = Workload(rate=50.0, seconds=2000.0, burstiness=2.0)
+    load = Workload(rate=50.0, seconds=300.0, burstiness=2.0)
     gaps = np.diff([request.arrival for request in Conversations(load).first_requests])
-    assert 1 / gaps.mean() == pytest.approx(50, rel=0.03) and gaps.std() / gaps.mean() == pytest.approx(2, rel=0.05)
+    assert 1 / gaps.mean() == pytest.approx(50, rel=0.06) and gaps.std() / gaps.mean() == pytest.approx(2, rel=0.08)
     daily = replace(load, daily=0.6)
     times = np.array([request.arrival for request in Conversations(daily).first_requests])
-    counts, _ = np.histogram(times, bins=4, range=(0, 2000))
+    counts, _ = np.histogram(times, bins=4, range=(0, 300))
     assert counts[1] + counts[2] > 1.8 * (counts[0] + counts[3])
 
 
@@ -173,9 +165,6 @@ def test_step_times_are_fitted_to_measured_steps() -> None:
 
 def test_the_policy_of_mvllm_is_its_routers() -> None:
     """The simulated policy and PrefixRouter choose alike when both know the same."""
-    from mvllm.kv_events.prefix_router import PrefixRouter, ReplicaLoad
-    from tests.perf.fleet.policies import View
-
     rng = np.random.default_rng(8)
     for _ in range(200):
         router: PrefixRouter[int] = PrefixRouter(chunk=1)
@@ -186,8 +175,6 @@ def test_the_policy_of_mvllm_is_its_routers() -> None:
             waiting, running, cached = (int(rng.integers(0, limit)) for limit in (3000, 9000, len(prompt) + 1))
             router.report(replica, ReplicaLoad(waiting, running))
             view.waiting[replica], view.running[replica] = waiting, running
-            from mvllm.kv_events.prefix_index import prefix_keys
-
             router.index.store(replica, prefix_keys(prompt[:cached], 1))
             view.system_holders[0, replica] = True
             view.conversation_holders.setdefault(0, {})[replica] = cached

@@ -1,6 +1,7 @@
 """The data parallel load balancer: it sends a request to the replica where it costs least, counted in tokens.
 
-    cost of a replica = its waiting prompt tokens + the output tokens expected of its sequences
+    cost of a replica = its waiting prompt tokens
+                        + a share of the output tokens expected of its sequences
                         + a share of the tokens in its KV cache that requests use
                         + the tokens of this prompt that are not in its prefix cache
                         + the tokens that do not fit into its free KV blocks            (see `routing_cost`)
