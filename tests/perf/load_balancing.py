@@ -25,8 +25,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from mvllm.engine.process.dp_load_balancer import DPLoadBalancer
+from mvllm.kv_events.prefix_index import chunk_tokens, prefix_keys
+from mvllm.messages.kv_events import CacheChanges
 
 BLOCK = 16
+CHUNK = chunk_tokens(BLOCK)
 
 
 class Rule(Protocol):
@@ -118,25 +121,23 @@ class Replica:
     work: int = 0
     queued: list[tuple[float, int]] = field(default_factory=list)  # when each prompt is done, and its number of tokens
     blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    ends: set[int] = field(default_factory=set)  # the cached blocks that end a chunk
+    keys: dict[int, int] = field(default_factory=dict)  # of the cached blocks that end a chunk
 
     def num_cached(self, names: Sequence[int]) -> int:
         return next((i for i, name in enumerate(names) if name not in self.blocks), len(names))
 
-    def hold(self, names: Sequence[int]) -> CacheChanges:
-        """Caches these blocks; returns the changes of the cache as it would report them."""
-        per_chunk = CHUNK // BLOCK
-        new = [name for name in names[per_chunk - 1 :: per_chunk] if name not in self.blocks]
-        self.ends.update(new)
+    def hold(self, text: Sequence[int]) -> CacheChanges:
+        """Caches the blocks of a text; returns the changes of the cache as it reports them."""
+        names, keys, per_chunk = block_names(text), prefix_keys(text, CHUNK), CHUNK // BLOCK
+        ends = dict(zip(names[per_chunk - 1 :: per_chunk], keys))  # the last block of each chunk
+        stored = [key for name, key in ends.items() if name not in self.blocks]
+        self.keys.update(ends)
         for name in reversed(names):
             self.blocks[name] = None
             self.blocks.move_to_end(name)
-        evicted = []
-        while len(self.blocks) > self.num_blocks:
-            evicted.append(self.blocks.popitem(last=False)[0])
-        gone = [name for name in evicted if name in self.ends]
-        self.ends.difference_update(gone)
-        return CacheChanges(stored=[name for name in new if name in self.ends], removed=gone)
+        evicted = [self.blocks.popitem(last=False)[0] for _ in range(len(self.blocks) - self.num_blocks)]
+        removed = {self.keys.pop(name) for name in evicted if name in self.keys}
+        return CacheChanges(stored=[key for key in stored if key not in removed], removed=list(removed))
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ def simulate(rule: Rule, load: Workload, seed: int = 0) -> Outcome:
         replica, names = replicas[chosen], block_names(text)
         cached = replica.num_cached(names) * BLOCK
         hits, total = hits + cached, total + len(text)
-        replica.hold(names)
+        report(rule, chosen, replica.hold(text))
         todo = len(text) - cached
         replica.work += todo + load.answer
         replica.free_at = max(now, replica.free_at) + todo / load.prefill_rate
@@ -187,13 +188,18 @@ def simulate(rule: Rule, load: Workload, seed: int = 0) -> Outcome:
         waits.append(replica.free_at - now)
         ended = replica.free_at + load.answer * load.step
         text += [rng.randrange(1 << 17) for _ in range(load.answer)]
-        replica.hold(block_names(text))
+        report(rule, chosen, replica.hold(text))
         heapq.heappush(events, (ended, 0, chosen, 0))
         if turn + 1 < load.turns:
             heapq.heappush(events, (ended + rng.expovariate(1 / load.think), 1, index, turn + 1))
     work = [replica.work for replica in replicas]
     late = statistics.quantiles(waits, n=20)[-1]
     return Outcome(hits / total, max(work) / statistics.mean(work), statistics.mean(waits), late)
+
+
+def report(rule: Rule, replica: int, changes: CacheChanges) -> None:
+    if isinstance(rule, Reported):
+        rule.update_cache(replica, changes)
 
 
 def block_names(text: Sequence[int]) -> list[int]:
@@ -204,16 +210,17 @@ def block_names(text: Sequence[int]) -> list[int]:
     return names
 
 
-def fitted(load: Workload) -> DPLoadBalancer:
-    choice = DPLoadBalancer(load.num_replicas)
-    choice.set_cache_size(BLOCK, load.cache // BLOCK)
+def fitted(load: Workload, kind: type[DPLoadBalancer] = DPLoadBalancer) -> DPLoadBalancer:
+    choice = kind(load.num_replicas)
+    choice.set_cache_size(CHUNK, load.cache)
     return choice
 
 
 RULES: dict[str, Callable[[Workload], Rule]] = {
     "fewest sequences": lambda load: LeastLoaded(load.num_replicas),
     "first 2,048 tokens": lambda load: FirstTokens(load.num_replicas),
-    "whole prompt, cost in tokens": fitted,
+    "whole prompt, estimated": fitted,
+    "whole prompt, reported": lambda load: fitted(load, Reported),
 }
 
 
@@ -223,6 +230,10 @@ def main() -> None:
         ("the same, fewer conversations than fill the caches", Workload(num_conversations=60)),
         ("the same, at twice the rate", Workload(think=4.0)),
         ("each conversation has a prompt of its own", Workload(num_conversations=40, one_prompt_for_all=False)),
+        (
+            "each conversation has a document of 24k to 56k tokens",
+            Workload(num_conversations=16, one_prompt_for_all=False, longest_document=48_000, turns=6, think=30.0),
+        ),
     ):
         print(f"{title}: {load.num_conversations} conversations, {load.num_replicas} replicas of {load.cache:,} tokens")
         for name, make in RULES.items():
