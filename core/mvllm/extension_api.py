@@ -82,6 +82,8 @@ if TYPE_CHECKING:
     from mvllm.executor.worker_handle import WorkerHandle
     from mvllm.executor.worker_proc import WorkerProc
     from mvllm.executor.worker_topology import devices_per_worker, launch_topology
+    from mvllm.kv_events.prefix_index import PrefixIndex, prefix_keys, root_key
+    from mvllm.kv_events.prefix_router import PrefixRouter, ReplicaLoad, RoutedRequest
     from mvllm.kv_transfer.connector import (
         HostBlock,
         KVConnector,
@@ -156,6 +158,8 @@ _NAMES = {
     "mvllm.executor.worker_topology": "devices_per_worker launch_topology",
     "mvllm.kv_transfer.connector": "HostBlock KVConnector KVConnectorContext KVRequest TransferResult",
     "mvllm.kv_transfer.host_kv_cache": "HostKVCache",
+    "mvllm.kv_events.prefix_index": "PrefixIndex prefix_keys root_key",
+    "mvllm.kv_events.prefix_router": "PrefixRouter ReplicaLoad RoutedRequest",
     "mvllm.layers.attention": "Attention",
     "mvllm.layers.context": "BuildContext ForwardStep",
     "mvllm.layers.embedding": "Embedding LMHead VocabEmbedding",
@@ -185,6 +189,7 @@ _NAMES = {
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
+    "MLP",
     "APIError",
     "Activity",
     "ActivityTable",
@@ -220,7 +225,6 @@ __all__ = [
     "LayerNorm",
     "LogitsProcessor",
     "LogitsProcessorContext",
-    "MLP",
     "MarkedCalls",
     "MatrixLayout",
     "MessageReader",
@@ -237,6 +241,8 @@ __all__ = [
     "PeerDiedError",
     "Platform",
     "PlatformError",
+    "PrefixIndex",
+    "PrefixRouter",
     "QKVLinear",
     "QuantizationMethod",
     "QuantizedMatrix",
@@ -249,6 +255,7 @@ __all__ = [
     "ReasoningStream",
     "RemoteReaderHandle",
     "RemoteResponseQueue",
+    "ReplicaLoad",
     "ReplicatedLinear",
     "Reply",
     "Request",
@@ -257,6 +264,7 @@ __all__ = [
     "RequestOutput",
     "RopeParameters",
     "RotaryEmbedding",
+    "RoutedRequest",
     "RowParallelLinear",
     "RowTokens",
     "RpcExecutor",
@@ -296,6 +304,8 @@ __all__ = [
     "log_level",
     "module_search_path",
     "open_pidfd",
+    "prefix_keys",
+    "root_key",
     "staging",
     "watch_parent",
     "worker_names",

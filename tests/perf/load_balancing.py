@@ -5,6 +5,10 @@ conversations. A replica computes prompts one after the other and generates for 
 
     python -m tests.perf.load_balancing
 
+The last workload has prompts of 24k to 56k tokens in an own document each, and caches that hold few of them, so that
+what was sent differs from what is still cached. `reported` follows the replicas' reports of their caches, as
+DPLoadBalancer does with engine cores; `estimated` is the same rule without reports.
+
 Prints, for each rule: the share of prompt tokens found in a cache, the busiest replica's work over the mean, the time
 to first token (mean and 95th percentile), and the cost of a choice for a prompt of 100k tokens.
 """
@@ -21,8 +25,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from mvllm.engine.process.dp_load_balancer import DPLoadBalancer
+from mvllm.kv_events.prefix_index import chunk_tokens, prefix_keys
+from mvllm.messages.kv_events import CacheChanges
 
 BLOCK = 16
+CHUNK = chunk_tokens(BLOCK)
 
 
 class Rule(Protocol):
@@ -31,6 +38,10 @@ class Rule(Protocol):
     def choose(self, prompt: Sequence[int], salt: str | None, num_sequences: int) -> int: ...
     def finish_sequence(self, replica: int) -> None: ...
     def update_load(self, replica: int, num_waiting_tokens: int, num_acknowledged: int) -> None: ...
+
+
+class Reported(DPLoadBalancer):
+    """The rule with reports of the replicas' caches."""
 
 
 class LeastLoaded:
@@ -98,6 +109,7 @@ class Workload:
     prefill_rate: float = 20_000.0
     step: float = 0.02
     one_prompt_for_all: bool = True
+    longest_document: int = 0
 
 
 @dataclass
@@ -109,16 +121,23 @@ class Replica:
     work: int = 0
     queued: list[tuple[float, int]] = field(default_factory=list)  # when each prompt is done, and its number of tokens
     blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    keys: dict[int, int] = field(default_factory=dict)  # of the cached blocks that end a chunk
 
     def num_cached(self, names: Sequence[int]) -> int:
         return next((i for i, name in enumerate(names) if name not in self.blocks), len(names))
 
-    def hold(self, names: Sequence[int]) -> None:
+    def hold(self, text: Sequence[int]) -> CacheChanges:
+        """Caches the blocks of a text; returns the changes of the cache as it reports them."""
+        names, keys, per_chunk = block_names(text), prefix_keys(text, CHUNK), CHUNK // BLOCK
+        ends = dict(zip(names[per_chunk - 1 :: per_chunk], keys))  # the last block of each chunk
+        stored = [key for name, key in ends.items() if name not in self.blocks]
+        self.keys.update(ends)
         for name in reversed(names):
             self.blocks[name] = None
             self.blocks.move_to_end(name)
-        while len(self.blocks) > self.num_blocks:
-            self.blocks.popitem(last=False)
+        evicted = [self.blocks.popitem(last=False)[0] for _ in range(len(self.blocks) - self.num_blocks)]
+        removed = {self.keys.pop(name) for name in evicted if name in self.keys}
+        return CacheChanges(stored=[key for key in stored if key not in removed], removed=list(removed))
 
 
 @dataclass(frozen=True)
@@ -137,6 +156,8 @@ def simulate(rule: Rule, load: Workload, seed: int = 0) -> Outcome:
     replicas = [Replica(load.cache // BLOCK) for _ in range(load.num_replicas)]
     shared = [rng.randrange(1 << 17) for _ in range(load.system)]
     own = [[rng.randrange(1 << 17) for _ in range(load.system)] for _ in range(load.num_conversations)]
+    for text in own:
+        text += [rng.randrange(1 << 17) for _ in range(rng.randint(load.longest_document // 3, load.longest_document))]
     texts = [list(shared) if load.one_prompt_for_all else each for each in own]
     hits = total = 0
     taken = [0] * load.num_replicas
@@ -159,7 +180,7 @@ def simulate(rule: Rule, load: Workload, seed: int = 0) -> Outcome:
         replica, names = replicas[chosen], block_names(text)
         cached = replica.num_cached(names) * BLOCK
         hits, total = hits + cached, total + len(text)
-        replica.hold(names)
+        report(rule, chosen, replica.hold(text))
         todo = len(text) - cached
         replica.work += todo + load.answer
         replica.free_at = max(now, replica.free_at) + todo / load.prefill_rate
@@ -167,13 +188,18 @@ def simulate(rule: Rule, load: Workload, seed: int = 0) -> Outcome:
         waits.append(replica.free_at - now)
         ended = replica.free_at + load.answer * load.step
         text += [rng.randrange(1 << 17) for _ in range(load.answer)]
-        replica.hold(block_names(text))
+        report(rule, chosen, replica.hold(text))
         heapq.heappush(events, (ended, 0, chosen, 0))
         if turn + 1 < load.turns:
             heapq.heappush(events, (ended + rng.expovariate(1 / load.think), 1, index, turn + 1))
     work = [replica.work for replica in replicas]
     late = statistics.quantiles(waits, n=20)[-1]
     return Outcome(hits / total, max(work) / statistics.mean(work), statistics.mean(waits), late)
+
+
+def report(rule: Rule, replica: int, changes: CacheChanges) -> None:
+    if isinstance(rule, Reported):
+        rule.update_cache(replica, changes)
 
 
 def block_names(text: Sequence[int]) -> list[int]:
@@ -184,16 +210,17 @@ def block_names(text: Sequence[int]) -> list[int]:
     return names
 
 
-def fitted(load: Workload) -> DPLoadBalancer:
-    choice = DPLoadBalancer(load.num_replicas)
-    choice.set_cache_size(BLOCK, load.cache // BLOCK)
+def fitted(load: Workload, kind: type[DPLoadBalancer] = DPLoadBalancer) -> DPLoadBalancer:
+    choice = kind(load.num_replicas)
+    choice.set_cache_size(CHUNK, load.cache)
     return choice
 
 
 RULES: dict[str, Callable[[Workload], Rule]] = {
     "fewest sequences": lambda load: LeastLoaded(load.num_replicas),
     "first 2,048 tokens": lambda load: FirstTokens(load.num_replicas),
-    "whole prompt, cost in tokens": fitted,
+    "whole prompt, estimated": fitted,
+    "whole prompt, reported": lambda load: fitted(load, Reported),
 }
 
 
@@ -203,6 +230,10 @@ def main() -> None:
         ("the same, fewer conversations than fill the caches", Workload(num_conversations=60)),
         ("the same, at twice the rate", Workload(think=4.0)),
         ("each conversation has a prompt of its own", Workload(num_conversations=40, one_prompt_for_all=False)),
+        (
+            "each conversation has a document of 24k to 56k tokens",
+            Workload(num_conversations=16, one_prompt_for_all=False, longest_document=48_000, turns=6, think=30.0),
+        ),
     ):
         print(f"{title}: {load.num_conversations} conversations, {load.num_replicas} replicas of {load.cache:,} tokens")
         for name, make in RULES.items():

@@ -27,6 +27,7 @@ from mvllm.config.foreign_keywords import FOREIGN_KEYWORDS
 from mvllm.config.generation_config import find_generation_folder
 from mvllm.config.hub import find_model, find_tokenizer
 from mvllm.config.keyword_arguments import accepts_every_name, class_path, listed_names
+from mvllm.config.kv_events import read_kv_events_config
 from mvllm.config.kv_transfer import PREEMPTION_MODES, read_kv_transfer_config
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_builder import DTYPE_ALIASES, DTYPES, build_model_config
@@ -190,6 +191,12 @@ class EngineArgs:
         group="cache",
         minimum=0,
         maximum=_LARGEST_SEED,
+    )
+    kv_events_config: dict[str, Any] | None = option(  # noqa: RUF009  (as above)
+        None,
+        help="Publication of KV cache events, as a JSON object with enable_kv_cache_events and optionally publisher "
+        "('zmq' or 'null'), endpoint, replay_endpoint, buffer_steps, hwm and topic; off by default.",
+        group="cache",
     )
     state_snapshot_interval: int = option(
         512,
@@ -526,6 +533,7 @@ class EngineArgs:
             load=LoadConfig(load_format=self.load_format, use_tqdm=self.use_tqdm_on_load),
             lora=self._lora_config(),
             speculative=speculative,
+            kv_events=None if self.kv_events_config is None else read_kv_events_config(self.kv_events_config),
             platform=self.platform,
             enforce_eager=self.enforce_eager,
             op_providers=listed_names(self.op_providers),

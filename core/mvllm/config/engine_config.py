@@ -8,6 +8,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from mvllm.config.kv_events import KVEventsConfig
 from mvllm.config.kv_transfer import KVTransferConfig
 from mvllm.config.model import ModelConfig
 from mvllm.config.speculative import SpeculativeConfig
@@ -161,6 +162,7 @@ class EngineConfig:
             its prompt was cut or found in the prefix cache, preempted or not, with draft tokens or not (since contract
             1.1).
         kv_transfer: Where keys and values are kept beside the device (since contract 1.1).
+        kv_events: Publication of KV cache events; None if there is none (since contract 1.1).
     """
 
     model: ModelConfig
@@ -178,6 +180,7 @@ class EngineConfig:
     log_stats: bool = True
     batch_invariant: bool = False
     kv_transfer: KVTransferConfig = field(default_factory=KVTransferConfig)
+    kv_events: KVEventsConfig | None = None
 
 
 def replace_field(config: EngineConfig, field: str, value: Any) -> EngineConfig:

@@ -33,6 +33,17 @@ def check_combinations(args: EngineArgs) -> None:
             f"max_num_partial_prefills is {most}, but must be at least max_long_partial_prefills "
             f"({args.max_long_partial_prefills}), since long prompts count too. Raise the one or lower the other."
         )
+    if (args.kv_events_config or {}).get("enable_kv_cache_events"):
+        if not args.enable_prefix_caching:
+            raise ConfigError(
+                "kv_events_config enables events of the prefix cache, but enable_prefix_caching is off. Enable both, "
+                "or neither."
+            )
+        if args.distributed_executor_backend == "external_launcher":
+            raise ConfigError(
+                "kv_events_config enables events, but with distributed_executor_backend 'external_launcher' each rank "
+                "runs the whole engine, and all would publish the same events. Leave it out."
+            )
     if args.max_cpu_loras is not None and args.max_cpu_loras < args.max_loras:
         raise ConfigError(
             f"max_cpu_loras is {args.max_cpu_loras}, but must be at least max_loras ({args.max_loras}), since "

@@ -16,11 +16,25 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Protocol
 
 from mvllm.kv_cache.block_hash import BlockHash
 
 _GROWTH = 8192
 """Blocks that join the arrays at a time."""
+
+
+class BlockPoolListener(Protocol):
+    """Is told which blocks are cached. Its methods must not change the pool."""
+
+    def block_stored(self, block: int, block_hash: BlockHash) -> None:
+        """The block is cached under its hash from now on."""
+
+    def block_evicted(self, block: int, block_hash: BlockHash) -> None:
+        """The block loses its hash. Its contents are still there; the next plan may write it."""
+
+    def all_evicted(self) -> None:
+        """No block is cached any more."""
 
 
 class BlockPool:
@@ -33,6 +47,7 @@ class BlockPool:
         num_free: Blocks that no request uses.
         ref_counts: How many requests use each block that has joined the arrays.
         on_evict: Called with a block and its hash before `allocate` evicts its contents; None for nobody.
+        listeners: Are told when blocks get or lose their hash.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -41,6 +56,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self.on_evict: Callable[[int, BlockHash], None] | None = None
+        self.listeners: list[BlockPoolListener] = []
         self._ring = min(num_blocks, _GROWTH)
         self.ref_counts = array("i", [0]) * self._ring
         self._hashes: list[BlockHash | None] = [None] * self._ring
@@ -134,6 +150,8 @@ class BlockPool:
         if self._hashes[block] is None and block_hash not in self._block_by_hash:
             self._hashes[block] = block_hash
             self._block_by_hash[block_hash] = block
+            for listener in self.listeners:
+                listener.block_stored(block, block_hash)
 
     def evict_for_reuse(self, block: int) -> None:
         """Evicts the contents of a cached block that the next plan may write."""
@@ -146,6 +164,8 @@ class BlockPool:
         """Removes a block's hash, if it has one. Users of the block keep it."""
         block_hash = self._hashes[block]
         if block_hash is not None:
+            for listener in self.listeners:
+                listener.block_evicted(block, block_hash)
             self._hashes[block] = None
             del self._block_by_hash[block_hash]
 
@@ -153,6 +173,8 @@ class BlockPool:
         """Removes all hashes."""
         self._block_by_hash.clear()
         self._hashes = [None] * self._ring
+        for listener in self.listeners:
+            listener.all_evicted()
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless counts, free list and hashes agree."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import itemgetter
 
 from mvllm.kv_cache.block_hash import BlockHash
@@ -37,6 +38,8 @@ class BlockTable:
         num_slots: Leading tokens that have, or had, blocks in every group.
         root: Root of the chain of block hashes; None if no block of this request may be shared.
         num_shareable_tokens: Only full blocks within this many leading tokens get a hash.
+        keys: (kind, value) pairs of what, besides the tokens, decides whether its blocks may be shared.
+        prefix_keys: Keys of leading chunks, as far as the KVCacheEventRecorder has computed them.
         block_hashes: Hashes of the leading full blocks, as far as computed; kept when the blocks are freed.
         num_hashed_blocks: Leading blocks that were found in the cache or offered to it.
         state: Its state slots; NO_STATE in models without sequence states.
@@ -45,21 +48,30 @@ class BlockTable:
     __slots__ = (
         "block_hashes",
         "groups",
+        "keys",
         "num_hashed_blocks",
         "num_shareable_tokens",
         "num_slots",
+        "prefix_keys",
         "root",
         "state",
         "token_ids",
     )
 
     def __init__(
-        self, token_ids: list[int], root: BlockHash | None, num_shareable_tokens: int, num_groups: int = 1
+        self,
+        token_ids: list[int],
+        root: BlockHash | None,
+        num_shareable_tokens: int,
+        num_groups: int = 1,
+        keys: Sequence[tuple[str, str]] = (),
     ) -> None:
         self.token_ids = token_ids
         self.root = root
         self.num_shareable_tokens = num_shareable_tokens
         self.groups = tuple(GroupBlocks() for _ in range(num_groups))
+        self.keys = keys
+        self.prefix_keys: list[int] = []
         self.block_hashes: list[BlockHash] = []
         self.num_slots = 0
         self.num_hashed_blocks = 0

@@ -36,11 +36,13 @@ from mvllm.config.sliding_window_blocks import first_visible_block, max_blocks_h
 from mvllm.kv_cache.block_hash import BlockHash, hash_block, make_root_hash, request_root_hash
 from mvllm.kv_cache.block_pool import BlockPool
 from mvllm.kv_cache.block_table import BlockTable
+from mvllm.kv_cache.event_recorder import KVCacheEventRecorder
 from mvllm.kv_cache.host_tier import HostTier
 from mvllm.kv_cache.prefix_search import OUT_OF_WINDOW, PrefixSearch, group_hash
 from mvllm.kv_cache.request_state import RequestState
 from mvllm.kv_cache.state_slots import LEAST_DISTANCE, StateSlots
 from mvllm.kv_cache.unconfirmed_block_hashes import UnconfirmedBlockHashes
+from mvllm.kv_events.prefix_index import sharing_keys
 
 
 class KVCacheManager:
@@ -61,9 +63,11 @@ class KVCacheManager:
         tier: Keeps blocks in host memory; None for the device alone.
         unconfirmed: Hashes set by plans whose results are not back. The scheduler confirms them.
         states: The state slots; None in models without sequence states, see StateKVCacheManager.
+        events: Records what is cached; None unless `record_events` was called.
     """
 
     states: StateSlots | None = None
+    events: KVCacheEventRecorder | None = None
 
     def __init__(
         self,
@@ -97,6 +101,12 @@ class KVCacheManager:
             self._engine_key = os.urandom(16).hex()
             tier.attach(self._pool, self.unconfirmed)
             self._lookup = self._find_in_tiers
+
+    def record_events(self, *, with_events: bool, with_changes: bool) -> KVCacheEventRecorder:
+        """Begins to record what is cached, see KVCacheEventRecorder. Once, while nothing is cached."""
+        self.events = KVCacheEventRecorder(self.block_size, with_events=with_events, with_changes=with_changes)
+        self._pool.listeners.append(self.events)
+        return self.events
 
     @property
     def num_blocks(self) -> int:
@@ -141,17 +151,14 @@ class KVCacheManager:
             sibling_group: Without prefix caching, only requests of the same group share blocks, and only the prompt's.
             adapter_keys: (kind, value) pairs that name the LoRA adapter; only requests with equal pairs share blocks.
         """
-        keys = [] if cache_salt is None else [("cache_salt", cache_salt)]
-        if position_key:
-            keys.append(("position_key", str(position_key)))
-        keys.extend(adapter_keys)
+        keys = sharing_keys(cache_salt, position_key, adapter_keys)
         if adapter_keys and self.tier is not None:
             keys.append(("engine", self._engine_key))  # in another engine the adapter may have other weights
         if self.enable_caching:
-            return BlockTable(token_ids, request_root_hash(self._root, keys), sys.maxsize, self.num_groups)
+            return BlockTable(token_ids, request_root_hash(self._root, keys), sys.maxsize, self.num_groups, keys)
         if sibling_group is not None:
             keys.append(("sibling_group", sibling_group))
-            return BlockTable(token_ids, request_root_hash(self._root, keys), len(token_ids), self.num_groups)
+            return BlockTable(token_ids, request_root_hash(self._root, keys), len(token_ids), self.num_groups, keys)
         return BlockTable(token_ids, None, 0, self.num_groups)
 
     def get_computed_blocks(self, table: BlockTable) -> list[int]:
@@ -270,13 +277,18 @@ class KVCacheManager:
                 block = block_ids[i]
                 self._pool.set_hash(block, hashes[i])
                 unconfirmed[block] = table
-            table.num_hashed_blocks = num_full
+            self._end_caching(table, num_full)
             return
         for group, blocks in enumerate(table.groups):
             for i in range(max(table.num_hashed_blocks, blocks.num_dropped), num_full):
                 block = blocks.block_ids[i]
                 self._pool.set_hash(block, group_hash(hashes[i], group))
                 unconfirmed[block] = table
+        self._end_caching(table, num_full)
+
+    def _end_caching(self, table: BlockTable, num_full: int) -> None:
+        if self.events is not None:
+            self.events.blocks_hashed(table, table.num_hashed_blocks, num_full)
         table.num_hashed_blocks = num_full
 
     def free(self, table: BlockTable, num_computed_tokens: int) -> None:
@@ -428,6 +440,8 @@ class KVCacheManager:
             self._pool.set_hash(block, key)
             self.unconfirmed.writers[block] = table
             loaded[place] = block
+        if self.events is not None:
+            self.events.blocks_hashed(table, 0, len(computed_blocks) // self.num_groups)
         return [loaded.get(place, place) for place in computed_blocks]
 
     def _discard_in_tier(self, tier: HostTier, tables: Iterable[BlockTable]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from mvllm.messages.core_protocol import UtilityResult
+from mvllm.messages.kv_events import CacheChanges
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams
 from mvllm.messages.sampling_params import SamplingParams
@@ -188,6 +189,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
         is_busy: Whether the core has unfinished requests of this client.
         utility_results: Results of utility calls.
         weight_version: Version of the weights that sampled the tokens; 0 for those of the start.
+        cache_changes: How the prefix cache has changed since the last update; None if it has not, or nobody asks.
     """
 
     outputs: list[EngineCoreOutput] = []
@@ -196,3 +198,4 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
     is_busy: bool = False
     utility_results: list[UtilityResult] = []
     weight_version: int = 0
+    cache_changes: CacheChanges | None = None

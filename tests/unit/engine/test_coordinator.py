@@ -103,8 +103,7 @@ def test_a_prompt_goes_to_the_replica_to_which_another_front_end_sent_its_prefix
             replica = one.choose(PROMPT, salt, 1)
             one.finish_sequence(replica)
             front_ends[0].schedule_prefix_publish()
-            names = other._prefix_hashes(PROMPT, salt)
-            await until(partial(other._num_cached_chunks, replica, names))
+            await until(partial(other.num_cached_tokens, replica, PROMPT, salt))
             for _ in range(3):
                 assert other.choose(PROMPT, salt, 1) == replica
                 other.finish_sequence(replica)
@@ -195,8 +194,8 @@ def test_prefix_hashes_are_the_same_in_every_process() -> None:
     import subprocess
     import sys
 
-    imports = "from mvllm.engine.process.dp_load_balancer import DPLoadBalancer"
-    code = f"{imports}; print(DPLoadBalancer(2)._prefix_hashes(range(200), 'salt'))"
+    imports = "from mvllm.kv_events.prefix_index import prefix_keys, root_key"
+    code = f"{imports}; print(prefix_keys(range(200), 64, root_key([('cache_salt', 'salt')])))"
     names = {
         subprocess.run(
             [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from mvllm.engine.process.dp_load_balancer import TOKENS_PER_SEQUENCE, DPLoadBalancer
+from mvllm.engine.process.dp_load_balancer import DPLoadBalancer
+from mvllm.kv_events.prefix_router import EXPECTED_OUTPUT_TOKENS, OUTPUT_TOKEN_WEIGHT
 
 
 def test_requests_are_distributed_evenly():
@@ -76,7 +77,7 @@ def test_a_cached_prefix_outweighs_a_load_of_as_many_tokens_and_no_more():
     short = [choice.choose(list(range(128)), None, 1) for _ in range(40)]
     assert short.count(0) == short.count(1) == 20
     choice = DPLoadBalancer(2)
-    num_tokens = 16 * TOKENS_PER_SEQUENCE
+    num_tokens = int(16 * EXPECTED_OUTPUT_TOKENS * OUTPUT_TOKEN_WEIGHT)
     sent = []
     for i in range(40):
         sent.append(choice.choose(list(range(num_tokens)), None, 1))
@@ -110,29 +111,24 @@ def test_prefixes_are_separate_per_salt_and_adapter():
     choice = DPLoadBalancer(3, chunk=2)
     first = choice.choose([1, 2], "a", 1)
     second = choice.choose([1, 2], "b", 1)
-    third = choice.choose([1, 2], "a", 1, adapter=1)
+    third = choice.choose([1, 2], "a", 1, adapter_keys=[("lora_name", "1")])
     assert {first, second, third} == {0, 1, 2}
     assert choice.choose([1, 2], "b", 1) == second
-    assert choice.choose([1, 2], "a", 1, adapter=1) == third
+    assert choice.choose([1, 2], "a", 1, adapter_keys=[("lora_name", "1")]) == third
     assert choice.choose([1, 2], "a", 1) == first
 
 
-def test_the_number_of_stored_chunks_is_that_of_the_cache():
+def test_the_number_of_estimated_chunks_is_that_of_the_cache():
     choice = DPLoadBalancer(2)
-    choice.set_cache_size(block_size=16, num_blocks=256)
+    choice.set_cache_size(64, 64 * 64)
     rng = random.Random(0)
     for _ in range(500):
         choice.finish_sequence(choice.choose([rng.randrange(1000) for _ in range(640)], None, 1))
-        assert max(len(names) for names in choice._prefixes) <= 64
-    assert not any(choice._sent) and not any(choice._unreported)  # no replica is notified
+        assert max(len(choice._sent.keys(replica)) for replica in range(2)) <= 64
+    assert not any(choice._new_prefixes) and not any(choice._unreported)  # no replica is notified
     assert choice.loads == [0, 0]
-    choice.set_cache_size(
-        block_size=16, num_blocks=1 << 24
-    )  # longer chunks, since the number of hashes is limited, too
-    choice.choose([0] * 100_000, None, 1)
-    assert max(len(names) for names in choice._prefixes) <= 100_000 // 4096 + 64
     choice = DPLoadBalancer(2)
-    choice.set_cache_size(block_size=16, num_blocks=0)  # nothing is cached
+    choice.set_cache_size(64, 0)  # nothing is cached
     assert {choice.choose([1] * 640, None, 1) for _ in range(4)} == {0, 1}
 
 

@@ -34,6 +34,9 @@ class TwoStepCore:
     def has_requests(self):
         return bool(self.requests)
 
+    def pop_cache_changes(self):
+        return None
+
     def make_stats(self):
         return SchedulerStats(num_running=len(self.requests))
 

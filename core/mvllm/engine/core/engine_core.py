@@ -21,6 +21,7 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.config.rope_parameters import prompt_cache_key
 from mvllm.engine.core.grammar_vocabulary import load_vocabulary
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary, choose_block_size, no_kv_cache, size_kv_cache
+from mvllm.engine.core.kv_event_reporting import KVEventReporter
 from mvllm.engine.core.kv_tiers import KVTiers
 from mvllm.engine.core.lora_manager import LoRAManager
 from mvllm.engine.core.rollouts import CoreRollouts, PauseState
@@ -33,6 +34,7 @@ from mvllm.kv_cache.kv_cache_manager import KVCacheManager, StateKVCacheManager
 from mvllm.kv_cache.null_kv_cache_manager import NullKVCacheManager
 from mvllm.logging import get_logger
 from mvllm.messages.core_protocol import UtilityArg
+from mvllm.messages.kv_events import CacheChanges
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import (
     EngineCoreOutput,
@@ -140,10 +142,16 @@ class EngineCore(CoreRollouts):
         scheduling = config.scheduler
         if self._needs_identical_plans:
             scheduling = dataclasses.replace(scheduling, long_prefill_slowdown=None)  # it depends on time
+        kv_cache = self._make_kv_cache_manager()
+        try:
+            self._kv_events = KVEventReporter(config, kv_cache.record_events)
+        except BaseException:
+            self._executor.shutdown()
+            raise
         self.scheduler = Scheduler(
             scheduling,
             max_model_len=config.model.max_model_len,
-            kv_cache=self._make_kv_cache_manager(),
+            kv_cache=kv_cache,
             num_stages=num_stages,
             max_loras=0 if config.lora is None else config.lora.max_loras,
             num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
@@ -194,6 +202,7 @@ class EngineCore(CoreRollouts):
         if self._held_requests:
             self._held_requests = [held for held in self._held_requests if held.request_id not in ids]
         self.scheduler.abort_requests(ids)
+        self._kv_events.publish()
         if self._grammar_manager is not None:
             self._grammar_manager.cancel(ids)
 
@@ -232,7 +241,9 @@ class EngineCore(CoreRollouts):
             ):
                 if not self._launch_step():
                     break
-            return self._collect_step() if self._in_flight else EngineCoreOutputs(stats=self.make_stats())
+            outputs = self._collect_step() if self._in_flight else EngineCoreOutputs(stats=self.make_stats())
+            self._kv_events.publish()
+            return outputs
         except BaseException as e:
             # An unfinished step, also an interrupted one, leaves scheduler, rows and cached blocks inconsistent: later
             # results would be wrong.
@@ -254,6 +265,14 @@ class EngineCore(CoreRollouts):
     def make_stats(self) -> SchedulerStats:
         """The scheduler's current state."""
         return self.scheduler.make_stats()
+
+    def pop_cache_changes(self) -> CacheChanges | None:
+        """How the prefix cache has changed since the last call; None if it has not, or there is one replica.
+
+        Also publishes the events since the last step.
+        """
+        self._kv_events.publish()
+        return self._kv_events.pop_changes()
 
     def on_failure(self, callback: Callable[[Exception], None]) -> None:
         """Registers `callback`, which is called once, from any thread, when the workers can no longer be used."""
@@ -299,7 +318,9 @@ class EngineCore(CoreRollouts):
 
     def reset_prefix_cache(self) -> bool:
         """Clears the prefix cache; returns False, with nothing changed, while requests use blocks."""
-        return self.scheduler.reset_prefix_cache()
+        is_reset = self.scheduler.reset_prefix_cache()
+        self._kv_events.publish()
+        return is_reset
 
     def sleep(self, level: int) -> None:
         """Releases memory on all workers: at level 1 the KV cache, at level 2 the weights as well.
@@ -318,6 +339,7 @@ class EngineCore(CoreRollouts):
         self._fail_all_requests("The engine was put to sleep.")
         self._save_blocks()
         freed = self.scheduler.reset_prefix_cache(keeps_tiers=True)
+        self._kv_events.publish()
         assert freed, "blocks without a request"
         self._executor.collective_rpc("sleep", (level,))
         if self._lora_manager is not None and WEIGHTS in given_back:
@@ -423,6 +445,7 @@ class EngineCore(CoreRollouts):
                     self.abort_requests(self.scheduler.request_ids)
                     self._save_blocks()
             tiers.connectors.close()
+        self._kv_events.close()
         self._executor.shutdown()
 
     @property

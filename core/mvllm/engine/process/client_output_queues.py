@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 
 from mvllm.messages.core_protocol import UtilityResult
+from mvllm.messages.kv_events import CacheChanges, merge_changes
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, SchedulerStats
 
 UPDATE_INTERVAL_SECONDS = 0.1
@@ -33,6 +34,7 @@ class _Client:
         self.sent_at = 0.0
         self.outputs: list[EngineCoreOutput] = []
         self.results: list[UtilityResult] = []
+        self.cache_changes: CacheChanges | None = None
         self.unfinished: set[str] = set()
         self.is_disconnected = False
 
@@ -41,7 +43,12 @@ class _Client:
         if self.outputs or self.results:
             return True
         if not (self.unfinished and is_core_busy):  # one last update acknowledges all its commands
-            return self.sent_busy or self.num_acknowledged != self.sent_num_acknowledged
+            if self.sent_busy or self.num_acknowledged != self.sent_num_acknowledged:
+                return True
+            if self.cache_changes is None:
+                return False
+            if not is_core_busy:
+                return True
         return now - self.sent_at >= UPDATE_INTERVAL_SECONDS
 
 
@@ -120,6 +127,8 @@ class ClientOutputQueues:
                 self._forget([output.request_id])
         now = time.monotonic()
         for index, client in enumerate(self._clients):
+            if not client.is_disconnected:
+                client.cache_changes = merge_changes(client.cache_changes, outputs.cache_changes)
             if not client.is_disconnected and client.needs_update(now, is_core_busy=is_busy):
                 self._send(index, client, outputs, now, is_core_busy=is_busy)
         if self._report_load is not None and outputs.stats is not None:
@@ -130,10 +139,16 @@ class ClientOutputQueues:
     def _send(self, index: int, client: _Client, outputs: EngineCoreOutputs, now: float, *, is_core_busy: bool) -> None:
         busy = bool(client.unfinished) and is_core_busy  # a core that is paused sends no updates
         update = EngineCoreOutputs(
-            client.outputs, outputs.stats, client.num_acknowledged, busy, client.results, outputs.weight_version
+            client.outputs,
+            outputs.stats,
+            client.num_acknowledged,
+            busy,
+            client.results,
+            outputs.weight_version,
+            client.cache_changes,
         )
         self._output_queue.put((index, update))
-        client.outputs, client.results = [], []
+        client.outputs, client.results, client.cache_changes = [], [], None
         client.sent_num_acknowledged, client.sent_busy, client.sent_at = client.num_acknowledged, busy, now
 
     def _forget(self, request_ids: Iterable[str]) -> None:
@@ -161,8 +176,12 @@ class SingleClientOutputQueue(ClientOutputQueues):
         if outputs.outputs or client.results or not is_busy or now - client.sent_at >= UPDATE_INTERVAL_SECONDS:
             outputs.num_acknowledged, outputs.is_busy = client.num_acknowledged, is_busy
             outputs.utility_results, client.results = client.results, []
+            outputs.cache_changes = merge_changes(client.cache_changes, outputs.cache_changes)
+            client.cache_changes = None
             self._output_queue.put((0, outputs))
             client.sent_at = now
+        else:
+            client.cache_changes = merge_changes(client.cache_changes, outputs.cache_changes)
 
 
 def make_output_queues(

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from mvllm.config.engine_config import EngineConfig, replace_field
+from mvllm.config.rope_parameters import prompt_cache_key
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
 from mvllm.engine.metrics.stats import sum_scheduler_stats
 from mvllm.engine.process.async_mp_client import AsyncMPClient, OnDeath, OnOutputs, start_all
@@ -23,9 +24,12 @@ from mvllm.engine.process.coordinator_client import CoordinatorClient
 from mvllm.engine.process.dp_load_balancer import DPLoadBalancer
 from mvllm.engine.process.launched_core_connection import LaunchedCoreConnection
 from mvllm.errors import EngineDeadError
+from mvllm.kv_events.prefix_index import chunk_tokens
+from mvllm.kv_events.prefix_router import EXPECTED_OUTPUT_TOKENS
 from mvllm.messages.coordinator_protocol import CoreLoad
 from mvllm.messages.core_protocol import UtilityArg
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
+from mvllm.models.checkpoint_support import runs_natively
 from mvllm.platform.choose import ChosenPlatform
 
 
@@ -84,6 +88,7 @@ class DPLBAsyncMPClient:
         self.stats = SchedulerStats()
         self._cores = cores
         self._load_balancer = DPLoadBalancer(len(cores))
+        self._position_key: Callable[[int], int] = lambda prompt_len: 0
         self._rank_by_request_id: dict[str, int] = {}  # of unfinished sequences
         self._coordinator_client = coordinator_client
         self._decoding_turns = itertools.count()
@@ -93,9 +98,11 @@ class DPLBAsyncMPClient:
     def attach(self, loop: asyncio.AbstractEventLoop, on_outputs: OnOutputs, on_death: OnDeath) -> None:
         """Starts to read updates of all cores in `loop`. The failure of one core ends the engine."""
         self._on_outputs, self._on_death = on_outputs, on_death
+        if runs_natively(self.config.model):  # as the engine core does: requests with other keys share no blocks
+            self._position_key = prompt_cache_key(self.config.model)
         summary = self.cache_summary
         is_caching = self.config.cache.enable_prefix_caching
-        self._load_balancer.set_cache_size(summary.block_size, summary.num_blocks if is_caching else 0)
+        self._load_balancer.set_cache_size(chunk_tokens(summary.block_size), summary.num_tokens if is_caching else 0)
         for rank, core in enumerate(self._cores):
             core.attach(loop, functools.partial(self._handle_outputs, rank), self._handle_core_death)
         if self._coordinator_client is not None:
@@ -152,8 +159,16 @@ class DPLBAsyncMPClient:
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
         """Queues the sequences of one request on the core that the load balancer chooses."""
         first = requests[0]
-        adapter = first.lora_request.lora_int_id if first.lora_request is not None else 0
-        rank = self._load_balancer.choose(first.prompt_token_ids, first.cache_salt, len(requests), adapter)
+        prompt, most = first.prompt_token_ids, first.sampling_params.max_tokens
+        rank = self._load_balancer.choose(
+            prompt,
+            first.cache_salt,
+            len(requests),
+            () if first.lora_request is None else first.lora_request.cache_keys,
+            position_key=self._position_key(len(prompt)),
+            num_output_tokens=EXPECTED_OUTPUT_TOKENS if most is None else min(most, EXPECTED_OUTPUT_TOKENS),
+            request_ids=[request.request_id for request in requests],
+        )
         self._rank_by_request_id.update((request.request_id, rank) for request in requests)
         self._cores[rank].add_requests(requests)
         if self._coordinator_client is not None:
@@ -218,9 +233,12 @@ class DPLBAsyncMPClient:
         for output in outputs.outputs:
             if output.finish_reason is not None and output.request_id in self._rank_by_request_id:
                 self._remove_request(output.request_id)
+        if outputs.cache_changes is not None:
+            self._load_balancer.update_cache(rank, outputs.cache_changes)
         if outputs.stats is not None:
+            stats = outputs.stats
             self._load_balancer.update_load(
-                rank, outputs.stats.num_waiting_tokens, self._cores[rank].num_acknowledged_requests
+                rank, stats.num_waiting_tokens, self._cores[rank].num_acknowledged_requests, stats.kv_cache_usage
             )
             self._update_stats(outputs)
         self._on_outputs(outputs)
@@ -229,8 +247,10 @@ class DPLBAsyncMPClient:
         """Applies loads from the coordinator. Its own sequences this front end counts itself."""
         for load in loads:
             core = self._cores[load.rank]
-            core.stats = load.stats
-            self._load_balancer.update_load(load.rank, load.stats.num_waiting_tokens, core.num_acknowledged_requests)
+            core.stats = stats = load.stats
+            self._load_balancer.update_load(
+                load.rank, stats.num_waiting_tokens, core.num_acknowledged_requests, stats.kv_cache_usage
+            )
         outputs = EngineCoreOutputs()
         self._update_stats(outputs)
         self._on_outputs(outputs)
@@ -243,7 +263,7 @@ class DPLBAsyncMPClient:
         self._on_death(error)
 
     def _remove_request(self, request_id: str) -> None:
-        self._load_balancer.finish_sequence(self._rank_by_request_id.pop(request_id))
+        self._load_balancer.finish_sequence(self._rank_by_request_id.pop(request_id), request_id)
 
 
 def _raise_failure(method: str, results: Sequence[Any]) -> None:

@@ -1,160 +1,231 @@
-"""The data parallel load balancer: it sends a request to the replica with the lowest cost, counted in tokens.
+"""The data parallel load balancer: it sends a request to the replica where it costs least, counted in tokens.
 
-    cost of a replica = its waiting prompt tokens + TOKENS_PER_SEQUENCE per unfinished sequence
+    cost of a replica = its waiting prompt tokens
+                        + a share of the output tokens expected of its sequences
+                        + a share of the tokens in its KV cache that requests use
                         + the tokens of this prompt that are not in its prefix cache
+                        + the tokens that do not fit into its free KV blocks            (see `routing_cost`)
 
-A cached prefix saves as many tokens as it has. If its replica is busier than another by more than that, the other one
-computes the prefix too, and has it cached from then on. No replica starves: an idle one costs the prompt alone.
-
-The contents of a replica's prefix cache are estimated from the prompts that were sent to it, in chunks; each chunk is
-identified by a hash of itself and all chunks before it. Per replica as many chunks are kept as its KV cache holds, in
-LRU order. Python's own hash of integers suffices, because a collision costs time only. It is the same in every process,
-so front ends can exchange hashes.
+Replicas report what their prefix caches hold (`CacheChanges`), in chunks of the whole prompt. A prompt that was sent
+and is not computed yet is in no report. So prompts count as cached where they were sent, until their request ends; then
+only the reports count. Prompts of other front ends, which the coordinator passes on, count for some seconds. A replica
+that has reported nothing is estimated from the prompts that were sent to it, as many as its KV cache holds.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
-TOKENS_PER_SEQUENCE = 512
-"""The cost of an unfinished sequence, about the length of an output: a generated token costs a replica no less than a
-prompt token."""
+from mvllm.kv_events.prefix_index import PrefixIndex, RecentPrefixIndex, prefix_keys, root_key, sharing_keys
+from mvllm.kv_events.prefix_router import EXPECTED_OUTPUT_TOKENS, routing_cost
+from mvllm.messages.kv_events import CacheChanges
 
-_MAX_PREFIXES = 1 << 16  # kept per replica: about 12 MB
+_MAX_CHUNKS = 1 << 16  # estimated per replica: about 12 MB
 _CHUNK = 64
+_PASSED_ON_SECONDS = 10.0
+"""How long a prompt of another front end counts as sent: by then it is computed, and reported, or has ended."""
+
+
+class _SentPrompt:
+    """A request of this front end: its replica and the keys that count as cached there because of it."""
+
+    __slots__ = ("keys", "num_output_tokens", "num_sequences", "replica")
+
+    def __init__(self, replica: int, keys: list[int], num_output_tokens: int, num_sequences: int) -> None:
+        self.replica = replica
+        self.keys = keys
+        self.num_output_tokens = num_output_tokens  # of each sequence
+        self.num_sequences = num_sequences  # unfinished
 
 
 class DPLoadBalancer:
-    """Tracks the load and the estimated prefix cache of each replica.
+    """Tracks the load and the prefix cache of each replica.
 
     Args:
         num_replicas: The number of replicas.
-        chunk: Tokens per chunk.
+        chunk: Tokens per chunk, as the replicas report them.
+        clock: Returns the time in seconds.
 
     Attributes:
         loads: Unfinished sequences of this front end, by replica.
         loads_elsewhere: Unfinished sequences of other front ends as last reported, by replica.
-        records_new_prefixes: Whether to collect hashes for `pop_new_prefixes`; needed with other front ends only.
+        records_new_prefixes: Whether to collect keys for `pop_new_prefixes`; needed with other front ends only.
     """
 
-    def __init__(self, num_replicas: int, chunk: int = _CHUNK) -> None:
+    def __init__(self, num_replicas: int, chunk: int = _CHUNK, clock: Callable[[], float] = time.monotonic) -> None:
         self.loads = [0] * num_replicas
         self.loads_elsewhere = [0] * num_replicas
         self.records_new_prefixes = False
         self._chunk = chunk
-        self._max_prefixes = _MAX_PREFIXES
-        self._prefixes: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_replicas)]
-        self._sent: list[dict[int, None]] = [{} for _ in range(num_replicas)]
+        self._clock = clock
+        self._num_cache_tokens = 0  # of one replica's KV cache; 0 if not known
+        self._is_caching = True
+        self._reported: PrefixIndex[int] = PrefixIndex()
+        self._sent: RecentPrefixIndex[int] = RecentPrefixIndex(_MAX_CHUNKS)
+        for replica in range(num_replicas):
+            self._reported.add_replica(replica)
+            self._sent.add_replica(replica)
+        self._has_reported = [False] * num_replicas
+        self._new_prefixes: list[dict[int, None]] = [{} for _ in range(num_replicas)]
+        self._passed_on: deque[tuple[float, int, Sequence[int]]] = deque()  # (when it ends, replica, keys)
+        self._prompts: dict[str, _SentPrompt] = {}  # by request id of each sequence
+        self._output_tokens = [0] * num_replicas  # expected of this front end's sequences
         self._round_robin_start = 0
-        self._num_waiting_tokens = [0] * num_replicas  # tokens, as last reported
+        self._num_waiting_tokens = [0] * num_replicas  # as last reported
+        self._num_used_tokens = [0] * num_replicas  # tokens in KV blocks that requests use, as last reported
         self._num_sent = [0] * num_replicas  # sequences
         # Prompt tokens that no report can contain yet: (number of sequences sent up to them, tokens).
         self._unreported: list[deque[tuple[int, int]]] = [deque() for _ in range(num_replicas)]
         self._num_unreported = [0] * num_replicas  # tokens
 
-    def set_cache_size(self, block_size: int, num_blocks: int) -> None:
-        """Sets how many chunks are kept per replica: as many tokens as its KV cache holds.
+    def set_cache_size(self, chunk: int, num_tokens: int) -> None:
+        """Sets the size of a replica's KV cache.
 
         Args:
-            block_size: Tokens per block.
-            num_blocks: Blocks of one replica; 0 without prefix caching.
+            chunk: Tokens per chunk, as the replicas report them.
+            num_tokens: Tokens that fit; 0 without prefix caching.
         """
-        num_tokens = block_size * num_blocks
-        self._chunk = max(self._chunk, block_size, -(-num_tokens // _MAX_PREFIXES))
-        self._max_prefixes = num_tokens // self._chunk
+        self._chunk, self._num_cache_tokens = chunk, num_tokens
+        self._is_caching = num_tokens > 0
+        self._sent.max_chunks = min(_MAX_CHUNKS, num_tokens // chunk)
 
-    def choose(self, prompt: Sequence[int], salt: str | None, num_sequences: int, adapter: int = 0) -> int:
+    def choose(
+        self,
+        prompt: Sequence[int],
+        salt: str | None,
+        num_sequences: int,
+        adapter_keys: Sequence[tuple[str, str]] = (),
+        *,
+        position_key: int = 0,
+        num_output_tokens: int = EXPECTED_OUTPUT_TOKENS,
+        request_ids: Sequence[str] = (),
+    ) -> int:
         """Chooses the replica for a request, and counts the request as sent to it.
 
         Args:
             prompt: Its token ids.
-            salt, adapter: Prompts share cached prefixes only if both are equal.
+            salt, adapter_keys, position_key: Prompts share cached prefixes only if all are equal, see `sharing_keys`.
             num_sequences: Sequences of the request.
+            num_output_tokens: Output tokens expected of each sequence.
+            request_ids: The ids of its sequences, for `finish_sequence`.
         """
-        hashes = self._prefix_hashes(prompt, salt, adapter) if self._max_prefixes else []
-        cached = [self._num_cached_chunks(replica, hashes) for replica in range(len(self.loads))]
+        keys: list[int] = []
+        if self._is_caching:
+            self._forget_passed_on()
+            keys = self._prefix_keys(prompt, salt, adapter_keys, position_key)
+        found = self._reported.match(keys, self._sent)
         count = len(self.loads)
         self._round_robin_start = (self._round_robin_start + 1) % count  # among equals, each in turn
-        best = min(
-            range(count),
-            key=lambda replica: (self._cost(replica, cached[replica]), (replica - self._round_robin_start) % count),
-        )
-        self.loads[best] += num_sequences
-        self._num_sent[best] += num_sequences
-        tokens = max(1, len(prompt) - cached[best] * self._chunk)
-        self._unreported[best].append((self._num_sent[best], tokens))
-        self._num_unreported[best] += tokens
+        length = len(prompt)
+        costs = [self._cost(replica, length - found.get(replica, 0) * self._chunk) for replica in range(count)]
+        best = min(range(count), key=lambda r: (costs[r], (r - self._round_robin_start) % count))
+        self._count_as_sent(best, length - found.get(best, 0) * self._chunk, num_sequences, num_output_tokens)
+        sent = keys
+        if self._has_reported[best]:
+            sent = [key for key in keys if not self._reported.has(best, key)]
+        self._sent.store(best, sent)
+        prompt_sent = _SentPrompt(best, sent, num_output_tokens, num_sequences)
+        self._prompts.update(dict.fromkeys(request_ids, prompt_sent))
         if self.records_new_prefixes:
-            self._sent[best].update(dict.fromkeys(hashes[cached[best] :]))
-        self.record_prefixes(best, hashes)
+            self._new_prefixes[best].update(dict.fromkeys(keys[found.get(best, 0) :]))
         return best
 
-    def record_prefixes(self, replica: int, hashes: Sequence[int]) -> None:
-        """Records that a prompt with these chunk hashes, from the first chunk on, was sent to a replica."""
-        cached = self._prefixes[replica]
-        for hash_ in reversed(hashes):  # a prompt's last chunk is evicted before its first
-            cached[hash_] = None
-            cached.move_to_end(hash_)
-        while len(cached) > self._max_prefixes:
-            cached.popitem(last=False)
+    def finish_sequence(self, replica: int, request_id: str | None = None) -> None:
+        """Removes a finished or aborted sequence from a replica's load.
+
+        Args:
+            request_id: One of the `request_ids` that `choose` was given.
+        """
+        self.loads[replica] -= 1
+        prompt = None if request_id is None else self._prompts.pop(request_id, None)
+        self._output_tokens[replica] -= EXPECTED_OUTPUT_TOKENS if prompt is None else prompt.num_output_tokens
+        if not self.loads[replica]:
+            self._unreported[replica].clear()
+            self._num_unreported[replica] = 0
+            self._output_tokens[replica] = 0
+        if prompt is not None:
+            prompt.num_sequences -= 1
+            if not prompt.num_sequences and self._has_reported[replica]:
+                self._sent.remove(replica, prompt.keys)
+
+    def update_cache(self, replica: int, changes: CacheChanges) -> None:
+        """Records how a replica's prefix cache has changed."""
+        self._has_reported[replica] = True
+        if changes.cleared:
+            self._reported.clear(replica)
+            self._sent.clear(replica)
+        self._reported.remove(replica, changes.removed)
+        self._reported.store(replica, changes.stored)
+
+    def record_prefixes(self, replica: int, keys: Sequence[int]) -> None:
+        """Records that another front end has sent a prompt with these keys to a replica."""
+        if self._is_caching:
+            if self._has_reported[replica]:
+                self._passed_on.append((self._clock() + _PASSED_ON_SECONDS, replica, keys))
+            self._sent.store(replica, keys)
 
     def clear_prefixes(self) -> None:
-        """Forgets all prefixes, after the replicas have reset their prefix caches."""
-        for cached in self._prefixes:
-            cached.clear()
+        """Forgets all prefixes, when the replicas reset their prefix caches."""
+        for replica in range(len(self.loads)):
+            self._reported.clear(replica)
+            self._sent.clear(replica)
 
-    def update_load(self, replica: int, num_waiting_tokens: int, num_acknowledged: int) -> None:
+    def update_load(
+        self, replica: int, num_waiting_tokens: int, num_acknowledged: int, kv_cache_usage: float = 0.0
+    ) -> None:
         """Records a replica's report.
 
         Args:
             num_waiting_tokens: Prompt tokens of all front ends that it has not computed yet.
             num_acknowledged: How many of this front end's sequences it had received by then.
+            kv_cache_usage: Fraction of its KV blocks that requests use.
         """
         self._num_waiting_tokens[replica] = num_waiting_tokens
+        self._num_used_tokens[replica] = round(kv_cache_usage * self._num_cache_tokens)
         unreported = self._unreported[replica]
         while unreported and unreported[0][0] <= num_acknowledged:
             self._num_unreported[replica] -= unreported.popleft()[1]
 
     def pop_new_prefixes(self) -> Iterable[tuple[int, list[int]]]:
-        """The chunk hashes first sent to each replica since the last call."""
-        for replica, hashes in enumerate(self._sent):
-            if hashes:
-                self._sent[replica] = {}
-                yield replica, list(hashes)
+        """The keys first sent to each replica since the last call."""
+        for replica, keys in enumerate(self._new_prefixes):
+            if keys:
+                self._new_prefixes[replica] = {}
+                yield replica, list(keys)
 
-    def finish_sequence(self, replica: int) -> None:
-        """Removes a finished or aborted sequence from a replica's load."""
-        self.loads[replica] -= 1
-        if not self.loads[replica]:
-            self._unreported[replica].clear()
-            self._num_unreported[replica] = 0
+    def num_cached_tokens(self, replica: int, prompt: Sequence[int], salt: str | None = None) -> int:
+        """Leading tokens of a prompt that count as cached on a replica."""
+        found = self._reported.match(self._prefix_keys(prompt, salt), self._sent)
+        return found.get(replica, 0) * self._chunk
 
-    def _cost(self, replica: int, num_known: int) -> int:
-        """The cost without the length of the prompt, which is the same for all replicas."""
-        sequences = self.loads[replica] + self.loads_elsewhere[replica]
+    def _cost(self, replica: int, uncached: int) -> float:
         waiting = self._num_waiting_tokens[replica] + self._num_unreported[replica]
-        return waiting + TOKENS_PER_SEQUENCE * sequences - num_known * self._chunk
+        output = self._output_tokens[replica] + EXPECTED_OUTPUT_TOKENS * self.loads_elsewhere[replica]
+        used = self._num_used_tokens[replica]
+        free = self._num_cache_tokens - used if self._num_cache_tokens else None
+        return routing_cost(waiting, output, used, uncached, free)
 
-    def _prefix_hashes(self, prompt: Sequence[int], salt: str | None, adapter: int = 0) -> list[int]:
-        hashes: list[int] = []
-        hash_ = adapter if salt is None else hash((_salt_hash(salt), adapter))
-        chunk, ids = self._chunk, tuple(prompt)
-        for end in range(chunk, len(ids) + 1, chunk):
-            hash_ = hash((hash_, ids[end - chunk : end]))
-            hashes.append(hash_)
-        return hashes
+    def _count_as_sent(self, replica: int, uncached: int, num_sequences: int, num_output_tokens: int) -> None:
+        self.loads[replica] += num_sequences
+        self._num_sent[replica] += num_sequences
+        self._output_tokens[replica] += num_sequences * num_output_tokens
+        tokens = max(1, uncached)
+        self._unreported[replica].append((self._num_sent[replica], tokens))
+        self._num_unreported[replica] += tokens
 
-    def _num_cached_chunks(self, replica: int, hashes: Sequence[int]) -> int:
-        """The number of leading chunks that were sent to a replica before."""
-        cached = self._prefixes[replica]
-        for count, hash_ in enumerate(hashes):
-            if hash_ not in cached:
-                return count
-        return len(hashes)
+    def _forget_passed_on(self) -> None:
+        now = self._clock()
+        while self._passed_on and self._passed_on[0][0] <= now:
+            _, replica, keys = self._passed_on.popleft()
+            self._sent.remove(replica, keys)
 
-
-def _salt_hash(salt: str) -> int:
-    """An integer for a salt; Python's hash of a string differs between processes."""
-    return int.from_bytes(hashlib.sha256(salt.encode(errors="surrogatepass")).digest()[:7])
+    def _prefix_keys(
+        self,
+        prompt: Sequence[int],
+        salt: str | None,
+        adapter_keys: Sequence[tuple[str, str]] = (),
+        position_key: int = 0,
+    ) -> list[int]:
+        return prefix_keys(prompt, self._chunk, root_key(sharing_keys(salt, position_key, adapter_keys)))

@@ -101,6 +101,7 @@ class EngineCoreProc:
                 outputs = self._core.step()
             else:
                 outputs = EngineCoreOutputs(stats=self._core.make_stats())
+            outputs.cache_changes = self._core.pop_cache_changes()
             self._output_queues.publish(outputs, is_busy=self._core.has_requests())
 
     def _process_commands(self) -> bool:

@@ -1,0 +1,158 @@
+"""Records what a KV cache stores and removes: as events for other programs, and as changes for load balancers.
+
+The recorder listens to the block pool, and learns the tokens of new blocks from the KVCacheManager. With several groups
+of layers a block counts as cached when the first group has it: that group has full attention if any has, and the other
+groups follow it, since each keeps the blocks that later tokens attend to. In models with sequence states a cached block
+says that its tokens were computed; how much of a prefix can be reused depends on snapshots, too.
+
+A hash is set when the plan is made that writes the block. Whoever acts on an event sends a request, which is planned
+later, so it finds the block written. Blocks of a failed plan are removed again, see `KVCacheManager.discard`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mvllm.kv_cache.block_hash import BlockHash
+from mvllm.kv_cache.block_table import BlockTable
+from mvllm.kv_events.prefix_index import chunk_tokens, prefix_keys, root_key
+from mvllm.messages.kv_events import (
+    DEVICE,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheChanges,
+    KVCacheEvent,
+    key_text,
+)
+
+_HASH_BYTES = 32  # of a block in the first group; in the others the group's number follows
+
+MAX_REPORTED_CHUNKS = 1 << 17
+"""Most chunks of one cache that load balancers know; of a larger cache they see a part."""
+
+
+class KVCacheEventRecorder:
+    """Collects the events of one engine core between two steps. Used from the core's thread.
+
+    Args:
+        block_size: Tokens per block.
+        with_events: Collect events for `pop_events`.
+        with_changes: Collect chunks for `pop_changes`.
+    """
+
+    def __init__(self, block_size: int, *, with_events: bool, with_changes: bool) -> None:
+        self._block_size = block_size
+        self._chunk = chunk_tokens(block_size)
+        self._blocks_per_chunk = self._chunk // block_size
+        self._with_events, self._with_changes = with_events, with_changes
+        self._new: set[BlockHash] = set()  # hashes set since the last `blocks_hashed`
+        self._events: list[KVCacheEvent] = []
+        self._key_by_hash: dict[BlockHash, int] = {}  # of the last block of each reported chunk
+        self._is_cleared = False
+        self._changed: dict[int, bool] = {}  # key -> whether it is stored now
+
+    # ------------------------------------------------------------------------------------ listener of the block pool
+
+    def block_stored(self, block: int, block_hash: BlockHash) -> None:
+        """See BlockPoolListener."""
+        if len(block_hash) == _HASH_BYTES:
+            self._new.add(block_hash)
+
+    def block_evicted(self, block: int, block_hash: BlockHash) -> None:
+        """See BlockPoolListener."""
+        if len(block_hash) == _HASH_BYTES:
+            self.record_removed([block_hash], DEVICE)
+
+    def all_evicted(self) -> None:
+        """See BlockPoolListener."""
+        if self._with_events:
+            self._events = [AllBlocksCleared()]
+        if self._with_changes:
+            self._is_cleared = True
+            self._changed.clear()
+            self._key_by_hash.clear()
+
+    # ------------------------------------------------------------------------------------------- the KVCacheManager
+
+    def blocks_hashed(self, table: BlockTable, first: int, end: int) -> None:
+        """The blocks `first` to `end - 1` of a table were offered to the pool: those that are new are recorded."""
+        new, hashes, i = self._new, table.block_hashes, first
+        if not new:
+            return
+        while i < end:
+            if hashes[i] not in new:
+                i += 1
+                continue
+            start = i
+            while i < end and hashes[i] in new:
+                i += 1
+            if self._with_events:
+                self._events.append(self._stored_event(table, start, i))
+        if self._with_changes:
+            self._store_chunks(table, first, end)
+        new.clear()
+
+    def record_removed(self, hashes: Sequence[BlockHash], medium: str) -> None:
+        """Blocks are no longer stored in a medium."""
+        if self._with_events:
+            last = self._events[-1] if self._events else None
+            if isinstance(last, BlockRemoved) and last.medium == medium:
+                last.block_hashes.extend(hashes)
+            else:
+                self._events.append(BlockRemoved(list(hashes), medium))
+        if self._with_changes and medium == DEVICE:
+            for block_hash in hashes:
+                if (key := self._key_by_hash.pop(block_hash, None)) is not None:
+                    self._changed[key] = False
+
+    def record_stored(self, table: BlockTable, first: int, end: int, medium: str) -> None:
+        """The blocks `first` to `end - 1` of a table are also stored in another medium than the device."""
+        if self._with_events and end > first:
+            self._events.append(self._stored_event(table, first, end, medium))
+
+    # ---------------------------------------------------------------------------------------------------------- pop
+
+    def pop_events(self) -> list[KVCacheEvent]:
+        """The events since the last call, in their order."""
+        events, self._events = self._events, []
+        return events
+
+    def pop_changes(self) -> CacheChanges | None:
+        """How the chunks have changed since the last call; None if they have not."""
+        if not self._changed and not self._is_cleared:
+            return None
+        changes = CacheChanges(
+            self._is_cleared,
+            [key for key, is_stored in self._changed.items() if is_stored],
+            [] if self._is_cleared else [key for key, is_stored in self._changed.items() if not is_stored],
+        )
+        self._changed, self._is_cleared = {}, False
+        return changes
+
+    def _stored_event(self, table: BlockTable, first: int, end: int, medium: str = DEVICE) -> BlockStored:
+        size, keys = self._block_size, dict(table.keys)
+        lora_id = int(keys["lora_int_id"]) if "lora_int_id" in keys else None
+        return BlockStored(
+            table.block_hashes[first:end],
+            table.block_hashes[first - 1] if first else None,
+            table.token_ids[first * size : end * size],
+            size,
+            lora_id,
+            medium,
+            keys.get("lora_name"),
+            [[key_text(root_key(table.keys))]] * (end - first) if table.keys else None,
+        )
+
+    def _store_chunks(self, table: BlockTable, first: int, end: int) -> None:
+        count, keys = self._blocks_per_chunk, table.prefix_keys
+        num_chunks = end // count
+        if num_chunks > len(keys):
+            root = keys[-1] if keys else root_key(table.keys)
+            tokens = table.token_ids[len(keys) * self._chunk : num_chunks * self._chunk]
+            keys.extend(prefix_keys(tokens, self._chunk, root))
+        for chunk in range(first // count, num_chunks):
+            block_hash = table.block_hashes[(chunk + 1) * count - 1]
+            if block_hash in self._new and len(self._key_by_hash) < MAX_REPORTED_CHUNKS:
+                self._key_by_hash[block_hash] = keys[chunk]
+                self._changed[keys[chunk]] = True

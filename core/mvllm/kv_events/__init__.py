@@ -1,0 +1,1 @@
+"""Events of KV caches, and routing by what the caches of replicas hold."""

@@ -1,0 +1,241 @@
+"""One replica as a queue: prompts are computed one after the other, all running sequences generate at once.
+
+While nothing changes, each step takes the same time and computes the same number of tokens. So a replica is described
+by rates, and something has to be done only when a prompt is finished, a sequence is finished, or a request comes:
+
+    step time s = step + sequence * n + kv_token * k + prompt_token * c      c prompt tokens per step while prompts wait
+    prompt tokens per second = c / s          tokens per second of each sequence = 1 / s
+
+Sequences are kept in a heap by the number of steps at which they end.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+
+from tests.perf.fleet.step_times import StepTimes
+from tests.perf.fleet.workload import Request
+
+_NEVER = float("inf")
+_TOLERANCE = 1e-9  # seconds: an event that is so near has come; times are rounded
+
+
+@dataclass(slots=True)
+class Running:
+    """A request on a replica.
+
+    Attributes:
+        request: The request.
+        sent: When the client first sent it.
+        cached_tokens: Prompt tokens that were found in the cache.
+        first_token: When its first token came; 0 before.
+    """
+
+    request: Request
+    sent: float
+    cached_tokens: int = 0
+    first_token: float = 0.0
+
+
+class PrefixCache:
+    """System prompts and conversations that a replica has cached, least recently used first. Sizes in tokens."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.size = 0
+        self.systems: OrderedDict[int, int] = OrderedDict()
+        self.conversations: OrderedDict[int, int] = OrderedDict()
+        self._turn = 0
+
+    def find(self, request: Request) -> int:
+        """Leading prompt tokens that are cached."""
+        if request.system not in self.systems:
+            return 0
+        history = min(self.conversations.get(request.conversation, 0), request.history_tokens)
+        return request.system_tokens + history
+
+    def store(self, request: Request, room: int) -> list[tuple[bool, int]]:
+        """Stores all tokens of a finished request, and evicts others until `room` tokens hold all.
+
+        Returns:
+            (is a system prompt, number) of each evicted entry.
+        """
+        if request.system not in self.systems:
+            self.size += request.system_tokens
+        self.systems[request.system] = request.system_tokens
+        self.systems.move_to_end(request.system)
+        tokens = request.history_tokens + request.new_tokens + request.output_tokens
+        self.size += tokens - self.conversations.pop(request.conversation, 0)
+        self.conversations[request.conversation] = tokens
+        return self.shrink(room)
+
+    def shrink(self, room: int) -> list[tuple[bool, int]]:
+        """Evicts entries until `room` tokens hold the others. System prompts are used often, so they go last."""
+        evicted = []
+        while self.size > room and self.conversations:
+            number, tokens = self.conversations.popitem(last=False)
+            self.size -= tokens
+            evicted.append((False, number))
+        while self.size > room and self.systems:
+            number, tokens = self.systems.popitem(last=False)
+            self.size -= tokens
+            evicted.append((True, number))
+        return evicted
+
+
+class Replica:
+    """The queue of one replica.
+
+    Args:
+        times: Its step times.
+        speed: Its speed, as a factor.
+
+    Attributes:
+        accepts: Whether it takes new requests.
+        is_alive: Whether it computes.
+        waiting_tokens: Prompt tokens to compute.
+        running_tokens: Tokens in the KV caches of running sequences.
+        output_tokens: Tokens still to generate, of waiting and running requests.
+        busy_seconds: How long it had work.
+        version: Grows with every change of its rates: events of earlier versions are void.
+    """
+
+    def __init__(self, times: StepTimes, speed: float = 1.0) -> None:
+        self.times, self.speed = times, speed
+        self.accepts = self.is_alive = True
+        self.cache = PrefixCache(times.kv_tokens)
+        self.waiting: deque[Running] = deque()
+        self.version = 0
+        self.waiting_tokens = 0.0
+        self.running_tokens = 0.0
+        self.output_tokens = 0.0
+        self.busy_seconds = 0.0
+        self._reserved = 0.0  # tokens that running requests will hold at their end
+        self._prefilling: Running | None = None
+        self._left = 0.0  # prompt tokens of `_prefilling` still to compute
+        self._generating: list[tuple[float, int, Running]] = []  # (step at which it ends, number, request)
+        self._steps = 0.0  # steps done
+        self._now = 0.0
+        self._count = 0
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that wait or run."""
+        return len(self.waiting) + len(self._generating) + (self._prefilling is not None)
+
+    @property
+    def step_seconds(self) -> float:
+        """The duration of a step now."""
+        times = self.times
+        prompt = min(times.max_prompt_tokens, self._left) if self._prefilling is not None else 0
+        decode = times.decode_step(len(self._generating), self.running_tokens)
+        return (decode + times.prompt_token * prompt) / self.speed
+
+    def add(self, now: float, running: Running) -> None:
+        """Takes a request."""
+        self.advance(now)
+        self.waiting.append(running)
+        self.waiting_tokens += running.request.prompt_tokens - running.cached_tokens
+        self.output_tokens += running.request.output_tokens
+        self._start_next(now)
+        self.version += 1
+
+    def next_event(self) -> float:
+        """When something has to be done next, if nothing else comes."""
+        step, soonest = self.step_seconds, _NEVER
+        if self._prefilling is not None:
+            times, left = self.times, self._left
+            full, rest = divmod(left, times.max_prompt_tokens)
+            decode = times.decode_step(len(self._generating), self.running_tokens)
+            steps = full + (rest > 0)
+            soonest = self._now + (decode * steps + times.prompt_token * left) / self.speed
+            step = (soonest - self._now) / max(steps, 1)
+        if self._generating:
+            soonest = min(soonest, self._now + max(0.0, self._generating[0][0] - self._steps) * step)
+        return soonest
+
+    def advance(self, now: float) -> tuple[list[Running], list[Running]]:
+        """Computes until `now`, which is not after `next_event`.
+
+        Returns:
+            Requests whose first token came, and requests that ended.
+        """
+        elapsed, self._now = now - self._now, now
+        if self._prefilling is not None or self._generating:
+            self.busy_seconds += elapsed
+            self._compute(elapsed)
+        started, ended = [], []
+        if self._prefilling is not None and self._left <= 0.0:
+            started.append(self._end_prefill(now))
+        while self._generating and self._generating[0][0] <= self._steps + 1e-6:
+            running = heapq.heappop(self._generating)[2]
+            ended.append(running)
+            self._reserved -= running.request.prompt_tokens + running.request.output_tokens
+            self.running_tokens -= running.request.held_tokens
+        if not self._generating:
+            self.running_tokens = 0.0
+        if started or ended:
+            self._start_next(now)
+            self.version += 1
+        return started, ended
+
+    def room_for_cache(self) -> int:
+        """Tokens of the KV cache that running requests do not need."""
+        return max(0, int(self.times.kv_tokens - self._reserved))
+
+    def drop_all(self, now: float) -> list[Running]:
+        """Forgets all requests and the cache; returns the requests. The replica has failed, or restarts."""
+        _, ended = self.advance(now)
+        lost = [*ended, *self.waiting, *(running for _, _, running in self._generating)]
+        if self._prefilling is not None:
+            lost.append(self._prefilling)
+        self.waiting.clear()
+        self._generating.clear()
+        self._prefilling = None
+        self.waiting_tokens = self.running_tokens = self.output_tokens = self._reserved = self._left = 0.0
+        self.cache = PrefixCache(self.times.kv_tokens)
+        self.version += 1
+        return lost
+
+    def _compute(self, elapsed: float) -> None:
+        times = self.times
+        decode = times.decode_step(len(self._generating), self.running_tokens)
+        if self._prefilling is None:
+            steps = elapsed * self.speed / decode + _TOLERANCE / decode
+        else:
+            full, rest = divmod(self._left, times.max_prompt_tokens)
+            steps_left = max(1.0, full + (rest > 0))
+            total = (decode * steps_left + times.prompt_token * self._left) / self.speed
+            share = elapsed / total if total - elapsed > _TOLERANCE else 1.0
+            done = self._left * share
+            steps = steps_left * share
+            self._left -= done
+            self.waiting_tokens -= done
+        generated = steps * len(self._generating)
+        self._steps += steps
+        self.output_tokens -= min(generated, self.output_tokens)
+
+    def _end_prefill(self, now: float) -> Running:
+        running = self._prefilling
+        assert running is not None
+        self._prefilling, self._left = None, 0.0
+        running.first_token = now
+        self.output_tokens -= 1.0
+        self._count += 1
+        self.running_tokens += running.request.held_tokens
+        heapq.heappush(self._generating, (self._steps + running.request.output_tokens - 1, self._count, running))
+        return running
+
+    def _start_next(self, now: float) -> None:
+        """Starts to compute the first waiting prompt, if a row and KV blocks are free."""
+        if self._prefilling is not None or not self.waiting or len(self._generating) >= self.times.max_sequences:
+            return
+        first = self.waiting[0].request
+        needed = first.prompt_tokens + first.output_tokens
+        if self._generating and self._reserved + needed > self.times.kv_tokens:
+            return
+        self._prefilling = self.waiting.popleft()
+        self._reserved += needed
+        self._left = max(1.0, first.prompt_tokens - self._prefilling.cached_tokens)
