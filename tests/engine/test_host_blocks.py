@@ -13,7 +13,7 @@ from mvllm import LLM
 from tests.helpers import parity
 from tests.helpers.host_block_plans import HostBlockDriver
 from tests.helpers.model_zoo import make_checkpoint
-from tests.helpers.plugins import graph_platform_path, prepend
+from tests.helpers.plugins import example_platform_path, graph_platform_path, prepend
 from tests.helpers.thread_executor import ThreadExecutor
 
 PROMPT = [2 + 7 * i % 300 for i in range(41)]
@@ -116,3 +116,20 @@ def test_programs_of_graphs_copy_their_caches_and_states(
 ) -> None:
     prepend(monkeypatch, graph_platform_path(tmp_path))
     HostBlockDriver(start(stack, folder_of(name), platform="graph-interpreter")).check_round_trip(PROMPT)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ranks_that_keep_sampled_tokens_on_the_device_copy_as_well(
+    stack: ExitStack, folder_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    prepend(monkeypatch, example_platform_path(tmp_path / "plugins"))
+    llm = start(
+        stack,
+        folder_of("bamba"),
+        platform="example",
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        async_scheduling=asynchronous,
+    )
+    HostBlockDriver(llm).check_round_trip(PROMPT)
