@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from mvllm import LLM
 from tests.helpers import parity
 from tests.helpers.host_block_plans import HostBlockDriver
 from tests.helpers.model_zoo import make_checkpoint
-from tests.helpers.plugins import graph_platform_path, prepend
+from tests.helpers.plugins import example_platform_path, graph_platform_path, prepend
 from tests.helpers.thread_executor import ThreadExecutor
 
 PROMPT = [2 + 7 * i % 300 for i in range(41)]
+more = partial(pytest.param, marks=pytest.mark.exhaustive)
 THREADS = f"{ThreadExecutor.__module__}.{ThreadExecutor.__name__}"
 
 
@@ -54,15 +56,24 @@ def test_copied_blocks_and_states_give_the_same_bits(stack: ExitStack, folder_of
     )
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("kv_cache_dtype", [more("bfloat16"), "int8", more("float8_e4m3fn")])
 def test_every_storage_dtype_is_copied(stack: ExitStack, folder_of: Any, kv_cache_dtype: str) -> None:
     llm = start(stack, folder_of("llama-gqa"), kv_cache_dtype=kv_cache_dtype)
     driver = HostBlockDriver(llm)
     driver.check_round_trip(PROMPT)
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("name", ["llama-gqa", "bamba"])
+@pytest.mark.parametrize(
+    ("name", "tp", "pp"),
+    [
+        ("llama-gqa", 2, 1),
+        ("llama-gqa", 1, 2),
+        ("bamba", 2, 2),
+        more("llama-gqa", 2, 2),
+        more("bamba", 2, 1),
+        more("bamba", 1, 2),
+    ],
+)
 def test_every_rank_copies_its_part(stack: ExitStack, folder_of: Any, name: str, tp: int, pp: int) -> None:
     llm = start(
         stack,
@@ -87,7 +98,7 @@ def test_worker_processes_map_the_host_blocks(stack: ExitStack, folder_of: Any) 
     HostBlockDriver(llm).check_round_trip(PROMPT)
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [more(1), 2])
 def test_host_blocks_stay_mapped_while_the_engine_sleeps(stack: ExitStack, folder_of: Any, level: int) -> None:
     llm = start(stack, folder_of("bamba"))
     driver = HostBlockDriver(llm)
@@ -99,9 +110,26 @@ def test_host_blocks_stay_mapped_while_the_engine_sleeps(stack: ExitStack, folde
     driver.check_round_trip(PROMPT)
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "bamba"])
+@pytest.mark.parametrize("name", [more("llama-gqa"), "bamba"])
 def test_programs_of_graphs_copy_their_caches_and_states(
     stack: ExitStack, folder_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     prepend(monkeypatch, graph_platform_path(tmp_path))
     HostBlockDriver(start(stack, folder_of(name), platform="graph-interpreter")).check_round_trip(PROMPT)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ranks_that_keep_sampled_tokens_on_the_device_copy_as_well(
+    stack: ExitStack, folder_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    prepend(monkeypatch, example_platform_path(tmp_path / "plugins"))
+    llm = start(
+        stack,
+        folder_of("bamba"),
+        platform="example",
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        async_scheduling=asynchronous,
+    )
+    HostBlockDriver(llm).check_round_trip(PROMPT)

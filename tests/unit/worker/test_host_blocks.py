@@ -1,0 +1,115 @@
+"""The order of a step's copies, and when asynchronous ones are waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from mvllm.errors import CacheError
+from mvllm.kv_transfer.host_kv_cache import HostKVCache
+from mvllm.messages.scheduler_output import SchedulerOutput
+from mvllm.worker.host_blocks import CopiedRows, HostBlocks
+
+NUM_BYTES = (3, 5)
+NUM_HOST = 6
+
+
+class Transfer:
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self.wait = finish
+
+
+class Layers:
+    """Two caches on a device whose copies to the host are done when they are waited for."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        rows = np.arange(8, dtype=np.uint8)[:, None]
+        self.caches = [np.repeat(rows + 10 * i, size, 1) for i, size in enumerate(NUM_BYTES, 1)]
+
+    def copied_blocks(self, block_size: int) -> list[CopiedRows]:
+        return [self._part(i, size) for i, size in enumerate(NUM_BYTES)]
+
+    def copied_slots(self) -> list[CopiedRows]:
+        return []
+
+    def _part(self, i: int, size: int) -> CopiedRows:
+        def save(blocks: np.ndarray, out: np.ndarray) -> Transfer:
+            taken = self.caches[i][blocks]  # in the device's order
+            self.log.append(f"save {i}")
+
+            def finish() -> None:
+                self.log.append(f"wait {i}")
+                out[:] = taken
+
+            return Transfer(finish)
+
+        def load(blocks: np.ndarray, data: np.ndarray) -> None:
+            self.log.append(f"load {i}")
+            self.caches[i][blocks] = data
+
+        return CopiedRows(size, lambda: f"format {i}", save, load)
+
+
+@pytest.fixture
+def layers() -> Layers:
+    return Layers()
+
+
+@pytest.fixture
+def host() -> HostKVCache:
+    return HostKVCache(NUM_HOST, [2, sum(NUM_BYTES), 4])
+
+
+@pytest.fixture
+def blocks(layers: Layers, host: HostKVCache) -> HostBlocks:
+    """Those of rank 1."""
+    made = HostBlocks(1, layers, 16)
+    made.map(host.path, host.num_blocks, host.rank_bytes, "", 0, [])
+    return made
+
+
+def test_a_rank_has_its_part_of_a_host_block(layers: Layers, host: HostKVCache, blocks: HostBlocks) -> None:
+    needs = blocks.needs()
+    assert (needs.block_bytes, needs.state_bytes) == (8, 0)
+    assert needs.block_format == "format 0\nformat 1"
+    copies = blocks.start(SchedulerOutput(step=0, saved_blocks=[3, 7], saved_host_blocks=[4, 1]))
+    copies.wait()
+    assert host.block(4).tolist() == [0, 0, *[13] * 3, *[23] * 5, 0, 0, 0, 0]
+    assert host.block(1).tolist() == [0, 0, *[17] * 3, *[27] * 5, 0, 0, 0, 0]
+    assert not host.block(0).any() and not host.block(5).any()
+
+
+def test_saves_are_complete_after_the_wait_and_have_what_the_blocks_held_at_the_start(
+    layers: Layers, host: HostKVCache, blocks: HostBlocks
+) -> None:
+    copies = blocks.start(SchedulerOutput(step=0, saved_blocks=[3], saved_host_blocks=[0]))
+    assert layers.log == ["save 0", "save 1"] and not host.block(0).any(), "nothing waits before the model runs"
+    for cache in layers.caches:
+        cache[3] = 99  # the step
+    copies.wait()
+    assert host.block(0)[2:10].tolist() == [13] * 3 + [23] * 5
+    copies.wait()
+    assert layers.log == ["save 0", "save 1", "wait 0", "wait 1"], "each copy is waited for once"
+
+
+def test_a_plan_may_load_what_it_saves(layers: Layers, blocks: HostBlocks) -> None:
+    plan = SchedulerOutput(
+        step=0, saved_blocks=[3], saved_host_blocks=[2], loaded_blocks=[3, 6], loaded_host_blocks=[5, 2]
+    )
+    blocks.start(plan).wait()
+    assert layers.log == ["save 0", "save 1", "wait 0", "wait 1", "load 0", "load 1"]
+    assert [cache[[3, 6], 0].tolist() for cache in layers.caches] == [[0, 13], [0, 23]]
+
+
+def test_host_blocks_of_a_process_that_is_gone_cannot_be_mapped(blocks: HostBlocks, host: HostKVCache) -> None:
+    with pytest.raises(CacheError, match="cannot be mapped"):
+        blocks.map("/proc/self/fd/99999", host.num_blocks, host.rank_bytes, "", 0, [])
+
+
+def test_a_plan_without_copies_touches_nothing(layers: Layers, blocks: HostBlocks) -> None:
+    assert not SchedulerOutput(step=0, rows=[1], num_scheduled_tokens=[1]).has_host_copies
+    blocks.start(SchedulerOutput(step=0)).wait()
+    assert layers.log == []
