@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=8, help="requests of part swap")
     parser.add_argument("--long", type=int, default=1536, help="prompt tokens of each")
     parser.add_argument("--output", type=int, default=128, help="output tokens of each")
-    parser.add_argument("--pressure", type=int, default=464, help="MiB of KV cache of part swap")
+    parser.add_argument("--pressure", type=int, default=320, help="MiB of KV cache of part swap")
     parser.add_argument("--host", type=float, default=2.0, help="GiB of host memory of part swap")
     args = parser.parse_args()
     model = checkpoint(args.model)
