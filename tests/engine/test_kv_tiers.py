@@ -1,4 +1,4 @@
-"""Engines with a host tier and a disk: prefixes are found after a restart, and preempted requests go on; equal tokens."""
+"""Engines with a host tier and a disk: prefixes are found after a restart, preempted requests go on; equal tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """KV tiers on this machine: python -m tests.perf.kv_tiers [restart] [swap] [--model small] [--prefix 2048] ...
 
-restart   Time to the first token of a prompt: computed by a new engine, and by a new engine that finds all of it but the
-          last tokens in a disk cache which an engine before it has written. Prints the minimum of several starts.
+restart   Time to the first token of a prompt: computed by a new engine, and by a new engine that finds all of it but
+          the last tokens in a disk cache which an engine before it has written. The minimum of several starts.
 swap      Long prompts in a KV cache that holds a part of them, so that requests are preempted: output tokens per second
           and the 99th percentile of the time between two tokens of a request, for both preemption modes. The runs of
           both modes alternate.

@@ -105,7 +105,7 @@ FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
     "kv_events_config": ForeignKeyword("The KV cache publishes no events."),
     "kv_sharing_fast_prefill": ForeignKeyword("Every layer computes the whole prompt."),
     "disable_hybrid_kv_cache_manager": ForeignKeyword("Layers of different windows have KV cache groups of their own."),
-    "kv_offloading_backend": ForeignKeyword("Host memory is shared with the workers; others are KV connectors.", ("native",)),
+    "kv_offloading_backend": ForeignKeyword("Workers copy blocks to host memory.", ("native",)),
     "ec_transfer_config": ForeignKeyword("Engines do not exchange caches."),
     "offload_backend": ForeignKeyword("Weights stay on the device.", ("auto",)),
     "cpu_offload_gb": ForeignKeyword("Weights stay on the device.", (0, 0.0)),
