@@ -1,7 +1,7 @@
 """KV tiers on this machine: python -m tests.perf.kv_tiers [restart] [swap] [--model small] [--prefix 2048] ...
 
-restart   Time to the first token of a prompt: computed by a new engine, and by a new engine that finds all of it but the
-          last tokens in a disk cache which an engine before it has written. Prints the minimum of several starts.
+restart   Time to the first token of a prompt: computed by a new engine, and by a new engine that finds all of it but
+          the last tokens in a disk cache which an engine before it has written. The minimum of several starts.
 swap      Long prompts in a KV cache that holds a part of them, so that requests are preempted: output tokens per second
           and the 99th percentile of the time between two tokens of a request, for both preemption modes. The runs of
           both modes alternate.
@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=8, help="requests of part swap")
     parser.add_argument("--long", type=int, default=1536, help="prompt tokens of each")
     parser.add_argument("--output", type=int, default=128, help="output tokens of each")
-    parser.add_argument("--pressure", type=int, default=464, help="MiB of KV cache of part swap")
+    parser.add_argument("--pressure", type=int, default=320, help="MiB of KV cache of part swap")
     parser.add_argument("--host", type=float, default=2.0, help="GiB of host memory of part swap")
     args = parser.parse_args()
     model = checkpoint(args.model)
