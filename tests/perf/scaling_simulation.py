@@ -109,7 +109,10 @@ def routers(setup: Setup) -> Iterable[str]:
 
 
 def failures(setup: Setup) -> Iterable[str]:
-    """A twentieth of the replicas fails at once, or becomes slow; after 40 s they are back, with empty caches."""
+    """A twentieth of the replicas fails at once, or becomes slow; after 40 s they are back, with empty caches.
+
+    "During" contains the requests that came in the 10 seconds before: most of those that were lost.
+    """
     begun, lasts = setup.seconds / 2, 40.0
     some = range(0, setup.num_replicas, 20)
 
@@ -135,7 +138,7 @@ def failures(setup: Setup) -> Iterable[str]:
         for name in ("round robin", BLIND, AWARE):
             fleet = setup.fleet(name, changes=[(begun, change), (begun + lasts, restore)])
             outcome = fleet.run(setup.seconds)
-            spans = ((setup.warm_up, begun), (begun, begun + lasts), (begun + lasts, setup.seconds))
+            spans = ((setup.warm_up, begun - 10), (begun - 10, begun + lasts), (begun + lasts, setup.seconds))
             values = " | ".join(milliseconds(outcome.between(*span)) for span in spans)
             yield f"| {what}, {name} | {values} | {outcome.num_retries} |"
 
