@@ -102,7 +102,7 @@ def routers(setup: Setup) -> Iterable[str]:
     """Several routers with loads that are reported now and then."""
     yield HEAD
     for count, seconds in ((1, 0.0), (1, 0.1), (8, 0.1), (8, 1.0), (8, 5.0), (64, 1.0)):
-        for name in (BLIND, "two choices", AWARE):
+        for name in (BLIND, "two choices", AWARE, "prefix cost, holders and two"):
             fleet = setup.fleet(name, num_routers=count, report_seconds=seconds)
             label = f"{count} router{'s' * (count > 1)}, loads {f'every {seconds:g} s' if seconds else 'exact'}, {name}"
             yield row(label, fleet.run(setup.seconds), setup.warm_up)
