@@ -283,7 +283,7 @@ def measure(path: Path, model: str) -> StepTimes:
     from mvllm.inputs import TokensPrompt
 
     rows = []
-    with LLM(model=model, enable_prefix_caching=False, max_model_len=4096) as llm:
+    with LLM(model=model, enable_prefix_caching=False) as llm:
         rng = np.random.default_rng(0)
 
         def seconds(num_sequences: int, num_prompt: int, num_output: int) -> float:
@@ -306,7 +306,7 @@ def measure(path: Path, model: str) -> StepTimes:
                 rows.append((count, count * (length + 8.5), 0, max(1e-6, (both - prefill) / 16)))
                 if count == 1:
                     rows.append((0, 0, length, prefill))
-        rows += [(0, 0, length, seconds(1, length, 1)) for length in (64, 1024)]
+        rows += [(0, 0, length, seconds(1, length, 1)) for length in (64, 768)]
     path.write_text(json.dumps({"model": model, "columns": "sequences, kv tokens, prompt tokens, s", "steps": rows}))
     return fit(rows)
 
