@@ -17,6 +17,7 @@ from mvllm.config.engine_config import (
     SchedulerConfig,
 )
 from mvllm.config.hf_config import HFConfig
+from mvllm.config.kv_events import KVEventsConfig
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_kind import ModelKind
 from mvllm.config.speculative import SpeculativeConfig
@@ -127,6 +128,7 @@ __all__ = [
     "HostCopy",
     "KVCache",
     "KVCacheNeeds",
+    "KVEventsConfig",
     "KVLayout",
     "Kind",
     "LaunchTopology",
