@@ -102,14 +102,17 @@ def routers(setup: Setup) -> Iterable[str]:
     """Several routers with loads that are reported now and then."""
     yield HEAD
     for count, seconds in ((1, 0.0), (1, 0.1), (8, 0.1), (8, 1.0), (8, 5.0), (64, 1.0)):
-        for name in (BLIND, "two choices", AWARE):
+        for name in (BLIND, "two choices", AWARE, "prefix cost, holders and two"):
             fleet = setup.fleet(name, num_routers=count, report_seconds=seconds)
             label = f"{count} router{'s' * (count > 1)}, loads {f'every {seconds:g} s' if seconds else 'exact'}, {name}"
             yield row(label, fleet.run(setup.seconds), setup.warm_up)
 
 
 def failures(setup: Setup) -> Iterable[str]:
-    """A twentieth of the replicas fails at once, or becomes slow; after 40 s they are back, with empty caches."""
+    """A twentieth of the replicas fails at once, or becomes slow; after 40 s they are back, with empty caches.
+
+    "During" contains the requests that came in the 10 seconds before: most of those that were lost.
+    """
     begun, lasts = setup.seconds / 2, 40.0
     some = range(0, setup.num_replicas, 20)
 
@@ -135,7 +138,7 @@ def failures(setup: Setup) -> Iterable[str]:
         for name in ("round robin", BLIND, AWARE):
             fleet = setup.fleet(name, changes=[(begun, change), (begun + lasts, restore)])
             outcome = fleet.run(setup.seconds)
-            spans = ((setup.warm_up, begun), (begun, begun + lasts), (begun + lasts, setup.seconds))
+            spans = ((setup.warm_up, begun - 10), (begun - 10, begun + lasts), (begun + lasts, setup.seconds))
             values = " | ".join(milliseconds(outcome.between(*span)) for span in spans)
             yield f"| {what}, {name} | {values} | {outcome.num_retries} |"
 
@@ -280,7 +283,7 @@ def measure(path: Path, model: str) -> StepTimes:
     from mvllm.inputs import TokensPrompt
 
     rows = []
-    with LLM(model=model, enable_prefix_caching=False, max_model_len=4096) as llm:
+    with LLM(model=model, enable_prefix_caching=False) as llm:
         rng = np.random.default_rng(0)
 
         def seconds(num_sequences: int, num_prompt: int, num_output: int) -> float:
@@ -303,7 +306,7 @@ def measure(path: Path, model: str) -> StepTimes:
                 rows.append((count, count * (length + 8.5), 0, max(1e-6, (both - prefill) / 16)))
                 if count == 1:
                     rows.append((0, 0, length, prefill))
-        rows += [(0, 0, length, seconds(1, length, 1)) for length in (64, 1024)]
+        rows += [(0, 0, length, seconds(1, length, 1)) for length in (64, 768)]
     path.write_text(json.dumps({"model": model, "columns": "sequences, kv tokens, prompt tokens, s", "steps": rows}))
     return fit(rows)
 

@@ -150,8 +150,9 @@ class BlockPool:
         if self._hashes[block] is None and block_hash not in self._block_by_hash:
             self._hashes[block] = block_hash
             self._block_by_hash[block_hash] = block
-            for listener in self.listeners:
-                listener.block_stored(block, block_hash)
+            if self.listeners:
+                for listener in self.listeners:
+                    listener.block_stored(block, block_hash)
 
     def evict_for_reuse(self, block: int) -> None:
         """Evicts the contents of a cached block that the next plan may write."""
@@ -164,8 +165,9 @@ class BlockPool:
         """Removes a block's hash, if it has one. Users of the block keep it."""
         block_hash = self._hashes[block]
         if block_hash is not None:
-            for listener in self.listeners:
-                listener.block_evicted(block, block_hash)
+            if self.listeners:
+                for listener in self.listeners:
+                    listener.block_evicted(block, block_hash)
             self._hashes[block] = None
             del self._block_by_hash[block_hash]
 

@@ -277,16 +277,15 @@ class KVCacheManager:
                 block = block_ids[i]
                 self._pool.set_hash(block, hashes[i])
                 unconfirmed[block] = table
-            self._end_caching(table, num_full)
+            if self.events is not None:
+                self.events.blocks_hashed(table, table.num_hashed_blocks, num_full)
+            table.num_hashed_blocks = num_full
             return
         for group, blocks in enumerate(table.groups):
             for i in range(max(table.num_hashed_blocks, blocks.num_dropped), num_full):
                 block = blocks.block_ids[i]
                 self._pool.set_hash(block, group_hash(hashes[i], group))
                 unconfirmed[block] = table
-        self._end_caching(table, num_full)
-
-    def _end_caching(self, table: BlockTable, num_full: int) -> None:
         if self.events is not None:
             self.events.blocks_hashed(table, table.num_hashed_blocks, num_full)
         table.num_hashed_blocks = num_full

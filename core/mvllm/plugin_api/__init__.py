@@ -18,6 +18,7 @@ from mvllm.config.engine_config import (
 )
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.kv_transfer import KVConnectorConfig, KVTransferConfig
+from mvllm.config.kv_events import KVEventsConfig
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_kind import ModelKind
 from mvllm.config.speculative import SpeculativeConfig
@@ -132,6 +133,7 @@ __all__ = [
     "KVCache",
     "KVCacheNeeds",
     "KVConnectorConfig",
+    "KVEventsConfig",
     "KVLayout",
     "KVTransferConfig",
     "Kind",

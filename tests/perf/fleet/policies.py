@@ -113,6 +113,22 @@ class PrefixCost:
         return int(np.argmin(view.loads() - view.cached_tokens(request)))
 
 
+class PrefixCostOfFew:
+    """The lowest cost, as above, among the replicas that have the conversation and `count` random ones. Routers with
+    old loads do not all choose the same replica."""
+
+    def __init__(self, count: int = 2, seed: int = 1) -> None:
+        self._count = count
+        self._rng = random.Random(seed)
+
+    def choose(self, request: Request, view: View) -> int:
+        accepting = np.flatnonzero(view.accepts)
+        few = [int(accepting[self._rng.randrange(len(accepting))]) for _ in range(self._count)]
+        few += [r for r in view.conversation_holders.get(request.conversation, ()) if view.accepts[r]]
+        costs = view.loads()[few] - view.cached_tokens(request)[few]
+        return few[int(np.argmin(costs))]
+
+
 class LongestPrefix:
     """The replica with the longest cached prefix, unless its load is above `limit` times the mean, plus a request."""
 
@@ -161,4 +177,5 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
     "longest prefix, no limit": lambda count: LongestPrefix(None),
     "longest prefix, limit 1.5": lambda count: LongestPrefix(),
     "prefix cost (mvllm)": lambda count: PrefixCost(),
+    "prefix cost, holders and two": lambda count: PrefixCostOfFew(),
 }

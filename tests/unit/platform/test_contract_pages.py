@@ -30,6 +30,7 @@ OPAQUE = {"AttentionMetadata", "DeviceArray", "Dim", "KVCache", "Kind"}
 CONFIGURATION = {
     "CacheConfig",
     "EngineConfig",
+    "KVEventsConfig",
     "LoRAConfig",
     "LoadConfig",
     "ModelConfig",
