@@ -1,0 +1,94 @@
+"""`mvllm-ray serve FILE`: runs the application of a configuration file on a Ray cluster.
+
+Repeated with a changed file, it changes the running application: replicas of changed models are replaced, a few at a
+time, and requests in progress finish.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mvllm.extension_api import ConfigError, MvllmError
+from mvllm_ray.serve.settings import AppSettings, read_settings
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="mvllm-ray", description="mvllm on a Ray cluster.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    serve = commands.add_parser("serve", help="serve the models of a configuration file with Ray Serve")
+    serve.add_argument("file", help="YAML file with `models` and `ingress`")
+    serve.add_argument(
+        "--address", help="address of the Ray cluster. Default: RAY_ADDRESS, a cluster on this machine, or a new one"
+    )
+    serve.add_argument("--host", default="127.0.0.1", help="address of Serve's HTTP proxies. Default: 127.0.0.1")
+    serve.add_argument("--port", type=int, default=8000, help="port of Serve's HTTP proxies. Default: 8000")
+    serve.add_argument(
+        "--proxies",
+        choices=("head", "every"),
+        default="every",
+        help="nodes with an HTTP proxy: the head node, or every node that has a replica. Default: every",
+    )
+    serve.add_argument("--name", default="mvllm", help="name of the Serve application. Default: mvllm")
+    serve.add_argument("--detach", action="store_true", help="return when the application runs")
+    args = parser.parse_args(argv)
+    try:
+        return run(read_file(args.file), args)
+    except MvllmError as e:
+        print(f"mvllm-ray: {e}", file=sys.stderr)
+        return 1
+
+
+def read_file(path: str) -> AppSettings:
+    """The settings in a file.
+
+    Raises:
+        ConfigError: It cannot be read, or a setting is invalid.
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as e:
+        raise ConfigError(f"{path} cannot be read: {e}") from e
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must be a YAML mapping with `models`.")
+    return read_settings(content)
+
+
+def run(settings: AppSettings, args: argparse.Namespace) -> int:
+    """Runs or changes the application; with `--detach` returns when it runs, otherwise at a signal."""
+    try:
+        import ray
+        from ray import serve
+
+        from mvllm_ray.serve.app import make_app
+    except ImportError as e:
+        raise ConfigError(f"Ray Serve cannot be imported ({e}). Run: pip install 'mvllm-ray[serve]'") from e
+    app = make_app(settings)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if not ray.is_initialized():
+        try:
+            ray.init(address=args.address, include_dashboard=False, namespace="serve")
+        except (ConnectionError, RuntimeError, ValueError) as e:
+            raise ConfigError(f"The Ray cluster at {args.address or 'RAY_ADDRESS'} cannot be reached: {e}") from e
+    location: Any = "HeadOnly" if args.proxies == "head" else "EveryNode"
+    serve.start(proxy_location=location, http_options={"host": args.host, "port": args.port})
+    serve.run(app, name=args.name, route_prefix="/")
+    print(f"Ready at http://{args.host}:{args.port}", flush=True)
+    if args.detach:
+        return 0
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *unused: stop.set())
+    while not stop.wait(1.0):
+        pass
+    serve.delete(args.name)
+    return 0
