@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,6 +81,23 @@ def test_a_killed_node_ends_only_the_streams_that_it_computed_and_these_can_be_r
     assert ask(cluster).is_complete
     cluster.add_node()
     cluster.wait_for_replicas(3)
+
+
+def test_a_drained_node_loses_its_replica_without_a_failed_request(cluster: ServeCluster) -> None:
+    cluster.deploy(num_replicas=2, max_replicas_per_node=1)
+    node = next(each for each in cluster.nodes if each.node_id in cluster.replica_nodes().values())
+    address = ray.get_runtime_context().gcs_address
+    with Load(cluster.url, 8, **LONG) as load:
+        load.wait_for(16)
+        command = [sys.executable, "-m", "mvllm_ray.serve.cli", "drain", "--address", address, "--node-id", node.node_id]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=150)
+        assert result.returncode == 0, result.stderr
+        assert node.node_id not in cluster.replica_nodes().values()
+        cluster.kill_node(node)
+        load.wait_for(16)
+    assert all(each.is_complete for each in load.outcomes), [e for e in load.outcomes if not e.is_complete][:3]
+    cluster.wait_for_replicas(2)
+    cluster.add_node()
 
 
 def test_without_retries_a_request_of_a_lost_server_ends_with_503_and_succeeds_when_it_is_sent_again(
@@ -239,6 +258,7 @@ def test_tensor_parallel_ranks_are_on_the_nodes_of_the_placement_group(cluster: 
     )
     [group] = [each for each in ray.util.placement_group_table().values() if each["state"] == "CREATED"]
     assert len(set(group["bundles_to_node_id"].values())) == 2
-    workers = ray.util.state.list_actors(filters=[("class_name", "=", "RayWorker"), ("state", "=", "ALIVE")])
-    assert {each.node_id for each in workers} == set(group["bundles_to_node_id"].values())
+    actors = [each for each in ray._private.state.actors().values() if each["State"] == "ALIVE"]
+    nodes = {each["Address"]["NodeID"] for each in actors if each["ActorClassName"].endswith("RayWorker")}
+    assert nodes == set(group["bundles_to_node_id"].values())
     assert ask(cluster, max_tokens=24).text == expected

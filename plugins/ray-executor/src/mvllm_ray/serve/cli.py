@@ -1,7 +1,10 @@
-"""`mvllm-ray serve FILE`: runs the application of a configuration file on a Ray cluster.
+"""`mvllm-ray serve FILE`: runs the application of a configuration file on a Ray cluster. `mvllm-ray drain`: empties a node.
 
 Repeated with a changed file, it changes the running application: replicas of changed models are replaced, a few at a
 time, and requests in progress finish.
+
+Before a node is stopped, `drain` asks Ray to use it no more: Serve starts replicas on other nodes, then stops those of
+the node when their requests have ended.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,9 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     serve.add_argument("--name", default="mvllm", help="name of the Serve application. Default: mvllm")
     serve.add_argument("--detach", action="store_true", help="return when the application runs")
+    drain = commands.add_parser("drain", help="move the replicas of a node to others, and wait until it has none")
+    drain.add_argument("--address", default="auto", help="address of the Ray cluster. Default: that of this node")
+    drain.add_argument("--node-id", help="id of the node. Default: this one")
+    drain.add_argument("--timeout", type=float, default=90, metavar="S", help="seconds to wait. Default: 90")
     args = parser.parse_args(argv)
     try:
-        return run(read_file(args.file), args)
+        return drain_node(args) if args.command == "drain" else run(read_file(args.file), args)
     except MvllmError as e:
         print(f"mvllm-ray: {e}", file=sys.stderr)
         return 1
@@ -73,12 +81,7 @@ def run(settings: AppSettings, args: argparse.Namespace) -> int:
     except ImportError as e:
         raise ConfigError(f"Ray Serve cannot be imported ({e}). Run: pip install 'mvllm-ray[serve]'") from e
     app = make_app(settings)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if not ray.is_initialized():
-        try:
-            ray.init(address=args.address, include_dashboard=False, namespace="serve")
-        except (ConnectionError, RuntimeError, ValueError) as e:
-            raise ConfigError(f"The Ray cluster at {args.address or 'RAY_ADDRESS'} cannot be reached: {e}") from e
+    _connect(args.address)
     location: Any = "HeadOnly" if args.proxies == "head" else "EveryNode"
     serve.start(proxy_location=location, http_options={"host": args.host, "port": args.port})
     serve.run(app, name=args.name, route_prefix="/")
@@ -92,3 +95,52 @@ def run(settings: AppSettings, args: argparse.Namespace) -> int:
         pass
     serve.delete(args.name)
     return 0
+
+
+def drain_node(args: argparse.Namespace) -> int:
+    """Empties a node. Returns 0 when it has no replica, 1 if it still has one after the timeout."""
+    import ray
+    from ray.core.generated import autoscaler_pb2
+    from ray.serve.context import _get_global_client
+
+    _connect(args.address)
+    node = args.node_id or ray.get_runtime_context().get_node_id()
+    client = ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address)
+    deadline = time.time() + args.timeout
+    accepted, reason = client.drain_node(
+        node,
+        autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),
+        "mvllm-ray drain",
+        int(deadline * 1000),
+    )
+    if not accepted:
+        raise ConfigError(f"Ray does not drain the node {node}: {reason}")
+
+    def count_replicas() -> int:
+        controller = _get_global_client(raise_if_no_controller_running=False)
+        apps = {} if controller is None else controller.get_serve_details()["applications"]
+        deployments = [each for app in apps.values() for each in app["deployments"].values()]
+        return sum(replica["node_id"] == node for each in deployments for replica in each["replicas"])
+
+    while count := count_replicas():
+        if time.time() > deadline:
+            print(f"mvllm-ray: {count} replicas are left on the node after {args.timeout:g} s.", file=sys.stderr)
+            return 1
+        time.sleep(0.5)
+    return 0
+
+
+def _connect(address: str | None) -> None:
+    import ray
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address=address, include_dashboard=None if address else False, namespace="serve", log_to_driver=False)
+    except (ConnectionError, RuntimeError, ValueError) as e:
+        raise ConfigError(f"The Ray cluster at {address or 'RAY_ADDRESS'} cannot be reached: {e}") from e
+
+
+if __name__ == "__main__":
+    sys.exit(main())

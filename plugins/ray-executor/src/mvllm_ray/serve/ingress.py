@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from mvllm.extension_api import APIError, error_response, get_logger
 from mvllm_ray.serve.model_server import ServerLostError
-from mvllm_ray.serve.routing import ForwardedRequest, cache_root, prompt_units
+from mvllm_ray.serve.routing import ForwardedRequest, cache_root, expected_output_tokens, prompt_units
 from mvllm_ray.serve.settings import IngressSettings
 
 logger = get_logger("mvllm.ray.serve")
@@ -99,6 +99,7 @@ class Ingress:
         headers = [(key, value) for key, value in request.headers.items() if key not in _NOT_FORWARDED]
         forwarded = ForwardedRequest(request.method, f"{path}?{query}" if query else path, headers, body)
         forwarded.prompt = prompt_units(content)
+        forwarded.num_output_tokens = expected_output_tokens(content)
         forwarded.root = cache_root(content, name if isinstance(name, str) else "")
         return index, forwarded
 

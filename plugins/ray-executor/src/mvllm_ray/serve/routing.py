@@ -24,6 +24,8 @@ from mvllm.extension_api import PrefixRouter, RoutedRequest, root_key
 CHUNK = 64
 """Units of a prompt per chunk of a prefix: tokens, or four bytes of a text."""
 _BYTES_PER_UNIT = 4
+EXPECTED_OUTPUT_TOKENS = 256
+"""Output tokens that are expected of a request, unless it limits them to fewer."""
 
 
 class ForwardedRequest:
@@ -38,6 +40,7 @@ class ForwardedRequest:
     Attributes:
         prompt: What the router compares; about one integer for each token. Not sent to the replica.
         root: Key of what separates caches, such as a cache salt. Not sent to the replica.
+        num_output_tokens: Output tokens that are expected of it. Not sent to the replica.
     """
 
     def __init__(self, method: str, target: str, headers: Sequence[tuple[str, str]], body: bytes) -> None:
@@ -47,6 +50,7 @@ class ForwardedRequest:
         self.body = body
         self.prompt: Sequence[int] = ()
         self.root = 0
+        self.num_output_tokens = EXPECTED_OUTPUT_TOKENS
         self._routed: tuple[_LockedRouter, RoutedRequest[str]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -92,7 +96,9 @@ class _LockedRouter:
         with self._lock:
             for name in among:  # a replica may be offered before its announcement has been processed
                 self._router.add_replica(name)
-            routed = self._router.choose(request.prompt, root=request.root, among=among)
+            routed = self._router.choose(
+                request.prompt, root=request.root, num_output_tokens=request.num_output_tokens, among=among
+            )
         request.set_routed(self, routed)
         return routed.replica
 
@@ -196,6 +202,14 @@ def prompt_units(body: Any) -> Sequence[int]:
     units = array("I")
     units.frombytes(data[: len(data) // _BYTES_PER_UNIT * _BYTES_PER_UNIT])
     return units.tolist()
+
+
+def expected_output_tokens(body: Any) -> int:
+    """Output tokens that are expected of a request."""
+    if not isinstance(body, dict):
+        return 0
+    limits = [body.get(name) for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")]
+    return min([limit for limit in limits if isinstance(limit, int) and limit >= 0] + [EXPECTED_OUTPUT_TOKENS])
 
 
 def _bytes_of(part: Any) -> bytes:

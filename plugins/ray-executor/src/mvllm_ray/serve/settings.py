@@ -85,7 +85,8 @@ class Autoscaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
                 f"min_replicas is {self.min_replicas} and max_replicas {self.max_replicas}; "
                 "they must be 0 <= min_replicas <= max_replicas, with max_replicas at least 1"
             )
-        if self.target_ongoing_requests <= 0 or (self.target_queue_seconds or 1) <= 0:
+        queue_seconds = 1.0 if self.target_queue_seconds is None else self.target_queue_seconds
+        if self.target_ongoing_requests <= 0 or queue_seconds <= 0:
             raise ValueError("target_ongoing_requests and target_queue_seconds must be above 0")
 
 
