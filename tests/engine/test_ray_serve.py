@@ -83,23 +83,6 @@ def test_a_killed_node_ends_only_the_streams_that_it_computed_and_these_can_be_r
     cluster.wait_for_replicas(3)
 
 
-def test_a_drained_node_loses_its_replica_without_a_failed_request(cluster: ServeCluster) -> None:
-    cluster.deploy(num_replicas=2, max_replicas_per_node=1)
-    node = next(each for each in cluster.nodes if each.node_id in cluster.replica_nodes().values())
-    address = ray.get_runtime_context().gcs_address
-    with Load(cluster.url, 8, **LONG) as load:
-        load.wait_for(16)
-        command = [sys.executable, "-m", "mvllm_ray.serve.cli", "drain", "--address", address, "--node-id", node.node_id]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=150)
-        assert result.returncode == 0, result.stderr
-        assert node.node_id not in cluster.replica_nodes().values()
-        cluster.kill_node(node)
-        load.wait_for(16)
-    assert all(each.is_complete for each in load.outcomes), [e for e in load.outcomes if not e.is_complete][:3]
-    cluster.wait_for_replicas(2)
-    cluster.add_node()
-
-
 def test_without_retries_a_request_of_a_lost_server_ends_with_503_and_succeeds_when_it_is_sent_again(
     cluster: ServeCluster,
 ) -> None:
@@ -132,7 +115,10 @@ def test_the_server_of_a_killed_replica_ends_too(cluster: ServeCluster) -> None:
 def test_a_client_that_disconnects_aborts_its_request(cluster: ServeCluster) -> None:
     cluster.deploy()
     with httpx.stream(
-        "POST", f"{cluster.url}/v1/completions", json={"model": "demo", "prompt": "A", "stream": True, **LONG}, timeout=60
+        "POST",
+        f"{cluster.url}/v1/completions",
+        json={"model": "demo", "prompt": "A", "stream": True, **LONG},
+        timeout=60,
     ) as response:
         assert response.status_code == 200
         next(response.iter_lines())
@@ -193,7 +179,9 @@ def test_the_number_of_replicas_changes_without_new_ones(cluster: ServeCluster) 
 # --- load
 
 
-@pytest.mark.parametrize("target", [{"target_ongoing_requests": 2}, {"target_queue_seconds": 0.02}], ids=["ongoing", "queue"])
+@pytest.mark.parametrize(
+    "target", [{"target_ongoing_requests": 2}, {"target_queue_seconds": 0.02}], ids=["ongoing", "queue"]
+)
 def test_replicas_follow_the_load_up_and_down(cluster: ServeCluster, target: dict[str, float]) -> None:
     autoscaling = {
         "min_replicas": 1,
@@ -262,3 +250,25 @@ def test_tensor_parallel_ranks_are_on_the_nodes_of_the_placement_group(cluster: 
     nodes = {each["Address"]["NodeID"] for each in actors if each["ActorClassName"].endswith("RayWorker")}
     assert nodes == set(group["bundles_to_node_id"].values())
     assert ask(cluster, max_tokens=24).text == expected
+
+
+def test_a_drained_node_loses_its_replica_without_a_failed_request(cluster: ServeCluster) -> None:
+    cluster.deploy(num_replicas=2, max_replicas_per_node=1)
+    node = next(each for each in cluster.nodes if each.node_id in cluster.replica_nodes().values())
+    address = ray.get_runtime_context().gcs_address
+    try:
+        with Load(cluster.url, 8, **LONG) as load:
+            load.wait_for(16)
+            program = [sys.executable, "-m", "mvllm_ray.serve.cli", "drain", "--address", address]
+            drain = [*program, "--node-id", node.node_id, "--timeout", "60"]
+            result = subprocess.run(drain, capture_output=True, text=True, timeout=120)
+            assert result.returncode == 0, result.stderr
+            assert node.node_id not in cluster.replica_nodes().values()
+            cluster.kill_node(node)
+            load.wait_for(16)
+        assert all(each.is_complete for each in load.outcomes), [e for e in load.outcomes if not e.is_complete][:3]
+        cluster.wait_for_replicas(2)
+    finally:
+        if node in cluster.nodes:
+            cluster.kill_node(node)
+        cluster.add_node()

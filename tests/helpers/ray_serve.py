@@ -59,7 +59,9 @@ class ServeCluster:
         """Number of a model's replicas by their state, such as RUNNING."""
         app = serve.status().applications.get(APP)
         deployment = None if app is None else app.deployments.get(deployment_name(model))
-        return {} if deployment is None else {str(k).split(".")[-1]: v for k, v in deployment.replica_states.items() if v}
+        return (
+            {} if deployment is None else {str(k).split(".")[-1]: v for k, v in deployment.replica_states.items() if v}
+        )
 
     def wait_for_replicas(self, count: int, model: str = "demo", seconds: float = 60) -> None:
         wait_until(lambda: self.replicas(model) == {"RUNNING": count}, seconds, f"{count} replicas run")
@@ -70,9 +72,7 @@ class ServeCluster:
 
         details = _get_global_client().get_serve_details()
         replicas = details["applications"][APP]["deployments"][deployment_name(model)]["replicas"]
-        return {
-            each["replica_id"].split("#")[-1]: each["node_id"] for each in replicas if each["state"] == "RUNNING"
-        }
+        return {each["replica_id"].split("#")[-1]: each["node_id"] for each in replicas if each["state"] == "RUNNING"}
 
     def delete(self) -> None:
         """Deletes the application, and waits until its resources are free."""
@@ -230,7 +230,9 @@ class Load:
 
     async def _run(self) -> None:
         deadline = time.monotonic() + self._max_seconds
-        async with httpx.AsyncClient(base_url=self._url, timeout=60, limits=httpx.Limits(max_connections=None)) as client:
+        async with httpx.AsyncClient(
+            base_url=self._url, timeout=60, limits=httpx.Limits(max_connections=None)
+        ) as client:
 
             async def one_after_the_other(stream: bool) -> None:
                 while not self._stop.is_set() and time.monotonic() < deadline:

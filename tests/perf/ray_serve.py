@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.helpers.ray_serve import OPTIONS, run_all, serve_cluster
 
-WORDS = "the small brave cat and a kind old mouse went far into the dark green wood to look for a lost red ball".split()
+WORDS = ("the", "small", "brave", "cat", "and", "kind", "old", "mouse", "went", "far", "into", "dark", "wood", "ball")
 PREFIX_WORDS = 120
 CACHE_BYTES = 2 << 20
 

@@ -117,8 +117,13 @@ def test_only_a_change_of_what_runs_replaces_replicas() -> None:
     changed = [version(version="2"), version(model="other"), version(options={"seed": 1}), version(drain_timeout=5)]
     assert len({base, *changed}) == 5
     names = [["demo"]]
-    assert _ingress_deployment(IngressSettings(), names)._version == _ingress_deployment(IngressSettings(), names)._version
-    assert _ingress_deployment(IngressSettings(), [["x"]])._version != _ingress_deployment(IngressSettings(), names)._version
+    assert (
+        _ingress_deployment(IngressSettings(), names)._version == _ingress_deployment(IngressSettings(), names)._version
+    )
+    assert (
+        _ingress_deployment(IngressSettings(), [["x"]])._version
+        != _ingress_deployment(IngressSettings(), names)._version
+    )
 
 
 def test_the_ingress_is_on_the_head_node_unless_it_may_be_anywhere() -> None:
@@ -237,7 +242,9 @@ def test_a_prompt_that_grows_keeps_its_units(body: dict[str, Any], longer: dict[
     assert whole and list(units[:whole]) == list(more[:whole])
 
 
-@pytest.mark.parametrize("body", [None, [], "text", {}, {"prompt": 3}, {"messages": [None, {"content": 5}]}, {"input": [[]]}])
+@pytest.mark.parametrize(
+    "body", [None, [], "text", {}, {"prompt": 3}, {"messages": [None, {"content": 5}]}, {"input": [[]]}]
+)
 def test_bodies_without_a_prompt_have_no_units(body: Any) -> None:
     assert list(prompt_units(body)) == []
 
@@ -253,7 +260,13 @@ def test_serve_has_what_the_routers_override() -> None:
     """The names that Serve calls; a version of Ray without them would ignore the routers' choice."""
     from ray.serve._private.request_router.request_router import RequestRouter
 
-    for name in ("initialize_state", "update_replicas", "on_replica_actor_died", "choose_replicas", "on_request_routed"):
+    for name in (
+        "initialize_state",
+        "update_replicas",
+        "on_replica_actor_died",
+        "choose_replicas",
+        "on_request_routed",
+    ):
         assert hasattr(RequestRouter, name), name
     assert {"args", "metadata"} <= set(PendingRequest.__dataclass_fields__)
     assert DeploymentHandleSource.REPLICA

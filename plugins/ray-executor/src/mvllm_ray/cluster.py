@@ -29,7 +29,7 @@ _LOCAL_NODE_SECONDS = 5.0  # wait for a bundle on this node before any node is a
 _SLICE_SECONDS = 0.2
 _NODE_LABEL = "ray.io/node-id"
 
-PLACEMENT_GROUP_VARIABLE = "MVLLM_RAY_PLACEMENT_GROUP"
+PLACEMENT_GROUP_VARIABLE = "RAY_MVLLM_PLACEMENT_GROUP"
 """Environment variable with the id of the placement group for the workers, in hexadecimal digits. It is for engines in
 processes that an actor has started: Ray knows the group of the actor, but not that of its child processes."""
 

@@ -10,11 +10,11 @@ from ray import serve
 from ray.serve import Application
 
 from mvllm.extension_api import ConfigError
-from mvllm_ray.cluster import own_version
 from mvllm_ray.serve.ingress import Ingress
 from mvllm_ray.serve.model_server import ModelServer
 from mvllm_ray.serve.routing import ROUTER_CLASSES
 from mvllm_ray.serve.settings import AppSettings, IngressSettings, Model, read_settings
+from mvllm_ray.worker import own_version
 
 _HEAD_NODE = "node:__internal_head__"
 _STOP_SECONDS = 15.0
@@ -114,7 +114,14 @@ def _version(*values: Any) -> dict[str, Any]:
     for value in values:
         if isinstance(value, Model):
             content = msgspec.to_builtins(value)
-            for name in ("aliases", "autoscaling", "max_queued_requests", "max_surge_percent", "num_replicas", "routing"):
+            for name in (
+                "aliases",
+                "autoscaling",
+                "max_queued_requests",
+                "max_surge_percent",
+                "num_replicas",
+                "routing",
+            ):
                 content.pop(name, None)
             value = content
         parts.append(msgspec.to_builtins(value))

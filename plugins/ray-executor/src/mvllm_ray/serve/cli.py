@@ -1,6 +1,6 @@
-"""`mvllm-ray serve FILE`: runs the application of a configuration file on a Ray cluster. `mvllm-ray drain`: empties a node.
+"""The command `mvllm-ray`: `serve FILE` runs an application on a Ray cluster, `drain` empties a node.
 
-Repeated with a changed file, it changes the running application: replicas of changed models are replaced, a few at a
+Repeated with a changed file, `serve` changes the running application: replicas of changed models are replaced, a few at a
 time, and requests in progress finish.
 
 Before a node is stopped, `drain` asks Ray to use it no more: Serve starts replicas on other nodes, then stops those of
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return drain_node(args) if args.command == "drain" else run(read_file(args.file), args)
     except MvllmError as e:
-        print(f"mvllm-ray: {e}", file=sys.stderr)
+        sys.stderr.write(f"mvllm-ray: {e}\n")
         return 1
 
 
@@ -74,7 +74,6 @@ def read_file(path: str) -> AppSettings:
 def run(settings: AppSettings, args: argparse.Namespace) -> int:
     """Runs or changes the application; with `--detach` returns when it runs, otherwise at a signal."""
     try:
-        import ray
         from ray import serve
 
         from mvllm_ray.serve.app import make_app
@@ -85,7 +84,8 @@ def run(settings: AppSettings, args: argparse.Namespace) -> int:
     location: Any = "HeadOnly" if args.proxies == "head" else "EveryNode"
     serve.start(proxy_location=location, http_options={"host": args.host, "port": args.port})
     serve.run(app, name=args.name, route_prefix="/")
-    print(f"Ready at http://{args.host}:{args.port}", flush=True)
+    sys.stdout.write(f"Ready at http://{args.host}:{args.port}\n")
+    sys.stdout.flush()
     if args.detach:
         return 0
     stop = threading.Event()
@@ -120,11 +120,11 @@ def drain_node(args: argparse.Namespace) -> int:
         controller = _get_global_client(raise_if_no_controller_running=False)
         apps = {} if controller is None else controller.get_serve_details()["applications"]
         deployments = [each for app in apps.values() for each in app["deployments"].values()]
-        return sum(replica["node_id"] == node for each in deployments for replica in each["replicas"])
+        return sum(replica.get("node_id") == node for each in deployments for replica in each["replicas"])
 
     while count := count_replicas():
         if time.time() > deadline:
-            print(f"mvllm-ray: {count} replicas are left on the node after {args.timeout:g} s.", file=sys.stderr)
+            sys.stderr.write(f"mvllm-ray: {count} replicas are left on the node after {args.timeout:g} s.\n")
             return 1
         time.sleep(0.5)
     return 0

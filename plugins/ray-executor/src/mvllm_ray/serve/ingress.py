@@ -68,7 +68,8 @@ class Ingress:
                 return await self._list_models(request)
             case "GET", "/metrics":
                 raise APIError(
-                    404, "Each replica has metrics of its own. Ray exports those of Serve and of replicas (ray_serve_*)."
+                    404,
+                    "Each replica has metrics of its own. Ray exports those of Serve and of replicas (ray_serve_*).",
                 )
         body = await self._read_body(request)
         index, forwarded = self._route(request, path, body)
@@ -149,7 +150,9 @@ class Ingress:
 
     async def _readiness(self) -> Response:
         """200 if every model has a replica that accepts requests."""
-        answers = await asyncio.gather(*(self._ask(each, "/health/ready", [], _READY_SECONDS) for each in self._handles))
+        answers = await asyncio.gather(
+            *(self._ask(each, "/health/ready", [], _READY_SECONDS) for each in self._handles)
+        )
         waiting = [name for name, answer in zip(self._names, answers) if answer is None or answer[0] != 200]
         if waiting:
             return JSONResponse({"status": f"no replica is ready for {', '.join(waiting)}"}, 503)
@@ -157,7 +160,9 @@ class Ingress:
 
     async def _list_models(self, request: Request) -> Response:
         headers = [(key, value) for key, value in request.headers.items() if key not in _NOT_FORWARDED]
-        answers = await asyncio.gather(*(self._ask(each, "/v1/models", headers, _READY_SECONDS) for each in self._handles))
+        answers = await asyncio.gather(
+            *(self._ask(each, "/v1/models", headers, _READY_SECONDS) for each in self._handles)
+        )
         cards: list[Any] = []
         for name, answer in zip(self._names, answers):
             if answer is None:  # it starts, or has been scaled to none

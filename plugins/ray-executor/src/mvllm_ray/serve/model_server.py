@@ -39,6 +39,7 @@ _PROBE_SECONDS = 5.0
 _END_SECONDS = 10.0
 _NOT_RETURNED = frozenset({"connection", "date", "keep-alive", "server", "transfer-encoding", "x-request-id"})
 """Response headers that are of the connection, or that Serve adds."""
+KEY_VARIABLE = "MVLLM_API_KEY"
 REPLICA_HEADER = "x-mvllm-replica"
 _QUEUE_TIME = re.compile(r"^mvllm:request_queue_time_seconds_(sum|count)(?:{[^}]*})? (\S+)$", re.MULTILINE)
 _WAITING = re.compile(r"^mvllm:num_requests_waiting(?:{[^}]*})? (\S+)$", re.MULTILINE)
@@ -55,13 +56,14 @@ class ModelServer:
         settings: The model, as a JSON object.
     """
 
-    async def __init__(self, settings: dict[str, Any]) -> None:
+    async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         self._model = model = msgspec.convert(settings, Model)
         self._folder = Path(tempfile.mkdtemp(prefix="mvllm-ray-"))
         self._socket = self._folder / "server"
         self._process: asyncio.subprocess.Process | None = None
         self._client: aiohttp.ClientSession | None = None
         self._queue_time = (0.0, 0.0)
+        self._key = _first_key(model)
         self._replica: str = serve.get_replica_context().replica_id.unique_id
         arguments = ["serve", model.model or model.name, "--config", str(self._write_options())]
         self._process = await asyncio.create_subprocess_exec(*command(arguments), env=self._environment())
@@ -186,11 +188,19 @@ class ModelServer:
 
     async def _get(self, path: str) -> tuple[int, str]:
         assert self._client is not None
-        key = self._model.environment.get("MVLLM_API_KEY") or os.environ.get("MVLLM_API_KEY", "")
-        headers = {"authorization": f"Bearer {key.split()[0]}"} if key.split() else {}
+        headers = {} if self._key is None else {"authorization": f"Bearer {self._key}"}
         timeout = aiohttp.ClientTimeout(total=_PROBE_SECONDS)
         async with self._client.get(path, headers=headers, timeout=timeout) as response:
             return response.status, await response.text()
 
     def _status(self) -> str:
         return "no process" if self._process is None else f"exit status {self._process.returncode}"
+
+
+def _first_key(model: Model) -> str | None:
+    """A key that the server accepts, for its metrics; None if it needs none."""
+    files = model.option("api_key_file", [])
+    texts = [Path(path).read_text(encoding="utf-8") for path in ([files] if isinstance(files, str) else files)]
+    texts.append(model.environment.get(KEY_VARIABLE) or os.environ.get(KEY_VARIABLE, ""))
+    words = [line.split()[0] for text in texts for line in text.splitlines() if line.strip() and line[0] != "#"]
+    return words[0] if words else None

@@ -117,7 +117,7 @@ def _request_of(pending: PendingRequest | None) -> ForwardedRequest | None:
     return None
 
 
-class PrefixAwareRouter(RequestRouter):
+class PrefixAwareRouter(RequestRouter):  # type: ignore[misc]  # Ray's types are not read
     """Sends requests that begin alike to the replica that has their beginning cached, unless it is too busy."""
 
     def initialize_state(self, **settings: Any) -> None:
@@ -152,7 +152,7 @@ class PrefixAwareRouter(RequestRouter):
             self._prefixes.choose(request, [replica_id.unique_id])
 
 
-class RoundRobinRouter(RequestRouter):
+class RoundRobinRouter(RequestRouter):  # type: ignore[misc]
     """Sends requests to each replica in turn."""
 
     def initialize_state(self, **settings: Any) -> None:

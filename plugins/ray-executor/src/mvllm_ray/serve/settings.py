@@ -137,7 +137,9 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
             raise ValueError("a model needs a name")
         reserved = sorted({key.replace("-", "_") for key in self.options} & RESERVED_OPTIONS)
         if reserved:
-            raise ValueError(f"options of the model {self.name!r} must not have {', '.join(reserved)}: a replica sets it")
+            raise ValueError(
+                f"options of the model {self.name!r} must not have {', '.join(reserved)}: a replica sets it"
+            )
         if self.num_replicas < 1 or self.max_ongoing_requests < 1:
             raise ValueError(f"num_replicas and max_ongoing_requests of the model {self.name!r} must be at least 1")
         if self.distributed is not None and self.option("distributed_executor_backend", RAY_BACKEND) != RAY_BACKEND:
