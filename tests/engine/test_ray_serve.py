@@ -210,7 +210,7 @@ def test_prefixes_are_found_more_often_than_in_turn(cluster: ServeCluster) -> No
     for routing in ("round_robin", "prefix"):
         cluster.deploy(num_replicas=3, routing=routing, options={**OPTIONS, "kv_cache_memory_bytes": 2 << 20})
         cluster.wait_for_replicas(3)
-        rates[routing] = hit_rate(cluster.url, num_prefixes=9, requests_per_prefix=4)
+        rates[routing] = hit_rate(cluster.url, num_prefixes=9, requests_per_prefix=6)
         cluster.delete()
     assert rates["prefix"] > rates["round_robin"] + 0.15, rates
 

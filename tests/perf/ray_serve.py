@@ -31,7 +31,7 @@ def hit_rate(url: str, *, num_prefixes: int, requests_per_prefix: int, seed: int
         for _ in range(requests_per_prefix)
     ]
     draw.shuffle(bodies)
-    outcomes = run_all(url, bodies, concurrency=3)
+    outcomes = run_all(url, bodies, concurrency=9)
     failed = [each for each in outcomes if not each.is_complete]
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(outcomes)} requests failed, the first one with {failed[0]}")
@@ -43,9 +43,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--prefixes", type=int, default=9)
     parser.add_argument("--requests", type=int, default=6, help="requests for each prefix")
+    parser.add_argument("--routing", nargs="+", default=["round_robin", "power_of_two", "prefix"])
     args = parser.parse_args()
     with serve_cluster() as cluster:
-        for routing in ("round_robin", "power_of_two", "prefix"):
+        for routing in args.routing:
             options = {**OPTIONS, "kv_cache_memory_bytes": CACHE_BYTES}
             cluster.deploy(num_replicas=3, routing=routing, options=options)
             cluster.wait_for_replicas(3)

@@ -15,7 +15,7 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from ray.serve.request_router import PendingRequest
 
 from mvllm.extension_api import ConfigError
-from mvllm_ray.serve import build_app
+from mvllm_ray.serve import build_app, routing
 from mvllm_ray.serve.app import _ingress_deployment, _model_deployment, deployment_name
 from mvllm_ray.serve.autoscaling import QueueTimePolicy
 from mvllm_ray.serve.cli import main, read_file
@@ -178,32 +178,43 @@ class Routing:
 
 
 def test_requests_that_begin_alike_go_to_one_replica_and_others_are_spread() -> None:
-    routing = Routing(PrefixAwareRouter, "a", "b", "c")
+    driven = Routing(PrefixAwareRouter, "a", "b", "c")
     chosen: dict[str, set[str]] = {}
     for i in range(5):
         for beginning in ("apple ", "berry ", "cherry "):
             request = request_for(beginning * 200 + str(i))
-            chosen.setdefault(beginning, set()).add(routing.choose(request)[0])
+            chosen.setdefault(beginning, set()).add(driven.choose(request)[0])
             request.first_output()
             request.finish()
     assert [len(each) for each in chosen.values()] == [1, 1, 1]
     assert set.union(*chosen.values()) == {"a", "b", "c"}
 
 
+def test_the_copy_of_a_router_that_serve_makes_knows_the_requests_of_the_ingress() -> None:
+    ray.cloudpickle.register_pickle_by_value(routing)
+    try:
+        copy = ray.cloudpickle.loads(ray.cloudpickle.dumps(PrefixAwareRouter))
+    finally:
+        ray.cloudpickle.unregister_pickle_by_value(routing)
+    assert copy is not PrefixAwareRouter
+    driven, request = Routing(copy, "a", "b"), request_for("apple " * 200)
+    assert request.is_routed_to(driven.choose(request)[0])
+
+
 def test_a_replica_that_is_too_busy_is_not_chosen_for_a_short_prefix() -> None:
-    routing = Routing(PrefixAwareRouter, "a", "b")
+    driven = Routing(PrefixAwareRouter, "a", "b")
     text = "apple " * 100
     busy = [request_for(text) for _ in range(30)]
-    assert {routing.choose(each)[0] for each in busy} == {"a", "b"}
+    assert {driven.choose(each)[0] for each in busy} == {"a", "b"}
 
 
 def test_all_replicas_are_offered_and_the_one_that_accepts_is_counted() -> None:
-    routing = Routing(PrefixAwareRouter, "a", "b")
+    driven = Routing(PrefixAwareRouter, "a", "b")
     request = request_for("apple " * 200)
-    first, other = routing.choose(request)
+    first, other = driven.choose(request)
     assert {first, other} == {"a", "b"}
     accepted = ReplicaID(unique_id=other, deployment_id=DEPLOYMENT)
-    routing.router.on_request_routed(SimpleNamespace(args=[request]), accepted, None)
+    driven.router.on_request_routed(SimpleNamespace(args=[request]), accepted, None)
     assert request.is_routed_to(other)
     request.finish()
     assert not request.is_routed_to(other)
@@ -215,8 +226,8 @@ def test_requests_with_different_salts_share_nothing() -> None:
 
 
 def test_each_replica_has_its_turn() -> None:
-    routing = Routing(RoundRobinRouter, "a", "b", "c")
-    assert sorted(routing.choose(request_for("x"))[0] for _ in range(6)) == ["a", "a", "b", "b", "c", "c"]
+    driven = Routing(RoundRobinRouter, "a", "b", "c")
+    assert sorted(driven.choose(request_for("x"))[0] for _ in range(6)) == ["a", "a", "b", "b", "c", "c"]
 
 
 @pytest.mark.parametrize(

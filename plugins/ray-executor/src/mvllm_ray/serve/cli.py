@@ -1,7 +1,7 @@
 """The command `mvllm-ray`: `serve FILE` runs an application on a Ray cluster, `drain` empties a node.
 
-Repeated with a changed file, `serve` changes the running application: replicas of changed models are replaced, a few at a
-time, and requests in progress finish.
+Repeated with a changed file, `serve` changes the running application: replicas of changed models are replaced, a few at
+a time, and requests in progress finish.
 
 Before a node is stopped, `drain` asks Ray to use it no more: Serve starts replicas on other nodes, then stops those of
 the node when their requests have ended.

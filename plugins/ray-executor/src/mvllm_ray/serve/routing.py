@@ -112,8 +112,14 @@ class _LockedRouter:
 
 
 def _request_of(pending: PendingRequest | None) -> ForwardedRequest | None:
-    if pending is not None and pending.args and isinstance(pending.args[0], ForwardedRequest):
-        return pending.args[0]
+    """The request of the ingress; None for other calls.
+
+    Serve sends the router's class as a copy with a module of its own, in which ForwardedRequest is another class than
+    that of the ingress: `isinstance` would always be false.
+    """
+    if pending is not None and pending.args and hasattr(pending.args[0], "set_routed"):
+        request: ForwardedRequest = pending.args[0]
+        return request
     return None
 
 
