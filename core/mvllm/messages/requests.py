@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 import msgspec
 
@@ -48,6 +49,8 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
         lora_request: The LoRA adapter; None for the base model.
         unconditional_prompt_token_ids: Set for a guided request: the prompt of its unconditional companion.
         unconditional_position_key: `position_key` of that prompt.
+        kv_transfer_params: Where another engine has blocks of the prompt, or whether another engine continues this
+            request: JSON of the client, which KV connectors read. Ignored without one.
     """
 
     request_id: str
@@ -63,6 +66,7 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     lora_request: LoRARequest | None = None
     unconditional_prompt_token_ids: list[int] | None = None
     unconditional_position_key: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class PositionLogprobs(msgspec.Struct, array_like=True):
@@ -99,6 +103,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
             tokens) of each earlier version. The other tokens have the version of the EngineCoreOutputs.
         conditional_logprobs: Of a guided request with `logprobs`: the log-probability of each new token without
             guidance.
+        kv_transfer_params: On the last output of a request whose blocks another engine may fetch: what that engine's
+            request needs.
     """
 
     request_id: str
@@ -115,6 +121,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     pooling_output: bytes | None = None
     weight_versions: list[tuple[int, int]] | None = None
     conditional_logprobs: list[float] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class SchedulerStats(msgspec.Struct, omit_defaults=True):

@@ -150,8 +150,8 @@ def mismatch(ours: Hello, theirs: Hello) -> str | None:
     if (ours.block_bytes, ours.state_bytes) != (theirs.block_bytes, theirs.state_bytes):
         return (
             f"blocks of the producer have {ours.block_bytes} bytes and states {ours.state_bytes}, those of the "
-            f"consumer {theirs.block_bytes} and {theirs.state_bytes}: start both with the same model, dtypes, block size and "
-            "numbers of ranks"
+            f"consumer {theirs.block_bytes} and {theirs.state_bytes}: start both with the same model, dtypes, "
+            "block size and numbers of ranks"
         )
     if ours.namespace != theirs.namespace:
         return (
