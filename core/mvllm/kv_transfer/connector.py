@@ -38,6 +38,7 @@ class KVConnectorContext:
         blocks: The host blocks, of all ranks together.
         states: The host blocks of sequence states; None in models without them.
         options: The connector's own settings.
+        namespace_parts: What the namespace is made of, by name, for messages about engines that differ.
     """
 
     namespace: bytes
@@ -46,6 +47,7 @@ class KVConnectorContext:
     blocks: HostKVCache
     states: HostKVCache | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    namespace_parts: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,10 @@ class KVConnector(ABC):
             The `kv_transfer_params` of the response, by which another engine finds these blocks; None for none.
         """
         return None
+
+    def discard(self, keys: Sequence[BlockKey]) -> None:
+        """The contents of these keys may be wrong: forget them."""
+        return
 
     def stats(self) -> Mapping[str, float]:
         """Gauges and counters by name, such as `bytes_used`, `bytes_limit`, `loaded_blocks`, `saved_blocks`."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import time
+from collections.abc import Mapping
 
 from mvllm.kv_transfer.remote.channel import Channel, ChannelError
 from mvllm.kv_transfer.remote.held_blocks import HeldBlocks
@@ -28,6 +29,7 @@ IDLE_SECONDS = 120.0
 """After which a connection without requests is closed."""
 _MAX_LOOKUP_SECONDS = 30.0
 _RETRY_SECONDS = 0.1
+_MAX_NAMED_PARTS, _MAX_PART_LENGTH = 3, 100
 
 
 class BlockServer:
@@ -143,24 +145,28 @@ def mismatch(ours: Hello, theirs: Hello) -> str | None:
         theirs: Of the consumer.
     """
     if ours.version != theirs.version:
-        return (
-            f"the producer speaks version {ours.version} of the protocol (mvllm {ours.software}), the consumer version "
-            f"{theirs.version} (mvllm {theirs.software})"
-        )
-    if (ours.block_bytes, ours.state_bytes) != (theirs.block_bytes, theirs.state_bytes):
-        return (
-            f"blocks of the producer have {ours.block_bytes} bytes and states {ours.state_bytes}, those of the "
-            f"consumer {theirs.block_bytes} and {theirs.state_bytes}: start both with the same model, dtypes, "
-            "block size and numbers of ranks"
-        )
-    if ours.namespace != theirs.namespace:
-        return (
-            f"producer (mvllm {ours.software}) and consumer (mvllm {theirs.software}) have blocks of different "
-            "meaning: start both with the same weights, settings of the KV cache and version"
-        )
-    return None
+        return f"the producer speaks version {ours.version} of the protocol, the consumer version {theirs.version}"
+    sizes = [(hello.block_bytes, hello.state_bytes) for hello in (ours, theirs)]
+    if ours.namespace == theirs.namespace and sizes[0] == sizes[1]:
+        return None
+    names = [name for name in {**ours.parts, **theirs.parts} if ours.parts.get(name) != theirs.parts.get(name)]
+    differing = [
+        f"{_shortened(name)} is {_shortened(ours.parts.get(name))} on the producer and "
+        f"{_shortened(theirs.parts.get(name))} on the consumer"
+        for name in names[:_MAX_NAMED_PARTS]
+    ]
+    if sizes[0] != sizes[1] and not differing:
+        differing = ["blocks and states have {} and {} bytes".format(*sizes[0])]
+        differing[0] += " on the producer, {} and {} on the consumer".format(*sizes[1])
+    return "; ".join(differing) or "the namespaces of producer and consumer differ"
 
 
-def make_hello(namespace: bytes, block_bytes: int, state_bytes: int, software: str) -> Hello:
+def _shortened(value: str | None) -> str:
+    if value is None:
+        return "not set"
+    return ascii(value)[1:-1] if len(value) <= _MAX_PART_LENGTH else f"{ascii(value[:_MAX_PART_LENGTH])[1:-1]}..."
+
+
+def make_hello(namespace: bytes, block_bytes: int, state_bytes: int, parts: Mapping[str, str]) -> Hello:
     """An engine's Hello in this version of the protocol."""
-    return Hello(PROTOCOL_VERSION, namespace, block_bytes, state_bytes, software)
+    return Hello(PROTOCOL_VERSION, namespace, block_bytes, state_bytes, dict(parts))

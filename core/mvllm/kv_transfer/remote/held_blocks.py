@@ -35,6 +35,7 @@ class _Entry:
         self.num_saves = 1
         self.requests: set[str] = set()
         self.num_readers = 0
+        self.is_discarded = False
 
 
 class HeldBlocks:
@@ -80,8 +81,8 @@ class HeldBlocks:
             while len(self._requests) >= _MAX_REQUESTS:
                 self._release_request(next(iter(self._requests)))
             request = self._requests[request_id] = _Request(set(keys), self._now() + self._seconds)
-            for key in keys:
-                if key in self._entries:
+            for key, is_there in zip(keys, self.find(keys)):
+                if is_there:
                     self._hold(request_id, request, key)
 
     def add(self, block: HostBlock) -> bool:
@@ -89,8 +90,8 @@ class HeldBlocks:
         with self._lock:
             entry = self._entries.get(block.key)
             if entry is not None:
-                if entry.block != block:
-                    return False  # a second host block with the same contents
+                if entry.block != block or entry.is_discarded:
+                    return False  # such as a second host block with the same contents
                 entry.num_saves += 1
                 return True
             waiting = [(name, request) for name, request in self._requests.items() if block.key in request.waiting]
@@ -111,7 +112,8 @@ class HeldBlocks:
     def find(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Which blocks are there."""
         with self._lock:
-            return [key in self._entries for key in keys]
+            entries = map(self._entries.get, keys)
+            return [entry is not None and not entry.is_discarded for entry in entries]
 
     def waits_for(self, request_id: str, keys: Sequence[BlockKey]) -> bool:
         """Whether a block of the request is expected, and not there yet."""
@@ -123,7 +125,7 @@ class HeldBlocks:
         """The block, which stays until `end_read`; None if it is not there."""
         with self._lock:
             entry = self._entries.get(key)
-            if entry is None or entry.block.is_state is not is_state:
+            if entry is None or entry.is_discarded or entry.block.is_state is not is_state:
                 return None
             entry.num_readers += 1
             return entry.block
@@ -140,6 +142,24 @@ class HeldBlocks:
                 if not request.held and not request.waiting:
                     del self._requests[request_id]
             self._release_if_unused(key, entry)
+
+    def discard(self, keys: Sequence[BlockKey]) -> None:
+        """Stops holding these blocks, whose contents are not to be used."""
+        with self._lock:
+            for request in self._requests.values():
+                request.waiting.difference_update(keys)
+                request.held.difference_update(keys)
+            for key in keys:
+                entry = self._entries.get(key)
+                if entry is not None:
+                    entry.is_discarded = True
+                    entry.requests.clear()
+                    self._release_if_unused(key, entry)
+            self._on_change()
+
+    def is_held(self, key: BlockKey) -> bool:
+        """Whether a block that is being read may still be used."""
+        return self.find([key])[0]
 
     def release(self, request_id: str) -> None:
         """Stops holding blocks for a request; unknown ones are ignored."""

@@ -36,14 +36,14 @@ class Hello(msgspec.Struct, tag="hello", array_like=True):
         version: The protocol's.
         namespace: Of the consumer's engine, see `KVConnectorContext`.
         block_bytes, state_bytes: Bytes of one block, and of one state; 0 without states.
-        software: Its version of mvllm, for messages only.
+        parts: What the namespace is made of, for messages only.
     """
 
     version: int
     namespace: Annotated[bytes, msgspec.Meta(max_length=64)]
     block_bytes: int
     state_bytes: int
-    software: Annotated[str, msgspec.Meta(max_length=64)]
+    parts: Annotated[dict[str, str], msgspec.Meta(max_length=64)]
 
 
 class Welcome(msgspec.Struct, tag="welcome", array_like=True):

@@ -33,7 +33,6 @@ from mvllm.kv_transfer.remote.io_thread import IOThread
 from mvllm.kv_transfer.remote.messages import MAX_FETCHED_BLOCKS, Hello, Welcome
 from mvllm.kv_transfer.remote.options import RemoteOptions
 from mvllm.kv_transfer.remote.transport import Address, Transport, host_bytes
-from mvllm.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +96,7 @@ class RemoteConnector(KVConnector):
             context.namespace,
             context.blocks.block_bytes,
             0 if states is None else states.block_bytes,
-            __version__,
+            context.namespace_parts,
         )
         welcome = Welcome(context.blocks.num_blocks, 0 if states is None else states.num_blocks)
         self._server: BlockServer | None = None
@@ -211,6 +210,10 @@ class RemoteConnector(KVConnector):
             "remote_request_id": remote_id,
             **self._transport.location(),
         }
+
+    def discard(self, keys: Sequence[BlockKey]) -> None:
+        """See KVConnector."""
+        self._held.discard(keys)
 
     def _end_lookup(self, request_id: str) -> None:
         lookup = self._lookups.pop(request_id, None)

@@ -144,7 +144,7 @@ class SharedMemoryTransport(Transport):
             await channel.send(Leased([-1 if block is None else block.index for block in found]))
             await channel.receive(Copied)
             # The answer comes before the blocks are released: until then nobody changes them.
-            await channel.send(Found([block is not None for block in found]))
+            await channel.send(Found([block is not None and held.is_held(block.key) for block in found]))
             was_fetched = True
         finally:
             for block in found:
