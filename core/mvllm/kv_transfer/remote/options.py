@@ -57,7 +57,8 @@ class RemoteOptions:
             elif type(value) is not type(default) and not (default is None and isinstance(value, str)):
                 kind = "an integer" if isinstance(default, int) else "a text"
                 raise ConfigError(f"{where}: {name} must be {kind}, not {value!r}.")
-        return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in options.items()})
+        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
+        return cls(**values)
 
 
 class AllowedPeers:

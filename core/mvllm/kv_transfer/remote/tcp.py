@@ -162,7 +162,7 @@ class TCPTransport(Transport):
             await channel.send(Blocks([block is not None for block in found]))
             for position, block in enumerate(found):
                 if block is not None:
-                    await channel.send_frame(memoryview(host_bytes(self._context, block)))
+                    await channel.send_frame(host_bytes(self._context, block).data)
                     held.end_read(block.key, fetch.request_id, was_fetched=True)
                     found[position] = None
                     num_sent += 1
@@ -183,7 +183,7 @@ class TCPTransport(Transport):
             raise ChannelError(f"answered {len(found)} of {len(blocks)} blocks")
         for target, is_there in zip(targets, found):
             if is_there:
-                await channel.receive_frame_into(memoryview(target))
+                await channel.receive_frame_into(target.data)
         return found
 
 
