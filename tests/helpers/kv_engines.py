@@ -105,7 +105,7 @@ def poll(connector: KVConnector, count: int, seconds: float = 20) -> list[Transf
 
 
 def run_producer(pipe: Connection, name: str, num_blocks: int, num_states: int, options: dict[str, Any]) -> None:
-    """A producer in a process of its own. Sends the params of a request with blocks 0, 1, ... and ends with the pipe."""
+    """A producer in a process of its own, with blocks 0, 1, ... of a request. Ends with the pipe."""
     connector = make_connector(name, "producer", **options)
     blocks = [host_block(number) for number in range(num_blocks)]
     blocks += [host_block(number, is_state=True) for number in range(num_states)]
