@@ -10,10 +10,15 @@ from typing import Any
 
 from mvllm.kv_transfer.connector import HostBlock, KVConnector, KVConnectorContext, KVRequest, TransferResult
 from mvllm.kv_transfer.host_kv_cache import HostKVCache
+from mvllm.kv_transfer.remote.nixl import NixlConnector
 from mvllm.kv_transfer.remote.shared_memory import SharedMemoryConnector
 from mvllm.kv_transfer.remote.tcp import TCPConnector
 
-CONNECTORS: dict[str, type[KVConnector]] = {"tcp": TCPConnector, "shared_memory": SharedMemoryConnector}
+CONNECTORS: dict[str, type[KVConnector]] = {
+    "tcp": TCPConnector,
+    "shared_memory": SharedMemoryConnector,
+    "nixl": NixlConnector,
+}
 BLOCK_BYTES, STATE_BYTES, NUM_BLOCKS, NUM_STATES = 3 << 19, 1000, 8, 4
 NAMESPACE = b"n" * 32
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
+import types
 
 import pytest
 
@@ -31,12 +34,69 @@ from tests.helpers.kv_engines import (
 )
 from tests.helpers.processes import shared_memory_names, stop_process
 
-NAMES = ("tcp", "shared_memory")
+NAMES = ("tcp", "shared_memory", "nixl")
+IN_TWO_PROCESSES = ("tcp", "shared_memory")
 
 
 @pytest.fixture(autouse=True)
 def key(monkeypatch):
     monkeypatch.setenv(KEY_VARIABLE, "a key of engines in tests, shared")
+
+
+class OneProcessAgent:
+    """What the connector `nixl` uses of a NIXL agent, for engines that share the memory of this process.
+
+    Attributes:
+        result: How the next transfers end.
+    """
+
+    result = "DONE"
+
+    def __init__(self, name, config):
+        self.name, self.remote = name, set()
+
+    def register_memory(self, regions, kind):
+        return regions, kind
+
+    def deregister_memory(self, registered):
+        assert registered[1] == "DRAM"
+
+    def get_agent_metadata(self):
+        return self.name.encode()
+
+    def add_remote_agent(self, metadata):
+        self.remote.add(metadata)
+        return metadata
+
+    def remove_remote_agent(self, name):
+        self.remote.remove(name.encode())
+
+    def get_xfer_descs(self, regions, kind):
+        return regions
+
+    def initialize_xfer(self, operation, local, remote, name, message):
+        assert operation == "READ" and name.encode() in self.remote
+        return [(own[0], other[0], own[1]) for own, other in zip(local, remote, strict=True)]
+
+    def transfer(self, handle):
+        return "PROC"
+
+    def check_xfer_state(self, handle):
+        for own, other, size in handle:
+            ctypes.memmove(own, other, size)
+        return self.result
+
+    def release_xfer_handle(self, handle):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def agents(monkeypatch):
+    """The module of NIXL that the connector imports; tests/clients/test_nixl.py uses the real one."""
+    module = types.ModuleType("nixl._api")
+    module.nixl_agent, module.nixl_agent_config = OneProcessAgent, dict
+    monkeypatch.setitem(sys.modules, "nixl", types.ModuleType("nixl"))
+    monkeypatch.setitem(sys.modules, "nixl._api", module)
 
 
 @pytest.fixture
@@ -79,7 +139,7 @@ def test_params(make):
     }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", IN_TWO_PROCESSES)
 class TestTwoProcesses:
     def test_blocks_and_states_arrive_byte_for_byte(self, name, make, start_producer):
         producer, consumer = start_producer(name), make(name, "consumer")
@@ -131,7 +191,7 @@ class TestTwoProcesses:
         consumer = make(name, "consumer")
         assert look_up(consumer, KVRequest("q", params), [key_of(0)]) == [True]
         first.close()
-        options = {"port": params["remote_port"]} if name == "tcp" else {}
+        options = {"port": params["remote_port"]} if name != "shared_memory" else {}
         second = make(name, "producer", engine_id="same", **options)
         assert look_up(consumer, KVRequest("o", params), [key_of(0)]) == [False]
         again = finish_request(second, [host_block(1)])
@@ -258,6 +318,22 @@ class TestRoles:
             make(name, "both", hold_second=1)
         with pytest.raises(ConfigError, match="max_held_fraction must be a number above 0 up to 1, not 2"):
             make(name, "both", max_held_fraction=2)
+
+
+class TestNixl:
+    def test_blocks_are_read_and_a_failed_read_is_a_failed_load(self, make, monkeypatch):
+        producer, consumer = make("nixl", "producer"), make("nixl", "consumer")
+        request = KVRequest("q", finish_request(producer, [host_block(number) for number in range(3)]))
+        look_up(consumer, request, [key_of(0), key_of(1)])
+        assert load(consumer, request, [host_block(0, 3), host_block(7, 4)]) == {key_of(0): True, key_of(7): False}
+        assert is_filled(consumer, host_block(0, 3))
+        monkeypatch.setattr(OneProcessAgent, "result", "ERR")
+        assert load(consumer, request, [host_block(1, 3)]) == {key_of(1): False}
+
+    def test_the_library_is_needed(self, make, monkeypatch):
+        monkeypatch.setitem(sys.modules, "nixl._api", None)
+        with pytest.raises(ConfigError, match="Run: pip install nixl"):
+            make("nixl", "consumer")
 
 
 class TestUntrustedParams:

@@ -1,16 +1,19 @@
 """Messages between the two ends of a connection, and limits of their fields.
 
-consumer                             producer
-Hello                       ──>
-                            <──      Welcome, or Refused
-Lookup                      ──>
-                            <──      Found
-Fetch                       ──>
-                            <──      Blocks, then a frame with the bytes of each block found     (tcp)
-                            <──      Leased                                                    (shared_memory)
-Copied                      ──>
-                            <──      Found: the blocks that were held all the time             (shared_memory)
-Release                     ──>      no answer
+    consumer                   producer
+    Hello            ──>
+                     <──       Welcome, or Refused
+                     <──       AgentMetadata                                            (nixl)
+    Lookup           ──>
+                     <──       Found
+    Fetch            ──>
+                     <──       Blocks, then a frame with the bytes of each block        (tcp)
+                     <──       Leased                                                   (shared_memory, nixl)
+    Copied           ──>
+                     <──       Found: the blocks that were held all the time            (shared_memory, nixl)
+    Release          ──>       no answer
+
+The first message is Hello, after the ends have authenticated each other.
 """
 
 from __future__ import annotations
@@ -97,13 +100,25 @@ class Copied(msgspec.Struct, tag="copied", array_like=True):
     """The consumer has copied the blocks of the last Leased."""
 
 
+class AgentMetadata(msgspec.Struct, tag="agent", array_like=True):
+    """How the producer's memory is read by NIXL.
+
+    Attributes:
+        metadata: The agent's own description.
+        addresses: Where the first host block is in the producer's memory, and the first host block of states.
+    """
+
+    metadata: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+    addresses: Annotated[list[int], msgspec.Meta(max_length=2)]
+
+
 class Release(msgspec.Struct, tag="release", array_like=True):
     """The consumer needs no further block of a request."""
 
     request_id: _Id
 
 
-Message = Hello | Welcome | Refused | Lookup | Found | Fetch | Blocks | Leased | Copied | Release
+Message = Hello | Welcome | Refused | Lookup | Found | Fetch | Blocks | Leased | Copied | Release | AgentMetadata
 
 _decoder = msgspec.msgpack.Decoder(Message)
 encode = msgspec.msgpack.Encoder().encode

@@ -22,11 +22,11 @@ import numpy as np
 from mvllm.errors import ConfigError
 from mvllm.kv_transfer.connector import HostBlock, KVConnectorContext
 from mvllm.kv_transfer.remote.channel import Channel, ChannelError, receive_descriptors, send_descriptors
-from mvllm.kv_transfer.remote.held_blocks import HeldBlocks
-from mvllm.kv_transfer.remote.messages import Copied, Fetch, Found, Leased, Welcome
+from mvllm.kv_transfer.remote.leasing_transport import LeasingTransport
+from mvllm.kv_transfer.remote.messages import Welcome
 from mvllm.kv_transfer.remote.options import RemoteOptions
 from mvllm.kv_transfer.remote.remote_connector import RemoteConnector
-from mvllm.kv_transfer.remote.transport import Address, Connection, Transport
+from mvllm.kv_transfer.remote.transport import Address, Connection
 
 _CREDENTIALS = struct.Struct("3i")
 _MAX_ID_LENGTH = 256
@@ -56,7 +56,7 @@ class SharedMemoryConnector(RemoteConnector):
         super().__init__(context, options, SharedMemoryTransport(context, options.step_seconds))
 
 
-class SharedMemoryTransport(Transport):
+class SharedMemoryTransport(LeasingTransport):
     """Connections over Unix sockets; the peer must belong to the same user.
 
     Args:
@@ -136,43 +136,16 @@ class SharedMemoryTransport(Transport):
                 os.close(descriptor)
         return _MappedConnection(channel, arrays[0], arrays[1] if len(arrays) > 1 else None)
 
-    async def send_blocks(self, channel: Channel, fetch: Fetch, held: HeldBlocks) -> int:
-        """See Transport."""
-        found: list[HostBlock | None] = [held.begin_read(k, s) for k, s in zip(fetch.keys, fetch.are_states)]
-        was_fetched = False
-        try:
-            await channel.send(Leased([-1 if block is None else block.index for block in found]))
-            await channel.receive(Copied)
-            # The answer comes before the blocks are released: until then nobody changes them.
-            await channel.send(Found([block is not None and held.is_held(block.key) for block in found]))
-            was_fetched = True
-        finally:
-            for block in found:
-                if block is not None:
-                    held.end_read(block.key, fetch.request_id, was_fetched=was_fetched)
-        return sum(block is not None for block in found)
-
-    async def receive_blocks(
-        self, connection: Connection, fetch: Fetch, blocks: Sequence[HostBlock], targets: Sequence[np.ndarray]
-    ) -> list[bool]:
-        """See Transport."""
+    async def copy_blocks(
+        self, connection: Connection, blocks: Sequence[HostBlock], targets: Sequence[np.ndarray], indices: Sequence[int]
+    ) -> None:
+        """See LeasingTransport."""
         assert isinstance(connection, _MappedConnection)
-        channel = connection.channel
-        await channel.send(fetch)
-        indices = (await channel.receive(Leased)).indices
-        if len(indices) != len(blocks):
-            raise ChannelError(f"answered {len(indices)} of {len(blocks)} blocks")
         for block, target, index in zip(blocks, targets, indices):
             source = connection.states if block.is_state else connection.blocks
-            if source is None or not -1 <= index < len(source):
+            if source is None or index >= len(source):
                 raise ChannelError(f"named the host block {index}, which it does not have")
-            if index >= 0:
-                np.copyto(target, source[index])
-        await channel.send(Copied())
-        found = (await channel.receive(Found)).found
-        if len(found) != len(blocks):
-            raise ChannelError(f"confirmed {len(found)} of {len(blocks)} blocks")
-        return [is_held and index >= 0 for is_held, index in zip(found, indices)]
+            np.copyto(target, source[index])
 
 
 class _MappedConnection(Connection):
