@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from mvllm.executor.interface import Executor
@@ -88,6 +88,8 @@ class ThreadExecutor(Executor):
         futures = [thread.submit(worker.execute_model, plan) for thread, worker in zip(self._threads, self._workers)]
         for future in futures:
             future.add_done_callback(_log_error)
+        if plan.has_host_copies:  # every rank answers; here, the answering rank does so last
+            wait(futures)
         self._under_way = [future for future in [*self._under_way, futures[self._answering]] if not future.done()]
         ThreadExecutor.max_in_flight = max(ThreadExecutor.max_in_flight, len(self._under_way))
         return futures[self._answering]

@@ -27,6 +27,7 @@ from mvllm.config.foreign_keywords import FOREIGN_KEYWORDS
 from mvllm.config.generation_config import find_generation_folder
 from mvllm.config.hub import find_model, find_tokenizer
 from mvllm.config.keyword_arguments import accepts_every_name, class_path, listed_names
+from mvllm.config.kv_transfer import PREEMPTION_MODES, ROLES, read_kv_transfer_config
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_builder import DTYPE_ALIASES, DTYPES, build_model_config
 from mvllm.config.model_limits import DEFAULT_NUM_BATCHED_TOKENS, check_parallel_sizes, token_budget
@@ -196,6 +197,42 @@ class EngineArgs:
         "is kept for other prompts that begin alike; each step of a prompt ends there. 0 for the ends of prompts only.",
         group="cache",
         minimum=0,
+    )
+    kv_offloading_size: float | None = option(
+        None,
+        help="GiB of host memory that keep blocks which leave the device, all ranks together; by default none.",
+        group="cache",
+        minimum=0,
+    )
+    kv_disk_cache: str | None = option(
+        None, help="Folder that keeps blocks: prefixes are found again after a restart.", group="cache"
+    )
+    kv_disk_cache_size: float | None = option(
+        None,
+        help="Most GiB in kv_disk_cache, of all models; by default a quarter of the free space.",
+        group="cache",
+        minimum=0,
+        above=True,
+    )
+    kv_transfer_config: dict[str, Any] | None = option(  # noqa: RUF009  (as above)
+        None,
+        help="A KV connector, as a JSON object with kv_connector (its name), kv_role ('producer', 'consumer' or "
+        "'both') and kv_connector_extra_config.",
+        group="cache",
+    )
+    kv_role: str | None = option(
+        None,
+        help="Computes prompts for other engines ('producer'), continues prompts of others ('consumer'), or both: the "
+        "connector shared_memory in this role, for engines of one machine. See kv_transfer_config for others.",
+        group="cache",
+        choices=ROLES,
+    )
+    preemption_mode: str = option(
+        "auto",
+        help="When blocks run out, 'swap' keeps the keys and values of preempted requests in host memory, 'recompute' "
+        "computes them again, and 'auto' does what takes less time. Without kv_offloading_size they are computed again.",
+        group="cache",
+        choices=PREEMPTION_MODES,
     )
 
     max_num_seqs: int = option(256, help="Most sequences running at once.", group="scheduler", minimum=1, maximum=65536)
@@ -503,6 +540,14 @@ class EngineArgs:
             log_stats=not self.disable_log_stats,
             logits_processors=listed_names(self.logits_processors),
             batch_invariant=self.batch_invariant,
+            kv_transfer=read_kv_transfer_config(
+                offloading_size=self.kv_offloading_size,
+                disk_cache=self.kv_disk_cache,
+                disk_cache_size=self.kv_disk_cache_size,
+                preemption_mode=self.preemption_mode,
+                settings=self.kv_transfer_config,
+                role=self.kv_role,
+            ),
         )
 
     def create_model_config(self) -> ModelConfig:

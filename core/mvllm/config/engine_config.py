@@ -8,6 +8,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any, cast
 
+from mvllm.config.kv_transfer import KVTransferConfig
 from mvllm.config.model import ModelConfig
 from mvllm.config.speculative import SpeculativeConfig
 from mvllm.errors import ConfigError
@@ -159,6 +160,7 @@ class EngineConfig:
         batch_invariant: The log-probabilities of a request have the same bits whatever else is in the batch, however
             its prompt was cut or found in the prefix cache, preempted or not, with draft tokens or not (since contract
             1.1).
+        kv_transfer: Where keys and values are kept beside the device (since contract 1.1).
     """
 
     model: ModelConfig
@@ -175,6 +177,7 @@ class EngineConfig:
     logits_processors: tuple[str, ...] = ()
     log_stats: bool = True
     batch_invariant: bool = False
+    kv_transfer: KVTransferConfig = KVTransferConfig()
 
 
 def replace_field(config: EngineConfig, field: str, value: Any) -> EngineConfig:

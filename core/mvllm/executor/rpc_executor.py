@@ -118,7 +118,8 @@ class RpcExecutor(Executor):
         if plan.mask_rows and (fewer := remove_equal_masks(len(plan.mask_rows), plan.token_masks)) is not None:
             masks, indices = fewer
             plan = msgspec.structs.replace(plan, token_masks=masks)
-        expect = (self._reply_rank,)
+        # With copies to or from host blocks, the step has ended when every rank has copied its part.
+        expect = self._ranks if plan.has_host_copies else (self._reply_rank,)
         call = self._send(STEP_METHOD, (plan,), ranks=None, expect=expect, future=future, mask_indices=indices)
         call.label = f"{STEP_METHOD} of step {plan.step}"
         self._deferred_step = future if self._defers_replies else None
@@ -234,9 +235,8 @@ class RpcExecutor(Executor):
         if not self._finalizer.alive:
             raise EngineDeadError(f"{method} was called after the workers had been shut down.")
         parallel = self._config.parallel
-        reply_from, limit = (
-            (self._reply_rank, parallel.step_timeout) if method == STEP_METHOD else (None, parallel.start_timeout)
-        )
+        limit = parallel.step_timeout if method == STEP_METHOD else parallel.start_timeout
+        reply_from = expect[0] if method == STEP_METHOD and len(expect) == 1 else None
         request = Request(self._next_id, method, msgspec.msgpack.encode(args), ranks, reply_from, mask_indices)
         self._next_id += 1
         self._enqueue(request, limit)
@@ -280,8 +280,9 @@ class RpcExecutor(Executor):
                 logger.debug("Dropped a late reply of rank %d to request %d", reply.rank, reply.id)
             elif self._is_complete(call, reply):
                 del self._calls[call.id]
+                is_step = call.codec.name == STEP_METHOD
                 results = [call.results[rank] for rank in sorted(call.results)]
-                call.future.set_result(results[0] if call.codec.name == STEP_METHOD else results)
+                call.future.set_result(call.results[self._reply_rank] if is_step else results)
 
     def _sender_of(self, reader: MessageReader[Reply]) -> int:
         """The rank whose replies `reader` reads."""

@@ -15,7 +15,7 @@ millions starts at once.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from mvllm.kv_cache.block_hash import BlockHash
 
@@ -32,6 +32,7 @@ class BlockPool:
     Attributes:
         num_free: Blocks that no request uses.
         ref_counts: How many requests use each block that has joined the arrays.
+        on_evict: Called with a block and its hash before `allocate` evicts its contents; None for nobody.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -39,6 +40,7 @@ class BlockPool:
             raise ValueError(f"A KV cache needs at least one block, got {num_blocks}.")
         self.num_blocks = num_blocks
         self.num_free = num_blocks
+        self.on_evict: Callable[[int, BlockHash], None] | None = None
         self._ring = min(num_blocks, _GROWTH)
         self.ref_counts = array("i", [0]) * self._ring
         self._hashes: list[BlockHash | None] = [None] * self._ring
@@ -53,6 +55,10 @@ class BlockPool:
     def get_cached_block(self, block_hash: BlockHash) -> int | None:
         """The block with this hash, in use or free."""
         return self._block_by_hash.get(block_hash)
+
+    def get_hash(self, block: int) -> BlockHash | None:
+        """The hash of a block, if it is cached."""
+        return self._hashes[block]
 
     def cached_blocks(self) -> Collection[int]:
         """All blocks with a hash."""
@@ -86,7 +92,7 @@ class BlockPool:
                     block = self._add_unused_blocks(block)
                     ring = self._ring
                 else:
-                    self.evict(block)
+                    self.evict_for_reuse(block)
             blocks.append(block)
             ref_counts[block] = 1
             block = next_[block]
@@ -128,6 +134,13 @@ class BlockPool:
         if self._hashes[block] is None and block_hash not in self._block_by_hash:
             self._hashes[block] = block_hash
             self._block_by_hash[block_hash] = block
+
+    def evict_for_reuse(self, block: int) -> None:
+        """Evicts the contents of a cached block that the next plan may write."""
+        block_hash = self._hashes[block]
+        if self.on_evict is not None and block_hash is not None:
+            self.on_evict(block, block_hash)
+        self.evict(block)
 
     def evict(self, block: int) -> None:
         """Removes a block's hash, if it has one. Users of the block keep it."""

@@ -20,24 +20,26 @@ layers, so that a block is equally large in each and one pool serves all; a requ
 A block is freed when a step is planned whose first token does not attend to it. Steps in flight may still read it; its
 next write is in a later plan, and plans are executed in order. A prefix is cached if every group has the blocks that
 later tokens attend to: in group 1 the last blocks suffice.
+
+With a host tier (`host_tier.py`) a prefix may also have blocks in host memory. The plan that starts the request loads
+them.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from mvllm.config.sliding_window_blocks import first_visible_block, max_blocks_held
 from mvllm.kv_cache.block_hash import BlockHash, hash_block, make_root_hash, request_root_hash
 from mvllm.kv_cache.block_pool import BlockPool
 from mvllm.kv_cache.block_table import BlockTable
+from mvllm.kv_cache.host_tier import HostTier
+from mvllm.kv_cache.prefix_search import OUT_OF_WINDOW, PrefixSearch, group_hash
 from mvllm.kv_cache.request_state import RequestState
 from mvllm.kv_cache.state_slots import LEAST_DISTANCE, StateSlots
 from mvllm.kv_cache.unconfirmed_block_hashes import UnconfirmedBlockHashes
-
-_OUT_OF_WINDOW = -1
-"""Placeholder for a cached block that no later token attends to."""
 
 
 class KVCacheManager:
@@ -50,8 +52,12 @@ class KVCacheManager:
         hash_seed: Makes block hashes reproducible across runs; None draws a random root.
         windows: Attention window of each group of layers in tokens, or None for full attention.
         max_step_tokens: Most tokens of one request in one step.
+        root: Root of all block hashes, instead of a seed.
+        tier: Keeps blocks in host memory; None for the device alone.
 
     Attributes:
+        search: Finds prefixes over all groups of layers.
+        tier: Keeps blocks in host memory; None for the device alone.
         unconfirmed: Hashes set by plans whose results are not back. The scheduler confirms them.
         states: The state slots; None in models without sequence states, see StateKVCacheManager.
     """
@@ -67,6 +73,8 @@ class KVCacheManager:
         hash_seed: int | None = None,
         windows: Sequence[int | None] = (None,),
         max_step_tokens: int = sys.maxsize,
+        root: BlockHash | None = None,
+        tier: HostTier | None = None,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {block_size}.")
@@ -78,9 +86,15 @@ class KVCacheManager:
         self._max_step_tokens = max_step_tokens
         self._has_one_full_group = self._windows == (None,)
         self._pool = BlockPool(num_blocks)
-        self._root = make_root_hash(hash_seed)
+        self._root = self._first_root = make_root_hash(hash_seed) if root is None else root
+        self.search = PrefixSearch(self._windows, block_size)
         self._tables: set[BlockTable] = set()  # those that hold blocks
         self.unconfirmed = UnconfirmedBlockHashes()
+        self._lookup: Callable[[BlockHash], int | None] = self._pool.get_cached_block
+        self.tier = tier
+        if tier is not None:
+            tier.attach(self._pool, self.unconfirmed)
+            self._lookup = self._find_in_tiers
 
     @property
     def num_blocks(self) -> int:
@@ -142,7 +156,8 @@ class KVCacheManager:
         The last known token is never in it: computing logits needs at least one token.
 
         Returns:
-            Its blocks, for `allocate_slots`; those of one group after those of the other, equally many per group.
+            Its blocks, for `allocate_slots`; those of one group after those of the other, equally many per group. Host
+            block h is -2 - h.
         """
         if table.root is None:
             return []
@@ -209,15 +224,18 @@ class KVCacheManager:
         num_new = sum(missing)
         if not num_new:
             return []
-        found = [block for block in computed_blocks if block != _OUT_OF_WINDOW]
-        if num_new + num_spare > pool.num_free - pool.count_free(found):
+        found = [block for block in computed_blocks if block > OUT_OF_WINDOW]
+        num_loads = 0 if self.tier is None else sum(block < OUT_OF_WINDOW for block in computed_blocks)
+        if num_new + num_loads + num_spare > pool.num_free - pool.count_free(found):
             return None
         if computed_blocks:
             pool.touch(found)
             self.unconfirmed.record_reader(table, found)
+            if num_loads:
+                computed_blocks = self._plan_loads(table, computed_blocks)
             for i, blocks in enumerate(table.groups):
                 cached = computed_blocks[i * num_found : (i + 1) * num_found]
-                blocks.num_dropped = cached.count(_OUT_OF_WINDOW)
+                blocks.num_dropped = cached.count(OUT_OF_WINDOW)
                 blocks.block_ids += [max(block, 0) for block in cached]  # block tables need an entry, which is not read
             table.num_hashed_blocks = num_found
         new = pool.allocate(num_new)
@@ -253,7 +271,7 @@ class KVCacheManager:
         for group, blocks in enumerate(table.groups):
             for i in range(max(table.num_hashed_blocks, blocks.num_dropped), num_full):
                 block = blocks.block_ids[i]
-                self._pool.set_hash(block, _group_hash(hashes[i], group))
+                self._pool.set_hash(block, group_hash(hashes[i], group))
                 unconfirmed[block] = table
         table.num_hashed_blocks = num_full
 
@@ -265,6 +283,8 @@ class KVCacheManager:
             num_computed_tokens: As for `cache_blocks`.
         """
         self.cache_blocks(table, num_computed_tokens)
+        if self.tier is not None:
+            self.tier.cancel_loads(table)
         self._pool.free(table.held_blocks)
         for blocks in table.groups:
             blocks.block_ids.clear()
@@ -296,17 +316,25 @@ class KVCacheManager:
         for table in (*tables, *dependents):
             for block_hash in table.block_hashes:
                 for group in range(self.num_groups):
-                    block = self._pool.get_cached_block(_group_hash(block_hash, group))
+                    block = self._pool.get_cached_block(group_hash(block_hash, group))
                     if block is not None:
                         self._pool.evict(block)
             self.free(table, 0)
+        if self.tier is not None:
+            self._discard_in_tier(self.tier, (*tables, *dependents))
         return dependents
 
-    def reset_prefix_cache(self) -> bool:
-        """Evicts all contents. Does nothing and returns False while requests hold blocks."""
+    def reset_prefix_cache(self, *, keeps_tiers: bool = False) -> bool:
+        """Evicts all contents. Does nothing and returns False while requests hold blocks.
+
+        Args:
+            keeps_tiers: Only the device loses its contents; they are right, and host blocks with them stay.
+        """
         if self._tables:
             return False
         self._pool.evict_all()
+        if self.tier is not None:
+            self._reset_tier(self.tier, keeps_contents=keeps_tiers)
         return True
 
     def forget_computed(self) -> None:
@@ -318,6 +346,27 @@ class KVCacheManager:
             table.root, table.num_shareable_tokens = None, 0
         self.unconfirmed.writers.clear()
         self._pool.evict_all()
+        if self.tier is not None:
+            self._reset_tier(self.tier, keeps_contents=False)
+
+    def renew_table(self, table: BlockTable, other: BlockTable) -> None:
+        """Gives the table of a waiting request the root of a new one, since hashes have another root now."""
+        table.root, table.num_shareable_tokens = other.root, other.num_shareable_tokens
+        table.block_hashes.clear()
+
+    def restore_root(self) -> None:
+        """Contents are again those of the engine's start. Only while there are no requests."""
+        self._root = self._first_root
+
+    def release_host_blocks(self, table: BlockTable) -> None:
+        """Ends keeping host blocks for a waiting request, which starts or has ended."""
+        if self.tier is not None:
+            self.tier.release(table)
+
+    def keys_of(self, table: BlockTable, num_blocks: int) -> list[list[BlockHash]]:
+        """The keys of the first blocks of a table by block, those of all groups; fewer if not all may be shared."""
+        hashes = [] if table.root is None else self._block_hashes(table, num_blocks)
+        return [[group_hash(block_hash, group) for group in range(self.num_groups)] for block_hash in hashes]
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless tables, counts, free list and hashes agree."""
@@ -350,48 +399,44 @@ class KVCacheManager:
 
     def _cached_blocks(self, hashes: Sequence[BlockHash]) -> list[int]:
         """The longest cached prefix of these blocks, see `get_computed_blocks`."""
-        if self._has_one_full_group:
-            return self._cached_blocks_of_group(hashes, 0)
-        return self._common_cached_blocks(hashes)
+        return self.search.find(hashes, self._lookup)
 
-    def _cached_blocks_of_group(self, hashes: Sequence[BlockHash], group: int) -> list[int]:
-        """The longest run of leading blocks that are cached in the group."""
-        found = []
-        lookup = self._pool.get_cached_block
-        for block_hash in hashes:
-            block = lookup(_group_hash(block_hash, group))
-            if block is None:
-                break
-            found.append(block)
-        return found
+    def _find_in_tiers(self, key: BlockHash) -> int | None:
+        """The block with this hash, or -2 - h for host block h."""
+        block = self._pool.get_cached_block(key)
+        if block is None and self.tier is not None:
+            index = self.tier.blocks.host.get(key)
+            return None if index is None else -2 - index
+        return block
 
-    def _common_cached_blocks(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """The longest prefix cached in all groups, as far as later tokens attend to it; see `get_computed_blocks`."""
-        found = {g: self._cached_blocks_of_group(hashes, g) for g, window in enumerate(self._windows) if window is None}
-        length = min([len(hashes), *map(len, found.values())])
-        # The window of every shorter prefix that contains the missing block contains it too.
-        while length and (missing := self._first_missing(hashes, length)) is not None:
-            length = missing
-        blocks: list[int] = []
-        for group, window in enumerate(self._windows):
-            if window is None:
-                blocks += found[group][:length]
-            else:
-                first = first_visible_block(length * self.block_size, window, self.block_size)
-                seen = [
-                    self._pool.get_cached_block(_group_hash(block_hash, group)) for block_hash in hashes[first:length]
-                ]
-                blocks += [_OUT_OF_WINDOW] * first + [block for block in seen if block is not None]
-        return blocks
+    def _plan_loads(self, table: BlockTable, computed_blocks: Sequence[int]) -> list[int]:
+        """Allocates blocks for the host blocks among these, and loads them. Returns the blocks."""
+        assert self.tier is not None
+        tier, loaded = self.tier.blocks, {}
+        places = [place for place in computed_blocks if place < OUT_OF_WINDOW]
+        for place in places:
+            tier.host.pin(-2 - place)  # blocks that are evicted below need host blocks
+        for place, block in zip(places, self._pool.allocate(len(places)), strict=True):
+            key = tier.host.key_of(-2 - place)
+            assert key is not None
+            tier.load(table, -2 - place, block)
+            tier.host.unpin(-2 - place)
+            self._pool.set_hash(block, key)
+            self.unconfirmed.writers[block] = table
+            loaded[place] = block
+        return [loaded.get(place, place) for place in computed_blocks]
 
-    def _first_missing(self, hashes: Sequence[BlockHash], length: int) -> int | None:
-        """Index of the first block in the window behind `length` blocks that a group with a window has not cached."""
-        for group, window in enumerate(self._windows):
-            if window is not None:
-                for i in range(first_visible_block(length * self.block_size, window, self.block_size), length):
-                    if self._pool.get_cached_block(_group_hash(hashes[i], group)) is None:
-                        return i
-        return None
+    def _discard_in_tier(self, tier: HostTier, tables: Iterable[BlockTable]) -> None:
+        hashes = [block_hash for table in tables for block_hash in table.block_hashes]
+        tier.discard([group_hash(each, group) for each in hashes for group in range(self.num_groups)], hashes)
+
+    def _reset_tier(self, tier: HostTier, *, keeps_contents: bool) -> None:
+        for each in tier.tiers:
+            each.forget_device()
+        if not keeps_contents:
+            # Connectors may hold contents of the old weights, so later ones have another root.
+            tier.clear()
+            self._root = make_root_hash()
 
     def _block_hashes(self, table: BlockTable, num_blocks: int) -> list[BlockHash]:
         """Hashes of the first `num_blocks` blocks, whose tokens are all known; fewer if not all may be shared."""
@@ -411,7 +456,7 @@ class StateKVCacheManager(KVCacheManager):
     state. In models without attention blocks have no contents. They only name tokens.
 
     Args:
-        num_blocks, block_size, enable_caching, hash_seed, windows, max_step_tokens: As for KVCacheManager.
+        num_blocks, block_size, enable_caching, hash_seed, windows, max_step_tokens, root, tier: As for KVCacheManager.
         num_state_slots: At least 1; 3 for guided requests, whose first side may hold a snapshot and a slot.
         state_snapshot_interval: Tokens between two regular snapshots; 0 for none.
         least_snapshot_distance: See StateSlots.
@@ -428,6 +473,8 @@ class StateKVCacheManager(KVCacheManager):
         hash_seed: int | None = None,
         windows: Sequence[int | None] = (None,),
         max_step_tokens: int = sys.maxsize,
+        root: BlockHash | None = None,
+        tier: HostTier | None = None,
         num_state_slots: int,
         state_snapshot_interval: int,
         least_snapshot_distance: int = LEAST_DISTANCE,
@@ -439,6 +486,8 @@ class StateKVCacheManager(KVCacheManager):
             hash_seed=hash_seed,
             windows=windows,
             max_step_tokens=max_step_tokens,
+            root=root,
+            tier=tier,
         )
         self.states = StateSlots(
             num_state_slots,
@@ -447,6 +496,7 @@ class StateKVCacheManager(KVCacheManager):
             unconfirmed=self.unconfirmed,
             hashes_of=self._block_hashes,
             least_distance=least_snapshot_distance,
+            host_tier=tier,
         )
 
     @property
@@ -524,9 +574,9 @@ class StateKVCacheManager(KVCacheManager):
             self.states.evict(table.block_hashes)
         return dependents
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, *, keeps_tiers: bool = False) -> bool:
         """As in KVCacheManager."""
-        if not super().reset_prefix_cache():
+        if not super().reset_prefix_cache(keeps_tiers=keeps_tiers):
             return False
         self.states.evict_all()
         return True
@@ -540,32 +590,3 @@ class StateKVCacheManager(KVCacheManager):
         """As in KVCacheManager, and raises AssertionError unless state slots and requests agree."""
         super().check_integrity()
         self.states.check_integrity(self._tables)
-
-
-class NullKVCacheManager(KVCacheManager):
-    """KV cache manager of models without a KV cache: allocates no blocks, and every request fits.
-
-    Args:
-        max_model_len: Longest prompt in tokens.
-    """
-
-    def __init__(self, max_model_len: int) -> None:
-        super().__init__(num_blocks=1, block_size=max_model_len, enable_caching=False)  # the block is never allocated
-
-    def allocate_slots(
-        self,
-        table: BlockTable,
-        num_tokens: int,
-        computed_blocks: Sequence[int] = (),
-        *,
-        num_spare: int = 0,
-        num_computed_tokens: int = 0,
-    ) -> list[int]:
-        """Returns no blocks."""
-        table.num_slots = num_tokens
-        return []
-
-
-def _group_hash(block_hash: BlockHash, group: int) -> BlockHash:
-    """The hash of a block in one group of layers."""
-    return block_hash + group.to_bytes(2, "little") if group else block_hash

@@ -39,6 +39,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from mvllm.kv_cache.block_hash import BlockHash
 from mvllm.kv_cache.block_pool import BlockPool
 from mvllm.kv_cache.block_table import BlockTable
+from mvllm.kv_cache.host_tier import HostTier, PoolTier
 from mvllm.kv_cache.request_state import NO_POSITION, AwaitedSnapshot, RequestState
 from mvllm.kv_cache.unconfirmed_block_hashes import UnconfirmedBlockHashes
 
@@ -64,6 +65,10 @@ class StateSlots:
         hashes_of: The hashes of the first blocks of a table, whose tokens are known; fewer if not all may be shared.
         least_distance: A snapshot at the end of a prompt is at least so many tokens behind the one before it, and a
             request waits for at least so many tokens, or for an interval. Both hold for requests without siblings.
+        host_tier: Keeps snapshots in host memory; None for the device alone.
+
+    Attributes:
+        tier: The host blocks of snapshots; None without a host tier.
     """
 
     def __init__(
@@ -75,8 +80,12 @@ class StateSlots:
         unconfirmed: UnconfirmedBlockHashes,
         hashes_of: Callable[[BlockTable, int], list[BlockHash]],
         least_distance: int = LEAST_DISTANCE,
+        host_tier: HostTier | None = None,
     ) -> None:
         self._pool = BlockPool(num_slots)
+        self.tier: PoolTier | None = None
+        if host_tier is not None:
+            self.tier = host_tier.attach_states(self._pool, unconfirmed)
         self._block_size = block_size
         self._interval = -(-interval // block_size) * block_size
         self._unconfirmed = unconfirmed
@@ -100,8 +109,17 @@ class StateSlots:
 
     def snapshot_lengths(self, hashes: Sequence[BlockHash]) -> Iterator[int]:
         """Numbers of leading blocks behind which there is a snapshot, the longest first."""
-        lookup = self._pool.get_cached_block
-        return (count for count in range(len(hashes), 0, -1) if lookup(hashes[count - 1]) is not None)
+        return (count for count in range(len(hashes), 0, -1) if self.has_snapshot(hashes[count - 1]))
+
+    def has_snapshot(self, name: BlockHash) -> bool:
+        """Whether there is a snapshot behind the block with this hash, in a slot or in a host block."""
+        if self._pool.get_cached_block(name) is not None:
+            return True
+        return self.tier is not None and self.tier.host.get(name) is not None
+
+    def get_snapshot(self, name: BlockHash) -> int | None:
+        """The slot of the snapshot behind the block with this hash."""
+        return self._pool.get_cached_block(name)
 
     def must_wait(self, table: BlockTable, num_cached: int, order: tuple[int, int]) -> bool:
         """Whether a request should wait for a snapshot that a running request is going to write.
@@ -178,16 +196,28 @@ class StateSlots:
         state.num_starts += 1
         if name is not None:
             snapshot = pool.get_cached_block(name)
-            assert snapshot is not None
+            if snapshot is None:
+                self._start_from_host(table, name)
+                return
             pool.touch([snapshot])
             self._unconfirmed.record_reader(table, [~snapshot])
             state.source = snapshot
             if not pool.num_free:
                 assert pool.ref_counts[snapshot] == 1
-                pool.evict(snapshot)
+                pool.evict_for_reuse(snapshot)
                 state.slot = snapshot
                 return
         state.slot = pool.allocate(1)[0]
+
+    def _start_from_host(self, table: BlockTable, name: BlockHash) -> None:
+        """Gives a request a slot to which the plan loads a snapshot. The slot is its own: others load it again."""
+        assert self.tier is not None
+        index = self.tier.host.get(name)
+        assert index is not None
+        self.tier.host.pin(index)  # a snapshot that is evicted below needs a host block
+        slot = table.state.slot = table.state.source = self._pool.allocate(1)[0]
+        self.tier.load(table, index, slot)
+        self.tier.host.unpin(index)
 
     def choose_positions(self, table: BlockTable, position: int) -> None:
         """Chooses where the state of a request is kept that starts at `position`."""

@@ -6,8 +6,9 @@ the device:
 
     device blocks  <── step, by the workers ──>  host blocks  <── connector, asynchronous ──>  disk, another engine, ...
 
-A block is named by its key: the hash of all tokens up to its end, and the KV cache group. Equal keys in engines of one
-`namespace` name equal contents. A sequence state has a key likewise, and its own host blocks.
+A block is named by its key: the hash of all tokens up to its end, followed by the number of its KV cache group in two
+bytes, little-endian, unless that is 0. A sequence state has the hash of its tokens and two bytes 0xff, and its own host
+blocks. Equal keys in engines of one `namespace` name equal contents.
 
 Plugins add connectors through the entry points `mvllm.kv_connectors`. An engine core calls a connector from one thread;
 no method waits except `wait` and `close`.
@@ -38,7 +39,7 @@ class KVConnectorContext:
         blocks: The host blocks, of all ranks together.
         states: The host blocks of sequence states; None in models without them.
         options: The connector's own settings.
-        namespace_parts: What the namespace is made of, by name, for messages about engines that differ.
+        namespace_parts: What the namespace is a hash of, by name, for messages.
     """
 
     namespace: bytes
@@ -147,9 +148,8 @@ class KVConnector(ABC):
         """
         return None
 
-    def discard(self, keys: Sequence[BlockKey]) -> None:
-        """The contents of these keys may be wrong: forget them."""
-        return
+    def discard(self, keys: Sequence[BlockKey]) -> None:  # noqa: B027  (a store without names to forget)
+        """Forgets the contents of these keys, which may be wrong: a request that had them has failed."""
 
     def stats(self) -> Mapping[str, float]:
         """Gauges and counters by name, such as `bytes_used`, `bytes_limit`, `loaded_blocks`, `saved_blocks`."""

@@ -24,7 +24,7 @@ class HostKVCache:
 
     Args:
         num_blocks: At least 1.
-        rank_bytes: Bytes of each rank's part of one block.
+        rank_bytes: Bytes of each rank's part of one block; all 0 for blocks that only name tokens.
         path: The `path` of a HostKVCache of another process, which is mapped; None to create one.
 
     Raises:
@@ -39,13 +39,13 @@ class HostKVCache:
         try:
             if path is None:
                 self._fd = os.memfd_create("mvllm-host-kv-cache")
-                os.ftruncate(self._fd, total)
+                os.ftruncate(self._fd, max(1, total))
             else:
                 self._fd = os.open(path, os.O_RDWR)
-            self._map = mmap.mmap(self._fd, total)
+            self._map = mmap.mmap(self._fd, max(1, total))
         except OSError as e:
             raise CacheError(f"A host KV cache of {num_blocks} blocks, {total:,} bytes, cannot be mapped: {e}") from e
-        self._array = np.frombuffer(self._map, np.uint8).reshape(num_blocks, self.block_bytes)
+        self._array = np.frombuffer(self._map, np.uint8, total).reshape(num_blocks, self.block_bytes)
 
     @property
     def path(self) -> str:

@@ -49,8 +49,7 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
         lora_request: The LoRA adapter; None for the base model.
         unconditional_prompt_token_ids: Set for a guided request: the prompt of its unconditional companion.
         unconditional_position_key: `position_key` of that prompt.
-        kv_transfer_params: Where another engine has blocks of the prompt, or whether another engine continues this
-            request: JSON of the client, which KV connectors read. Ignored without one.
+        kv_transfer_params: What the client tells KV connectors; see `kv_transfer.connector.KVRequest`.
     """
 
     request_id: str
@@ -103,8 +102,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
             tokens) of each earlier version. The other tokens have the version of the EngineCoreOutputs.
         conditional_logprobs: Of a guided request with `logprobs`: the log-probability of each new token without
             guidance.
-        kv_transfer_params: On the last output of a request whose blocks another engine may fetch: what that engine's
-            request needs.
+        kv_transfer_params: On the last output: what a KV connector tells the client, so that another engine finds the
+            blocks of this request.
     """
 
     request_id: str
@@ -124,6 +123,23 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     kv_transfer_params: dict[str, Any] | None = None
 
 
+class KVTierStats(msgspec.Struct, omit_defaults=True):
+    """One place outside of the device where blocks are kept: host memory, or the store of a connector.
+
+    Attributes:
+        bytes_used, bytes_limit: Bytes of its contents, and the most that it keeps; 0 where the connector does not say.
+        num_loaded: Blocks and states found in it and loaded: from host memory by steps, from a store by its connector.
+        num_saved: Blocks and states saved to it.
+        num_load_failures: Loads that failed; their tokens are computed.
+    """
+
+    bytes_used: int = 0
+    bytes_limit: int = 0
+    num_loaded: int = 0
+    num_saved: int = 0
+    num_load_failures: int = 0
+
+
 class SchedulerStats(msgspec.Struct, omit_defaults=True):
     """The scheduler's state after a step. Counters count since the start.
 
@@ -135,6 +151,9 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
         num_prompt_tokens: Prompt tokens of all scheduled sequences, cached ones included.
         num_generated_tokens: Generated tokens of all sequences, sent to the front end or not.
         num_waiting_tokens: Prompt tokens of unfinished requests that are neither computed nor found in the cache yet.
+        num_swapped: Those of `num_waiting` that were preempted and have their keys and values in host memory.
+        num_waiting_for_kv: Those of `num_waiting` that wait until a KV connector has loaded their prefix.
+        kv_tiers: Where blocks are kept outside of the device, by name: `host`, and the connectors.
     """
 
     num_running: int = 0
@@ -149,6 +168,9 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     num_waiting_tokens: int = 0
+    num_swapped: int = 0
+    num_waiting_for_kv: int = 0
+    kv_tiers: dict[str, KVTierStats] = {}
 
     @property
     def num_accepted_tokens(self) -> int:

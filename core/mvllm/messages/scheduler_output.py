@@ -109,6 +109,11 @@ class SchedulerOutput(msgspec.Struct, omit_defaults=True):
     loaded_states: list[int] = []
     loaded_host_states: list[int] = []
 
+    @property
+    def has_host_copies(self) -> bool:
+        """Whether anything is copied to or from host blocks."""
+        return bool(self.saved_blocks or self.loaded_blocks or self.saved_states or self.loaded_states)
+
 
 class ModelRunnerOutput(msgspec.Struct, omit_defaults=True):
     """The result of one step. Lists are parallel to `SchedulerOutput.rows`; dicts are keyed by position in it.

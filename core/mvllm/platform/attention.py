@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from mvllm.errors import PlatformError
 from mvllm.platform import tensor_caches
+from mvllm.platform.block_transfer import BlockTransfer
 from mvllm.platform.shapes import StepKind
 
 if TYPE_CHECKING:
@@ -168,7 +169,8 @@ KVCache = Any
 """One layer's cache as its backend allocated it: a tensor, a tuple or list of tensors, or another object.
 
 Core stores it and passes it back without reading it. A backend whose cache is not made of tensors also implements
-`kv_bytes`, `fill` and `read_slots`.
+`kv_bytes`, `fill` and `read_slots`, and for `Capabilities.kv_transfer` `block_format`, `export_blocks` and
+`import_blocks`.
 """
 
 AttentionMetadata = Any
@@ -374,6 +376,67 @@ class AttentionBackend(ABC):
             PlatformError: As in `kv_bytes`; or the shapes of the tensors do not show where the slots lie.
         """
         return tensor_caches.read_slots(self, kv, slots)
+
+    def block_format(self, kv: KVCache, block_size: int) -> str:
+        """How the bytes of `export_blocks` represent the contents of a block.
+
+        Since contract 1.1. Backends with equal strings can import each other's blocks, also in other processes, on
+        other machines and in other versions of the plugin. So the string names everything that the bytes depend on:
+        storage dtype, sizes of heads, block size, order of the dimensions. It does not depend on the number of blocks.
+
+        The default is made of the class, the spec and the shapes of tensors. A backend whose tensors of equal shapes
+        may have another order overrides it.
+
+        Args:
+            kv: A layer's cache.
+            block_size: The number of tokens per block with which it was allocated.
+
+        Raises:
+            PlatformError: As in `kv_bytes`; or the shapes of the tensors do not show where the blocks are.
+        """
+        return tensor_caches.block_format(self, kv, block_size)
+
+    def export_blocks(self, kv: KVCache, blocks: np.ndarray, out: np.ndarray) -> BlockTransfer | None:
+        """Copies whole blocks of one layer's cache to host memory.
+
+        Since contract 1.1, for `Capabilities.kv_transfer`. The copy has what earlier calls of `write_kv` have stored,
+        and nothing that later calls store. The default copies tensors and waits.
+
+        Args:
+            kv: The layer's cache.
+            blocks: Host, int64 [n], distinct.
+            out: Host, uint8 [n, block_size * kv_layout().bytes_per_token], contiguous: receives the bytes of block
+                `blocks[i]` in row i.
+
+        Returns:
+            None if the copy is done; otherwise `out` is complete after `wait` of the result.
+
+        Raises:
+            PlatformError: As in `block_format`.
+        """
+        tensor_caches.export_blocks(self, kv, blocks, out)
+        return None
+
+    def import_blocks(self, kv: KVCache, blocks: np.ndarray, data: np.ndarray) -> BlockTransfer | None:
+        """Replaces whole blocks of one layer's cache by bytes that `export_blocks` has returned.
+
+        Since contract 1.1, for `Capabilities.kv_transfer`. Later calls of `forward` read the new contents, and earlier
+        ones do not. Other blocks keep theirs. The default copies tensors.
+
+        Args:
+            kv: The layer's cache.
+            blocks: Host, int64 [n], distinct.
+            data: Host, uint8 [n, block_size * kv_layout().bytes_per_token], contiguous, not changed: row i is for block
+                `blocks[i]`.
+
+        Returns:
+            None if `data` is not read any more; otherwise it is read until `wait` of the result.
+
+        Raises:
+            PlatformError: As in `block_format`.
+        """
+        tensor_caches.import_blocks(self, kv, blocks, data)
+        return None
 
 
 def _no_sparse_attention(backend: AttentionBackend, method: str) -> PlatformError:

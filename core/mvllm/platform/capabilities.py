@@ -50,6 +50,9 @@ class Capabilities:
             after a sequence's end in its last block. Core's slots are those that the block table gives, and no slot
             after a sequence's end is read before it is written. Warm-up, before the first request, has slots of -1 and
             block 0 in all tables, and may store in block 0.
+        kv_transfer: Since contract 1.1. Blocks of the KV cache are copied to host memory and back: `export_blocks` and
+            `import_blocks` of the attention backends, and with `state` the same for slots of sequence states. Without
+            it, core keeps keys and values on the device only.
     """
 
     dtypes: tuple[str, ...]
@@ -79,3 +82,4 @@ class Capabilities:
     sparse_attention: bool = False
     graph_compiler: bool = False
     stores_by_block_table: bool = False
+    kv_transfer: bool = False

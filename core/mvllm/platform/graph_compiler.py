@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from mvllm.errors import PlatformError
 from mvllm.platform.attention import KVLayout
+from mvllm.platform.block_transfer import BlockTransfer
 from mvllm.platform.step_graph import CacheValue, StateValue, StepGraph, StepSizes
 
 if TYPE_CHECKING:
@@ -127,6 +128,26 @@ class GraphProgram(ABC):
     def write_state(self, state: StateValue, array: np.ndarray) -> None:
         """Replaces one state tensor of all slots, [num_slots + 1, *shape]. For the conformance suite."""
         raise PlatformError(f"{type(self).__name__} does not implement write_state.")
+
+    def block_format(self, cache: CacheValue) -> str:
+        """As `AttentionBackend.block_format`, for one layer's allocated cache. For `Capabilities.kv_transfer`."""
+        raise PlatformError(f"{type(self).__name__} does not implement block_format.")
+
+    def export_blocks(self, cache: CacheValue, blocks: np.ndarray, out: np.ndarray) -> BlockTransfer | None:
+        """As `AttentionBackend.export_blocks`: the copy has what earlier runs have stored."""
+        raise PlatformError(f"{type(self).__name__} does not implement export_blocks.")
+
+    def import_blocks(self, cache: CacheValue, blocks: np.ndarray, data: np.ndarray) -> BlockTransfer | None:
+        """As `AttentionBackend.import_blocks`: later runs read the new contents."""
+        raise PlatformError(f"{type(self).__name__} does not implement import_blocks.")
+
+    def export_slots(self, state: StateValue, slots: np.ndarray, out: np.ndarray) -> BlockTransfer | None:
+        """As `StateBackend.export_slots`, for one state tensor: `out` has the bytes of its elements in C order."""
+        raise PlatformError(f"{type(self).__name__} does not implement export_slots.")
+
+    def import_slots(self, state: StateValue, slots: np.ndarray, data: np.ndarray) -> BlockTransfer | None:
+        """As `StateBackend.import_slots`, for one state tensor."""
+        raise PlatformError(f"{type(self).__name__} does not implement import_slots.")
 
     def close(self) -> None:
         """Frees everything. Idempotent; no call follows."""

@@ -45,6 +45,7 @@ TOOL_PARSERS = PluginGroup("mvllm.tool_parsers", "tool parser")
 REASONING_PARSERS = PluginGroup("mvllm.reasoning_parsers", "reasoning parser")
 HTTP = PluginGroup("mvllm.http", "HTTP plugin")
 LOGITS_PROCESSORS = PluginGroup("mvllm.logits_processors", "logits processor")
+KV_CONNECTORS = PluginGroup("mvllm.kv_connectors", "KV connector")
 
 ALL = (
     MODELS,
@@ -52,6 +53,7 @@ ALL = (
     EXECUTORS,
     OP_PROVIDERS,
     LOGITS_PROCESSORS,
+    KV_CONNECTORS,
     STAT_LOGGERS,
     COMMANDS,
     TOOL_PARSERS,

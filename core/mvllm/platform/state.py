@@ -26,6 +26,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mvllm.platform import tensor_caches
+from mvllm.platform.block_transfer import BlockTransfer
 from mvllm.platform.shapes import StepKind
 
 if TYPE_CHECKING:
@@ -184,3 +186,40 @@ class StateBackend:
         """Sets every element of a layer's states to `value`, which may be NaN. The suite simulates reused memory."""
         for tensor in state:
             tensor.fill_(value)
+
+    def slot_format(self) -> str:
+        """How the bytes of `export_slots` represent a state. As `AttentionBackend.block_format`."""
+        tensors = ", ".join(f"{tensor.dtype}{list(tensor.shape)}" for tensor in self.spec.tensors)
+        return f"{type(self).__module__}.{type(self).__qualname__} {tensors}"
+
+    def export_slots(self, state: State, slots: np.ndarray, out: np.ndarray) -> BlockTransfer | None:
+        """Copies states of one layer to host memory, as `AttentionBackend.export_blocks` copies blocks.
+
+        For `Capabilities.kv_transfer`. The copy has what operations submitted earlier have written.
+
+        Args:
+            state: The layer's states.
+            slots: Host, int64 [n], distinct.
+            out: Host, uint8 [n, spec.bytes_per_sequence], contiguous: receives the bytes of slot `slots[i]` in row i.
+
+        Returns:
+            None if the copy is done; otherwise `out` is complete after `wait` of the result.
+        """
+        tensor_caches.export_rows(state, slots, out)
+        return None
+
+    def import_slots(self, state: State, slots: np.ndarray, data: np.ndarray) -> BlockTransfer | None:
+        """Replaces states of one layer by bytes that `export_slots` has returned. Other slots keep theirs.
+
+        For `Capabilities.kv_transfer`. Operations submitted later read the new contents.
+
+        Args:
+            state: The layer's states.
+            slots: Host, int64 [n], distinct.
+            data: Host, uint8 [n, spec.bytes_per_sequence], contiguous, not changed: row i is for slot `slots[i]`.
+
+        Returns:
+            None if `data` is not read any more; otherwise it is read until `wait` of the result.
+        """
+        tensor_caches.import_rows(state, slots, data)
+        return None

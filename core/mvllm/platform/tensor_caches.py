@@ -1,4 +1,5 @@
-"""Default methods of `AttentionBackend` for a KV cache made of tensors: measure, fill, read slots, copy blocks.
+"""Default methods of `AttentionBackend` for a KV cache made of tensors: measure, fill, read slots, copy and export
+blocks.
 
 The layout of a cache is derived from shapes: the block dimension is the one that is larger in a cache of two blocks
 than in a cache of one, and the dimension of the tokens within a block is the one that grows with the block size.
@@ -8,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from mvllm.errors import PlatformError
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from mvllm.platform.attention import AttentionBackend
@@ -66,15 +69,117 @@ def copy_blocks(backend: AttentionBackend, kv: Any, source: torch.Tensor, destin
         PlatformError: The shapes do not show where the blocks are.
     """
     parts = _tensors(backend, kv, "copy_blocks")
-    for part, (d, extent) in zip(parts, _block_dimensions(backend, parts), strict=True):
+    dimensions = _block_dimensions(backend, parts, backend.kv_layout().block_sizes, "copy_blocks")
+    for part, (d, extent) in zip(parts, dimensions, strict=True):
         blocks = part.unflatten(d, (-1, extent)).movedim(d, 0)
         blocks[destination.to(part.device)] = blocks[source.to(part.device)]
 
 
-def _block_dimensions(backend: AttentionBackend, parts: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """For each tensor the dimension that grows with the number of blocks, and what one block takes of it."""
+def block_format(backend: AttentionBackend, kv: Any, block_size: int) -> str:
+    """Names of the class, the spec's stored sizes, and dtype and shape of a block in each tensor.
+
+    Raises:
+        PlatformError: The shapes do not show where the blocks are.
+    """
+    spec, kind = backend.spec, type(backend)
+    views = _block_views(backend, kv, block_size * backend.kv_layout().bytes_per_token, "block_format")
+    parts = "; ".join(f"{str(view.dtype).removeprefix('torch.')}{list(view.shape[1:])}" for view in views)
+    heads = f"{spec.num_kv_heads} heads of {spec.head_size}" + (
+        ", values in keys" if spec.values_in_keys else f" and {spec.value_size}"
+    )
+    return f"{kind.__module__}.{kind.__qualname__} {block_size} tokens of {heads} in {spec.kv_dtype}: {parts}"
+
+
+def export_blocks(backend: AttentionBackend, kv: Any, blocks: np.ndarray, out: np.ndarray) -> None:
+    """Copies blocks to the rows of `out`, uint8 [n, bytes of a block]; waits.
+
+    Raises:
+        PlatformError: The shapes do not show where the blocks are.
+    """
+    export_rows(_block_views(backend, kv, out.shape[1], "export_blocks"), blocks, out)
+
+
+def import_blocks(backend: AttentionBackend, kv: Any, blocks: np.ndarray, data: np.ndarray) -> None:
+    """Copies the rows of `data`, uint8 [n, bytes of a block], to blocks.
+
+    Raises:
+        PlatformError: The shapes do not show where the blocks are.
+    """
+    import_rows(_block_views(backend, kv, data.shape[1], "import_blocks"), blocks, data)
+
+
+def export_rows(tensors: Sequence[torch.Tensor], rows: np.ndarray, out: np.ndarray) -> None:
+    """Copies `tensor[rows[i]]` of each tensor, one after the other, as bytes to `out[i]`; waits.
+
+    Args:
+        tensors: [rows, ...] each.
+        rows: Host, int64 [n].
+        out: Host, uint8 [n, bytes of a row of all tensors].
+    """
+    import torch
+
+    start = 0
+    for tensor in tensors:
+        size = tensor[:1].numel() * tensor.element_size()
+        found = tensor[torch.from_numpy(rows).to(tensor.device)].contiguous().cpu()
+        found = found.view(len(rows), size // found.element_size())
+        out[:, start : start + size] = found.view(torch.uint8).numpy()
+        start += size
+
+
+def import_rows(tensors: Sequence[torch.Tensor], rows: np.ndarray, data: np.ndarray) -> None:
+    """Copies the bytes `data[i]` to `tensor[rows[i]]` of each tensor: the inverse of `export_rows`."""
+    import torch
+
+    start = 0
+    for tensor in tensors:
+        size = tensor[:1].numel() * tensor.element_size()
+        # A copy: torch refuses arrays that cannot be written, and the array is not read after this call.
+        copy = torch.from_numpy(data[:, start : start + size].copy())
+        found = copy.view(tensor.dtype).view(len(rows), *tensor.shape[1:])
+        tensor[torch.from_numpy(rows).to(tensor.device)] = found.to(tensor.device)
+        start += size
+
+
+_VIEWED: WeakKeyDictionary[AttentionBackend, dict[Any, list[tuple[int, int]]]] = WeakKeyDictionary()
+"""Results of `_block_dimensions`, by backend, and by the shapes of its caches and the bytes of a block."""
+
+
+def _block_views(backend: AttentionBackend, kv: Any, block_bytes: int, method: str) -> list[torch.Tensor]:
+    """Views [num_blocks, ...] of the tensors.
+
+    Args:
+        block_bytes: Bytes of a block in all tensors.
+        method: The method that needs them, for errors.
+    """
+    parts = _tensors(backend, kv, method)
+    key = (block_bytes, tuple(part.shape for part in parts))
+    known = _VIEWED.setdefault(backend, {})
+    if key not in known:
+        size = block_bytes // backend.kv_layout().bytes_per_token
+        known[key] = _block_dimensions(backend, parts, (size,), method)
+    views = [part.unflatten(d, (-1, extent)).movedim(d, 0) for part, (d, extent) in zip(parts, known[key], strict=True)]
+    stored = sum(view[:1].numel() * view.element_size() for view in views)
+    if stored != block_bytes:
+        name = type(backend).__name__
+        raise PlatformError(
+            f"A block in the tensors of {name} has {stored} bytes, and kv_layout().bytes_per_token gives {block_bytes}. "
+            f"Implement {name}.{method}, as AttentionBackend describes it."
+        )
+    return views
+
+
+def _block_dimensions(
+    backend: AttentionBackend, parts: Sequence[torch.Tensor], block_sizes: Sequence[int], method: str
+) -> list[tuple[int, int]]:
+    """For each tensor the dimension that grows with the number of blocks, and what one block takes of it.
+
+    Args:
+        block_sizes: Numbers of tokens per block with which the tensors may have been allocated.
+        method: The method that needs them, for errors.
+    """
     found: set[tuple[tuple[int, int], ...]] = set()
-    for size in backend.kv_layout().block_sizes:
+    for size in block_sizes:
         one, two = (tensors_of(backend.allocate(n, size, parts[0].device)) or [] for n in (1, 2))
         dimensions = []
         for part, single, double in zip(parts, one, two):
@@ -84,9 +189,7 @@ def _block_dimensions(backend: AttentionBackend, parts: Sequence[torch.Tensor]) 
         if len(dimensions) == len(parts):
             found.add(tuple(dimensions))
     if len(found) != 1:
-        raise _unreadable(
-            backend, "copy_blocks", f"shapes {[tuple(part.shape) for part in parts]} do not show its blocks"
-        )
+        raise _unreadable(backend, method, f"shapes {[tuple(part.shape) for part in parts]} do not show its blocks")
     return list(found.pop())
 
 

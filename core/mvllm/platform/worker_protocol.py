@@ -34,6 +34,24 @@ class KVCacheNeeds:
     fixed_state_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class HostBlockNeeds:
+    """Bytes of one worker's part of a host block, and how they represent its contents.
+
+    Phase: worker, returned by `WorkerProtocol.host_block_needs`. Since contract 1.1.
+
+    Attributes:
+        block_bytes: Bytes of one KV block on this worker, over all its layers; 0 without attention layers.
+        state_bytes: Bytes of one state slot on this worker, over all its layers; 0 without sequence states.
+        block_format: Layout, dtype, block size and sizes of heads and states of all its layers. Workers of equal rank
+            with equal strings can load each other's host blocks, if they have equal weights.
+    """
+
+    block_bytes: int
+    state_bytes: int
+    block_format: str
+
+
 def defined_together(kind: type, method: str, other: str) -> bool:
     """Whether a class gets two methods from the same base. False if a subclass overrides only one of them."""
     homes = [next((base for base in kind.__mro__ if name in vars(base)), None) for name in (method, other)]
@@ -86,6 +104,39 @@ class WorkerProtocol(Protocol):
             MemoryError: It does not fit.
         """
 
+    def host_block_needs(self) -> HostBlockNeeds:
+        """After `allocate_kv_cache`: bytes and format of this worker's part of a host block.
+
+        Since contract 1.1. A class of a platform that does not claim `Capabilities.kv_transfer` may leave this method
+        out, and `map_host_blocks`.
+        """
+
+    def map_host_blocks(
+        self,
+        path: str,
+        num_blocks: int,
+        rank_bytes: list[int],
+        states_path: str,
+        num_states: int,
+        state_rank_bytes: list[int],
+    ) -> None:
+        """After `host_block_needs`: opens the host blocks, in which plans then save blocks and states.
+
+        A host block has the parts of all ranks, in order. Rank r copies to and from bytes
+        [sum(rank_bytes[:r]), sum(rank_bytes[:r + 1])) of it. The mapping stays through `sleep` and `wake_up`, and
+        another call replaces it. Since contract 1.1. A class of a platform that does not claim
+        `Capabilities.kv_transfer` may leave this method out.
+
+        Args:
+            path: The file of the host blocks; empty if there are none, because no rank has attention layers.
+            num_blocks: Host blocks in it.
+            rank_bytes: `HostBlockNeeds.block_bytes` of all ranks.
+            states_path, num_states, state_rank_bytes: The same for states; empty path without sequence states.
+
+        Raises:
+            CacheError: A file cannot be mapped.
+        """
+
     def warm_up(self) -> None:
         """Compiles and captures the programs of the steps."""
 
@@ -97,6 +148,10 @@ class WorkerProtocol(Protocol):
         asynchronous scheduling and one pipeline stage.
 
         With `plan.masks_follow` the step is computed but not sampled, and the result is None; `sample_tokens` follows.
+
+        Since contract 1.1, a plan may name blocks and states to save to host blocks and to load from them, also a plan
+        without rows. They are copied before anything is computed: saves first, then loads. The output says that these
+        copies are done, so all ranks return it for such a plan.
         """
 
     def sample_tokens(self, step: int, mask_rows: list[int], token_masks: bytes) -> ModelRunnerOutput | None:

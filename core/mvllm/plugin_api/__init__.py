@@ -41,6 +41,7 @@ from mvllm.platform.attention import (
     RotarySpec,
     RotaryWriter,
 )
+from mvllm.platform.block_transfer import BlockTransfer
 from mvllm.platform.capabilities import Capabilities
 from mvllm.platform.communicator import Communicator
 from mvllm.platform.graph_compiler import DeviceArray, GraphCompiler, GraphProgram
@@ -66,7 +67,7 @@ from mvllm.platform.spec import (
 from mvllm.platform.state import State, StateArguments, StateBackend, StateLayout, StateSpec, StateTensor
 from mvllm.platform.step_graph import CacheValue, Dim, Kind, Node, StateValue, StepGraph, StepSizes, Value
 from mvllm.platform.topology import GroupSpec, LaunchTopology, WorkerContext
-from mvllm.platform.worker_protocol import KVCacheNeeds, WorkerProtocol
+from mvllm.platform.worker_protocol import HostBlockNeeds, KVCacheNeeds, WorkerProtocol
 
 if TYPE_CHECKING:
     from mvllm.attention.reference import ReferenceAttention
@@ -98,6 +99,7 @@ __all__ = [
     "BatchLayout",
     "BlockQuantizedPart",
     "BlockQuantizedWeight",
+    "BlockTransfer",
     "CacheConfig",
     "CacheValue",
     "Capabilities",
@@ -124,6 +126,7 @@ __all__ = [
     "GraphProgram",
     "GroupSpec",
     "HFConfig",
+    "HostBlockNeeds",
     "HostCopy",
     "KVCache",
     "KVCacheNeeds",

@@ -7,8 +7,9 @@
                │     preempt, last token in flight
     token ─── WAITING_FOR_TOKEN <──┘
 
-A request with `structured_outputs` starts as WAITING_FOR_GRAMMAR, until its grammar is compiled. An abort or an error
-ends a request in any state.
+A request with `structured_outputs` starts as WAITING_FOR_GRAMMAR, until its grammar is compiled. A waiting request whose
+prefix is in the store of a KV connector is WAITING_FOR_KV until it has been loaded to host memory. SWAPPED is WAITING
+after a preemption that keeps the keys and values in host memory. An abort or an error ends a request in any state.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class RequestStatus(enum.Enum):
     WAITING = enum.auto()
     WAITING_FOR_TOKEN = enum.auto()
     WAITING_FOR_GRAMMAR = enum.auto()
+    WAITING_FOR_KV = enum.auto()
+    SWAPPED = enum.auto()
     RUNNING = enum.auto()
     FINISHED = enum.auto()
 
@@ -101,6 +104,7 @@ class Request:
         companion: The unconditional companion of a guided request, see `guidance.py`.
         primary: Of a companion: the guided request.
         conditional_logprobs: Of tokens not sent yet, for guided requests with `logprobs`.
+        is_swapped: Its keys and values are kept in host memory until it runs again.
     """
 
     __slots__ = (
@@ -113,6 +117,7 @@ class Request:
         "grammar",
         "has_only_tokens",
         "is_long",
+        "is_swapped",
         "is_very_long",
         "logprobs",
         "lora_int_id",
@@ -175,6 +180,7 @@ class Request:
         self.grammar: Grammar | None = None
         self.is_long = False
         self.is_very_long = False
+        self.is_swapped = False
         self.weight_versions: list[tuple[int, int]] = []
         self.companion: Request | None = None
         self.primary: Request | None = None

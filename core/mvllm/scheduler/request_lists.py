@@ -1,7 +1,7 @@
 """All unfinished requests of a scheduler: the list that each is in, its row and its KV blocks.
 
-    waiting    status WAITING                    a queue in service order
-    blocked    status WAITING_FOR_...            waits for a grammar, or for the result of a step
+    waiting    status WAITING or SWAPPED         a queue in service order
+    blocked    status WAITING_FOR_...            waits for a grammar, for the result of a step, or for a KV connector
     running    status RUNNING                    has a row, in service order
 
 A method here is one transition between these lists; it moves row and blocks along.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
+from collections.abc import Callable
 
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
 from mvllm.messages.requests import EngineCoreOutput, FinishReason
@@ -18,7 +19,11 @@ from mvllm.scheduler.request import Grammar, Request, RequestStatus
 from mvllm.scheduler.request_outputs import final_output
 from mvllm.scheduler.request_queue import RequestQueue
 
-_BLOCKED_STATUSES = (RequestStatus.WAITING_FOR_TOKEN, RequestStatus.WAITING_FOR_GRAMMAR)
+_BLOCKED_STATUSES = (
+    RequestStatus.WAITING_FOR_TOKEN,
+    RequestStatus.WAITING_FOR_GRAMMAR,
+    RequestStatus.WAITING_FOR_KV,
+)
 
 
 class RowAllocator:
@@ -78,6 +83,8 @@ class RequestLists:
         num_prompt_logprobs: How many return prompt log-probabilities.
         num_grammars: How many have a grammar.
         num_guided: How many have a companion.
+        num_swapped: How many are swapped.
+        on_release: Called with a request that ends, while it has its blocks; None for nobody.
     """
 
     def __init__(self, kv_cache: KVCacheManager, num_rows: int) -> None:
@@ -91,6 +98,8 @@ class RequestLists:
         self.num_prompt_logprobs = 0
         self.num_grammars = 0
         self.num_guided = 0
+        self.num_swapped = 0
+        self.on_release: Callable[[Request], None] | None = None
 
     def add(self, request: Request) -> None:
         """Adds a new request. With `structured_outputs` it is blocked until `start_grammar`."""
@@ -113,20 +122,27 @@ class RequestLists:
     def run_next(self) -> Request:
         """Allocates a row, or two, to the next waiting request, which has its blocks: waiting -> running."""
         request = self.waiting.pop()
+        self._set_swapped(request, False)
         for side in request.sides:
             side.status = RequestStatus.RUNNING
             side.row = self.rows.allocate()
         insort(self.running, request)
         return request
 
-    def preempt_last(self) -> Request:
-        """Frees row and blocks of the last running request: running -> waiting, or blocked if a token is in flight."""
+    def preempt_last(self, *, is_swapped: bool = False) -> Request:
+        """Frees row and blocks of the last running request: running -> waiting, or blocked if a token is in flight.
+
+        Args:
+            is_swapped: Its keys and values are kept in host memory.
+        """
         request = self.running.pop()
+        self._set_swapped(request, is_swapped)
         waits = request.has_token_in_flight
+        ready = RequestStatus.SWAPPED if is_swapped else RequestStatus.WAITING
         for side in request.sides:
             self._kv_cache.free(side.table, side.num_computed_tokens)
             self._reset_computed(side)
-            side.status = RequestStatus.WAITING_FOR_TOKEN if waits else RequestStatus.WAITING
+            side.status = RequestStatus.WAITING_FOR_TOKEN if waits else ready
         if waits:
             self.blocked.add(request)
         else:
@@ -155,6 +171,26 @@ class RequestLists:
             if not any(side.has_token_in_flight for side in request.sides):
                 self._move_to_waiting(request)
 
+    def wait_for_kv(self, request: Request) -> None:
+        """Blocks a request until a connector has loaded its prefix: waiting -> blocked."""
+        self.waiting.remove(request)
+        for side in request.sides:
+            side.status = RequestStatus.WAITING_FOR_KV
+        self.blocked.add(request)
+
+    def start_after_load(self, request: Request) -> None:
+        """Unblocks a request that has waited for a connector: blocked -> waiting."""
+        assert request.status is RequestStatus.WAITING_FOR_KV
+        self._move_to_waiting(request)
+
+    def drop_swapped(self, request: Request) -> None:
+        """Releases the host blocks of a waiting request: it computes its tokens again."""
+        for side in request.sides:
+            self._kv_cache.release_host_blocks(side.table)
+            if side.status is RequestStatus.SWAPPED:
+                side.status = RequestStatus.WAITING
+        self._set_swapped(request, False)
+
     def fail(self, request: Request, message: str, parameter: str | None = None) -> None:
         """Ends a request in any state with an error, which is added to `pending_outputs`."""
         output = final_output(request, FinishReason.ERROR, None, message)
@@ -167,7 +203,7 @@ class RequestLists:
         match request.status:
             case RequestStatus.RUNNING:
                 self.running.remove(request)
-            case RequestStatus.WAITING:
+            case RequestStatus.WAITING | RequestStatus.SWAPPED:
                 self.waiting.remove(request)
             case _:
                 self.blocked.remove(request)
@@ -196,8 +232,12 @@ class RequestLists:
     def _move_to_waiting(self, request: Request) -> None:
         self.blocked.remove(request)
         for side in request.sides:
-            side.status = RequestStatus.WAITING
+            side.status = RequestStatus.SWAPPED if request.is_swapped else RequestStatus.WAITING
         self.waiting.push(request)
+
+    def _set_swapped(self, request: Request, is_swapped: bool) -> None:
+        self.num_swapped += is_swapped - request.is_swapped
+        request.is_swapped = is_swapped
 
     def _reset_computed(self, request: Request) -> None:
         self.rows.free(request.row)
@@ -208,7 +248,11 @@ class RequestLists:
 
     def _release(self, request: Request) -> None:
         """Frees rows and blocks of a request that has been removed from its list."""
+        if self.on_release is not None:
+            self.on_release(request)
+        self._set_swapped(request, False)
         for side in request.sides:
+            self._kv_cache.release_host_blocks(side.table)
             if side.row >= 0:
                 self.rows.free(side.row)
                 side.row = -1
@@ -231,7 +275,7 @@ class RequestLists:
         assert self.running == sorted(self.running), "The running requests are out of order"
         for requests, statuses in (
             (self.running, (RequestStatus.RUNNING,)),
-            (self.waiting, (RequestStatus.WAITING,)),
+            (self.waiting, (RequestStatus.WAITING, RequestStatus.SWAPPED)),
             (self.blocked, _BLOCKED_STATUSES),
         ):
             for request in requests:
@@ -241,6 +285,7 @@ class RequestLists:
                     _check_request(side)
         num_held = len({block for request in running for block in request.table.held_blocks})
         assert num_held == self._kv_cache.num_blocks - self._kv_cache.num_free_blocks, "Blocks leaked"
+        assert self.num_swapped == sum(request.is_swapped for request in self.by_id.values())
         assert self.num_grammars == sum(request.grammar is not None for request in self.by_id.values())
         assert self.num_guided == sum(request.companion is not None for request in self.by_id.values())
 

@@ -51,7 +51,7 @@ class RequestQueue:
         return request
 
     def remove(self, request: Request) -> None:
-        """Removes any request. It must not be pushed again."""
+        """Removes any request."""
         self._alive.remove(request)
         self.num_tokens -= request.num_tokens
         if len(self._heap) > 2 * len(self._alive) + 16:

@@ -18,6 +18,7 @@ from mvllm.errors import ConfigError, PlatformError, RequestError
 from mvllm.kv_cache.block_table import BlockTable
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
 from mvllm.kv_cache.state_slots import StateSlots
+from mvllm.kv_transfer.connectors import KVConnectors
 from mvllm.messages.requests import (
     NOTHING_TO_SAMPLE,
     EngineCoreOutput,
@@ -29,11 +30,13 @@ from mvllm.messages.requests import (
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.scheduler.grammar_masks import masks_of_batch
 from mvllm.scheduler.guidance import add_companion, check_guided, companion_data
+from mvllm.scheduler.kv_loads import KVLoads
 from mvllm.scheduler.request import RESTARTED, Grammar, Request, RequestStatus
 from mvllm.scheduler.request_lists import RequestLists
 from mvllm.scheduler.request_outputs import collect_logprobs, count_draft_tokens, final_output, make_output
 from mvllm.scheduler.step_planner import StepPlanner
 from mvllm.scheduler.step_time_model import StepTimeModel
+from mvllm.scheduler.swapping import AUTO, RECOMPUTE, CopyCosts, Swapper
 
 
 class Scheduler:
@@ -55,12 +58,16 @@ class Scheduler:
         num_lookahead_tokens: Slots behind a sequence's last token that a proposer can use.
         can_defer_masks: Plans may say `masks_follow`. The caller then asks for `masks_for` when it has passed the
             results of the previous plan to `update_from_output`.
+        connectors: Stores of blocks outside of the engine; None without any. They need a KV cache with a host tier.
+        preemption_mode: `auto`, `swap` or `recompute`, see `swapping.py`. Without a host tier always `recompute`.
 
     Raises:
         ConfigError: The limits contradict each other.
 
     Attributes:
         requests: The unfinished requests.
+        kv_loads: Requests that wait for connectors; None without a host tier.
+        copy_costs: Measured costs of copies to and from host memory.
     """
 
     def __init__(
@@ -75,6 +82,9 @@ class Scheduler:
         num_speculative_tokens: int = 0,
         num_lookahead_tokens: int = 0,
         can_defer_masks: bool = False,
+        connectors: KVConnectors | None = None,
+        preemption_mode: str = RECOMPUTE,
+        copy_costs: CopyCosts = CopyCosts(),
     ) -> None:
         _check_config(config, max_model_len)
         self._config = config
@@ -84,7 +94,23 @@ class Scheduler:
         self._clock = clock
         self._stats = SchedulerStats(accepted_at=[0] * num_speculative_tokens)
         self.requests = RequestLists(kv_cache, config.max_num_seqs)
-        self._step_times = StepTimeModel() if config.long_prefill_slowdown else None
+        self.copy_costs = copy_costs
+        self.kv_loads: KVLoads | None = None
+        self._swapper: Swapper | None = None
+        times_swaps = False
+        if kv_cache.tier is not None:
+            self.kv_loads = KVLoads(
+                kv_cache,
+                self.requests,
+                connectors or KVConnectors({}),
+                clock,
+                block_bytes=copy_costs.block_bytes,
+                state_bytes=copy_costs.state_bytes,
+            )
+            times_swaps = preemption_mode == AUTO
+        self._step_times = StepTimeModel() if config.long_prefill_slowdown or times_swaps else None
+        if self.kv_loads is not None and preemption_mode != RECOMPUTE:
+            self._swapper = Swapper(preemption_mode, kv_cache, lambda: self.copy_costs, self._step_times)
         self._planned_times: dict[int, tuple[float, bool]] = {}  # step -> when planned, is ordinary; if steps are timed
         self._last_results_time = 0.0
         self._planner = StepPlanner(
@@ -98,7 +124,9 @@ class Scheduler:
             is_speculative=num_speculative_tokens > 0,
             num_lookahead_tokens=num_lookahead_tokens,
             can_defer_masks=can_defer_masks,
-            step_times=self._step_times,
+            step_times=self._step_times if config.long_prefill_slowdown else None,
+            kv_loads=self.kv_loads,
+            swapper=self._swapper,
         )
         self._batches: dict[int, list[Request]] = {}  # step in flight -> its requests, by position in the batch
         self._prompt_starts: dict[int, dict[int, int]] = {}  # step -> position in batch -> first position computed
@@ -122,6 +150,10 @@ class Scheduler:
         """The number of the next plan."""
         return self._next_step
 
+    def skip_steps(self, count: int) -> None:
+        """The caller has executed plans of its own, with the next numbers. Before the first request."""
+        self._next_step += count
+
     @property
     def request_ids(self) -> list[str]:
         """Ids of all unfinished requests."""
@@ -138,6 +170,14 @@ class Scheduler:
         if requests.pending_outputs or not (requests.blocked or requests.num_grammars):
             return False
         return all(request.awaits_mask for some in (requests.running, requests.waiting) for request in some)
+
+    @property
+    def is_waiting_for_kv(self) -> bool:
+        """Whether every request waits for a KV connector. Valid while no step is in flight."""
+        requests, loads = self.requests, self.kv_loads
+        if loads is None or not loads.num_waiting or requests.pending_outputs:
+            return False
+        return len(requests.by_id) == loads.num_waiting
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queues a request. With `structured_outputs` it is blocked until `start_grammar` or `fail_request`.
@@ -165,6 +205,8 @@ class Scheduler:
             data = companion_data(request)
             add_companion(added, data, self._make_table(data), self._max_model_len)
         self.requests.add(added)
+        if self.kv_loads is not None:
+            self.kv_loads.add(added)
 
     def _make_table(self, request: EngineCoreRequest) -> BlockTable:
         return self._kv_cache.make_table(
@@ -228,6 +270,23 @@ class Scheduler:
         while restart and self.requests.running:
             self.requests.preempt_last()
         self._kv_cache.forget_computed()
+        self._renew_tables()
+
+    def _renew_tables(self) -> None:
+        """Gives waiting requests a new root of their hashes, after the KV cache has chosen another."""
+        if self.kv_loads is None:
+            return
+        self.kv_loads.cancel()
+        for request in self.requests.by_id.values():
+            if request.status is not RequestStatus.RUNNING:
+                self.requests.drop_swapped(request)
+                for side in request.sides:
+                    if side.table.root is not None:
+                        self._kv_cache.renew_table(side.table, self._make_table(side.data))
+
+    def restore_root(self) -> None:
+        """The weights are those of the start again. While there are no requests."""
+        self._kv_cache.restore_root()
 
     def pop_outputs(self) -> list[EngineCoreOutput]:
         """Final outputs of requests that ended outside of a step. They are no longer part of the next results."""
@@ -246,9 +305,18 @@ class Scheduler:
         """
         return masks_of_batch(self._batches[plan.step])
 
-    def reset_prefix_cache(self) -> bool:
-        """Evicts all cached prefixes. Does nothing and returns False while requests hold blocks."""
-        return self._kv_cache.reset_prefix_cache()
+    def reset_prefix_cache(self, *, keeps_tiers: bool = False) -> bool:
+        """Evicts all cached prefixes. Does nothing and returns False while requests hold blocks.
+
+        What connectors have stored before is not found any more.
+
+        Args:
+            keeps_tiers: Only the device loses its contents.
+        """
+        is_reset = self._kv_cache.reset_prefix_cache(keeps_tiers=keeps_tiers)
+        if is_reset and not keeps_tiers:
+            self._renew_tables()
+        return is_reset
 
     def make_stats(self) -> SchedulerStats:
         """Gauges as of now, counters since start."""
@@ -266,6 +334,9 @@ class Scheduler:
             num_prompt_tokens=stats.num_prompt_tokens,
             num_generated_tokens=stats.num_generated_tokens,
             num_waiting_tokens=requests.num_waiting_tokens(),
+            num_swapped=requests.num_swapped,
+            num_waiting_for_kv=0 if self.kv_loads is None else self.kv_loads.num_waiting,
+            kv_tiers={} if self.kv_loads is None else self.kv_loads.stats(),
         )
 
     # ---------------------------------------------------------------------------------------------------- schedule
@@ -290,6 +361,8 @@ class Scheduler:
         plan.freed_rows = requests.rows.pop_freed()
         if self._unconfirmed.writers:
             self._unconfirmed.end_plan(plan.step)
+        if self._kv_cache.tier is not None:
+            self._kv_cache.tier.end_plan(plan)
         plan.total_num_scheduled_tokens = sum(plan.num_scheduled_tokens)
         if requests.num_grammars and not plan.masks_follow:
             plan.mask_rows, plan.token_masks = masks_of_batch(batch, self._planner.draft_masks)
@@ -328,6 +401,8 @@ class Scheduler:
             self._fail_rows(batch, output.errors, outputs)
         if self._unconfirmed.pending_plans:
             self._unconfirmed.confirm(plan.step)
+        if self.kv_loads is not None:
+            self.kv_loads.end_step(plan.step)
         if output.logprobs or output.prompt_logprobs:
             collect_logprobs(batch, starts, output)
         if output.pooler_output:
@@ -340,6 +415,8 @@ class Scheduler:
         for position, drafts in output.draft_token_ids.items():
             if batch[position].status is RequestStatus.RUNNING:
                 batch[position].draft_token_ids = drafts
+        if self.kv_loads is not None:
+            self.kv_loads.add_params(outputs)
         return EngineCoreOutputs(outputs=outputs, stats=self.make_stats())
 
     def _record_step_time(self, step_times: StepTimeModel, plan: SchedulerOutput) -> None:
@@ -498,6 +575,8 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises AssertionError unless requests, rows and blocks agree."""
         self.requests.check_integrity()
+        if self.kv_loads is not None:
+            self.kv_loads.check_integrity()
 
 
 def _check_config(config: SchedulerConfig, max_model_len: int) -> None:

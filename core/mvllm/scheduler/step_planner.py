@@ -28,6 +28,7 @@ from mvllm.messages.requests import SchedulerStats
 from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.scheduler.grammar_masks import DeferredMasks
 from mvllm.scheduler.guidance import split_tokens
+from mvllm.scheduler.kv_loads import KVLoads
 from mvllm.scheduler.long_prefill_limiter import LongPrefillLimiter
 from mvllm.scheduler.lora_admission import LoRAAdmission
 from mvllm.scheduler.request import Request, RequestStatus
@@ -35,6 +36,7 @@ from mvllm.scheduler.request_lists import RequestLists
 from mvllm.scheduler.request_outputs import cache_too_small_message, new_request_data
 from mvllm.scheduler.state_planner import StatePlanner
 from mvllm.scheduler.step_time_model import StepTimeModel
+from mvllm.scheduler.swapping import Swapper
 
 _BYPASS_FACTOR = 4
 """At most this many times `max_num_seqs` requests bypass the first one that waits for a LoRA slot."""
@@ -49,6 +51,8 @@ class StepPlanner:
     Args:
         stats: Counters to add to.
         step_times: Estimates the times of steps; None if plans must not depend on time.
+        kv_loads: Requests that wait for KV connectors; None without a host tier.
+        swapper: Keeps the blocks of preempted requests in host memory; None if they are always computed again.
 
     Attributes:
         draft_masks: Grammar masks behind the draft tokens of the last plan, by row.
@@ -68,6 +72,8 @@ class StepPlanner:
         num_lookahead_tokens: int,
         can_defer_masks: bool,
         step_times: StepTimeModel | None = None,
+        kv_loads: KVLoads | None = None,
+        swapper: Swapper | None = None,
     ) -> None:
         self._config = config
         self._requests = requests
@@ -80,6 +86,8 @@ class StepPlanner:
         self._is_speculative = is_speculative
         self._num_lookahead = num_lookahead_tokens
         self._long_prefill_limiter = LongPrefillLimiter(config, step_times)
+        self._kv_loads = kv_loads
+        self._swapper = swapper
         self._lora_admission = LoRAAdmission(max_loras, max_bypasses=_BYPASS_FACTOR * config.max_num_seqs)
         self.draft_masks: dict[int, list[bytes]] = {}
         self._recompute_planned = False
@@ -91,6 +99,8 @@ class StepPlanner:
         batch: list[Request] = []
         num_preemptions = self._stats.num_preemptions
 
+        if self._kv_loads is not None:
+            self._kv_loads.start_plan()
         self._states.start_plan()
         long_prefills, waiting = self._long_prefill_limiter, self._requests.waiting
         if long_prefills.were_limited or long_prefills.num_partial:
@@ -311,6 +321,7 @@ class StepPlanner:
                 self._stats.prefix_cache_hits += num_computed
         end = num_computed + num_new
         self._kv_cache.cache_blocks(request.table, end)
+        self._kv_cache.release_host_blocks(request.table)
         request.num_computed_tokens = end
         self._states.record_start(request)
         plan.new_requests.append(new_request_data(request, num_computed))
@@ -521,7 +532,8 @@ class StepPlanner:
                     self._fail_cache_too_small(request.listed)
                 return False
             self._stats.num_preemptions += 1
-            if requests.preempt_last() is request.listed:
+            is_swapped = self._swapper is not None and self._swapper.swap_out(requests.running[-1])
+            if requests.preempt_last(is_swapped=is_swapped) is request.listed:
                 return False
             new_blocks = kv_cache.allocate_slots(table, request.num_tokens, num_computed_tokens=num_computed)
         if new_blocks:

@@ -104,6 +104,11 @@ class StepTimeModel:
         unnoticed = min(UNNOTICED_SECONDS, self._find_longest_ordinary()) - self._decode_seconds
         return max(_MIN_TOKENS, int(max(further, unnoticed) / seconds_per_token))
 
+    @property
+    def seconds_per_prompt_token(self) -> float | None:
+        """The time of one more prompt token in a step; None while it is not known."""
+        return self._prompt_seconds / self._prompt_tokens if self._prompt_seconds >= _MIN_SECONDS else None
+
     def _find_longest_ordinary(self) -> float:
         """The 99th percentile of the ordinary steps' times."""
         if not self._longest_ordinary and self._ordinary:

@@ -20,6 +20,7 @@ FAMILIES = {
     "ATT": "Attention",
     "OPS": "Operations",
     "STA": "Sequence states",
+    "KVT": "Copies of blocks and states",
     "COM": "Communication",
     "SMP": "Sampling",
     "SHP": "Shapes",
@@ -334,6 +335,39 @@ _ALL = (
         "state",
         since=(1, 1),
     ),
+    Clause(
+        "KVT-01",
+        "A block that `export_blocks` has copied to host memory and `import_blocks` copies to the same or another "
+        "block, also of another cache of the same spec and block size, has equal contents and equal bytes.",
+        "kv_transfer",
+        since=(1, 1),
+    ),
+    Clause(
+        "KVT-02",
+        "`export_blocks` changes no block, and `import_blocks` only the given ones; it does not change its argument.",
+        "kv_transfer",
+        since=(1, 1),
+    ),
+    Clause(
+        "KVT-03",
+        "`export_blocks` and `import_blocks` are in the order of the calls of `write_kv` and `forward`, without a wait "
+        "between them.",
+        "kv_transfer",
+        since=(1, 1),
+    ),
+    Clause(
+        "KVT-04",
+        "`block_format` differs for other storage dtypes, heads, head sizes, kinds of caches and block sizes, and does "
+        "not depend on the number of blocks.",
+        "kv_transfer",
+        since=(1, 1),
+    ),
+    Clause(
+        "KVT-05",
+        "KVT-01 to KVT-04 hold for `export_slots`, `import_slots` and `slot_format` of states, if `state` is claimed.",
+        "kv_transfer",
+        since=(1, 1),
+    ),
     Clause("COM-01", "Every rank makes the same calls in the same order.", "torch_device"),
     Clause(
         "COM-02", "If an operation has the same result on all ranks, the results are bit-identical.", "torch_device"
@@ -522,7 +556,7 @@ def claims(capabilities: Capabilities, needs: str | None) -> bool:
 
 _OF_TORCH = frozenset(
     {
-        *("soft_cap", "sinks", "mla", "deterministic", "batch_invariant", "state", "sparse_attention"),
+        *("soft_cap", "sinks", "mla", "deterministic", "batch_invariant", "state", "sparse_attention", "kv_transfer"),
         *("graphs", "compile", "graph_compiler", "collectives", "static_shapes"),
     }
 )

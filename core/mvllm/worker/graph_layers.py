@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
 from mvllm.config.engine_config import EngineConfig
 from mvllm.errors import CacheError
 from mvllm.graph.recorded_calls import RecordedAttention
@@ -11,9 +15,14 @@ from mvllm.platform.graph_compiler import GraphProgram
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.state import StateBackend, StateSpec
+from mvllm.platform.step_graph import CacheValue, StateValue, Value
+from mvllm.worker.host_blocks import CopiedRows
 from mvllm.worker.kv_cache_layers import KVCacheLayers
 from mvllm.worker.out_of_memory import out_of_memory_as
 from mvllm.worker.state_layers import StateLayers
+
+if TYPE_CHECKING:
+    from mvllm.worker.graph_model import GraphModel
 
 
 class GraphKVCacheLayers(KVCacheLayers):
@@ -21,6 +30,7 @@ class GraphKVCacheLayers(KVCacheLayers):
 
     Attributes:
         programs: The program of the loaded model, and that of its draft model; empty while no model is loaded.
+        kept_values: The caches and states of each program.
     """
 
     states: GraphStateLayers
@@ -28,8 +38,14 @@ class GraphKVCacheLayers(KVCacheLayers):
     def __init__(self, config: EngineConfig, platform: Platform, runtime: DeviceRuntime) -> None:
         super().__init__(config, platform, runtime)
         self.programs: list[GraphProgram] = []
+        self.kept_values: list[Sequence[Value]] = []
         self.states = GraphStateLayers(platform, runtime, self)
         self._has_caches = False
+
+    def set_programs(self, models: Sequence[GraphModel]) -> None:
+        """Sets the programs of the loaded model and, if there is one, its draft model."""
+        self.programs = [model.program for model in models]
+        self.kept_values = [model.kept_values for model in models]
 
     def make_backend(self, spec: AttentionSpec) -> AttentionBackend:
         check_attention_capabilities(self._platform, spec)
@@ -58,7 +74,33 @@ class GraphKVCacheLayers(KVCacheLayers):
 
     def clear(self) -> None:
         super().clear()
-        self.programs = []
+        self.programs, self.kept_values = [], []
+
+    def copied_blocks(self, block_size: int) -> list[CopiedRows]:
+        return [
+            CopiedRows(
+                block_size * program.kv_layout(value).bytes_per_token,
+                partial(program.block_format, value),
+                partial(program.export_blocks, value),
+                partial(program.import_blocks, value),
+            )
+            for program, values in zip(self.programs, self.kept_values, strict=True)
+            for value in values
+            if isinstance(value, CacheValue)
+        ]
+
+    def copied_slots(self) -> list[CopiedRows]:
+        return [
+            CopiedRows(
+                StateSpec((value.tensor,)).bytes_per_sequence,
+                partial(str, value.tensor),
+                partial(program.export_slots, value),
+                partial(program.import_slots, value),
+            )
+            for program, values in zip(self.programs, self.kept_values, strict=True)
+            for value in values
+            if isinstance(value, StateValue)
+        ]
 
     def _windows_of_layers(self) -> tuple[int | None, ...]:
         return (None,) * len(self._layers)

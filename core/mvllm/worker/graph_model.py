@@ -50,6 +50,7 @@ class GraphModel:
         program: The program.
         graphs: The traced graphs.
         arrays: The model's tensors that the graphs read, by their names.
+        kept_values: The caches and states of all graphs.
 
     Raises:
         ConfigError, PlatformError: The model has an operation that graphs, or the compiler, do not have.
@@ -87,9 +88,10 @@ class GraphModel:
             self.program.finish_weights()
         if lora is not None:
             lora.on_changed = self._adapters.give
-        self._caches = distinct_inputs(traced.graphs, "cache")
+        caches = distinct_inputs(traced.graphs, "cache")
+        self.kept_values = [*caches.values(), *distinct_inputs(traced.graphs, "state").values()]
         for i, layer in enumerate(model.attention_layers()):
-            if (cache := self._caches.get(f"cache.{i}")) is not None:
+            if (cache := caches.get(f"cache.{i}")) is not None:
                 layer.backend.layout = self.program.kv_layout(cache)  # type: ignore[attr-defined, arg-type]
 
     def give(self, name: str, tensor: torch.Tensor) -> None:

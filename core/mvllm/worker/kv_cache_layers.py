@@ -15,6 +15,7 @@ from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.shapes import ShapePolicy
 from mvllm.platform.worker_protocol import KVCacheNeeds
+from mvllm.worker.host_blocks import CopiedRows
 from mvllm.worker.kv_cache_groups import assign_layers_to_groups, layer_windows, reported_windows
 from mvllm.worker.out_of_memory import out_of_memory_as
 from mvllm.worker.state_layers import StateLayers
@@ -171,6 +172,17 @@ class KVCacheLayers:
             self.free_caches()
             raise
 
+    def copied_blocks(self, block_size: int) -> list[CopiedRows]:
+        """As in CopiedLayers: the layers of different groups that share a cache are one part."""
+        first: dict[int, Attention] = {}
+        for layer, (_, place) in zip(self._layers, self._layer_positions, strict=True):
+            first.setdefault(place, layer)
+        return [_copied_blocks_of(layer, block_size) for _, layer in sorted(first.items())]
+
+    def copied_slots(self) -> list[CopiedRows]:
+        """As in CopiedLayers."""
+        return self.states.copied_slots()
+
     @property
     def has_missing_caches(self) -> bool:
         """Whether a layer has no cache or no states."""
@@ -224,3 +236,14 @@ class KVCacheLayers:
                 f"fixed sizes. Set max_model_len to at most {min(chunks)}"
                 + (", or enforce_eager." if captures and shapes.requests is None else ".")
             )
+
+
+def _copied_blocks_of(layer: Attention, block_size: int) -> CopiedRows:
+    """A layer's part of a host block. Its cache is that of the time of the call: `sleep` frees caches."""
+    backend = layer.backend
+    return CopiedRows(
+        block_size * backend.kv_layout().bytes_per_token,
+        lambda: backend.block_format(layer.kv_cache, block_size),
+        lambda blocks, out: backend.export_blocks(layer.kv_cache, blocks, out),
+        lambda blocks, data: backend.import_blocks(layer.kv_cache, blocks, data),
+    )

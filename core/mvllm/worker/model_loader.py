@@ -146,11 +146,12 @@ class ModelLoader:
             self.graph = GraphModel(
                 model, self._graph_compiler, self._tp, self._adapters, generates=config.kind.generates, load=load
             )
-            self._layers.programs = [self.graph.program]
+            graphs = [self.graph]
             if self.draft is not None:
                 graph = GraphModel(self.draft.model, self._graph_compiler, self._tp, generates=True)
                 self.draft = dataclasses.replace(self.draft, graph=graph)
-                self._layers.programs.append(graph.program)
+                graphs.append(graph)
+            self._layers.set_programs(graphs)
         self._layers.set_layers(layers, model.state_layers(), draft_states)
         return context
 

@@ -50,6 +50,7 @@ from mvllm.sampling.token_masks import TokenMasks
 from mvllm.worker.graph_layers import GraphKVCacheLayers
 from mvllm.worker.greedy_head import Argmax
 from mvllm.worker.guidance import GuidedLogits
+from mvllm.worker.host_blocks import HostBlocks, StepCopies
 from mvllm.worker.input_batch import InputBatch, RowLengths
 from mvllm.worker.kv_cache_layers import KVCacheLayers
 from mvllm.worker.model_forward import ModelForward
@@ -69,6 +70,7 @@ _FAILURE_EXCHANGE_DIVISOR = 10
 """Ranks that ran out of memory wait for each other for `step_timeout` divided by this."""
 
 _Result = TypeVar("_Result")
+_Output = TypeVar("_Output", ModelRunnerOutput, ModelRunnerOutput | None)
 _Computed = tuple[StepInputs, torch.Tensor, torch.Tensor | None]
 """A step's inputs, its hidden states, and those of them whose logits are needed."""
 
@@ -97,14 +99,16 @@ class ModelRunner:
         platform: Gives attention backends, op providers and buckets.
         runtime: The bound device.
         tp, pp: The rank's tensor-parallel and pipeline-parallel groups.
-        every_rank_answers, num_devices: As in WorkerContext.
+        every_rank_answers, num_devices, rank: As in WorkerContext.
 
     Attributes:
         loader: The model, the draft model and the LoRA adapters.
         rows: State of the running requests, from `allocate_kv_cache` on.
+        host_blocks: This rank's part of the host blocks, from `allocate_kv_cache` on.
     """
 
     rows: InputBatch
+    host_blocks: HostBlocks
 
     def __init__(
         self,
@@ -116,8 +120,10 @@ class ModelRunner:
         *,
         every_rank_answers: bool = False,
         num_devices: int = 1,
+        rank: int = 0,
     ) -> None:
         self._config = config
+        self._rank = rank
         self._platform = platform
         self._runtime = runtime
         self._tp, self._pp = tp, pp
@@ -144,6 +150,7 @@ class ModelRunner:
         self._sampled_token_buffer: SampledTokenBuffer | None = None
         self._step_awaiting_masks: _UnsampledStep | None = None
         self._num_state_slots = 0
+        self._copies: dict[int, StepCopies] = {}  # by step, until its output is returned
 
     # ------------------------------------------------------------------------------------------------------ start
 
@@ -214,6 +221,7 @@ class ModelRunner:
         """Allocates the KV cache of every layer, compiles the model, and makes the rows and buffers of steps."""
         self._num_blocks, self._block_size = num_blocks, block_size
         self._layers.allocate(num_blocks, block_size)
+        self.host_blocks = HostBlocks(self._rank, self._layers, block_size)
         scheduler, model = self._config.scheduler, self._config.model
         max_rows, on_device = scheduler.max_num_seqs, self._keeps_tokens_on_device
         counts = None
@@ -339,11 +347,13 @@ class ModelRunner:
         """
         self._pipeline.apply_pending_outputs(plan, self.rows)
         self.rows.apply_plan(plan)
+        if plan.has_host_copies:
+            self._copies[plan.step] = self.host_blocks.start(plan)
         if self._proposer is not None and plan.new_requests:
             self._proposer.on_requests_added([request.row for request in plan.new_requests])
         if not plan.rows:
             self._pipeline.skip_step(plan.step)
-            return ModelRunnerOutput(step=plan.step)
+            return self._with_copies_done(ModelRunnerOutput(step=plan.step))
         before = self.rows.copy_lengths()
         if plan.masks_follow:
             self._step_awaiting_masks = plan, before, self._attempt(plan, before, partial(self._forward_step, plan))
@@ -352,7 +362,7 @@ class ModelRunner:
         output = self._attempt(plan, before, partial(self._run_step, plan))
         self._runtime.step_mark()
         self._inputs.staging.end_step()
-        return output
+        return self._with_copies_done(output)
 
     @_in_inference_mode
     def sample_tokens(self, step: int, mask_rows: list[int], token_masks: bytes) -> ModelRunnerOutput | None:
@@ -369,6 +379,12 @@ class ModelRunner:
             output = computed  # the forward pass has failed
         self._runtime.step_mark()
         self._inputs.staging.end_step()
+        return self._with_copies_done(output)
+
+    def _with_copies_done(self, output: _Output) -> _Output:
+        """`output`, after the end of its step's copies to and from host blocks; None, whose step has not ended."""
+        if output is not None and (copies := self._copies.pop(output.step, None)) is not None:
+            copies.wait()
         return output
 
     def _attempt(
@@ -445,7 +461,7 @@ class ModelRunner:
         that the last stage has sent.
         """
         if self._sampled_token_buffer is not None:
-            return self._sampled_token_buffer.collect_output(step)
+            return self._with_copies_done(self._sampled_token_buffer.collect_output(step))
         return self._pipeline.collect_output(step, self.rows)
 
     def _lora_batch_of(self, inputs: StepInputs) -> LoRAMapping | None:

@@ -18,6 +18,7 @@ from mvllm.platform.checked_calls import checked_state_backend
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.state import StateBackend, StateSpec
+from mvllm.worker.host_blocks import CopiedRows
 from mvllm.worker.out_of_memory import out_of_memory_as
 
 if TYPE_CHECKING:
@@ -108,6 +109,10 @@ class StateLayers:
             self.free()
             raise
 
+    def copied_slots(self) -> list[CopiedRows]:
+        """Each layer's part of a host block of states."""
+        return [_copied_slots_of(layer) for layer in (*self._layers, *self._draft_layers)]
+
     @property
     def has_missing_states(self) -> bool:
         """Whether a layer has no states."""
@@ -126,3 +131,13 @@ def step_backend_of(layers: Sequence[SequenceState]) -> StateBackend | None:
 
 def _bytes_of(layers: Iterable[SequenceState]) -> int:
     return sum(layer.backend.bytes_per_sequence() for layer in layers)
+
+
+def _copied_slots_of(layer: SequenceState) -> CopiedRows:
+    backend = layer.backend
+    return CopiedRows(
+        backend.spec.bytes_per_sequence,
+        backend.slot_format,
+        lambda slots, out: backend.export_slots(layer.state, slots, out),
+        lambda slots, data: backend.import_slots(layer.state, slots, data),
+    )

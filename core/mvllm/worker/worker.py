@@ -13,7 +13,7 @@ from mvllm.platform.checked_calls import call_checked
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.topology import WorkerContext
-from mvllm.platform.worker_protocol import KVCacheNeeds
+from mvllm.platform.worker_protocol import HostBlockNeeds, KVCacheNeeds
 from mvllm.worker.image_decoding import decode_images, peak_decode_bytes
 from mvllm.worker.model_runner import ModelRunner
 from mvllm.worker.weight_updater import WeightUpdater
@@ -60,6 +60,7 @@ class Worker:
             self._groups.pp,
             every_rank_answers=self._ctx.every_rank_answers,
             num_devices=self._ctx.num_devices,
+            rank=self._ctx.rank,
         )
         self._updater = WeightUpdater(self._runner.loader.start_weight_update, self._runtime, self._ctx.rank)
 
@@ -137,6 +138,20 @@ class Worker:
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
         self.runner.allocate_kv_cache(num_blocks, block_size)
+
+    def host_block_needs(self) -> HostBlockNeeds:
+        return self.runner.host_blocks.needs()
+
+    def map_host_blocks(
+        self,
+        path: str,
+        num_blocks: int,
+        rank_bytes: list[int],
+        states_path: str,
+        num_states: int,
+        state_rank_bytes: list[int],
+    ) -> None:
+        self.runner.host_blocks.map(path, num_blocks, rank_bytes, states_path, num_states, state_rank_bytes)
 
     def warm_up(self) -> None:
         """Runs steps before the first request, so that no request waits for a compilation or a capture."""

@@ -25,6 +25,8 @@ _OPTIONAL = frozenset(
         "collect_output",
         "group_layers",
         "allocate_states",
+        "host_block_needs",
+        "map_host_blocks",
         "sleep",
         "wake_up",
         "add_lora",

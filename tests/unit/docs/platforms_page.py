@@ -50,6 +50,7 @@ CLAUSES_OF: dict[str, tuple[str, ...]] = {
     "sparse_attention": ("ATT-15", "ATT-16"),
     "graph_compiler": tuple(f"GRA-{number:02}" for number in range(1, 7)),
     "stores_by_block_table": ("KVL-03",),
+    "kv_transfer": tuple(f"KVT-{number:02}" for number in range(1, 6)),
 }
 """The clauses of each capability; a new field of Capabilities must be added here (a test checks this)."""
 

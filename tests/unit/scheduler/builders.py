@@ -7,7 +7,10 @@ from collections import deque
 from functools import partial
 
 from mvllm.config.engine_config import SchedulerConfig
-from mvllm.kv_cache.kv_cache_manager import KVCacheManager, StateKVCacheManager, _group_hash
+from mvllm.kv_cache.host_tier import HostTier
+from mvllm.kv_cache.kv_cache_manager import KVCacheManager, StateKVCacheManager
+from mvllm.kv_cache.prefix_search import group_hash
+from mvllm.kv_transfer.connectors import KVConnectors
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams, PoolingType
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreRequest, FinishReason, PositionLogprobs
@@ -15,6 +18,7 @@ from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.scheduler.request import Request
 from mvllm.scheduler.scheduler import Scheduler
+from mvllm.scheduler.swapping import CopyCosts
 from tests.unit.scheduler.fake_runner import GROUP, FakeRunner, fingerprints, first_print
 from tests.unit.scheduler.state_runner import StateRunner
 
@@ -42,6 +46,10 @@ def make_scheduler(
     num_state_slots: int = 0,
     state_snapshot_interval: int = 8,
     least_snapshot_distance: int = 4,
+    host_tier: HostTier | None = None,
+    connectors: KVConnectors | None = None,
+    preemption_mode: str = "recompute",
+    copy_costs: CopyCosts = CopyCosts(),
     **limits: int | None,
 ) -> Scheduler:
     make_kv_cache = KVCacheManager
@@ -68,6 +76,7 @@ def make_scheduler(
             hash_seed=hash_seed,
             windows=windows,
             max_step_tokens=max_num_batched_tokens,
+            tier=host_tier,
         ),
         clock=clock,
         num_stages=num_stages,
@@ -75,6 +84,9 @@ def make_scheduler(
         num_speculative_tokens=num_speculative_tokens,
         num_lookahead_tokens=num_lookahead_tokens,
         can_defer_masks=can_defer_masks,
+        connectors=connectors,
+        preemption_mode=preemption_mode,
+        copy_costs=copy_costs,
     )
 
 
@@ -87,6 +99,7 @@ def make_request(
     sibling_group: str | None = None,
     eos: list[int] | None = None,
     lora_int_id: int = 0,
+    kv_transfer_params: dict | None = None,
     pooling: PoolingType | None = None,
     unconditional: list[int] | None = None,
     **params: object,
@@ -105,6 +118,7 @@ def make_request(
         sibling_group=sibling_group,
         pooling_params=None if pooling is None else PoolingParams(pooling_type=pooling, normalize=True),
         unconditional_prompt_token_ids=unconditional,
+        kv_transfer_params=kv_transfer_params,
         lora_request=LoRARequest(f"adapter-{lora_int_id}", lora_int_id, f"/adapters/{lora_int_id}")
         if lora_int_id
         else None,
@@ -224,7 +238,7 @@ class Engine:
             for i, block_hash in enumerate(request.table.block_hashes):
                 for group in range(kv_cache.num_groups):
                     own = prints[i * kv_cache.block_size : (i + 1) * kv_cache.block_size]
-                    contents[_group_hash(block_hash, group)] = [each + group * GROUP for each in own]
+                    contents[group_hash(block_hash, group)] = [each + group * GROUP for each in own]
         for name, block in kv_cache._pool._block_by_hash.items():
             if block not in unconfirmed:
                 held = runner.slots[block * kv_cache.block_size : (block + 1) * kv_cache.block_size]

@@ -14,6 +14,8 @@ adapter.
 The token of a guided row depends on its own fingerprints and on those of its companion. Both must sample in the same
 step, and get the same token.
 
+A plan's copies between blocks and host blocks come first, also in a step that fails.
+
 Draft tokens are computed and written like known tokens; rejected ones are dropped. A draft model's writes ahead are
 garbage in every slot after the known tokens: any other reader of such a slot fails.
 """
@@ -146,6 +148,8 @@ class FakeRunner:
         missing_adapters: Ids of adapters that cannot be loaded: their rows report it, and compute without the adapter.
         num_computed: Tokens computed so far, by request id.
         propose: Proposes draft tokens for a row; None without speculative decoding.
+        host: Contents of each host block.
+        taken_host: Host blocks that a connector fills (True) or reads (False).
     """
 
     def __init__(
@@ -171,8 +175,11 @@ class FakeRunner:
         self.num_computed: dict[str, int] = {}
         self.propose: Callable[[list[int]], list[int]] | None = None
         self.next_step = 0
+        self.host: dict[int, list[int | None]] = {}
+        self.taken_host: dict[int, bool] = {}
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        self._copy(plan)
         self._apply(plan)
         if plan.step in self.steps_without_memory:
             return self._fail_step(plan)
@@ -194,6 +201,22 @@ class FakeRunner:
                     output.errors[plan.rows.index(data.row)] = "no such adapter"
         self._sample_pairs(plan, sampling, output)
         return output
+
+    def _copy(self, plan: SchedulerOutput) -> None:
+        """Saves and loads blocks."""
+        size = self.block_size
+        for blocks, host_blocks in (
+            (plan.saved_blocks, plan.saved_host_blocks),
+            (plan.loaded_blocks, plan.loaded_host_blocks),
+        ):
+            assert len(set(blocks)) == len(blocks) == len(host_blocks), "a block is copied twice"
+        assert len(set(plan.saved_host_blocks)) == len(plan.saved_host_blocks), "two blocks in one host block"
+        for block, index in zip(plan.saved_blocks, plan.saved_host_blocks):
+            assert index not in self.taken_host, "a plan writes a host block that a connector uses"
+            self.host[index] = self.slots[block * size : (block + 1) * size]
+        for block, index in zip(plan.loaded_blocks, plan.loaded_host_blocks):
+            assert not self.taken_host.get(index), "a plan reads a host block that a connector fills"
+            self.slots[block * size : (block + 1) * size] = self.host[index]
 
     def _sample_pairs(self, plan: SchedulerOutput, sampling: set[int], output: ModelRunnerOutput) -> None:
         for row in [row for row in plan.rows if row in sampling and self.rows[row].data.guided_row is not None]:

@@ -19,13 +19,25 @@ class StateRunner(FakeRunner):
     Attributes:
         states: The adapter and the tokens in each slot; POISON if a failing row has written it, GARBAGE if a row that
             read a wrong state has.
+        host_states: Likewise, in each host block of states.
     """
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.states: dict[int, object] = {}
+        self.host_states: dict[int, object] = {}
+        self.taken_host_states: dict[int, bool] = {}
         self._reads: dict[int, object] = {}  # row -> the state that it reads in this step
         self._writes: dict[int, int] = {}  # row -> slot
+
+    def _copy(self, plan: SchedulerOutput) -> None:
+        super()._copy(plan)
+        for slot, index in zip(plan.saved_states, plan.saved_host_states, strict=True):
+            assert index not in self.taken_host_states, "a plan writes a host block that a connector uses"
+            self.host_states[index] = self.states[slot]
+        for slot, index in zip(plan.loaded_states, plan.loaded_host_states, strict=True):
+            assert not self.taken_host_states.get(index), "a plan reads a host block that a connector fills"
+            self.states[slot] = self.host_states[index]
 
     def _apply(self, plan: SchedulerOutput) -> None:
         super()._apply(plan)

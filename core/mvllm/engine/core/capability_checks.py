@@ -30,6 +30,7 @@ def required_config_changes(config: EngineConfig, capabilities: Capabilities, pl
     _check_lora(config, capabilities, platform)
     _check_speculative(config, capabilities, platform)
     _check_batch_invariant(config, capabilities, platform)
+    _check_kv_transfer(config, capabilities, platform)
     cache, scheduler = config.cache, config.scheduler
     if cache.enable_prefix_caching and not capabilities.prefix_caching:
         yield ConfigChange("cache.enable_prefix_caching", False, "the platform does not claim prefix_caching")
@@ -102,6 +103,27 @@ def _check_speculative(config: EngineConfig, capabilities: Capabilities, platfor
             "async_scheduling and speculative_config are both set, but with draft tokens a step cannot be scheduled "
             "before the step before it has finished. Leave one of them out: by default async_scheduling is off with "
             "speculative_config."
+        )
+
+
+def _check_kv_transfer(config: EngineConfig, capabilities: Capabilities, platform: str) -> None:
+    if not config.kv_transfer.is_used:
+        return
+    settings = "kv_offloading_size, kv_disk_cache or kv_transfer_config is set"
+    if not capabilities.kv_transfer:
+        raise ConfigError(
+            f"{settings}, but the platform {platform!r} does not claim kv_transfer: it does not copy blocks to host "
+            "memory. Leave them out, or choose another platform."
+        )
+    if not config.cache.enable_prefix_caching or not capabilities.prefix_caching:
+        raise ConfigError(
+            f"{settings}, but prefixes are only found with enable_prefix_caching, which is off. Enable it (encoders and "
+            "some platforms have no prefix caching), or leave them out."
+        )
+    if config.parallel.distributed_executor_backend == "external_launcher":
+        raise ConfigError(
+            f"{settings}, but with external_launcher every rank makes the same plans, which must not depend on when a "
+            "block has been loaded. Leave them out, or use the executor 'mp'."
         )
 
 

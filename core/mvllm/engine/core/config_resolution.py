@@ -59,6 +59,12 @@ def resolve_config(config: EngineConfig, platform: Platform) -> EngineConfig:
     for change in required_config_changes(config, capabilities, platform.spec.name):
         config = replace_field(config, change.field, change.value)
         _log(change)
+    if config.kv_transfer.offloading_bytes and capabilities.unified_memory:
+        logger.info(
+            "kv_offloading_size: the devices of the platform %r use the host's memory, so a larger KV cache "
+            "(kv_cache_memory_bytes or memory_utilization) keeps the same blocks without copies. kv_disk_cache is useful.",
+            platform.spec.name,
+        )
     if config.model.seed_is_random and config.parallel.distributed_executor_backend != "external_launcher":
         log_drawn_seed(config.model.seed)  # ranks of an external launcher log it when they have agreed on one
     return config

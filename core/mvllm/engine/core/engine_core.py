@@ -6,6 +6,7 @@ scheduling, or with pipeline stages, steps are launched before earlier ones are 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections import deque
@@ -20,6 +21,7 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.config.rope_parameters import prompt_cache_key
 from mvllm.engine.core.grammar_vocabulary import load_vocabulary
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary, choose_block_size, no_kv_cache, size_kv_cache
+from mvllm.engine.core.kv_tiers import KVTiers
 from mvllm.engine.core.lora_manager import LoRAManager
 from mvllm.engine.core.rollouts import CoreRollouts, PauseState
 from mvllm.engine.core.sleep import KV_CACHE, SLEEP_LEVELS, TAGS, WEIGHTS, check_sleep_level
@@ -27,7 +29,8 @@ from mvllm.engine.core.weight_updates import WeightUpdateManager
 from mvllm.errors import ConfigError, EngineDeadError, EngineSleepingError, MvllmError, RequestError
 from mvllm.executor.factory import can_sample_later, make_executor
 from mvllm.executor.worker_topology import launch_topology
-from mvllm.kv_cache.kv_cache_manager import KVCacheManager, NullKVCacheManager, StateKVCacheManager
+from mvllm.kv_cache.kv_cache_manager import KVCacheManager, StateKVCacheManager
+from mvllm.kv_cache.null_kv_cache_manager import NullKVCacheManager
 from mvllm.logging import get_logger
 from mvllm.messages.core_protocol import UtilityArg
 from mvllm.messages.lora import LoRARequest
@@ -73,8 +76,12 @@ UTILITY_METHODS = frozenset(
 )
 """The methods of EngineCore that front ends call by name, through `call_utility`."""
 
-_GRAMMAR_WAIT_SECONDS = 0.01
-"""The longest wait of a step that has nothing to compute for a grammar: commands are handled between two waits."""
+_GRAMMAR_WAIT_SECONDS = _KV_WAIT_SECONDS = 0.01
+"""The longest wait of a step that has nothing to compute for a grammar, or for a KV connector: commands are handled
+between two waits."""
+
+_SAVE_SECONDS = 5.0
+"""So long blocks are still saved when the engine is shut down or put to sleep."""
 
 _T = TypeVar("_T")
 
@@ -121,9 +128,14 @@ class EngineCore(CoreRollouts):
             self._timed("load model", self._executor.start)
             self.cache_summary = self._timed("size KV cache", self._size_kv_cache)
             self._timed("allocate KV cache", self._allocate_kv_cache)
+            self._tiers: KVTiers | None = None
+            if config.kv_transfer.is_used:
+                make_tiers = partial(KVTiers, config, self._executor, self.cache_summary)
+                self._tiers = self._timed("map host blocks", make_tiers)
         except BaseException:
             self._executor.shutdown()
             raise
+        tiers = self._tiers
         speculative = config.speculative
         scheduling = config.scheduler
         if self._needs_identical_plans:
@@ -137,7 +149,11 @@ class EngineCore(CoreRollouts):
             num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
             num_lookahead_tokens=0 if speculative is None else speculative.num_lookahead_tokens,
             can_defer_masks=self._max_in_flight == 2 and num_stages == 1 and can_sample_later(self._executor),
+            **({} if tiers is None else tiers.scheduler_arguments),
         )
+        if tiers is not None:
+            self.scheduler.skip_steps(tiers.measure_copies(self.scheduler.next_step, self.cache_summary))
+            self.scheduler.copy_costs = tiers.costs
         self._lora_manager: LoRAManager | None = None
         if config.lora is not None:
             self._lora_manager = LoRAManager(config.lora, self._executor, lambda: self.scheduler.running_lora_ids)
@@ -185,7 +201,7 @@ class EngineCore(CoreRollouts):
         """Whether `step` has work."""
         if self._pending_outputs or self._in_flight:
             return True
-        return self._pause is not PauseState.PAUSED and self.scheduler.has_requests()
+        return self._pause is not PauseState.PAUSED and (self.scheduler.has_requests() or self._has_blocks_to_save)
 
     def step(self) -> EngineCoreOutputs:
         """Schedules and launches a step, and returns the outputs of the oldest step in flight.
@@ -209,7 +225,11 @@ class EngineCore(CoreRollouts):
                 self._apply_compiled_grammars(self._grammar_manager)
                 if not self._in_flight and self.scheduler.is_waiting_for_masks:
                     return EngineCoreOutputs(stats=self.make_stats())
-            while len(self._in_flight) < self._max_in_flight and self.scheduler.has_requests():
+            if self.scheduler.kv_loads is not None and self._waits_for_connectors():
+                return EngineCoreOutputs(stats=self.make_stats())
+            while len(self._in_flight) < self._max_in_flight and (
+                self.scheduler.has_requests() or (self._has_blocks_to_save and not self._in_flight)
+            ):
                 if not self._launch_step():
                     break
             return self._collect_step() if self._in_flight else EngineCoreOutputs(stats=self.make_stats())
@@ -296,7 +316,8 @@ class EngineCore(CoreRollouts):
             raise RequestError("A weight update is under way. Finish it before putting the engine to sleep.")
         self._collect_all_steps()
         self._fail_all_requests("The engine was put to sleep.")
-        freed = self.scheduler.reset_prefix_cache()
+        self._save_blocks()
+        freed = self.scheduler.reset_prefix_cache(keeps_tiers=True)
         assert freed, "blocks without a request"
         self._executor.collective_rpc("sleep", (level,))
         if self._lora_manager is not None and WEIGHTS in given_back:
@@ -394,7 +415,45 @@ class EngineCore(CoreRollouts):
         """Ends the workers. Idempotent."""
         if self._grammar_manager is not None:
             self._grammar_manager.shutdown()
+        tiers, self._tiers = self._tiers, None
+        if tiers is not None:
+            if self._fatal_error is None:
+                with contextlib.suppress(MvllmError):
+                    self._collect_all_steps()
+                    self.abort_requests(self.scheduler.request_ids)
+                    self._save_blocks()
+            tiers.connectors.close()
         self._executor.shutdown()
+
+    @property
+    def _has_blocks_to_save(self) -> bool:
+        """Whether cached blocks are left to be saved to host blocks, by plans without requests if need be."""
+        loads = self.scheduler.kv_loads
+        return loads is not None and loads.has_unsaved
+
+    def _waits_for_connectors(self) -> bool:
+        """Waits for KV connectors if there is nothing else to do; returns whether that is still so."""
+        loads, scheduler = self.scheduler.kv_loads, self.scheduler
+        assert loads is not None
+        for waits in (True, False):
+            is_idle = scheduler.is_waiting_for_kv or (not scheduler.has_requests() and loads.has_unsaved)
+            if self._in_flight or not is_idle or loads.can_save:
+                return False
+            if waits:
+                loads.wait(_KV_WAIT_SECONDS)
+                loads.start_plan()
+        return True
+
+    def _save_blocks(self) -> None:
+        """Saves what is left to be saved, while there are no requests; for a bounded time."""
+        loads, deadline = self.scheduler.kv_loads, time.monotonic() + _SAVE_SECONDS
+        while loads is not None and loads.has_unsaved and time.monotonic() < deadline:
+            if loads.can_save:
+                self._launch_step()
+                self._collect_all_steps()
+            else:
+                loads.wait(_KV_WAIT_SECONDS)
+                loads.start_plan()
 
     def _submit_grammar(self, request: EngineCoreRequest) -> None:
         """Has the request's grammar compiled, on another thread; the request waits, the engine does not.
@@ -491,6 +550,8 @@ class EngineCore(CoreRollouts):
             hash_seed=config.cache.prefix_caching_seed,
             windows=summary.windows,
             max_step_tokens=config.scheduler.max_num_batched_tokens,
+            root=None if self._tiers is None else self._tiers.namespace,
+            tier=None if self._tiers is None else self._tiers.tier,
         )
 
     def _allocate_kv_cache(self) -> None:

@@ -261,6 +261,7 @@ class CoreRollouts(ABC):
     def _weights_reloaded(self) -> None:
         """Follows the workers, which have read the checkpoint again: weights that were unusable are not any more."""
         self._weights.reloaded()
+        self.scheduler.restore_root()
         if self._resumes_after_update:  # paused by an update that has failed
             self.resume_scheduler()
 

@@ -14,6 +14,7 @@ FILES = (
     "test_att_sparse_attention",
     "test_ops_operations",
     "test_sta_states",
+    "test_kvt_transfer",
     "test_com_communication",
     "test_smp_sampling",
     "test_shp_shapes",

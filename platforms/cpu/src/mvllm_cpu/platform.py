@@ -59,6 +59,7 @@ CAPABILITIES = Capabilities(
     batch_invariant=True,
     state=True,
     sparse_attention=True,
+    kv_transfer=True,
 )
 
 

@@ -61,6 +61,7 @@ class ExamplePlatform(Strict, api.Platform):
             mla=True,
             state=True,
             sparse_attention=True,
+            kv_transfer=True,
         )
 
     def plan(self, config: api.EngineConfig) -> api.Plan | api.Refusals:
