@@ -245,6 +245,16 @@ class TestHolding:
         [result] = producer.poll()
         assert (result.block, result.is_load, result.ok) == (host_block(5), False, True)
 
+    def test_blocks_that_were_saved_just_before_the_request_ended_are_held(self, name, make):
+        """Core may not know yet that their saves have ended, so that it does not save them again."""
+        producer, consumer = make(name, "producer"), make(name, "consumer")
+        producer.start_save([fill(producer, host_block(0)), host_block(1)])
+        params = producer.request_finished(KVRequest("r"), [key_of(0)])
+        assert [result.block for result in producer.poll()] == [host_block(1)]
+        request = KVRequest("q", params)
+        assert look_up(consumer, request, [key_of(0)], 2) == [True]
+        assert load(consumer, request, [host_block(0, 4)]) == {key_of(0): True}
+
     def test_a_save_ends_when_nobody_has_fetched_the_block_in_time(self, name, make):
         producer, consumer = make(name, "producer", hold_seconds=0.2), make(name, "consumer")
         params = finish_request(producer, [host_block(0)])

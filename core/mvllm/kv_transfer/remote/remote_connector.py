@@ -202,6 +202,7 @@ class RemoteConnector(KVConnector):
             return None
         remote_id = f"{next(self._serial)}:{request.request_id}"[:_MAX_ID_LENGTH]
         self._held.expect(remote_id, keys)
+        self.start_save(self._take_ended_saves(keys))
         self._notify_server()  # that there is a time limit
         return {
             "do_remote_prefill": True,
@@ -210,6 +211,16 @@ class RemoteConnector(KVConnector):
             "remote_request_id": remote_id,
             **self._transport.location(),
         }
+
+    def _take_ended_saves(self, keys: Sequence[BlockKey]) -> list[HostBlock]:
+        """Saves of these keys whose end core has not been told: they can go on."""
+        wanted = set(keys)
+        with self._changed:
+            results = list(self._results)
+            taken = [result for result in results if not result.is_load and result.block.key in wanted]
+            if taken:
+                self._results = deque(result for result in results if result not in taken)
+        return [result.block for result in taken]
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
         """See KVConnector."""
