@@ -82,6 +82,14 @@ if TYPE_CHECKING:
     from mvllm.executor.worker_handle import WorkerHandle
     from mvllm.executor.worker_proc import WorkerProc
     from mvllm.executor.worker_topology import devices_per_worker, launch_topology
+    from mvllm.kv_transfer.connector import (
+        HostBlock,
+        KVConnector,
+        KVConnectorContext,
+        KVRequest,
+        TransferResult,
+    )
+    from mvllm.kv_transfer.host_kv_cache import HostKVCache
     from mvllm.layers.attention import Attention
     from mvllm.layers.context import BuildContext, ForwardStep
     from mvllm.layers.embedding import Embedding, LMHead, VocabEmbedding
@@ -146,6 +154,8 @@ _NAMES = {
     "mvllm.executor.worker_handle": "WorkerHandle",
     "mvllm.executor.worker_proc": "WorkerProc",
     "mvllm.executor.worker_topology": "devices_per_worker launch_topology",
+    "mvllm.kv_transfer.connector": "HostBlock KVConnector KVConnectorContext KVRequest TransferResult",
+    "mvllm.kv_transfer.host_kv_cache": "HostKVCache",
     "mvllm.layers.attention": "Attention",
     "mvllm.layers.context": "BuildContext ForwardStep",
     "mvllm.layers.embedding": "Embedding LMHead VocabEmbedding",
@@ -198,8 +208,13 @@ __all__ = [
     "HFConfig",
     "HTTPServerHandle",
     "Handshake",
+    "HostBlock",
+    "HostKVCache",
     "IntegerFormat",
     "IntegerMatrix",
+    "KVConnector",
+    "KVConnectorContext",
+    "KVRequest",
     "LMHead",
     "LaunchTopology",
     "LayerNorm",
@@ -256,6 +271,7 @@ __all__ = [
     "ToolCallDelta",
     "ToolParser",
     "ToolStream",
+    "TransferResult",
     "UniProcExecutor",
     "VocabEmbedding",
     "WeightTarget",

@@ -230,7 +230,7 @@ class EngineArgs:
     preemption_mode: str = option(
         "auto",
         help="When blocks run out, 'swap' keeps the keys and values of preempted requests in host memory, 'recompute' "
-        "computes them again, and 'auto' does what takes less time. Without kv_offloading_size they are computed again.",
+        "computes them again, 'auto' does what takes less time. Without kv_offloading_size they are computed again.",
         group="cache",
         choices=PREEMPTION_MODES,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from mvllm.config.kv_transfer import KVTransferConfig
@@ -177,7 +177,7 @@ class EngineConfig:
     logits_processors: tuple[str, ...] = ()
     log_stats: bool = True
     batch_invariant: bool = False
-    kv_transfer: KVTransferConfig = KVTransferConfig()
+    kv_transfer: KVTransferConfig = field(default_factory=KVTransferConfig)
 
 
 def replace_field(config: EngineConfig, field: str, value: Any) -> EngineConfig:

@@ -27,6 +27,7 @@ them.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -93,6 +94,7 @@ class KVCacheManager:
         self._lookup: Callable[[BlockHash], int | None] = self._pool.get_cached_block
         self.tier = tier
         if tier is not None:
+            self._engine_key = os.urandom(16).hex()
             tier.attach(self._pool, self.unconfirmed)
             self._lookup = self._find_in_tiers
 
@@ -143,6 +145,8 @@ class KVCacheManager:
         if position_key:
             keys.append(("position_key", str(position_key)))
         keys.extend(adapter_keys)
+        if adapter_keys and self.tier is not None:
+            keys.append(("engine", self._engine_key))  # in another engine the adapter may have other weights
         if self.enable_caching:
             return BlockTable(token_ids, request_root_hash(self._root, keys), sys.maxsize, self.num_groups)
         if sibling_group is not None:

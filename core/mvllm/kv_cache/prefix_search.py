@@ -84,7 +84,7 @@ class PrefixSearch:
         return found
 
     def _first_missing(self, hashes: Sequence[BlockHash], length: int, lookup: Lookup) -> int | None:
-        """Index of the first block in the window behind `length` blocks that does not exist in a group with a window."""
+        """Index of the first block in a window behind `length` blocks that does not exist in its group."""
         for group, window in enumerate(self._windows):
             if window is not None:
                 for i in range(self._first_visible(length, window), length):

@@ -148,7 +148,7 @@ class KVConnector(ABC):
         """
         return None
 
-    def discard(self, keys: Sequence[BlockKey]) -> None:  # noqa: B027  (a store without names to forget)
+    def discard(self, keys: Sequence[BlockKey]) -> None:
         """Forgets the contents of these keys, which may be wrong: a request that had them has failed."""
 
     def stats(self) -> Mapping[str, float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from mvllm.kv_transfer.connector import BlockKey, HostBlock, KVConnector, KVRequest, TransferResult
 from mvllm.logging import get_logger
@@ -20,8 +20,6 @@ logger = get_logger(__name__)
 PRODUCER, CONSUMER, BOTH = "producer", "consumer", "both"
 ROLES = (PRODUCER, CONSUMER, BOTH)
 """What an engine does with a connector: it saves blocks, loads blocks, or both."""
-
-_T = TypeVar("_T")
 
 
 class KVConnectors:
@@ -135,7 +133,7 @@ class KVConnectors:
             The `kv_transfer_params` of all connectors, and the connectors that returned some.
         """
         params: dict[str, Any] = {}
-        named = []
+        named: list[str] = []
         for name in self._connectors:
             found = self._call(name, "request_finished", None, request, keys)
             if found is not None:
@@ -167,12 +165,12 @@ class KVConnectors:
         for name in self._connectors:
             self._call(name, "close", None)
 
-    def _call(self, name: str, method: str, default: _T, *args: Any) -> _T:
+    def _call(self, name: str, method: str, default: Any, *args: Any) -> Any:
         """Calls a connector; `default` if it raises."""
         try:
-            call: Callable[..., _T] = getattr(self._connectors[name], method)
+            call: Callable[..., Any] = getattr(self._connectors[name], method)
             return call(*args)
-        except Exception as e:
+        except Exception as e:  # noqa: BLE001  (a package's code, of which any error is possible)
             self._log_once(name, method, f"failed: {type(e).__name__}: {e}", e)
             return default
 

@@ -117,7 +117,7 @@ class _FileIndex:
         self._delete_oldest(self.num_bytes + size - self.limit)
 
     def free_some(self, size: int) -> None:
-        """Deletes some of the least recently used files: the disk is full. At least `size` bytes, if there are so many."""
+        """Deletes some of the least recently used files, at least `size` bytes: the disk is full."""
         self._delete_oldest(max(size, int(self.num_bytes * _FREED_SHARE)))
 
     def scan(self, is_closed: Callable[[], bool] = lambda: False) -> None:
@@ -315,7 +315,7 @@ class DiskConnector(KVConnector):
             with open(self._index.folder / name, "rb", buffering=0) as file:
                 is_whole = os.fstat(file.fileno()).st_size == _HEADER.size + payload.nbytes
                 if is_whole:
-                    is_whole = _read_exactly(file.fileno(), [memoryview(header), memoryview(payload)])
+                    is_whole = _read_exactly(file.fileno(), [memoryview(header), payload.data])
         except OSError:
             self._index.remove(name)
             return False
@@ -368,13 +368,9 @@ class DiskConnector(KVConnector):
         payload = self._host(block).block(block.index)
         header = _make_header(block.key, payload)
         try:
-            try:
-                file = open(temporary, "wb", buffering=0)
-            except FileNotFoundError:
-                os.makedirs(final.parent, mode=0o700, exist_ok=True)
-                file = open(temporary, "wb", buffering=0)
-            with file:
-                _write_exactly(file.fileno(), [memoryview(header), memoryview(payload)])
+            os.makedirs(final.parent, mode=0o700, exist_ok=True)
+            with open(temporary, "wb", buffering=0) as file:
+                _write_exactly(file.fileno(), [memoryview(header), payload.data])
             os.replace(temporary, final)
         except BaseException:
             with contextlib.suppress(OSError):

@@ -7,9 +7,10 @@
                │     preempt, last token in flight
     token ─── WAITING_FOR_TOKEN <──┘
 
-A request with `structured_outputs` starts as WAITING_FOR_GRAMMAR, until its grammar is compiled. A waiting request whose
-prefix is in the store of a KV connector is WAITING_FOR_KV until it has been loaded to host memory. SWAPPED is WAITING
-after a preemption that keeps the keys and values in host memory. An abort or an error ends a request in any state.
+A request with `structured_outputs` starts as WAITING_FOR_GRAMMAR, until its grammar is compiled. A waiting request
+whose prefix is in the store of a KV connector is WAITING_FOR_KV until it has been loaded to host memory. SWAPPED is
+WAITING after a preemption that keeps the keys and values in host memory. An abort or an error ends a request in any
+state.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from mvllm.scheduler.request_lists import RequestLists
 from mvllm.scheduler.request_outputs import collect_logprobs, count_draft_tokens, final_output, make_output
 from mvllm.scheduler.step_planner import StepPlanner
 from mvllm.scheduler.step_time_model import StepTimeModel
-from mvllm.scheduler.swapping import AUTO, RECOMPUTE, CopyCosts, Swapper
+from mvllm.scheduler.swapping import AUTO, NO_COSTS, RECOMPUTE, CopyCosts, Swapper
 
 
 class Scheduler:
@@ -84,7 +84,7 @@ class Scheduler:
         can_defer_masks: bool = False,
         connectors: KVConnectors | None = None,
         preemption_mode: str = RECOMPUTE,
-        copy_costs: CopyCosts = CopyCosts(),
+        copy_costs: CopyCosts = NO_COSTS,
     ) -> None:
         _check_config(config, max_model_len)
         self._config = config

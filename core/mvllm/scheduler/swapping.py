@@ -45,6 +45,10 @@ class CopyCosts:
         return num_bytes / self.bytes_per_second if self.bytes_per_second else 0.0
 
 
+NO_COSTS = CopyCosts()
+"""Of copies that were not measured."""
+
+
 class _Parts:
     """The blocks and the snapshot of one request.
 

@@ -18,7 +18,7 @@ from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.scheduler.request import Request
 from mvllm.scheduler.scheduler import Scheduler
-from mvllm.scheduler.swapping import CopyCosts
+from mvllm.scheduler.swapping import NO_COSTS, CopyCosts
 from tests.unit.scheduler.fake_runner import GROUP, FakeRunner, fingerprints, first_print
 from tests.unit.scheduler.state_runner import StateRunner
 
@@ -49,7 +49,7 @@ def make_scheduler(
     host_tier: HostTier | None = None,
     connectors: KVConnectors | None = None,
     preemption_mode: str = "recompute",
-    copy_costs: CopyCosts = CopyCosts(),
+    copy_costs: CopyCosts = NO_COSTS,
     **limits: int | None,
 ) -> Scheduler:
     make_kv_cache = KVCacheManager

@@ -49,9 +49,7 @@ class FakeConnector(KVConnector):
 
     def _host(self, block: HostBlock) -> tuple[dict, dict]:
         runner = self.engine.runner
-        return (
-            (runner.host_states, runner.taken_host_states) if block.is_state else (runner.host, runner.taken_host)
-        )
+        return (runner.host_states, runner.taken_host_states) if block.is_state else (runner.host, runner.taken_host)
 
     def lookup(self, request: KVRequest, keys: Sequence[BlockKey]) -> Sequence[bool] | None:
         if not self.has_answer or (self._dice is not None and self._dice.random() < 0.2):

@@ -117,8 +117,8 @@ def _check_kv_transfer(config: EngineConfig, capabilities: Capabilities, platfor
         )
     if not config.cache.enable_prefix_caching or not capabilities.prefix_caching:
         raise ConfigError(
-            f"{settings}, but prefixes are only found with enable_prefix_caching, which is off. Enable it (encoders and "
-            "some platforms have no prefix caching), or leave them out."
+            f"{settings}, but prefixes are only found with enable_prefix_caching, which is off. Enable it (encoders "
+            "and some platforms have no prefix caching), or leave them out."
         )
     if config.parallel.distributed_executor_backend == "external_launcher":
         raise ConfigError(

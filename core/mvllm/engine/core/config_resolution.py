@@ -62,7 +62,8 @@ def resolve_config(config: EngineConfig, platform: Platform) -> EngineConfig:
     if config.kv_transfer.offloading_bytes and capabilities.unified_memory:
         logger.info(
             "kv_offloading_size: the devices of the platform %r use the host's memory, so a larger KV cache "
-            "(kv_cache_memory_bytes or memory_utilization) keeps the same blocks without copies. kv_disk_cache is useful.",
+            "(kv_cache_memory_bytes or memory_utilization) keeps the same blocks without copies. kv_disk_cache is "
+            "useful there.",
             platform.spec.name,
         )
     if config.model.seed_is_random and config.parallel.distributed_executor_backend != "external_launcher":

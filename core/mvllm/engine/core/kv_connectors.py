@@ -55,8 +55,8 @@ def _make(config: KVConnectorConfig, context: KVConnectorContext) -> KVConnector
     kind = plugin_groups.load(plugin_groups.KV_CONNECTORS, source)
     if not (isinstance(kind, type) and issubclass(kind, KVConnector)):
         raise ConfigError(
-            f"The KV connector {config.name!r} is {source.entry_point} of {source.distribution} {source.version}, which "
-            f"is no class derived from KVConnector. Run: pip install -U {source.distribution}"
+            f"The KV connector {config.name!r} is {source.entry_point} of {source.distribution} {source.version}, "
+            f"which is no class derived from KVConnector. Run: pip install -U {source.distribution}"
         )
     try:
         return kind(context)

@@ -192,10 +192,11 @@ def count_host_blocks(
         return num_blocks, 0
     ratio = max(1, -(-summary.num_blocks // max(1, summary.num_state_slots)))  # blocks per state
     num_states = num_bytes // (state_bytes + ratio * block_bytes)
+    least_bytes = state_bytes + ratio * block_bytes
     if num_states < 1 and not longest:
         raise ConfigError(
             f"kv_offloading_size gives {num_bytes:,} bytes, but a state and its blocks have "
-            f"{state_bytes + ratio * block_bytes:,}. Set it to at least {(state_bytes + ratio * block_bytes) / 2**30:.3g}."
+            f"{least_bytes:,}. Set it to at least {least_bytes / 2**30:.3g}."
         )
     num_states = max(1, num_states)
     return max(least, num_states * ratio), num_states

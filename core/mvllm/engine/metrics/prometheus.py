@@ -66,6 +66,7 @@ class EngineCollector(Collector):
             yield from self._histograms(prefix, metrics)
             yield from self._priority_histograms(prefix, metrics)
             yield from self._spec_decode_metrics(prefix, self._engine.stats or SchedulerStats())
+            yield from self._kv_tier_metrics(prefix, self._engine.stats or SchedulerStats())
             yield self._cache_config(prefix)
 
     def describe(self) -> Iterator[Metric]:
@@ -82,6 +83,8 @@ class EngineCollector(Collector):
         for kind, name, text, value in (
             (gauge, "num_requests_running", "Sequences that are being generated.", load.num_running),
             (gauge, "num_requests_waiting", "Sequences that wait to be scheduled.", load.num_waiting),
+            (gauge, "num_requests_swapped", "Of these, preempted with their KV in host memory.", stats.num_swapped),
+            (gauge, "num_requests_waiting_for_kv", "Of these, loading their prefix.", stats.num_waiting_for_kv),
             (gauge, "kv_cache_usage_perc", "Fraction of the KV cache in use, 0 to 1.", load.kv_cache_usage),
             (gauge, "engine_sleep_state", "1 while the engine sleeps.", self._engine.is_asleep),
             (gauge, "engine_heartbeat_age_seconds", "Silence of an engine core that has work.", load.heartbeat_age),
@@ -114,6 +117,25 @@ class EngineCollector(Collector):
         for position, count in enumerate(stats.accepted_at):
             by_position.add_metric((*self._labels, str(position)), float(count))
         yield by_position
+
+    def _kv_tier_metrics(self, prefix: str, stats: SchedulerStats) -> Iterator[Metric]:
+        """Blocks outside of the device, by tier: `host`, and the KV connectors."""
+        for kind, name, text, field in (
+            (GaugeMetricFamily, "bytes_used", "Bytes of blocks in the tier.", "bytes_used"),
+            (
+                GaugeMetricFamily,
+                "bytes_limit",
+                "Most bytes of blocks in the tier; 0 if it is not known.",
+                "bytes_limit",
+            ),
+            (CounterMetricFamily, "loaded_blocks", "Blocks and states found in the tier and loaded.", "num_loaded"),
+            (CounterMetricFamily, "saved_blocks", "Blocks and states saved to the tier.", "num_saved"),
+            (CounterMetricFamily, "load_failures", "Loads that failed and were computed.", "num_load_failures"),
+        ):
+            family = kind(f"{prefix}kv_tier_{name}", text, labels=("model_name", "tier"))
+            for tier, tier_stats in stats.kv_tiers.items():
+                family.add_metric((*self._labels, tier), float(getattr(tier_stats, field)))
+            yield family
 
     def _finish_reason_metric(self, prefix: str, metrics: EngineMetrics) -> Metric:
         family = CounterMetricFamily(

@@ -18,7 +18,7 @@ import msgspec
 
 from mvllm.engine.frontend.output_processor import OutputProcessorOutput
 from mvllm.engine.frontend.request_state import RequestState
-from mvllm.messages.requests import SchedulerStats
+from mvllm.messages.requests import KVTierStats, SchedulerStats
 
 _WINDOW_SECONDS = 10
 
@@ -299,9 +299,19 @@ def sum_scheduler_stats(each: Iterable[SchedulerStats], num_cores: int = 1) -> S
         total.num_prompt_tokens += stats.num_prompt_tokens
         total.num_generated_tokens += stats.num_generated_tokens
         total.num_waiting_tokens += stats.num_waiting_tokens
+        total.num_swapped += stats.num_swapped
+        total.num_waiting_for_kv += stats.num_waiting_for_kv
+        for tier, tier_stats in stats.kv_tiers.items():
+            total.kv_tiers[tier] = _sum_tier_stats(total.kv_tiers.get(tier), tier_stats)
         pairs = zip_longest(total.accepted_at, stats.accepted_at, fillvalue=0)
         total.accepted_at = [one + other for one, other in pairs]
     return total
+
+
+def _sum_tier_stats(one: KVTierStats | None, other: KVTierStats) -> KVTierStats:
+    if one is None:
+        return other
+    return KVTierStats(*(getattr(one, name) + getattr(other, name) for name in KVTierStats.__struct_fields__))
 
 
 def _one_two_five_bounds(highest: int) -> tuple[float, ...]:
