@@ -224,6 +224,14 @@ class TestEnginesThatDiffer:
         assert load(alike, KVRequest("q", params), [host_block(0, 2)]) == {key_of(0): True}
         assert look_up(make(name, "consumer"), KVRequest("q", params), [key_of(0)]) == [False]
 
+    def test_a_model_with_states_only_has_blocks_without_bytes(self, name, make):
+        producer, consumer = make(name, "producer", rank_bytes=[0]), make(name, "consumer", rank_bytes=[0])
+        blocks = [host_block(0, is_state=True), host_block(1, is_state=True)]
+        request = KVRequest("q", finish_request(producer, blocks))
+        assert look_up(consumer, request, [block.key for block in blocks]) == [True, True]
+        assert set(load(consumer, request, [host_block(1, 0, is_state=True)]).values()) == {True}
+        assert is_filled(consumer, host_block(1, 0, is_state=True))
+
 
 @pytest.mark.parametrize("name", NAMES)
 class TestHolding:

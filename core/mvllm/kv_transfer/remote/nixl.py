@@ -55,7 +55,11 @@ class NixlTransport(LeasingTransport, TCPTransport):
         self._num_connections: dict[str, int] = {}  # by the name of the producer's agent
         try:
             self._agent: Any = nixl_agent(f"{context.engine_id}-{os.urandom(8).hex()}", nixl_agent_config())
-            regions = [(a, each.num_blocks * each.block_bytes, 0, "") for a, each in zip(self._addresses, caches)]
+            regions = [
+                (address, each.num_blocks * each.block_bytes, 0, "")
+                for address, each in zip(self._addresses, caches)
+                if each.block_bytes
+            ]
             self._registered = self._agent.register_memory(regions, _MEMORY)
             self._metadata: bytes = self._agent.get_agent_metadata()
         except Exception as e:  # the library's own exceptions

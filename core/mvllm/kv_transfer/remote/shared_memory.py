@@ -161,6 +161,8 @@ def _map(descriptor: int, num_blocks: int, block_bytes: int) -> np.ndarray:
     total = num_blocks * block_bytes
     if num_blocks < 1 or os.fstat(descriptor).st_size < total:
         raise ChannelError(f"has {num_blocks} host blocks in a file of {os.fstat(descriptor).st_size} bytes")
+    if not total:  # of a model with states only
+        return np.empty((num_blocks, 0), np.uint8)
     try:
         mapping = mmap.mmap(descriptor, total, prot=mmap.PROT_READ)
     except (OSError, ValueError) as e:
