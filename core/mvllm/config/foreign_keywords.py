@@ -97,18 +97,15 @@ FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
     "weight_transfer_config": ForeignKeyword("init_weight_transfer_engine() chooses the backend of a trainer's group."),
     "quantization_param_path": ForeignKeyword("Scales are read from the checkpoint."),
     # memory and cache
-    "swap_space": ForeignKeyword("Preempted requests are computed again; nothing is swapped.", (0,)),
-    "preemption_mode": ForeignKeyword("Preempted requests are computed again.", ("recompute",)),
+    "swap_space": ForeignKeyword("kv_offloading_size is the host memory of all devices.", (0,)),
     "prefix_caching_hash_algo": ForeignKeyword(
         "Block hashes are seeded; see prefix_caching_seed.", ("builtin", "sha256")
     ),
     "calculate_kv_scales": ForeignKeyword("Scales are computed for each token and head.", (True,)),
-    "kv_transfer_config": ForeignKeyword("The KV cache stays in its engine."),
     "kv_events_config": ForeignKeyword("The KV cache publishes no events."),
-    "kv_offloading_size": ForeignKeyword("The KV cache stays on the device."),
     "kv_sharing_fast_prefill": ForeignKeyword("Every layer computes the whole prompt."),
     "disable_hybrid_kv_cache_manager": ForeignKeyword("Layers of different windows have KV cache groups of their own."),
-    "kv_offloading_backend": ForeignKeyword("The KV cache stays on the device.", ("native",)),
+    "kv_offloading_backend": ForeignKeyword("Workers copy blocks themselves.", ("native",)),
     "ec_transfer_config": ForeignKeyword("Engines do not exchange caches."),
     "offload_backend": ForeignKeyword("Weights stay on the device.", ("auto",)),
     "cpu_offload_gb": ForeignKeyword("Weights stay on the device.", (0, 0.0)),
