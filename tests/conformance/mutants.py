@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tests.conformance.kv_transfer_mutants import KV_TRANSFER_MUTANTS
 from tests.conformance.sparse_attention_mutants import SPARSE_ATTENTION_MUTANTS
 from tests.conformance.state_mutants import STATE_MUTANTS
 
@@ -416,6 +417,7 @@ MUTANTS = (
     *(Mutant(*fields) for fields in SPARSE_ATTENTION_MUTANTS),
     # Operations, and sequence states.
     *(Mutant(*fields) for fields in STATE_MUTANTS),
+    *(Mutant(*fields) for fields in KV_TRANSFER_MUTANTS),
     Mutant(
         "the norm has an epsilon of its own",
         "OPS-01",

@@ -12,6 +12,7 @@ from mvllm import LLM
 from tests.helpers import parity
 from tests.helpers.host_block_plans import HostBlockDriver
 from tests.helpers.model_zoo import make_checkpoint
+from tests.helpers.plugins import graph_platform_path, prepend
 from tests.helpers.thread_executor import ThreadExecutor
 
 PROMPT = [2 + 7 * i % 300 for i in range(41)]
@@ -48,7 +49,9 @@ def start(stack: ExitStack, folder: Path, **settings: Any) -> LLM:
 def test_copied_blocks_and_states_give_the_same_bits(stack: ExitStack, folder_of: Any, name: str) -> None:
     driver = HostBlockDriver(start(stack, folder_of(name)))
     driver.check_round_trip(PROMPT)
-    assert (driver.blocks is None) == (name == "mamba2") and (driver.states is None) == (name not in ("bamba", "mamba2"))
+    assert (driver.blocks is None) == (name == "mamba2") and (driver.states is None) == (
+        name not in ("bamba", "mamba2")
+    )
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "int8", "float8_e4m3fn"])
@@ -75,7 +78,11 @@ def test_every_rank_copies_its_part(stack: ExitStack, folder_of: Any, name: str,
 
 def test_worker_processes_map_the_host_blocks(stack: ExitStack, folder_of: Any) -> None:
     llm = start(
-        stack, folder_of("llama-gqa"), tensor_parallel_size=2, pipeline_parallel_size=1, distributed_executor_backend="mp"
+        stack,
+        folder_of("llama-gqa"),
+        tensor_parallel_size=2,
+        pipeline_parallel_size=1,
+        distributed_executor_backend="mp",
     )
     HostBlockDriver(llm).check_round_trip(PROMPT)
 
@@ -90,3 +97,11 @@ def test_host_blocks_stay_mapped_while_the_engine_sleeps(stack: ExitStack, folde
     llm.wake_up()
     assert driver.executor.collective_rpc("host_block_needs") == needs
     driver.check_round_trip(PROMPT)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "bamba"])
+def test_programs_of_graphs_copy_their_caches_and_states(
+    stack: ExitStack, folder_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    prepend(monkeypatch, graph_platform_path(tmp_path))
+    HostBlockDriver(start(stack, folder_of(name), platform="graph-interpreter")).check_round_trip(PROMPT)

@@ -1,4 +1,4 @@
-"""Engines with a host tier and a disk: prefixes are found after a restart, and preempted requests go on; equal tokens."""
+"""Engines with a host tier and a disk: prefixes are found after a restart, preempted requests go on; equal tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def long_prompts(name: str) -> tuple[Path, list[list[int]]]:
         pytest.param("llama-gqa", {"kv_cache_dtype": "int8"}, marks=pytest.mark.exhaustive),
         ("gemma3", {}),
         pytest.param("mistral", {}, marks=pytest.mark.exhaustive),
-        pytest.param("deepseekv2", {}, marks=pytest.mark.exhaustive),
+        pytest.param("glm4moelite", {}, marks=pytest.mark.exhaustive),
         pytest.param("qwen3next", {"state_snapshot_interval": 32}, marks=pytest.mark.exhaustive),
         pytest.param("mamba2", {"state_snapshot_interval": 32}, marks=pytest.mark.exhaustive),
         ("lfm2", {"state_snapshot_interval": 32}),
@@ -106,7 +106,7 @@ def test_swapped_requests_have_the_tokens_that_they_have_alone(name, mode):
         expected = [generate(llm, [prompt], 40)[0][0] for prompt in prompts]
         core = llm.llm_engine._client._core
         needs, summary = core._executor.kv_cache_needs(), core.cache_summary
-    blocks, slots = summary.blocks_per_request + 10, 5
+    blocks, slots = summary.blocks_per_request + (10 if len(summary.windows) == 1 else 1), 5
     memory = blocks * (summary.total_bytes // summary.num_blocks)
     if summary.num_state_slots:
         memory = max(

@@ -491,3 +491,13 @@ print(*executor.worker_pids)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) == 2
     assert not tagged_processes(tag)
+
+
+def test_a_step_with_copies_ends_when_every_rank_has_answered(make: MakeExecutor) -> None:
+    executor = make(2)
+    late = executor.collective_rpc("allocate_kv_cache", (SLEEP_MS, 1500), ranks=[1], non_block=True)
+    assert executor.execute_model(SchedulerOutput(step=0)).result().step == 0
+    assert not late.done(), "rank 0 answers a step alone, while rank 1 is late"
+    output = executor.execute_model(SchedulerOutput(step=1, saved_blocks=[3], saved_host_blocks=[0])).result()
+    assert late.done() and (output.step, output.sampled_token_ids) == (1, [0])
+    assert executor.execute_model(SchedulerOutput(step=2, loaded_states=[3], loaded_host_states=[0])).result().step == 2

@@ -47,7 +47,7 @@ class InterpreterPlatform(GraphPlatform):
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, stores_by_block_table=os.environ.get(FAULT) == "KVL-03")
+        return replace(super().capabilities, kv_transfer=True, stores_by_block_table=os.environ.get(FAULT) == "KVL-03")
 
     def graph_compiler(self) -> GraphCompiler:
         fault = os.environ.get(FAULT)

@@ -1,6 +1,6 @@
 """Drives the executor of an idle engine with hand-made plans that save blocks to host blocks and load them again.
 
-    compute a prompt -> save its blocks -> NaN in all of them -> load into other blocks -> the next token
+compute a prompt -> save its blocks -> NaN in all of them -> load into other blocks -> the next token
 """
 
 from __future__ import annotations
@@ -64,9 +64,16 @@ class HostBlockDriver:
         ]
 
     def compute(
-        self, tokens: list[int], tables: list[list[int]], computed: int, end: int, *, states: tuple[int, int], **fields: Any
+        self,
+        tokens: list[int],
+        tables: list[list[int]],
+        computed: int,
+        end: int,
+        *,
+        states: tuple[int, int],
+        **fields: Any,
     ) -> tuple[list[int], Any]:
-        """Computes tokens [computed, end) of a prompt in row 0, and frees the row; sampled tokens and log-probabilities.
+        """Computes tokens [computed, end) of a prompt in row 0, and frees it; sampled tokens and log-probabilities.
 
         Args:
             states: The slots that are read and written, in models with sequence states.
@@ -132,7 +139,12 @@ class HostBlockDriver:
             copied |= {"loaded_blocks": loaded, "loaded_host_blocks": hosts}
             copied |= {"saved_blocks": [loaded[0], new[0][-1]], "saved_host_blocks": [0, 1]}
         if self.states is not None:
-            copied |= {"loaded_states": [2], "loaded_host_states": [7], "saved_states": [2, 3], "saved_host_states": [0, 1]}
+            copied |= {
+                "loaded_states": [2],
+                "loaded_host_states": [7],
+                "saved_states": [2, 3],
+                "saved_host_states": [0, 1],
+            }
         found = self.compute(tokens, new, end, len(tokens), states=(2, 3), **copied)
         assert found == expected
         for host in (self.blocks, self.states):

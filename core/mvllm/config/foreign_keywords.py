@@ -97,7 +97,7 @@ FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
     "weight_transfer_config": ForeignKeyword("init_weight_transfer_engine() chooses the backend of a trainer's group."),
     "quantization_param_path": ForeignKeyword("Scales are read from the checkpoint."),
     # memory and cache
-    "swap_space": ForeignKeyword("kv_offloading_size is the host memory of all devices.", (0,)),
+    "swap_space": ForeignKeyword("Host memory for preempted requests is kv_offloading_size.", (0,)),
     "prefix_caching_hash_algo": ForeignKeyword(
         "Block hashes are seeded; see prefix_caching_seed.", ("builtin", "sha256")
     ),
@@ -105,7 +105,7 @@ FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
     "kv_events_config": ForeignKeyword("The KV cache publishes no events."),
     "kv_sharing_fast_prefill": ForeignKeyword("Every layer computes the whole prompt."),
     "disable_hybrid_kv_cache_manager": ForeignKeyword("Layers of different windows have KV cache groups of their own."),
-    "kv_offloading_backend": ForeignKeyword("Workers copy blocks themselves.", ("native",)),
+    "kv_offloading_backend": ForeignKeyword("Workers copy blocks to host memory.", ("native",)),
     "ec_transfer_config": ForeignKeyword("Engines do not exchange caches."),
     "offload_backend": ForeignKeyword("Weights stay on the device.", ("auto",)),
     "cpu_offload_gb": ForeignKeyword("Weights stay on the device.", (0, 0.0)),

@@ -17,7 +17,9 @@ from mvllm.graph.arguments import unflatten
 from mvllm.graph.arrays import to_numpy, to_torch
 from mvllm.graph.operations import GRAPH_OPERATIONS, PAGED_ATTENTION, PAGED_ATTENTION_INPUTS
 from mvllm.platform.attention import AttentionSpec, BatchLayout, KVCache, KVLayout
+from mvllm.platform.block_transfer import BlockTransfer
 from mvllm.platform.graph_compiler import GraphCompiler, GraphProgram
+from mvllm.platform.state import StateBackend, StateSpec
 from mvllm.platform.step_graph import (
     CacheValue,
     Node,
@@ -134,6 +136,21 @@ class InterpretedProgram(GraphProgram):
     def write_state(self, state: StateValue, array: np.ndarray) -> None:
         self._states[state.name].copy_(to_torch(array, state.tensor.dtype))
 
+    def block_format(self, cache: CacheValue) -> str:
+        return ReferenceAttention(cache.spec).block_format(self._caches[cache.name], self._block_size)
+
+    def export_blocks(self, cache: CacheValue, blocks: np.ndarray, out: np.ndarray) -> BlockTransfer | None:
+        return ReferenceAttention(cache.spec).export_blocks(self._caches[cache.name], blocks, out)
+
+    def import_blocks(self, cache: CacheValue, blocks: np.ndarray, data: np.ndarray) -> BlockTransfer | None:
+        return ReferenceAttention(cache.spec).import_blocks(self._caches[cache.name], blocks, data)
+
+    def export_slots(self, state: StateValue, slots: np.ndarray, out: np.ndarray) -> BlockTransfer | None:
+        return _state_backend(state).export_slots((self._states[state.name],), slots, out)
+
+    def import_slots(self, state: StateValue, slots: np.ndarray, data: np.ndarray) -> BlockTransfer | None:
+        return _state_backend(state).import_slots((self._states[state.name],), slots, data)
+
     def close(self) -> None:
         self.free_caches()
         self._arrays = {}
@@ -220,6 +237,10 @@ class _Run:
             raise PlatformError(
                 f"{node.op} made {result.dtype}{list(result.shape)}, but the graph has {value.dtype}{list(expected)}."
             )
+
+
+def _state_backend(state: StateValue) -> StateBackend:
+    return StateBackend(StateSpec((state.tensor,)))
 
 
 def _number(entry: Any, symbols: Mapping[str, int]) -> Any:

@@ -26,6 +26,7 @@ from mvllm.graph.operations import (
 from mvllm.graph.recorded_calls import attention_attributes, result_like
 from mvllm.ops.dtypes import dtype_name, torch_dtype
 from mvllm.platform.attention import AttentionBackend, AttentionSpec, BatchLayout, KVLayout
+from mvllm.platform.block_transfer import BlockTransfer
 from mvllm.platform.graph_compiler import GraphCompiler, GraphProgram
 from mvllm.platform.op_provider import OpCase, OpProvider
 from mvllm.platform.state import StateTensor
@@ -255,6 +256,15 @@ class OneNodeAttention(AttentionBackend):
     def read_slots(self, kv: GraphProgram, slots: torch.Tensor) -> Sequence[torch.Tensor]:
         found = kv.read_slots(_cache_value(self.spec), slots.cpu().numpy())
         return [torch.from_numpy(array) for array in found]
+
+    def block_format(self, kv: GraphProgram, block_size: int) -> str:
+        return kv.block_format(_cache_value(self.spec))
+
+    def export_blocks(self, kv: GraphProgram, blocks: np.ndarray, out: np.ndarray) -> BlockTransfer | None:
+        return kv.export_blocks(_cache_value(self.spec), blocks, out)
+
+    def import_blocks(self, kv: GraphProgram, blocks: np.ndarray, data: np.ndarray) -> BlockTransfer | None:
+        return kv.import_blocks(_cache_value(self.spec), blocks, data)
 
     def _new_program(self) -> GraphProgram:
         program = self.compiler.program(_attention_graphs(self.spec))

@@ -265,6 +265,22 @@ class _ProcessProgram(GraphProgram):
     def write_state(self, state: StateValue, array: np.ndarray) -> None:
         self._call("write_state", state.name, array)
 
+    def block_format(self, cache: CacheValue) -> str:
+        found: str = self._call("block_format", cache.name)
+        return found
+
+    def export_blocks(self, cache: CacheValue, blocks: np.ndarray, out: np.ndarray) -> None:
+        out[:] = self._call("export_blocks", cache.name, blocks, out.shape[1])
+
+    def import_blocks(self, cache: CacheValue, blocks: np.ndarray, data: np.ndarray) -> None:
+        self._call("import_blocks", cache.name, blocks, data)
+
+    def export_slots(self, state: StateValue, slots: np.ndarray, out: np.ndarray) -> None:
+        out[:] = self._call("export_slots", state.name, slots, out.shape[1])
+
+    def import_slots(self, state: StateValue, slots: np.ndarray, data: np.ndarray) -> None:
+        self._call("import_slots", state.name, slots, data)
+
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True

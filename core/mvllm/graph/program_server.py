@@ -14,15 +14,18 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from mvllm.graph.shared_messages import SharedMessages
+from mvllm.platform.block_transfer import BlockTransfer
 from mvllm.platform.graph_compiler import GraphCompiler, GraphProgram
 from mvllm.platform.step_graph import StepGraph, StepSizes, Value
 
 NUMBER = "number"
 """Key of the number of an earlier result among the inputs of a run."""
 
-_OF_A_VALUE = frozenset({"kv_layout", "kv_bytes", "fill", "read_slots", "read_state", "write_state"})
+_EXPORTS, _IMPORTS = ("export_blocks", "export_slots"), ("import_blocks", "import_slots")
+_OF_A_VALUE = frozenset({"kv_layout", "kv_bytes", "fill", "read_slots", "read_state", "write_state", "block_format"})
 """Methods whose first argument is a cache or a state."""
 
 
@@ -62,6 +65,13 @@ class _Server:
             given = {name: self._array(value) for name, value in inputs.items()}
             results = program.run(graph, given, msgspec.convert(sizes, StepSizes))
             return [self._numbered(array) for array in results]
+        if method in _EXPORTS:
+            value, rows, num_bytes = arguments
+            out = np.empty((len(rows), num_bytes), np.uint8)
+            _wait(getattr(program, method)(values[value], rows, out))
+            return out
+        if method in _IMPORTS:
+            return _wait(getattr(program, method)(values[arguments[0]], *arguments[1:]))
         if method == "to_host":
             return program.to_host(self._arrays[arguments[0]])
         if method in _OF_A_VALUE:
@@ -92,6 +102,11 @@ class _Server:
         self._next += 1
         self._arrays[self._next] = array
         return self._next
+
+
+def _wait(transfer: BlockTransfer | None) -> None:
+    if transfer is not None:
+        transfer.wait()
 
 
 def serve(factory: str, connection: Connection) -> None:

@@ -163,8 +163,8 @@ def _block_views(backend: AttentionBackend, kv: Any, block_bytes: int, method: s
     if stored != block_bytes:
         name = type(backend).__name__
         raise PlatformError(
-            f"A block in the tensors of {name} has {stored} bytes, and kv_layout().bytes_per_token gives {block_bytes}. "
-            f"Implement {name}.{method}, as AttentionBackend describes it."
+            f"A block in the tensors of {name} has {stored} bytes, and kv_layout().bytes_per_token gives "
+            f"{block_bytes}. Implement {name}.{method}, as AttentionBackend describes it."
         )
     return views
 

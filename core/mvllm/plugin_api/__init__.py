@@ -17,6 +17,7 @@ from mvllm.config.engine_config import (
     SchedulerConfig,
 )
 from mvllm.config.hf_config import HFConfig
+from mvllm.config.kv_transfer import KVConnectorConfig, KVTransferConfig
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_kind import ModelKind
 from mvllm.config.speculative import SpeculativeConfig
@@ -130,7 +131,9 @@ __all__ = [
     "HostCopy",
     "KVCache",
     "KVCacheNeeds",
+    "KVConnectorConfig",
     "KVLayout",
+    "KVTransferConfig",
     "Kind",
     "LaunchTopology",
     "LoRAConfig",

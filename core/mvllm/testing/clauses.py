@@ -357,8 +357,8 @@ _ALL = (
     ),
     Clause(
         "KVT-04",
-        "`block_format` differs for other storage dtypes, heads, head sizes, kinds of caches and block sizes, and does "
-        "not depend on the number of blocks.",
+        "`block_format` differs for other storage dtypes, numbers of heads, head sizes and block sizes, and for values "
+        "that are a part of the keys; it does not depend on the number of blocks.",
         "kv_transfer",
         since=(1, 1),
     ),

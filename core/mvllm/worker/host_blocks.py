@@ -60,7 +60,7 @@ class StepCopies:
     """The copies of one step that may not be done yet."""
 
     def __init__(self) -> None:
-        self._pending: list[tuple[BlockTransfer | None, Callable[[], None]]] = []
+        self._pending: list[tuple[BlockTransfer, Callable[[], None]]] = []
 
     def add(self, transfer: BlockTransfer | None, finish: Callable[[], None]) -> None:
         """Adds a submitted copy.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 
@@ -56,3 +57,17 @@ def test_attention_is_exact_for_every_kind_of_layer(fields, together, monkeypatc
 )
 def test_unsupported_layers_are_rejected_with_the_reason(fields, message):
     assert any(message in reason for reason in SdpaAttention.validate(make_spec(**fields)))
+
+
+def test_blocks_are_copied_to_bytes_and_back():
+    backend = SdpaAttention(make_spec(dtype="bfloat16"))
+    kv = backend.allocate(4, 16, torch.device("cpu"))
+    for part in kv:
+        part.copy_(torch.randn(part.shape))
+    before = [part.clone() for part in kv]
+    data = np.empty((2, 16 * backend.kv_layout().bytes_per_token), np.uint8)
+    assert backend.export_blocks(kv, np.array([3, 0]), data) is None
+    assert backend.import_blocks(kv, np.array([1, 2]), data) is None
+    for part, old in zip(kv, before, strict=True):
+        assert torch.equal(part, torch.stack([old[0], old[3], old[0], old[3]]))
+    assert backend.block_format(kv, 16) != SdpaAttention(make_spec(dtype="float16")).block_format(kv, 16)

@@ -37,6 +37,8 @@ CONFIGURATION = {
     "ParallelConfig",
     "SchedulerConfig",
     "SpeculativeConfig",
+    "KVConnectorConfig",
+    "KVTransferConfig",
 }
 MESSAGES = {
     "Activation",

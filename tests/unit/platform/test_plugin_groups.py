@@ -30,6 +30,7 @@ GROUPS = {
     "mvllm.reasoning_parsers": "acme",
     "mvllm.http": "acme",
     "mvllm.logits_processors": "acme",
+    "mvllm.kv_connectors": "acme",
 }
 
 

@@ -10,6 +10,7 @@ import torch
 
 from mvllm.errors import PlatformError
 from mvllm.ops.all_schemas import SCHEMAS
+from mvllm.ops.dtypes import torch_dtype
 from mvllm.platform.checked_calls import checked_attention_backend, checked_state_backend
 from mvllm.plugin_api import AttentionSpec, BlockTransfer, DeviceRuntime
 from mvllm.testing.attention_cases import CacheHarness, make_layout, make_spec
@@ -51,7 +52,7 @@ def write(harness: CacheHarness, blocks: Sequence[int], seed: int) -> None:
     """Stores random keys and values in all slots of blocks."""
     spec, length = harness.backend.spec, len(blocks) * harness.block_size
     generator = torch.Generator().manual_seed(seed)
-    dtype = getattr(torch, spec.dtype)
+    dtype = torch_dtype(spec.dtype)
     keys = torch.randn((length, spec.num_kv_heads, spec.head_size), generator=generator).to(dtype)
     values = torch.randn((length, spec.num_kv_heads, spec.value_size), generator=generator).to(dtype)
     if spec.values_in_keys:
@@ -80,9 +81,7 @@ def rows_for(harness: CacheHarness, count: int) -> np.ndarray:
 def contents(harness: CacheHarness) -> list[torch.Tensor]:
     """The contents of each block as `read_slots` shows them, on the host: [NUM_BLOCKS, block_size, ...] bytes."""
     slots = torch.arange(NUM_BLOCKS * harness.block_size)
-    parts = [
-        harness.runtime.to_host(part).wait().clone() for part in harness.backend.read_slots(harness.kv, slots)
-    ]
+    parts = [harness.runtime.to_host(part).wait().clone() for part in harness.backend.read_slots(harness.kv, slots)]
     return [part.contiguous().view(torch.uint8).view(NUM_BLOCKS, harness.block_size, -1) for part in parts]
 
 
@@ -180,19 +179,21 @@ def test_copies_are_in_the_order_of_the_calls(
 def test_formats_name_what_the_bytes_depend_on(
     subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
 ) -> None:
-    found: dict[str, tuple[AttentionSpec, int]] = {}
+    found: dict[str, tuple[object, ...]] = {}
     every = [*specs(subject, claimed_dtype), make_spec(2, 1, 64, claimed_dtype), make_spec(2, 2, 32, claimed_dtype)]
     for spec in every:
         backend = checked_attention_backend(subject.platform, spec)
         for size in backend.kv_layout().block_sizes[:2]:
-            names = {
-                backend.block_format(backend.allocate(count, size, bound_device.device), size) for count in (2, 5)
-            }
+            names = {backend.block_format(backend.allocate(count, size, bound_device.device), size) for count in (2, 5)}
             assert len(names) == 1, f"the format depends on the number of blocks: {sorted(names)}"
             [name] = names
             assert name, f"{spec}: the format is empty"
-            other = found.setdefault(name, (spec, size))
-            assert other == (spec, size), f"{other} and {(spec, size)} have the same format, {name!r}"
+            stored = (spec.kv_dtype, spec.num_kv_heads, spec.head_size, spec.values_in_keys, size)
+            other = found.setdefault(name, stored)
+            assert other == stored, (
+                f"Storage dtype, heads, head size, values in keys and block size {other} and {stored} have the same "
+                f"format, {name!r}"
+            )
 
 
 def state_cases(dtype: str) -> list[StateCase]:

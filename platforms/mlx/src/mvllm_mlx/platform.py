@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from mvllm.plugin_api import PlatformSpec, ShapePolicy
+from dataclasses import replace
+
+from mvllm.plugin_api import Capabilities, PlatformSpec, ShapePolicy
 from mvllm.plugin_api.graph import GraphCompiler, GraphPlatform, ProcessCompiler
 from mvllm_mlx.plugin import SPEC
 
@@ -18,6 +20,10 @@ class MLXPlatform(GraphPlatform):
     @property
     def spec(self) -> PlatformSpec:
         return SPEC
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, kv_transfer=True)
 
     def graph_compiler(self) -> GraphCompiler:
         """The compiler, in a process of its own: no process has both MLX and torch."""

@@ -155,6 +155,36 @@ class MLXProgram(GraphProgram):
     def write_state(self, state: StateValue, array: np.ndarray) -> None:
         self._states[state.name] = to_mlx(array, state.tensor.dtype)
 
+    def block_format(self, cache: CacheValue) -> str:
+        parts = "; ".join(f"{x.dtype}{list(x.shape[1:])}" for x in self._caches[cache.name])
+        kind = "values in keys" if cache.spec.values_in_keys else "keys and values"
+        return f"mvllm_mlx blocks of {kind}, {cache.spec.kv_dtype}: {parts}"
+
+    def export_blocks(self, cache: CacheValue, blocks: np.ndarray, out: np.ndarray) -> None:
+        start = 0
+        for x in self._caches[cache.name]:
+            rows = np.ascontiguousarray(to_numpy(x[mx.array(blocks)])).reshape(len(blocks), -1).view(np.uint8)
+            out[:, start : start + rows.shape[1]] = rows
+            start += rows.shape[1]
+
+    def import_blocks(self, cache: CacheValue, blocks: np.ndarray, data: np.ndarray) -> None:
+        start = 0
+        for x in self._caches[cache.name]:
+            size = x.nbytes // x.shape[0]
+            rows = np.ascontiguousarray(data[:, start : start + size]).view(to_numpy(x[:1]).dtype)
+            rows = rows.reshape(-1, *x.shape[1:])
+            x[mx.array(blocks)] = to_mlx(rows, cache.spec.kv_dtype)
+            start += size
+
+    def export_slots(self, state: StateValue, slots: np.ndarray, out: np.ndarray) -> None:
+        rows = np.ascontiguousarray(to_numpy(self._states[state.name][mx.array(slots)]))
+        out[:] = rows.reshape(len(slots), -1).view(np.uint8)
+
+    def import_slots(self, state: StateValue, slots: np.ndarray, data: np.ndarray) -> None:
+        states = self._states[state.name]
+        rows = data.view(to_numpy(states[:1]).dtype).reshape(-1, *state.tensor.shape)
+        states[mx.array(slots)] = to_mlx(rows, state.tensor.dtype)
+
     def close(self) -> None:
         self._compiled.clear()
         self._weights.clear()

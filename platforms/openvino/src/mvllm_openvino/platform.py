@@ -27,7 +27,7 @@ class OpenVINOPlatform(GraphPlatform):
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, state=False, stores_by_block_table=True)
+        return replace(super().capabilities, state=False, stores_by_block_table=True, kv_transfer=True)
 
     def graph_compiler(self) -> GraphCompiler:
         from mvllm_openvino.compiler import OpenVINOCompiler

@@ -96,6 +96,27 @@ class OpenVINOProgram(GraphProgram):
     def read_slots(self, cache: CacheValue, slots: np.ndarray) -> Sequence[np.ndarray]:
         return [_bits(tensor)[slots // BLOCK_SIZE, :, slots % BLOCK_SIZE] for tensor in self._caches[cache.name]]
 
+    def block_format(self, cache: CacheValue) -> str:
+        parts = "; ".join(f"{_bits(x).dtype}{list(_bits(x).shape[1:])}" for x in self._caches[cache.name])
+        kind = "values in keys" if cache.spec.values_in_keys else "keys and values"
+        return f"mvllm_openvino blocks of {kind}, {cache.spec.kv_dtype}: {parts}"
+
+    def export_blocks(self, cache: CacheValue, blocks: np.ndarray, out: np.ndarray) -> None:
+        start = 0
+        for tensor in self._caches[cache.name]:
+            rows = _bits(tensor)[blocks].reshape(len(blocks), -1).view(np.uint8)
+            out[:, start : start + rows.shape[1]] = rows
+            start += rows.shape[1]
+
+    def import_blocks(self, cache: CacheValue, blocks: np.ndarray, data: np.ndarray) -> None:
+        start = 0
+        for tensor in self._caches[cache.name]:
+            bits = _bits(tensor)
+            size = bits[:1].nbytes
+            rows = np.ascontiguousarray(data[:, start : start + size]).view(bits.dtype)
+            bits[blocks] = rows.reshape(-1, *bits.shape[1:])
+            start += size
+
     def close(self) -> None:
         self._compiled.clear()
         self._caches.clear()

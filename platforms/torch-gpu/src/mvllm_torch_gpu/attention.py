@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from mvllm.plugin_api import AttentionBackend, AttentionSpec, BatchLayout, KVLayout, RotarySpec, RotaryWriter
+from mvllm.plugin_api import AttentionSpec, BatchLayout, KVLayout, RotarySpec, RotaryWriter
+from mvllm_torch_gpu.block_copies import PagedBlocks
 from mvllm_torch_gpu.paged_metadata import PagedMetadata
 from mvllm_triton.attention import latent_attention, paged_attention
 from mvllm_triton.kv_write import write_kv, write_latent
@@ -38,7 +39,7 @@ Cache = tuple[torch.Tensor, ...]
 """One layer's keys, values unless they are part of the keys, then the scales of each for 8-bit caches."""
 
 
-class TritonAttention(AttentionBackend):
+class TritonAttention(PagedBlocks):
     """Attention backend over the kernels of mvllm_triton.
 
     Args:
@@ -183,6 +184,10 @@ class TritonAttention(AttentionBackend):
             v_scale=scales[1],
             **self._format,
         )
+
+    def storage_format(self) -> str:
+        is_float8 = self.spec.kv_dtype in FLOAT8
+        return str(self._format["float8"]).removeprefix("torch.") if is_float8 else self.spec.kv_dtype
 
     @property
     def _scaled(self) -> bool:

@@ -29,6 +29,8 @@ from mvllm.plugin_api import (
     Refusal,
     Refusals,
     ShapePolicy,
+    StateBackend,
+    StateSpec,
     get_logger,
 )
 from mvllm_torch_gpu.device_module import CUDA, DeviceModule
@@ -107,6 +109,7 @@ class TorchGpuPlatform(Platform):
             mla=True,
             state=True,
             lazy_kernels=True,
+            kv_transfer=True,
         )
 
     def plan(self, config: EngineConfig) -> Plan | Refusals:
@@ -210,6 +213,11 @@ class TorchGpuPlatform(Platform):
         if not found:
             return TritonAttention(spec, float8=self.float8)
         return AutotunedAttention(spec, found, forced=forced, float8=self.float8)
+
+    def state_backend(self, spec: StateSpec) -> StateBackend:
+        from mvllm_torch_gpu.block_copies import CopiedStates
+
+        return CopiedStates(spec)
 
     def ops(self) -> Sequence[OpProvider]:
         try:

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from mvllm.plugin_api import AttentionBackend, AttentionSpec, BatchLayout, KVLayout
+from mvllm.plugin_api import AttentionSpec, BatchLayout, KVLayout
+from mvllm_torch_gpu.block_copies import PagedBlocks
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 BLOCK_SIZES = (16, 32, 64, 128, 256, 8, 4, 2, 1)
@@ -66,7 +67,7 @@ class SdpaMetadata:
     rows: torch.Tensor | None
 
 
-class SdpaAttention(AttentionBackend):
+class SdpaAttention(PagedBlocks):
     """Attention by `scaled_dot_product_attention`. Supports layers without soft caps, sinks and 8-bit caches."""
 
     @classmethod
