@@ -5,7 +5,8 @@ The setting `kv_transfer_config` is a JSON object, with the keys that vLLM has f
     {"kv_connector": "tcp", "kv_role": "producer", "kv_connector_extra_config": {"port": 7000}}
     {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [{...}, {...}]}}
 
-`kv_role` is short for the connector `shared_memory` in that role. `kv_disk_cache` is short for the connector `disk` in the role `both`.
+`kv_role` is short for the connector `shared_memory` in that role, `kv_disk_cache` for the connector `disk` in the role
+`both`.
 """
 
 from __future__ import annotations
