@@ -161,8 +161,12 @@ def test_a_killed_decode_server_ends_its_streams_with_an_error(cluster: Cluster)
             first = next(lines)
             assert response.status_code == 200, first
             psutil.Process(cluster.decode.process.pid).kill()
-            last = [first, *lines][-1]
-        assert "model_stopped" in last, last
+            *_, error, end = [first, *lines]
+        assert "model_stopped" in error and end == "data: [DONE]", (error, end)
+        if cluster.prefill.process.poll() is None:  # then it generates
+            assert client.post("/v1/completions", json=REQUEST).status_code == 200
+            cluster.prefill.process.kill()
+            cluster.prefill.wait()
         answer = client.post("/v1/completions", json=REQUEST)
         assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
         wait_until(lambda: client.get("/health").status_code == 503, 20, "the router is ready without engines")
