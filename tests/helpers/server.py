@@ -29,16 +29,21 @@ class ServerProcess:
 
     Args:
         folder: Folder for its log.
-        arguments: Arguments after `serve`.
+        arguments: Arguments after the command.
         environment: Additional environment variables.
+
+    Attributes:
+        command: The command of `mvllm`.
     """
+
+    command = "serve"
 
     def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
         self.tag = new_tag()
         self._log = folder / f"server-{self.tag[:8]}.log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "mvllm.entrypoints.cli.main", "serve", *arguments],
+                [sys.executable, "-m", "mvllm.entrypoints.cli.main", self.command, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

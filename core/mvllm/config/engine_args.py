@@ -28,7 +28,7 @@ from mvllm.config.generation_config import find_generation_folder
 from mvllm.config.hub import find_model, find_tokenizer
 from mvllm.config.keyword_arguments import accepts_every_name, class_path, listed_names
 from mvllm.config.kv_events import read_kv_events_config
-from mvllm.config.kv_transfer import PREEMPTION_MODES, read_kv_transfer_config
+from mvllm.config.kv_transfer import PREEMPTION_MODES, ROLES, read_kv_transfer_config
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_builder import DTYPE_ALIASES, DTYPES, build_model_config
 from mvllm.config.model_limits import DEFAULT_NUM_BATCHED_TOKENS, check_parallel_sizes, token_budget
@@ -226,6 +226,13 @@ class EngineArgs:
         help="A KV connector, as a JSON object with kv_connector (its name), kv_role ('producer', 'consumer' or "
         "'both') and kv_connector_extra_config.",
         group="cache",
+    )
+    kv_role: str | None = option(
+        None,
+        help="Computes prompts for other engines ('producer'), continues prompts of others ('consumer'), or both: the "
+        "connector shared_memory in this role, for engines of one machine. See kv_transfer_config for others.",
+        group="cache",
+        choices=ROLES,
     )
     preemption_mode: str = option(
         "auto",
@@ -547,6 +554,7 @@ class EngineArgs:
                 disk_cache_size=self.kv_disk_cache_size,
                 preemption_mode=self.preemption_mode,
                 settings=self.kv_transfer_config,
+                role=self.kv_role,
             ),
         )
 

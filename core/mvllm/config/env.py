@@ -12,6 +12,7 @@ KNOWN_VARIABLES: dict[str, str] = {
     "asked for may.",
     "MVLLM_API_KEY": "Key that requests to `mvllm serve` must carry; several, one per line.",
     "MVLLM_ADMIN_API_KEY": "Key for everything that `mvllm serve` offers, administration included.",
+    "MVLLM_KV_TRANSFER_KEY": "Key that engines share which pass KV blocks to each other over TCP.",
     "MVLLM_CACHE_DIR": "Folder for what is derived from models and can be derived again, such as the configuration and "
     "tokenizer of GGUF files; by default `mvllm` in `$XDG_CACHE_HOME` or `~/.cache`.",
     "MVLLM_TORCH_PROFILER_DIR": "Folder of the traces that `LLM.start_profile` writes; by default "

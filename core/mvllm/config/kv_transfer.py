@@ -5,7 +5,8 @@ The setting `kv_transfer_config` is a JSON object, with the keys that vLLM has f
     {"kv_connector": "tcp", "kv_role": "producer", "kv_connector_extra_config": {"port": 7000}}
     {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [{...}, {...}]}}
 
-`kv_disk_cache` is short for the connector `disk` in the role `both`.
+`kv_role` is short for the connector `shared_memory` in that role, `kv_disk_cache` for the connector `disk` in the role
+`both`.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from typing import Any
 from mvllm.errors import ConfigError
 
 DISK = "disk"
+SHARED_MEMORY = "shared_memory"
 MULTI_CONNECTOR = "MultiConnector"
+ROLES = ("producer", "consumer", "both")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 
 _ROLES = {
-    **{name: name for name in ("producer", "consumer", "both")},
-    **{f"kv_{name}": name for name in ("producer", "consumer", "both")},
+    **{name: name for name in ROLES},
+    **{f"kv_{name}": name for name in ROLES},
 }
 _KEYS = ("kv_connector", "kv_role", "kv_connector_extra_config")
 _GIB = 2**30
@@ -72,6 +75,7 @@ def read_kv_transfer_config(
     disk_cache_size: float | None,
     preemption_mode: str,
     settings: Mapping[str, Any] | None,
+    role: str | None = None,
 ) -> KVTransferConfig:
     """The configuration that the settings of EngineArgs describe.
 
@@ -88,6 +92,13 @@ def read_kv_transfer_config(
             "preemption_mode is 'swap', which keeps keys and values in host memory, but kv_offloading_size gives it "
             "none. Set kv_offloading_size, or leave out preemption_mode."
         )
+    if role is not None:
+        if settings is not None:
+            raise ConfigError(
+                f"kv_role is {role!r}, which is short for a kv_transfer_config of its own. Leave it out, and give the "
+                "role in kv_transfer_config."
+            )
+        settings = {"kv_connector": SHARED_MEMORY, "kv_role": role}
     connectors = list(_read_connectors(settings)) if settings is not None else []
     if disk_cache is not None:
         options: dict[str, Any] = {"path": os.path.abspath(os.path.expanduser(disk_cache))}

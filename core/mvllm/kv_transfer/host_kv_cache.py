@@ -52,6 +52,10 @@ class HostKVCache:
         """The path by which other processes of this user on this machine map the same blocks."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
+    def fileno(self) -> int:
+        """The descriptor of the file, which another process can map. It stays the cache's."""
+        return self._fd
+
     def block(self, index: int) -> np.ndarray:
         """The bytes of a block, of all ranks: uint8 [block_bytes]. A view."""
         return self._array[index]

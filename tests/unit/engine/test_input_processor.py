@@ -235,3 +235,21 @@ def test_bad_words_as_texts_and_as_ids_share_one_limit():
     params = SamplingParams(bad_words=["a"], bad_words_token_ids=[[i % 50, 5] for i in range(512)])
     with pytest.raises(RequestError, match="bad_words_token_ids must be a list of at most 512"):
         process([5], params)
+
+
+def test_kv_transfer_params_go_to_the_engine_core_and_not_to_workers():
+    params = SamplingParams(extra_args={"kv_transfer_params": {"do_remote_decode": True}, "other": 1})
+    processor = make_processor()
+    for request in processor.process_batch(["a", "b"], [[1], [2]], [params, params]):
+        assert request.core.kv_transfer_params == {"do_remote_decode": True}
+        assert request.core.sampling_params.extra_args == {"other": 1}
+    assert params.extra_args == {"kv_transfer_params": {"do_remote_decode": True}, "other": 1}
+    alone = process([1], SamplingParams(extra_args={"kv_transfer_params": {"a": 1}}))
+    assert (alone.core.kv_transfer_params, alone.core.sampling_params.extra_args) == ({"a": 1}, None)
+    assert process([1], SamplingParams()).core.kv_transfer_params is None
+
+
+def test_kv_transfer_params_are_an_object():
+    error = refusal([1], SamplingParams(extra_args={"kv_transfer_params": "http://elsewhere"}))
+    assert error.parameter == "kv_transfer_params"
+    assert "kv_transfer_params must be an object" in str(error)

@@ -373,3 +373,12 @@ def test_log_probabilities_of_tokens_without_text_end_the_request_with_the_reaso
     output = run.step([5], logprobs=[PositionLogprobs([13], [-1.0], 1)])
     assert output.finished and output.outputs[0].finish_reason == "error"
     assert "token 13" in output.outputs[0].error
+
+
+@kinds
+def test_kv_transfer_params_are_in_the_last_output(kind):
+    run = Run(kind)
+    first = run.step([5])
+    assert first is None or first.kv_transfer_params is None
+    last = run.step([6], FinishReason.LENGTH, kv_transfer_params={"remote_request_id": "r"})
+    assert last is not None and last.kv_transfer_params == {"remote_request_id": "r"}

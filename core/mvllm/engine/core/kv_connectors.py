@@ -14,6 +14,9 @@ from mvllm.platform import plugin_groups
 
 BUILT_IN = {
     "disk": "mvllm.kv_transfer.disk_connector:DiskConnector",
+    "tcp": "mvllm.kv_transfer.remote.tcp:TCPConnector",
+    "shared_memory": "mvllm.kv_transfer.remote.shared_memory:SharedMemoryConnector",
+    "nixl": "mvllm.kv_transfer.remote.nixl:NixlConnector",
 }
 """Core's connectors, by name."""
 

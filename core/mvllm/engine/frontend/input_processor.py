@@ -34,6 +34,7 @@ from mvllm.sampling.logits_processor import processor_classes, validate
 from mvllm.structured_output.llguidance_library import check_available
 
 MAX_CACHE_SALT_LENGTH = 256
+KV_TRANSFER_PARAMS = "kv_transfer_params"
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _PRIORITY_LIMIT = 2**31
 _UTF8_CHECK_CHARS = 1 << 20  # checked at a time, so that other threads can run in between
@@ -166,6 +167,7 @@ class InputProcessor:
                     unconditional = self._check_for_prompt(i, prompts, default, validated, part.token_ids or [])
             validated.negative_prompt = None  # each sequence is sent with its token ids
             validated = self._check_for_prompt(i, prompts, self._fit_params_to_prompt, validated, part, unconditional)
+            validated, kv_transfer_params = _take_kv_transfer_params(validated)
             core = EngineCoreRequest(
                 request_id=_check_request_id(request_ids[i]),
                 prompt_token_ids=part.token_ids or [],
@@ -176,6 +178,7 @@ class InputProcessor:
                 cache_salt=part.cache_salt,
                 lora_request=None if lora_requests is None else self._check_lora_request(lora_requests[i]),
                 unconditional_prompt_token_ids=unconditional,
+                kv_transfer_params=kv_transfer_params,
             )
             processed.append(ProcessedRequest(part.text, validated, core, self._guidance.space_of(validated)))
         return processed
@@ -479,6 +482,21 @@ def _check_cache_salt(salt: object) -> str | None:
             parameter="cache_salt",
         )
     return salt
+
+
+def _take_kv_transfer_params(params: SamplingParams) -> tuple[SamplingParams, dict[str, Any] | None]:
+    """Parameters without `extra_args["kv_transfer_params"]`, and these. Workers do not need them."""
+    if not params.extra_args or KV_TRANSFER_PARAMS not in params.extra_args:
+        return params, None
+    extra_args = dict(params.extra_args)
+    given = extra_args.pop(KV_TRANSFER_PARAMS)
+    if given is not None and not isinstance(given, dict):
+        raise RequestError(
+            f"{KV_TRANSFER_PARAMS} must be an object; found {describe_value(given)}.", parameter=KV_TRANSFER_PARAMS
+        )
+    params = copy.copy(params)  # may be shared by several prompts
+    params.extra_args = extra_args or None
+    return params, given or None
 
 
 def _check_request_id(request_id: object) -> str:

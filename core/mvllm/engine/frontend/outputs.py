@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from mvllm.messages.lora import LoRARequest
 
@@ -110,6 +111,8 @@ class RequestOutput:
             converts it.
         pooled_each_token: Whether `pooled` has one vector per token of the prompt.
         lora_request: The LoRA adapter of the request, if it had one.
+        kv_transfer_params: Of a finished request whose KV blocks another engine may fetch: what the request to that
+            engine has to contain, as `SamplingParams.extra_args["kv_transfer_params"]`.
     """
 
     request_id: str
@@ -123,6 +126,7 @@ class RequestOutput:
     pooled: bytes | None = None
     pooled_each_token: bool = False
     lora_request: LoRARequest | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ until the next `RequestOutput`, which contains all of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mvllm.engine.frontend.beam_search import BeamSearch
 from mvllm.engine.frontend.input_processor import ProcessedRequest
@@ -83,6 +83,7 @@ class RequestState:
         self._num_cached_tokens: int | None = None
         self._pooling_output: bytes | None = None
         self._lora_request = core.lora_request
+        self._kv_transfer_params: dict[str, Any] | None = None
         self.space = request.space
         self.metrics = RequestMetrics(arrival_time=core.arrival_time)
 
@@ -119,6 +120,8 @@ class RequestState:
             self._prompt_logprobs = [None, *(_to_logprob_map(p, self._tokenizer) for p in output.prompt_logprobs)]
         if output.pooling_output is not None:
             self._pooling_output = output.pooling_output
+        if output.kv_transfer_params is not None:
+            self._kv_transfer_params = output.kv_transfer_params
 
     def fail_beam_search(self, failure: EngineCoreOutput, now: float) -> None:
         """Ends all sequences with the finish reason and error of an output."""
@@ -186,6 +189,7 @@ class RequestState:
             self._pooling_output,
             self._pools_each_token,
             self._lora_request,
+            self._kv_transfer_params,
         )
 
     def _next_prompt_logprobs(self) -> list[PositionLogprobMap | None] | None:

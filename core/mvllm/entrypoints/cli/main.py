@@ -23,6 +23,7 @@ logger = get_logger(__name__)
 COMMANDS = {
     "generate": "generate text from prompts given on the command line",
     "serve": "answer requests over HTTP, in the OpenAI API",
+    "router": "answer requests with some engines that compute prompts and others that generate",
     "chat": "talk with a model in the terminal",
     "run": "talk with a model, or answer one message: `mvllm run MODEL [PROMPT]`",
     "complete": "continue text, prompt by prompt",
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _prepare_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = next((a for a in arguments if not a.startswith("-")), None)
-    is_server = name == "serve" and argv is None  # the program, not a Python caller of this function
+    is_server = name in ("serve", "router") and argv is None  # the program, not a Python caller of this function
     if is_server:
         exit_on_signals()  # before the server's imports
     status = _run(name, arguments)

@@ -87,6 +87,7 @@ class GenerationRequest(ClientRequest, kw_only=True):
     early_stopping: bool | str | None = None
     vllm_xargs: dict[str, Any] | None = None
     thinking_token_budget: int | None = None
+    kv_transfer_params: dict[str, Any] | None = None
     guidance_scale: float | None = None
     negative_prompt: str | list[int] | None = None
 

@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections of the router to a model server, which are kept for further requests.
+"""HTTP/1.1 connections of a router to a server, which are kept for further requests.
 
 A response is read as it arrives: what has been received and not taken is limited, and the model server stops sending
 beyond that, as it would for a slow client of its own.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -148,19 +149,12 @@ class ModelConnection(asyncio.Protocol):
         self._stays_open = self._parser.should_keep_alive()
 
 
-class ModelClient:
-    """The connections to one model server.
+class HTTPClient(ABC):
+    """The connections to one server."""
 
-    Args:
-        sender: Opens connections; closed by `close`.
-        internal_key: An administrator's key of the model server, for the router's own requests.
-    """
-
-    def __init__(self, sender: ConnectionSender, internal_key: str) -> None:
-        self._sender = sender
+    def __init__(self) -> None:
         self._idle: list[ModelConnection] = []
         self._is_closed = False
-        self._internal_head = b"host: router\r\nauthorization: Bearer " + internal_key.encode() + b"\r\n"
 
     @contextlib.asynccontextmanager
     async def connection(self) -> AsyncIterator[ModelConnection]:
@@ -178,6 +172,45 @@ class ModelClient:
                 self._idle.append(connection)
             else:
                 connection.abort()
+
+    def close(self) -> None:
+        """Closes the idle connections. Idempotent."""
+        self._is_closed = True
+        for connection in self._idle:
+            connection.abort()
+        self._idle.clear()
+
+    def _take_idle(self) -> ModelConnection | None:
+        """The connection that was used last; older ones that have been idle for long are closed."""
+        oldest = time.monotonic() - _MAX_IDLE_SECONDS
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_reusable and connection.idle_since > oldest:
+                return connection
+            connection.abort()
+        return None
+
+    @abstractmethod
+    async def _connect(self) -> ModelConnection:
+        """A new connection.
+
+        Raises:
+            ModelServerLost: The server cannot be reached.
+        """
+
+
+class ModelClient(HTTPClient):
+    """The connections to one model server, a child process of the router.
+
+    Args:
+        sender: Opens connections; closed by `close`.
+        internal_key: An administrator's key of the model server, for the router's own requests.
+    """
+
+    def __init__(self, sender: ConnectionSender, internal_key: str) -> None:
+        super().__init__()
+        self._sender = sender
+        self._internal_head = b"host: router\r\nauthorization: Bearer " + internal_key.encode() + b"\r\n"
 
     async def fetch(self, path: str, body: Any = None) -> bytes | None:
         """The body of the response to a request of the router itself; None if it is an error, late, or the server has
@@ -200,21 +233,8 @@ class ModelClient:
 
     def close(self) -> None:
         """Closes the idle connections. Idempotent."""
-        self._is_closed = True
-        for connection in self._idle:
-            connection.abort()
-        self._idle.clear()
+        super().close()
         self._sender.close()
-
-    def _take_idle(self) -> ModelConnection | None:
-        """The connection that was used last; older ones that have been idle for long are closed."""
-        oldest = time.monotonic() - _MAX_IDLE_SECONDS
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.is_reusable and connection.idle_since > oldest:
-                return connection
-            connection.abort()
-        return None
 
     async def _connect(self) -> ModelConnection:
         while True:

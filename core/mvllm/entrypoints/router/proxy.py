@@ -66,7 +66,7 @@ class Proxy:
         try:
             async with client.connection() as connection:
                 connection.send(request_head(scope, query, len(body)), body)
-                await self._respond(connection, scope, send)
+                await self.respond(connection, scope, send)
         except ModelServerLost as e:
             raise APIError(
                 503,
@@ -75,8 +75,12 @@ class Proxy:
                 retry_after=1,
             ) from e
 
-    async def _respond(self, connection: ModelConnection, scope: Scope, send: Send) -> None:
-        """Sends the response. Raises ModelServerLost only before its first byte."""
+    async def respond(self, connection: ModelConnection, scope: Scope, send: Send) -> None:
+        """Sends the response that a connection receives to the client.
+
+        Raises:
+            ModelServerLost: The server ended before the first byte of its response.
+        """
         status, headers = await connection.read_head()
         stream_format = _stream_format(headers)
         own: RequestConnection | None = scope.get("mvllm.connection")

@@ -69,6 +69,8 @@ def _collect_fields(
         given["structured_outputs"] = constraint.params
     if request.vllm_xargs is not None:
         given["extra_args"] = request.vllm_xargs
+    if request.kv_transfer_params is not None:
+        given["extra_args"] = {**(request.vllm_xargs or {}), "kv_transfer_params": request.kv_transfer_params}
     if request.use_beam_search:
         defaults = {name: value for name, value in defaults.items() if name not in _RANDOM_SAMPLING_FIELDS}
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
@@ -83,7 +85,8 @@ def _validate(request: GenerationRequest, given: dict[str, Any]) -> SamplingPara
     except RequestError as e:
         if e.parameter != "extra_args":
             raise
-        raise RequestError(str(e).replace("extra_args", "vllm_xargs", 1), parameter="vllm_xargs") from e
+        name = "vllm_xargs" if request.vllm_xargs is not None else "kv_transfer_params"
+        raise RequestError(str(e).replace("extra_args", name, 1), parameter=name) from e
     if request.stream and params.is_ranked:
         name = "use_beam_search" if params.use_beam_search else "best_of"
         raise RequestError(

@@ -266,6 +266,12 @@ class ChoicesHandler(GenerationHandler):
             return
         yield written + chunks.encode_end()
 
+    @staticmethod
+    def _kv_transfer_fields(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The response's `kv_transfer_params`, if another engine may fetch the blocks of the (first) prompt."""
+        params = outputs[0].kv_transfer_params
+        return {} if params is None else {"kv_transfer_params": params}
+
     @abstractmethod
     def _encode_response(self, outputs: Sequence[RequestOutput]) -> bytes:
         """The body of the response to finished prompts. May run in a thread."""
