@@ -102,7 +102,6 @@ FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
         "Block hashes are seeded; see prefix_caching_seed.", ("builtin", "sha256")
     ),
     "calculate_kv_scales": ForeignKeyword("Scales are computed for each token and head.", (True,)),
-    "kv_events_config": ForeignKeyword("The KV cache publishes no events."),
     "kv_sharing_fast_prefill": ForeignKeyword("Every layer computes the whole prompt."),
     "disable_hybrid_kv_cache_manager": ForeignKeyword("Layers of different windows have KV cache groups of their own."),
     "kv_offloading_backend": ForeignKeyword("Workers copy blocks to host memory.", ("native",)),

@@ -17,8 +17,8 @@ from mvllm.config.engine_config import (
     SchedulerConfig,
 )
 from mvllm.config.hf_config import HFConfig
-from mvllm.config.kv_transfer import KVConnectorConfig, KVTransferConfig
 from mvllm.config.kv_events import KVEventsConfig
+from mvllm.config.kv_transfer import KVConnectorConfig, KVTransferConfig
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_kind import ModelKind
 from mvllm.config.speculative import SpeculativeConfig
