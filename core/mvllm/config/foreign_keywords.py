@@ -104,7 +104,6 @@ FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
     ),
     "calculate_kv_scales": ForeignKeyword("Scales are computed for each token and head.", (True,)),
     "kv_transfer_config": ForeignKeyword("The KV cache stays in its engine."),
-    "kv_events_config": ForeignKeyword("The KV cache publishes no events."),
     "kv_offloading_size": ForeignKeyword("The KV cache stays on the device."),
     "kv_sharing_fast_prefill": ForeignKeyword("Every layer computes the whole prompt."),
     "disable_hybrid_kv_cache_manager": ForeignKeyword("Layers of different windows have KV cache groups of their own."),
