@@ -27,8 +27,8 @@ OUTPUT_TOKEN_WEIGHT = 0.25
 
 RUNNING_TOKEN_WEIGHT = 0.05
 """What a token in the KV cache of a running sequence costs, in prompt tokens: each later step reads it. Both weights
-have the shortest 99th percentile of the time to first token in `tests/perf/scaling_simulation.py`, at 1.5 to 3.5 times
-its load, among those tried (0 to 1 and 0 to 0.25)."""
+are among those with the shortest 99th percentile of the time to first token in `tests/perf/scaling_simulation.py`, out
+of 0 to 1 and 0 to 0.25."""
 
 CHUNK = 64
 """Default tokens per chunk of a prefix."""
