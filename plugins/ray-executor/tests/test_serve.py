@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import subprocess
 from types import SimpleNamespace
@@ -191,11 +192,11 @@ def test_requests_that_begin_alike_go_to_one_replica_and_others_are_spread() -> 
 
 
 def test_the_copy_of_a_router_that_serve_makes_knows_the_requests_of_the_ingress() -> None:
-    ray.cloudpickle.register_pickle_by_value(routing)
-    try:
-        copy = ray.cloudpickle.loads(ray.cloudpickle.dumps(PrefixAwareRouter))
-    finally:
-        ray.cloudpickle.unregister_pickle_by_value(routing)
+    spec = importlib.util.spec_from_file_location("copy_of_routing", routing.__file__)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    copy = module.PrefixAwareRouter
     assert copy is not PrefixAwareRouter
     driven, request = Routing(copy, "a", "b"), request_for("apple " * 200)
     assert request.is_routed_to(driven.choose(request)[0])
