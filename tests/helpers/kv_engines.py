@@ -135,7 +135,7 @@ class ProducerProcess:
         )
         self.process.start()
         end.close()
-        assert self.pipe.poll(30), "the producer has not started"
+        assert self.pipe.poll(120), "the producer has not started"
         self.params: dict[str, Any] = self.pipe.recv()
 
     def kill(self) -> None:
