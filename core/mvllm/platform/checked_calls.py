@@ -65,6 +65,17 @@ def check_attention_capabilities(platform: Platform, spec: AttentionSpec) -> Non
         )
 
 
+def check_kv_transfer(platform: Platform) -> None:
+    """Raises ConfigError if the platform does not claim that blocks can be copied to host memory."""
+    claimed: Capabilities = call_checked(platform, "capabilities", returns=Capabilities)
+    if not claimed.kv_transfer:
+        raise ConfigError(
+            f"Keys and values were to be copied to host memory, but the platform {platform.spec.name!r} does not claim "
+            "Capabilities.kv_transfer. Leave out the settings that store them outside of the device, or choose another "
+            "platform."
+        )
+
+
 def checked_attention_backend(platform: Platform, spec: AttentionSpec) -> AttentionBackend:
     """The platform's backend for `spec`, after a check of the capabilities that the spec needs.
 

@@ -9,7 +9,7 @@ from mvllm.distributed.parallel_groups import ParallelGroups, join_groups
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.messages.weights import WeightTransferInfo, WeightUpdate
-from mvllm.platform.checked_calls import call_checked
+from mvllm.platform.checked_calls import call_checked, check_kv_transfer
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.topology import WorkerContext
@@ -140,6 +140,7 @@ class Worker:
         self.runner.allocate_kv_cache(num_blocks, block_size)
 
     def host_block_needs(self) -> HostBlockNeeds:
+        check_kv_transfer(self._platform)
         return self.runner.host_blocks.needs()
 
     def map_host_blocks(

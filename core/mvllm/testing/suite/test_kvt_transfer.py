@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 
-from mvllm.errors import PlatformError
+from mvllm.errors import ConfigError, PlatformError
 from mvllm.ops.all_schemas import SCHEMAS
 from mvllm.ops.dtypes import torch_dtype
-from mvllm.platform.checked_calls import checked_attention_backend, checked_state_backend
+from mvllm.platform.checked_calls import check_kv_transfer, checked_attention_backend, checked_state_backend
 from mvllm.plugin_api import AttentionSpec, BlockTransfer, DeviceRuntime
 from mvllm.testing.attention_cases import CacheHarness, make_layout, make_spec
 from mvllm.testing.markers import clause
@@ -227,3 +228,9 @@ def test_formats_of_states_differ(subject: PlatformUnderTest, bound_device: Devi
     wanted = {case.spec for case in state_cases(claimed_dtype)}
     formats = {checked_state_backend(subject.platform, spec).slot_format() for spec in wanted}
     assert all(formats) and len(formats) == len(wanted), f"{len(wanted)} kinds of states have formats {sorted(formats)}"
+
+
+@clause("KVT-01", "KVT-02", "KVT-03", "KVT-04", "KVT-05", refusal=True)
+def test_copies_that_are_not_claimed_are_refused(subject: PlatformUnderTest) -> None:
+    with pytest.raises(ConfigError, match=r"Capabilities\.kv_transfer"):
+        check_kv_transfer(subject.platform)
