@@ -40,6 +40,8 @@ NOT_FOR_USERS = (
     "in the configuration cannot",
     "its token is wrong, or there is no message",
     "the other process announced",
+    "module ... has no attribute",
+    f"module {HOLE} has no attribute",
 )
 """Errors of internal interfaces: no setting and no request of a user causes them, or they are only part of another
 error."""
