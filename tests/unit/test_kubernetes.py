@@ -22,7 +22,6 @@ KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 CHART = KUBERNETES / "chart"
 OLDEST, NEWEST = "1.27", kubernetes_validate.latest_version()
 """The versions that objects are checked with; the oldest one is that of Chart.yaml."""
-NEW_OPTIONS = {"kv-disk-cache", "kv-disk-cache-size"}
 
 ALL_ON: dict[str, Any] = {
     "model": "org/model",
@@ -79,7 +78,7 @@ def served(objects: dict[str, dict[str, Any]], tmp_path: Path) -> Any:
     """The options that the container serves with, parsed by `mvllm serve`."""
     options = yaml.safe_load(objects["ConfigMap"]["data"]["serve.yaml"])
     path = tmp_path / "serve.yaml"
-    path.write_text(yaml.safe_dump({key: value for key, value in options.items() if key not in NEW_OPTIONS}))
+    path.write_text(yaml.safe_dump(options))
     arguments = container(objects)["args"]
     assert arguments[1:] == ["--config", "/etc/mvllm/serve.yaml"]
     mounts = {mount["mountPath"]: mount["name"] for mount in container(objects)["volumeMounts"]}

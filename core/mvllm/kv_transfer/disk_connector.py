@@ -61,6 +61,9 @@ _CLOSE_SECONDS = 30.0
 _FREED_SHARE = 1 / 20
 """So much of the contents is deleted when the disk is full."""
 
+_DELETED_SHARE = 1 / 50
+"""So much of the limit is deleted when the contents reach it."""
+
 
 class _Entry:
     """A file."""
@@ -113,8 +116,11 @@ class _FileIndex:
             self._forget(name)
 
     def make_room(self, size: int) -> None:
-        """Deletes the least recently used files until `size` more bytes are within the limit."""
-        self._delete_oldest(self.num_bytes + size - self.limit)
+        """Deletes the least recently used files if `size` more bytes are above the limit: some at once, as they are
+        sorted by use each time."""
+        above = self.num_bytes + size - self.limit
+        if above > 0:
+            self._delete_oldest(max(above, int(self.limit * _DELETED_SHARE)))
 
     def free_some(self, size: int) -> None:
         """Deletes some of the least recently used files, at least `size` bytes: the disk is full."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
 import os
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +25,13 @@ DEVICE = "CPU"
 
 _ALIGNMENT = 64
 """Bytes, of the memory of a cache."""
+
+_FRONT_TOKENS = 8192
+"""For so many tokens the memory of a cache is provided in the background, before prompts need it."""
+
+_PAGE, _ADVISED_BYTES = mmap.PAGESIZE, 16 << 20
+_HUGE_PAGES, _POPULATE_WRITE = 14, 23
+"""Linux's MADV_HUGEPAGE and MADV_POPULATE_WRITE."""
 
 
 class OpenVINOProgram(GraphProgram):
@@ -73,6 +83,9 @@ class OpenVINOProgram(GraphProgram):
             raise MemoryError(f"{num_blocks} blocks of the KV cache do not fit into the host's memory: {e}") from e
         for compiled in self._compiled.values():
             compiled.bind(self._caches)
+        share = min(1.0, _FRONT_TOKENS / BLOCK_SIZE / num_blocks)
+        arrays = list(self._cache_arrays)
+        threading.Thread(target=_provide_pages, args=(arrays, share), daemon=True).start()
 
     def free_caches(self) -> None:
         self._caches.clear()
@@ -258,6 +271,19 @@ def _new_cache(dtype: Type, shape: Sequence[int]) -> tuple[ov.Tensor, np.ndarray
     start = -memory.ctypes.data % _ALIGNMENT
     numbers = memory[start : start + size].view(np.uint16 if dtype == Type.bf16 else dtype.to_dtype())
     return ov.Tensor(numbers.reshape(shape), ov.Shape(list(shape)), dtype), memory
+
+
+def _provide_pages(arrays: Sequence[np.ndarray], share: float) -> None:
+    """Has the system provide the pages of a share of each array at its front. Contents stay as they are."""
+    advise = ctypes.CDLL(None, use_errno=True).madvise  # which releases the interpreter's lock
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for array in arrays:
+        first = -(-array.ctypes.data // _PAGE) * _PAGE
+        size = int(array.nbytes * share) // _PAGE * _PAGE
+        advise(first, size, _HUGE_PAGES)
+        for start in range(first, first + size, _ADVISED_BYTES):
+            if advise(start, min(_ADVISED_BYTES, first + size - start), _POPULATE_WRITE):
+                return  # the kernel is older
 
 
 def settings(dtypes: Collection[str]) -> dict[str, Any]:
