@@ -273,7 +273,7 @@ class TestLimits:
             reader, writer = await listener.connect(post)
             assert await read_answer(reader) == (200, b"/now")
             with contextlib.suppress(ConnectionError):
-                while not reader.at_eof():
+                while not (reader.at_eof() or writer.is_closing()):
                     writer.write(b"1")
                     await asyncio.sleep(0.01)
 
