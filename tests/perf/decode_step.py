@@ -48,16 +48,18 @@ def read_bandwidth(buffer: torch.Tensor) -> float:
     return best
 
 
-def step_seconds(llm: LLM, batch: int, rng: random.Random) -> float:
+def step_seconds(
+    llm: LLM, batch: int, rng: random.Random, *, steps: int = STEPS, prompt: int = PROMPT, vocab_size: int = 32000
+) -> float:
     """Seconds per step: the difference of a long and a short run over the same number of requests."""
     seconds = []
-    for output in (1, 1 + STEPS):
-        prompts = [{"prompt_token_ids": [rng.randrange(16, 32000) for _ in range(PROMPT)]} for _ in range(batch)]
+    for output in (1, 1 + steps):
+        prompts = [{"prompt_token_ids": [rng.randrange(16, vocab_size) for _ in range(prompt)]} for _ in range(batch)]
         params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
         start = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)
         seconds.append(time.perf_counter() - start)
-    return (seconds[1] - seconds[0]) / STEPS
+    return (seconds[1] - seconds[0]) / steps
 
 
 def measure(dtype: str, batches: list[int], rounds: int) -> None:

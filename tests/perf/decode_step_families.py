@@ -12,14 +12,12 @@ from __future__ import annotations
 import argparse
 import random
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 
-from mvllm import LLM, SamplingParams
+from mvllm import LLM
 from tests.helpers.model_zoo import ZOO, make_checkpoint
-
-STEPS = 48
-PROMPT = 8
+from tests.perf.decode_step import step_seconds
 
 
 def families() -> dict[str, str]:
@@ -30,16 +28,7 @@ def families() -> dict[str, str]:
     return found
 
 
-def step_seconds(llm: LLM, batch: int, rng: random.Random) -> float:
-    """Seconds per step: the difference of a long and a short run over the same number of requests."""
-    seconds = []
-    for output in (1, 1 + STEPS):
-        prompts = [{"prompt_token_ids": [rng.randrange(16, 256) for _ in range(PROMPT)]} for _ in range(batch)]
-        params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
-        start = time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False)
-        seconds.append(time.perf_counter() - start)
-    return (seconds[1] - seconds[0]) / STEPS
+_step_seconds = partial(step_seconds, steps=48, prompt=8, vocab_size=256)
 
 
 def measure(folder: Path, dtype: str, batches: list[int], rounds: int) -> list[tuple[float, float]]:
@@ -57,8 +46,8 @@ def measure(folder: Path, dtype: str, batches: list[int], rounds: int) -> list[t
     with LLM(**settings) as replaying, LLM(**settings, enforce_eager=True) as eager:
         for batch in batches:
             for llm in (replaying, eager):
-                step_seconds(llm, batch, rng)  # records the step
-            times = [(step_seconds(replaying, batch, rng), step_seconds(eager, batch, rng)) for _ in range(rounds)]
+                _step_seconds(llm, batch, rng)  # records the step
+            times = [(_step_seconds(replaying, batch, rng), _step_seconds(eager, batch, rng)) for _ in range(rounds)]
             results.append((1e3 * min(a for a, _ in times), 1e3 * min(b for _, b in times)))
     return results
 
