@@ -10,28 +10,22 @@ import argparse
 import dataclasses
 import functools
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mvllm.config.engine_config import (
-    CacheConfig,
     EngineConfig,
-    LoadConfig,
-    LoRAConfig,
-    ParallelConfig,
-    SchedulerConfig,
 )
+from mvllm.config.engine_config_builder import build_engine_config
 from mvllm.config.foreign_keywords import FOREIGN_KEYWORDS
 from mvllm.config.generation_config import find_generation_folder
 from mvllm.config.hub import find_model, find_tokenizer
-from mvllm.config.keyword_arguments import accepts_every_name, class_path, listed_names
-from mvllm.config.kv_events import read_kv_events_config
-from mvllm.config.kv_transfer import PREEMPTION_MODES, ROLES, read_kv_transfer_config
+from mvllm.config.keyword_arguments import accepts_every_name, class_path
+from mvllm.config.kv_transfer import PREEMPTION_MODES, ROLES
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_builder import DTYPE_ALIASES, DTYPES, build_model_config
-from mvllm.config.model_limits import DEFAULT_NUM_BATCHED_TOKENS, check_parallel_sizes, token_budget
+from mvllm.config.model_limits import DEFAULT_NUM_BATCHED_TOKENS
 from mvllm.config.option import Option, option, options_of
 from mvllm.config.option_arguments import add_foreign_options, add_option
 from mvllm.config.setting_combinations import check_combinations
@@ -52,7 +46,6 @@ SERVER_LONG_PREFILL_SLOWDOWN = 1.5
 P = TypeVar("P", bound=argparse.ArgumentParser | argparse._ArgumentGroup)
 
 _LARGEST_SEED = 2**63 - 1
-_KV_DTYPES = DTYPE_ALIASES | {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 _LARGEST_BUDGET = 2**24  # of tokens in one step: buffers of that size are allocated
 
 
@@ -486,77 +479,7 @@ class EngineArgs:
         """
         self.validate()
         model = self.create_model_config()
-        speculative = self._speculative_config(model)
-        tp = self.tensor_parallel_size
-        check_parallel_sizes(model, tp, self.pipeline_parallel_size)
-        if (draft := None if speculative is None else speculative.model) is not None:
-            # The last stage holds it whole.
-            check_parallel_sizes(draft, tp, 1, "the model's" if draft.model == self.model else f"{draft.model}'s")
-        # Encoders attend bidirectionally: a prompt is computed in one step, without KV cache.
-        is_encoder = model.kind.is_encoder
-        return EngineConfig(
-            model=model,
-            cache=CacheConfig(
-                block_size=self.block_size,
-                memory_utilization=self.memory_utilization,
-                kv_cache_memory_bytes=self.kv_cache_memory_bytes,
-                dtype=_KV_DTYPES.get(self.kv_cache_dtype, self.kv_cache_dtype),
-                enable_prefix_caching=self.enable_prefix_caching and not is_encoder,
-                prefix_caching_seed=self.prefix_caching_seed,
-                state_snapshot_interval=self.state_snapshot_interval,
-            ),
-            scheduler=SchedulerConfig(
-                max_num_seqs=self.max_num_seqs,
-                max_num_batched_tokens=token_budget(
-                    model,
-                    self.max_num_batched_tokens,
-                    self.max_num_seqs,
-                    enable_chunked_prefill=self.enable_chunked_prefill,
-                ),
-                max_num_batched_tokens_is_default=self.max_num_batched_tokens is None,
-                enable_chunked_prefill=self.enable_chunked_prefill and not is_encoder,
-                long_prefill_token_threshold=self.long_prefill_token_threshold,
-                max_long_partial_prefills=self.max_long_partial_prefills,
-                max_num_partial_prefills=self.max_num_partial_prefills,
-                long_prefill_slowdown=self.long_prefill_slowdown,
-                policy=self.scheduling_policy,
-                async_scheduling=self.async_scheduling,
-                max_queued_requests=sys.maxsize if self.max_queued_requests is None else self.max_queued_requests,
-                max_queued_tokens=self.max_queued_tokens,
-            ),
-            parallel=ParallelConfig(
-                tensor_parallel_size=self.tensor_parallel_size,
-                pipeline_parallel_size=self.pipeline_parallel_size,
-                data_parallel_size=self.data_parallel_size,
-                distributed_executor_backend=self.distributed_executor_backend,
-                start_timeout=self.start_timeout,
-                step_timeout=self.step_timeout,
-                mq_num_slots=self.mq_num_slots,
-                mq_slot_bytes=self.mq_slot_bytes,
-                mq_spin_seconds=self.mq_spin_seconds,
-                engine_core_process=self.engine_core_process,
-                worker_extension_cls=self.worker_extension_cls,
-            ),
-            load=LoadConfig(load_format=self.load_format, use_tqdm=self.use_tqdm_on_load),
-            lora=self._lora_config(),
-            speculative=speculative,
-            kv_events=None if self.kv_events_config is None else read_kv_events_config(self.kv_events_config),
-            platform=self.platform,
-            enforce_eager=self.enforce_eager,
-            op_providers=listed_names(self.op_providers),
-            stat_loggers=listed_names(self.stat_loggers),
-            log_stats=not self.disable_log_stats,
-            logits_processors=listed_names(self.logits_processors),
-            batch_invariant=self.batch_invariant,
-            kv_transfer=read_kv_transfer_config(
-                offloading_size=self.kv_offloading_size,
-                disk_cache=self.kv_disk_cache,
-                disk_cache_size=self.kv_disk_cache_size,
-                preemption_mode=self.preemption_mode,
-                settings=self.kv_transfer_config,
-                role=self.kv_role,
-            ),
-        )
+        return build_engine_config(self, model, self._speculative_config(model))
 
     def create_model_config(self) -> ModelConfig:
         """The model's part of the configuration.
@@ -591,11 +514,6 @@ class EngineArgs:
             quantization=self.quantization,
             pooler_config=self.pooler_config,
         )
-
-    def _lora_config(self) -> LoRAConfig | None:
-        if not self.enable_lora:
-            return None
-        return LoRAConfig(self.max_loras, self.max_lora_rank, self.max_cpu_loras or self.max_loras)
 
     def _speculative_config(self, target: ModelConfig) -> SpeculativeConfig | None:
         if self.speculative_config is None:

@@ -25,7 +25,7 @@ _GROWTH = 8192
 
 
 class BlockPoolListener(Protocol):
-    """Is told which blocks are cached. Its methods must not change the pool."""
+    """A listener of a BlockPool, which calls it when blocks get or lose their hash. It must not change the pool."""
 
     def block_stored(self, block: int, block_hash: BlockHash) -> None:
         """The block is cached under its hash from now on."""

@@ -39,8 +39,7 @@ from mvllm.kv_cache.block_table import BlockTable
 from mvllm.kv_cache.event_recorder import KVCacheEventRecorder
 from mvllm.kv_cache.host_tier import HostTier
 from mvllm.kv_cache.prefix_search import OUT_OF_WINDOW, PrefixSearch, group_hash
-from mvllm.kv_cache.request_state import RequestState
-from mvllm.kv_cache.state_slots import LEAST_DISTANCE, StateSlots
+from mvllm.kv_cache.state_slots import StateSlots
 from mvllm.kv_cache.unconfirmed_block_hashes import UnconfirmedBlockHashes
 from mvllm.kv_events.prefix_index import sharing_keys
 
@@ -187,9 +186,9 @@ class KVCacheManager:
 
             table.block_ids afterwards (block_size 4, num_tokens 18)
 
-            | 0 1 2 3 | 4 5 6 7 | 8 9 . . | . . . . | 16 17     |
-            |<-- computed ----->|<------- new ----------------->|    empty table: shares cached blocks, allocates the
-            rest |<-- held -------------------->|<------ new ------->|    later calls: allocates what is missing
+            | 0 1 2 3 | 4 5 6 7 | 8 9 . . | . . . . | 16 17 . . |
+            |<--- computed ---->|<----------- new ------------->|    empty table: shares cached blocks
+            |<----------- held ---------->|<------- new ------->|    later calls: allocates what is missing
 
         A group with a window first frees the blocks outside of the window, and gets blocks for as many tokens behind it
         as one step may have. A longer prompt allocates and frees blocks as it goes on.
@@ -277,15 +276,12 @@ class KVCacheManager:
                 block = block_ids[i]
                 self._pool.set_hash(block, hashes[i])
                 unconfirmed[block] = table
-            if self.events is not None:
-                self.events.blocks_hashed(table, table.num_hashed_blocks, num_full)
-            table.num_hashed_blocks = num_full
-            return
-        for group, blocks in enumerate(table.groups):
-            for i in range(max(table.num_hashed_blocks, blocks.num_dropped), num_full):
-                block = blocks.block_ids[i]
-                self._pool.set_hash(block, group_hash(hashes[i], group))
-                unconfirmed[block] = table
+        else:
+            for group, blocks in enumerate(table.groups):
+                for i in range(max(table.num_hashed_blocks, blocks.num_dropped), num_full):
+                    block = blocks.block_ids[i]
+                    self._pool.set_hash(block, group_hash(hashes[i], group))
+                    unconfirmed[block] = table
         if self.events is not None:
             self.events.blocks_hashed(table, table.num_hashed_blocks, num_full)
         table.num_hashed_blocks = num_full
@@ -464,146 +460,3 @@ class KVCacheManager:
             parent = hashes[i - 1] if i else table.root
             hashes.append(hash_block(parent, table.token_ids[i * size : (i + 1) * size]))
         return hashes if len(hashes) == num_blocks else hashes[:num_blocks]
-
-
-class StateKVCacheManager(KVCacheManager):
-    """Also allocates state slots, see `state_slots.py`. A request that holds blocks holds a state slot.
-
-    A cached prefix ends at a snapshot. The blocks behind it are not shared: its tokens have to be computed for the
-    state. In models without attention blocks have no contents. They only name tokens.
-
-    Args:
-        num_blocks, block_size, enable_caching, hash_seed, windows, max_step_tokens, root, tier: As for KVCacheManager.
-        num_state_slots: At least 1; 3 for guided requests, whose first side may hold a snapshot and a slot.
-        state_snapshot_interval: Tokens between two regular snapshots; 0 for none.
-        least_snapshot_distance: See StateSlots.
-    """
-
-    states: StateSlots
-
-    def __init__(
-        self,
-        *,
-        num_blocks: int,
-        block_size: int,
-        enable_caching: bool = True,
-        hash_seed: int | None = None,
-        windows: Sequence[int | None] = (None,),
-        max_step_tokens: int = sys.maxsize,
-        root: BlockHash | None = None,
-        tier: HostTier | None = None,
-        num_state_slots: int,
-        state_snapshot_interval: int,
-        least_snapshot_distance: int = LEAST_DISTANCE,
-    ) -> None:
-        super().__init__(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            enable_caching=enable_caching,
-            hash_seed=hash_seed,
-            windows=windows,
-            max_step_tokens=max_step_tokens,
-            root=root,
-            tier=tier,
-        )
-        self.states = StateSlots(
-            num_state_slots,
-            block_size=block_size,
-            interval=state_snapshot_interval,
-            unconfirmed=self.unconfirmed,
-            hashes_of=self._block_hashes,
-            least_distance=least_snapshot_distance,
-            host_tier=tier,
-        )
-
-    @property
-    def usage(self) -> float:
-        """Fraction of the blocks or of the state slots that requests use, whichever is larger."""
-        return max(super().usage, 1.0 - self.states.num_free / self.states.num_slots)
-
-    def make_table(
-        self,
-        token_ids: list[int],
-        *,
-        cache_salt: str | None = None,
-        position_key: int = 0,
-        sibling_group: str | None = None,
-        adapter_keys: Sequence[tuple[str, str]] = (),
-    ) -> BlockTable:
-        """As in KVCacheManager."""
-        table = super().make_table(
-            token_ids,
-            cache_salt=cache_salt,
-            position_key=position_key,
-            sibling_group=sibling_group,
-            adapter_keys=adapter_keys,
-        )
-        table.state = RequestState(len(token_ids), has_siblings=sibling_group is not None)
-        return table
-
-    def get_computed_blocks(self, table: BlockTable) -> list[int]:
-        """The longest cached prefix that ends at a snapshot, see KVCacheManager."""
-        table.state.shared_end = 0
-        if table.root is None:
-            return []
-        hashes = self._block_hashes(table, (len(table.token_ids) - 1) // self.block_size)
-        found = self._cached_blocks(hashes)
-        num_found = len(found) // self.num_groups
-        table.state.shared_end = num_found * self.block_size
-        for count in self.states.snapshot_lengths(hashes[:num_found]):
-            if count == num_found:
-                return found
-            blocks = found[:count] if self._has_one_full_group else self._cached_blocks(hashes[:count])
-            if len(blocks) == count * self.num_groups:
-                return blocks
-        return []
-
-    def allocate_slots(
-        self,
-        table: BlockTable,
-        num_tokens: int,
-        computed_blocks: Sequence[int] = (),
-        *,
-        num_spare: int = 0,
-        num_computed_tokens: int = 0,
-    ) -> list[int] | None:
-        """As in KVCacheManager. An empty table also gets a state slot; None if none is free."""
-        starts = table.state.slot < 0
-        if starts and not self.states.num_free:
-            return None
-        new = super().allocate_slots(
-            table, num_tokens, computed_blocks, num_spare=num_spare, num_computed_tokens=num_computed_tokens
-        )
-        if starts and new is not None:
-            count = len(computed_blocks) // self.num_groups
-            self.states.start(table, count * self.block_size, table.block_hashes[count - 1] if count else None)
-        return new
-
-    def free(self, table: BlockTable, num_computed_tokens: int) -> None:
-        """Frees all blocks of a table and its state slot. Full blocks and snapshots stay cached."""
-        super().free(table, num_computed_tokens)
-        self.states.free(table, num_computed_tokens)
-
-    def discard(self, tables: Collection[BlockTable]) -> list[BlockTable]:
-        """As in KVCacheManager. Also evicts the snapshots of these requests."""
-        dependents = super().discard(tables)
-        for table in (*tables, *dependents):
-            self.states.evict(table.block_hashes)
-        return dependents
-
-    def reset_prefix_cache(self, *, keeps_tiers: bool = False) -> bool:
-        """As in KVCacheManager."""
-        if not super().reset_prefix_cache(keeps_tiers=keeps_tiers):
-            return False
-        self.states.evict_all()
-        return True
-
-    def forget_computed(self) -> None:
-        """As in KVCacheManager. Requests keep their state slots."""
-        super().forget_computed()
-        self.states.forget(self._tables)
-
-    def check_integrity(self) -> None:
-        """As in KVCacheManager, and raises AssertionError unless state slots and requests agree."""
-        super().check_integrity()
-        self.states.check_integrity(self._tables)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mvllm.kv_cache.block_table import BlockTable
-from mvllm.kv_cache.kv_cache_manager import StateKVCacheManager
+from mvllm.kv_cache.state_kv_cache_manager import StateKVCacheManager
 
 
 def make_manager(num_state_slots: int = 6, *, interval: int = 8, **settings) -> StateKVCacheManager:

@@ -172,7 +172,7 @@ def test_a_restarted_client_begins_with_a_snapshot(cache: Cache, config: KVEvent
 def test_a_restarted_engine_is_noticed_whatever_its_numbers_are(
     config: KVEventsConfig, subscriber: KVEventSubscriber, num_batches: int
 ) -> None:
-    """Also if the new engine has published more batches than the old one before the subscriber hears of it."""
+    """Also if the new engine has published more batches than the old one before the subscriber receives one."""
     rng = random.Random(2)
     cache = Cache(config)
     while cache.num_batches < 30:

@@ -8,8 +8,9 @@ from functools import partial
 
 from mvllm.config.engine_config import SchedulerConfig
 from mvllm.kv_cache.host_tier import HostTier
-from mvllm.kv_cache.kv_cache_manager import KVCacheManager, StateKVCacheManager
+from mvllm.kv_cache.kv_cache_manager import KVCacheManager
 from mvllm.kv_cache.prefix_search import group_hash
+from mvllm.kv_cache.state_kv_cache_manager import StateKVCacheManager
 from mvllm.kv_transfer.connectors import KVConnectors
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams, PoolingType

@@ -42,7 +42,8 @@ class HeldBlocks:
     """The held blocks. Used from any thread.
 
     Args:
-        max_blocks, max_states: Most blocks, and states, that are held at once. The oldest request gives way.
+        max_blocks, max_states: Most blocks, and states, that are held at once. Those of the oldest request are released
+            first.
         seconds: Time after which a request's blocks are released, if nobody has fetched them.
         on_release: Called, from any thread, with each block that is not used any more, once for each time that it was
             added.
