@@ -14,7 +14,7 @@ save reads what earlier steps have stored in a block, even if this step overwrit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -147,20 +147,14 @@ def _save(
     host_rows: list[int],
 ) -> None:
     """Submits copies of rows of the device to rows of `host`."""
-    if not rows or not parts:
-        return
-    assert host is not None, "map_host_blocks has not been called"
-    on_device, on_host, start = np.array(rows, np.int64), np.array(host_rows, np.int64), 0
-    assert len(on_device) == len(on_host), "a plan saves each block to one host block"
-    for part in parts:
+    on_device, on_host = np.array(rows, np.int64), np.array(host_rows, np.int64)
+    for part, columns in _columns_of(parts, host, rows, host_rows):
         found = np.empty((len(rows), part.num_bytes), np.uint8)
-        columns = host[:, start : start + part.num_bytes]
 
         def store(columns: np.ndarray = columns, found: np.ndarray = found) -> None:
             columns[on_host] = found
 
         copies.add(part.save(on_device, found), store)
-        start += part.num_bytes
 
 
 def _load(
@@ -171,14 +165,22 @@ def _load(
     host_rows: list[int],
 ) -> None:
     """Submits copies of rows of `host` to rows of the device."""
+    on_device, on_host = np.array(rows, np.int64), np.array(host_rows, np.int64)
+    for part, columns in _columns_of(parts, host, rows, host_rows):
+        copies.add(part.load(on_device, columns[on_host]), _nothing)
+
+
+def _columns_of(
+    parts: Sequence[CopiedRows], host: np.ndarray | None, rows: list[int], host_rows: list[int]
+) -> Iterator[tuple[CopiedRows, np.ndarray]]:
+    """Each part with its columns of `host`, which are views; none if there are no rows to copy."""
     if not rows or not parts:
         return
     assert host is not None, "map_host_blocks has not been called"
-    on_device, on_host, start = np.array(rows, np.int64), np.array(host_rows, np.int64), 0
-    assert len(on_device) == len(on_host), "a plan loads each block from one host block"
+    assert len(rows) == len(host_rows), "a plan names one host block for each block"
+    start = 0
     for part in parts:
-        data = host[on_host, start : start + part.num_bytes]
-        copies.add(part.load(on_device, data), _nothing)
+        yield part, host[:, start : start + part.num_bytes]
         start += part.num_bytes
 
 

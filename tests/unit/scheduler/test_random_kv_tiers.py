@@ -18,6 +18,7 @@ from mvllm.kv_cache.prefix_search import group_hash
 from mvllm.kv_transfer.connectors import KVConnectors
 from mvllm.scheduler.swapping import CopyCosts
 from tests.unit.scheduler.builders import Engine, make_scheduler
+from tests.unit.scheduler.disturbances import disturb
 from tests.unit.scheduler.fake_connector import FakeConnector
 from tests.unit.scheduler.fake_runner import GROUP, fingerprints, first_print
 from tests.unit.scheduler.test_random_state_traffic import random_request
@@ -131,6 +132,10 @@ def run_random_schedule(seed: int) -> None:
     engine = limits.make_engine(dice)
     added, aborted, prompts = {}, set(), []
     scheduler = engine.scheduler
+
+    def reset_prefix_cache() -> None:
+        scheduler.reset_prefix_cache(keeps_tiers=dice.random() < 0.5)
+
     for _ in range(dice.randint(8, 50)):
         [action] = dice.choices(list(ACTIONS), list(ACTIONS.values()))
         if action in ("add", "again"):
@@ -145,25 +150,15 @@ def run_random_schedule(seed: int) -> None:
                 stats = scheduler.make_stats()
                 SEEN["steps with swapped"] += stats.num_swapped > 0
                 SEEN["steps with waits"] += stats.num_waiting_for_kv > 0
-        elif action == "abort" and added:
-            name = f"r{dice.randrange(len(added))}"
-            if name in scheduler.requests.by_id:
-                aborted.add(name)
-            scheduler.abort_requests([name])
-            scheduler.check_integrity()
-        elif action == "fail" and added:
-            name = f"r{dice.randrange(len(added))}"
-            engine.runner.failing.add(name if dice.random() < 0.8 else f"{name} (unconditional)")
-        elif action == "lose":
-            engine.runner.steps_without_memory.add(scheduler.next_step + dice.randrange(2))
-        elif action == "reset":
-            while engine.in_flight:
-                engine.collect()
-            if dice.random() < 0.5:
-                scheduler.reset_prefix_cache(keeps_tiers=dice.random() < 0.5)
-            else:
-                scheduler.forget_computed(restart=dice.random() < 0.5)
-            scheduler.check_integrity()
+        else:
+            disturb(
+                action,
+                dice,
+                engine,
+                added,
+                aborted,
+                lambda: scheduler.reset_prefix_cache(keeps_tiers=dice.random() < 0.5),
+            )
     engine.run(max_steps=3000)
     may_fail = bool(engine.runner.failing or engine.runner.steps_without_memory)
     for name, request in added.items():

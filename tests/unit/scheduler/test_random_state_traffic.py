@@ -14,6 +14,7 @@ import pytest
 
 from mvllm.messages.requests import FinishReason
 from tests.unit.scheduler.builders import Engine, make_request, make_scheduler
+from tests.unit.scheduler.disturbances import disturb
 from tests.unit.scheduler.test_random_traffic import check_result
 from tests.unit.scheduler.test_speculative import make_proposer
 
@@ -121,25 +122,8 @@ def run_random_schedule(seed: int) -> None:
                 SEEN["steps waited"] += any(
                     side.table.state.awaited is not None for each in scheduler.requests.waiting for side in each.sides
                 )
-        elif action == "abort" and added:
-            name = f"r{dice.randrange(len(added))}"
-            if name in scheduler.requests.by_id:
-                aborted.add(name)
-            scheduler.abort_requests([name])
-            scheduler.check_integrity()
-        elif action == "fail" and added:
-            name = f"r{dice.randrange(len(added))}"
-            engine.runner.failing.add(name if dice.random() < 0.8 else f"{name} (unconditional)")
-        elif action == "lose":
-            engine.runner.steps_without_memory.add(scheduler.next_step + dice.randrange(2))
-        elif action == "reset":
-            while engine.in_flight:
-                engine.collect()
-            if dice.random() < 0.5:
-                scheduler.reset_prefix_cache()
-            else:
-                scheduler.forget_computed(restart=dice.random() < 0.5)
-            scheduler.check_integrity()
+        else:
+            disturb(action, dice, engine, added, aborted, scheduler.reset_prefix_cache)
     engine.run(max_steps=2000)
 
     stats = scheduler.make_stats()

@@ -157,7 +157,7 @@ class PrefillDecodeApp:
                 else:
                     await self._generate(scope, send, body, body)
         else:
-            body = await _read_any_body(self._reader.limit_receive(request.receive))
+            body = await self._reader.read_any(request.receive)
             async with cancel_on_disconnect(request.receive):
                 await self._generate(scope, send, body, body)
 
@@ -281,14 +281,3 @@ async def _read_body(connection: ModelConnection) -> bytes:
         if length > _MAX_PREFILL_RESPONSE_BYTES:
             raise ModelServerLost
     return b"".join(parts)
-
-
-async def _read_any_body(receive: Receive) -> bytes:
-    parts = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)

@@ -164,9 +164,9 @@ class RouterApp:
         path, query = scope["path"], _query_without_model(scope)
         fields = RoutingFields()
         if name is not None:
-            body = await self._read_any_body(receive)
+            body = await self._reader.read_any(receive)
         elif path.startswith(_STORED_RESPONSES):
-            body, name = await self._read_any_body(receive), await self._model_with_response(path)
+            body, name = await self._reader.read_any(receive), await self._model_with_response(path)
         elif scope["method"] in ("POST", "PUT", "PATCH"):
             body = await self._reader.read(request)
             fields = self._decoder.decode(body)
@@ -198,17 +198,6 @@ class RouterApp:
             assert isinstance(server, ModelServerProcess)
             sending = send_with_names if path in _LORA_PATHS else send
             await self._proxy.forward(server.client, scope, sending, body, query)
-
-    async def _read_any_body(self, receive: Receive) -> bytes:
-        parts = []
-        limited = self._reader.limit_receive(receive)
-        while True:
-            message = await limited()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnected
-            parts.append(message.get("body", b""))
-            if not message.get("more_body", False):
-                return b"".join(parts)
 
     async def _model_with_response(self, path: str) -> str:
         """The name of the model that has stored a response.

@@ -74,10 +74,19 @@ class BodyReader:
         claimed = request.headers.get("content-length", "")
         if claimed.isdecimal() and (len(claimed) > 18 or int(claimed) > self.max_bytes):
             raise self._body_too_long_error()
+        return await self.read_any(request.receive)
+
+    async def read_any(self, receive: Receive) -> bytes:
+        """The whole body, which need not be JSON.
+
+        Raises:
+            APIError: The body is too long (413), or does not arrive in time (408).
+            ClientDisconnected: The client left.
+        """
         parts: list[bytes] = []
-        receive = self.limit_receive(request.receive)
+        limited = self.limit_receive(receive)
         while True:
-            message = await receive()
+            message = await limited()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnected
             parts.append(message.get("body", b""))
