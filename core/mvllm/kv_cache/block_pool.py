@@ -47,7 +47,7 @@ class BlockPool:
         num_free: Blocks that no request uses.
         ref_counts: How many requests use each block that has joined the arrays.
         on_evict: Called with a block and its hash before `allocate` evicts its contents; None for nobody.
-        listeners: Are told when blocks get or lose their hash.
+        listeners: Called when blocks get or lose their hash.
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -117,10 +117,6 @@ class StateSlots:
             return True
         return self.tier is not None and self.tier.host.get(name) is not None
 
-    def get_snapshot(self, name: BlockHash) -> int | None:
-        """The slot of the snapshot behind the block with this hash."""
-        return self._pool.get_cached_block(name)
-
     def must_wait(self, table: BlockTable, num_cached: int, order: tuple[int, int]) -> bool:
         """Whether a request should wait for a snapshot that a running request is going to write.
 

@@ -55,11 +55,6 @@ class KVConnectors:
         """Whether any connector stores blocks."""
         return bool(self._saving)
 
-    @property
-    def num_open_saves(self) -> int:
-        """Host blocks that connectors still read."""
-        return sum(map(len, self._open_saves.values()))
-
     def lookup(self, request: KVRequest, keys: Sequence[BlockKey]) -> dict[BlockKey, str] | None:
         """The connector that has each key; without those that none has. None if a connector does not know yet."""
         found: dict[BlockKey, str] = {}

@@ -113,11 +113,6 @@ class KVLoads:
         return len(self._waiting)
 
     @property
-    def is_transferring(self) -> bool:
-        """Whether a connector fills or reads host blocks."""
-        return bool(self._loading or self._num_saving)
-
-    @property
     def can_save(self) -> bool:
         """Whether a plan without requests would save something."""
         return self._tier.can_save

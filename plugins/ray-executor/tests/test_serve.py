@@ -263,6 +263,7 @@ def test_bodies_without_a_prompt_have_no_units(body: Any) -> None:
 
 def test_a_replica_gets_the_request_without_what_the_router_used() -> None:
     request = request_for("apple " * 500)
+    # As Ray copies the arguments of a call; the data are the test's own.
     copy = ray.cloudpickle.loads(ray.cloudpickle.dumps(request))
     assert (copy.method, copy.target, copy.body) == (request.method, request.target, request.body)
     assert len(request.prompt) > 0 and len(copy.prompt) == 0

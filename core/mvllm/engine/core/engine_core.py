@@ -143,26 +143,28 @@ class EngineCore(CoreRollouts):
         scheduling = config.scheduler
         if self._needs_identical_plans:
             scheduling = dataclasses.replace(scheduling, long_prefill_slowdown=None)  # it depends on time
-        kv_cache = self._make_kv_cache_manager()
         try:
+            kv_cache = self._make_kv_cache_manager()
             self._kv_events = KVEventReporter(config, kv_cache.record_events)
+            self.scheduler = Scheduler(
+                scheduling,
+                max_model_len=config.model.max_model_len,
+                kv_cache=kv_cache,
+                num_stages=num_stages,
+                max_loras=0 if config.lora is None else config.lora.max_loras,
+                num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
+                num_lookahead_tokens=0 if speculative is None else speculative.num_lookahead_tokens,
+                can_defer_masks=self._max_in_flight == 2 and num_stages == 1 and can_sample_later(self._executor),
+                **({} if tiers is None else tiers.scheduler_arguments),
+            )
+            if tiers is not None:
+                self.scheduler.skip_steps(tiers.measure_copies(self.scheduler.next_step, self.cache_summary))
+                self.scheduler.copy_costs = tiers.costs
         except BaseException:
+            if tiers is not None:
+                tiers.connectors.close()
             self._executor.shutdown()
             raise
-        self.scheduler = Scheduler(
-            scheduling,
-            max_model_len=config.model.max_model_len,
-            kv_cache=kv_cache,
-            num_stages=num_stages,
-            max_loras=0 if config.lora is None else config.lora.max_loras,
-            num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
-            num_lookahead_tokens=0 if speculative is None else speculative.num_lookahead_tokens,
-            can_defer_masks=self._max_in_flight == 2 and num_stages == 1 and can_sample_later(self._executor),
-            **({} if tiers is None else tiers.scheduler_arguments),
-        )
-        if tiers is not None:
-            self.scheduler.skip_steps(tiers.measure_copies(self.scheduler.next_step, self.cache_summary))
-            self.scheduler.copy_costs = tiers.costs
         self._lora_manager: LoRAManager | None = None
         if config.lora is not None:
             self._lora_manager = LoRAManager(config.lora, self._executor, lambda: self.scheduler.running_lora_ids)
