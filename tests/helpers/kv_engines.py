@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -12,7 +13,7 @@ from mvllm.kv_transfer.connector import HostBlock, KVConnector, KVConnectorConte
 from mvllm.kv_transfer.host_kv_cache import HostKVCache
 from mvllm.kv_transfer.remote.nixl import NixlConnector
 from mvllm.kv_transfer.remote.shared_memory import SharedMemoryConnector
-from mvllm.kv_transfer.remote.tcp import TCPConnector
+from mvllm.kv_transfer.remote.tcp import KEY_VARIABLE, TCPConnector
 
 CONNECTORS: dict[str, type[KVConnector]] = {
     "tcp": TCPConnector,
@@ -109,8 +110,11 @@ def poll(connector: KVConnector, count: int, seconds: float = 20) -> list[Transf
     return results
 
 
-def run_producer(pipe: Connection, name: str, num_blocks: int, num_states: int, options: dict[str, Any]) -> None:
+def run_producer(
+    pipe: Connection, key: str, name: str, num_blocks: int, num_states: int, options: dict[str, Any]
+) -> None:
     """A producer in a process of its own, with blocks 0, 1, ... of a request. Ends with the pipe."""
+    os.environ[KEY_VARIABLE] = key  # the fork server has the environment of its first user, maybe of another test
     connector = make_connector(name, "producer", **options)
     blocks = [host_block(number) for number in range(num_blocks)]
     blocks += [host_block(number, is_state=True) for number in range(num_states)]
@@ -131,7 +135,9 @@ class ProducerProcess:
         context.set_forkserver_preload([__name__])
         self.pipe, end = context.Pipe()
         self.process = context.Process(
-            target=run_producer, args=(end, name, num_blocks, num_states, options), daemon=True
+            target=run_producer,
+            args=(end, os.environ[KEY_VARIABLE], name, num_blocks, num_states, options),
+            daemon=True,
         )
         self.process.start()
         end.close()

@@ -145,7 +145,6 @@ class EngineCore(CoreRollouts):
             scheduling = dataclasses.replace(scheduling, long_prefill_slowdown=None)  # it depends on time
         try:
             kv_cache = self._make_kv_cache_manager()
-            self._kv_events = KVEventReporter(config, kv_cache.record_events)
             self.scheduler = Scheduler(
                 scheduling,
                 max_model_len=config.model.max_model_len,
@@ -160,6 +159,7 @@ class EngineCore(CoreRollouts):
             if tiers is not None:
                 self.scheduler.skip_steps(tiers.measure_copies(self.scheduler.next_step, self.cache_summary))
                 self.scheduler.copy_costs = tiers.costs
+            self._kv_events = KVEventReporter(config, kv_cache.record_events)
         except BaseException:
             if tiers is not None:
                 tiers.connectors.close()
