@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
         result_log.start_anew()
     if args.resume:
         result_log.continue_from(args.resume.absolute())
-    scratch = Path(tempfile.mkdtemp(prefix="mvllm-gpu-", dir=args.scratch or roomiest()))
+    scratch = Path(tempfile.mkdtemp(prefix="gpu-run-", dir=args.scratch or roomiest()))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     settings = Settings(
