@@ -11,6 +11,7 @@ from typing import Any, cast
 from mvllm.config.kv_events import KVEventsConfig
 from mvllm.config.kv_transfer import KVTransferConfig
 from mvllm.config.model import ModelConfig
+from mvllm.config.multimodal import MultiModalConfig
 from mvllm.config.speculative import SpeculativeConfig
 from mvllm.errors import ConfigError
 
@@ -163,6 +164,7 @@ class EngineConfig:
             1.1).
         kv_transfer: Where keys and values are kept beside the device (since contract 1.1).
         kv_events: Publication of KV cache events; None if there is none (since contract 1.1).
+        multimodal: Settings of images and audio as input (since contract 1.1).
     """
 
     model: ModelConfig
@@ -181,6 +183,7 @@ class EngineConfig:
     batch_invariant: bool = False
     kv_transfer: KVTransferConfig = field(default_factory=KVTransferConfig)
     kv_events: KVEventsConfig | None = None
+    multimodal: MultiModalConfig = field(default_factory=MultiModalConfig)
 
 
 def replace_field(config: EngineConfig, field: str, value: Any) -> EngineConfig:

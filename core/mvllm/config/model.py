@@ -8,6 +8,7 @@ from typing import Any
 
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.model_kind import ModelKind
+from mvllm.config.multimodal import MultiModalModel
 from mvllm.config.token_spaces import TokenSpace
 
 
@@ -42,6 +43,7 @@ class ModelConfig:
         kind: Whether it generates, embeds or classifies.
         pooler_config: The user's pooling settings, which override the model's sentence-transformers files.
         token_spaces: Spaces of tokens beside text, by name.
+        multimodal: What the model takes beside text; None for text alone.
     """
 
     model: str
@@ -72,6 +74,7 @@ class ModelConfig:
     seed_is_random: bool = False
     logprobs_mode: str = "raw_logprobs"
     token_spaces: dict[str, TokenSpace] = field(default_factory=dict)
+    multimodal: MultiModalModel | None = None
 
     @property
     def num_token_ids(self) -> int:

@@ -25,6 +25,7 @@ from mvllm.config.image_families import SPACES, shorten_vocabulary_map, text_def
 from mvllm.config.key_aliases import with_read_names
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_kind import ModelKind
+from mvllm.config.multimodal_families import multimodal_model
 from mvllm.config.pooler_config import check_pooler_config
 from mvllm.config.quantization import resolve_quantization
 from mvllm.config.sentence_transformers_config import max_seq_length
@@ -237,6 +238,7 @@ def build_model_config(
         quantization=resolve_quantization(hf_config, quantization),
         kind=kind,
         pooler_config=check_pooler_config(pooler_config or {}),
+        multimodal=None if model_impl == "transformers" else multimodal_model(architecture, hf_config),
         token_spaces=token_spaces_of(hf_config, shape.vocab_size, own_generation, SPACES.get(architecture)),
     )
 

@@ -142,6 +142,11 @@ class ForwardStep:
         state_metadata: The slots of the step's sequence states; None for models without them.
         selected_positions: Sparse attention: the positions that the last indexer so far has selected for each token,
             which later layers without an indexer read; None before the first.
+        item_indices: [n], int64, device: the tokens of the step that take a row of `item_embeds` instead of the
+            embedding of their id; None in steps without images, audio or embeddings.
+        item_embeds: [n, embedding_width], compute dtype, device.
+        rope_positions: [3, T], int32, device: temporal position, height and width of each token; None in steps in which
+            the three are equal, and are the `positions` of the model.
     """
 
     metadata: Mapping[Hashable, AttentionMetadata]
@@ -151,3 +156,6 @@ class ForwardStep:
     token_types: torch.Tensor | None = None
     state_metadata: StateArguments | None = None
     selected_positions: torch.Tensor | None = None
+    item_indices: torch.Tensor | None = None
+    item_embeds: torch.Tensor | None = None
+    rope_positions: torch.Tensor | None = None

@@ -10,6 +10,7 @@ import msgspec
 from mvllm.messages.core_protocol import UtilityResult
 from mvllm.messages.kv_events import CacheChanges
 from mvllm.messages.lora import LoRARequest
+from mvllm.messages.multimodal import MultiModalItem
 from mvllm.messages.pooling_params import PoolingParams
 from mvllm.messages.sampling_params import SamplingParams
 
@@ -51,6 +52,7 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
         unconditional_prompt_token_ids: Set for a guided request: the prompt of its unconditional companion.
         unconditional_position_key: `position_key` of that prompt.
         kv_transfer_params: What the client tells KV connectors; see `kv_transfer.connector.KVRequest`.
+        items: Images, audio and embeddings of the prompt, by rising offset; their spans do not overlap.
     """
 
     request_id: str
@@ -67,6 +69,7 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     unconditional_prompt_token_ids: list[int] | None = None
     unconditional_position_key: int = 0
     kv_transfer_params: dict[str, Any] | None = None
+    items: list[MultiModalItem] = []
 
 
 class PositionLogprobs(msgspec.Struct, array_like=True):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import msgspec
 
 from mvllm.messages.lora import LoRARequest
+from mvllm.messages.multimodal import EncoderInput, ItemSpan
 from mvllm.messages.pooling_params import PoolingParams
 from mvllm.messages.requests import PositionLogprobs
 from mvllm.messages.sampling_params import SamplingParams
@@ -39,6 +40,7 @@ class NewRequestData(msgspec.Struct, array_like=True):
         lora_request: The LoRA adapter; None for the base model.
         guided_row: Set for the unconditional companion of a guided request: the row of that request, which starts in
             the same step. Both always sample in the same step, and the token of `guided_row` is appended to both.
+        items: The spans of its images, audio and embeddings.
     """
 
     request_id: str
@@ -53,6 +55,7 @@ class NewRequestData(msgspec.Struct, array_like=True):
     more_block_ids: list[list[int]] = []
     lora_request: LoRARequest | None = None
     guided_row: int | None = None
+    items: list[ItemSpan] = []
 
 
 class SchedulerOutput(msgspec.Struct, omit_defaults=True):
@@ -84,6 +87,9 @@ class SchedulerOutput(msgspec.Struct, omit_defaults=True):
             copies come first: a block may be one that this step writes anew. See `kv_transfer.host_kv_cache`.
         loaded_blocks, loaded_host_blocks: Likewise, in the other direction. Second, before anything is computed.
         saved_states, saved_host_states, loaded_states, loaded_host_states: The same for slots of sequence states.
+        freed_encoder_outputs: Content hashes of encoder results that are dropped, before anything is encoded.
+        encoder_inputs: Items whose encoders run before the model. Every item that a row reads in this step is among
+            them or was in an earlier plan, and has not been freed.
     """
 
     step: int
@@ -108,6 +114,8 @@ class SchedulerOutput(msgspec.Struct, omit_defaults=True):
     saved_host_states: list[int] = []
     loaded_states: list[int] = []
     loaded_host_states: list[int] = []
+    freed_encoder_outputs: list[bytes] = []
+    encoder_inputs: list[EncoderInput] = []
 
     @property
     def has_host_copies(self) -> bool:

@@ -21,6 +21,7 @@ from mvllm.layers.embedding import LMHead, VocabEmbedding
 from mvllm.layers.pipeline_stage import PipelineStage
 from mvllm.layers.state import SequenceState
 from mvllm.layers.weight_target import WeightTarget
+from mvllm.models.item_encoder import ItemEncoder
 from mvllm.models.module_names import ModuleNames
 from mvllm.models.pixel_decoder import PixelDecoder
 
@@ -49,6 +50,7 @@ class CausalLM(nn.Module, ABC):
         tied_names: The tensors of a tied head and of the embedding, on one rank of the last stage, else None. A
             checkpoint that has both must have equal ones.
         pixel_decoder: Decoder of image codes, on one rank of the last stage of models that generate images; else None.
+        item_encoder: Encoders of images and audio on the first stage of multimodal models; else None.
         scores: Classification head on the last stage: pooled states [n, hidden_size] to [n, labels]; else None.
     """
 
@@ -76,6 +78,7 @@ class CausalLM(nn.Module, ABC):
         self.stage = PipelineStage.for_rank(config.num_layers, ctx.pp)
         self.scores: nn.Module | None = None
         self.pixel_decoder: PixelDecoder | None = None
+        self.item_encoder: ItemEncoder | None = None
         self.tied_names: tuple[str, str] | None = None
         self._quantization = ctx.quantization
         if ctx.quantization is not None:
@@ -131,6 +134,14 @@ class CausalLM(nn.Module, ABC):
             f"{type(self).__name__} computes no logits for the token space {space.name!r}, which config.json declares. "
             "A model with such a space overrides compute_space_logits."
         )
+
+    def merge_items(self, embeddings: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        """First stage only: the embeddings of a step's tokens [T, hidden_size], with those of items in their places."""
+        if step.item_embeds is None:
+            return embeddings
+        assert step.item_indices is not None, "embeddings of items have places"
+        rows = step.item_embeds[:, : embeddings.shape[1]]
+        return embeddings.index_copy(0, step.item_indices, rows.to(embeddings.dtype))
 
     def attention_layers(self) -> list[Attention]:
         """The attention of each layer on this rank, in layer order."""

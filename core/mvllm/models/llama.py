@@ -312,7 +312,7 @@ class LlamaForCausalLM(CausalLM):
         step: ForwardStep,
         intermediate: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        x = intermediate if self.embed_tokens is None else self._embed(input_ids)
+        x = intermediate if self.embed_tokens is None else self.merge_items(self._embed(input_ids), step)
         assert x is not None, "every pipeline stage but the first needs `intermediate`"
         angles = {r: r.angles(positions, step.prompt_lens) for r in (self.rotary, self.local_rotary) if r is not None}
         residual = None

@@ -1,0 +1,80 @@
+"""What a model takes beside text, and the limits of it. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+MODALITIES = ("image", "video", "audio")
+"""What `limit_mm_per_prompt` may name. Ready embeddings (`embeds`) are not counted."""
+
+
+@dataclass(frozen=True)
+class MultiModalModel:
+    """What a model takes beside text, read from its config.json.
+
+    Attributes:
+        placeholders: By modality, the token id of the positions that take an embedding.
+        embedding_width: Elements of a row of embeddings: `hidden_size`, or a multiple of it in models that also add
+            rows behind some layers (Qwen3-VL's DeepStack).
+        spans_attend_both_ways: The positions of a span see each other in both directions (Gemma 3). Steps then begin
+            and end outside of spans, or hold the rest of a span.
+        rope_sections: Of models with three-dimensional positions: how many frequencies belong to the temporal
+            position, the height and the width (`mrope_section`). None for one-dimensional positions.
+        rope_interleaved: The frequencies of the three alternate (Qwen3-VL), instead of following each other.
+        cross_attention: Layers attend to the encoder's result instead of taking it as embeddings (Whisper).
+        max_encoded: Most rows of one item's result, as far as config.json says; None where the processor decides.
+    """
+
+    placeholders: dict[str, int] = field(default_factory=dict)
+    embedding_width: int = 0
+    spans_attend_both_ways: bool = False
+    rope_sections: tuple[int, int, int] | None = None
+    rope_interleaved: bool = False
+    cross_attention: bool = False
+    max_encoded: int | None = None
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """The modalities, in the order of MODALITIES."""
+        return tuple(name for name in MODALITIES if name in self.placeholders)
+
+
+@dataclass(frozen=True)
+class MultiModalConfig:
+    """Settings of inputs beside text.
+
+    Attributes:
+        limit_per_prompt: By modality, the most items of a prompt; 0 refuses the modality. Others: DEFAULT_LIMIT.
+        allowed_local_media_path: Folder of which `file://` URLs may be read; None for none.
+        allowed_media_domains: Hosts of which http(s) URLs may be fetched; None for every public one.
+        fetch_timeout: Seconds to fetch one URL.
+        max_media_bytes: Largest encoded item.
+        max_pixels: Most pixels of an image, and of all frames of a video that are used.
+        max_audio_seconds: Longest audio.
+        processor_kwargs: Arguments of the model's processor (`mm_processor_kwargs`).
+        enable_embeds: Requests may bring ready embeddings (`prompt_embeds`).
+        processor_cache_bytes: Memory of processed items that the processor's process keeps.
+        encoder_cache_tokens: Rows of encoder results that a worker keeps; None for as many as one step computes.
+        max_encoder_tokens: Most rows that encoders compute in one step; None for `max_num_batched_tokens`. One item of
+            more rows is computed alone.
+        num_processes: Processes that decode and process items.
+    """
+
+    limit_per_prompt: dict[str, int] = field(default_factory=dict)
+    allowed_local_media_path: str | None = None
+    allowed_media_domains: tuple[str, ...] | None = None
+    fetch_timeout: float = 10.0
+    max_media_bytes: int = 64 << 20
+    max_pixels: int = 50_000_000
+    max_audio_seconds: float = 3600.0
+    processor_kwargs: dict[str, Any] = field(default_factory=dict)
+    enable_embeds: bool = False
+    processor_cache_bytes: int = 256 << 20
+    encoder_cache_tokens: int | None = None
+    max_encoder_tokens: int | None = None
+    num_processes: int = 1
+
+
+DEFAULT_LIMIT = 16
+"""Most items of one modality in a prompt, unless `limit_mm_per_prompt` says otherwise."""
