@@ -16,12 +16,13 @@ flight.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 
 from mvllm.config.multimodal import EncoderLimits, MultiModalModel
 from mvllm.errors import RequestError
 from mvllm.messages.multimodal import EncoderInput, ItemSpan, MultiModalItem
-from mvllm.messages.requests import EngineCoreRequest
+from mvllm.messages.requests import ENCODER_SECONDS_BUCKETS, EngineCoreRequest, SchedulerStats
 from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.scheduler.encoder_cache import EncoderCache
 from mvllm.scheduler.request import Request
@@ -40,8 +41,6 @@ class EncoderPlanner:
     Attributes:
         has_cross_attention: Requests read their items in every step.
         cache: What the workers hold.
-        num_queries: Items that requests began to read.
-        num_hits: Those of them whose results were there.
     """
 
     def __init__(
@@ -60,7 +59,9 @@ class EncoderPlanner:
         self._keeps_spans_whole = model.spans_attend_both_ways
         self.has_cross_attention = model.cross_attention
         self.cache = EncoderCache(limits.cache_tokens)
-        self.num_queries = self.num_hits = 0
+        self._num_queries = self._num_hits = 0
+        self._num_steps = [0] * (len(ENCODER_SECONDS_BUCKETS) + 1)
+        self._seconds = 0.0
         self._num_left = limits.step_tokens  # rows that the step may still encode
         self._used: dict[Request, dict[int, bytes]] = {}  # by request, and by the item's number in it
         self._passed: list[bytes] = []  # read to their end by the present plan, which uses them
@@ -213,9 +214,9 @@ class EncoderPlanner:
             content_hash = item.span.content_hash
             if number in used:
                 continue
-            self.num_queries += 1
+            self._num_queries += 1
             if content_hash in self.cache:
-                self.num_hits += 1
+                self._num_hits += 1
                 self.cache.acquire(content_hash)
                 used[number] = content_hash
             else:
@@ -223,7 +224,7 @@ class EncoderPlanner:
         for number, item in missing:  # behind the others: it may drop what is unused
             content_hash = used[number] = item.span.content_hash
             if content_hash in self.cache:
-                self.num_hits += 1
+                self._num_hits += 1
                 self.cache.acquire(content_hash)
                 continue
             self.cache.add(content_hash, item.num_encoded)
@@ -247,6 +248,19 @@ class EncoderPlanner:
     def _can_encode(self, rows: int, num_left: int) -> bool:
         """Whether the step may encode so many rows more: an item that exceeds the limit is encoded alone."""
         return rows <= num_left or num_left == self._limits.step_tokens
+
+    # --------------------------------------------------------------------------------------------------------- stats
+
+    def add_encoder_time(self, seconds: float) -> None:
+        """Counts a step that ran encoders."""
+        self._num_steps[bisect_left(ENCODER_SECONDS_BUCKETS, seconds)] += 1
+        self._seconds += seconds
+
+    def add_stats(self, stats: SchedulerStats) -> None:
+        """Adds the counters and gauges of encoders."""
+        stats.mm_cache_queries, stats.mm_cache_hits = self._num_queries, self._num_hits
+        stats.encoder_cache_rows = self.cache.num_held
+        stats.encoder_steps, stats.encoder_seconds = self._num_steps.copy(), self._seconds
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless the users of results are those known here."""

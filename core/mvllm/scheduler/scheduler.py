@@ -344,7 +344,7 @@ class Scheduler:
     def make_stats(self) -> SchedulerStats:
         """Gauges as of now, counters since start."""
         stats, requests = self._stats, self.requests
-        return SchedulerStats(
+        made = SchedulerStats(
             num_running=len(requests.running),
             num_waiting=len(requests.waiting) + len(requests.blocked),
             kv_cache_usage=self._kv_cache.usage,
@@ -361,6 +361,9 @@ class Scheduler:
             num_waiting_for_kv=0 if self.kv_loads is None else self.kv_loads.num_waiting,
             kv_tiers={} if self.kv_loads is None else self.kv_loads.stats(),
         )
+        if self._encoders is not None:
+            self._encoders.add_stats(made)
+        return made
 
     # ---------------------------------------------------------------------------------------------------- schedule
 
@@ -422,6 +425,8 @@ class Scheduler:
         if self._step_times is not None:
             self._record_step_time(self._step_times, plan)
         outputs = self.pop_outputs()
+        if output.encoder_seconds and self._encoders is not None:
+            self._encoders.add_encoder_time(output.encoder_seconds)
         if output.errors:
             self._fail_rows(batch, output.errors, outputs)
         if self._unconfirmed.pending_plans:

@@ -49,10 +49,6 @@ class EncoderRunner:
         model: The config of the served model.
         runtime: The bound device.
         tp, pp: The rank's groups.
-
-    Attributes:
-        seconds: Time that the encoders of the last step took, as the host sees it; on devices that compute
-            asynchronously the time to submit their work.
     """
 
     def __init__(self, model: ModelConfig, runtime: DeviceRuntime, tp: GroupCoordinator, pp: GroupCoordinator) -> None:
@@ -65,7 +61,7 @@ class EncoderRunner:
         self._missing = 0.0 if pp.is_last else float("nan")
         self._results: dict[bytes, torch.Tensor] = {}
         self._failures: dict[bytes, str] = {}
-        self.seconds = 0.0
+        self._seconds = 0.0
 
     def free(self, plan: SchedulerOutput) -> None:
         """Drops the results that a plan frees."""
@@ -94,7 +90,12 @@ class EncoderRunner:
             if not self._try(encoder, modality, items) and len(items) > 1:
                 for item in items:  # one of them has failed
                     self._try(encoder, modality, [item])
-        self.seconds = time.perf_counter() - start
+        self._seconds = time.perf_counter() - start
+
+    def pop_seconds(self) -> float:
+        """`ModelRunnerOutput.encoder_seconds` of the last step."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def tensors(self, items: StepItems, inputs: StepInputs) -> StepItemTensors:
         """The tensors of a step's items.

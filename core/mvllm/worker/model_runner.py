@@ -492,6 +492,7 @@ class ModelRunner:
         result = StepResult(plan.step, inputs.rows, inputs.sampling_positions, draft_token_ids=plan.draft_token_ids)
         if inputs.items is not None:
             result.item_errors = inputs.items.errors
+            result.encoder_seconds = self._encoders.pop_seconds()
         if self.rows.prompt_logprobs:
             result.prompt_logprobs_chunks = self._prompt_logprobs.compute(inputs, hidden, self._forward.prompt_logits)
         if self.rows.pooling.params:
