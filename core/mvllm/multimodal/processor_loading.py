@@ -78,7 +78,7 @@ def _without_video_processor(kind: Any) -> Any:
         def _get_arguments_from_pretrained(cls, path: Any, processor_dict: Any = None, **settings: Any) -> list[Any]:
             names: list[str] = kind.get_attributes()
             rest = classmethod(lambda _: [name for name in names if name != _VIDEO])
-            others = type(kind.__name__, (kind,), {"get_attributes": rest})
+            others: Any = type(kind.__name__, (kind,), {"get_attributes": rest})
             found: list[Any] = others._get_arguments_from_pretrained(path, processor_dict, **settings)
             found.insert(names.index(_VIDEO), None)
             return found
