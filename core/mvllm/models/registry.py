@@ -86,6 +86,10 @@ _MODELS = {
 
 _MULTIMODAL = {
     "LlavaForConditionalGeneration": ("mvllm.models.vision.llava:Llava", "LlamaForCausalLM"),
+    "LlavaOnevisionForConditionalGeneration": ("mvllm.models.vision.llava_onevision:LlavaOnevision", "Qwen2ForCausalLM"),
+    "Gemma3ForConditionalGeneration": ("mvllm.models.vision.gemma3:Gemma3", "Gemma3ForCausalLM"),
+    "Gemma4ForConditionalGeneration": ("mvllm.models.vision.gemma4:Gemma4", "Gemma4ForCausalLM"),
+    "Mistral3ForConditionalGeneration": ("mvllm.models.vision.mistral3:Mistral3", "MistralForCausalLM"),
 }
 """Classes that stand before the class of a language model, see `MultiModalCausalLM`, and the architecture of the
 language model that checkpoints of the family have if they do not name one."""
