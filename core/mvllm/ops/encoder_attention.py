@@ -1,7 +1,9 @@
 """The operation `encoder_attention`: attention in both directions over packed sequences, without a KV cache.
 
-tokens      a a a a b b b b c c        cu_seqlens = (0, 4, 8, 10)
-            [2, heads, 4, size]  [1, heads, 2, size]
+    tokens      a a a a b b b b c c        cu_seqlens = (0, 4, 8, 10)
+                [2, heads, 4, size]  [1, heads, 2, size]
+
+Adjacent sequences of equal length are computed together.
 """
 
 from __future__ import annotations

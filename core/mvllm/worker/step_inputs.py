@@ -173,6 +173,9 @@ class StepInputs:
         sample_rows: int32 [S], device: the rows that sample, padded with an unused row; None where tokens do not stay
             on the device.
         state_layout: For the state backend; None for models without sequence states.
+        visible_lens: int32 [T], host: how many leading positions each token sees; None in steps in which attention is
+            causal. See BatchLayout.
+        visible_lens_device: The same on the device.
     """
 
     rows: np.ndarray
@@ -188,6 +191,8 @@ class StepInputs:
     longest_partial_prompt: int = 0
     sample_rows: torch.Tensor | None = None
     state_layout: StateLayout | None = None
+    visible_lens: np.ndarray | None = None
+    visible_lens_device: torch.Tensor | None = None
 
     @property
     def layout(self) -> BatchLayout:
@@ -235,6 +240,7 @@ class StepInputBuilder:
         is_static: bool = False,
         with_states: bool = False,
     ) -> None:
+        self._runtime = runtime
         self._is_static = is_static
         self._with_states = with_states
         self._rows = rows
@@ -408,6 +414,7 @@ class StepInputBuilder:
             num_decodes=num_decodes,
             capture=captured is not None,
         )
+        seen = table.non_causal_spans.visible_lens(rows, first, num_scheduled, padded_tokens)
         return StepInputs(
             rows,
             num_scheduled,
@@ -422,6 +429,8 @@ class StepInputBuilder:
             longest_partial_prompt=longest_partial_prompt,
             sample_rows=views[8] if self._with_sample_rows else None,
             state_layout=layout.state_layout(parts, views, layouts[0], is_static=self._is_static),
+            visible_lens=seen,
+            visible_lens_device=None if seen is None else self._runtime.from_numpy(seen),
         )
 
 
