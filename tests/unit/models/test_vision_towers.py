@@ -120,7 +120,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gemma4": lambda: _gemma4(use_clipped_linears=False, standardize=False),
     "gemma4-clipped": lambda: _gemma4(use_clipped_linears=True, standardize=True),
 }
-SIZES = [(24, 16), (8, 24), (16, 16)]
+SIZES = [(32, 16), (16, 48), (40, 32)]
 
 
 def _images(name: str) -> list[dict[str, torch.Tensor]]:
