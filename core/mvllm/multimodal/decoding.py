@@ -39,9 +39,7 @@ class DecodingLimits:
         self.max_audio_seconds = max_audio_seconds
 
 
-def decode(
-    source: MediaSource, limits: DecodingLimits, *, sampling_rate: int, sampling: FrameSampling
-) -> ItemContent:
+def decode(source: MediaSource, limits: DecodingLimits, *, sampling_rate: int, sampling: FrameSampling) -> ItemContent:
     """The content of an item.
 
     Args:

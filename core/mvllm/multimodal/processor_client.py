@@ -230,4 +230,3 @@ def _start_message(model: ModelConfig, config: MultiModalConfig) -> ProcessorSta
         hidden_size=model.hidden_size,
         max_embeddings=model.max_model_len,
     )
-

@@ -136,9 +136,7 @@ class JobServer:
         content = decode(
             job.source, self._limits, sampling_rate=self._sampling_rate(job.source.modality), sampling=sampling
         )
-        item = self._processor.process(
-            job.source.modality, content, counts=job.counts, kwargs=kwargs, uuid=job.uuid
-        )
+        item = self._processor.process(job.source.modality, content, counts=job.counts, kwargs=kwargs, uuid=job.uuid)
         if item.num_bytes > MAX_RESULT_BYTES:
             raise RequestError(
                 f"The processor makes {item.num_bytes >> 20} MB of the {item.modality}; {MAX_RESULT_BYTES >> 20} are "
