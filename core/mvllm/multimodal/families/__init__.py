@@ -18,7 +18,9 @@ from mvllm.config.hf_config import HFConfig
 from mvllm.config.multimodal import MultiModalModel
 from mvllm.multimodal.families.interface import ItemFamily
 
-FAMILIES: Mapping[str, str] = {}
+FAMILIES: Mapping[str, str] = {
+    "LlavaOnevisionForConditionalGeneration": "mvllm.multimodal.families.llava_onevision:LlavaOnevisionItems",
+}
 """By architecture: `module:class`."""
 
 
