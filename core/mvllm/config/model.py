@@ -44,6 +44,8 @@ class ModelConfig:
         pooler_config: The user's pooling settings, which override the model's sentence-transformers files.
         token_spaces: Spaces of tokens beside text, by name.
         multimodal: What the model takes beside text; None for text alone.
+        language_architecture: Of multimodal checkpoints: the architecture of the language model in it. It stays if
+            `multimodal` is taken away, so that the checkpoint is used for text alone.
     """
 
     model: str
@@ -75,6 +77,12 @@ class ModelConfig:
     logprobs_mode: str = "raw_logprobs"
     token_spaces: dict[str, TokenSpace] = field(default_factory=dict)
     multimodal: MultiModalModel | None = None
+    language_architecture: str = ""
+
+    @property
+    def has_non_causal_spans(self) -> bool:
+        """Whether the positions of an image see each other in both directions."""
+        return self.multimodal is not None and self.multimodal.spans_attend_both_ways
 
     @property
     def num_token_ids(self) -> int:

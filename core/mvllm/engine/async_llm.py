@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.async_images import AsyncImages
+from mvllm.engine.async_items import AsyncItems, prepare_items
 from mvllm.engine.async_rollouts import AsyncRollouts
 from mvllm.engine.core.sleep import check_sleep_level, check_wake_up_tags
 from mvllm.engine.frontend.admission import AdmissionControl
@@ -53,7 +54,7 @@ _DRAIN_POLL_SECONDS = 0.05
 _T = TypeVar("_T")
 
 
-class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages):
+class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages, AsyncItems):
     """An engine for use in an event loop. The engine core runs in its own process.
 
     The constructor loads the model; call it in any thread, with or without a running loop. All methods must then be
@@ -87,6 +88,7 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
     ) -> None:
         super().__init__(config, make_async_client, client, name)
         self.metrics = EngineMetrics(self.config.model.max_model_len)
+        self.item_client.on_processed = self.metrics.observe_item
         self._prompt_rate, self._generation_rate = RateMeter(), RateMeter()
         self._other_metrics = other_metrics
         self._admission = AdmissionControl(self.config, self._output_processor, self._client, self.metrics)
@@ -229,8 +231,12 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
         ids = [request_id] * len(prompts)
         priorities = [priority] * len(prompts)
 
+        processor = self.pooling_input_processor if pooling else self.input_processor
+        with self._admission.tokenizing(len(prompts)):
+            items = await prepare_items(processor.items, prompts)
+        self._require_ready()
+
         def process() -> list[ProcessedRequest]:
-            processor = self.pooling_input_processor if pooling else self.input_processor
             return processor.process_batch(
                 ids,
                 prompts,
@@ -238,9 +244,10 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
                 priorities=priorities,
                 arrival_time=arrived,
                 lora_requests=[lora_request] * len(ids),
+                items=items or [()] * len(ids),  # none, so that they are not prepared in this thread
             )
 
-        if total_cost(prompts, params) <= 1.0:
+        if items is None and total_cost(prompts, params) <= 1.0:
             requests = process()
         else:
             with self._admission.tokenizing(len(prompts)):
@@ -480,6 +487,7 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
         finally:
             # Queued work raises an error. Callers would mistake a cancellation for their own.
             self._threads.shutdown(wait=False)
+            self.item_client.close()
             self._stat_loggers.close()
 
     # --- internals

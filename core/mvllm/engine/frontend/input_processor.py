@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import copy
 import difflib
-import math
-import operator
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -20,22 +18,37 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.config.token_spaces import TokenSpace
 from mvllm.engine.frontend.bad_words import bad_word_token_ids
 from mvllm.engine.frontend.guidance import GuidanceProcessor
+from mvllm.engine.frontend.prompt_items import (
+    ITEM_KEYS,
+    PreparedItems,
+    PromptItems,
+    check_item_keys,
+    check_params_with_items,
+    check_placed,
+    expand_prompt_text,
+    expand_token_ids,
+    place_items,
+    refuse_truncation,
+)
+from mvllm.engine.frontend.request_checks import as_token_id, check_arrival_time, check_cache_salt, check_request_id
 from mvllm.engine.frontend.thinking_tags import fit_thinking_to_prompt, thinking_tokens_of
 from mvllm.engine.tokenizer.tokenizer import Tokenizer, check_supports_grammars
 from mvllm.errors import RequestError
-from mvllm.messages.field_checks import describe_value, is_unicode
-from mvllm.messages.inputs import PromptType
+from mvllm.messages.field_checks import describe_value
+from mvllm.messages.inputs import ExpandedPrompt, PromptType
 from mvllm.messages.lora import LoRARequest
+from mvllm.messages.multimodal import MultiModalItem
 from mvllm.messages.pooling_params import PoolingParams
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.messages.sampling_params import SamplingParams, validate_for_model
 from mvllm.messages.thinking import DEFAULT_TAGS
+from mvllm.multimodal.processed_item import ProcessedItem
+from mvllm.multimodal.processor_client import ProcessorClient
 from mvllm.sampling.logits_processor import processor_classes, validate
 from mvllm.structured_output.llguidance_library import check_available
 
-MAX_CACHE_SALT_LENGTH = 256
 KV_TRANSFER_PARAMS = "kv_transfer_params"
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "add_special_tokens", *ITEM_KEYS)
 _PRIORITY_LIMIT = 2**31
 _UTF8_CHECK_CHARS = 1 << 20  # checked at a time, so that other threads can run in between
 _MAX_TRUNCATED_TEXT_CHARS = 1 << 22  # limit for a text to truncate, which is tokenized as a whole
@@ -64,12 +77,20 @@ class _Prompt:
 
     Attributes:
         keep: Number of tokens to keep at the end; None for all.
+        add_special_tokens: Whether the tokenizer adds its special tokens to the text.
+        expanded: The text with its placeholders replaced, if it has items.
+        items: Items in the order of their places.
+        placed: Items with their spans.
     """
 
     text: str | None
     token_ids: list[int] | None
     cache_salt: str | None = None
     keep: int | None = None
+    add_special_tokens: bool = True
+    expanded: str | None = None
+    items: Sequence[ProcessedItem] = ()
+    placed: list[MultiModalItem] = field(default_factory=list)
 
 
 class InputProcessor:
@@ -79,13 +100,22 @@ class InputProcessor:
         config: The engine's configuration in use.
         tokenizer: The model's tokenizer. With None, text and stop strings are rejected, and outputs have no text.
         runs_functions: The model runs in this process, and requests may have functions as logits processors.
+        item_client: Prepares images, audio and videos; by default a new one.
     """
 
     num_reserved_tokens = 1
     """Tokens of the context that a prompt must leave free."""
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, *, runs_functions: bool = False) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+        *,
+        runs_functions: bool = False,
+        item_client: ProcessorClient | None = None,
+    ) -> None:
         self._model = config.model
+        self.items = PromptItems(config, item_client or ProcessorClient(config.model, config.multimodal))
         self._runs_functions = runs_functions
         self._tokenizer = tokenizer
         self._priorities_allowed = config.scheduler.policy == "priority"
@@ -127,6 +157,7 @@ class InputProcessor:
         priorities: Sequence[int] | None = None,
         arrival_time: float | None = None,
         lora_requests: Sequence[LoRARequest | None] | None = None,
+        items: Sequence[PreparedItems] | None = None,
     ) -> list[ProcessedRequest]:
         """Checks all requests and tokenizes their texts together. The arguments are parallel sequences.
 
@@ -135,15 +166,23 @@ class InputProcessor:
             priorities: Lower is served earlier; needs the priority policy.
             arrival_time: Monotonic seconds; now by default.
             lora_requests: The LoRA adapter of each request, or None; LoRARequestValidator checks fields and files.
+            items: The prepared items of each prompt; None has them prepared here, which may take long.
 
         Raises:
             RequestError: One of them is invalid. With several requests, the message has the position of that one.
         """
-        arrival = time.monotonic() if arrival_time is None else _check_arrival_time(arrival_time)
+        arrival = time.monotonic() if arrival_time is None else check_arrival_time(arrival_time)
         parts = [
             self._check_for_prompt(i, prompts, self._parse_prompt, prompt, params[i])
             for i, prompt in enumerate(prompts)
         ]
+        for i, part in enumerate(parts):
+            if items is None:
+                part.items = self._check_for_prompt(i, prompts, self.items.prepare, prompts[i])
+            else:
+                part.items = items[i]
+            if part.items:
+                self._check_for_prompt(i, prompts, self._expand, part)
         self._tokenize(parts)
         processed = []
         checked: dict[int, SamplingParams] = {}  # params shared by many prompts are checked once
@@ -165,11 +204,13 @@ class InputProcessor:
                 if unconditional is None:
                     default = self._guidance.default_token_ids
                     unconditional = self._check_for_prompt(i, prompts, default, validated, part.token_ids or [])
+            if part.placed:
+                self._check_for_prompt(i, prompts, check_params_with_items, validated, part.placed)
             validated.negative_prompt = None  # each sequence is sent with its token ids
             validated = self._check_for_prompt(i, prompts, self._fit_params_to_prompt, validated, part, unconditional)
             validated, kv_transfer_params = _take_kv_transfer_params(validated)
             core = EngineCoreRequest(
-                request_id=_check_request_id(request_ids[i]),
+                request_id=check_request_id(request_ids[i]),
                 prompt_token_ids=part.token_ids or [],
                 sampling_params=validated,
                 eos_token_ids=self._eos_token_ids,
@@ -179,11 +220,29 @@ class InputProcessor:
                 lora_request=None if lora_requests is None else self._check_lora_request(lora_requests[i]),
                 unconditional_prompt_token_ids=unconditional,
                 kv_transfer_params=kv_transfer_params,
+                items=part.placed,
             )
             processed.append(ProcessedRequest(part.text, validated, core, self._guidance.space_of(validated)))
         return processed
 
     # --- prompts
+
+    def expand(self, prompt: PromptType, items: PreparedItems) -> ExpandedPrompt:
+        """A prompt with its items in their places, tokenized. `process` takes it without preparing them again.
+
+        Args:
+            items: The prepared items of the prompt.
+
+        Raises:
+            RequestError: The prompt is not valid, or its placeholders are not those of the items.
+        """
+        part = self._parse_prompt(prompt, None)
+        part.items = items
+        if items:
+            self._expand(part)
+        self._tokenize([part])
+        found = ExpandedPrompt(prompt_token_ids=part.token_ids or [], multi_modal_items=part.placed)
+        return found if part.text is None else {**found, "prompt": part.text}
 
     def check_text(self, text: str) -> str:
         """Returns `text`.
@@ -247,7 +306,15 @@ class InputProcessor:
                     f"A prompt dict has the keys {', '.join(_PROMPT_KEYS)}; found {str(key)[:40]!r}.{meant}",
                     parameter="prompt",
                 )
-        salt = _check_cache_salt(prompt.get("cache_salt"))
+        salt = check_cache_salt(prompt.get("cache_salt"))
+        check_item_keys(prompt)
+        if prompt.get("prompt_embeds") is not None:
+            if keep is not None:
+                refuse_truncation()
+            placed = self.items.read_embeds(prompt["prompt_embeds"], self._check_length)
+            return _Prompt(None, [0] * placed[0].span.length, salt, placed=placed)
+        expanded = prompt.get("multi_modal_items")
+        special = prompt.get("add_special_tokens") is not False
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if text is not None and not isinstance(text, str):
             raise RequestError(f"'prompt' must be a text; found {describe_value(text)}.", parameter="prompt")
@@ -256,10 +323,12 @@ class InputProcessor:
                 raise RequestError(
                     f"'prompt_token_ids' must be a list of token ids; found {describe_value(ids)}.", parameter="prompt"
                 )
-            return _Prompt(text, self._check_token_ids(ids, keep), salt)
+            if expanded and keep is not None:
+                refuse_truncation()
+            return _Prompt(text, self._check_token_ids(ids, keep), salt, placed=check_placed(expanded or [], len(ids)))
         if text is None:
             raise RequestError("A prompt dict needs 'prompt' or 'prompt_token_ids'; found neither.", parameter="prompt")
-        return _Prompt(self.check_text(text), None, salt, keep)
+        return _Prompt(self.check_text(text), None, salt, keep, special)
 
     def _check_token_ids(self, ids: Sequence[int], keep: int | None = None) -> list[int]:
         if not len(ids):
@@ -269,7 +338,7 @@ class InputProcessor:
         self._check_length(len(ids))  # before copying
         values: list[int] = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         if set(map(type, values)) != {int}:
-            values = [_as_token_id(value, i) for i, value in enumerate(values)]
+            values = [as_token_id(value, i) for i, value in enumerate(values)]
         if min(values) < 0 or max(values) >= self._num_token_ids:
             i, bad = next((i, v) for i, v in enumerate(values) if not 0 <= v < self._num_token_ids)
             raise RequestError(
@@ -291,13 +360,24 @@ class InputProcessor:
                 parameter="prompt",
             )
 
+    def _expand(self, part: _Prompt) -> None:
+        """Replaces the placeholders of a prompt with items."""
+        if part.keep is not None:
+            refuse_truncation()
+        if part.token_ids is None:
+            part.expanded, part.items = expand_prompt_text(part.text or "", part.items)
+            return
+        ids, part.items = expand_token_ids(part.token_ids, part.items)
+        part.token_ids = self._check_token_ids(ids)
+        part.placed = place_items(part.token_ids, part.items)
+
     def _tokenize(self, parts: Sequence[_Prompt]) -> None:
         """Sets the token ids of prompts with text."""
         waiting = [(i, part) for i, part in enumerate(parts) if part.token_ids is None]
         if not waiting:
             return
         assert self._tokenizer is not None
-        texts = [part.text or "" for _, part in waiting]
+        texts = [part.expanded or part.text or "" for _, part in waiting]
 
         def check_length(at: int, length: int) -> None:
             if waiting[at][1].keep is None:
@@ -310,8 +390,7 @@ class InputProcessor:
                 )
             else:
                 self._check_for_prompt(waiting[at][0], parts, check_text_to_truncate, text)
-        encoded = self._tokenizer.encode_batch(texts, check_length=check_length)
-        for (i, part), ids in zip(waiting, encoded, strict=True):
+        for (i, part), ids in zip(waiting, self._encode(waiting, texts, check_length), strict=True):
             if not ids:
                 raise RequestError(
                     f"{_prompt_label(i, parts)}The prompt is empty: its text {describe_value(part.text)} gives "
@@ -319,6 +398,26 @@ class InputProcessor:
                     parameter="prompt",
                 )
             part.token_ids = self._check_for_prompt(i, parts, self._check_token_ids, ids, part.keep)
+            if part.items:
+                part.placed = self._check_for_prompt(i, parts, place_items, part.token_ids, part.items)
+
+    def _encode(
+        self, waiting: Sequence[tuple[int, _Prompt]], texts: Sequence[str], check_length: Callable[[int, int], None]
+    ) -> list[list[int]]:
+        """The token ids of texts, those with and those without special tokens together."""
+        assert self._tokenizer is not None
+        encoded: dict[int, list[int]] = {}
+        for special in (True, False):
+            places = [at for at, (_, part) in enumerate(waiting) if part.add_special_tokens is special]
+            if not places:
+                continue
+            found = self._tokenizer.encode_batch(
+                [texts[at] for at in places],
+                add_special_tokens=special,
+                check_length=lambda at, length, places=places: check_length(places[at], length),  # type: ignore[misc]
+            )
+            encoded.update(zip(places, found, strict=True))
+        return [encoded[at] for at in range(len(texts))]
 
     # --- settings
 
@@ -460,30 +559,6 @@ def _is_token_sequence(value: object) -> bool:
     return getattr(value, "ndim", None) == 1 and hasattr(value, "tolist")  # an array of NumPy, torch, ...
 
 
-def _as_token_id(value: Any, position: int) -> int:
-    if not isinstance(value, bool):
-        try:
-            return operator.index(value)
-        except TypeError:
-            pass
-    raise RequestError(
-        f"Token ids must be integers; found {describe_value(value)} at position {position} of the prompt.",
-        parameter="prompt",
-    )
-
-
-def _check_cache_salt(salt: object) -> str | None:
-    if salt is None:
-        return None
-    if not isinstance(salt, str) or not 0 < len(salt) <= MAX_CACHE_SALT_LENGTH or not salt.isprintable():
-        raise RequestError(
-            f"cache_salt must be a text of 1 to {MAX_CACHE_SALT_LENGTH} printable characters; found "
-            f"{describe_value(salt)}.",
-            parameter="cache_salt",
-        )
-    return salt
-
-
 def _take_kv_transfer_params(params: SamplingParams) -> tuple[SamplingParams, dict[str, Any] | None]:
     """Parameters without `extra_args["kv_transfer_params"]`, and these. Workers do not need them."""
     if not params.extra_args or KV_TRANSFER_PARAMS not in params.extra_args:
@@ -497,25 +572,3 @@ def _take_kv_transfer_params(params: SamplingParams) -> tuple[SamplingParams, di
     params = copy.copy(params)  # may be shared by several prompts
     params.extra_args = extra_args or None
     return params, given or None
-
-
-def _check_request_id(request_id: object) -> str:
-    if not isinstance(request_id, str) or not request_id:
-        raise RequestError(
-            f"request_id must be a non-empty text; found {describe_value(request_id)}.", parameter="request_id"
-        )
-    if not is_unicode(request_id):  # could not be sent to the engine core
-        raise RequestError(
-            f"request_id must be valid Unicode, without lone surrogates; found {describe_value(request_id)}.",
-            parameter="request_id",
-        )
-    return request_id
-
-
-def _check_arrival_time(seconds: object) -> float:
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
-        raise RequestError(
-            f"arrival_time must be a finite number of seconds; found {describe_value(seconds)}.",
-            parameter="arrival_time",
-        )
-    return float(seconds)
