@@ -8,13 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from mvllm.config import grid_families
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.multimodal import MultiModalModel
 
 ReadFamily = Callable[[HFConfig], MultiModalModel]
 """Takes config.json, with the values of `text_config` at the top level (see `load_hf_config`)."""
 
-FAMILIES: Mapping[str, ReadFamily] = {}
+FAMILIES: Mapping[str, ReadFamily] = {
+    "Qwen2VLForConditionalGeneration": grid_families.qwen2_vl,
+    "Qwen2_5_VLForConditionalGeneration": grid_families.qwen2_vl,
+    "Qwen3VLForConditionalGeneration": grid_families.qwen3_vl,
+    "Qwen3VLMoeForConditionalGeneration": grid_families.qwen3_vl,
+    "Glm4vForConditionalGeneration": grid_families.glm4v,
+    "Glm46VForConditionalGeneration": grid_families.glm4v,
+    "Glm4vMoeForConditionalGeneration": grid_families.glm4v_moe,
+}
 """By architecture."""
 
 
