@@ -84,7 +84,17 @@ def _sections(hf_config: HFConfig, default: tuple[int, int, int]) -> tuple[int, 
     return found[0], found[1], found[2]
 
 
-qwen2_vl = _family(151655, 151656, (16, 24, 24))
-qwen3_vl = _family(151655, 151656, (24, 20, 20), interleaved=True)
-glm4v = _family(151343, None, (8, 12, 12))
-glm4v_moe = _family(151363, None, (8, 12, 12))
+_QWEN2 = _family(151655, 151656, (16, 24, 24))
+_QWEN3 = _family(151655, 151656, (24, 20, 20), interleaved=True)
+_GLM = _family(151343, None, (8, 12, 12))
+
+GRID_FAMILIES = {
+    "Qwen2VLForConditionalGeneration": _QWEN2,
+    "Qwen2_5_VLForConditionalGeneration": _QWEN2,
+    "Qwen3VLForConditionalGeneration": _QWEN3,
+    "Qwen3VLMoeForConditionalGeneration": _QWEN3,
+    "Glm4vForConditionalGeneration": _GLM,
+    "Glm46VForConditionalGeneration": _GLM,
+    "Glm4vMoeForConditionalGeneration": _family(151363, None, (8, 12, 12)),
+}
+"""By architecture."""

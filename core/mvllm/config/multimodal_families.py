@@ -8,27 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from mvllm.config import grid_families
+from mvllm.config.grid_families import GRID_FAMILIES
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.multimodal import MultiModalModel
+from mvllm.config.vision_families import VISION_FAMILIES
 
-ReadFamily = Callable[[HFConfig], MultiModalModel]
-"""Takes config.json, with the values of `text_config` at the top level (see `load_hf_config`)."""
+ReadFamily = Callable[[HFConfig], MultiModalModel | None]
+"""Takes config.json, with the values of `text_config` at the top level (see `load_hf_config`). None: the checkpoint has
+no vision or audio part."""
 
-FAMILIES: Mapping[str, ReadFamily] = {
-    "Qwen2VLForConditionalGeneration": grid_families.qwen2_vl,
-    "Qwen2_5_VLForConditionalGeneration": grid_families.qwen2_vl,
-    "Qwen3VLForConditionalGeneration": grid_families.qwen3_vl,
-    "Qwen3VLMoeForConditionalGeneration": grid_families.qwen3_vl,
-    "Glm4vForConditionalGeneration": grid_families.glm4v,
-    "Glm46VForConditionalGeneration": grid_families.glm4v,
-    "Glm4vMoeForConditionalGeneration": grid_families.glm4v_moe,
-}
+FAMILIES: Mapping[str, ReadFamily] = {**VISION_FAMILIES, **GRID_FAMILIES}
 """By architecture."""
 
 
 def multimodal_model(architecture: str, hf_config: HFConfig) -> MultiModalModel | None:
-    """What a model takes beside text; None for text alone.
+    """What a model takes beside text; None for text alone, as of checkpoints that are only the text part.
 
     Raises:
         ModelError: config.json lacks a value.

@@ -1,1 +1,1 @@
-"""Encoders of images and videos."""
+"""Vision towers, and the multimodal models that they belong to."""
