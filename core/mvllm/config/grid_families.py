@@ -11,19 +11,8 @@ from collections.abc import Callable
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.multimodal import MultiModalModel
 from mvllm.config.rope_parameters import rope_settings
+from mvllm.config.vision_families import vision_config
 from mvllm.errors import ModelError
-
-
-def vision_config(hf_config: HFConfig) -> HFConfig:
-    """The object `vision_config`; empty if it is absent.
-
-    Raises:
-        ModelError: It is not an object.
-    """
-    value = hf_config.get("vision_config", {})
-    if not isinstance(value, dict):
-        raise ModelError(f"{hf_config.source}: 'vision_config' should be a JSON object, found {value!r:.80}.")
-    return HFConfig(value, f"{hf_config.source}: 'vision_config'")
 
 
 def deepstack_layers(vision: HFConfig) -> tuple[int, ...]:
@@ -48,17 +37,20 @@ def deepstack_layers(vision: HFConfig) -> tuple[int, ...]:
 
 def _family(
     image_id: int, video_id: int | None, sections: tuple[int, int, int], *, interleaved: bool = False
-) -> Callable[[HFConfig], MultiModalModel]:
+) -> Callable[[HFConfig], MultiModalModel | None]:
     """Args:
     image_id, video_id: Defaults of the token ids. None: the frames of videos are marked as images are.
     sections: Default of `mrope_section`.
     interleaved: As `rope_interleaved`; such families have DeepStack.
     """
 
-    def read(hf_config: HFConfig) -> MultiModalModel:
+    def read(hf_config: HFConfig) -> MultiModalModel | None:
+        vision = vision_config(hf_config)
+        if vision is None:
+            return None
         image = _token_id(hf_config, "image_token_id", image_id)
         video = image if video_id is None else _token_id(hf_config, "video_token_id", video_id)
-        streams = 1 + (len(deepstack_layers(vision_config(hf_config))) if interleaved else 0)
+        streams = 1 + (len(deepstack_layers(vision)) if interleaved else 0)
         return MultiModalModel(
             placeholders={"image": image, "video": video},
             embedding_width=streams * hf_config.positive_int("hidden_size"),

@@ -116,7 +116,7 @@ class Qwen2_5_VLTower(GridTower):
 
 
 class Qwen3VLTower(GridTower):
-    """The tower of Qwen3-VL: rows of embeddings, and behind them those of the DeepStack layers, in their order."""
+    """The tower of Qwen3-VL: rows of embeddings, and beside them those of the DeepStack layers, by rising layer."""
 
     def __init__(self, ctx: BuildContext, vision: HFConfig, out_size: int) -> None:
         sizes = TowerSizes.from_config(vision, out_size)
@@ -134,10 +134,10 @@ class Qwen3VLTower(GridTower):
             return Merger(ctx, names, sizes, LayerNorm, norm_of_square=norm_of_square)
 
         self.merger = merger(f"{self.name}.merger", norm_of_square=False)
-        self._deepstack = {layer: place for place, layer in enumerate(deepstack_layers(vision))}
+        self._mergers_of_layers = {layer: i for i, layer in enumerate(deepstack_layers(vision))}
         self.deepstack_mergers = nn.ModuleList(
-            merger(f"{self.name}.deepstack_merger_list.{place}", norm_of_square=True)
-            for place in self._deepstack.values()
+            merger(f"{self.name}.deepstack_merger_list.{i}", norm_of_square=True)
+            for i in self._mergers_of_layers.values()
         )
 
     def run(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
@@ -145,13 +145,12 @@ class Qwen3VLTower(GridTower):
         positions = interpolated(table, grids, self.sizes.merge, bicubic=False, align_corners=True)
         x = self.patch_embed(pixels) + positions.to(pixels.dtype)
         starts, angles = frame_starts(grids), self.angles(grids)
-        streams: dict[int, torch.Tensor] = {}
+        added = []
         for number, layer in enumerate(self.layers.layers):
             x = layer(x, starts, angles)
-            if number in self._deepstack:
-                place = self._deepstack[number]
-                streams[place] = self.deepstack_mergers[place](x)
-        return torch.cat([self.merger(x), *(streams[place] for place in range(len(streams)))], dim=-1)
+            if number in self._mergers_of_layers:
+                added.append(self.deepstack_mergers[self._mergers_of_layers[number]](x))
+        return torch.cat([self.merger(x), *added], dim=-1)
 
 
 def _merger_names(tower: str) -> tuple[str, str, str]:
