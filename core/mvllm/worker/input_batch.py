@@ -23,6 +23,7 @@ from mvllm.pooling.pooler import PoolingState
 from mvllm.sampling.logits_processor import RowTokens
 from mvllm.sampling.sampling_state import SamplingState, TokenHistory
 from mvllm.worker.guidance import GuidedRows
+from mvllm.worker.item_rows import ItemRows
 from mvllm.worker.space_logits import RowSpaces
 
 
@@ -59,6 +60,7 @@ class InputBatch:
         lora_ids: int64 [max_rows]; LoRA adapter of the row's request, 0 for none.
         guidance: Which rows are pairs.
         spaces: The token spaces of the rows.
+        items: Where the images, audio and embeddings of the rows stand.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class InputBatch:
         self.lora_ids = np.zeros(max_rows, dtype=np.int64)
         self.guidance = GuidedRows(max_rows)
         self.spaces = RowSpaces(max_rows, list(space_names))
+        self.items = ItemRows(max_rows)
         self.sampling = sampling
 
     def apply_plan(self, plan: SchedulerOutput) -> None:
@@ -158,6 +161,8 @@ class InputBatch:
         self.pooling.set_row(row, request.pooling_params)
         self.spaces.set_row(row, params.token_space)
         self.guidance.set_row(row, params.guidance_scale, request.guided_row)
+        if request.items:
+            self.items.set_row(row, request.items)
         self.lora_ids[row] = 0 if request.lora_request is None else request.lora_request.lora_int_id
         self.sampling.set_row(
             row,
@@ -176,4 +181,5 @@ class InputBatch:
         self.pooling.clear_row(row)
         self.lora_ids[row] = 0
         self.guidance.clear_row(row)
+        self.items.clear_row(row)
         self.sampling.clear_row(row)
