@@ -55,6 +55,7 @@ class BuildContext:
         spread: `DeviceRuntime.place`, for workers with several devices.
         batch_invariant: The engine was started with `batch_invariant`.
         state: Returns the backend of a spec of sequence states; equal specs have the same backend.
+        non_causal_spans: The platform's attention supports spans of prompts that attend in both directions.
     """
 
     dtype: torch.dtype
@@ -70,6 +71,7 @@ class BuildContext:
     spread: Callable[[torch.Tensor, int | None], torch.Tensor] | None = None
     batch_invariant: bool = False
     state: Callable[[StateSpec], StateBackend] = StateBackend
+    non_causal_spans: bool = False
 
     @classmethod
     def of(cls, context: BuildContext) -> Self:

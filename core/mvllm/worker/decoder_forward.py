@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mvllm.layers.context import ForwardStep
 from mvllm.layers.lora import CurrentLoRAMapping, LoRAMapping
-from mvllm.platform.attention import AttentionMetadata
+from mvllm.platform.attention import AttentionBackend, AttentionMetadata, BatchLayout
 from mvllm.platform.graphs import CompileBackend
 from mvllm.platform.state import StateArguments, StateBackend
 from mvllm.worker.encoder_runner import StepItemTensors
-from mvllm.worker.kv_cache_layers import AttentionGroups
+from mvllm.worker.kv_cache_layers import AttentionGroups, MetadataBuilder
 from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
 from mvllm.worker.step_inputs import StepInputs
 
@@ -73,7 +74,8 @@ class DecoderForward:
         """
         function = self.call_model if self._compiled is None else self._compiled
         metadata: list[Any] = [
-            builder.build_metadata(inputs.layouts[group]) for builder, group in self.attention_groups.values()
+            builder.build_metadata(_layout_for(builder, inputs, group))
+            for builder, group in self.attention_groups.values()
         ]
         if self.state_backend is not None:
             assert inputs.state_layout is not None, "the step has slots for states"
@@ -138,3 +140,11 @@ class DecoderForward:
     def _active(self, adapters: LoRAMapping) -> AbstractContextManager[None]:
         assert self.lora is not None
         return self.lora.active(adapters)
+
+
+def _layout_for(builder: MetadataBuilder, inputs: StepInputs, group: int) -> BatchLayout:
+    """The layout of a group, with `visible_lens` if the step has spans and the builder's layers attend to them."""
+    layout = inputs.layouts[group]
+    if inputs.visible_lens is None or not (isinstance(builder, AttentionBackend) and builder.spec.non_causal_spans):
+        return layout
+    return replace(layout, visible_lens=inputs.visible_lens, visible_lens_device=inputs.visible_lens_device)

@@ -233,7 +233,15 @@ class ModelRunner:
             counts = DeviceTokenCounts(self._runtime.empty, max_rows, model.num_token_ids, model.max_model_len)
         state = SamplingState(max_rows, model.num_token_ids, model.seed, self._logits_processors(), counts)
         num_groups = len(self._layers.groups)
-        self.rows = InputBatch(max_rows, model.max_model_len, block_size, state, num_groups, list(model.token_spaces))
+        self.rows = InputBatch(
+            max_rows,
+            model.max_model_len,
+            block_size,
+            state,
+            num_groups,
+            list(model.token_spaces),
+            model.has_non_causal_spans,
+        )
         shapes = self._forward.shapes()
         self._inputs = StepInputBuilder(
             self.rows,

@@ -175,6 +175,9 @@ class StepInputs:
         sample_rows: int32 [S], device: the rows that sample, padded with an unused row; None where tokens do not stay
             on the device.
         state_layout: For the state backend; None for models without sequence states.
+        visible_lens: int32 [T], host: how many leading positions each token sees; None in steps in which attention is
+            causal. See BatchLayout.
+        visible_lens_device: The same on the device.
         items: The items that the step reads; None in steps without any.
         host_positions: int32 [T], host: as `positions`; valid until the next step is built. Only with `items`.
     """
@@ -192,6 +195,8 @@ class StepInputs:
     longest_partial_prompt: int = 0
     sample_rows: torch.Tensor | None = None
     state_layout: StateLayout | None = None
+    visible_lens: np.ndarray | None = None
+    visible_lens_device: torch.Tensor | None = None
     items: StepItems | None = None
     host_positions: np.ndarray | None = None
 
@@ -241,6 +246,7 @@ class StepInputBuilder:
         is_static: bool = False,
         with_states: bool = False,
     ) -> None:
+        self._runtime = runtime
         self._is_static = is_static
         self._with_states = with_states
         self._rows = rows
@@ -420,6 +426,7 @@ class StepInputBuilder:
             num_decodes=num_decodes,
             capture=captured is not None,
         )
+        seen = table.non_causal_spans.visible_lens(rows, first, num_scheduled, padded_tokens)
         return StepInputs(
             rows,
             num_scheduled,
@@ -434,6 +441,8 @@ class StepInputBuilder:
             longest_partial_prompt=longest_partial_prompt,
             sample_rows=views[8] if self._with_sample_rows else None,
             state_layout=layout.state_layout(parts, views, layouts[0], is_static=self._is_static),
+            visible_lens=seen,
+            visible_lens_device=None if seen is None else self._runtime.from_numpy(seen),
             items=items,
             host_positions=None if items is None else positions,
         )

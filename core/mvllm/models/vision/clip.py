@@ -38,6 +38,7 @@ class ClipTower(nn.Module):
         features: Which layers' states are the result; None for the last layer's with the norm at the end.
 
     Attributes:
+        image_size: Pixels along each side of an image.
         grid: Patches along each side of an image.
         size: Elements of a patch's features.
 
@@ -63,8 +64,8 @@ class ClipTower(nn.Module):
         )
         self._name, size = name, options.hidden_size
         self._patch_size = vision.positive_int("patch_size", 32 if is_clip else 16)
-        self._image_size = vision.positive_int("image_size", 224)
-        self.grid = self._image_size // self._patch_size
+        self.image_size = vision.positive_int("image_size", 224)
+        self.grid = self.image_size // self._patch_size
         num_layers = vision.positive_int("num_hidden_layers", 12)
         self._keep = None if features is None else features.numbers(num_layers)
         self._drops_first = features is not None and features.without_class
@@ -72,9 +73,7 @@ class ClipTower(nn.Module):
         count = num_layers if self._keep is None else max(self._keep)
         shape = (vision.positive_int("num_channels", 3), self._patch_size, self._patch_size)
         self.patches = PatchEmbedding(ctx, f"{name}.embeddings.patch_embedding", shape, size, bias=not is_clip)
-        self.class_embedding = (
-            CheckpointTensor(ctx, f"{name}.embeddings.class_embedding", size) if is_clip else None
-        )
+        self.class_embedding = CheckpointTensor(ctx, f"{name}.embeddings.class_embedding", size) if is_clip else None
         self._length = self.grid**2 + is_clip
         self.positions = Embedding(ctx, f"{name}.embeddings.position_embedding", self._length, size)
         self.first_norm = LayerNorm(ctx, f"{name}.pre_layrnorm", size, options.eps) if is_clip else None
@@ -89,9 +88,9 @@ class ClipTower(nn.Module):
         Raises:
             ModelError: The images have another size than the tower's.
         """
-        if tuple(pixels.shape[-2:]) != (self._image_size, self._image_size):
+        if tuple(pixels.shape[-2:]) != (self.image_size, self.image_size):
             raise ModelError(
-                f"The vision tower takes images of {self._image_size} x {self._image_size} pixels, found "
+                f"The vision tower takes images of {self.image_size} x {self.image_size} pixels, found "
                 f"{pixels.shape[-2]} x {pixels.shape[-1]}. Check that the checkpoint's preprocessor_config.json and "
                 "config.json belong together."
             )

@@ -28,6 +28,7 @@ FAMILIES: Mapping[str, str] = {
     "Glm4vForConditionalGeneration": f"{_GRIDS}:GlmItems",
     "Glm46VForConditionalGeneration": f"{_GRIDS}:GlmItems",
     "Glm4vMoeForConditionalGeneration": f"{_GRIDS}:GlmItems",
+    "LlavaOnevisionForConditionalGeneration": "mvllm.multimodal.families.llava_onevision:LlavaOnevisionItems",
 }
 """By architecture: `module:class`."""
 
