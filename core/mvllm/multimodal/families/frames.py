@@ -62,13 +62,14 @@ class FrameProcessor:
 
     @classmethod
     def from_config(cls, config_path: str, rules: FrameRules) -> FrameProcessor:
-        """With the settings of the folder of a config.json."""
+        """With the settings of the folder of a config.json; those of images where it has none for videos."""
         folder = Path(config_path).parent
         for name in ("video_preprocessor_config.json", "processor_config.json", "preprocessor_config.json"):
             if not (folder / name).is_file():
                 continue
             values = read_json_object(folder / name)
-            values = values.get("video_processor", {}) if name == "processor_config.json" else values
+            if name == "processor_config.json":
+                values = values.get("video_processor") or values.get("image_processor") or {}
             if values:
                 return cls(values, rules, str(folder / name))
         return cls({}, rules, config_path)
