@@ -15,12 +15,14 @@ import torch
 from platforms.cpu.tests.dense_attention import make_case, run, runtime
 
 from mvllm.plugin_api import BlockQuantizedWeight, Float8Weight, QuantizedWeight
+from mvllm.testing.attention_cases import make_case as make_attention_case
 from mvllm.testing.attention_cases import make_spec, store
 from mvllm.testing.block_quantized_cases import block_quantized_weight
 from mvllm.testing.op_cases import op_calls
 from mvllm_cpu import kernels
 from mvllm_cpu.activation_ops import ActivationOps
 from mvllm_cpu.block_quantized_linear import FORMATS, BlockQuantizedLinear
+from mvllm_cpu.encoder_attention import EncoderAttention
 from mvllm_cpu.linear import Linear
 from mvllm_cpu.moe import Moe
 from mvllm_cpu.ops import KernelOps
@@ -53,6 +55,20 @@ def attention() -> None:
     for dtype, features in itertools.product(DTYPES, ({}, {"sliding_window": 270})):
         spec = make_spec(3, 1, 40, dtype, batch_invariant=True, **features)
         run(PagedAttention(spec), make_case(spec, [(0, 300), (511, 2), (1200, 1)]))
+
+
+def both_directions() -> None:
+    spans = [[(0, 19)], [], [(3, 9)], [], [(130, 145)], [], []]
+    for dtype, kv_dtype in itertools.product(DTYPES, (*DTYPES, *SCALED_DTYPES)):
+        for features in ({}, FEATURES):
+            spec = make_spec(4, 2, 33, dtype, kv_dtype=kv_dtype, non_causal_spans=True, **features)
+            case = make_attention_case(spec, REQUESTS, block_size=16, spans=spans)
+            harness, metadata, query = store(PagedAttention(spec), runtime(), case, poison=torch.nan)
+            harness.backend.forward(query, harness.kv, metadata, case.sinks)
+    for provider in EncoderAttention(kernels.load().library).providers():
+        for dtype in DTYPES:
+            for call in op_calls("encoder_attention", dtype):
+                provider.function(*call.make())
 
 
 def sparse_attention() -> None:
@@ -225,6 +241,7 @@ if __name__ == "__main__":
     for name in sys.argv[1:] or (
         "attention",
         "sparse_attention",
+        "both_directions",
         "logits",
         "states",
         "linear",

@@ -22,7 +22,10 @@ pytestmark = [
     pytest.mark.skipif(LOADED.library is None, reason=f"no kernels: {LOADED.reason}"),
 ]
 FILES = {
-    "isa": ("test_linear.py", "test_moe.py", "test_state_ops.py", "test_sparse_attention.py"),
+    "isa": (
+        *("test_linear.py", "test_moe.py", "test_state_ops.py", "test_sparse_attention.py"),
+        "test_encoder_attention.py",
+    ),
     "quantized_isa": ("test_quantized_linear.py", "test_block_quantized_linear.py", "test_quantized_moe.py"),
 }
 """Test files by the attribute of `Kernels` with their instruction set."""

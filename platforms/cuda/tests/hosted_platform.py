@@ -100,6 +100,7 @@ def paged_attention(
     window: int | None,
     soft_cap: float | None,
     sinks: torch.Tensor | None,
+    visible_lens: torch.Tensor | None = None,
     **unused: Any,
 ) -> torch.Tensor:
     """mvllm_triton's function in torch operations that do not depend on values. For small steps only."""
@@ -111,7 +112,8 @@ def paged_attention(
     end = seq_lens[request]
     position = end - query_start_loc[request + 1] + token
     key_at = torch.arange(block_table.shape[1] * block_size)
-    seen = (key_at <= position[:, None]) & is_real[:, None]
+    last = position if visible_lens is None else visible_lens - 1
+    seen = (key_at <= last[:, None]) & is_real[:, None]
     if window is not None:
         seen = seen & (key_at > position[:, None] - window)
     blocks = torch.where(seen.unflatten(1, (-1, block_size)).any(2), block_table[request], 0)

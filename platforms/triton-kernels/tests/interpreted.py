@@ -94,6 +94,7 @@ class TritonAttention(AttentionBackend):
             "soft_cap": spec.soft_cap,
             "sinks": sinks,
             "splits": self.splits,
+            "visible_lens": step.visible_lens_device,
             "out": torch.full((*query.shape[:2], spec.value_size), torch.nan, dtype=query.dtype),
         }
         if spec.values_in_keys:

@@ -212,6 +212,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "prefill-64": lambda: _attention(2048, 1, 32, 8, 64),
     "prefill-80": lambda: _attention(2048, 1, 32, 32, 80),
     "prefill-128": lambda: _attention(2048, 1, 32, 8, 128),
+    "prefill-spans": lambda: _attention(2048, 1, 32, 8, 128, window=1024, visible_lens=_integers(2048)),
     "prefill-256": lambda: _attention(2048, 1, 16, 8, 256, soft_cap=50.0, window=4096),
     "prefill-float32": lambda: _attention(512, 1, 32, 8, 128, dtype=F32),
     "prefill-codes": lambda: _attention(2048, 1, 32, 8, 128, stored=CODES),

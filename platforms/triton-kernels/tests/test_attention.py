@@ -25,10 +25,16 @@ DECODES = [(47, 1), (15, 1), (0, 1), (130, 1)]
 
 
 def check_against_exact(
-    spec, requests, *, block_size=16, splits=None, codes=False, spread=1.0, padding=3, padding_requests=2
+    spec, requests, *, block_size=16, splits=None, codes=False, spread=1.0, padding=3, padding_requests=2, spans=None
 ):
     case = make_case(
-        spec, requests, block_size=block_size, padding=padding, padding_requests=padding_requests, spread=spread
+        spec,
+        requests,
+        block_size=block_size,
+        padding=padding,
+        padding_requests=padding_requests,
+        spread=spread,
+        spans=spans,
     )
     backend = interpreted.TritonAttention(spec, splits=splits, codes=codes)
     found = run(backend, interpreted.runtime(), case)
@@ -193,6 +199,38 @@ def test_many_heads_over_one_latent():
 def test_tiles_of_keys_with_and_without_a_causal_mask(latent, splits):
     spec = make_spec(2, 1, 32 if latent else 16, value_head_size=16, values_in_keys=latent)
     check_against_exact(spec, [(30, 100), (130, 1), (62, 3)], splits=splits)
+
+
+SPANS = [((30, 100), [(34, 125)]), ((130, 1), [(3, 9)]), ((20, 9), [(10, 26)])]
+"""A span over several tiles, one before the step, and the rest of one."""
+
+
+@pytest.mark.parametrize(
+    "features, splits",
+    [
+        ({}, 1),
+        ({"sliding_window": 20}, 3),
+        more({}, 3),
+        more({"sliding_window": 20}, 1),
+        more({"sliding_window": 70, "soft_cap": 3.0, "sinks": True}, 3),
+        more({"kv_dtype": "int8"}, 1),
+        more({"dtype": "bfloat16"}, 3),
+        more({"num_heads": 14}, 1),
+        more({"num_heads": 4, "num_kv_heads": 1, "head_size": 40, "value_head_size": 24, "values_in_keys": True}, 1),
+    ],
+    ids=str,
+)
+def test_tokens_of_a_span_see_all_of_it(features, splits):
+    spec = make_spec(**{"head_size": 16, "non_causal_spans": True, **features})
+    requests, spans = zip(*SPANS, strict=True)
+    check_against_exact(spec, requests, splits=splits, spans=spans)
+
+
+@pytest.mark.parametrize("splits", [1, more(3)])
+def test_spans_of_a_few_tokens(splits):
+    """In the short launch."""
+    spec = make_spec(head_size=16, non_causal_spans=True)
+    check_against_exact(spec, [(90, 3), (0, 1), (15, 4)], splits=splits, spans=[[(80, 92)], [], [(15, 18)]])
 
 
 def test_keys_of_decodes_are_split_among_programs():

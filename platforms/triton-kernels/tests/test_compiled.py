@@ -92,6 +92,7 @@ def test_loads_of_a_prefill_overlap_its_products(few_launches):
 @pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx942", "gfx950"])
 def test_loads_overlap_products_in_every_size(tmp_path, target):
     names = ("decode-128", "decode-512", "decode-codes", "prefill-64", "prefill-128", "prefill-256", "prefill-codes")
+    names += ("prefill-spans",)
     check_overlap(kernels(compile_launches(tmp_path, target, *names).splitlines()))
 
 

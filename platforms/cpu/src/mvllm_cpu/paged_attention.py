@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ every layer; in huge pages, that alone allocates and zeroes 120 MB for a model o
 """
 
 
-class _Spec(ctypes.Structure):
+class KernelSpec(ctypes.Structure):
     """`Spec` of csrc/kernels.h."""
 
     _fields_ = [
@@ -121,32 +121,55 @@ class PagedCache(tuple[torch.Tensor, ...]):
         return cache
 
 
+class BatchArrays(NamedTuple):
+    """The host arrays of a step that the kernels read: int32, contiguous; as in BatchLayout."""
+
+    query_start_loc: np.ndarray
+    seq_lens: np.ndarray
+    block_table: np.ndarray
+    slot_mapping: np.ndarray
+    visible_lens: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, batch: BatchLayout) -> BatchArrays:
+        """The arrays of a layout."""
+        arrays = (batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping)
+        visible = batch.visible_lens
+        return cls(
+            *(np.ascontiguousarray(array, dtype=np.int32) for array in arrays),
+            None if visible is None else np.ascontiguousarray(visible, dtype=np.int32),
+        )
+
+
 class PagedMetadata:
     """A step's plan, owned by the library, and the arrays that it reads.
+
+    Args:
+        library: The kernels.
+        spec: The attention layer.
+        arrays: The step.
+        block_size: Tokens per block.
 
     Attributes:
         handle: Address of the library's step object.
         num_tokens: Tokens of real requests; later rows are padding.
     """
 
-    def __init__(self, library: ctypes.CDLL, spec: _Spec, batch: BatchLayout) -> None:
-        arrays = [batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping]
-        if batch.visible_lens is not None:
-            arrays.append(batch.visible_lens)
-        self._arrays = tuple(np.ascontiguousarray(array, dtype=np.int32) for array in arrays)
-        starts, seq_lens, block_table, slot_mapping, *visible_lens = self._arrays
+    def __init__(self, library: ctypes.CDLL, spec: KernelSpec, arrays: BatchArrays, block_size: int) -> None:
+        self._arrays = arrays
+        starts, seq_lens, block_table, slot_mapping, visible_lens = arrays
         plain = _Batch(
-            num_requests=batch.num_requests,
+            num_requests=len(seq_lens),
             num_tokens=len(slot_mapping),
-            block_size=batch.block_size,
+            block_size=block_size,
             block_table_stride=block_table.shape[1] if block_table.ndim == 2 else 0,
             query_start_loc=starts.ctypes.data,
             seq_lens=seq_lens.ctypes.data,
             block_table=block_table.ctypes.data,
             slot_mapping=slot_mapping.ctypes.data,
-            visible_lens=visible_lens[0].ctypes.data if visible_lens else None,
+            visible_lens=None if visible_lens is None else visible_lens.ctypes.data,
         )
-        self.num_tokens = int(starts[batch.num_requests])
+        self.num_tokens = int(starts[len(seq_lens)])
         self._free = library.mvllm_cpu_step_free
         self.handle: int = library.mvllm_cpu_step_new(ctypes.byref(spec), ctypes.byref(plain))
 
@@ -158,7 +181,7 @@ class PagedMetadata:
 def declare(library: ctypes.CDLL) -> None:
     """Declares the argument types of the attention functions."""
     pointer = ctypes.c_void_p
-    library.mvllm_cpu_step_new.argtypes = [ctypes.POINTER(_Spec), ctypes.POINTER(_Batch)]
+    library.mvllm_cpu_step_new.argtypes = [ctypes.POINTER(KernelSpec), ctypes.POINTER(_Batch)]
     library.mvllm_cpu_step_new.restype = pointer
     library.mvllm_cpu_step_free.argtypes = [pointer]
     library.mvllm_cpu_step_free.restype = None
@@ -191,7 +214,7 @@ class PagedAttention(AttentionBackend):
         self._dtype = DTYPES[spec.dtype]
         self._scaled = spec.kv_dtype in SCALED_DTYPES
         self._kv_dtype = (DTYPES | SCALED_DTYPES)[spec.kv_dtype]
-        self._spec = _Spec(
+        self._spec = KernelSpec(
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_size=spec.head_size,
@@ -241,7 +264,7 @@ class PagedAttention(AttentionBackend):
 
     def build_metadata(self, batch: BatchLayout) -> PagedMetadata:
         thread_use_log().step()
-        return PagedMetadata(self._library, self._spec, batch)
+        return PagedMetadata(self._library, self._spec, BatchArrays.of(batch), batch.block_size)
 
     def write_kv(self, kv: PagedCache, key: torch.Tensor, value: torch.Tensor, metadata: PagedMetadata) -> None:
         key, value = self._rows(key), self._rows(value)

@@ -150,6 +150,7 @@ class CPUPlatform(Platform):
         from mvllm_cpu import onednn_linear
         from mvllm_cpu.activation_ops import ActivationOps
         from mvllm_cpu.block_quantized_linear import BlockQuantizedLinear
+        from mvllm_cpu.encoder_attention import EncoderAttention
         from mvllm_cpu.linear import Linear
         from mvllm_cpu.moe import Moe
         from mvllm_cpu.ops import KernelOps
@@ -164,7 +165,8 @@ class CPUPlatform(Platform):
         integers = (*QuantizedLinear(loaded.library).providers(), *BlockQuantizedLinear(loaded.library).providers())
         experts = (*Moe(loaded.library).providers(), *QuantizedMoe(loaded.library).providers())
         others = (*ActivationOps(loaded.library).providers(), *StateOps(loaded.library).providers())
-        return (*compiled, *integers, *experts, *others, *onednn_linear.providers())
+        encoders = EncoderAttention(loaded.library).providers()
+        return (*compiled, *integers, *experts, *others, *encoders, *onednn_linear.providers())
 
     def compiler(self) -> CompileBackend:
         from mvllm_cpu.replay import Replay

@@ -97,6 +97,7 @@ class TritonAttention(PagedBlocks):
             block_size=batch.block_size,
             kind=batch.kind,
             capture=batch.capture,
+            visible_lens=batch.visible_lens_device,
         )
 
     def write_kv(self, kv: Cache, key: torch.Tensor, value: torch.Tensor, metadata: PagedMetadata) -> None:
@@ -126,6 +127,7 @@ class TritonAttention(PagedBlocks):
                 soft_cap=spec.soft_cap,
                 sinks=sinks,
                 kv_scale=kv[1] if self._scaled else None,
+                visible_lens=metadata.visible_lens,
                 **self._format,
             )
         else:
@@ -144,6 +146,7 @@ class TritonAttention(PagedBlocks):
                 sinks=sinks,
                 k_scale=key_scale,
                 v_scale=value_scale,
+                visible_lens=metadata.visible_lens,
                 **self._format,
             )
         return found.flatten(1)

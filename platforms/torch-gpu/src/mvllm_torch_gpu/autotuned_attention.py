@@ -136,6 +136,8 @@ class AutotunedAttention(TritonAttention):
 
     def _library_for(self, step: AutotunedMetadata) -> AttentionLibrary | None:
         """The library that computes a step; None for the Triton kernels."""
+        if step.visible_lens is not None:
+            return None  # of the libraries none has such masks
         candidates = {name: library for name, library in self._libraries.items() if library.takes(step)}
         if not candidates:
             return None

@@ -20,6 +20,7 @@ class PagedMetadata:
         max_query_len, max_seq_len: As in BatchLayout, or larger.
         block_size: Tokens per block.
         kind, capture: As in BatchLayout.
+        visible_lens: As in BatchLayout, on the device; None in causal steps. Never in a captured step.
     """
 
     query_start_loc: torch.Tensor
@@ -31,6 +32,7 @@ class PagedMetadata:
     block_size: int
     kind: StepKind = StepKind.MIXED
     capture: bool = False
+    visible_lens: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -110,6 +110,7 @@ class TorchGpuPlatform(Platform):
             state=True,
             lazy_kernels=True,
             kv_transfer=True,
+            non_causal_spans=True,
         )
 
     def plan(self, config: EngineConfig) -> Plan | Refusals:

@@ -47,6 +47,7 @@ def paged_attention(
     out: torch.Tensor | None = None,
     float8: torch.dtype = torch.float8_e4m3fn,
     splits: int | None = None,
+    visible_lens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of a step's queries over a paged cache.
 
@@ -69,6 +70,8 @@ def paged_attention(
         float8: Format of codes in uint8.
         splits: Number of programs, for each tile of heads, among which the keys of a launch are divided; None chooses
             as many as keep the device busy.
+        visible_lens: int32 [T]: how many leading positions of its sequence each token sees, at least those up to its
+            own; keys after these are in the cache. None for those up to its own.
 
     Returns:
         [T, heads, value_size], compute dtype.
@@ -83,7 +86,7 @@ def paged_attention(
         )
     return _launch(
         q, k_cache, v_cache, 0, value_size, block_table, query_start_loc, seq_lens, scale, max_query_len, max_seq_len,
-        window, soft_cap, sinks, k_scale, v_scale, out, float8, splits,
+        window, soft_cap, sinks, k_scale, v_scale, out, float8, splits, visible_lens,
     )  # fmt: skip
 
 
@@ -105,6 +108,7 @@ def latent_attention(
     out: torch.Tensor | None = None,
     float8: torch.dtype = torch.float8_e4m3fn,
     splits: int | None = None,
+    visible_lens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention over latents: the first `value_size` elements of a key are its value.
 
@@ -129,7 +133,7 @@ def latent_attention(
         )
     return _launch(
         q, cache, cache, q.shape[2] - value_size, value_size, block_table, query_start_loc, seq_lens, scale,
-        max_query_len, max_seq_len, window, soft_cap, sinks, kv_scale, kv_scale, out, float8, splits,
+        max_query_len, max_seq_len, window, soft_cap, sinks, kv_scale, kv_scale, out, float8, splits, visible_lens,
     )  # fmt: skip
 
 
@@ -153,6 +157,7 @@ def _launch(
     out: torch.Tensor | None,
     float8: torch.dtype,
     splits: int | None,
+    visible_lens: torch.Tensor | None,
 ) -> torch.Tensor:
     """Launches both kinds of attention. `rest_size`: elements of a latent key that are not part of its value, or 0.
 
@@ -197,7 +202,8 @@ def _launch(
             part_sum = torch.empty(shape, dtype=torch.float32, device=q.device)
         attend[(work.grid, head_tiles)](
             out, part, part_max, part_sum, q, keys, values, k_scales, v_scales, given_sinks, block_table,
-            query_start_loc, seq_lens, num_requests, num_tokens, work.programs, work.least, scale * k_factor, v_factor,
+            query_start_loc, seq_lens, query_start_loc if visible_lens is None else visible_lens, num_requests,
+            num_tokens, work.programs, work.least, scale * k_factor, v_factor,
             q.stride(0), q.stride(1), *keys.stride()[:3], *values.stride()[:3], *k_scale_strides, *v_scale_strides,
             block_table.stride(0), out.stride(0), out.stride(1),
             SHORT=short,
@@ -222,6 +228,7 @@ def _launch(
             LATENT=latent,
             SCALES=kind,
             FP8=read_as(keys.dtype, float8),
+            SPANS=visible_lens is not None,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )  # fmt: skip

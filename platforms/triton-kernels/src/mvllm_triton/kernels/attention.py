@@ -74,6 +74,7 @@ def walk(
     q,  # [BLOCK_M, HEAD_PAD]
     q_rest,  # [BLOCK_M, REST_PAD] with LATENT
     position,  # [BLOCK_M] of each row's token
+    last,  # [BLOCK_M] last position that it sees: its own, or the last one of its span
     score_scale,
     keys,  # pointers to the first element of the head; likewise below
     values,
@@ -153,7 +154,7 @@ def walk(
         if SOFT_CAP > 0.0:
             scores = tanh(scores / SOFT_CAP) * (SOFT_CAP * LOG2_E)
         if MASKED:
-            is_seen = (key_at[None, :] <= position[:, None]) & is_key[None, :]
+            is_seen = (key_at[None, :] <= last[:, None]) & is_key[None, :]
             if WINDOW > 0:
                 is_seen = is_seen & (key_at[None, :] > position[:, None] - WINDOW)
             scores = tl.where(is_seen, scores, -float("inf"))
@@ -227,7 +228,10 @@ def store_zeros(
 
 
 # Not specialized, because they differ from step to step: numbers, and the alignment of tables in a step's buffer.
-_BY_STEP = ["block_table", "query_start_loc", "seq_lens", "table_stride", "num_requests", "num_tokens", "num_programs"]
+_BY_STEP = [
+    *("block_table", "query_start_loc", "seq_lens", "visible_lens", "table_stride"),
+    *("num_requests", "num_tokens", "num_programs"),
+]
 
 
 @triton.jit(do_not_specialize=[*_BY_STEP, "least"])
@@ -245,6 +249,7 @@ def attend(
     block_table,  # [R, P]
     query_start_loc,  # [R + 1]
     seq_lens,  # [R]
+    visible_lens,  # [T] how many leading positions each token sees; unused without SPANS
     num_requests,
     num_tokens,
     num_programs,  # among which the work is divided
@@ -290,6 +295,7 @@ def attend(
     LATENT: tl.constexpr,
     SCALES: tl.constexpr,  # 0: none, 1: one for all, 2: for each token and head
     FP8: tl.constexpr,  # see `numbers.widen`
+    SPANS: tl.constexpr = False,  # tokens of a span see positions after their own
 ):
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     program = tl.program_id(0)
@@ -339,6 +345,14 @@ def attend(
         first_token = start + tile * BLOCK_Q
         first_position = seq_len - length + tile * BLOCK_Q
         first, end = key_range(first_position, seq_len, BLOCK_Q, WINDOW)
+        token = first_token + row // HEADS
+        is_row = is_head & (token < start + length)
+        position = first_position + row // HEADS
+        last = position
+        if SPANS:
+            last = tl.load(visible_lens + token, mask=is_row, other=0) - 1
+            if not SHORT:  # a short request's tile ends with its sequence
+                end = tl.maximum(end, tl.max(last, 0) + 1)
         first_tile = first // BLOCK_N
         end_tile = tl.maximum(tl.cdiv(end, BLOCK_N), first_tile)
         if SHORT:
@@ -357,9 +371,6 @@ def attend(
             is_whole = num_splits == 1
             is_piece = True
         if is_piece:
-            token = first_token + row // HEADS
-            is_row = is_head & (token < start + length)
-            position = first_position + row // HEADS
             query_row = query + token.to(tl.int64)[:, None] * query_token_stride + head[:, None] * query_head_stride
             q = tl.load(query_row + dim[None, :], mask=is_row[:, None] & (dim < HEAD_SIZE)[None, :], other=0.0)
             q_rest = q
@@ -384,7 +395,7 @@ def attend(
                 plain = tl.minimum(plain, high)
                 masked = tl.maximum(tl.minimum((first_position + 1) // BLOCK_N, high), plain)
                 best, total, summed = walk(
-                    best, total, summed, q, q_rest, position, score_scale, keys, values, key_scales, value_scales,
+                    best, total, summed, q, q_rest, position, last, score_scale, keys, values, key_scales, value_scales,
                     table_row, first, end, plain * BLOCK_N, masked - plain, 0, 0,
                     key_block_stride, key_slot_stride, value_block_stride, value_slot_stride, key_scale_block_stride,
                     key_scale_slot_stride, value_scale_block_stride, value_scale_slot_stride, False, False,
@@ -398,7 +409,7 @@ def attend(
                 before_gap, gap, count = 0, 0, high - low
             GAP: tl.constexpr = not SHORT
             best, total, summed = walk(
-                best, total, summed, q, q_rest, position, score_scale, keys, values, key_scales, value_scales,
+                best, total, summed, q, q_rest, position, last, score_scale, keys, values, key_scales, value_scales,
                 table_row, first, end, low * BLOCK_N, count, before_gap, gap,
                 key_block_stride, key_slot_stride, value_block_stride, value_slot_stride, key_scale_block_stride,
                 key_scale_slot_stride, value_scale_block_stride, value_scale_slot_stride, True, GAP,
