@@ -29,11 +29,11 @@ from mvllm.gguf.header import MAGIC
 from mvllm.gguf.model_folder import model_folder
 from mvllm.logging import get_logger
 
-__all__ = ["DEMO", "find_model", "find_tokenizer", "is_offline", "may_be_fetched"]
+__all__ = ["DEMO", "DEMO_VISION", "find_model", "find_tokenizer", "is_offline", "may_be_fetched"]
 
 logger = get_logger(__name__)
 
-DEMO = "demo"
+DEMO, DEMO_VISION = "demo", "demo-vision"
 
 _CONFIGURATION = ("*.json", "*.jinja", "*.txt")
 _TOKENIZER = ("tokenizer*", "*.model", "*.tiktoken")
@@ -82,8 +82,8 @@ def find_model(
     """The folder of `model`; of a GGUF file the one derived from it (`mvllm.gguf.model_folder`).
 
     Args:
-        model: A folder, a GGUF file, `demo`, or a hub name (`organisation/name`). `:Q4_K_M` after a folder or a hub
-            name chooses one of its GGUF files.
+        model: A folder, a GGUF file, `demo`, `demo-vision`, or a hub name (`organisation/name`). `:Q4_K_M` after a
+            folder or a hub name chooses one of its GGUF files.
         revision: Branch, tag or commit on the hub; None is the default branch. Does not apply to folders.
         token: Hub token; None takes `HF_TOKEN` or the one stored by `hf auth login`.
         trust_remote_code: Fetch the repository's Python files as well.
@@ -105,8 +105,8 @@ def find_model(
 
 
 def may_be_fetched(model: str) -> bool:
-    """Whether `find_model` may fetch files for `model`: it is no local folder or file, and not the packaged demo."""
-    if model == DEMO or is_offline():
+    """Whether `find_model` may fetch files for `model`: it is no local folder or file, and no packaged demo."""
+    if model in (DEMO, DEMO_VISION) or is_offline():
         return False
     name, _ = _split_quantization(model)
     try:
@@ -138,10 +138,12 @@ def _split_quantization(name: str) -> tuple[str, str | None]:
 def _find(search: _Search, revision: str | None, token: str | None, patterns: tuple[str, ...]) -> Path:
     name, what = search.name, search.what
     if not name.strip():
-        raise ModelError(f"No {what} was named. Pass a folder, a GGUF file, a name from the hub, or {DEMO!r}.")
+        raise ModelError(
+            f"No {what} was named. Pass a folder, a GGUF file, a name from the hub, {DEMO!r} or {DEMO_VISION!r}."
+        )
     folder = Path(name).expanduser()
-    if name == DEMO and not (folder / "config.json").is_file():
-        folder = _demo_folder()
+    if name in (DEMO, DEMO_VISION) and not (folder / "config.json").is_file():
+        folder = _demo_folder(name)
     try:
         is_folder, exists = folder.is_dir(), folder.exists()
         files = _names_in(folder) if is_folder else []
@@ -171,13 +173,13 @@ def _find(search: _Search, revision: str | None, token: str | None, patterns: tu
     )
 
 
-def _demo_folder() -> Path:
-    from mvllm.demo import demo_model_path
+def _demo_folder(name: str) -> Path:
+    from mvllm import demo
 
     try:
-        return demo_model_path()
+        return demo.demo_model_path() if name == DEMO else demo.demo_vision_model_path()
     except FileNotFoundError as e:
-        raise ModelError(f"The model 'demo' was asked for, but {e}") from e
+        raise ModelError(f"The model {name!r} was asked for, but {e}") from e
 
 
 def _nearest(missing: Path) -> str:

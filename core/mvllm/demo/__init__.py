@@ -1,6 +1,7 @@
-"""The demo model: a very small Llama that ships with the package, as a folder of weights and a tokenizer.
+"""The demo models, which ship with the package as folders of weights and a tokenizer: a very small Llama, and the same
+model with a vision tower that names coloured shapes in pictures.
 
-Importing this costs nothing; ``demo_model_path()`` is all that the engine needs.
+Importing this costs nothing; the two paths are all that the engine needs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ def demo_model_path() -> Path:
 
     Raises FileNotFoundError when the package was installed without its model, or from an archive that has no folders.
     """
-    folder = Path(str(files(__package__) / "model"))
+    return _folder("model")
+
+
+def demo_vision_model_path() -> Path:
+    """The folder of the trained demo vision model, with its processor. Raises as `demo_model_path`."""
+    return _folder("vision_model")
+
+
+def _folder(name: str) -> Path:
+    folder = Path(str(files(__package__) / name))
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
             f"the demo model is not in {folder}; install mvllm from an unpacked folder or wheel: "

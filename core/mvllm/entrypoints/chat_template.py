@@ -4,7 +4,7 @@ Messages have the format of the chat completions API, and are converted to the f
 
     arguments of a tool call    JSON text           -> object
     content of the assistant    null                -> empty text
-    content                     list of text parts  -> text
+    content                     list of text parts  -> text, unless there are places of images among them
     reasoning                   reasoning           -> reasoning_content
 
 What a template still cannot render is adjusted to it (`template_adjustments`).
@@ -21,6 +21,7 @@ from typing import Any
 from mvllm.config.hf_config import read_json_object
 from mvllm.engine.tokenizer.folder_template import FolderTemplate
 from mvllm.engine.tokenizer.tokenizer import Tokenizer
+from mvllm.entrypoints.chat_items import is_place, places_to_text
 from mvllm.entrypoints.template_adjustments import MAX_ATTEMPTS, adjust_to_error, adjust_to_template
 from mvllm.errors import ModelError, RequestError
 
@@ -60,6 +61,7 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    placeholders: Mapping[str, str] | None = None,
 ) -> str:
     """The prompt of a conversation, including special tokens: tokenize it with add_special_tokens=False.
 
@@ -70,6 +72,8 @@ def render_chat(
         tools: Functions that the model may call, as JSON schemas.
         documents: Texts for the model to use, usually with `title` and `text`; few templates support them.
         chat_template_kwargs: More variables for the template.
+        placeholders: By modality, the text that stands for an image, audio or video where the template writes none.
+            Without it, messages may have no places of them (see `chat_items.take_items`).
 
     Raises:
         RequestError: The conversation or a setting is not valid, there is no template, or it failed.
@@ -107,7 +111,7 @@ def render_chat(
         )
     if not messages:
         raise RequestError("The conversation has no messages; pass at least one.", parameter="messages")
-    conversation = [_check_message(i, message) for i, message in enumerate(messages)]
+    conversation = [_check_message(i, message, bool(placeholders)) for i, message in enumerate(messages)]
     settings = {
         "chat_template": chat_template,
         "add_generation_prompt": add_generation_prompt,
@@ -115,7 +119,8 @@ def render_chat(
         "tokenize": False,
         **extra,
     }
-    return _render(tokenizer, conversation, [dict(tool) for tool in tools] if tools else None, settings)
+    every_tool = [dict(tool) for tool in tools] if tools else None
+    return _render(tokenizer, conversation, every_tool, settings, placeholders or {})
 
 
 def _render(
@@ -123,11 +128,16 @@ def _render(
     conversation: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
     settings: Mapping[str, Any],
+    placeholders: Mapping[str, str],
 ) -> str:
     renderer, template = tokenizer.template_renderer, settings["chat_template"]
     with contextlib.suppress(Exception):  # rendering reports it
         template = renderer.get_chat_template(template, tools)
-    conversation = adjust_to_template(conversation, template if isinstance(template, str) else "")
+    shown = template if isinstance(template, str) else ""
+    for message in conversation:
+        if isinstance(message.get("content"), list):
+            message["content"] = places_to_text(message["content"], shown, placeholders)
+    conversation = adjust_to_template(conversation, shown)
     for _ in range(MAX_ATTEMPTS):
         try:
             return str(renderer.apply_chat_template(conversation, tools=tools, **settings))
@@ -213,7 +223,7 @@ def is_conversation(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(m, Mapping) for m in value)
 
 
-def _check_message(i: int, message: Mapping[str, Any]) -> dict[str, Any]:
+def _check_message(i: int, message: Mapping[str, Any], may_have_places: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(
             f"Message {i} must be a dict with 'role' and 'content'; found a {type(message).__name__}.",
@@ -225,7 +235,8 @@ def _check_message(i: int, message: Mapping[str, Any]) -> dict[str, Any]:
     checked = dict(message)
     content = message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
-        checked["content"] = _join_parts(i, content)
+        has_places = may_have_places and any(map(is_place, content))
+        checked["content"] = _check_parts(i, content) if has_places else "\n".join(_texts(i, content))
     elif content is not None and not isinstance(content, str):
         raise RequestError(
             f"The content of message {i} must be a text or a list of text parts; found a {type(content).__name__}.",
@@ -288,13 +299,22 @@ def _check_objects(name: str, value: object) -> None:
             )
 
 
-def _join_parts(i: int, parts: Sequence[Any]) -> str:
-    texts = []
+def _check_parts(i: int, parts: Sequence[Any]) -> list[Any]:
+    """Parts of a message with places of items."""
     for part in parts:
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise RequestError(
-                f"Message {i} has a part of type {kind!r}; this model accepts only text parts.", parameter="messages"
-            )
-        texts.append(part["text"])
-    return "\n".join(texts)
+        if not is_place(part):
+            _text_of(i, part)
+    return list(parts)
+
+
+def _texts(i: int, parts: Sequence[Any]) -> list[str]:
+    return [_text_of(i, part) for part in parts]
+
+
+def _text_of(i: int, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise RequestError(
+            f"Message {i} has a part of type {kind!r}; this model accepts only text parts.", parameter="messages"
+        )
+    return str(part["text"])

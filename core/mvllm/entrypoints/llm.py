@@ -23,6 +23,7 @@ from mvllm.engine.frontend.pooling_outputs import (
 from mvllm.engine.frontend.scoring import ScoringRequests
 from mvllm.engine.llm_engine import LLMEngine
 from mvllm.engine.metrics.profiler import Profiler
+from mvllm.entrypoints.chat_items import placeholder_texts, take_items
 from mvllm.entrypoints.chat_template import Conversation, is_conversation, render_chat
 from mvllm.entrypoints.generate_progress import GenerateProgress
 from mvllm.entrypoints.llm_images import LLMImages
@@ -32,7 +33,7 @@ from mvllm.entrypoints.step_loop import step_until_finished
 from mvllm.errors import EngineDeadError, RequestError
 from mvllm.logging import configure_logging
 from mvllm.messages.beam_search_params import BeamSearchParams
-from mvllm.messages.inputs import PromptType, TokensPrompt
+from mvllm.messages.inputs import PromptType, TextPrompt
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams, PoolingTask, PoolingType
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
@@ -222,19 +223,23 @@ class LLM(LLMRollouts, LLMImages):
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         priority: int | Sequence[int] | None = None,
         lora_request: LoRAArgument = None,
     ) -> list[RequestOutput]:
         """Generates the next message of each conversation.
 
         Args:
-            messages: A conversation, which is a list of `{"role": ..., "content": ...}`, or a list of conversations.
+            messages: A conversation, which is a list of `{"role": ..., "content": ...}`, or a list of conversations. A
+                content is a text, or a list of parts as in the chat completions API (`text`, `image_url`,
+                `input_audio`, `video_url`, and `image_pil` with an image of Pillow).
             sampling_params, use_tqdm, priority, lora_request: As for `generate`.
             chat_template: A Jinja template in place of the tokenizer's own.
             add_generation_prompt: End the prompt with the header of an assistant message.
             continue_final_message: Continue the last message; needs `add_generation_prompt=False`.
             tools: Functions that the model may call, as JSON schemas.
             chat_template_kwargs: Additional variables of the template.
+            mm_processor_kwargs: Arguments of the model's processor of images, audio and videos.
 
         Returns:
             One output per conversation, in order.
@@ -249,23 +254,25 @@ class LLM(LLMRollouts, LLMImages):
                 parameter="messages",
             )
         conversations = [messages] if is_conversation(messages) else messages
+        taken = [take_items(cast(Conversation, conversation), engine.config) for conversation in conversations]
         texts = [
             render_chat(
                 engine.tokenizer,
-                cast(Conversation, conversation),
+                conversation,
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
+                placeholders=placeholder_texts(engine.config, engine.tokenizer),
             )
-            for conversation in conversations
+            for conversation, _ in taken
         ]
-        for text in texts:
-            engine.input_processor.check_text(text)
         # The rendered template already contains the special tokens.
-        ids = engine.tokenizer.encode_batch(texts, add_special_tokens=False)
-        prompts = [TokensPrompt(prompt_token_ids=i, prompt=t) for i, t in zip(ids, texts, strict=True)]
+        prompts: list[PromptType] = [TextPrompt(prompt=text, add_special_tokens=False) for text in texts]
+        for prompt, (_, items) in zip(prompts, taken, strict=True):
+            if items:
+                cast(dict[str, Any], prompt).update(multi_modal_data=items, mm_processor_kwargs=mm_processor_kwargs)
         return self._generate(engine, prompts, sampling_params, use_tqdm, priority, lora_request)
 
     def beam_search(

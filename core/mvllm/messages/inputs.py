@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NotRequired, TypedDict
 
+from mvllm.messages.multimodal import MultiModalItem
+
 
 class ItemFields(TypedDict):
     """Images, audio and videos of a prompt. The prompt has a placeholder for each, in their order.
@@ -47,4 +49,13 @@ class EmbedsPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
-PromptType = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
+class ExpandedPrompt(TypedDict):
+    """A prompt that the engine has expanded: token ids with the positions of all items, and these. The engine's own."""
+
+    prompt_token_ids: list[int]
+    multi_modal_items: list[MultiModalItem]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+PromptType = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt | ExpandedPrompt

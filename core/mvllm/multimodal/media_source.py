@@ -130,8 +130,11 @@ def _read_data_url(text: str, config: MultiModalConfig) -> bytes:
     return decode_base64(body, config)
 
 
-def decode_base64(text: str, config: MultiModalConfig) -> bytes:
+def decode_base64(text: str, config: MultiModalConfig, parameter: str = _PARAMETER) -> bytes:
     """The bytes of an item in base64.
+
+    Args:
+        parameter: The field of the request, for errors.
 
     Raises:
         RequestError: It is not base64, or too large.
@@ -141,7 +144,7 @@ def decode_base64(text: str, config: MultiModalConfig) -> bytes:
     try:
         return base64.b64decode(text.strip(), validate=True)
     except (binascii.Error, ValueError) as e:
-        raise RequestError(f"The base64 of an item is not valid: {e}.", parameter=_PARAMETER) from e
+        raise RequestError(f"The base64 of {parameter} is not valid: {e}.", parameter=parameter) from e
 
 
 def _read_file(name: str, config: MultiModalConfig) -> bytes:

@@ -27,7 +27,7 @@ from mvllm.errors import RequestError
 from mvllm.executor.process.pipe_process import PipeProcess, PipeProcessError
 from mvllm.messages.multimodal import ArrayData
 from mvllm.multimodal.item_request import ItemRequest, read_item_request
-from mvllm.multimodal.media_source import MediaSource, load_source
+from mvllm.multimodal.media_source import MediaSource, decode_base64, load_source
 from mvllm.multimodal.processed_item import ProcessedItem
 from mvllm.multimodal.processed_item_cache import ProcessedItemCache, digest_source
 from mvllm.multimodal.processor_messages import ItemJob, ItemResult, ProcessorStart
@@ -93,12 +93,13 @@ class ProcessorClient:
         except RuntimeError as e:  # closed
             raise RequestError("The engine is shutting down.") from e
 
-    def read_embeddings(self, data: bytes) -> ArrayData:
-        """The ready embeddings in a file, read in a processor's process. Blocks.
+    def read_embeddings(self, file: str) -> ArrayData:
+        """The ready embeddings in a file, base64, read in a processor's process. Blocks.
 
         Raises:
             RequestError: The file is not acceptable.
         """
+        data = decode_base64(file, self._config, parameter="prompt_embeds")
         self._start()
         result = self._next_processor().run(ItemJob(MediaSource("embeds", "encoded", data), {}, seconds=ITEM_SECONDS))
         assert result.embeds is not None

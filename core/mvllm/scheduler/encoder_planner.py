@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Mapping
 
 from mvllm.config.multimodal import EncoderLimits, MultiModalModel
 from mvllm.errors import RequestError
@@ -121,9 +122,9 @@ class EncoderPlanner:
             )
 
     def _check_together(self, num_rows: int) -> None:
-        most = (
-            self._limits.cache_tokens if self._can_chunk else min(self._limits.cache_tokens, self._limits.step_tokens)
-        )
+        most = self._limits.cache_tokens
+        if not self.has_cross_attention:
+            most = min(most, self._limits.step_tokens)
         if num_rows > most:
             raise _error(
                 f"The items of the prompt have {num_rows} embeddings, which this engine needs in one step, but "
@@ -179,32 +180,36 @@ class EncoderPlanner:
         Returns:
             0 if the first token is in a span for whose item there is no room yet.
         """
-        end, cache = start + num_tokens, self.cache
-        num_available, num_left = cache.num_available, self._num_left
-        seen: set[bytes] = set()
+        if self.has_cross_attention:
+            return num_tokens if self._fit({item.span.content_hash: item for item in request.items}) else 0
+        end, needed = start + num_tokens, dict[bytes, MultiModalItem]()
         for item in request.items:
-            span, content_hash = item.span, item.span.content_hash
-            if not self.has_cross_attention:
-                if span.stop <= start:
-                    continue
-                if span.offset >= end:
-                    break
-                if self._keeps_spans_whole and end < span.stop:
-                    if span.stop - start > budget:
-                        return max(0, span.offset - start)
-                    end = span.stop
-            if content_hash in seen:
+            span = item.span
+            if span.stop <= start:
                 continue
-            seen.add(content_hash)
-            rows = item.num_encoded
-            if content_hash in cache:
-                num_available -= rows if cache.is_unused(content_hash) else 0
-                continue
-            if rows > num_available or not self._can_encode(rows, num_left):
+            if span.offset >= end:
+                break
+            if self._keeps_spans_whole and end < span.stop:
+                if span.stop - start > budget:
+                    return max(0, span.offset - start)
+                end = span.stop
+            needed[span.content_hash] = item
+            if not self._fit(needed):
                 return max(0, span.offset - start)
-            num_available -= rows
-            num_left -= rows
         return end - start
+
+    def _fit(self, needed: Mapping[bytes, MultiModalItem]) -> bool:
+        """Whether the cache and the step have room for these items. What exceeds the step's limit is encoded alone."""
+        num_taken = num_encoded = num_items = 0
+        for content_hash, item in needed.items():
+            if content_hash not in self.cache:
+                num_encoded += item.num_encoded
+                num_items += 1
+            elif not self.cache.is_unused(content_hash):
+                continue
+            num_taken += item.num_encoded
+        is_alone = self._num_left == self._limits.step_tokens and (num_items == 1 or self.has_cross_attention)
+        return num_taken <= self.cache.num_available and (num_encoded <= self._num_left or is_alone or not num_encoded)
 
     def reserve(self, request: Request, start: int, end: int, plan: SchedulerOutput) -> None:
         """Plans the encoder runs that the positions `start` to `end - 1` need, which `limit` has allowed."""
@@ -244,10 +249,6 @@ class EncoderPlanner:
             for number, item in enumerate(request.items)
             if self.has_cross_attention or (item.span.offset < end and item.span.stop > start)
         ]
-
-    def _can_encode(self, rows: int, num_left: int) -> bool:
-        """Whether the step may encode so many rows more: an item that exceeds the limit is encoded alone."""
-        return rows <= num_left or num_left == self._limits.step_tokens
 
     # --------------------------------------------------------------------------------------------------------- stats
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from mvllm.entrypoints.bench import datasets
 from mvllm.entrypoints.bench.arrivals import request_arrival_times
+from mvllm.entrypoints.bench.client import ServerEndpoint
 from mvllm.entrypoints.bench.datasets import BenchmarkTokenizer, sample_requests
 from mvllm.entrypoints.bench.metrics import RequestResult, calculate_metrics, interpolated_percentile
 from mvllm.entrypoints.cli.main import main
@@ -105,6 +109,21 @@ class TestRequests:
         assert len(first) == 1 and {s.token_ids[:30] for s in samples[1::2]} != first
         assert {s.prompt_len for s in samples} == {42} and len({s.token_ids[30:] for s in samples}) == 8
         assert {s.prompt_len for s in sample_requests("random", 2, tokenizer=tokenizer, seed=0, **lengths)} == {42}
+
+    def test_random_pictures_come_before_the_words(self, tokenizer):
+        settings = {"input_len": 12, "output_len": 4, "num_images": 2, "image_size": "40x30"}
+        samples = sample_requests("random-mm", 3, tokenizer=tokenizer, seed=1, **settings)
+        assert samples == sample_requests("random-mm", 3, tokenizer=tokenizer, seed=1, **settings)
+        assert len({url for sample in samples for url in sample.images}) == 6
+        assert {sample.prompt_len for sample in samples} == {None}  # the server counts the tokens of pictures
+        body = json.loads(ServerEndpoint("http://host", "/v1/chat/completions", "m", chat=True).body(samples[0]))
+        *pictures, words = body["messages"][0]["content"]
+        assert words == {"type": "text", "text": samples[0].prompt}
+        for picture in pictures:
+            data = base64.b64decode(picture["image_url"]["url"].removeprefix("data:image/png;base64,"))
+            assert Image.open(io.BytesIO(data)).size == (40, 30)
+        with pytest.raises(ConfigError, match="640x480"):
+            sample_requests("random-mm", 1, tokenizer=tokenizer, seed=1, image_size="big")
 
     def test_a_file_of_conversations(self, tokenizer, tmp_path):
         def said(*texts):

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import math
-import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,16 +24,18 @@ from mvllm.engine.frontend.prompt_items import (
     PromptItems,
     check_item_keys,
     check_params_with_items,
+    check_placed,
     expand_prompt_text,
     expand_token_ids,
     place_items,
     refuse_truncation,
 )
+from mvllm.engine.frontend.request_checks import as_token_id, check_arrival_time, check_cache_salt, check_request_id
 from mvllm.engine.frontend.thinking_tags import fit_thinking_to_prompt, thinking_tokens_of
 from mvllm.engine.tokenizer.tokenizer import Tokenizer, check_supports_grammars
 from mvllm.errors import RequestError
-from mvllm.messages.field_checks import describe_value, is_unicode
-from mvllm.messages.inputs import PromptType
+from mvllm.messages.field_checks import describe_value
+from mvllm.messages.inputs import ExpandedPrompt, PromptType
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.multimodal import MultiModalItem
 from mvllm.messages.pooling_params import PoolingParams
@@ -47,7 +47,6 @@ from mvllm.multimodal.processor_client import ProcessorClient
 from mvllm.sampling.logits_processor import processor_classes, validate
 from mvllm.structured_output.llguidance_library import check_available
 
-MAX_CACHE_SALT_LENGTH = 256
 KV_TRANSFER_PARAMS = "kv_transfer_params"
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "add_special_tokens", *ITEM_KEYS)
 _PRIORITY_LIMIT = 2**31
@@ -172,7 +171,7 @@ class InputProcessor:
         Raises:
             RequestError: One of them is invalid. With several requests, the message has the position of that one.
         """
-        arrival = time.monotonic() if arrival_time is None else _check_arrival_time(arrival_time)
+        arrival = time.monotonic() if arrival_time is None else check_arrival_time(arrival_time)
         parts = [
             self._check_for_prompt(i, prompts, self._parse_prompt, prompt, params[i])
             for i, prompt in enumerate(prompts)
@@ -211,7 +210,7 @@ class InputProcessor:
             validated = self._check_for_prompt(i, prompts, self._fit_params_to_prompt, validated, part, unconditional)
             validated, kv_transfer_params = _take_kv_transfer_params(validated)
             core = EngineCoreRequest(
-                request_id=_check_request_id(request_ids[i]),
+                request_id=check_request_id(request_ids[i]),
                 prompt_token_ids=part.token_ids or [],
                 sampling_params=validated,
                 eos_token_ids=self._eos_token_ids,
@@ -227,6 +226,23 @@ class InputProcessor:
         return processed
 
     # --- prompts
+
+    def expand(self, prompt: PromptType, items: PreparedItems) -> ExpandedPrompt:
+        """A prompt with its items in their places, tokenized. `process` takes it without preparing them again.
+
+        Args:
+            items: The prepared items of the prompt.
+
+        Raises:
+            RequestError: The prompt is not valid, or its placeholders are not those of the items.
+        """
+        part = self._parse_prompt(prompt, None)
+        part.items = items
+        if items:
+            self._expand(part)
+        self._tokenize([part])
+        found = ExpandedPrompt(prompt_token_ids=part.token_ids or [], multi_modal_items=part.placed)
+        return found if part.text is None else {**found, "prompt": part.text}
 
     def check_text(self, text: str) -> str:
         """Returns `text`.
@@ -290,13 +306,14 @@ class InputProcessor:
                     f"A prompt dict has the keys {', '.join(_PROMPT_KEYS)}; found {str(key)[:40]!r}.{meant}",
                     parameter="prompt",
                 )
-        salt = _check_cache_salt(prompt.get("cache_salt"))
+        salt = check_cache_salt(prompt.get("cache_salt"))
         check_item_keys(prompt)
         if prompt.get("prompt_embeds") is not None:
             if keep is not None:
                 refuse_truncation()
             placed = self.items.read_embeds(prompt["prompt_embeds"], self._check_length)
             return _Prompt(None, [0] * placed[0].span.length, salt, placed=placed)
+        expanded = prompt.get("multi_modal_items")
         special = prompt.get("add_special_tokens") is not False
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if text is not None and not isinstance(text, str):
@@ -306,7 +323,9 @@ class InputProcessor:
                 raise RequestError(
                     f"'prompt_token_ids' must be a list of token ids; found {describe_value(ids)}.", parameter="prompt"
                 )
-            return _Prompt(text, self._check_token_ids(ids, keep), salt)
+            if expanded and keep is not None:
+                refuse_truncation()
+            return _Prompt(text, self._check_token_ids(ids, keep), salt, placed=check_placed(expanded or [], len(ids)))
         if text is None:
             raise RequestError("A prompt dict needs 'prompt' or 'prompt_token_ids'; found neither.", parameter="prompt")
         return _Prompt(self.check_text(text), None, salt, keep, special)
@@ -319,7 +338,7 @@ class InputProcessor:
         self._check_length(len(ids))  # before copying
         values: list[int] = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         if set(map(type, values)) != {int}:
-            values = [_as_token_id(value, i) for i, value in enumerate(values)]
+            values = [as_token_id(value, i) for i, value in enumerate(values)]
         if min(values) < 0 or max(values) >= self._num_token_ids:
             i, bad = next((i, v) for i, v in enumerate(values) if not 0 <= v < self._num_token_ids)
             raise RequestError(
@@ -540,30 +559,6 @@ def _is_token_sequence(value: object) -> bool:
     return getattr(value, "ndim", None) == 1 and hasattr(value, "tolist")  # an array of NumPy, torch, ...
 
 
-def _as_token_id(value: Any, position: int) -> int:
-    if not isinstance(value, bool):
-        try:
-            return operator.index(value)
-        except TypeError:
-            pass
-    raise RequestError(
-        f"Token ids must be integers; found {describe_value(value)} at position {position} of the prompt.",
-        parameter="prompt",
-    )
-
-
-def _check_cache_salt(salt: object) -> str | None:
-    if salt is None:
-        return None
-    if not isinstance(salt, str) or not 0 < len(salt) <= MAX_CACHE_SALT_LENGTH or not salt.isprintable():
-        raise RequestError(
-            f"cache_salt must be a text of 1 to {MAX_CACHE_SALT_LENGTH} printable characters; found "
-            f"{describe_value(salt)}.",
-            parameter="cache_salt",
-        )
-    return salt
-
-
 def _take_kv_transfer_params(params: SamplingParams) -> tuple[SamplingParams, dict[str, Any] | None]:
     """Parameters without `extra_args["kv_transfer_params"]`, and these. Workers do not need them."""
     if not params.extra_args or KV_TRANSFER_PARAMS not in params.extra_args:
@@ -577,25 +572,3 @@ def _take_kv_transfer_params(params: SamplingParams) -> tuple[SamplingParams, di
     params = copy.copy(params)  # may be shared by several prompts
     params.extra_args = extra_args or None
     return params, given or None
-
-
-def _check_request_id(request_id: object) -> str:
-    if not isinstance(request_id, str) or not request_id:
-        raise RequestError(
-            f"request_id must be a non-empty text; found {describe_value(request_id)}.", parameter="request_id"
-        )
-    if not is_unicode(request_id):  # could not be sent to the engine core
-        raise RequestError(
-            f"request_id must be valid Unicode, without lone surrogates; found {describe_value(request_id)}.",
-            parameter="request_id",
-        )
-    return request_id
-
-
-def _check_arrival_time(seconds: object) -> float:
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
-        raise RequestError(
-            f"arrival_time must be a finite number of seconds; found {describe_value(seconds)}.",
-            parameter="arrival_time",
-        )
-    return float(seconds)

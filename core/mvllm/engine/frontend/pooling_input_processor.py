@@ -102,7 +102,7 @@ class PoolingInputProcessor(InputProcessor):
         limit = self._truncation_limit(params) if isinstance(params, PoolingParams) else None
         if limit is None:
             return prompt
-        parts = {"prompt": prompt} if isinstance(prompt, str) else prompt
+        parts: Any = {"prompt": prompt} if isinstance(prompt, str) else prompt
         if not isinstance(parts, Mapping):
             return _truncate_ids(prompt, limit)
         if parts.get("multi_modal_data") or parts.get("prompt_embeds") is not None:

@@ -17,7 +17,7 @@ from mvllm.multimodal.processed_item import ProcessedItem
 from mvllm.multimodal.processor_client import ProcessorClient
 from mvllm.multimodal.prompt_expansion import expand_text, expand_token_ids, order_in_text, place_items
 
-ITEM_KEYS = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids", "prompt_embeds")
+ITEM_KEYS = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids", "prompt_embeds", "multi_modal_items")
 """Keys of a prompt dict that concern items."""
 
 EMBEDS = "embeds"
@@ -104,6 +104,26 @@ def check_item_keys(prompt: Mapping[str, Any]) -> None:
             raise RequestError(f"prompt_embeds is a whole prompt; it excludes {key!r}.", parameter="prompt_embeds")
 
 
+def check_placed(items: object, num_tokens: int) -> list[MultiModalItem]:
+    """The items of an expanded prompt.
+
+    Raises:
+        RequestError: They are not what `InputProcessor.expand` returns.
+    """
+    found: list[MultiModalItem] = []
+    end = 0
+    for item in items if isinstance(items, list | tuple) else [None]:
+        if not isinstance(item, MultiModalItem) or not end <= item.span.offset or item.span.stop > num_tokens:
+            raise RequestError(
+                "multi_modal_items must be the items of the same prompt, as the engine has placed them. Pass "
+                "multi_modal_data.",
+                parameter="multi_modal_items",
+            )
+        end = item.span.stop
+        found.append(item)
+    return found
+
+
 def expand_prompt_text(text: str, items: PreparedItems) -> tuple[str, list[ProcessedItem]]:
     """The text with its placeholders replaced, and the items in the order of their places.
 
@@ -151,6 +171,7 @@ __all__ = [
     "PromptItems",
     "check_item_keys",
     "check_params_with_items",
+    "check_placed",
     "expand_prompt_text",
     "expand_token_ids",
     "place_items",

@@ -1,8 +1,8 @@
 """Converts a request of the Anthropic Messages API to a chat completion request.
 
     system                      a system message
-    user       text blocks      a user message
-               tool_result      a tool message
+    user       text, image      a user message
+               tool_result      a tool message, and a user message with its images
     assistant  text blocks      its content       ┐
                thinking         its reasoning     ├ one assistant message
                tool_use         its tool calls    ┘
@@ -150,8 +150,15 @@ def chat_messages(messages: Sequence[Mapping[str, Any]] | None) -> list[Message]
     for each in found:
         for name in ("content", "reasoning"):
             if name in each:
-                each[name] = "\n".join(text for text in each[name] if text)
+                each[name] = _joined(each[name])
     return found
+
+
+def _joined(parts: Sequence[str | Message]) -> str | list[Message]:
+    """Texts as one text; with images among them, parts of a chat completion request."""
+    if not any(isinstance(part, dict) for part in parts):
+        return "\n".join(str(part) for part in parts if part)
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts if part]
 
 
 def _append(messages: list[Message], message: Message) -> None:
@@ -188,16 +195,19 @@ def _assistant_message(blocks: Sequence[Block], tool_names: dict[str, str]) -> M
 
 
 def _user_messages(blocks: Sequence[Block], tool_names: Mapping[str, str]) -> Iterator[Message]:
-    """A tool message for each result, and a user message for the texts between them."""
-    texts: list[str] = []
+    """A tool message for each result, and a user message for what is between them. Images of results, which chat
+    templates do not expect in tool messages, are the user's, too."""
+    texts: list[str | Message] = []
+    images: list[Message] = []
     for block in blocks:
         if block.type != "tool_result":
-            texts.append(_text(block))
+            texts.append(_image(block) if block.type == "image" else _text(block))
             continue
         if texts:
             yield {"role": "user", "content": texts}
             texts = []
-        yield _tool_message(block, tool_names)
+        yield _tool_message(block, tool_names, images)
+    texts = [*images, *texts]
     if texts or not any(block.type == "tool_result" for block in blocks):
         yield {"role": "user", "content": texts}
 
@@ -211,10 +221,12 @@ def _call(block: Block, tool_names: dict[str, str]) -> Message:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments or {}}}
 
 
-def _tool_message(block: Block, tool_names: Mapping[str, str]) -> Message:
+def _tool_message(block: Block, tool_names: Mapping[str, str], images: list[Message]) -> Message:
+    """The message of a result. Its images are appended to `images`."""
     call_id, content = _string(block, "tool_use_id"), block.fields.get("content")
-    blocks = [] if content is None else _blocks(f"{block.where}.content", "messages", content)
-    text = "\n".join(map(_text, blocks))
+    blocks = [] if content is None else list(_blocks(f"{block.where}.content", "messages", content))
+    images += [_image(each) for each in blocks if each.type == "image"]
+    text = "\n".join(_text(each) for each in blocks if each.type != "image")
     if block.fields.get("is_error") is True and not text.lower().startswith("error"):
         text = f"Error: {text}"  # chat templates have no mark for it
     message = {"role": "tool", "tool_call_id": call_id, "content": [text]}
@@ -243,6 +255,28 @@ def _blocks(where: str, field: str, content: object) -> Iterator[Block]:
         yield Block(f"{where}[{i}]", kind, fields)
 
 
+def _image(block: Block) -> Message:
+    """An image block as a part of a chat completion request.
+
+    Raises:
+        RequestError: It has no source that is supported.
+    """
+    source = block.fields.get("source")
+    source = source if isinstance(source, dict) else {}
+    url: object = None
+    if source.get("type") == "base64":
+        data, kind = source.get("data"), source.get("media_type")
+        url = f"data:{kind if isinstance(kind, str) else 'image/png'};base64,{data}" if isinstance(data, str) else None
+    elif source.get("type") == "url":
+        url = source.get("url")
+    if not isinstance(url, str) or not url:
+        raise RequestError(
+            f"{block.where}.source must be an object of type 'base64' with data, or of type 'url' with url.",
+            parameter="messages",
+        )
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 def _text(block: Block) -> str:
     """The text of a block: of a text block, or of a document that is plain text.
 
@@ -256,13 +290,13 @@ def _text(block: Block) -> str:
         return _string(Block(f"{block.where}.source", "text", source), "data")
     if block.type in ("image", "document"):
         raise RequestError(
-            f"{block.where} is {'an image' if block.type == 'image' else 'a document that is not plain text'}; this "
-            "server's model reads only text.",
+            f"{block.where} is {'an image' if block.type == 'image' else 'a document that is not plain text'}, which "
+            "is not supported here. Images may stand in the user's messages and in results of tools.",
             parameter="messages",
         )
     raise RequestError(
-        f"{block.where} has the type {_shown(block.type)}, which is not supported here. Supported are text, thinking, "
-        "tool_use, tool_result, and documents of plain text.",
+        f"{block.where} has the type {_shown(block.type)}, which is not supported here. Supported are text, image, "
+        "thinking, tool_use, tool_result, and documents of plain text.",
         parameter="messages",
     )
 

@@ -103,13 +103,21 @@ class ServerEndpoint:
         """The JSON body of a request."""
         body: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
         if self.chat:
-            body |= {"messages": [{"role": "user", "content": sample.prompt}]}
+            body |= {"messages": [{"role": "user", "content": _content(sample)}]}
             body["max_completion_tokens"] = sample.output_len
         else:
             body |= {"prompt": sample.prompt, "max_tokens": sample.output_len}
         if self.ignore_eos:
             body["ignore_eos"] = True
         return msgspec.json.encode(body | dict(self.extra_body))
+
+
+def _content(sample: SampleRequest) -> str | list[dict[str, Any]]:
+    """The content of the one message of a request."""
+    if not sample.images:
+        return sample.prompt
+    pictures = [{"type": "image_url", "image_url": {"url": url}} for url in sample.images]
+    return [*pictures, {"type": "text", "text": sample.prompt}]
 
 
 class BenchmarkClient:

@@ -1,4 +1,4 @@
-"""Datasets of a benchmark: random prompts, a ShareGPT file, or the built-in prompts.
+"""Datasets of a benchmark: random prompts, with pictures or without, a ShareGPT file, or the built-in prompts.
 
 Each request has its prompt as text and, with a tokenizer, as token ids. Servers receive the text, an engine in this
 process the ids. Equal seeds give equal requests.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,8 @@ from mvllm.errors import ConfigError
 if TYPE_CHECKING:
     import numpy as np
 
-DATASETS = ("random", "sharegpt", "prefix_repetition", "builtin")
+WITH_IMAGES = "random-mm"
+DATASETS = ("random", "sharegpt", "prefix_repetition", "builtin", WITH_IMAGES)
 DEFAULT_INPUT_LEN = 1024
 DEFAULT_OUTPUT_LEN = 128
 DEFAULT_PREFIX_LEN = 256
@@ -58,16 +59,18 @@ class SampleRequest:
         prompt: The text.
         token_ids: Token ids of the text, without special tokens; None without a tokenizer.
         output_len: Number of output tokens to request.
+        images: Data URLs of the pictures before the prompt.
     """
 
     prompt: str
     token_ids: tuple[int, ...] | None
     output_len: int
+    images: tuple[str, ...] = ()
 
     @property
     def prompt_len(self) -> int | None:
-        """Number of prompt tokens; None without a tokenizer."""
-        return None if self.token_ids is None else len(self.token_ids)
+        """Number of prompt tokens; None without a tokenizer, or with pictures: only the server knows their tokens."""
+        return None if self.token_ids is None or self.images else len(self.token_ids)
 
 
 class BenchmarkTokenizer:
@@ -152,13 +155,15 @@ def sample_requests(
     range_ratio: float = 0.0,
     prefix_len: int | None = None,
     num_prefixes: int = 10,
+    num_images: int = 1,
+    image_size: str = "256x256",
 ) -> list[SampleRequest]:
     """The requests of a benchmark.
 
     Args:
         dataset: One of DATASETS.
         count: Number of requests.
-        tokenizer: Required by `random` and `prefix_repetition`.
+        tokenizer: Required by `random`, `random-mm` and `prefix_repetition`.
         seed: Equal seeds give equal requests.
         path: The file of `sharegpt`.
         input_len: Tokens of each prompt after the shared prefix.
@@ -166,6 +171,7 @@ def sample_requests(
         range_ratio: In [0, 1): lengths are uniform in length * (1 ± range_ratio).
         prefix_len: Tokens of the shared prefix.
         num_prefixes: Number of different prefixes, for `prefix_repetition`.
+        num_images, image_size: Pictures of each request, and their size such as `640x480`, for `random-mm`.
 
     Raises:
         ConfigError: An argument is invalid or missing, or the file cannot be read.
@@ -200,7 +206,20 @@ def sample_requests(
     for i in range(count):
         text = text_of_length(tokenizer, inputs[i], random, prefixes[i % num_prefixes])
         samples.append(_sample(text, tokenizer, outputs[i]))
-    return samples
+    return _with_images(samples, num_images, image_size, random) if dataset == WITH_IMAGES else samples
+
+
+def _with_images(
+    samples: Sequence[SampleRequest], num_images: int, size: str, random: np.random.Generator
+) -> list[SampleRequest]:
+    from mvllm.entrypoints.bench.images import parse_size, random_image_url
+
+    if num_images < 1:
+        raise ConfigError(f"The number of pictures is {num_images}; it must be at least 1.")
+    pixels = parse_size(size)
+    return [
+        replace(sample, images=tuple(random_image_url(pixels, random) for _ in range(num_images))) for sample in samples
+    ]
 
 
 def _lengths(length: int, ratio: float, count: int, random: np.random.Generator) -> list[int]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from mvllm.entrypoints.bench.datasets import WITH_IMAGES
 from mvllm.entrypoints.bench.metrics import GOODPUT_METRICS, METRICS
 from mvllm.entrypoints.cli.arguments import engine_args
 from mvllm.entrypoints.cli.bench_arguments import (
@@ -53,6 +54,8 @@ def _run_throughput(args: argparse.Namespace) -> int:
     from mvllm.entrypoints.llm import LLM
 
     settings = engine_args(args)
+    if args.dataset_name == WITH_IMAGES:
+        raise ConfigError(f"The dataset {WITH_IMAGES!r} is for `mvllm bench serve`.")
     samples = _samples(args, _tokenizer(settings.tokenizer or settings.model))
     with LLM.from_engine_args(settings) as llm, _progress_bar(args, len(samples)) as bar:
         params = _params(_ignores_eos(args))
@@ -138,6 +141,8 @@ def _run_serve(args: argparse.Namespace) -> int:
         target = dataclasses.replace(target, model=run_in_event_loop(get_first_model(target)))
     name = args.tokenizer or target.model
     tokenizer = None if name == "none" or not _needs_tokenizer(args) else _tokenizer_of_server(name)
+    if args.dataset_name == WITH_IMAGES and not target.chat:
+        raise ConfigError(f"The dataset {WITH_IMAGES!r} sends pictures in messages. Add --endpoint-type openai-chat.")
     samples = _samples(args, tokenizer)
     max_concurrency = args.max_concurrency
     if max_concurrency is None and math.isinf(args.request_rate) and len(samples) > DEFAULT_MAX_CONCURRENCY:
@@ -228,13 +233,15 @@ def _samples(args: argparse.Namespace, tokenizer: BenchmarkTokenizer | None) -> 
         range_ratio=args.range_ratio,
         prefix_len=args.prefix_len,
         num_prefixes=args.num_prefixes,
+        num_images=args.random_mm_base_items_per_request,
+        image_size=args.random_mm_image_size,
     )
 
 
 def _ignores_eos(args: argparse.Namespace) -> bool:
     if args.ignore_eos is not None:
         return bool(args.ignore_eos)
-    return args.dataset_name in ("random", "prefix_repetition")
+    return args.dataset_name in ("random", "random-mm", "prefix_repetition")
 
 
 def _params(ignore_eos: bool) -> SamplingParams:

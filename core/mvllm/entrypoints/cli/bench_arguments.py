@@ -244,7 +244,8 @@ def _add_dataset(parser: argparse.ArgumentParser, num_prompts: int = 1000) -> No
         choices=DATASETS,
         default=DATASETS[0],
         help="random: random words; sharegpt: a file of conversations; prefix_repetition: random words after one of a "
-        "few prefixes; builtin: 16 fixed prompts. Default: random.",
+        "few prefixes; builtin: 16 fixed prompts; random-mm: random words after random pictures, for bench serve with "
+        "openai-chat. Default: random.",
     )
     group.add_argument("--dataset-path", type=Path, metavar="FILE", help="File of the dataset sharegpt.")
     _add_number(group, "--num-prompts", help="Number of requests.", default=num_prompts)
@@ -284,6 +285,13 @@ def _add_dataset(parser: argparse.ArgumentParser, num_prompts: int = 1000) -> No
         "--prefix-repetition-num-prefixes",
         help="Number of prefixes of prefix_repetition.",
         default=10,
+    )
+    _add_number(group, "--random-mm-base-items-per-request", help="Pictures of each request of random-mm.", default=1)
+    group.add_argument(
+        "--random-mm-image-size",
+        default="256x256",
+        metavar="WIDTHxHEIGHT",
+        help="Size of the pictures of random-mm in pixels. Default: 256x256.",
     )
     group.add_argument(
         "--ignore-eos",

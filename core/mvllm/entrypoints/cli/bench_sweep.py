@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from mvllm.entrypoints.bench.datasets import BenchmarkTokenizer
+from mvllm.entrypoints.bench.datasets import WITH_IMAGES, BenchmarkTokenizer
 from mvllm.entrypoints.bench.sweep import Journal, Measured, Start, SweepResult, count_starts, sweep
 from mvllm.entrypoints.bench.sweep_settings import (
     candidates,
@@ -143,6 +143,8 @@ def _report(
 
 
 def _workload(args: argparse.Namespace, ignore_eos: bool) -> Workload:
+    if args.dataset_name == WITH_IMAGES:
+        raise ConfigError(f"The dataset {WITH_IMAGES!r} is for `mvllm bench serve`.")
     return Workload(
         args.dataset_name,
         args.num_prompts,

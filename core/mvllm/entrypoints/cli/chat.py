@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import base64
+import mimetypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mvllm.entrypoints.cli.arguments import add_engine_arguments, add_sampling_arguments, require_model
 from mvllm.entrypoints.cli.chat_arguments import add_chat_template_argument, load_chat_template
 from mvllm.entrypoints.cli.remote import RemoteModel, add_url_arguments
-from mvllm.errors import ConfigError
+from mvllm.errors import ConfigError, plain_reason
 from mvllm.messages.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from mvllm.engine.llm_engine import LLMEngine
     from mvllm.entrypoints.cli.terminal import ThroughputCounter
 
-_HELP = "/reset forgets the conversation, /stats shows the speed, /bye ends. Ctrl-C stops an answer."
+_HELP = (
+    "/image FILE adds a picture to the next message, /reset forgets the conversation, /stats shows the speed, /bye "
+    "ends. Ctrl-C stops an answer."
+)
+QUESTION = "What is in the picture?"
+"""The first message of a conversation that begins with pictures."""
 
 Messages = list[dict[str, Any]]
 MessagePrinter = Callable[[Messages, "ThroughputCounter"], tuple[str, str | None]]
@@ -27,6 +35,14 @@ MessagePrinter = Callable[[Messages, "ThroughputCounter"], tuple[str, str | None
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this command."""
     parser.add_argument("--system", metavar="TEXT", help="A system message, put before the conversation.")
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="A picture for the first message, for models that take pictures; may be repeated. The conversation begins "
+        f"with the question {QUESTION!r}.",
+    )
     add_chat_template_argument(parser)
     add_url_arguments(parser)
     add_sampling_arguments(parser, max_tokens=None)
@@ -39,18 +55,20 @@ def run(args: argparse.Namespace, message: str | None = None) -> int:
     Args:
         message: Answer this message only, and read no input.
     """
+    images = [image_url(Path(file)) for file in args.image]
     if args.url is not None:
         if args.chat_template is not None:
             raise ConfigError("--chat-template is for an engine in this process; leave it out with --url.")
         remote = RemoteModel(args)
-        return _run_conversation(ChatSession(remote.print_chat, system=args.system), remote.summary, message)
+        session = ChatSession(remote.print_chat, system=args.system, images=images)
+        return _run_conversation(session, remote.summary, message)
 
     from mvllm.entrypoints.cli.terminal import open_llm
 
     require_model(args)
     template = load_chat_template(args.chat_template)
     with open_llm(args) as (llm, params):
-        session = ChatSession(_message_printer(llm.llm_engine, params, template), system=args.system)
+        session = ChatSession(_message_printer(llm.llm_engine, params, template), system=args.system, images=images)
         return _run_conversation(session, f"platform {llm.llm_engine.platform_summary}", message)
 
 
@@ -65,6 +83,9 @@ def _run_conversation(session: ChatSession, where: str, message: str | None) -> 
         return 1 if error else 0
     if sys.stdin.isatty():
         print(f"Running on {where}.\n{_HELP}")
+    if session.images:
+        print(f"> {QUESTION}")
+        run_request(lambda: session.respond(QUESTION, speed))
     for line in read_lines("> "):
         match line.strip():
             case "":
@@ -75,6 +96,8 @@ def _run_conversation(session: ChatSession, where: str, message: str | None) -> 
                 print(speed.summary(where))
             case "/help":
                 print(_HELP)
+            case command if command.startswith("/image "):
+                run_request(lambda text=command: session.add_image(text.removeprefix("/image ")))  # type: ignore[misc]
             case _:
                 run_request(lambda text=line: session.respond(text, speed))  # type: ignore[misc]
     return 0
@@ -98,22 +121,50 @@ def _message_printer(engine: LLMEngine, params: SamplingParams, template: str | 
     return print_message
 
 
+def image_url(file: Path) -> str:
+    """The data URL of a picture. Its contents are checked where it is decoded.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    kind = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
+    try:
+        data = file.expanduser().read_bytes()
+    except OSError as e:
+        raise ConfigError(f"The picture {str(file)!r} cannot be read: {plain_reason(e)}.") from e
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
 class ChatSession:
     """The messages of a conversation.
 
     Args:
         print_message: Generates and prints the assistant's messages.
         system: Text of the system message, if there is one.
+        images: Pictures of the first message.
+
+    Attributes:
+        images: Pictures of the next message, as data URLs.
     """
 
-    def __init__(self, print_message: MessagePrinter, *, system: str | None) -> None:
+    def __init__(self, print_message: MessagePrinter, *, system: str | None, images: Sequence[str] = ()) -> None:
         self._print_message = print_message
+        self.images = list(images)
         self._system_messages: Messages = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._system_messages)
 
     def reset(self) -> None:
-        """Drops all messages but the system message."""
+        """Drops all messages but the system message, and pictures that were not sent."""
+        self.images.clear()
         self._messages = list(self._system_messages)
+
+    def add_image(self, name: str) -> str | None:
+        """Adds a picture to the next message. Returns what is wrong with the file, or None."""
+        try:
+            self.images.append(image_url(Path(name.strip())))
+        except ConfigError as e:
+            return str(e)
+        return None
 
     def respond(self, text: str, speed: ThroughputCounter) -> str | None:
         """Prints the answer to `text` and adds both to the conversation.
@@ -124,7 +175,10 @@ class ChatSession:
         Raises:
             RequestError: The request is invalid, for instance too long. The conversation is unchanged.
         """
-        messages = [*self._messages, {"role": "user", "content": text}]
+        pictures = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
+        self.images.clear()
+        content = [*pictures, {"type": "text", "text": text}] if pictures else text
+        messages = [*self._messages, {"role": "user", "content": content}]
         answer, error = self._print_message(messages, speed)
         self._messages = [*messages, {"role": "assistant", "content": answer}]
         return error

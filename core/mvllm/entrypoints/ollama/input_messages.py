@@ -69,11 +69,12 @@ def generate_request(request: OllamaGenerateRequest) -> ChatCompletionRequest:
     for name, reason in unsupported.items():
         if getattr(request, name):
             raise RequestError(f"{name} is not supported: {reason}.", parameter=name)
-    _refuse_images("images", request.images)
+    if request.raw and request.images:
+        raise RequestError("images need the chat template, which raw switches off; send only one.", parameter="images")
     if request.raw and request.system:
         raise RequestError("system needs the chat template, which raw switches off; send only one.", parameter="system")
-    messages = [] if not request.system else [{"role": "system", "content": request.system}]
-    messages.append({"role": "user", "content": request.prompt or ""})
+    messages: list[Message] = [] if not request.system else [{"role": "system", "content": request.system}]
+    messages.append({"role": "user", "content": _with_images("images", request.prompt or "", request.images)})
     return _chat_request(request, messages)
 
 
@@ -91,8 +92,7 @@ def chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
             raise RequestError(f"{where}.role must be a text.", parameter="messages")
         if not isinstance(content, str | None):
             raise RequestError(f"{where}.content must be a text.", parameter="messages")
-        _refuse_images(f"{where}.images", message.get("images"))
-        turn: Message = {"role": role, "content": content or ""}
+        turn: Message = {"role": role, "content": _with_images(f"{where}.images", content or "", message.get("images"))}
         if role == "assistant":
             if isinstance(thinking := message.get("thinking"), str) and thinking:
                 turn["reasoning"] = thinking
@@ -199,6 +199,20 @@ class _OpenCalls:
         return {"tool_call_id": call_id, "name": self._names.pop(call_id)}
 
 
-def _refuse_images(where: str, images: object) -> None:
-    if images:
-        raise RequestError(f"{where} is not supported: this server's model reads only text.", parameter="images")
+def _with_images(where: str, text: str, images: object) -> str | list[Message]:
+    """The content of a message with images, which come before its text.
+
+    Args:
+        images: A list of base64, or None.
+
+    Raises:
+        RequestError: It is something else.
+    """
+    if not images:
+        return text
+    if not isinstance(images, list) or not all(isinstance(image, str) and image for image in images):
+        raise RequestError(f"{where} must be a list of images in base64.", parameter="images")
+    parts: list[Message] = [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}} for image in images
+    ]
+    return [*parts, {"type": "text", "text": text}] if text else parts

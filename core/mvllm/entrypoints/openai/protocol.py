@@ -119,9 +119,12 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     Attributes:
         prompt: A text, a list of texts, a list of token ids, or a list of those.
         logprobs: Number of alternatives to report for each token; 0 reports only the token.
+        prompt_embeds: Base64 of a file with embeddings [tokens, hidden_size], or several: of numpy (`.npy`),
+            safetensors with one tensor, or torch. Each is a prompt, before those of `prompt`.
     """
 
     prompt: str | list[str | int | list[int]] | None = None
+    prompt_embeds: str | list[str] | None = None
     logprobs: int | None = None
     suffix: str | None = None
 
@@ -132,7 +135,9 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     Attributes:
         logprobs: Whether to report log-probabilities, `top_logprobs` alternatives for each token.
         max_completion_tokens: Takes precedence over `max_tokens`; without both, the limit is `max_model_len`.
+        messages: A content is a text or a list of parts: `text`, `image_url`, `input_audio`, `video_url`.
         reasoning_effort: One of `REASONING_EFFORTS`. The chat template gets it, and whether to reason.
+        mm_processor_kwargs: Arguments of the model's processor of images, audio and videos.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -146,6 +151,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     function_call: str | dict[str, Any] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     documents: list[dict[str, Any]] | None = None
@@ -403,6 +409,7 @@ class TokenizeRequest(ModelRequest, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeRequest(ModelRequest, kw_only=True):

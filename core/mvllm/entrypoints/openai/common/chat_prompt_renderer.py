@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 from mvllm.engine.async_llm import AsyncLLM
+from mvllm.engine.frontend.prompt_items import refuse_truncation
+from mvllm.entrypoints.chat_items import Items, placeholder_texts, take_items
 from mvllm.entrypoints.openai.common.tokenizer_pool import MAX_TEMPLATE_LENGTH, TokenizerPool
 from mvllm.entrypoints.openai.protocol import REASONING_EFFORTS, ChatCompletionRequest, TokenizeRequest
 from mvllm.entrypoints.parsers.registry import reasoning_parser as find_reasoning_parser
 from mvllm.entrypoints.parsers.registry import tool_parser as find_tool_parser
 from mvllm.errors import RequestError
-from mvllm.messages.inputs import TokensPrompt
+from mvllm.messages.inputs import ExpandedPrompt, TextPrompt, TokensPrompt
 
 MAX_TRUNCATED_MESSAGES = 1 << 16
 """Messages and tool calls of a conversation whose prompt is truncated; any other has fewer than max_model_len."""
@@ -68,8 +72,8 @@ class ChatPromptRenderer:
             found = found.get("default") or next(iter(found.values()), None)
         return found if isinstance(found, str) else ""
 
-    async def render(self, request: ChatCompletionRequest | TokenizeRequest) -> TokensPrompt:
-        """The prompt of a request's conversation, as text and as token ids.
+    async def render(self, request: ChatCompletionRequest | TokenizeRequest) -> TokensPrompt | ExpandedPrompt:
+        """The prompt of a request's conversation, as text and as token ids, with its images, audio and videos.
 
         Raises:
             RequestError: The conversation or the template is not acceptable.
@@ -87,7 +91,11 @@ class ChatPromptRenderer:
         if len(request.chat_template or "") > MAX_TEMPLATE_LENGTH:
             raise RequestError(f"chat_template may have {MAX_TEMPLATE_LENGTH} characters.", parameter="chat_template")
         render = self._tokenizer_pool.render_with_request_template if has_own_template else self._tokenizer_pool.render
-        text = await render(request.messages, self._template_arguments(request))
+        with _as_errors_of_messages():
+            messages, items = take_items(request.messages, self._engine.config)
+        text = await render(messages, self._template_arguments(request))
+        if items:
+            return await self._expand(text, items, request)
         return await self._tokenizer_pool.run(lambda: self._tokenize(text, request))
 
     async def render_user_message(self, text: str, without_template: str) -> str:
@@ -142,7 +150,23 @@ class ChatPromptRenderer:
             "continue_final_message": continues,
             "tools": request.tools,
             "chat_template_kwargs": extra,
+            "placeholders": self._placeholders,
         }
+
+    @cached_property
+    def _placeholders(self) -> dict[str, str]:
+        return placeholder_texts(self._engine.config, self._engine.tokenizer)
+
+    async def _expand(
+        self, text: str, items: Items, request: ChatCompletionRequest | TokenizeRequest
+    ) -> ExpandedPrompt:
+        if getattr(request, "truncate_prompt_tokens", None) is not None:
+            refuse_truncation()
+        prompt = TextPrompt(prompt=text, add_special_tokens=False, multi_modal_data=items)
+        if request.mm_processor_kwargs is not None:
+            prompt["mm_processor_kwargs"] = request.mm_processor_kwargs
+        with _as_errors_of_messages():
+            return await self._engine.expand_prompt(prompt)
 
     def _tokenize(self, text: str, request: ChatCompletionRequest | TokenizeRequest) -> TokensPrompt:
         self._engine.input_processor.check_text(text)
@@ -150,6 +174,17 @@ class ChatPromptRenderer:
         truncated = getattr(request, "truncate_prompt_tokens", None) is not None
         ids = self._tokenizer_pool.encode_sync(text, add_special_tokens=False, truncated=truncated)
         return TokensPrompt(prompt_token_ids=ids, prompt=text)
+
+
+@contextlib.contextmanager
+def _as_errors_of_messages() -> Iterator[None]:
+    """Errors of items name the field that has them."""
+    try:
+        yield
+    except RequestError as e:
+        if e.parameter not in ("multi_modal_data", "prompt"):
+            raise
+        raise RequestError(str(e), parameter="messages") from e
 
 
 def check_tools(tools: Sequence[Any] | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -23,6 +23,9 @@ from mvllm.messages.inputs import PromptType
 
 MAX_PROMPTS = 2048
 """Sequences of one request: each is a request of the engine."""
+
+MAX_EMBEDS = 64
+"""Entries of `prompt_embeds` of one request."""
 
 
 class CompletionHandler(ChoicesHandler):
@@ -50,20 +53,39 @@ class CompletionHandler(ChoicesHandler):
 
     async def _build_prompts(self) -> list[PromptType]:
         request, num_sequences = self._request, self._params.num_sequences
-        prompts = split_prompts(request.prompt, "prompt")
-        if len(prompts) * num_sequences > MAX_PROMPTS:
+        embeds = await self._read_embeds()
+        prompts = [] if embeds and not request.prompt else split_prompts(request.prompt, "prompt")
+        if (len(prompts) + len(embeds)) * num_sequences > MAX_PROMPTS:
             raise RequestError(
-                f"One request may ask for {MAX_PROMPTS} sequences; this one has {len(prompts)} prompts and asks for "
-                f"{num_sequences} of each. Send several requests.",
+                f"One request may ask for {MAX_PROMPTS} sequences; this one has {len(prompts) + len(embeds)} prompts "
+                f"and asks for {num_sequences} of each. Send several requests.",
                 parameter="prompt",
             )
-        return await build_prompts(
+        return embeds + await build_prompts(
             self._context.tokenizer_pool,
             prompts,
             add_special_tokens=request.add_special_tokens,
             cache_salt=request.cache_salt,
             truncated=self._params.truncate_prompt_tokens is not None,
         )
+
+    async def _read_embeds(self) -> list[PromptType]:
+        """The prompts that are embeddings."""
+        given = self._request.prompt_embeds
+        if given is None or given == []:
+            return []
+        if self._request.echo:
+            raise RequestError("echo cannot be combined with prompt_embeds, which have no text.", parameter="echo")
+        files = [given] if isinstance(given, str) else given
+        if len(files) > MAX_EMBEDS:
+            raise RequestError(
+                f"prompt_embeds may have {MAX_EMBEDS} entries; found {len(files)}.", parameter="prompt_embeds"
+            )
+        salt = {} if self._request.cache_salt is None else {"cache_salt": self._request.cache_salt}
+        prompts: list[PromptType] = []
+        for file in files:
+            prompts.append(cast(PromptType, {**await self._engine.read_prompt_embeds(file), **salt}))
+        return prompts
 
     def _encode_response(self, outputs: Sequence[RequestOutput]) -> bytes:
         choices = [

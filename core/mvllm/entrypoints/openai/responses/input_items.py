@@ -251,7 +251,7 @@ def _message(where: str, item: Mapping[str, Any]) -> Message:
     if role not in _ROLES:
         raise RequestError(f"{where}.role must be one of {', '.join(_ROLES)}.", parameter="input")
     # Chat templates have no role developer; it is the same as system.
-    return {"role": "system" if role == "developer" else role, "content": _text(f"{where}.content", item, "content")}
+    return {"role": "system" if role == "developer" else role, "content": _content(f"{where}.content", item)}
 
 
 def _call(where: str, item: Mapping[str, Any], call_id: str) -> Message:
@@ -275,6 +275,36 @@ def _reasoning_text(where: str, item: Mapping[str, Any]) -> str:
     return "\n".join(map(str, texts))
 
 
+def _content(where: str, item: Mapping[str, Any]) -> str | list[Message]:
+    """The content of a message: a text, or parts of a chat completion request if there are images or audio."""
+    value = item.get("content")
+    kinds = (
+        [part.get("type") if isinstance(part, Mapping) else None for part in value] if isinstance(value, list) else ()
+    )
+    if not any(kind in _MEDIA for kind in kinds):
+        return _text(where, item, "content")
+    return [_part(f"{where}[{i}]", part) for i, part in enumerate(value or ())]
+
+
+_MEDIA = ("input_image", "input_audio", "input_video")
+
+
+def _part(where: str, part: Mapping[str, Any]) -> Message:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "input_audio":
+        return {"type": kind, "input_audio": part.get("input_audio")}
+    if kind not in _MEDIA:
+        return {"type": "text", "text": _text(where.rpartition("[")[0], {"content": [part]}, "content")}
+    name = "image_url" if kind == "input_image" else "video_url"
+    url = part.get(name)
+    if not isinstance(url, str) or not url:
+        raise RequestError(
+            f"{where} needs {name}, a URL or a data URL; files of the service (file_id) are not supported.",
+            parameter="input",
+        )
+    return {"type": name, name: {"url": url}}
+
+
 def _text(where: str, item: Mapping[str, Any], field: str) -> str:
     value = item.get(field)
     if isinstance(value, str):
@@ -287,7 +317,8 @@ def _text(where: str, item: Mapping[str, Any], field: str) -> str:
         text = part.get(_TEXTS[kind]) if isinstance(kind, str) and kind in _TEXTS else None
         if not isinstance(text, str):
             raise RequestError(
-                f"{where}[{i}] must be a text part (input_text, output_text); this model accepts no others.",
+                f"{where}[{i}] must be a text part (input_text, output_text), or in a message input_image, input_audio "
+                "or input_video.",
                 parameter="input",
             )
         texts.append(text)

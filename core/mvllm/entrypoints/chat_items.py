@@ -1,0 +1,134 @@
+"""Takes images, audio and videos out of the messages of a conversation, and leaves their places.
+
+    messages    [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": "data:..."}}]
+    places      [{"type": "text", "text": "What is this?"}, {"type": "image"}]
+    items       {"image": ["data:..."]}
+
+Chat templates write the placeholder of the model at each place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mvllm.config.engine_config import EngineConfig
+from mvllm.engine.tokenizer.tokenizer import Tokenizer
+from mvllm.errors import RequestError
+from mvllm.multimodal.item_request import check_modality
+
+Items = dict[str, list[Any]]
+"""Contents by modality, in the order of their places."""
+
+_MODALITY_OF_PART = {
+    "image_url": "image",
+    "input_image": "image",
+    "image": "image",
+    "image_pil": "image",
+    "video_url": "video",
+    "input_video": "video",
+    "video": "video",
+    "audio_url": "audio",
+    "input_audio": "audio",
+    "audio": "audio",
+}
+_CONTENT_KEYS = ("url", "data", "path")
+_AUDIO_FORMAT = re.compile(r"[a-z0-9]{1,16}")
+
+
+def take_items(messages: Sequence[Any], config: EngineConfig) -> tuple[Sequence[Any], Items]:
+    """The messages with places instead of items, and the items. Messages without items are returned as they are.
+
+    Args:
+        messages: Of the chat completions API; `content` may be a list of parts.
+        config: The engine's configuration: what the model takes, and how many.
+
+    Raises:
+        RequestError: A part has no content, the model does not take it, or there are too many.
+    """
+    if config.model.multimodal is None or not isinstance(messages, list | tuple):
+        return messages, {}
+    items: Items = {}
+    found = [_take_from(i, message, items) for i, message in enumerate(messages)]
+    for modality, values in items.items():
+        check_modality(modality, len(values), config.model, config.multimodal)
+    return (found, items) if items else (messages, {})
+
+
+def placeholder_texts(config: EngineConfig, tokenizer: Tokenizer) -> dict[str, str]:
+    """By modality, the text that stands for an item where the chat template does not write it."""
+    model = config.model.multimodal
+    if model is None:
+        return {}
+    return {modality: tokenizer.token_text(token_id) for modality, token_id in model.placeholders.items()}
+
+
+def is_place(part: object) -> bool:
+    """Whether a part of a message is the place of an item."""
+    return isinstance(part, Mapping) and part.keys() == {"type"} and part["type"] in ("image", "video", "audio")
+
+
+def places_to_text(content: list[Any], template: str, placeholders: Mapping[str, str]) -> str | list[Any]:
+    """The content of a message as its template can render it: with placeholders, if the template knows no such parts.
+
+    Args:
+        template: Text of the template; empty if unknown.
+    """
+    kinds = {part["type"] for part in content if is_place(part)}
+    if not kinds or not template or all(re.search(rf"['\"](input_)?{kind}(_url)?['\"]", template) for kind in kinds):
+        return content
+    return "\n".join(placeholders.get(part["type"], "") if is_place(part) else part["text"] for part in content)
+
+
+def _take_from(i: int, message: Any, items: Items) -> Any:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, list | tuple):
+        return message
+    parts: list[Any] = []
+    has_items = False
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        modality = _MODALITY_OF_PART.get(kind) if isinstance(kind, str) else None
+        if modality is None:
+            parts.append({"type": "text", "text": part["text"]} if _is_text(part) else part)
+            continue
+        items.setdefault(modality, []).append(_content_of(i, str(kind), modality, part))
+        parts.append({"type": modality})
+        has_items = True
+    return {**message, "content": parts} if has_items else message
+
+
+def _is_text(part: object) -> bool:
+    return (
+        isinstance(part, Mapping) and part.get("type") in ("text", "input_text") and isinstance(part.get("text"), str)
+    )
+
+
+def _content_of(i: int, kind: str, modality: str, part: Mapping[str, Any]) -> Any:
+    value = part.get(kind)
+    if value is None:  # the form of transformers: {"type": "image", "url": ...}
+        value = next((part[key] for key in (f"{modality}_url", *_CONTENT_KEYS) if part.get(key) is not None), None)
+    if isinstance(value, Mapping):
+        value = _audio_url(value) if kind == "input_audio" else value.get("url")
+    if value is None or value == "":
+        raise RequestError(
+            f"Message {i} has a part of type {kind!r} without content: send {_EXAMPLES[modality]}.",
+            parameter="messages",
+        )
+    return value
+
+
+_EXAMPLES = {
+    "image": '{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}',
+    "video": '{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,..."}}',
+    "audio": '{"type": "input_audio", "input_audio": {"data": "<base64>", "format": "wav"}}',
+}
+
+
+def _audio_url(audio: Mapping[str, Any]) -> str | None:
+    data, form = audio.get("data"), audio.get("format")
+    if not isinstance(data, str) or not data:
+        return None
+    form = form if isinstance(form, str) and _AUDIO_FORMAT.fullmatch(form) else "wav"
+    return f"data:audio/{form};base64,{data}"
