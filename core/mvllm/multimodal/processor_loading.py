@@ -25,8 +25,11 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
     """
     os.environ.setdefault(_AUTOLOAD, "0")  # no device is used here
     transformers = importlib.import_module("transformers")
+    own = None if _has_torchvision() else _own_processor(path)
     arguments = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     try:
+        if own is not None:
+            return own.from_pretrained(str(path), backend="pil", **arguments)
         if _has_torchvision() or (kind := _processor_class(transformers, path)) is None:
             return transformers.AutoProcessor.from_pretrained(str(path), **arguments)
         return _without_video_processor(kind).from_pretrained(str(path), backend="pil", **arguments)
@@ -43,14 +46,29 @@ def _has_torchvision() -> bool:
     return bool(is_torchvision_available())
 
 
-def _processor_class(transformers: Any, path: Path) -> Any:
-    """The class of transformers that the folder names, if it has a video processor; None otherwise."""
-    names = (_read(path / name).get("processor_class") for name in _FILES)
-    model_type = _read(path / "config.json").get("model_type")
+_OWN = {"PixtralProcessor": "mvllm.multimodal.pixtral_processor"}
+"""Processors that transformers does not have without torchvision, and the modules here that have them."""
+
+
+def _own_processor(path: Path) -> Any:
+    """A class of this package that stands in for the one that the folder names; None if transformers has it."""
+    name = _class_name(path)
+    return getattr(importlib.import_module(_OWN[name]), name) if name in _OWN else None
+
+
+def _class_name(path: Path) -> str | None:
+    """The processor class that the folder names, or that of its model type."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-    name = next(filter(None, names), None) or PROCESSOR_MAPPING_NAMES.get(model_type)
-    kind = getattr(transformers, name, None) if isinstance(name, str) else None
+    names = (_read(path / name).get("processor_class") for name in _FILES)
+    name = next(filter(None, names), None) or PROCESSOR_MAPPING_NAMES.get(_read(path / "config.json").get("model_type"))
+    return name if isinstance(name, str) else None
+
+
+def _processor_class(transformers: Any, path: Path) -> Any:
+    """The class of transformers that the folder names, if it has a video processor; None otherwise."""
+    name = _class_name(path)
+    kind = None if name is None else getattr(transformers, name, None)
     return kind if kind is not None and "video_processor" in kind.get_attributes() else None
 
 
