@@ -77,9 +77,10 @@ class MultiModalEntry:
 
 def zoo() -> dict[str, MultiModalEntry]:
     """All entries by name."""
+    from tests.helpers.zoo_grids import GRIDS
     from tests.helpers.zoo_vision import VISION
 
-    return {**VISION}
+    return {**VISION, **GRIDS}
 
 
 def make_checkpoint(name: str, folder: Path) -> Path:
@@ -145,7 +146,9 @@ def draw_weights(model: PreTrainedModel, seed: int = 0, embedding_scale: float =
     """Fills a multimodal model with random weights. Special tokens have small logits, so that none is generated."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if parameter.dim() > 2:  # a convolution
+        if ".experts." in name and parameter.dim() == 3:  # [experts, out, in]
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / math.sqrt(parameter.shape[-1]))
+        elif parameter.dim() > 2:  # a convolution
             parameter.copy_(torch.randn(parameter.shape, generator=generator) / math.sqrt(parameter[0].numel()))
         else:
             parameter.copy_(draw_weight(name, parameter.shape, generator, embedding_scale=embedding_scale))

@@ -132,7 +132,7 @@ def _gemma3(**text: Any) -> Gemma3Config:
     )
 
 
-def _token_types(key: str) -> Any:
+def token_types(key: str) -> Any:
     """Extends the types of a prompt's tokens, which say where images are, by those of generated ones."""
 
     def extended(inputs: dict[str, Any], n: int) -> dict[str, Any]:
@@ -253,7 +253,7 @@ VISION: dict[str, MultiModalEntry] = {
         processor=_gemma3_processor,
         specials=_GEMMA_TOKENS,
         placeholder="<start_of_image>",
-        inputs=_token_types("token_type_ids"),
+        inputs=token_types("token_type_ids"),
         gate=True,
     ),
     "gemma3-short-window": MultiModalEntry(
@@ -261,14 +261,14 @@ VISION: dict[str, MultiModalEntry] = {
         processor=_gemma3_processor,
         specials=_GEMMA_TOKENS,
         placeholder="<start_of_image>",
-        inputs=_token_types("token_type_ids"),
+        inputs=token_types("token_type_ids"),
     ),
     "gemma4": MultiModalEntry(
         config=_gemma4,
         processor=_gemma4_processor,
         specials=_GEMMA4_TOKENS,
         placeholder="<|image|>",
-        inputs=_token_types("mm_token_type_ids"),
+        inputs=token_types("mm_token_type_ids"),
         gate=True,
     ),
     "gemma4-per-layer": MultiModalEntry(
@@ -276,6 +276,6 @@ VISION: dict[str, MultiModalEntry] = {
         processor=_gemma4_processor,
         specials=_GEMMA4_TOKENS,
         placeholder="<|image|>",
-        inputs=_token_types("mm_token_type_ids"),
+        inputs=token_types("mm_token_type_ids"),
     ),
 }

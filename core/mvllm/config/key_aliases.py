@@ -10,6 +10,7 @@ _ALIASES: dict[str, dict[str, str]] = {
     **dict.fromkeys(("mistral4", "glm4_moe_lite", "nemotron_h"), _EXPERTS),
     "glm4_moe": {**_EXPERTS, "num_mtp_layers": "num_nextn_predict_layers"},
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _BOTH),
+    "glm4v_moe_text": _EXPERTS,
     "minimax_m2": {"num_experts": "num_local_experts"},
     "hunyuan_v1_moe": {"num_local_experts": "num_experts", "num_experts_per_tok": "moe_topk"},
     "granitemoehybrid": {"layers_block_type": "layer_types"},

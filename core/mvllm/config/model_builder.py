@@ -116,7 +116,7 @@ _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 
 # transformers' defaults for an absent key (null means the same as for other families).
 _ABSENT_HEAD_DIM = {
-    **dict.fromkeys(("qwen3", "glm", "glm4", "seed_oss", "ministral3", "ernie4_5"), 128),
+    **dict.fromkeys(("qwen3", "glm", "glm4", "seed_oss", "ministral3", "ernie4_5", "qwen3_vl_text"), 128),
     **dict.fromkeys(("gemma2", "gemma3_text", "gemma4_text"), 256),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), 256),
     **dict.fromkeys(("minimax_m2", "llama4_text", "cohere2_moe", "nemotron_h"), 128),
@@ -125,6 +125,7 @@ _ABSENT_HEAD_DIM = {
 _ABSENT_SLIDING_WINDOW = {
     **dict.fromkeys(("mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma2", "gemma3_text"), 4096),
     **dict.fromkeys(("olmo3", "exaone4", "exaone_moe", "cohere2", "cohere2_moe"), 4096),
+    **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), 4096),
     "gemma4_text": 512,
     "gpt_oss": 128,
 }
@@ -138,9 +139,13 @@ _NEVER_SLIDING = (
     *("bert", "roberta", "xlm-roberta", "distilbert"),
     *("deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite", "minimax_m2"),
     *("ernie4_5_moe", "hunyuan_v1_moe", "llama4_text"),
+    *("qwen3_vl_text", "qwen3_vl_moe_text", "glm4v_text", "glm4v_moe_text"),
 )
 # Families whose `sliding_window` applies only with `use_sliding_window`, which is off by default.
-_SLIDING_ON_REQUEST = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3")
+_SLIDING_ON_REQUEST = (
+    *("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3"),
+    *("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),  # the first checkpoints have a flat config
+)
 
 # Keys of a composite config that describe the checkpoint, not the language model within it.
 _OUTER_KEYS = ("architectures", "tie_word_embeddings")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from mvllm.config.grid_families import GRID_FAMILIES
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.multimodal import MultiModalModel
 from mvllm.config.vision_families import VISION_FAMILIES
@@ -16,7 +17,7 @@ ReadFamily = Callable[[HFConfig], MultiModalModel | None]
 """Takes config.json, with the values of `text_config` at the top level (see `load_hf_config`). None: the checkpoint has
 no vision or audio part."""
 
-FAMILIES: Mapping[str, ReadFamily] = {**VISION_FAMILIES}
+FAMILIES: Mapping[str, ReadFamily] = {**VISION_FAMILIES, **GRID_FAMILIES}
 """By architecture."""
 
 

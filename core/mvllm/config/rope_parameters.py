@@ -77,13 +77,15 @@ def rope_settings(config: HFConfig) -> dict[str, Any]:
 
 
 def _canonical_rope_settings(settings: dict[str, Any], model_type: object) -> dict[str, Any]:
-    """Renames LongRoPE's old names: `su`, and `yarn` in some Phi-3 checkpoints.
+    """Renames LongRoPE's old names: `su`, and `yarn` in some Phi-3 checkpoints; `mrope` scales nothing.
 
     Hunyuan's `dynamic` with `alpha` becomes `ntk_alpha`: its base is larger for every length.
     """
     name = rope_type_of(settings)
     if name == "su" or (name == "yarn" and model_type == "phi3"):
         settings["rope_type"] = "longrope"
+    if name == "mrope":
+        settings["rope_type"] = "default"
     if name == "dynamic" and model_type == "hunyuan_v1_dense" and settings.get("alpha"):
         settings["rope_type"] = "ntk_alpha"
     return settings

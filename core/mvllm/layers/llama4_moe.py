@@ -1,75 +1,19 @@
 """Llama 4's experts: a token's router score scales the input of its expert, not the output.
 
     x ─ router ─> expert and score        expert(sigmoid(score) · x) + shared_expert(x)
-
-Checkpoints of floats store the matrices of all experts in one tensor, transposed:
-
-    gate_up_proj    [experts, hidden_size, 2 · size]    the columns of gate, then those of up
-    down_proj       [experts, size, hidden_size]
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from mvllm.layers.context import BuildContext
-from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.linear import ReplicatedLinear
 from mvllm.layers.routing import Routing
-from mvllm.layers.weight_target import WeightTarget
-
-
-class Llama4Experts(FusedMoE):
-    """The routed experts. Each row of their input is for one expert.
-
-    Checkpoints of quantized weights and GGUF files store each expert's matrices separately, as FusedMoE expects them.
-
-    Args:
-        ctx: Build context.
-        name: The checkpoint module.
-        hidden_size, intermediate_size: Outer and inner size of one expert.
-        num_experts: Number of experts.
-        is_stacked: The checkpoint stores the matrices of all experts in one tensor, as above.
-    """
-
-    def __init__(
-        self,
-        ctx: BuildContext,
-        name: str,
-        hidden_size: int,
-        intermediate_size: int,
-        *,
-        num_experts: int,
-        is_stacked: bool,
-    ) -> None:
-        super().__init__(ctx, name, hidden_size, intermediate_size, num_experts=num_experts, top_k=1)
-        self.name, self._intermediate_size = name, intermediate_size
-        self._is_stacked = is_stacked
-
-    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        """Checkpoint tensor names and their targets on this rank. Before `prepare_weights` only."""
-        for name, target in super().weight_targets():
-            if not self._is_stacked:
-                yield name, target
-                continue
-            number, matrix, _ = name.removeprefix(f"{self.name}.").split(".")
-            expert = slice(int(number), int(number) + 1)
-            rows, columns = target.source
-            first = self._intermediate_size if matrix == "up_proj" else 0
-            stacked = "down_proj" if matrix == "down_proj" else "gate_up_proj"
-            shape = (
-                (self.num_experts, self._intermediate_size, self.hidden_size)
-                if stacked == "down_proj"
-                else (self.num_experts, self.hidden_size, 2 * self._intermediate_size)
-            )
-            source = (expert, columns, slice(first + rows.start, first + rows.stop))
-            of_expert = None if len(target.destination) == 2 else expert
-            destination = (of_expert, *target.destination[-2:])
-            yield f"{self.name}.{stacked}", WeightTarget(target.parameter, shape, source, destination, transpose=True)
+from mvllm.layers.transposed_moe import TransposedMoE
 
 
 class Llama4MoE(nn.Module):
@@ -78,7 +22,7 @@ class Llama4MoE(nn.Module):
     Args:
         ctx: Build context.
         router: The checkpoint module of the router, which is never quantized.
-        experts: The routed experts.
+        experts: The routed experts, one for each row of their input.
         shared_expert: A module whose output for every token is added.
         top_k: Experts per token.
 
@@ -87,7 +31,7 @@ class Llama4MoE(nn.Module):
     """
 
     def __init__(
-        self, ctx: BuildContext, router: str, experts: Llama4Experts, shared_expert: nn.Module, top_k: int
+        self, ctx: BuildContext, router: str, experts: TransposedMoE, shared_expert: nn.Module, top_k: int
     ) -> None:
         super().__init__()
         scores, best = Routing(top_k, "sigmoid"), Routing(top_k, "softmax_of_chosen")

@@ -13,6 +13,14 @@ If n is within the original context, or p + 1 is not less than n, the length is 
 
 Keys of prompts beyond the original context depend on n as well as on the tokens, so a prefix cache may share their
 blocks only between requests of equal n (dynamic), or among the long ones (longrope): see `prompt_cache_key`.
+
+Multimodal models may have three positions for each token: temporal, height and width (M-RoPE, arXiv:2409.12191). Each
+frequency belongs to one of them. The three are equal outside of images and videos, where a token needs one row of the
+table. Inside, a row is made of three rows of the table:
+
+    frequencies                      0  1  2  3  4  5  6  7
+    sections (2, 3, 3)               t  t  h  h  h  w  w  w
+    sections (2, 3, 3), interleaved  t  h  w  t  h  w  h  w
 """
 
 from __future__ import annotations
@@ -24,6 +32,7 @@ import torch
 from torch import nn
 
 from mvllm.config.rope_parameters import RopeParameters
+from mvllm.errors import ModelError
 from mvllm.layers.context import BuildContext
 from mvllm.layers.rope_scaling import dynamic_frequencies, frequencies, long_frequencies
 
@@ -58,6 +67,9 @@ class RotaryEmbedding(nn.Module):
             does not change their products.
         query_scaling: (beta, n): the queries of position p have the factor 1 + beta · ln(1 + floor(p / n)), as in
             Llama 4; None for no factor.
+        sections: Of models with three positions for each token: how many frequencies belong to the temporal position,
+            the height and the width. None for one position.
+        sections_interleaved: The frequencies of the three alternate, beginning with the temporal ones.
 
     Attributes:
         uses_prompt_lens: Whether `angles` needs `prompt_lens`.
@@ -74,6 +86,8 @@ class RotaryEmbedding(nn.Module):
         *,
         interleaved: bool = False,
         query_scaling: tuple[float, int] | None = None,
+        sections: tuple[int, int, int] | None = None,
+        sections_interleaved: bool = False,
     ) -> None:
         super().__init__()
         if rope.rope_type == "dynamic":
@@ -91,6 +105,10 @@ class RotaryEmbedding(nn.Module):
         # The factor of positions below n is 1.
         self._query_scaling = None if query_scaling is None or query_scaling[1] >= max_len else query_scaling
         self._dtype = ctx.dtype
+        self._is_of_axis: tuple[torch.Tensor, ...] = ()
+        if sections is not None:
+            axes = _axis_of_each_frequency(rope, sections, interleaved=sections_interleaved)
+            self._is_of_axis = tuple((axes == axis).repeat(2).to(ctx.device) for axis in (0, 1))
 
     @property
     def table_bytes(self) -> int:
@@ -109,13 +127,22 @@ class RotaryEmbedding(nn.Module):
         if self._query_scaling is not None:
             self._query_scales  # noqa: B018
 
-    def angles(self, positions: torch.Tensor, prompt_lens: torch.Tensor | None = None) -> CosSinRows:
+    def angles(
+        self,
+        positions: torch.Tensor,
+        prompt_lens: torch.Tensor | None = None,
+        rope_positions: torch.Tensor | None = None,
+    ) -> CosSinRows:
         """The rows of a step's tokens, computed once for all layers.
 
         Args:
             positions: [T], integers.
             prompt_lens: [T], integers, as in ForwardStep; None if no token needs it.
+            rope_positions: [3, T], integers below `max_len`, as in ForwardStep, for models with `sections`; None where
+                the three positions of each token are its position.
         """
+        if rope_positions is not None:
+            return self._rows_of_axes(rope_positions)
         rows = self._rows(positions, prompt_lens)
         if self._query_scaling is None:
             return rows
@@ -131,6 +158,15 @@ class RotaryEmbedding(nn.Module):
         inv_freq = by_length.index_select(0, torch.maximum(positions, prompt_lens - 1))
         rows = _cos_sin(positions.unsqueeze(-1) * inv_freq, 1.0)
         return CosSinRows(torch.arange(positions.shape[0], device=positions.device), rows)
+
+    def _rows_of_axes(self, rope_positions: torch.Tensor) -> CosSinRows:
+        """A row for each token, with the elements of each frequency from the row of its own position."""
+        assert self._is_of_axis, "only models with sections have three positions for each token"
+        table, _ = self._tables
+        of_time, of_height, of_width = (table.index_select(0, positions) for positions in rope_positions)
+        is_time, is_height = self._is_of_axis
+        rows = torch.where(is_time, of_time, torch.where(is_height, of_height, of_width))
+        return CosSinRows(torch.arange(rows.shape[0], dtype=rope_positions.dtype, device=rows.device), rows)
 
     def forward(
         self, angles: CosSinRows, query: torch.Tensor, key: torch.Tensor, *, is_ordered: bool = False
@@ -186,6 +222,32 @@ def _interleaved_order(rope: RopeParameters) -> torch.Tensor:
     order = torch.arange(rope.head_size)
     order[: rope.rotary_dim] = order[: rope.rotary_dim].view(-1, 2).T.flatten()
     return order
+
+
+def _axis_of_each_frequency(
+    rope: RopeParameters, sections: tuple[int, int, int], *, interleaved: bool
+) -> torch.Tensor:
+    """[rotary_dim / 2]: 0 for frequencies of the temporal position, 1 for those of the height, 2 for the width.
+
+    Raises:
+        ModelError: The sections do not fit the rotary dimension, or the scaling depends on the sequence's length.
+    """
+    count = rope.rotary_dim // 2
+    if sum(sections) != count:
+        raise ModelError(
+            f"{rope.source}: mrope_section {list(sections)} should have a sum of {count}, half of the rotary dimension."
+        )
+    if rope.rope_type in ("dynamic", "longrope"):
+        raise ModelError(
+            f"{rope.source}: the RoPE scaling {rope.rope_type!r} is not supported with mrope_section. Use a checkpoint "
+            "with another scaling."
+        )
+    if not interleaved:
+        return torch.repeat_interleave(torch.arange(3), torch.tensor(sections))
+    axes = torch.zeros(count, dtype=torch.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return axes
 
 
 def _cos_sin(angles: torch.Tensor, scale: float) -> torch.Tensor:

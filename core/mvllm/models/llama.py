@@ -222,12 +222,15 @@ class LlamaForCausalLM(CausalLM):
         self.family = options = self.options(config)
 
         def rotary(rope: RopeParameters) -> RotaryEmbedding:
+            multimodal = config.multimodal
             return RotaryEmbedding(
                 ctx,
                 rope,
                 config.max_model_len,
                 interleaved=options.interleaved_rotary,
                 query_scaling=options.query_scaling,
+                sections=None if multimodal is None else multimodal.rope_sections,
+                sections_interleaved=multimodal is not None and multimodal.rope_interleaved,
             )
 
         self.rotary = rotary(options.rope or RopeParameters.from_config(config.hf_config, config.head_size))
@@ -315,12 +318,25 @@ class LlamaForCausalLM(CausalLM):
     ) -> torch.Tensor:
         x = intermediate if self.embed_tokens is None else self.merge_items(self._embed(input_ids), step)
         assert x is not None, "every pipeline stage but the first needs `intermediate`"
-        angles = {r: r.angles(positions, step.prompt_lens) for r in (self.rotary, self.local_rotary) if r is not None}
+        rotaries = [rotary for rotary in (self.rotary, self.local_rotary) if rotary is not None]
+        angles = {each: each.angles(positions, step.prompt_lens, step.rope_positions) for each in rotaries}
         residual = None
         for number, layer in zip(self._layer_numbers(), self.layers, strict=True):
             x, residual = layer(x, residual, angles[self._rotary_of(number)], step)
+            if step.item_embeds is not None:
+                residual = self.add_behind_layer(number, residual, step)
         assert residual is not None
         return x + residual if self.norm is None else self.norm.add_norm(x, residual)[0]
+
+    def add_behind_layer(self, layer: int, residual: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        """The residual stream behind a layer, for models that add to it at the positions of images; first stage only.
+
+        Args:
+            layer: The layer's number.
+            residual: [T, hidden_size], without the output of the layer's last block.
+            step: A step with `item_embeds`.
+        """
+        return residual
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits, cap = super().compute_logits(hidden), self.family.logits_soft_cap

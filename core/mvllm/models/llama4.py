@@ -20,12 +20,13 @@ from mvllm.errors import ModelError
 from mvllm.layers.attention import Attention
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.linear import QKVLinear, RowParallelLinear
-from mvllm.layers.llama4_moe import Llama4Experts, Llama4MoE
+from mvllm.layers.llama4_moe import Llama4MoE
 from mvllm.layers.mlp import GatedMLP
 from mvllm.layers.norm import RMSNorm
 from mvllm.layers.query_temperature import QueryTemperature
 from mvllm.layers.rotary import CosSinRows, RotaryEmbedding
 from mvllm.layers.rotary_attention import RotaryAttention
+from mvllm.layers.transposed_moe import TransposedMoE
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions, norm_eps
 from mvllm.models.moe_config import check_activation
@@ -186,8 +187,8 @@ class Llama4ForCausalLM(LlamaForCausalLM):
             return GatedMLP(ctx, name, hidden_size, size, "silu", bias=False)
         size, count = hf.positive_int("intermediate_size", 8192), hf.positive_int("num_local_experts", 16)
         is_stacked = hf.get("stacked_experts", ctx.quantization is None or ctx.quantization.quantizes_on_load)
-        experts = Llama4Experts(
-            ctx, f"{name}.experts", hidden_size, size, num_experts=count, is_stacked=bool(is_stacked)
+        experts = TransposedMoE(
+            ctx, f"{name}.experts", hidden_size, size, num_experts=count, top_k=1, is_stacked=bool(is_stacked)
         )
         shared = GatedMLP(ctx, f"{name}.shared_expert", hidden_size, size, "silu", bias=False)
         return Llama4MoE(ctx, f"{name}.router", experts, shared, hf.positive_int("num_experts_per_tok", 1))

@@ -82,6 +82,13 @@ _MODELS = {
     "KimiLinearForCausalLM": "mvllm.models.kimi_linear:KimiLinearForCausalLM",
     "OlmoHybridForCausalLM": "mvllm.models.olmo_hybrid:OlmoHybridForCausalLM",
     "JanusForConditionalGeneration": "mvllm.models.janus:JanusForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration": "mvllm.models.qwen2_vl:Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration": "mvllm.models.qwen2_vl:Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration": "mvllm.models.qwen3_vl:Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration": "mvllm.models.qwen3_vl:Qwen3VLMoeForConditionalGeneration",
+    "Glm4vForConditionalGeneration": "mvllm.models.glm4v:Glm4vForConditionalGeneration",
+    "Glm46VForConditionalGeneration": "mvllm.models.glm4v:Glm46VForConditionalGeneration",
+    "Glm4vMoeForConditionalGeneration": "mvllm.models.glm4v:Glm4vMoeForConditionalGeneration",
 }
 
 _MULTIMODAL = {

@@ -107,7 +107,7 @@ def load_weights(
     tied = getattr(model, "tied_names", None)
     if tied is not None and not is_gguf_folder(folder):
         check_tied_head(checkpoint, model.given_name, *tied)
-    _transpose_targets(entries, targets)
+    targets.update({name: targets_as_stored(entry, targets[name]) for name, entry in entries.items()})
     check_tensors(entries, targets, _vocab_size(model))
     _zero_padding(to_zero)
     _copy_all(entries, targets, use_tqdm, on_loaded, allocate)
@@ -194,11 +194,16 @@ def _mismatch(
     return "\n".join(lines)
 
 
-def _transpose_targets(entries: Mapping[str, TensorEntry], targets: dict[str, list[WeightTarget]]) -> None:
-    """Adapts the targets of tensors that are stored the other way around than the model expects."""
-    for name, entry in entries.items():
-        if entry.transposed:
-            targets[name] = [transposed_target(target) for target in targets[name]]
+def targets_as_stored(entry: TensorEntry, targets: list[WeightTarget]) -> list[WeightTarget]:
+    """The targets of a tensor, adapted if its matrices are stored the other way around than the model expects.
+
+    Those of a stack of experts that the model expects transposed are recognised by their shape.
+    """
+    expected, found = tuple(targets[0].source_shape), entry.shape
+    is_stack = len(expected) == len(found) == 3 and targets[0].transpose and found != expected
+    if entry.transposed or (is_stack and found == (expected[0], expected[2], expected[1])):
+        return [transposed_target(target) for target in targets]
+    return targets
 
 
 def transposed_target(target: WeightTarget) -> WeightTarget:

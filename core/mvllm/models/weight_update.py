@@ -36,7 +36,7 @@ from mvllm.layers.stacked_moe import StackedMoE
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.tensor_entry import TensorEntry, packed_name
-from mvllm.models.weight_loader import check_tensors, match_names, transposed_target
+from mvllm.models.weight_loader import check_tensors, match_names, targets_as_stored
 
 _SHOWN_NAMES = 5
 
@@ -217,8 +217,7 @@ class ModelWeightUpdate:
         return new.unprepared_modules()
 
     def _targets_of(self, name: str, entry: TensorEntry) -> list[WeightTarget]:
-        targets = self._targets[name]
-        return [transposed_target(target) for target in targets] if entry.transposed else targets
+        return targets_as_stored(entry, self._targets[name])
 
     def _parameters_written_directly(self, model: CausalLM) -> dict[nn.Parameter, nn.Parameter]:
         """The loaded model's parameter for each one of the empty model that needs no preparation.

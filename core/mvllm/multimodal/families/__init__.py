@@ -18,7 +18,16 @@ from mvllm.config.hf_config import HFConfig
 from mvllm.config.multimodal import MultiModalModel
 from mvllm.multimodal.families.interface import ItemFamily
 
+_GRIDS = "mvllm.multimodal.families.grids"
+
 FAMILIES: Mapping[str, str] = {
+    "Qwen2VLForConditionalGeneration": f"{_GRIDS}:GridItems",
+    "Qwen2_5_VLForConditionalGeneration": f"{_GRIDS}:Qwen2_5Items",
+    "Qwen3VLForConditionalGeneration": f"{_GRIDS}:Qwen3Items",
+    "Qwen3VLMoeForConditionalGeneration": f"{_GRIDS}:Qwen3Items",
+    "Glm4vForConditionalGeneration": f"{_GRIDS}:GlmItems",
+    "Glm46VForConditionalGeneration": f"{_GRIDS}:GlmItems",
+    "Glm4vMoeForConditionalGeneration": f"{_GRIDS}:GlmItems",
     "LlavaOnevisionForConditionalGeneration": "mvllm.multimodal.families.llava_onevision:LlavaOnevisionItems",
 }
 """By architecture: `module:class`."""

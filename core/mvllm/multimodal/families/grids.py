@@ -1,0 +1,125 @@
+"""Items of models whose images and videos are grids of patches: Qwen2-VL, Qwen2.5-VL, Qwen3-VL and GLM-4V.
+
+Each token has three positions: temporal, height and width. Those of an image of 2 rows and 3 columns behind two tokens:
+
+    token        a  b  p  p  p  p  p  p  c
+    temporal     0  1  2  2  2  2  2  2  5
+    height       0  1  2  2  2  3  3  3  5
+    width        0  1  2  3  4  2  3  4  5        the next token has the largest position plus one
+
+The frames of a video follow each other in one block (Qwen2-VL, Qwen2.5-VL), or are blocks with text between them, which
+says the time of each frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mvllm.config.hf_config import HFConfig
+from mvllm.config.multimodal import MultiModalModel
+from mvllm.errors import RequestError
+from mvllm.multimodal.families.frames import FrameProcessor, FrameRules
+from mvllm.multimodal.families.interface import Features, ItemFamily
+
+Positions = np.ndarray[Any, Any]
+Block = tuple[int, int, int]
+"""Frames, rows and columns of embeddings."""
+
+
+class GridItems(ItemFamily):
+    """Items of Qwen2-VL.
+
+    Without torchvision, which transformers' video processors need, frames are prepared by FrameProcessor.
+
+    Attributes:
+        frame_rules: How the family's video processor chooses the size of frames.
+    """
+
+    unused_features = frozenset({"second_per_grid_ts"})
+    frame_rules: ClassVar[FrameRules] = FrameRules(smallest=128 * 28 * 28, largest=768 * 28 * 28)
+
+    def __init__(self, processor: Any, model: MultiModalModel, hf_config: HFConfig) -> None:
+        super().__init__(processor, model, hf_config)
+        vision = hf_config.get("vision_config", {})
+        self._vision = HFConfig(vision if isinstance(vision, dict) else {}, f"{hf_config.source}: 'vision_config'")
+        self._merge = self._vision.positive_int("spatial_merge_size", 2)
+        if getattr(processor, "video_processor", None) is None:
+            processor.video_processor = FrameProcessor.from_config(hf_config.source, self.frame_rules)
+
+    def rope_positions(
+        self, modality: str, features: Features, span_ids: Sequence[int], embedded: Sequence[tuple[int, int]]
+    ) -> tuple[Positions, int] | None:
+        frames, rows, columns = (int(each) for each in np.asarray(features[f"{modality}_grid_thw"]).reshape(-1))
+        block = (frames // len(embedded), rows // self._merge, columns // self._merge)
+        positions, advance = positions_over_span(embedded, block, self.frame_interval(modality, features))
+        if advance > positions.shape[1]:
+            raise RequestError(
+                f"The frames of a video are so far apart that they take {advance} positions, but only "
+                f"{positions.shape[1]} tokens. Send more of its frames, or larger ones.",
+                parameter="multi_modal_data",
+            )
+        return positions, advance
+
+    def frame_interval(self, modality: str, features: Features) -> float:
+        """Temporal positions from one frame of a block to the next one."""
+        return 1.0
+
+
+class Qwen2_5Items(GridItems):
+    """Items of Qwen2.5-VL, whose temporal positions are times."""
+
+    def frame_interval(self, modality: str, features: Features) -> float:
+        if modality != "video":
+            return 1.0
+        seconds = float(np.asarray(features["second_per_grid_ts"]).reshape(-1)[0])
+        return self._vision.positive_int("tokens_per_second", 4) * seconds
+
+
+class Qwen3Items(GridItems):
+    """Items of Qwen3-VL, whose videos have text between frames."""
+
+    frame_rules = FrameRules(
+        smallest=128 * 32 * 32,
+        largest=768 * 32 * 32,
+        patch_size=16,
+        mean=(0.5, 0.5, 0.5),
+        std=(0.5, 0.5, 0.5),
+        of_whole_video=True,
+    )
+
+
+class GlmItems(GridItems):
+    """Items of GLM-4V, whose videos have text between frames."""
+
+    frame_rules = FrameRules(smallest=112 * 112, largest=2 * 30_000 * 28 * 28, of_whole_video=True)
+
+
+def positions_over_span(
+    embedded: Sequence[tuple[int, int]], block: Block, interval: float = 1.0
+) -> tuple[Positions, int]:
+    """The three positions of each token of a span, relative to its start.
+
+    Args:
+        embedded: As in ItemSpan; each range is a block.
+        block: Its size.
+        interval: Temporal positions from one frame of a block to the next one, which are rounded down.
+
+    Returns:
+        int32 [3, length], and by how much positions advance over the span.
+    """
+    frames, rows, columns = block
+    # In float32, as transformers computes it.
+    times = (np.arange(frames, dtype=np.float32) * np.float32(interval)).astype(np.int32)
+    axes = np.meshgrid(times, np.arange(rows), np.arange(columns), indexing="ij")
+    of_block = np.stack(axes).reshape(3, -1).astype(np.int32)
+    parts, at, position = [], 0, 0
+    for start, stop in embedded:
+        between = np.arange(position, position + start - at, dtype=np.int32)
+        position += start - at
+        parts += [np.tile(between, (3, 1)), position + of_block[:, : stop - start]]
+        position += int(of_block.max()) + 1
+        at = stop
+    return np.concatenate(parts, axis=1), position
