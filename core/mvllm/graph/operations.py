@@ -62,8 +62,8 @@ NEVER_TRACED = frozenset(
 )
 """Named operations whose definitions are no array operations. They are nodes of a graph for every compiler."""
 
-_NOT_IN_GRAPHS = frozenset({"argmax", "logsumexp", "filtered_draw", "add_lora"})
-"""Operations that core computes on the host, and LoRA by segments, which only the host knows."""
+_NOT_IN_GRAPHS = frozenset({"argmax", "logsumexp", "filtered_draw", "add_lora", "encoder_attention"})
+"""Operations that core computes on the host, and those by segments or sequences that only the host knows."""
 
 _ALWAYS_NAMED = frozenset({"add_lora_by_slot"})
 """Operations that replace others on other platforms, and occur in every graph with LoRA."""

@@ -1,37 +1,85 @@
-"""Bidirectional attention of encoders within each prompt, without a KV cache.
+"""Attention in both directions of encoders, without a KV cache.
 
-Without a cache it needs no platform backend, only the first token of each prompt in the step. Adjacent prompts of equal
-length are computed together.
-
-    tokens   a a a a b b b b c c        two prompts of 4, one of 2
-             [2, heads, 4, size]  [1, heads, 2, size]
+It needs no attention backend: the operation `encoder_attention` takes the keys and values of the step itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from mvllm.layers.context import ForwardStep
+from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.linear import HeadShard
 
 
-class EncoderAttention(nn.Module):
-    """Attention within each prompt, over this rank's heads.
+class PackedAttention(nn.Module):
+    """Attention of every token to all tokens of its sequence, for the towers of multimodal models.
 
     Args:
+        ctx: Build context.
+        num_heads: Query heads.
+        head_size: Elements per head.
+        scale: Factor on query-key products.
+        num_kv_heads: Key/value heads, which divide the query heads; None for as many.
+        cross: The keys have sequences of their own.
+    """
+
+    def __init__(
+        self,
+        ctx: BuildContext,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        *,
+        num_kv_heads: int | None = None,
+        cross: bool = False,
+    ) -> None:
+        super().__init__()
+        self._scale, self._is_cross = scale, cross
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self._op = ctx.op(
+            "encoder_attention", num_heads=num_heads, num_kv_heads=kv_heads, head_size=head_size, cross=cross
+        ).function
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        starts: Sequence[int],
+        key_starts: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Computes attention.
+
+        Args:
+            query: [T, num_heads, head_size]; rows may be strided.
+            key, value: [T, num_kv_heads, head_size], or [K, ...] with `cross`; rows may be strided.
+            starts: Host: the first token of each sequence, and the end of the last one.
+            key_starts: The same of the keys, with `cross`; else None.
+
+        Returns:
+            [T, num_heads * head_size]; zeros where a token belongs to no sequence.
+        """
+        assert (key_starts is not None) is self._is_cross, "`key_starts` belongs to cross-attention"
+        keys_of = None if key_starts is None else tuple(key_starts)
+        return self._op(query, key, value, tuple(starts), self._scale, keys_of)
+
+
+class EncoderAttention(nn.Module):
+    """Attention within each prompt of a step, over this rank's heads.
+
+    Args:
+        ctx: Build context.
         heads: This rank's heads, each with its own key and value.
         head_size: Elements per head.
         scale: Factor on query-key products.
     """
 
-    def __init__(self, heads: HeadShard, head_size: int, scale: float) -> None:
+    def __init__(self, ctx: BuildContext, heads: HeadShard, head_size: int, scale: float) -> None:
         super().__init__()
-        self._num_heads = heads.num_heads
-        self._head_size = head_size
+        self._attention = PackedAttention(ctx, heads.num_heads, head_size, scale)
         self._scale = scale
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: ForwardStep) -> torch.Tensor:
@@ -47,13 +95,7 @@ class EncoderAttention(nn.Module):
         if step.prompt_starts_array is not None:
             return self._masked(query, key, value, step.prompt_starts_array)
         assert step.prompt_starts is not None, "an encoder needs `prompt_starts`"
-        output = query.new_zeros(query.shape[0], self._num_heads * self._head_size)
-        for start, stop, count in _equal_runs(step.prompt_starts):
-            shape = (count, (stop - start) // count, self._num_heads, self._head_size)
-            parts = [tensor[start:stop].reshape(shape).transpose(1, 2) for tensor in (query, key, value)]
-            found = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], scale=self._scale)
-            output[start:stop] = found.transpose(1, 2).reshape(stop - start, -1)
-        return output
+        return self._attention(query, key, value, step.prompt_starts)
 
     def _masked(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor
@@ -66,15 +108,3 @@ class EncoderAttention(nn.Module):
         scores = torch.bmm(query, key.transpose(1, 2)).float() * self._scale
         weights = torch.softmax(scores.masked_fill(~is_same, -torch.inf), dim=-1).to(value.dtype)
         return torch.bmm(weights, value).transpose(0, 1).flatten(1)
-
-
-def _equal_runs(starts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """First token, end and number of prompts of each run of prompts of equal length, without empty prompts."""
-    begin, count = starts[0], 0
-    for i in range(1, len(starts)):
-        count += 1
-        length = starts[i] - starts[i - 1]
-        if i + 1 == len(starts) or starts[i + 1] - starts[i] != length:
-            if length:
-                yield begin, starts[i], count
-            begin, count = starts[i], 0

@@ -105,7 +105,7 @@ class EncoderLayer(nn.Module):
         heads, head_size = config.num_heads, config.head_size
         names = (f"{name}.{layout.query}", f"{name}.{layout.key}", f"{name}.{layout.value}")
         self.qkv = QKVLinear(ctx, names, size, heads, heads, head_size, bias=True)
-        self.attention = EncoderAttention(self.qkv.heads, head_size, head_size**-0.5)
+        self.attention = EncoderAttention(ctx, self.qkv.heads, head_size, head_size**-0.5)
         self.output = RowParallelLinear(ctx, f"{name}.{layout.attention_output}", heads * head_size, size, bias=True)
         self.attention_norm = LayerNorm(ctx, f"{name}.{layout.attention_norm}", size, _eps(config))
         self.mlp = MLP(

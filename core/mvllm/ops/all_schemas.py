@@ -9,6 +9,7 @@ from mvllm.ops.causal_conv1d import CAUSAL_CONV1D
 from mvllm.ops.delta_rule import GATED_DELTA_RULE, KDA
 from mvllm.ops.draw import FILTERED_DRAW
 from mvllm.ops.embedding import EMBEDDING
+from mvllm.ops.encoder_attention import ENCODER_ATTENTION
 from mvllm.ops.float8_linear import FLOAT8_LINEAR
 from mvllm.ops.gated_rms_norm import GATED_RMS_NORM
 from mvllm.ops.head_product import HEAD_PRODUCT
@@ -56,6 +57,7 @@ SCHEMAS: dict[str, OpSchema] = {
         KDA,
         LOG_DECAY,
         HEAD_PRODUCT,
+        ENCODER_ATTENTION,
         ARGMAX,
         LOGSUMEXP,
         FILTERED_DRAW,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -398,6 +399,44 @@ def _head_product_arguments(
     return x, rows_of_head
 
 
+_SEQUENCES = (  # lengths; with tokens of no sequence before and behind them
+    ((5,), 0, 0),
+    ((1, 7, 7, 7, 0, 3), 2, 3),
+    ((130, 70), 0, 0),
+)
+_KEY_LENGTHS = {(5,): (9,), (1, 7, 7, 7, 0, 3): (4, 1, 6, 6, 0, 20), (130, 70): (33, 150)}
+
+
+def _encoder_attention(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
+    for lens, before, behind in _SEQUENCES:
+        for num_heads, num_kv_heads, head_size in ((2, 2, 16), (4, 2, 64), (2, 2, 72), (3, 1, 80)):
+            for cross in (False, True):
+                facts = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size, "cross": cross}
+                key_lens = _KEY_LENGTHS[lens] if cross else None
+                sizes = (num_heads, num_kv_heads, head_size)
+                yield OpCall(op, facts, partial(_encoder_arguments, dtype, lens, before, behind, sizes, key_lens))
+
+
+def _encoder_arguments(
+    dtype: torch.dtype,
+    lens: tuple[int, ...],
+    before: int,
+    behind: int,
+    sizes: tuple[int, int, int],
+    key_lens: tuple[int, ...] | None,
+) -> tuple[Any, ...]:
+    """Arguments as parts of one fused projection, or of two with `key_lens`."""
+    num_heads, num_kv_heads, size = sizes
+    starts = tuple(accumulate(lens, initial=before))
+    keys_of = None if key_lens is None else tuple(accumulate(key_lens, initial=0))
+    num_tokens = starts[-1] + behind
+    fused = random_tensor(dtype, num_tokens, num_heads + 2 * num_kv_heads, size, scale=2.0)
+    query, key, value = fused.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    if keys_of is not None:
+        key, value = random_tensor(dtype, keys_of[-1], 2 * num_kv_heads, size, seed=1, scale=2.0).chunk(2, dim=1)
+    return query, key, value, starts, size**-0.5, keys_of
+
+
 _MAKERS: dict[str, Callable[[str, torch.dtype], Iterator[OpCall]]] = {
     "linear": _linear,
     "quantized_linear": quantized_linear_cases,
@@ -430,4 +469,5 @@ _MAKERS: dict[str, Callable[[str, torch.dtype], Iterator[OpCall]]] = {
     "gated_rms_norm": gated_rms_norm_cases,
     "log_decay": _log_decay,
     "head_product": _head_product,
+    "encoder_attention": _encoder_attention,
 }
