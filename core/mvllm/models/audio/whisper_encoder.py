@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,13 +22,14 @@ from mvllm.layers.activation import activation
 from mvllm.layers.context import BuildContext
 from mvllm.layers.embedding import Embedding
 from mvllm.layers.encoder_attention import PackedAttention
-from mvllm.layers.linear import Linear, ReplicatedLinear, resolve_linear_op
-from mvllm.layers.matrix_layout import Part
-from mvllm.layers.norm import LayerNorm, whole_tensor_target
+from mvllm.layers.linear import QKVLinear, ReplicatedLinear
+from mvllm.layers.norm import LayerNorm
+from mvllm.layers.patch_embedding import PatchEmbedding
 from mvllm.layers.weight_target import WeightTarget
 
 FRAMES_PER_POSITION = 2
 """Frames of the spectrogram for one position of the encoder."""
+_WIDTH = 3
 _EPS = 1e-5
 
 
@@ -80,7 +82,7 @@ class WhisperEncoderSizes:
 
 
 class Conv1dGelu(nn.Module):
-    """A convolution of width 3 over time, followed by GELU, as a matrix product.
+    """A convolution of width 3 over time, followed by GELU.
 
     Args:
         ctx: Build context.
@@ -91,41 +93,23 @@ class Conv1dGelu(nn.Module):
 
     def __init__(self, ctx: BuildContext, name: str, in_channels: int, out_channels: int, stride: int) -> None:
         super().__init__()
-        self.name, self._stride = name, stride
-        self.weight: torch.Tensor = ctx.parameter(out_channels, in_channels, 3)
-        self.bias = ctx.parameter(out_channels)
-        self._op = ctx.op("linear", in_features=in_channels * 3, out_features=out_channels, bias=True)
-        self._linear = self._op.function
+        self._stride = stride
+        self.windows = PatchEmbedding(ctx, name, (in_channels, _WIDTH), out_channels, bias=True)
         self._act = activation(ctx, "gelu", out_channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[n, in_channels, T] to [n, T / stride, out_channels]."""
-        windows = F.pad(x, (1, 1)).unfold(-1, 3, self._stride).transpose(1, 2)
-        return self._act(self._linear(windows.flatten(2), self.weight, self.bias))
-
-    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        """Checkpoint tensor names and their targets. Before `prepare_weights` only."""
-        assert isinstance(self.weight, nn.Parameter) and isinstance(self.bias, nn.Parameter)
-        yield whole_tensor_target(f"{self.name}.weight", self.weight)
-        yield whole_tensor_target(f"{self.name}.bias", self.bias)
-
-    def prepare_weights(self) -> None:
-        """Prepares the loaded weight, as a matrix, for the linear op."""
-        matrix = nn.Parameter(self.weight.data.flatten(1), requires_grad=False)
-        self._linear, prepared = resolve_linear_op(matrix, self._op)
-        del self.weight
-        self.weight = prepared
+        windows = F.pad(x, (1, 1)).unfold(-1, _WIDTH, self._stride).transpose(1, 2)
+        results = self._act(self.windows(windows.flatten(2).flatten(0, 1)))
+        return results.unflatten(0, (x.shape[0], -1))
 
 
-class WhisperQKV(Linear):
+class WhisperQKV(QKVLinear):
     """Query, key and value projections in one product. The keys have no bias."""
 
-    def __init__(self, ctx: BuildContext, name: str, size: int) -> None:
-        names = [f"{name}.{each}_proj" for each in ("q", "k", "v")]
-        parts = [
-            Part(each, size, slice(0, size), slice(i * size, (i + 1) * size)) for i, each in enumerate(names)
-        ]
-        super().__init__(ctx, parts, size, bias=True)
+    def __init__(self, ctx: BuildContext, name: str, size: int, num_heads: int) -> None:
+        names = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
+        super().__init__(ctx, names, size, num_heads, num_heads, size // num_heads, bias=True)
         self._without_bias = f"{names[1]}.bias"
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
@@ -140,10 +124,10 @@ class WhisperEncoderLayer(nn.Module):
 
     def __init__(self, ctx: BuildContext, name: str, sizes: WhisperEncoderSizes) -> None:
         super().__init__()
-        size, inner, self._num_heads = sizes.hidden_size, sizes.intermediate_size, sizes.num_heads
+        size, inner = sizes.hidden_size, sizes.intermediate_size
         head_size = size // sizes.num_heads
         self.attention_norm = LayerNorm(ctx, f"{name}.self_attn_layer_norm", size, _EPS)
-        self.qkv = WhisperQKV(ctx, f"{name}.self_attn", size)
+        self.qkv = WhisperQKV(ctx, f"{name}.self_attn", size, sizes.num_heads)
         self.attention = PackedAttention(ctx, sizes.num_heads, head_size, head_size**-0.5)
         self.output = ReplicatedLinear(ctx, f"{name}.self_attn.out_proj", size, size, bias=True)
         self.mlp_norm = LayerNorm(ctx, f"{name}.final_layer_norm", size, _EPS)
@@ -153,8 +137,7 @@ class WhisperEncoderLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, starts: Sequence[int]) -> torch.Tensor:
         """[T, size] to [T, size]; sequence i has the positions starts[i] to starts[i + 1]."""
-        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self._num_heads, -1))
-        query, key, value = qkv.unbind(1)
+        query, key, value = self.qkv.split(self.attention_norm(x))
         x = x + self.output(self.attention(query, key, value, starts))
         x = x + self.down(self._act(self.up(self.mlp_norm(x))))
         if x.dtype == torch.float16:  # as in transformers, against infinity
@@ -196,14 +179,12 @@ class WhisperEncoder(nn.Module):
         x = self.conv2(self.conv1(spectrograms).transpose(1, 2)) + self.positions.weight
         count, num_positions = x.shape[:2]
         lengths = [num_positions] * count if lengths is None else lengths
-        starts = [0]
-        for length in lengths:
-            starts.append(starts[-1] + length)
-        x = x.flatten(0, 1) if starts[-1] == count * num_positions else _packed(x, lengths)
+        starts = (0, *itertools.accumulate(lengths))
+        if starts[-1] == count * num_positions:
+            x = x.flatten(0, 1)
+        else:
+            x = torch.cat([each[:length] for each, length in zip(x, lengths, strict=True)])
         for layer in self.layers:
             x = layer(x, starts)
         return x
 
-
-def _packed(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    return torch.cat([each[:length] for each, length in zip(x, lengths, strict=True)])
