@@ -60,7 +60,7 @@ def load_model(folder: Path, ctx: BuildContext | None = None, **settings: object
     """A checkpoint's loaded model."""
     config = read_config(folder, **settings)
     ctx = dataclasses.replace(ctx or make_context(), quantization=quantization_method(config))
-    model = resolve_model_class(config.architecture, config.model_impl)(config, ctx)
+    model = resolve_model_class(config.architecture, config.model_impl, config.language_architecture)(config, ctx)
     load_weights(model, folder, use_tqdm=False)
     model.after_load()
     return model

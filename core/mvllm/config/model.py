@@ -44,6 +44,8 @@ class ModelConfig:
         pooler_config: The user's pooling settings, which override the model's sentence-transformers files.
         token_spaces: Spaces of tokens beside text, by name.
         multimodal: What the model takes beside text; None for text alone.
+        language_architecture: Of multimodal checkpoints: the architecture of the language model in it. It stays if
+            `multimodal` is taken away, so that the checkpoint is used for text alone.
     """
 
     model: str
@@ -75,6 +77,7 @@ class ModelConfig:
     logprobs_mode: str = "raw_logprobs"
     token_spaces: dict[str, TokenSpace] = field(default_factory=dict)
     multimodal: MultiModalModel | None = None
+    language_architecture: str = ""
 
     @property
     def num_token_ids(self) -> int:

@@ -29,6 +29,7 @@ from mvllm.config.multimodal_families import multimodal_model
 from mvllm.config.pooler_config import check_pooler_config
 from mvllm.config.quantization import resolve_quantization
 from mvllm.config.sentence_transformers_config import max_seq_length
+from mvllm.config.text_part_defaults import is_tied_by_text, text_part_values
 from mvllm.config.token_spaces import token_spaces_of
 from mvllm.errors import ConfigError, ModelError
 from mvllm.logging import get_logger
@@ -100,8 +101,8 @@ _ARCHITECTURE_OF_TYPE = {
     "olmo_hybrid": "OlmoHybridForCausalLM",
 }
 
-_MULTIMODAL = ("Mistral3ForConditionalGeneration", "Gemma4ForConditionalGeneration")
-"""Architectures of which the text model runs alone, by the `model_type` of their `text_config`."""
+_TEXT_MODELS = ("Mistral3ForConditionalGeneration", "Gemma4ForConditionalGeneration")
+"""Architectures of checkpoints that may be text models alone, by the `model_type` of their `text_config`."""
 
 _LARGEST_SIZE = 2**31 - 1
 _DRAWN_SEED_BITS = 48  # two of 100,000 engines are alike with a probability of 2e-5; JSON readers keep all digits
@@ -204,8 +205,12 @@ def build_model_config(
         max_logprobs = shape.vocab_size  # the default is clipped to a small vocabulary
     own_generation = load_generation_config(folder)
     architecture = architecture_of(hf_config)
-    if model_impl != "transformers" and architecture in _MULTIMODAL:
-        architecture = _ARCHITECTURE_OF_TYPE.get(str(hf_config.get("model_type")), architecture)
+    multimodal, language = None, ""
+    if model_impl != "transformers":
+        multimodal = multimodal_model(architecture, hf_config)
+        language = _ARCHITECTURE_OF_TYPE.get(str(hf_config.get("model_type")), "")
+    if multimodal is None and architecture in _TEXT_MODELS and language:
+        architecture = language
     kind = ModelKind.of(architecture, hf_config)
     if max_model_len is None and not kind.generates:
         longest = resolve_max_model_len(hf_config, None)
@@ -238,7 +243,8 @@ def build_model_config(
         quantization=resolve_quantization(hf_config, quantization),
         kind=kind,
         pooler_config=check_pooler_config(pooler_config or {}),
-        multimodal=None if model_impl == "transformers" else multimodal_model(architecture, hf_config),
+        multimodal=multimodal,
+        language_architecture="" if multimodal is None else language,
         token_spaces=token_spaces_of(hf_config, shape.vocab_size, own_generation, SPACES.get(architecture)),
     )
 
@@ -259,7 +265,13 @@ def load_hf_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> 
     flat.pop("text_config", None)
     shorten_vocabulary_map(flat, outer.source)
     # The outer config is that of the whole checkpoint, with its head.
-    inner = {key: value for key, value in text.items() if key not in _OUTER_KEYS or key not in outer}
+    inner = {
+        key: value
+        for key, value in text_part_values(outer, text).items()
+        if key not in _OUTER_KEYS or key not in outer
+    }
+    if is_tied_by_text(outer, text):
+        inner["tie_word_embeddings"] = True
     values = {**flat, **text_defaults(outer, text), **inner, **(overrides or {})}
     return HFConfig(with_read_names(values), outer.source)
 

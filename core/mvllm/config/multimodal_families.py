@@ -10,16 +10,18 @@ from collections.abc import Callable, Mapping
 
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.multimodal import MultiModalModel
+from mvllm.config.vision_families import VISION_FAMILIES
 
-ReadFamily = Callable[[HFConfig], MultiModalModel]
-"""Takes config.json, with the values of `text_config` at the top level (see `load_hf_config`)."""
+ReadFamily = Callable[[HFConfig], MultiModalModel | None]
+"""Takes config.json, with the values of `text_config` at the top level (see `load_hf_config`). None: the checkpoint has
+no vision or audio part."""
 
-FAMILIES: Mapping[str, ReadFamily] = {}
+FAMILIES: Mapping[str, ReadFamily] = {**VISION_FAMILIES}
 """By architecture."""
 
 
 def multimodal_model(architecture: str, hf_config: HFConfig) -> MultiModalModel | None:
-    """What a model takes beside text; None for text alone.
+    """What a model takes beside text; None for text alone, as of checkpoints that are only the text part.
 
     Raises:
         ModelError: config.json lacks a value.

@@ -34,3 +34,8 @@ class ItemEncoder(nn.Module, ABC):
         Returns:
             For each item [rows, embedding_width], compute dtype.
         """
+
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor of the encoders' modules in the checkpoint is not used, as layers behind the last one that
+        is read."""
+        return False

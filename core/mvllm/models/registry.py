@@ -84,6 +84,12 @@ _MODELS = {
     "JanusForConditionalGeneration": "mvllm.models.janus:JanusForConditionalGeneration",
 }
 
+_MULTIMODAL = {
+    "LlavaForConditionalGeneration": ("mvllm.models.vision.llava:Llava", "LlamaForCausalLM"),
+}
+"""Classes that stand before the class of a language model, see `MultiModalCausalLM`, and the architecture of the
+language model that checkpoints of the family have if they do not name one."""
+
 _POOLING = "mvllm.models.pooling_model:PoolingModel"
 _CLASSIFICATION = "mvllm.models.pooling_model:SequenceClassificationModel"
 _POOLING_DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Next")
@@ -108,7 +114,7 @@ _BASES: dict[str, tuple[str, ...]] = {
 
 def supported_architectures() -> tuple[str, ...]:
     """Native architectures, sorted: core's and those of installed plugins."""
-    return tuple(sorted({*_BASES, *plugin_groups.allowed_names(plugin_groups.MODELS)}))
+    return tuple(sorted({*_BASES, *_MULTIMODAL, *plugin_groups.allowed_names(plugin_groups.MODELS)}))
 
 
 def is_native(architecture: str) -> bool:
@@ -117,14 +123,15 @@ def is_native(architecture: str) -> bool:
     Raises:
         ConfigError: A plugin has it, but is not allowed, or several have it.
     """
-    return architecture in _BASES or plugin_groups.find(plugin_groups.MODELS, architecture) is not None
+    return architecture in _BASES or architecture in _MULTIMODAL or plugin_groups.find(plugin_groups.MODELS, architecture) is not None
 
 
-def resolve_model_class(architecture: str, model_impl: str = "auto") -> type[CausalLM]:
+def resolve_model_class(architecture: str, model_impl: str = "auto", language: str = "") -> type[CausalLM]:
     """The class that runs checkpoints of `architecture`.
 
     Args:
         model_impl: As in ModelConfig.
+        language: `ModelConfig.language_architecture`.
 
     Raises:
         ModelError: There is none (the message lists the supported ones), or a plugin's class is not a CausalLM.
@@ -132,11 +139,11 @@ def resolve_model_class(architecture: str, model_impl: str = "auto") -> type[Cau
     """
     if model_impl == "transformers" or (model_impl == "auto" and not is_native(architecture)):
         return _fallback(architecture)
-    if architecture in _BASES:
+    if architecture in _BASES or architecture in _MULTIMODAL:
         for plugin in plugin_groups.list_plugins(plugin_groups.MODELS):
             if plugin.name == architecture:
                 logger.warning("%s has a class for %s, but core's own class is used.", plugin, architecture)
-        return _core_class(architecture)
+        return _core_class(architecture, language)
     source = plugin_groups.find(plugin_groups.MODELS, architecture)
     if source is None:
         raise ModelError(
@@ -151,12 +158,26 @@ def resolve_model_class(architecture: str, model_impl: str = "auto") -> type[Cau
 
 
 @functools.cache
-def _core_class(architecture: str) -> type[CausalLM]:
-    paths = (path.partition(":") for path in _BASES[architecture])
+def _core_class(architecture: str, language: str) -> type[CausalLM]:
+    paths = (path.partition(":") for path in _base_paths(architecture, language))
     bases = tuple(getattr(importlib.import_module(module), name) for module, _, name in paths)
     if len(bases) == 1 and bases[0].__name__ == architecture:
         return bases[0]
     return type(architecture, bases, {"__doc__": f"`{architecture}` of Hugging Face checkpoints."})
+
+
+def _base_paths(architecture: str, language: str) -> tuple[str, ...]:
+    """Base classes of an architecture's class, as `module:class`."""
+    if architecture not in _MULTIMODAL:
+        return _BASES[architecture]
+    path, usual = _MULTIMODAL[architecture]
+    language = language or usual
+    if language not in _MODELS:
+        raise ModelError(
+            f"The architecture {architecture!r} with the language model {language!r} is not supported: core has no "
+            "class for this language model. Check `model_type` of `text_config` in config.json."
+        )
+    return path, _MODELS[language]
 
 
 def _fallback(architecture: str) -> type[CausalLM]:

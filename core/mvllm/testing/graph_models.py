@@ -46,7 +46,7 @@ def trace_checkpoint(
         pp=GroupCoordinator.single("pp"),
         kv_dtype=dtype,
     )
-    model = resolve_model_class(config.architecture, config.model_impl)(config, context)
+    model = resolve_model_class(config.architecture, config.model_impl, config.language_architecture)(config, context)
     load_weights(model, folder, use_tqdm=False)
     model.after_load()
     return trace_model(model, operations=operations)

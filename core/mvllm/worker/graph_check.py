@@ -57,7 +57,7 @@ def operations_of_model(config: ModelConfig, compiler: GraphCompiler) -> ModelOp
         kv_dtype=config.dtype,
         quantization=quantization_method(config),
     )
-    model = weightless_model(resolve_model_class(config.architecture, config.model_impl), config, context)
+    model = weightless_model(resolve_model_class(config.architecture, config.model_impl, config.language_architecture), config, context)
     graphs = trace_model(model, computes_logits=config.kind.generates).graphs
     reasons = dict.fromkeys(reason for graph in graphs for reason in compiler.unsupported(graph))
     return ModelOperations(Counter(node.op for graph in graphs for node in graph.nodes), tuple(reasons))

@@ -166,7 +166,7 @@ class ModelLoader:
 
     def _load(self, config: ModelConfig, context: BuildContext, *, weightless: bool = False) -> CausalLM:
         """Builds one model on the device and loads its weights; with `weightless` only builds it."""
-        model_class = resolve_model_class(config.architecture, config.model_impl)
+        model_class = resolve_model_class(config.architecture, config.model_impl, config.language_architecture)
         remedy = (
             "Choose a smaller dtype, quantization='int8' or 'int4', or a larger tensor_parallel_size or "
             "pipeline_parallel_size, which leaves each device a smaller part."
@@ -199,7 +199,7 @@ class ModelLoader:
         """Another model of the class and configuration of the served one, whose parameters have no memory."""
         assert self._context is not None, "the model is not loaded"
         config = self._config.model
-        model_class = resolve_model_class(config.architecture, config.model_impl)
+        model_class = resolve_model_class(config.architecture, config.model_impl, config.language_architecture)
         return model_class(config, UnallocatedContext.of(self._context))
 
     def _load_graph(self, graph: GraphModel) -> None:

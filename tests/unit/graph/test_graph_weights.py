@@ -55,7 +55,7 @@ def distinct(model: CausalLM) -> dict[str, torch.Tensor]:
 
 
 def loaded(config: ModelConfig, context: BuildContext) -> dict[str, torch.Tensor]:
-    model = resolve_model_class(config.architecture, config.model_impl)(config, context)
+    model = resolve_model_class(config.architecture, config.model_impl, config.language_architecture)(config, context)
     load_weights(model, config.path, use_tqdm=False, on_loaded=model.tensor_loaded)
     model.after_load()
     return distinct(model)
@@ -63,7 +63,7 @@ def loaded(config: ModelConfig, context: BuildContext) -> dict[str, torch.Tensor
 
 def given(config: ModelConfig, context: BuildContext) -> tuple[dict[str, torch.Tensor], CausalLM]:
     """The arrays that a program gets, and the model that is traced."""
-    model_class = resolve_model_class(config.architecture, config.model_impl)
+    model_class = resolve_model_class(config.architecture, config.model_impl, config.language_architecture)
     model, found = weightless_model(model_class, config, context), dict[str, torch.Tensor]()
 
     def give(name: str, tensor: torch.Tensor) -> None:

@@ -1,0 +1,75 @@
+"""Values that the `text_config` of multimodal checkpoints leaves out, because they are transformers' defaults.
+
+Checkpoints that are language models alone list them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mvllm.config.hf_config import HFConfig
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+    },
+    "qwen2": {
+        "vocab_size": 151_936,
+        "hidden_size": 4096,
+        "intermediate_size": 22_016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32_768,
+    },
+    "gemma3_text": {
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+    },
+}
+"""By the `model_type` of `text_config`."""
+
+_TEXT_TYPES = {"llava": "llama", "llava_onevision": "qwen2", "gemma3": "gemma3_text", "mistral3": "mistral"}
+"""By the `model_type` of the whole config: the `model_type` of a `text_config` that has none."""
+
+_TIED_BY_EITHER = ("llava", "llava_onevision")
+"""Families whose head is tied if either the whole config or its `text_config` says so."""
+
+
+def text_part_values(outer: HFConfig, text: dict[str, Any]) -> dict[str, Any]:
+    """The values of `text_config` of a multimodal config, with those that it leaves out.
+
+    Args:
+        outer: The whole config.
+        text: Its `text_config`.
+    """
+    family = str(outer.get("model_type"))
+    if family not in _TEXT_TYPES:
+        return text
+    named = {"model_type": _TEXT_TYPES[family], **text}
+    return {**_DEFAULTS.get(str(named["model_type"]), {}), **named}
+
+
+def is_tied_by_text(outer: HFConfig, text: dict[str, Any]) -> bool:
+    """Whether `text_config` ties the head, whatever the whole config says."""
+    return outer.get("model_type") in _TIED_BY_EITHER and text.get("tie_word_embeddings") is True

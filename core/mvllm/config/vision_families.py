@@ -1,0 +1,101 @@
+"""Readers of what LLaVA, LLaVA-OneVision, Gemma 3, Gemma 4 and Mistral 3 take beside text. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from mvllm.config.hf_config import HFConfig
+from mvllm.config.multimodal import MultiModalModel
+from mvllm.errors import ModelError
+
+
+def vision_config(hf: HFConfig) -> HFConfig | None:
+    """The object `vision_config`; None if it is absent or empty: the checkpoint is a text model.
+
+    Raises:
+        ModelError: It is not an object.
+    """
+    if not hf.get("vision_config"):
+        return None
+    return HFConfig(hf.require("vision_config", dict), f"{hf.source}: 'vision_config'")
+
+
+def image_token_id(hf: HFConfig, default: int) -> int:
+    """The token id of the positions that take an embedding of an image.
+
+    Raises:
+        ModelError: It is not a token id.
+    """
+    return _token_id(hf, ("image_token_id", "image_token_index"), default)
+
+
+def _token_id(hf: HFConfig, keys: tuple[str, ...], default: int) -> int:
+    key = next((key for key in keys if key in hf), keys[0])
+    value = hf.get(key, default)
+    if type(value) is not int or value < 0:
+        raise ModelError(f"{hf.source}: {key!r} should be a token id, found {value!r}.")
+    return value
+
+
+def _patches(vision: HFConfig, image_size: int, patch_size: int) -> int:
+    """Patches along each side of an image; the sizes are the family's defaults."""
+    return vision.positive_int("image_size", image_size) // vision.positive_int("patch_size", patch_size)
+
+
+def _llava(hf: HFConfig) -> MultiModalModel | None:
+    vision = vision_config(hf)
+    if vision is None:
+        return None
+    most = None if vision.get("model_type") == "pixtral" else _patches(vision, 224, 16) ** 2 + 1
+    return MultiModalModel(
+        placeholders={"image": image_token_id(hf, 32_000)},
+        embedding_width=hf.positive_int("hidden_size"),
+        max_encoded=most,
+    )
+
+
+def _llava_onevision(hf: HFConfig) -> MultiModalModel | None:
+    if vision_config(hf) is None:
+        return None
+    return MultiModalModel(
+        placeholders={"image": image_token_id(hf, 151_646)}, embedding_width=hf.positive_int("hidden_size")
+    )
+
+
+def _gemma3(hf: HFConfig) -> MultiModalModel | None:
+    if vision_config(hf) is None:
+        return None
+    return MultiModalModel(
+        placeholders={"image": image_token_id(hf, 262_144)},
+        embedding_width=hf.positive_int("hidden_size"),
+        spans_attend_both_ways=True,
+        max_encoded=hf.positive_int("mm_tokens_per_image", 256),
+    )
+
+
+def _gemma4(hf: HFConfig) -> MultiModalModel | None:
+    if vision_config(hf) is None:
+        return None
+    return MultiModalModel(
+        placeholders={"image": image_token_id(hf, 258_880)},
+        embedding_width=hf.positive_int("hidden_size"),
+        spans_attend_both_ways=hf.get("use_bidirectional_attention") == "vision",
+    )
+
+
+def _mistral3(hf: HFConfig) -> MultiModalModel | None:
+    if vision_config(hf) is None:
+        return None
+    return MultiModalModel(
+        placeholders={"image": image_token_id(hf, 10)}, embedding_width=hf.positive_int("hidden_size")
+    )
+
+
+VISION_FAMILIES: Mapping[str, Callable[[HFConfig], MultiModalModel | None]] = {
+    "LlavaForConditionalGeneration": _llava,
+    "LlavaOnevisionForConditionalGeneration": _llava_onevision,
+    "Gemma3ForConditionalGeneration": _gemma3,
+    "Gemma4ForConditionalGeneration": _gemma4,
+    "Mistral3ForConditionalGeneration": _mistral3,
+}
+"""By architecture."""

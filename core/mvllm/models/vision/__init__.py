@@ -1,0 +1,1 @@
+"""Vision towers, and the multimodal models that they belong to."""

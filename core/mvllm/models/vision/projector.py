@@ -1,0 +1,35 @@
+"""TwoLayerProjector: features of a vision tower to embeddings of the language model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from mvllm.layers.activation import activation
+from mvllm.layers.context import BuildContext
+from mvllm.layers.linear import ReplicatedLinear
+
+
+class TwoLayerProjector(nn.Module):
+    """Two linear layers with an activation between them.
+
+    Args:
+        ctx: Build context of a tower.
+        name: The checkpoint module, which holds linear_1 and linear_2.
+        in_features: Elements of a patch's features.
+        hidden_size: Elements of an embedding.
+        act: The activation, by its name in checkpoints.
+        bias: Whether both layers have biases.
+    """
+
+    def __init__(
+        self, ctx: BuildContext, name: str, in_features: int, hidden_size: int, act: str, *, bias: bool
+    ) -> None:
+        super().__init__()
+        self.first = ReplicatedLinear(ctx, f"{name}.linear_1", in_features, hidden_size, bias=bias)
+        self.second = ReplicatedLinear(ctx, f"{name}.linear_2", hidden_size, hidden_size, bias=bias)
+        self._act = activation(ctx, act, hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in_features] to [T, hidden_size]."""
+        return self.second(self._act(self.first(x)))
