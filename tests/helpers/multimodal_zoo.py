@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.models.auto import AutoModelForImageTextToText
+from transformers.models.auto import AutoModelForMultimodalLM
 
 from mvllm.testing.zoo import draw_weight
 
@@ -61,7 +61,7 @@ class MultiModalEntry:
 
 def save_model(config: Any, folder: Path, seed: int = 0) -> PreTrainedModel:
     """Writes a model with random weights; returns it as transformers runs it: eager attention, float32."""
-    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    model = AutoModelForMultimodalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     draw_weights(model, seed)
     model.save_pretrained(folder)
     return model

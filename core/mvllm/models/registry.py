@@ -86,6 +86,12 @@ _MODELS = {
 
 _MULTIMODAL = {
     "LlavaForConditionalGeneration": ("mvllm.models.vision.llava:Llava", "LlamaForCausalLM"),
+    "Idefics3ForConditionalGeneration": ("mvllm.models.vision.idefics3:Idefics3", "LlamaForCausalLM"),
+    "SmolVLMForConditionalGeneration": ("mvllm.models.vision.idefics3:Idefics3", "LlamaForCausalLM"),
+    "InternVLForConditionalGeneration": ("mvllm.models.vision.internvl:InternVL", "Qwen2ForCausalLM"),
+    "Lfm2VlForConditionalGeneration": ("mvllm.models.vision.lfm2_vl:Lfm2Vl", "Lfm2ForCausalLM"),
+    "Qwen2AudioForConditionalGeneration": ("mvllm.models.audio.qwen2_audio:Qwen2Audio", "Qwen2ForCausalLM"),
+    "VoxtralForConditionalGeneration": ("mvllm.models.audio.voxtral:Voxtral", "LlamaForCausalLM"),
 }
 """Classes that stand before the class of a language model, see `MultiModalCausalLM`, and the architecture of the
 language model that checkpoints of the family have if they do not name one."""

@@ -42,6 +42,7 @@ _NAMES = LayerNames(
 class InternVL(MultiModalCausalLM):
     """`InternVLForConditionalGeneration` of Hugging Face checkpoints, before the class of its language model."""
 
+    ties_embeddings_by_default = True
     ignored_encoder_names = re.compile(r"\.mask_token$")
 
     def build_item_encoder(self, ctx: BuildContext) -> ItemEncoder:
