@@ -1,0 +1,32 @@
+"""How the items of each family of models are processed.
+
+`ItemFamily` fits most families. A family that differs is a subclass in a module of this package, named in FAMILIES:
+
+    class LlavaOnevisionItems(ItemFamily):
+        def arguments(self, modality, counts): ...        # more than one image: no tiles
+
+    FAMILIES = {"LlavaOnevisionForConditionalGeneration": "mvllm.multimodal.families.llava:LlavaOnevisionItems"}
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from mvllm.config.hf_config import HFConfig
+from mvllm.config.multimodal import MultiModalModel
+from mvllm.multimodal.families.interface import ItemFamily
+
+FAMILIES: Mapping[str, str] = {}
+"""By architecture: `module:class`."""
+
+
+def item_family(architecture: str, processor: Any, model: MultiModalModel, hf_config: HFConfig) -> ItemFamily:
+    """The family of an architecture."""
+    path = FAMILIES.get(architecture)
+    if path is None:
+        return ItemFamily(processor, model, hf_config)
+    module, name = path.split(":")
+    kind: type[ItemFamily] = getattr(importlib.import_module(module), name)
+    return kind(processor, model, hf_config)

@@ -1,0 +1,90 @@
+"""Loads a model's processor of transformers.
+
+Without torchvision, image processors are those that compute with Pillow and numpy, and there are no video processors: a
+processor that has one is built without it, and takes images and audio only, unless its family processes frames itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from mvllm.errors import ModelError, plain_reason
+
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
+
+def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
+    """The processor of a model folder.
+
+    Raises:
+        ModelError: There is none, or it cannot be built.
+    """
+    os.environ.setdefault(_AUTOLOAD, "0")  # no device is used here
+    transformers = importlib.import_module("transformers")
+    arguments = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+    try:
+        if _has_torchvision() or (kind := _processor_class(transformers, path)) is None:
+            return transformers.AutoProcessor.from_pretrained(str(path), **arguments)
+        return _without_video_processor(kind).from_pretrained(str(path), backend="pil", **arguments)
+    except Exception as e:
+        raise ModelError(
+            f"The processor of {path}, which prepares images and audio, cannot be loaded: {plain_reason(e)}. "
+            "The folder needs the model's preprocessor_config.json or processor_config.json."
+        ) from e
+
+
+def _has_torchvision() -> bool:
+    from transformers.utils import is_torchvision_available
+
+    return bool(is_torchvision_available())
+
+
+def _processor_class(transformers: Any, path: Path) -> Any:
+    """The class of transformers that the folder names, if it has a video processor; None otherwise."""
+    names = (_read(path / name).get("processor_class") for name in _FILES)
+    model_type = _read(path / "config.json").get("model_type")
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    name = next(filter(None, names), None) or PROCESSOR_MAPPING_NAMES.get(model_type)
+    kind = getattr(transformers, name, None) if isinstance(name, str) else None
+    return kind if kind is not None and "video_processor" in kind.get_attributes() else None
+
+
+_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _without_video_processor(kind: Any) -> Any:
+    """A processor class that is built without its video processor: the attribute is None."""
+
+    class WithoutVideoProcessor(kind):  # type: ignore[misc]
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            if argument_name == _VIDEO and argument is None:
+                return type(None)
+            return super().check_argument_for_proper_class(argument_name, argument)
+
+        @classmethod
+        def _get_arguments_from_pretrained(cls, path: Any, processor_dict: Any = None, **settings: Any) -> list[Any]:
+            names: list[str] = kind.get_attributes()
+            rest = classmethod(lambda _: [name for name in names if name != _VIDEO])
+            others: Any = type(kind.__name__, (kind,), {"get_attributes": rest})
+            found: list[Any] = others._get_arguments_from_pretrained(path, processor_dict, **settings)
+            found.insert(names.index(_VIDEO), None)
+            return found
+
+    WithoutVideoProcessor.__name__ = kind.__name__
+    return WithoutVideoProcessor
+
+
+_VIDEO = "video_processor"
