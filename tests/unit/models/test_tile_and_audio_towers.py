@@ -35,8 +35,8 @@ def _images(name: str) -> list[dict[str, torch.Tensor]]:
             {"pixel_values": draw(len(grids), 16, 3 * PATCH**2), "spatial_shapes": torch.tensor(grids)}
             for grids in LFM2_GRIDS
         ]
-    sides = (TILE, 2 * TILE) if name == "idefics3-other-positions" else (TILE, TILE)
-    tiles = [draw(count, 3, *sides) for count in (1, 3, 2)]
+    side = 2 * TILE if name == "idefics3-other-positions" else TILE
+    tiles = [draw(count, 3, side, side) for count in (1, 3, 2)]
     return [{"pixel_values": each.unsqueeze(0) if "internvl" not in name else each} for each in tiles]
 
 

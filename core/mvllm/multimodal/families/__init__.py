@@ -18,7 +18,13 @@ from mvllm.config.hf_config import HFConfig
 from mvllm.config.multimodal import MultiModalModel
 from mvllm.multimodal.families.interface import ItemFamily
 
-FAMILIES: Mapping[str, str] = {}
+FAMILIES: Mapping[str, str] = {
+    "Idefics3ForConditionalGeneration": "mvllm.multimodal.families.tiles:Idefics3Items",
+    "SmolVLMForConditionalGeneration": "mvllm.multimodal.families.tiles:Idefics3Items",
+    "InternVLForConditionalGeneration": "mvllm.multimodal.families.tiles:InternVLItems",
+    "Lfm2VlForConditionalGeneration": "mvllm.multimodal.families.tiles:Lfm2VlItems",
+    "VoxtralForConditionalGeneration": "mvllm.multimodal.families.voxtral:VoxtralItems",
+}
 """By architecture: `module:class`."""
 
 
