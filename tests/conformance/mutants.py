@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tests.conformance.kv_transfer_mutants import KV_TRANSFER_MUTANTS
+from tests.conformance.non_causal_span_mutants import NON_CAUSAL_SPAN_MUTANTS
 from tests.conformance.sparse_attention_mutants import SPARSE_ATTENTION_MUTANTS
 from tests.conformance.state_mutants import STATE_MUTANTS
 
@@ -415,6 +416,7 @@ MUTANTS = (
         "            output[sequence.tokens] += (0 * rest).to(output.dtype)\n",
     ),
     *(Mutant(*fields) for fields in SPARSE_ATTENTION_MUTANTS),
+    *(Mutant(*fields) for fields in NON_CAUSAL_SPAN_MUTANTS),
     # Operations, and sequence states.
     *(Mutant(*fields) for fields in STATE_MUTANTS),
     *(Mutant(*fields) for fields in KV_TRANSFER_MUTANTS),

@@ -1,14 +1,17 @@
-"""Tiny random checkpoints of multimodal models, made with transformers, with their processors.
+"""Tiny random checkpoints of multimodal models, made with transformers, with their tokenizers and processors.
 
 Weights are drawn as those of tests/helpers/model_zoo.py: a wrong mask or angle changes the greedy token. The features
 of images are as large as the embeddings of tokens, so another image changes it, too.
+
+    for name in ZOO: folder = make_checkpoint(name, tmp_path / name)
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.auto import AutoModelForMultimodalLM
 
+from mvllm.multimodal.processor_loading import _without_video_processor
 from mvllm.testing.zoo import draw_weight
+from tests.helpers.model_zoo import CHAT_TEMPLATE, base_tokenizer
 
 VOCAB_SIZE = 384
 FIRST_SPECIAL_ID = 320
@@ -45,35 +50,111 @@ class MultiModalEntry:
     Attributes:
         config: Makes its transformers config.
         processor: Makes its processor for a tokenizer, which has the tokens of `specials`.
-        specials: Special tokens, with the ids from FIRST_SPECIAL_ID on.
-        placeholder: The text that stands for an image in a prompt.
+        specials: Special tokens, with the ids from FIRST_SPECIAL_ID on, by the tokenizer's attribute for each.
+        placeholder: The text that stands for an item in a prompt.
         modality: What its items are.
+        sizes: Width and height of the images that tests draw.
+        inputs: Arguments of the model beside token ids that transformers needs for `n` generated tokens, from those of
+            the prompt.
+        rename: Changes the names of the saved tensors, as older checkpoints have them.
+        gate: Whether the tests of every change use it.
         seed: Of the weights.
+        embedding_scale: Standard deviation of token embeddings.
     """
 
     config: Callable[[], Any]
     processor: Callable[[Any], Any]
-    specials: tuple[str, ...] = ("<image>",)
+    specials: Mapping[str, str] = field(default_factory=lambda: {"image_token": "<image>"})
     placeholder: str = "<image>"
     modality: str = "image"
+    sizes: Sequence[tuple[int, int]] = ((40, 24), (19, 50), (64, 64))
+    inputs: Callable[[dict[str, Any], int], dict[str, Any]] = lambda inputs, n: inputs
+    rename: Callable[[str], str] | None = None
+    gate: bool = False
     seed: int = 0
+    embedding_scale: float = 0.4
 
 
-def save_model(config: Any, folder: Path, seed: int = 0) -> PreTrainedModel:
+def zoo() -> dict[str, MultiModalEntry]:
+    """All entries by name."""
+    from tests.helpers.zoo_vision import VISION
+
+    return {**VISION}
+
+
+def make_checkpoint(name: str, folder: Path) -> Path:
+    """Writes model, tokenizer and processor of an entry."""
+    entry = zoo()[name]
+    save_model(entry.config(), folder, entry.seed, entry.embedding_scale)
+    entry.processor(make_tokenizer(entry.specials)).save_pretrained(folder)
+    if entry.rename is not None:
+        _rename_tensors(folder, entry.rename)
+    return folder
+
+
+def make_tokenizer(specials: Mapping[str, str]) -> Any:
+    """A byte-level tokenizer with special tokens from FIRST_SPECIAL_ID on, which are its attributes, too."""
+    from tokenizers import AddedToken
+    from transformers import PreTrainedTokenizerFast
+
+    base = base_tokenizer()
+    base.add_tokens([f"<unused{i}>" for i in range(FIRST_SPECIAL_ID - base.get_vocab_size())])
+    base.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in specials.values()])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=base,
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template=CHAT_TEMPLATE,
+        extra_special_tokens=dict(specials),
+    )
+    ids = tokenizer.convert_tokens_to_ids(list(specials.values()))
+    assert ids == list(range(FIRST_SPECIAL_ID, FIRST_SPECIAL_ID + len(ids))), ids
+    return tokenizer
+
+
+def without_video_processor(kind: Any) -> Any:
+    """A processor class that is built without its video processor, which needs torchvision."""
+    return _without_video_processor(kind)
+
+
+def save_model(config: Any, folder: Path, seed: int = 0, embedding_scale: float = 0.4) -> PreTrainedModel:
     """Writes a model with random weights; returns it as transformers runs it: eager attention, float32."""
     model = AutoModelForMultimodalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
-    draw_weights(model, seed)
+    draw_weights(model, seed, embedding_scale)
+    model.generation_config.eos_token_id = EOS_TOKEN_ID
     model.save_pretrained(folder)
     return model
 
 
+def load_reference(folder: Path) -> PreTrainedModel:
+    """The checkpoint as transformers runs it: eager attention, float32."""
+    model = AutoModelForMultimodalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    return model.eval()
+
+
 @torch.no_grad()
-def draw_weights(model: PreTrainedModel, seed: int = 0) -> None:
-    """Fills a multimodal model with random weights."""
+def draw_weights(model: PreTrainedModel, seed: int = 0, embedding_scale: float = 0.4) -> None:
+    """Fills a multimodal model with random weights. Special tokens have small logits, so that none is generated."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 2:  # a convolution
             parameter.copy_(torch.randn(parameter.shape, generator=generator) / math.sqrt(parameter[0].numel()))
         else:
-            parameter.copy_(draw_weight(name, parameter.shape, generator, embedding_scale=0.4))
+            parameter.copy_(draw_weight(name, parameter.shape, generator, embedding_scale=embedding_scale))
     model.tie_weights()
+    head = model.get_output_embeddings()
+    if head is not None:
+        head.weight[FIRST_SPECIAL_ID:] *= 0.05
+
+
+def _rename_tensors(folder: Path, rename: Callable[[str], str]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    save_file({rename(name): tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+
+
+def edit_config(folder: Path, **values: Any) -> None:
+    """Changes keys of a checkpoint's config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))

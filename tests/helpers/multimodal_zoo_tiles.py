@@ -38,52 +38,7 @@ LFM2_VL_TOKENS = (
     "<|img_thumbnail|>",
     *(f"<|img_row_{row}_col_{column}|>" for row in (1, 2) for column in (1, 2)),
 )
-_NORMAL = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
-TILE_PROCESSORS: dict[str, dict[str, Any]] = {
-    "idefics3": {
-        "processor_class": "Idefics3Processor",
-        "image_seq_len": 4,
-        "image_processor": {
-            "image_processor_type": "Idefics3ImageProcessor",
-            "size": {"longest_edge": 3 * TILE},
-            "max_image_size": {"longest_edge": TILE},
-            **_NORMAL,
-        },
-    },
-    "internvl": {
-        "processor_class": "InternVLProcessor",
-        "image_seq_length": 4,
-        "image_processor": {
-            "image_processor_type": "GotOcr2ImageProcessor",
-            "size": {"height": TILE, "width": TILE},
-            "crop_to_patches": True,
-            "max_patches": 4,
-            **_NORMAL,
-        },
-    },
-    "lfm2_vl": {
-        "processor_class": "Lfm2VlProcessor",
-        "image_processor": {
-            "image_processor_type": "Lfm2VlImageProcessor",
-            "tile_size": TILE,
-            "encoder_patch_size": PATCH,
-            "downsample_factor": 2,
-            "min_image_tokens": 2,
-            "max_image_tokens": 6,
-            "max_tiles": 4,
-            **_NORMAL,
-        },
-    },
-}
-TILE_PROCESSORS["smolvlm"] = {
-    **TILE_PROCESSORS["idefics3"],
-    "processor_class": "SmolVLMProcessor",
-    "image_processor": {
-        **TILE_PROCESSORS["idefics3"]["image_processor"],
-        "image_processor_type": "SmolVLMImageProcessor",
-    },
-}
-"""The values of processor_config.json by family."""
+_NORMAL: dict[str, Any] = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
 _TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 _SQUARE = {**_TOWER, "image_size": TILE, "patch_size": PATCH}
 

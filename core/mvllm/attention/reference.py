@@ -50,6 +50,7 @@ class _Sequence:
         end: Its length after the step.
         first: First position that any of its queries attends to, rounded down to a block.
         blocks: Device, the blocks that hold [first, end).
+        visible_lens: Device, [tokens]: how many leading positions each query sees; None if attention is causal.
     """
 
     tokens: slice
@@ -57,6 +58,7 @@ class _Sequence:
     end: int
     first: int
     blocks: torch.Tensor
+    visible_lens: torch.Tensor | None = None
 
     def tiles(self, size: int) -> Iterator[tuple[int, int, int]]:
         """Its tokens of the step in tiles of at most `size`: first token, end, and position of the first."""
@@ -131,7 +133,9 @@ class ReferenceAttention(AttentionBackend):
             first_block = 0 if window is None else max(0, begin - window + 1) // batch.block_size
             num_blocks = -(-end // batch.block_size)
             blocks = batch.block_table_device[request, first_block:num_blocks]
-            sequences.append(_Sequence(slice(start, stop), begin, end, first_block * batch.block_size, blocks))
+            tokens, first = slice(start, stop), first_block * batch.block_size
+            visible = None if batch.visible_lens_device is None else batch.visible_lens_device[tokens]
+            sequences.append(_Sequence(tokens, begin, end, first, blocks, visible))
         slots, rows = batch.slot_mapping_device, None
         if batch.slot_mapping.size and batch.slot_mapping.min() < 0:
             kept = torch.from_numpy(np.flatnonzero(batch.slot_mapping >= 0))
@@ -166,8 +170,10 @@ class ReferenceAttention(AttentionBackend):
             num_keys = sequence.end - sequence.first
             key, value = self._read(kv, sequence.blocks, num_keys)
             for start, stop, begin in sequence.tiles(_QUERY_TILE):
-                first = begin - sequence.first
-                output[start:stop] = self._attend(query[start:stop].float(), key, value, first, sinks)
+                at, seen = begin - sequence.first, sequence.visible_lens
+                if seen is not None:
+                    seen = seen[start - sequence.tokens.start : stop - sequence.tokens.start] - sequence.first
+                output[start:stop] = self._attend(query[start:stop].float(), key, value, at, seen, sinks)
         return output.flatten(1)
 
     def select(
@@ -233,9 +239,19 @@ class ReferenceAttention(AttentionBackend):
         return key, value[..., : self.spec.value_size]
 
     def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, begin: int, sinks: torch.Tensor | None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        begin: int,
+        visible_lens: torch.Tensor | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attention of queries [n, heads, size] at positions begin, begin + 1, ... over keys [m, kv_heads, size]."""
+        """Attention of queries [n, heads, size] at positions begin, begin + 1, ... over keys [m, kv_heads, size].
+
+        Args:
+            visible_lens: [n]: the number of leading keys that each query sees; None for those up to its position.
+        """
         n, m, spec = query.shape[0], key.shape[0], self.spec
         # Query heads that share a key/value head are adjacent: [n, kv_heads, group, size].
         grouped = query.unflatten(1, (spec.num_kv_heads, -1))
@@ -244,7 +260,7 @@ class ReferenceAttention(AttentionBackend):
             scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
         query_at = torch.arange(begin, begin + n, device=query.device).unsqueeze(-1)
         key_at = torch.arange(m, device=query.device)
-        masked = key_at > query_at
+        masked = key_at > query_at if visible_lens is None else key_at >= visible_lens.unsqueeze(-1)
         if spec.sliding_window is not None:
             masked |= key_at <= query_at - spec.sliding_window
         scores = scores.masked_fill(masked, float("-inf"))

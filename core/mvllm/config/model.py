@@ -80,6 +80,11 @@ class ModelConfig:
     language_architecture: str = ""
 
     @property
+    def has_non_causal_spans(self) -> bool:
+        """Whether the positions of an image see each other in both directions."""
+        return self.multimodal is not None and self.multimodal.spans_attend_both_ways
+
+    @property
     def num_token_ids(self) -> int:
         """Number of token ids of all spaces: columns of logits and masks. Without spaces behind it, `vocab_size`."""
         return max([self.vocab_size, *(space.stop for space in self.token_spaces.values())])

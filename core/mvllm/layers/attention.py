@@ -27,6 +27,7 @@ class Attention(nn.Module):
             None for other attention.
         chunk_size: A query sees the keys of its own chunk of so many tokens only; None for attention without chunks.
         index_topk, indexer: As in AttentionSpec.
+        non_causal_spans: Images in prompts attend in both directions in this layer, if the platform supports that.
 
     Attributes:
         spec: The spec of the backend.
@@ -52,6 +53,7 @@ class Attention(nn.Module):
         chunk_size: int | None = None,
         index_topk: int | None = None,
         indexer: bool = False,
+        non_causal_spans: bool = False,
     ) -> None:
         super().__init__()
         self.spec = AttentionSpec(
@@ -69,6 +71,7 @@ class Attention(nn.Module):
             batch_invariant=ctx.batch_invariant,
             index_topk=index_topk,
             indexer=indexer,
+            non_causal_spans=non_causal_spans and ctx.non_causal_spans,
         )
         self.chunk_size = chunk_size
         self.backend = ctx.attention(self.spec)

@@ -45,6 +45,8 @@ class ItemSpan(msgspec.Struct, array_like=True, omit_defaults=True):
             before it.
         rope_length: How far positions advance over the span: the first token behind it has the position of its start
             plus this. None for `length`.
+        is_causal: Its positions see earlier ones only, also in models whose images attend in both directions: ready
+            embeddings.
     """
 
     content_hash: bytes
@@ -53,6 +55,7 @@ class ItemSpan(msgspec.Struct, array_like=True, omit_defaults=True):
     embedded: list[tuple[int, int]]
     rope_positions: ArrayData | None = None
     rope_length: int | None = None
+    is_causal: bool = False
 
     @property
     def stop(self) -> int:

@@ -69,7 +69,11 @@ class Gemma4Attention(nn.Module):
         self._v_norm = ctx.op("rms_norm", hidden_size=head_size).function
         self._ones = ctx.place(torch.ones(head_size, dtype=ctx.dtype, device=ctx.device), None)
         self._eps = eps
-        self.attention = Attention(ctx, self.qkv.heads, head_size, 1.0, sliding_window=window)
+        # Images attend in both directions in the layers with a window only.
+        has_spans = config.has_non_causal_spans and window is not None
+        self.attention = Attention(
+            ctx, self.qkv.heads, head_size, 1.0, sliding_window=window, non_causal_spans=has_spans
+        )
         self._rotary_attention = RotaryAttention(self.attention, rotary, self.q_norm, self.k_norm)
 
     def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:

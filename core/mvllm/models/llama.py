@@ -143,6 +143,7 @@ class LlamaAttention(nn.Module):
             sliding_window=options.window(layer),
             soft_cap=options.soft_cap,
             sinks=None if self.sinks is None else self.sinks.weight,
+            non_causal_spans=config.has_non_causal_spans,
         )
         has_rotary = layer not in options.nope_layers
         is_ordered = False

@@ -86,6 +86,10 @@ _MODELS = {
 
 _MULTIMODAL = {
     "LlavaForConditionalGeneration": ("mvllm.models.vision.llava:Llava", "LlamaForCausalLM"),
+    "LlavaOnevisionForConditionalGeneration": ("mvllm.models.vision.llava_onevision:LlavaOnevision", "Qwen2ForCausalLM"),
+    "Gemma3ForConditionalGeneration": ("mvllm.models.vision.gemma3:Gemma3", "Gemma3ForCausalLM"),
+    "Gemma4ForConditionalGeneration": ("mvllm.models.vision.gemma4:Gemma4", "Gemma4ForCausalLM"),
+    "Mistral3ForConditionalGeneration": ("mvllm.models.vision.mistral3:Mistral3", "MistralForCausalLM"),
     "Idefics3ForConditionalGeneration": ("mvllm.models.vision.idefics3:Idefics3", "LlamaForCausalLM"),
     "SmolVLMForConditionalGeneration": ("mvllm.models.vision.idefics3:Idefics3", "LlamaForCausalLM"),
     "InternVLForConditionalGeneration": ("mvllm.models.vision.internvl:InternVL", "Qwen2ForCausalLM"),

@@ -10,6 +10,11 @@ One step contains, for each request, `query_len` new tokens at the end of its se
 sees all earlier tokens of its request, whether they were computed in this step, in an earlier one, or for another
 request that shares the blocks. `write_kv` therefore stores the keys and values of the whole step before `forward` reads
 any.
+
+The prompts of some models have spans (images) whose tokens also see the later tokens of their span:
+
+    position       0  1  2  3  4  5  6         span [2, 5)
+    visible_lens   1  2  5  5  5  6  7
 """
 
 from __future__ import annotations
@@ -55,6 +60,9 @@ class AttentionSpec:
             claimed. Since contract 1.1.
         indexer: The layer is such an indexer: it has keys only, and core calls `select` instead of `forward`. Since
             contract 1.1.
+        non_causal_spans: Prompts may have spans whose tokens see each other in both directions: steps may have
+            `BatchLayout.visible_lens`. Core sets it only if `Capabilities.non_causal_spans` is claimed. Since contract
+            1.1.
     """
 
     num_heads: int
@@ -71,6 +79,7 @@ class AttentionSpec:
     batch_invariant: bool = False
     index_topk: int | None = None
     indexer: bool = False
+    non_causal_spans: bool = False
 
     @property
     def value_size(self) -> int:
@@ -98,6 +107,8 @@ class AttentionSpec:
             reasons.append("sparse attention needs one key/value head with the values in its keys")
         if self.sliding_window is not None or self.soft_cap is not None or self.sinks:
             reasons.append("sparse attention has no sliding window, no soft cap and no sinks")
+        if self.non_causal_spans:
+            reasons.append("sparse attention is causal")
         return reasons
 
 
@@ -145,6 +156,12 @@ class BatchLayout:
         kind: What the requests compute; since contract 1.1.
         num_decodes: Number of decode rows, which come first; since contract 1.1.
         capture: T and R are one of the shapes of `ShapePolicy.capture`; since contract 1.1.
+        visible_lens: Host, [T]: the number of leading positions of its sequence that each token sees. In a span that is
+            the end of the span, elsewhere the token's position + 1; keys of all these positions are stored in this
+            step or were stored before. A sliding window applies in spans as elsewhere: of these positions, a token at p
+            sees those > p - sliding_window. 0 for padding tokens. None in steps in which attention is causal, and for
+            specs without `non_causal_spans`. Never set with `capture`. Since contract 1.1.
+        visible_lens_device: The same on the device. Since contract 1.1.
     """
 
     num_requests: int
@@ -163,6 +180,8 @@ class BatchLayout:
     kind: StepKind = StepKind.MIXED
     num_decodes: int = 0
     capture: bool = False
+    visible_lens: np.ndarray | None = None
+    visible_lens_device: torch.Tensor | None = None
 
 
 KVCache = Any

@@ -53,6 +53,8 @@ class Capabilities:
         kv_transfer: Since contract 1.1. Blocks of the KV cache are copied to host memory and back: `export_blocks` and
             `import_blocks` of the attention backends, and with `state` the same for slots of sequence states. Without
             it, core keeps keys and values on the device only.
+        non_causal_spans: Since contract 1.1. Attention backends accept specs with `AttentionSpec.non_causal_spans` and
+            read `BatchLayout.visible_lens`. Without it, core refuses images for models whose images need it.
     """
 
     dtypes: tuple[str, ...]
@@ -83,3 +85,4 @@ class Capabilities:
     graph_compiler: bool = False
     stores_by_block_table: bool = False
     kv_transfer: bool = False
+    non_causal_spans: bool = False

@@ -50,6 +50,7 @@ def check_attention_capabilities(platform: Platform, spec: AttentionSpec) -> Non
         "soft_cap": spec.soft_cap is not None,
         "sinks": spec.sinks,
         "mla": spec.values_in_keys or spec.value_size != spec.head_size,
+        "non_causal_spans": spec.non_causal_spans,
     }
     if spec.index_topk is not None and not claimed.sparse_attention:
         raise PlatformError(

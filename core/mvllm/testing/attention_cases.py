@@ -64,6 +64,8 @@ class Case:
         query: [T, num_heads, head_size], compute dtype.
         sinks: [num_heads] or None.
         num_blocks: Blocks in the tables.
+        visible_lens: Per request, of the whole sequence: how many leading positions each position sees; None if
+            attention is causal.
     """
 
     spec: AttentionSpec
@@ -74,6 +76,7 @@ class Case:
     query: torch.Tensor
     sinks: torch.Tensor | None
     num_blocks: int
+    visible_lens: list[np.ndarray] | None = None
 
     @property
     def num_real_tokens(self) -> int:
@@ -88,6 +91,7 @@ def make_layout(
     *,
     padding: int = 0,
     padding_requests: int = 0,
+    visible_lens: Sequence[np.ndarray] | None = None,
 ) -> BatchLayout:
     """The layout of a step.
 
@@ -96,6 +100,7 @@ def make_layout(
         tables: int32 [R, max_blocks].
         padding: Tokens of padding at the end.
         padding_requests: Requests of padding at the end.
+        visible_lens: As in Case.
     """
     lengths = [new for _, new in requests]
     starts = np.concatenate([[0], np.cumsum(lengths), [sum(lengths)] * padding_requests]).astype(np.int32)
@@ -112,6 +117,10 @@ def make_layout(
     spare = np.full((padding_requests, tables.shape[1]), OUT_OF_RANGE, dtype=np.int32)
     arrays = (starts, seq_lens, np.concatenate([tables, spare]).astype(np.int32), slots)
     on_device = [torch.from_numpy(array) for array in arrays]
+    seen = None
+    if visible_lens is not None:
+        of_step = [of[before : before + new] for of, (before, new) in zip(visible_lens, requests, strict=True)]
+        seen = np.concatenate([*of_step, np.zeros(padding, np.int32)]).astype(np.int32)
     return BatchLayout(
         len(requests) + padding_requests,
         sum(lengths) + padding,
@@ -125,6 +134,8 @@ def make_layout(
         on_device[3],
         kind=StepKind.DECODE if max(lengths, default=0) == 1 else StepKind.MIXED,
         num_decodes=next((i for i, length in enumerate(lengths) if length != 1), len(lengths)),
+        visible_lens=seen,
+        visible_lens_device=None if seen is None else torch.from_numpy(seen),
     )
 
 
@@ -137,8 +148,13 @@ def make_case(
     padding: int = 0,
     padding_requests: int = 0,
     spread: float = 1.0,
+    spans: Sequence[Sequence[tuple[int, int]]] | None = None,
 ) -> Case:
-    """A case with random keys, values and queries of standard deviation `spread`, and blocks in random order."""
+    """A case with random keys, values and queries of standard deviation `spread`, and blocks in random order.
+
+    Args:
+        spans: For each request its non-causal spans: first position, and end.
+    """
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
     dtype = torch_dtype(spec.dtype)
@@ -157,7 +173,12 @@ def make_case(
         values = [key[..., : spec.value_size] for key in keys]
     else:
         values = [random(before + new, spec.num_kv_heads, spec.value_size) for before, new in requests]
-    layout = make_layout(requests, tables, block_size, padding=padding, padding_requests=padding_requests)
+    seen = None
+    if spans is not None:
+        seen = [_visible_lens(before + new, of) for (before, new), of in zip(requests, spans, strict=True)]
+    layout = make_layout(
+        requests, tables, block_size, padding=padding, padding_requests=padding_requests, visible_lens=seen
+    )
     return Case(
         spec=spec,
         requests=list(requests),
@@ -167,7 +188,16 @@ def make_case(
         query=random(layout.num_tokens, spec.num_heads, spec.head_size),
         sinks=random(spec.num_heads) if spec.sinks else None,
         num_blocks=num_blocks,
+        visible_lens=seen,
     )
+
+
+def _visible_lens(length: int, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """How many leading positions each position of a sequence sees: int32 [length]."""
+    seen = np.arange(1, length + 1, dtype=np.int32)
+    for start, stop in spans:
+        seen[start:stop] = min(stop, length)
+    return seen
 
 
 @dataclass(frozen=True)
@@ -181,6 +211,8 @@ class AttentionVariant:
         shift: Offset of the positions whose keys and values are read, modulo the length.
         only_new: Tokens computed before the step are not read.
         without_sinks: Sinks are ignored.
+        without_spans: Non-causal spans are ignored.
+        spans_without_window: A sliding window hides no position from the tokens of a span.
     """
 
     spec: AttentionSpec | None = None
@@ -189,6 +221,8 @@ class AttentionVariant:
     shift: int = 0
     only_new: bool = False
     without_sinks: bool = False
+    without_spans: bool = False
+    spans_without_window: bool = False
 
 
 def expected(case: Case, variant: AttentionVariant = AttentionVariant()) -> torch.Tensor:
@@ -200,7 +234,7 @@ def expected(case: Case, variant: AttentionVariant = AttentionVariant()) -> torc
         x = x.roll(-variant.shift, dims=0)
         return x.repeat(1, group, 1) if variant.heads_in_turn else x.repeat_interleave(group, dim=1)
 
-    for (before, new), keys, values in zip(case.requests, case.keys, case.values, strict=True):
+    for r, ((before, new), keys, values) in enumerate(zip(case.requests, case.keys, case.values, strict=True)):
         query = case.query[start : start + new].double()
         start += new
         k = of_query_heads(stored(keys, spec.kv_dtype))
@@ -210,9 +244,13 @@ def expected(case: Case, variant: AttentionVariant = AttentionVariant()) -> torc
             scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
         at = torch.arange(before, before + new).unsqueeze(1)
         key_at = torch.arange(before + new).unsqueeze(0)
-        visible = key_at <= at + variant.future
+        last = at
+        if case.visible_lens is not None and not variant.without_spans:
+            last = torch.from_numpy(case.visible_lens[r][before:]).unsqueeze(1) - 1
+        visible = key_at <= last + variant.future
         if spec.sliding_window is not None:
-            visible &= key_at > at - spec.sliding_window
+            in_window = key_at > at - spec.sliding_window
+            visible &= in_window | (last > at) if variant.spans_without_window else in_window
         if variant.only_new:
             visible &= key_at >= before
         scores = scores.masked_fill(~visible, -math.inf)
@@ -242,6 +280,8 @@ class CacheHarness:
     def on_device(self, layout: BatchLayout) -> BatchLayout:
         """The layout with its device arrays on the device."""
         arrays: dict[str, Any] = {f"{name}_device": self.runtime.from_numpy(getattr(layout, name)) for name in _ARRAYS}
+        if layout.visible_lens is not None:
+            arrays["visible_lens_device"] = self.runtime.from_numpy(layout.visible_lens)
         return dataclasses.replace(layout, **arrays)
 
     def begin_step(self, layout: BatchLayout) -> Any:

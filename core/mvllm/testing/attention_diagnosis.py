@@ -69,6 +69,10 @@ def mistakes(case: Case) -> Iterator[tuple[str, AttentionVariant]]:
                     AttentionVariant(spec=replace(spec, sliding_window=other)),
                 )
         yield "no sliding window", AttentionVariant(spec=replace(spec, sliding_window=None))
+    if case.visible_lens is not None:
+        yield "causal spans", AttentionVariant(without_spans=True)
+        if window is not None:
+            yield "no sliding window for the tokens of spans", AttentionVariant(spans_without_window=True)
     yield "one future token visible to each query", AttentionVariant(future=1)
     yield "the query's own position hidden", AttentionVariant(future=-1)
     yield "no causal mask", AttentionVariant(future=1 << 30)

@@ -269,6 +269,13 @@ _ALL = (
         since=(1, 1),
     ),
     Clause(
+        "ATT-17",
+        "With `non_causal_spans`, a token sees the first `visible_lens` positions of its sequence, of which a sliding "
+        "window hides those that it hides elsewhere, in every kind of step; steps without `visible_lens` are causal.",
+        "non_causal_spans",
+        since=(1, 1),
+    ),
+    Clause(
         "OPS-01",
         "A provider's function has the parameters and the result of the reference with the same name; its `lookup`"
         " has those of `embedding`.",
@@ -557,6 +564,7 @@ def claims(capabilities: Capabilities, needs: str | None) -> bool:
 _OF_TORCH = frozenset(
     {
         *("soft_cap", "sinks", "mla", "deterministic", "batch_invariant", "state", "sparse_attention", "kv_transfer"),
+        "non_causal_spans",
         *("graphs", "compile", "graph_compiler", "collectives", "static_shapes"),
     }
 )

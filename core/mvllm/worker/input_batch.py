@@ -23,6 +23,8 @@ from mvllm.pooling.pooler import PoolingState
 from mvllm.sampling.logits_processor import RowTokens
 from mvllm.sampling.sampling_state import SamplingState, TokenHistory
 from mvllm.worker.guidance import GuidedRows
+from mvllm.worker.item_rows import ItemRows
+from mvllm.worker.non_causal_spans import NonCausalSpans
 from mvllm.worker.space_logits import RowSpaces
 
 
@@ -44,6 +46,7 @@ class InputBatch:
         sampling: Sampling state of the rows.
         num_groups: Groups of layers.
         space_names: The model's token spaces beside text.
+        has_non_causal_spans: Images attend in both directions, see `ModelConfig.has_non_causal_spans`.
 
     Attributes:
         history: Token ids, with `num_tokens` and `num_prompt_tokens` per row.
@@ -59,6 +62,8 @@ class InputBatch:
         lora_ids: int64 [max_rows]; LoRA adapter of the row's request, 0 for none.
         guidance: Which rows are pairs.
         spaces: The token spaces of the rows.
+        non_causal_spans: Spans of the rows' prompts that attend in both directions.
+        items: Where the images, audio and embeddings of the rows stand.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class InputBatch:
         sampling: SamplingState,
         num_groups: int = 1,
         space_names: Sequence[str] = (),
+        has_non_causal_spans: bool = False,
     ) -> None:
         self.max_rows = max_rows
         self.num_groups = num_groups
@@ -83,6 +89,9 @@ class InputBatch:
         self.lora_ids = np.zeros(max_rows, dtype=np.int64)
         self.guidance = GuidedRows(max_rows)
         self.spaces = RowSpaces(max_rows, list(space_names))
+        self.non_causal_spans = NonCausalSpans()
+        self._has_non_causal_spans = has_non_causal_spans
+        self.items = ItemRows(max_rows)
         self.sampling = sampling
 
     def apply_plan(self, plan: SchedulerOutput) -> None:
@@ -158,6 +167,10 @@ class InputBatch:
         self.pooling.set_row(row, request.pooling_params)
         self.spaces.set_row(row, params.token_space)
         self.guidance.set_row(row, params.guidance_scale, request.guided_row)
+        if self._has_non_causal_spans:
+            self.non_causal_spans.set_row(row, request.items)
+        if request.items:
+            self.items.set_row(row, request.items)
         self.lora_ids[row] = 0 if request.lora_request is None else request.lora_request.lora_int_id
         self.sampling.set_row(
             row,
@@ -176,4 +189,6 @@ class InputBatch:
         self.pooling.clear_row(row)
         self.lora_ids[row] = 0
         self.guidance.clear_row(row)
+        self.non_causal_spans.clear_row(row)
+        self.items.clear_row(row)
         self.sampling.clear_row(row)

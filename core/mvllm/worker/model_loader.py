@@ -116,6 +116,7 @@ class ModelLoader:
             spread=self._runtime.place,
             batch_invariant=self._config.batch_invariant,
             state=self._layers.states.backend_for,
+            non_causal_spans=self._platform.capabilities.non_causal_spans,
         )
         self._context = context
         model = self._model = self._load(config, context, weightless=weightless)

@@ -63,7 +63,12 @@ void add_request(Step& step, int request, int per_tile, std::vector<Item>& tiles
             continue;
         }
         const int low = g.spec.window ? std::max(0, earlier + begin - g.spec.window + 1) : 0;
-        for (int h = 0; h < g.spec.num_kv_heads; ++h) tiles.push_back({request, h, begin, end, low, earlier + end, -1});
+        int high = earlier + end;
+        if (g.batch.visible_lens) {
+            const int32_t* seen = g.batch.visible_lens + g.batch.query_start_loc[request];
+            high = *std::max_element(seen + begin, seen + end);
+        }
+        for (int h = 0; h < g.spec.num_kv_heads; ++h) tiles.push_back({request, h, begin, end, low, high, -1});
     }
 }
 

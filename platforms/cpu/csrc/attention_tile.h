@@ -315,9 +315,10 @@ struct Visible {
         for (int m = 0; m < count; ++m) {
             const int position = first_position + (row + m) / g.group;
             const int begin = g.spec.window ? position - g.spec.window + 1 : 0;
+            const int seen = g.batch.visible_lens ? g.batch.visible_lens[token_of(g, item, row + m)] : position + 1;
             low[m] = (begin > item.key_begin ? begin : item.key_begin) - chunk.begin;
             low[m] = low[m] > 0 ? low[m] : 0;
-            high[m] = (position + 1 < item.key_end ? position + 1 : item.key_end) - chunk.begin;
+            high[m] = (seen < item.key_end ? seen : item.key_end) - chunk.begin;
             high[m] = high[m] < chunk.tokens ? high[m] : chunk.tokens;
             if (low[m] >= high[m]) continue;
             first = low[m] < first ? low[m] : first;

@@ -115,7 +115,7 @@ using namespace mvllm;
 
 extern "C" {
 
-int mvllm_cpu_abi_version() { return 18; }
+int mvllm_cpu_abi_version() { return 19; }
 
 const char* mvllm_cpu_isa() { return current_isa().name; }
 

@@ -78,6 +78,7 @@ struct Batch {
     const int32_t* seq_lens;
     const int32_t* block_table;
     const int32_t* slot_mapping;
+    const int32_t* visible_lens;  // [tokens]: how many leading positions each token sees; null: those up to its own
 };
 
 // Work item: a tile of rows of one request and one key/value head, over a range of keys. With `save_state`: rows of several

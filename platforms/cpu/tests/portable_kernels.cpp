@@ -179,10 +179,10 @@ void attention(Spec spec, const std::vector<Request>& requests, int block_size) 
     std::vector<float> key_scales(size_t(places * block_size)), value_scales(size_t(places * block_size));
     const Cache cache{keys.data(), values.data(), key_scales.data(), value_scales.data()};
 
-    const Batch stored{count, int(tokens), block_size, pages, all_starts.data(), lens.data(), table.data(), slots.data()};
+    const Batch stored{count, int(tokens), block_size, pages, all_starts.data(), lens.data(), table.data(), slots.data(), nullptr};
     const Planned first{mvllm_cpu_step_new(&spec, &stored)};
     mvllm_cpu_write_kv(first.step, key.data(), kv * spec.head_size, value.data(), kv * spec.value_size, &cache);
-    const Batch asked{count, int(rows), block_size, pages, starts.data(), lens.data(), table.data(), fresh_slots.data()};
+    const Batch asked{count, int(rows), block_size, pages, starts.data(), lens.data(), table.data(), fresh_slots.data(), nullptr};
     const Planned second{mvllm_cpu_step_new(&spec, &asked)};
     const bool with_sinks = spec.window > 0;
     mvllm_cpu_attention(second.step, query.data(), spec.num_heads * spec.head_size, &cache,

@@ -48,8 +48,11 @@ class HostRuntime(DeviceRuntime):
         pass
 
 
-def make_rows(max_rows: int = 4, max_model_len: int = 16, num_groups: int = 1) -> InputBatch:
-    return InputBatch(max_rows, max_model_len, BLOCK_SIZE, SamplingState(max_rows, VOCAB_SIZE, 0), num_groups)
+def make_rows(
+    max_rows: int = 4, max_model_len: int = 16, num_groups: int = 1, *, has_non_causal_spans: bool = False
+) -> InputBatch:
+    state = SamplingState(max_rows, VOCAB_SIZE, 0)
+    return InputBatch(max_rows, max_model_len, BLOCK_SIZE, state, num_groups, has_non_causal_spans=has_non_causal_spans)
 
 
 def make_builder(

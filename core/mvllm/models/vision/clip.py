@@ -38,6 +38,7 @@ class ClipTower(nn.Module):
         features: Which layers' states are the result; None for the last layer's with the norm at the end.
 
     Attributes:
+        image_size: Pixels along each side of an image.
         grid: Patches along each side of an image.
         size: Elements of a patch's features.
 
@@ -63,8 +64,8 @@ class ClipTower(nn.Module):
         )
         self._name, size = name, options.hidden_size
         self._patch_size = vision.positive_int("patch_size", 32 if is_clip else 16)
-        self._image_size = vision.positive_int("image_size", 224)
-        self.grid = self._image_size // self._patch_size
+        self.image_size = vision.positive_int("image_size", 224)
+        self.grid = self.image_size // self._patch_size
         num_layers = vision.positive_int("num_hidden_layers", 12)
         self._keep = None if features is None else features.numbers(num_layers)
         self._drops_first = features is not None and features.without_class
@@ -89,9 +90,9 @@ class ClipTower(nn.Module):
         Raises:
             ModelError: The images have another size than the tower's.
         """
-        if tuple(pixels.shape[-2:]) != (self._image_size, self._image_size):
+        if tuple(pixels.shape[-2:]) != (self.image_size, self.image_size):
             raise ModelError(
-                f"The vision tower takes images of {self._image_size} x {self._image_size} pixels, found "
+                f"The vision tower takes images of {self.image_size} x {self.image_size} pixels, found "
                 f"{pixels.shape[-2]} x {pixels.shape[-1]}. Check that the checkpoint's preprocessor_config.json and "
                 "config.json belong together."
             )

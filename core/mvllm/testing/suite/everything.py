@@ -12,6 +12,7 @@ FILES = (
     "test_kvl_layout",
     "test_att_attention",
     "test_att_sparse_attention",
+    "test_att_non_causal_spans",
     "test_ops_operations",
     "test_sta_states",
     "test_kvt_transfer",

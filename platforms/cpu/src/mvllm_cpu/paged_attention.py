@@ -72,6 +72,7 @@ class _Batch(ctypes.Structure):
         ("seq_lens", ctypes.c_void_p),
         ("block_table", ctypes.c_void_p),
         ("slot_mapping", ctypes.c_void_p),
+        ("visible_lens", ctypes.c_void_p),
     ]
 
 
@@ -129,9 +130,11 @@ class PagedMetadata:
     """
 
     def __init__(self, library: ctypes.CDLL, spec: _Spec, batch: BatchLayout) -> None:
-        arrays = (batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping)
+        arrays = [batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping]
+        if batch.visible_lens is not None:
+            arrays.append(batch.visible_lens)
         self._arrays = tuple(np.ascontiguousarray(array, dtype=np.int32) for array in arrays)
-        starts, seq_lens, block_table, slot_mapping = self._arrays
+        starts, seq_lens, block_table, slot_mapping, *visible_lens = self._arrays
         plain = _Batch(
             num_requests=batch.num_requests,
             num_tokens=len(slot_mapping),
@@ -141,6 +144,7 @@ class PagedMetadata:
             seq_lens=seq_lens.ctypes.data,
             block_table=block_table.ctypes.data,
             slot_mapping=slot_mapping.ctypes.data,
+            visible_lens=visible_lens[0].ctypes.data if visible_lens else None,
         )
         self.num_tokens = int(starts[batch.num_requests])
         self._free = library.mvllm_cpu_step_free

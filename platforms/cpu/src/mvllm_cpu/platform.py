@@ -60,6 +60,7 @@ CAPABILITIES = Capabilities(
     state=True,
     sparse_attention=True,
     kv_transfer=True,
+    non_causal_spans=True,
 )
 
 

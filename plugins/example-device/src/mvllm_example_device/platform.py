@@ -62,6 +62,7 @@ class ExamplePlatform(Strict, api.Platform):
             state=True,
             sparse_attention=True,
             kv_transfer=True,
+            non_causal_spans=True,
         )
 
     def plan(self, config: api.EngineConfig) -> api.Plan | api.Refusals:

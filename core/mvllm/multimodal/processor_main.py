@@ -1,0 +1,215 @@
+"""Program that decodes and processes items: `python -m mvllm.multimodal.processor_main <parent pid>`.
+
+Decoders of images and videos are large programs in C that read files from anywhere. They run here, under limits that the
+kernel enforces: a crash, a loop or a bomb ends this process and one request, and nothing else.
+
+    stdin   ProcessorStart, then ItemJobs, see pipe_process       stdout  an ItemResult for each job
+
+The process ends with its parent, at the end of stdin, or after a job that took too much memory.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from mvllm.config.hf_config import HFConfig
+from mvllm.config.multimodal import MultiModalModel
+from mvllm.errors import MvllmError, RequestError
+from mvllm.executor.process.pipe_process import read_message, write_message
+from mvllm.executor.process.process_utils import die_with_parent, limit_memory, limit_processor_time, set_process_name
+from mvllm.messages.multimodal import ArrayData
+from mvllm.multimodal.decoding import DecodingLimits, decode
+from mvllm.multimodal.frame_sampling import FrameSampling
+from mvllm.multimodal.media_source import check_embeddings
+from mvllm.multimodal.processor_messages import ItemJob, ItemResult, ProcessorStart
+
+MEMORY_BYTES = 4 << 30
+"""Address space that jobs may add to the process."""
+MAX_RESULT_BYTES = 1 << 30
+"""Most bytes of the features of one item."""
+
+_MAX_ERROR_LENGTH = 1000
+_SAMPLING = ("num_frames", "fps")
+
+
+def main() -> None:
+    """The program."""
+    die_with_parent(int(sys.argv[1]))
+    set_process_name("ItemProcessor")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    jobs, results = sys.stdin.buffer, _take_stdout()
+    try:
+        jobs_server = JobServer(read_message(jobs, ProcessorStart))
+        while True:
+            job = read_message(jobs, ItemJob)
+            answer = jobs_server.run(job)
+            write_message(results, answer)
+            if answer.is_last:
+                break
+    except (EOFError, BrokenPipeError):
+        pass
+    finally:
+        os._exit(0)
+
+
+def _take_stdout() -> BinaryIO:
+    """The pipe of the results. What libraries print goes nowhere."""
+    results = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return results
+
+
+class JobServer:
+    """Runs jobs. The model's processor is loaded for the first item that needs it.
+
+    Args:
+        start: The first message.
+    """
+
+    def __init__(self, start: ProcessorStart) -> None:
+        self._start = start
+        self._limits = DecodingLimits(start.max_pixels, start.max_audio_seconds)
+        self._processor: Any = None
+        self._error: ItemResult | None = None
+        self._is_limited = False
+
+    def run(self, job: ItemJob) -> ItemResult:
+        """Runs one job. Errors are results."""
+        try:
+            if job.source.modality == "embeds":
+                self._limit(job.seconds)
+                return ItemResult(embeds=self._read_embeddings(job.source.data))
+            if self._processor is None and (error := self._load()) is not None:
+                return error
+            self._limit(job.seconds)
+            return self._process(job)
+        except MemoryError:
+            error = f"The {job.source.modality} takes more memory than the {MEMORY_BYTES >> 20} MB allowed."
+            return ItemResult(error=error, parameter="multi_modal_data", is_last=True)
+        except RequestError as e:
+            is_memory = isinstance(e.__cause__, MemoryError)
+            return ItemResult(error=_shortened(str(e)), parameter=e.parameter, is_last=is_memory)
+        except Exception as e:  # noqa: BLE001  (reported to the client of this process)
+            error = f"The {job.source.modality} cannot be processed: {type(e).__name__}: {e}"
+            return ItemResult(error=_shortened(error), parameter="multi_modal_data")
+
+    def _limit(self, seconds: float) -> None:
+        if not self._is_limited:
+            self._is_limited = True
+            limit_memory(MEMORY_BYTES)
+        limit_processor_time(seconds)
+
+    def _load(self) -> ItemResult | None:
+        """Loads the processor. Returns the error, which later jobs get, too."""
+        if self._error is not None:
+            return self._error
+        from mvllm.multimodal.item_processor import ItemProcessor
+
+        start = self._start
+        try:
+            self._processor = ItemProcessor(
+                Path(start.path),
+                start.architecture,
+                msgspec.convert(start.model, MultiModalModel),
+                HFConfig(json.loads(start.hf_config), f"{start.path}/config.json"),
+                json.loads(start.processor_kwargs),
+                trust_remote_code=start.trust_remote_code,
+            )
+            _use_one_thread()
+        except MvllmError as e:
+            self._error = ItemResult(error=_shortened(str(e)), parameter="multi_modal_data")
+        return self._error
+
+    def _process(self, job: ItemJob) -> ItemResult:
+        kwargs: dict[str, Any] = json.loads(job.kwargs)
+        engine_kwargs = json.loads(self._start.processor_kwargs)
+        sampling = FrameSampling.from_settings({**engine_kwargs, **kwargs})
+        kwargs = {name: value for name, value in kwargs.items() if name not in _SAMPLING}
+        content = decode(
+            job.source, self._limits, sampling_rate=self._sampling_rate(job.source.modality), sampling=sampling
+        )
+        item = self._processor.process(
+            job.source.modality, content, counts=job.counts, kwargs=kwargs, uuid=job.uuid
+        )
+        if item.num_bytes > MAX_RESULT_BYTES:
+            raise RequestError(
+                f"The processor makes {item.num_bytes >> 20} MB of the {item.modality}; {MAX_RESULT_BYTES >> 20} are "
+                "allowed. Send a smaller one.",
+                parameter="multi_modal_data",
+            )
+        depends = bool(self._processor.family.arguments(item.modality, job.counts))
+        return ItemResult(item=item, depends_on_counts=depends)
+
+    def _sampling_rate(self, modality: str) -> int:
+        return int(self._processor.family.sampling_rate()) if modality == "audio" else 0
+
+    def _read_embeddings(self, data: bytes) -> ArrayData:
+        found = read_array(data)
+        if len(found) > self._start.max_embeddings:
+            raise RequestError(
+                f"prompt_embeds has {len(found)} rows; {self._start.max_embeddings} are allowed (max_model_len).",
+                parameter="prompt_embeds",
+            )
+        return check_embeddings(found, self._start.hidden_size)
+
+
+def read_array(data: bytes) -> Any:
+    """The array in a file of numpy (`.npy`), of safetensors with one tensor, or of `torch.save`. No file can run code.
+
+    Raises:
+        RequestError: It is none of them, or damaged.
+    """
+    import numpy as np
+
+    try:
+        if data.startswith(b"\x93NUMPY"):
+            found = np.load(io.BytesIO(data), allow_pickle=False)
+        elif data[:4] == b"PK\x03\x04" or data[:2] == b"\x80\x02":
+            import torch
+
+            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            if tensor.layout != torch.strided:  # making a sparse tensor dense trusts its indices
+                raise ValueError("not a dense tensor")
+            found = tensor.detach().float().numpy()
+        else:
+            from safetensors.torch import load
+
+            (tensor,) = load(data).values()
+            found = tensor.float().numpy()
+    except MemoryError:
+        raise
+    except Exception as e:
+        raise RequestError(
+            "prompt_embeds must be the base64 of a .npy file, of a safetensors file with one tensor, or of a tensor "
+            f"that torch.save has written; it cannot be read: {type(e).__name__}.",
+            parameter="prompt_embeds",
+        ) from e
+    if found.dtype.kind != "f" or found.ndim not in (2, 3):
+        raise RequestError(
+            f"prompt_embeds must be floats of shape [tokens, hidden_size]; found {found.dtype} {list(found.shape)}.",
+            parameter="prompt_embeds",
+        )
+    return found[0] if found.ndim == 3 and len(found) == 1 else found
+
+
+def _use_one_thread() -> None:
+    """The engine's processes need the cores; one item is small."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
+
+
+def _shortened(error: str) -> str:
+    return error[:_MAX_ERROR_LENGTH].encode("utf-8", "replace").decode()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""Plans encoder runs for the images, audio and embeddings of prompts, and ends chunks where a result is missing.
+
+    tokens        a b c [ item 1 ] d e [ item 2 ] f g
+    chunk         |----------------------|                 item 1 is encoded in this step or was before; for item 2 the
+                                                           step's budget of rows, or the cache, has no room
+    next chunk                           |----------|
+
+A request uses the result of an item from the step that reads its first row to the step that reads its last one; models
+with cross-attention read it in every step. A result that is used is not dropped. At most one item of a request is read
+in part, so a request that runs can always go on: the cache holds the largest item, and the other items in it belong to
+requests that can go on, too.
+
+Plans are executed in order. So a result that a step reads may be dropped by the next plan, also while that step is in
+flight.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from mvllm.config.multimodal import EncoderLimits, MultiModalModel
+from mvllm.errors import RequestError
+from mvllm.messages.multimodal import EncoderInput, ItemSpan, MultiModalItem
+from mvllm.messages.requests import EngineCoreRequest
+from mvllm.messages.scheduler_output import SchedulerOutput
+from mvllm.scheduler.encoder_cache import EncoderCache
+from mvllm.scheduler.request import Request
+
+
+class EncoderPlanner:
+    """Owner of the encoder cache's contents. Used by the scheduler.
+
+    Args:
+        model: What the model takes beside text.
+        limits: Rows per step and in the cache.
+        max_num_batched_tokens: Most tokens of a step.
+        can_chunk: Prompts can be computed over several steps.
+        max_model_len: Longest sequence, and upper bound of rotary positions.
+
+    Attributes:
+        has_cross_attention: Requests read their items in every step.
+        cache: What the workers hold.
+        num_queries: Items that requests began to read.
+        num_hits: Those of them whose results were there.
+    """
+
+    def __init__(
+        self,
+        model: MultiModalModel,
+        limits: EncoderLimits,
+        *,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        can_chunk: bool = True,
+    ) -> None:
+        self._limits = limits
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_model_len = max_model_len
+        self._can_chunk = can_chunk
+        self._keeps_spans_whole = model.spans_attend_both_ways
+        self.has_cross_attention = model.cross_attention
+        self.cache = EncoderCache(limits.cache_tokens)
+        self.num_queries = self.num_hits = 0
+        self._num_left = limits.step_tokens  # rows that the step may still encode
+        self._used: dict[Request, dict[int, bytes]] = {}  # by request, and by the item's number in it
+        self._passed: list[bytes] = []  # read to their end by the present plan, which uses them
+
+    # ------------------------------------------------------------------------------------------------------ requests
+
+    def check(self, request: EngineCoreRequest) -> None:
+        """Checks that a request with items can run.
+
+        Raises:
+            RequestError: It cannot, or the spans do not fit the prompt.
+        """
+        if request.unconditional_prompt_token_ids is not None:
+            raise _error("guidance_scale cannot be combined with images, audio or embeddings in the prompt. Omit one.")
+        stop = advance = 0
+        for item in request.items:
+            self._check_item(item, stop, len(request.prompt_token_ids))
+            stop = max(stop, item.span.stop)
+            advance += rope_shift(item.span)
+        if advance > 0 and stop + advance >= self._max_model_len:
+            raise _error(
+                f"The positions of the prompt's images or videos end at {stop + advance}, but max_model_len is "
+                f"{self._max_model_len}. Use shorter videos, or start the engine with a larger max_model_len."
+            )
+        rows = {item.span.content_hash: item.num_encoded for item in request.items}
+        if len(rows) > 1 and (self.has_cross_attention or not self._can_chunk):
+            self._check_together(sum(rows.values()))
+
+    def _check_item(self, item: MultiModalItem, start: int, prompt_len: int) -> None:
+        span, ends = item.span, 0
+        has_place = span.offset == span.length == 0 if self.has_cross_attention else span.length > 0
+        for first, end in span.embedded:
+            if not ends <= first < end <= span.length:
+                has_place = False
+            ends = end
+        if not (has_place and start <= span.offset and span.stop <= prompt_len and len(span.content_hash) == 32):
+            raise _error(
+                f"An item of modality {item.modality!r} has the span {span.offset} to {span.stop} with embeddings at "
+                f"{span.embedded}, which does not fit a prompt of {prompt_len} tokens whose earlier items end at "
+                f"{start}. Spans follow each other, and their embeddings are inside of them."
+            )
+        if not self.has_cross_attention and span.num_embeddings != item.num_encoded:
+            raise _error(
+                f"An item of modality {item.modality!r} has {item.num_encoded} embeddings, but its span takes "
+                f"{span.num_embeddings}. Both must be equal."
+            )
+        if item.num_encoded > self._limits.cache_tokens:
+            raise _error(
+                f"An item of modality {item.modality!r} has {item.num_encoded} embeddings, but encoder_cache_tokens is "
+                f"{self._limits.cache_tokens}. Make it smaller, or start the engine with a larger encoder_cache_tokens."
+            )
+        if self._keeps_spans_whole and span.length > self._max_num_batched_tokens:
+            raise _error(
+                f"An item of modality {item.modality!r} has {span.length} tokens, which attend to each other in both "
+                f"directions and so must be in one step, but max_num_batched_tokens is "
+                f"{self._max_num_batched_tokens}. Start the engine with a larger max_num_batched_tokens."
+            )
+
+    def _check_together(self, num_rows: int) -> None:
+        most = (
+            self._limits.cache_tokens if self._can_chunk else min(self._limits.cache_tokens, self._limits.step_tokens)
+        )
+        if num_rows > most:
+            raise _error(
+                f"The items of the prompt have {num_rows} embeddings, which this engine needs in one step, but "
+                f"encoder_cache_tokens is {self._limits.cache_tokens} and max_encoder_tokens is "
+                f"{self._limits.step_tokens}. Send fewer items, or start the engine with larger limits."
+            )
+
+    def release(self, request: Request) -> None:
+        """A request stops to run, or has ended: it uses no results any more. Requests without items are ignored."""
+        for content_hash in self._used.pop(request, {}).values():
+            self.cache.release(content_hash)
+
+    def discard(self, request: Request) -> None:
+        """Drops the results of a request that has failed: its encoder may be what failed."""
+        for content_hash in {item.span.content_hash for item in request.items}:
+            if content_hash in self.cache:
+                self._forget(content_hash)
+
+    def clear(self) -> None:
+        """Drops all results. Running requests have those that they still read encoded again.
+
+        In models with cross-attention no request may be running.
+        """
+        assert not (self.has_cross_attention and self._used), "running requests read results in every step"
+        self._used.clear()
+        self._passed.clear()
+        self.cache.clear()
+
+    def _forget(self, content_hash: bytes) -> None:
+        self.cache.drop(content_hash)
+        self._passed = [each for each in self._passed if each != content_hash]
+        for used in self._used.values():
+            for number in [number for number, each in used.items() if each == content_hash]:
+                del used[number]
+
+    # --------------------------------------------------------------------------------------------------------- plans
+
+    def start_plan(self) -> None:
+        """Begins a plan. What the last plan has read to its end is not used any more."""
+        for content_hash in self._passed:
+            self.cache.release(content_hash)
+        self._passed.clear()
+        self._num_left = self._limits.step_tokens
+
+    def limit(self, request: Request, start: int, num_tokens: int, budget: int) -> int:
+        """How many tokens a request may compute in the plan being made. No side effects.
+
+        Args:
+            start: Its first position.
+            num_tokens: Most tokens, at least one. Exceeded where a span must be whole and fits into `budget`.
+            budget: Most tokens of the whole step that are left.
+
+        Returns:
+            0 if the first token is in a span for whose item there is no room yet.
+        """
+        end, cache = start + num_tokens, self.cache
+        num_available, num_left = cache.num_available, self._num_left
+        seen: set[bytes] = set()
+        for item in request.items:
+            span, content_hash = item.span, item.span.content_hash
+            if not self.has_cross_attention:
+                if span.stop <= start:
+                    continue
+                if span.offset >= end:
+                    break
+                if self._keeps_spans_whole and end < span.stop:
+                    if span.stop - start > budget:
+                        return max(0, span.offset - start)
+                    end = span.stop
+            if content_hash in seen:
+                continue
+            seen.add(content_hash)
+            rows = item.num_encoded
+            if content_hash in cache:
+                num_available -= rows if cache.is_unused(content_hash) else 0
+                continue
+            if rows > num_available or not self._can_encode(rows, num_left):
+                return max(0, span.offset - start)
+            num_available -= rows
+            num_left -= rows
+        return end - start
+
+    def reserve(self, request: Request, start: int, end: int, plan: SchedulerOutput) -> None:
+        """Plans the encoder runs that the positions `start` to `end - 1` need, which `limit` has allowed."""
+        used = self._used.setdefault(request, {})
+        missing: list[tuple[int, MultiModalItem]] = []
+        for number, item in self._items_between(request, start, end):
+            content_hash = item.span.content_hash
+            if number in used:
+                continue
+            self.num_queries += 1
+            if content_hash in self.cache:
+                self.num_hits += 1
+                self.cache.acquire(content_hash)
+                used[number] = content_hash
+            else:
+                missing.append((number, item))
+        for number, item in missing:  # behind the others: it may drop what is unused
+            content_hash = used[number] = item.span.content_hash
+            if content_hash in self.cache:
+                self.num_hits += 1
+                self.cache.acquire(content_hash)
+                continue
+            self.cache.add(content_hash, item.num_encoded)
+            self._num_left -= item.num_encoded
+            plan.encoder_inputs.append(EncoderInput(content_hash, item.modality, item.num_encoded, item.features))
+        if not self.has_cross_attention:
+            for number in [number for number in used if request.items[number].span.stop <= end]:
+                self._passed.append(used.pop(number))
+
+    def pop_freed(self) -> list[bytes]:
+        """See `EncoderCache.pop_freed`."""
+        return self.cache.pop_freed()
+
+    def _items_between(self, request: Request, start: int, end: int) -> list[tuple[int, MultiModalItem]]:
+        return [
+            (number, item)
+            for number, item in enumerate(request.items)
+            if self.has_cross_attention or (item.span.offset < end and item.span.stop > start)
+        ]
+
+    def _can_encode(self, rows: int, num_left: int) -> bool:
+        """Whether the step may encode so many rows more: an item that exceeds the limit is encoded alone."""
+        return rows <= num_left or num_left == self._limits.step_tokens
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless the users of results are those known here."""
+        users = Counter(each for used in self._used.values() for each in used.values())
+        users.update(self._passed)
+        self.cache.check_integrity(users)
+
+
+def rope_shift(span: ItemSpan) -> int:
+    """How much further rotary positions advance over a span than sequence positions; negative in most models."""
+    return 0 if span.rope_length is None else span.rope_length - span.length
+
+
+def _error(message: str) -> RequestError:
+    return RequestError(message, parameter="multi_modal_data")

@@ -1,0 +1,306 @@
+"""Tests of multimodal models in the engine: its greedy tokens are those of transformers, in float32.
+
+    class TestLlava(MultiModalSuite):
+        names = names_of("llava")
+
+transformers computes each request alone, with the processor's result for all of its images together. The engine must
+give the same tokens when it batches requests, cuts them into chunks inside of an image, uses cached prefixes, preempts
+and recomputes, and shards the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mvllm import LLM, RequestOutput, SamplingParams
+from mvllm.multimodal.processor_loading import load_processor
+from tests.helpers.multimodal_zoo import MultiModalEntry, load_reference, make_checkpoint, zoo
+from tests.helpers.thread_executor import ThreadExecutor
+
+NUM_TOKENS = 48
+BLOCK_SIZE = 8
+MAX_LEN = 512
+CLEAR = 1e-4
+"""Least difference between the largest and the second largest logit: rounding cannot change a token."""
+THREADS = f"{ThreadExecutor.__module__}.{ThreadExecutor.__name__}"
+_LETTERS = "abcdefghijklmnopqrstuvwxyz     .,"
+
+
+@dataclass(frozen=True)
+class MultiModalRequest:
+    """A prompt with images.
+
+    Attributes:
+        prompt: Text with a placeholder for each image.
+        images: The images.
+    """
+
+    prompt: str
+    images: tuple[Image.Image, ...] = ()
+
+    def as_prompt(self, modality: str = "image") -> dict[str, Any]:
+        """As LLM.generate takes it."""
+        if not self.images:
+            return {"prompt": self.prompt}
+        return {"prompt": self.prompt, "multi_modal_data": {modality: list(self.images)}}
+
+
+def draw_image(size: tuple[int, int], seed: int) -> Image.Image:
+    """A picture of random colours in squares of 5 pixels, so that resizing keeps some of it."""
+    generator = np.random.default_rng(seed)
+    rows, columns = -(-size[1] // 5), -(-size[0] // 5)
+    pixels = generator.integers(0, 256, (rows, columns, 3), dtype=np.uint8).repeat(5, axis=0).repeat(5, axis=1)
+    return Image.fromarray(pixels[: size[1], : size[0]])
+
+
+def draw_text(length: int, seed: object) -> str:
+    """A random text of letters."""
+    rng = random.Random(str(seed))
+    return "".join(rng.choice(_LETTERS) for _ in range(length))
+
+
+def draw_requests(entry: MultiModalEntry, seed: int = 0) -> list[MultiModalRequest]:
+    """Eight requests: without image, with one to three of different sizes, and with an image that another one has."""
+    images = [draw_image(size, 10 * seed + i) for i, size in enumerate(entry.sizes)]
+    of_other = draw_image(entry.sizes[0], 10 * seed + 7)
+    at = entry.placeholder
+
+    def text(length: int) -> str:
+        text.calls += 1  # type: ignore[attr-defined]
+        return draw_text(length, (seed, text.calls))  # type: ignore[attr-defined]
+
+    text.calls = 0  # type: ignore[attr-defined]
+    shared = text(30)
+    return [
+        MultiModalRequest(text(25)),
+        MultiModalRequest(shared + at + text(12), (images[0],)),
+        MultiModalRequest(text(9) + at + text(14) + at, (images[1], images[0])),
+        MultiModalRequest(text(60)),
+        MultiModalRequest(at + text(7) + at + text(20) + at + text(5), (images[2], images[1], images[0])),
+        MultiModalRequest(shared + at + text(12), (of_other,)),
+        MultiModalRequest(shared + at + text(17), (images[0],)),
+        MultiModalRequest(text(40) + at + text(3), (images[2],)),
+    ]
+
+
+@dataclass
+class MultiModalOracle:
+    """A checkpoint and the outputs of transformers for requests.
+
+    Attributes:
+        name: Of the zoo's entry.
+        entry: The entry.
+        folder: The checkpoint.
+        requests: What to ask.
+    """
+
+    name: str
+    entry: MultiModalEntry
+    folder: Path
+    requests: list[MultiModalRequest]
+    _tokens: dict[int, list[int]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def model(self) -> Any:
+        """transformers' model."""
+        return load_reference(self.folder)
+
+    @functools.cached_property
+    def processor(self) -> Any:
+        """transformers' processor."""
+        return load_processor(self.folder)
+
+    def inputs(self, request: MultiModalRequest) -> dict[str, Any]:
+        """The processor's result for a whole request."""
+        if not request.images:
+            return dict(self.processor.tokenizer([request.prompt], return_tensors="pt"))
+        return dict(self.processor(text=[request.prompt], images=[list(request.images)], return_tensors="pt"))
+
+    def prompt_ids(self, request: MultiModalRequest) -> list[int]:
+        """The token ids of a prompt, with those of its images."""
+        ids: list[int] = self.inputs(request)["input_ids"][0].tolist()
+        return ids
+
+    @torch.inference_mode()
+    def generate(self, request: MultiModalRequest, num_tokens: int = NUM_TOKENS) -> list[int]:
+        """Greedy tokens, one after the other, with transformers' own cache."""
+        inputs = self.inputs(request)
+        found = self.model.generate(
+            **inputs, max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        tokens: list[int] = found[0, inputs["input_ids"].shape[1] :].tolist()
+        return tokens
+
+    @torch.inference_mode()
+    def check(self, index: int, tokens: Sequence[int]) -> None:
+        """Asserts that these are the greedy tokens of a request.
+
+        They are if each is the largest logit's behind those before it, so one pass over them all suffices. Longer
+        outputs that were checked before are not computed again.
+        """
+        known = self._tokens.get(index, [])
+        if len(known) >= len(tokens):
+            assert list(tokens) == known[: len(tokens)], f"request {index} of {self.name}"
+            return
+        inputs = self.inputs(self.requests[index])
+        n = len(tokens) - 1
+        ids = torch.cat((inputs["input_ids"], torch.tensor([list(tokens)[:-1]])), dim=1)
+        mask = torch.ones_like(ids)
+        inputs = self.entry.inputs({**inputs, "input_ids": ids, "attention_mask": mask}, n)
+        logits = self.model(**inputs).logits[0, -len(tokens) :].float()
+        best = logits.topk(2, dim=-1)
+        wanted = best.indices[:, 0].tolist()
+        wrong = next((i for i, (a, b) in enumerate(zip(tokens, wanted, strict=True)) if a != b), None)
+        assert wrong is None, (
+            f"request {index} of {self.name}: token {wrong} is {tokens[wrong or 0]}, not {wanted[wrong or 0]}"
+        )
+        gap = float((best.values[:, 0] - best.values[:, 1]).min())
+        assert gap > CLEAR, f"request {index} of {self.name} has a tie ({gap:.1e}): choose another seed"
+        self._tokens[index] = list(tokens)
+
+
+@functools.cache
+def oracle(name: str) -> MultiModalOracle:
+    """The oracle of an entry, with the requests of `draw_requests`; cached for the life of the process."""
+    entry = zoo()[name]
+    folder = make_checkpoint(name, Path(tempfile.mkdtemp(prefix="mvllm-multimodal-")) / name)
+    return MultiModalOracle(name, entry, folder, draw_requests(entry))
+
+
+def names_of(*families: str, gate: bool | None = None) -> list[str]:
+    """Entries of some families: the name up to the first dash. With `gate` only those with that value of `gate`."""
+    return [
+        name
+        for name, entry in zoo().items()
+        if name.split("-")[0] in families and (gate is None or entry.gate is gate)
+    ]
+
+
+@contextmanager
+def engine(folder: Path, **settings: object) -> Iterator[LLM]:
+    """An engine for float32 on the platform under test."""
+    defaults: dict[str, object] = {
+        "dtype": "float32",
+        "block_size": BLOCK_SIZE,
+        "max_model_len": MAX_LEN,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": MAX_LEN,
+        "kv_cache_memory_bytes": 2**24,
+        "seed": 0,
+        "use_tqdm_on_load": False,
+    }
+    with LLM(model=str(folder), **(defaults | settings)) as llm:
+        yield llm
+
+
+def generate(llm: LLM, requests: Sequence[MultiModalRequest], num_tokens: int = NUM_TOKENS) -> list[RequestOutput]:
+    """Greedy continuations."""
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+    return llm.generate([request.as_prompt() for request in requests], params, use_tqdm=False)
+
+
+def check(
+    expected: MultiModalOracle, outputs: Sequence[RequestOutput], which: Sequence[int] | None = None
+) -> None:
+    """Asserts that the outputs have the prompts and the greedy tokens of transformers."""
+    for index, output in zip(which or range(len(outputs)), outputs, strict=True):
+        assert output.prompt_token_ids == expected.prompt_ids(expected.requests[index]), f"prompt {index}"
+        expected.check(index, output.outputs[0].token_ids)
+
+
+def longest_span(expected: MultiModalOracle) -> int:
+    """An upper bound of the positions of an image."""
+    return max(len(expected.prompt_ids(request)) for request in expected.requests if len(request.images) == 1)
+
+
+@pytest.mark.shows("tokens")
+class MultiModalSuite:
+    """`checkpoint` iterates over `names`. Those of the gate run with every change, the others exhaustively."""
+
+    names: ClassVar[list[str]] = []
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        metafunc.parametrize("checkpoint", self.names)
+
+    @pytest.fixture
+    def expected(self, checkpoint: str) -> MultiModalOracle:
+        return oracle(checkpoint)
+
+    def test_alone_in_a_batch_and_after_prefix_hits(self, expected: MultiModalOracle) -> None:
+        with engine(expected.folder) as llm:
+            for index in (1, 3, 4):
+                (output,) = generate(llm, [expected.requests[index]])
+                check(expected, [output], [index])
+                assert list(output.outputs[0].token_ids) == expected.generate(expected.requests[index])
+            assert llm.reset_prefix_cache()
+            check(expected, generate(llm, expected.requests))
+            again = generate(llm, expected.requests)
+            check(expected, again)
+            for output in again:
+                assert output.prompt_token_ids is not None
+                assert output.num_cached_tokens == (len(output.prompt_token_ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+    def test_prefix_hits_end_before_in_and_after_an_image(self, expected: MultiModalOracle) -> None:
+        """Requests 1, 5 and 6 have the same text before an image; 1 and 6 have the same image, 5 has another one."""
+        with engine(expected.folder) as llm:
+            for index in (1, 5, 6, 1):
+                (output,) = generate(llm, [expected.requests[index]])
+                check(expected, [output], [index])
+                first, second = (expected.prompt_ids(expected.requests[i]) for i in (1, index))
+                before = first.index(next(a for a in first if a >= _first_special(expected)))
+                hit = output.num_cached_tokens
+                assert hit is not None
+                if index == 5:
+                    assert hit == before // BLOCK_SIZE * BLOCK_SIZE
+                elif index == 6:
+                    same = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+                    assert hit == same // BLOCK_SIZE * BLOCK_SIZE > before
+
+    def test_cut_into_chunks_inside_of_images(self, expected: MultiModalOracle) -> None:
+        budget = 11
+        if llm_keeps_spans_whole(expected):
+            budget = longest_span(expected)
+        with engine(expected.folder, max_num_batched_tokens=max(budget, 8)) as llm:
+            check(expected, generate(llm, expected.requests))
+
+    def test_preempted_and_recomputed(self, expected: MultiModalOracle) -> None:
+        with engine(expected.folder) as llm:
+            summary = llm.llm_engine.cache_summary
+        longest = max(len(expected.prompt_ids(request)) for request in expected.requests) + NUM_TOKENS
+        blocks = -(-longest // BLOCK_SIZE) + 3
+        memory = summary.total_bytes // summary.num_blocks * blocks * (1 if summary.windows == (None,) else 2)
+        with engine(expected.folder, kv_cache_memory_bytes=memory, max_model_len=longest) as llm:
+            check(expected, generate(llm, expected.requests))
+            stats = llm.llm_engine.stats
+            assert stats is not None and stats.num_preemptions > 0
+
+    @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
+    def test_on_two_ranks(self, expected: MultiModalOracle, tensor: int, pipeline: int) -> None:
+        sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+        with engine(expected.folder, distributed_executor_backend=THREADS, **sizes) as llm:
+            check(expected, generate(llm, expected.requests))
+
+
+def llm_keeps_spans_whole(expected: MultiModalOracle) -> bool:
+    """Whether a step must hold a whole image, because its positions attend in both directions."""
+    from tests.helpers.paged_driver import read_config
+
+    return read_config(expected.folder).has_non_causal_spans
+
+
+def _first_special(expected: MultiModalOracle) -> int:
+    from tests.helpers.multimodal_zoo import FIRST_SPECIAL_ID
+
+    return FIRST_SPECIAL_ID
