@@ -10,13 +10,13 @@ import torch
 
 from mvllm.models.causal_lm import CausalLM
 from tests.helpers.multimodal_zoo import save_model
-from tests.helpers.multimodal_zoo_audio import (
-    AUDIO_CONFIGS,
+from tests.helpers.zoo_audio import (
+    AUDIO,
     MEL_BINS,
     QWEN2_AUDIO_POSITIONS,
     VOXTRAL_POSITIONS,
 )
-from tests.helpers.multimodal_zoo_tiles import PATCH, TILE, TILE_CONFIGS
+from tests.helpers.zoo_tiles import PATCH, TILE, TILES
 from tests.helpers.paged_driver import load_model
 
 TOLERANCE = 2e-5
@@ -35,7 +35,7 @@ def _images(name: str) -> list[dict[str, torch.Tensor]]:
             {"pixel_values": draw(len(grids), 16, 3 * PATCH**2), "spatial_shapes": torch.tensor(grids)}
             for grids in LFM2_GRIDS
         ]
-    side = 2 * TILE if name == "idefics3-other-positions" else TILE
+    side = 2 * TILE if name == "idefics3-whole-images" else TILE
     tiles = [draw(count, 3, side, side) for count in (1, 3, 2)]
     return [{"pixel_values": each.unsqueeze(0) if "internvl" not in name else each} for each in tiles]
 
@@ -60,9 +60,9 @@ def _close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert (found - wanted).abs().max() < TOLERANCE * wanted.abs().max()
 
 
-@pytest.mark.parametrize("name", TILE_CONFIGS)
+@pytest.mark.parametrize("name", TILES)
 def test_images_have_the_embeddings_of_transformers(name: str, tmp_path: Path) -> None:
-    reference = save_model(TILE_CONFIGS[name](), tmp_path)
+    reference = save_model(TILES[name].config(), tmp_path)
     model, images = load_model(tmp_path), _images(name)
     together = _encoded(model, "image", images)
     for image, found in zip(images, together, strict=True):
@@ -100,9 +100,9 @@ def _audio_embeddings(model: Any, sound: dict[str, torch.Tensor]) -> torch.Tenso
     return model.model.multi_modal_projector(states)[0, : int(rows)]
 
 
-@pytest.mark.parametrize("name", AUDIO_CONFIGS)
+@pytest.mark.parametrize("name", AUDIO)
 def test_sounds_have_the_embeddings_of_transformers(name: str, tmp_path: Path) -> None:
-    reference = save_model(AUDIO_CONFIGS[name](), tmp_path)
+    reference = save_model(AUDIO[name].config(), tmp_path)
     model, sounds = load_model(tmp_path), _spectrograms(name)
     together = _encoded(model, "audio", sounds)
     for sound, found in zip(sounds, together, strict=True):
