@@ -1,5 +1,5 @@
 """Public names of the types of a prompt."""
 
-from mvllm.messages.inputs import PromptType, TextPrompt, TokensPrompt
+from mvllm.messages.inputs import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
 
-__all__ = ["PromptType", "TextPrompt", "TokensPrompt"]
+__all__ = ["EmbedsPrompt", "PromptType", "TextPrompt", "TokensPrompt"]

@@ -182,9 +182,7 @@ def oracle(name: str) -> MultiModalOracle:
 def names_of(*families: str, gate: bool | None = None) -> list[str]:
     """Entries of some families: the name up to the first dash. With `gate` only those with that value of `gate`."""
     return [
-        name
-        for name, entry in zoo().items()
-        if name.split("-")[0] in families and (gate is None or entry.gate is gate)
+        name for name, entry in zoo().items() if name.split("-")[0] in families and (gate is None or entry.gate is gate)
     ]
 
 
@@ -211,9 +209,7 @@ def generate(llm: LLM, requests: Sequence[MultiModalRequest], num_tokens: int = 
     return llm.generate([request.as_prompt() for request in requests], params, use_tqdm=False)
 
 
-def check(
-    expected: MultiModalOracle, outputs: Sequence[RequestOutput], which: Sequence[int] | None = None
-) -> None:
+def check(expected: MultiModalOracle, outputs: Sequence[RequestOutput], which: Sequence[int] | None = None) -> None:
     """Asserts that the outputs have the prompts and the greedy tokens of transformers."""
     for index, output in zip(which or range(len(outputs)), outputs, strict=True):
         assert output.prompt_token_ids == expected.prompt_ids(expected.requests[index]), f"prompt {index}"

@@ -77,16 +77,18 @@ class MultiModalEntry:
 
 def zoo() -> dict[str, MultiModalEntry]:
     """All entries by name."""
+    from tests.helpers.zoo_audio import AUDIO
+    from tests.helpers.zoo_tiles import TILES
     from tests.helpers.zoo_vision import VISION
 
-    return {**VISION}
+    return {**VISION, **TILES, **AUDIO}
 
 
 def make_checkpoint(name: str, folder: Path) -> Path:
     """Writes model, tokenizer and processor of an entry."""
     entry = zoo()[name]
     save_model(entry.config(), folder, entry.seed, entry.embedding_scale)
-    entry.processor(make_tokenizer(entry.specials)).save_pretrained(folder)
+    save_processor(entry.processor(make_tokenizer(entry.specials)), folder)
     if entry.rename is not None:
         _rename_tensors(folder, entry.rename)
     return folder
@@ -110,6 +112,13 @@ def make_tokenizer(specials: Mapping[str, str]) -> Any:
     ids = tokenizer.convert_tokens_to_ids(list(specials.values()))
     assert ids == list(range(FIRST_SPECIAL_ID, FIRST_SPECIAL_ID + len(ids))), ids
     return tokenizer
+
+
+def save_processor(processor: Any, folder: Path) -> None:
+    """Writes a processor, which may lack some of its parts."""
+    names = [name for name in processor.get_attributes() if getattr(processor, name) is not None]
+    processor.get_attributes = lambda: names
+    processor.save_pretrained(folder)
 
 
 def without_video_processor(kind: Any) -> Any:
@@ -145,6 +154,9 @@ def draw_weights(model: PreTrainedModel, seed: int = 0, embedding_scale: float =
     head = model.get_output_embeddings()
     if head is not None:
         head.weight[FIRST_SPECIAL_ID:] *= 0.05
+        audio_id = getattr(model.config, "audio_token_id", None)
+        if audio_id is not None and audio_id < FIRST_SPECIAL_ID:
+            head.weight[audio_id] *= 0.05
 
 
 def _rename_tensors(folder: Path, rename: Callable[[str], str]) -> None:

@@ -57,22 +57,25 @@ _LFM2_VL_TOKENS = {
 }
 
 
-class SmolVLMFiles:
+class SmolVLMFiles(Idefics3Processor):
     """Writes the files of SmolVLM's processor, whose class needs a package that is not installed for tests."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._processor = _idefics3_processor(tokenizer, SmolVLMImageProcessorPil)
-
-    def save_pretrained(self, folder: Path) -> None:
-        """As of a processor."""
-        self._processor.save_pretrained(folder)
+    def save_pretrained(self, folder: Path, **settings: Any) -> None:
+        super().save_pretrained(folder, **settings)
         path = folder / "processor_config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "processor_class": "SmolVLMProcessor"}))
 
 
-def _idefics3_processor(tokenizer: Any, kind: Any = Idefics3ImageProcessorPil, *, splits: bool = True) -> Any:
-    sizes = {"size": {"longest_edge": 3 * TILE}, "max_image_size": {"longest_edge": TILE}}
-    return Idefics3Processor(kind(**sizes, do_image_splitting=splits), tokenizer, image_seq_len=4)
+_IDEFICS3_SIZES = {"size": {"longest_edge": 3 * TILE}, "max_image_size": {"longest_edge": TILE}}
+
+
+def _idefics3_processor(tokenizer: Any, *, splits: bool = True) -> Any:
+    images = Idefics3ImageProcessorPil(**_IDEFICS3_SIZES, do_image_splitting=splits)
+    return Idefics3Processor(images, tokenizer, image_seq_len=4)
+
+
+def _smolvlm_processor(tokenizer: Any) -> Any:
+    return SmolVLMFiles(SmolVLMImageProcessorPil(**_IDEFICS3_SIZES), tokenizer, image_seq_len=4)
 
 
 def _internvl_processor(tokenizer: Any, length: int = 4, most: int = 4) -> Any:
@@ -142,7 +145,7 @@ TILES: dict[str, MultiModalEntry] = {
     ),
     "smolvlm": MultiModalEntry(
         config=lambda: _idefics3(SmolVLMConfig, vision={"hidden_act": "gelu"}, tie_word_embeddings=True),
-        processor=SmolVLMFiles,
+        processor=_smolvlm_processor,
         specials=_IDEFICS3_TOKENS,
     ),
     "internvl": MultiModalEntry(

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mvllm.config.engine_config import (
-    EngineConfig,
-)
+from mvllm.config.engine_config import EngineConfig
 from mvllm.config.engine_config_builder import build_engine_config
 from mvllm.config.foreign_keywords import FOREIGN_KEYWORDS
 from mvllm.config.generation_config import find_generation_folder
@@ -369,6 +367,39 @@ class EngineArgs:
     )
     use_tqdm_on_load: bool = option(True, help="Show progress while loading weights.", group="load")
 
+    limit_mm_per_prompt: dict[str, Any] | None = option(  # noqa: RUF009  (as above)
+        None,
+        help="Most items of a prompt by modality, as a JSON object or image=2,audio=1; 0 refuses them. Others: 16.",
+        group="multimodal",
+    )
+    allowed_local_media_path: str | None = option(
+        None, help="Folder of which requests may name files; by default none.", group="multimodal"
+    )
+    allowed_media_domains: str | None = option(
+        None,
+        help="Hosts from which media are fetched, comma-separated, whatever their address; by default every host with "
+        "a public address. In Python also a list.",
+        group="multimodal",
+    )
+    mm_processor_kwargs: dict[str, Any] | None = option(  # noqa: RUF009  (as above)
+        None, help="Arguments of the model's processor of images and audio, as a JSON object.", group="multimodal"
+    )
+    mm_processor_cache_gb: float = option(
+        0.25, help="GiB of processed items that are kept in host memory; 0 for none.", group="multimodal", minimum=0
+    )
+    mm_processor_processes: int = option(
+        1, help="Processes that decode and process items.", group="multimodal", minimum=1, maximum=64
+    )
+    enable_prompt_embeds: bool = option(
+        False,
+        help="Requests may bring embeddings in place of a prompt.",
+        group="multimodal",
+        aliases=("enable_mm_embeds",),
+    )
+    language_model_only: bool = option(
+        False, help="Load only the language part of the model, and take only text.", group="multimodal"
+    )
+
     enable_lora: bool = option(False, help="Enable requests with LoRA adapters.", group="lora")
     max_loras: int = option(
         1,
@@ -416,6 +447,9 @@ class EngineArgs:
         processors: Any = self.logits_processors
         if isinstance(processors, list | tuple):
             self.logits_processors = ",".join(map(class_path, processors)) or None
+        hosts: Any = self.allowed_media_domains
+        if isinstance(hosts, list | tuple):
+            self.allowed_media_domains = ",".join(map(str, hosts)) or None
         self.dtype = str(self.dtype).removeprefix("torch.")  # a torch.dtype is permitted
 
     @classmethod
@@ -479,6 +513,8 @@ class EngineArgs:
         """
         self.validate()
         model = self.create_model_config()
+        if self.language_model_only:
+            model = dataclasses.replace(model, multimodal=None)
         return build_engine_config(self, model, self._speculative_config(model))
 
     def create_model_config(self) -> ModelConfig:

@@ -19,6 +19,7 @@ from mvllm.config.kv_transfer import read_kv_transfer_config
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_builder import DTYPE_ALIASES
 from mvllm.config.model_limits import check_parallel_sizes, token_budget
+from mvllm.config.multimodal import MultiModalConfig, read_limits, read_media_folder, read_processor_kwargs
 from mvllm.config.speculative import SpeculativeConfig
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def build_engine_config(args: EngineArgs, model: ModelConfig, speculative: Specu
         load=LoadConfig(load_format=args.load_format, use_tqdm=args.use_tqdm_on_load),
         lora=_lora_config(args),
         speculative=speculative,
+        multimodal=_multimodal_config(args),
         kv_events=None if args.kv_events_config is None else read_kv_events_config(args.kv_events_config),
         platform=args.platform,
         enforce_eager=args.enforce_eager,
@@ -107,6 +109,18 @@ def build_engine_config(args: EngineArgs, model: ModelConfig, speculative: Specu
             settings=args.kv_transfer_config,
             role=args.kv_role,
         ),
+    )
+
+
+def _multimodal_config(args: EngineArgs) -> MultiModalConfig:
+    return MultiModalConfig(
+        limit_per_prompt=read_limits(args.limit_mm_per_prompt or {}),
+        allowed_local_media_path=read_media_folder(args.allowed_local_media_path),
+        allowed_media_domains=listed_names(args.allowed_media_domains) or None,
+        processor_kwargs=read_processor_kwargs(args.mm_processor_kwargs or {}),
+        processor_cache_bytes=int(args.mm_processor_cache_gb * 2**30),
+        enable_embeds=args.enable_prompt_embeds,
+        num_processes=args.mm_processor_processes,
     )
 
 

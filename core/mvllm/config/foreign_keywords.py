@@ -36,7 +36,7 @@ class ForeignKeyword:
 
 _KINDS = "The model's files decide what it can do: one engine answers generation and pooling requests."
 _PLATFORM = "The platform plugin decides this."
-_MULTIMODAL = "mvllm has no setting for multimodal inputs."
+_ENCODERS = "Each tensor-parallel rank holds the whole encoder."
 _SPECULATIVE = "Pass speculative_config={'method': ..., 'num_speculative_tokens': ...}."
 _SERVER = "Give this to the server: `mvllm serve --help`."
 _MACHINE = "Workers are processes of this machine; distributed_executor_backend='ray' uses several."
@@ -59,29 +59,23 @@ FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
     "override_pooler_config": ForeignKeyword(setting="pooler_config"),
     "override_generation_config": ForeignKeyword("Pass SamplingParams, or generation_config=FOLDER."),
     "override_attention_dtype": ForeignKeyword(_PLATFORM),
-    "enable_prompt_embeds": ForeignKeyword("Prompts are texts or token ids."),
     "disable_sliding_window": ForeignKeyword("Sliding windows are used wherever the model has them."),
     "disable_cascade_attn": ForeignKeyword("Equal prefixes are shared by the prefix cache alone.", (True,)),
     "logits_processor_pattern": ForeignKeyword("Logits processors are named by the setting logits_processors."),
     "served_model_name": ForeignKeyword(_SERVER),
-    "allowed_local_media_path": ForeignKeyword(_MULTIMODAL, ("",)),
-    "allowed_media_domains": ForeignKeyword(_MULTIMODAL, ([],)),
-    "limit_mm_per_prompt": ForeignKeyword(_MULTIMODAL, ({},)),
-    "mm_processor_kwargs": ForeignKeyword(_MULTIMODAL, ({},)),
-    "media_io_kwargs": ForeignKeyword(_MULTIMODAL, ({},)),
-    "mm_processor_cache_gb": ForeignKeyword(_MULTIMODAL),
-    "disable_mm_preprocessor_cache": ForeignKeyword(_MULTIMODAL, (True,)),
-    "interleave_mm_strings": ForeignKeyword(_MULTIMODAL),
-    "skip_mm_profiling": ForeignKeyword(_MULTIMODAL),
-    "language_model_only": ForeignKeyword(_MULTIMODAL, (True,)),
-    "enable_mm_embeds": ForeignKeyword(_MULTIMODAL),
-    "mm_processor_cache_type": ForeignKeyword(_MULTIMODAL),
-    "mm_shm_cache_max_object_size_mb": ForeignKeyword(_MULTIMODAL),
-    "mm_encoder_only": ForeignKeyword(_MULTIMODAL),
-    "mm_encoder_tp_mode": ForeignKeyword(_MULTIMODAL, ("weights",)),
-    "mm_encoder_attn_backend": ForeignKeyword(_MULTIMODAL),
-    "video_pruning_rate": ForeignKeyword(_MULTIMODAL, (0, 0.0)),
-    "enable_multimodal_encoder_data_parallel": ForeignKeyword(_MULTIMODAL),
+    "media_io_kwargs": ForeignKeyword(
+        "Frames of videos are chosen by num_frames or fps in mm_processor_kwargs.", ({},)
+    ),
+    "disable_mm_preprocessor_cache": ForeignKeyword("Set mm_processor_cache_gb to 0 for no cache."),
+    "interleave_mm_strings": ForeignKeyword("Images stand where the parts of a message put them.", (True,)),
+    "skip_mm_profiling": ForeignKeyword("Memory of encoders is counted from the model's shapes.", (True,)),
+    "mm_processor_cache_type": ForeignKeyword("Each front end keeps processed items in its own memory.", ("lru",)),
+    "mm_shm_cache_max_object_size_mb": ForeignKeyword("Each front end keeps processed items in its own memory."),
+    "mm_encoder_only": ForeignKeyword("The language part is always loaded."),
+    "mm_encoder_tp_mode": ForeignKeyword(_ENCODERS, ("data",)),
+    "mm_encoder_attn_backend": ForeignKeyword(_PLATFORM),
+    "video_pruning_rate": ForeignKeyword("Every sampled frame of a video is used.", (0, 0.0)),
+    "enable_multimodal_encoder_data_parallel": ForeignKeyword(_ENCODERS),
     "io_processor_plugin": ForeignKeyword("Inputs and outputs are texts and token ids."),
     "quantization_config": ForeignKeyword(
         "The checkpoint's config.json describes quantized weights; `quantization` names a method for others."
@@ -121,7 +115,7 @@ FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
     "num_lookahead_slots": ForeignKeyword(_SPECULATIVE, (0,)),
     "multi_step_stream_outputs": ForeignKeyword("Every step returns its outputs.", (True,)),
     "disable_async_output_proc": ForeignKeyword("async_scheduling=False plans one step at a time."),
-    "disable_chunked_mm_input": ForeignKeyword(_MULTIMODAL),
+    "disable_chunked_mm_input": ForeignKeyword("Chunks of a prompt may end within an image."),
     "max_num_scheduled_tokens": ForeignKeyword("max_num_batched_tokens is the limit of a step."),
     "scheduler_reserve_full_isl": ForeignKeyword("A prompt starts when the whole of it has blocks.", (True,)),
     "prefill_schedule_interval": ForeignKeyword("Prompts are scheduled in every step.", (1,)),
@@ -184,14 +178,14 @@ FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
     "additional_config": ForeignKeyword("Platform plugins read environment variables of their own.", ({},)),
     # LoRA
     "fully_sharded_loras": ForeignKeyword("Adapters are split as the layers are."),
-    "enable_tower_connector_lora": ForeignKeyword(_MULTIMODAL),
+    "enable_tower_connector_lora": ForeignKeyword("Adapters apply to the language part of a model."),
     "specialize_active_lora": ForeignKeyword(_PLATFORM),
     "lora_dtype": ForeignKeyword("Adapters have the model's dtype.", ("auto",)),
     "lora_extra_vocab_size": ForeignKeyword("Adapters do not extend the vocabulary.", (0, 256)),
     "long_lora_scaling_factors": ForeignKeyword("Adapters do not change the context length."),
     "enable_lora_bias": ForeignKeyword("Adapters with a bias are refused when they are loaded."),
     "qlora_adapter_name_or_path": ForeignKeyword("Pass a LoRARequest."),
-    "default_mm_loras": ForeignKeyword(_MULTIMODAL),
+    "default_mm_loras": ForeignKeyword("Pass a LoRARequest."),
     # speculative decoding, structured outputs, reasoning
     "speculative_model": ForeignKeyword(_SPECULATIVE),
     "num_speculative_tokens": ForeignKeyword(_SPECULATIVE),

@@ -266,9 +266,7 @@ def load_hf_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> 
     shorten_vocabulary_map(flat, outer.source)
     # The outer config is that of the whole checkpoint, with its head.
     inner = {
-        key: value
-        for key, value in text_part_values(outer, text).items()
-        if key not in _OUTER_KEYS or key not in outer
+        key: value for key, value in text_part_values(outer, text).items() if key not in _OUTER_KEYS or key not in outer
     }
     if is_tied_by_text(outer, text):
         inner["tie_word_embeddings"] = True

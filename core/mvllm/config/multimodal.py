@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from mvllm.errors import ConfigError
 
 MODALITIES = ("image", "video", "audio")
 """What `limit_mm_per_prompt` may name. Ready embeddings (`embeds`) are not counted."""
@@ -54,7 +59,7 @@ class MultiModalConfig:
         max_audio_seconds: Longest audio.
         processor_kwargs: Arguments of the model's processor (`mm_processor_kwargs`).
         enable_embeds: Requests may bring ready embeddings (`prompt_embeds`).
-        processor_cache_bytes: Memory of processed items that the processor's process keeps.
+        processor_cache_bytes: Memory of processed items that each front end keeps.
         encoder_cache_tokens: Rows of encoder results that a worker keeps; None for as many as one step computes.
         max_encoder_tokens: Most rows that encoders compute in one step; None for `max_num_batched_tokens`. One item of
             more rows is computed alone.
@@ -128,3 +133,47 @@ def encoder_limits(
         if model.cross_attention:  # they are kept as long as their requests run
             cache = max(cache, item * min(max_num_seqs, _CROSS_ATTENTION_ITEMS))
     return EncoderLimits(step, cache, min(item, cache))
+
+
+def read_limits(settings: Mapping[str, Any]) -> dict[str, int]:
+    """`limit_mm_per_prompt`: numbers by modality, or objects with a `count`.
+
+    Raises:
+        ConfigError: A modality does not exist, or a number is not valid.
+    """
+    limits: dict[str, int] = {}
+    for modality, value in settings.items():
+        if modality not in MODALITIES:
+            raise ConfigError(f"limit_mm_per_prompt permits {', '.join(MODALITIES)}, found {modality!r:.40}.")
+        count = value.get("count") if isinstance(value, Mapping) else value
+        if type(count) is not int or count < 0:
+            raise ConfigError(f"limit_mm_per_prompt: {modality} must be an integer >= 0, found {count!r:.40}.")
+        limits[modality] = count
+    return limits
+
+
+def read_media_folder(path: str | None) -> str | None:
+    """`allowed_local_media_path`, absolute and without links.
+
+    Raises:
+        ConfigError: It is not a folder.
+    """
+    if not path:
+        return None
+    folder = Path(path).resolve()
+    if not folder.is_dir():
+        raise ConfigError(f"allowed_local_media_path is {path!r}, which is not a folder. Name one that exists.")
+    return str(folder)
+
+
+def read_processor_kwargs(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`mm_processor_kwargs`.
+
+    Raises:
+        ConfigError: A value is not one of JSON's.
+    """
+    try:
+        json.dumps(dict(settings), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as e:
+        raise ConfigError(f"mm_processor_kwargs must hold JSON values only: {e}.") from e
+    return dict(settings)

@@ -29,7 +29,7 @@ class Option:
         nullable: Whether None may be given.
         default: The default (`dataclasses.MISSING` for a required setting).
         help: One sentence for `--help`.
-        group: `model`, `cache`, `scheduler`, `parallel`, `load`, `lora` or `platform`.
+        group: `model`, `cache`, `scheduler`, `parallel`, `load`, `multimodal`, `lora` or `platform`.
         choices: The permitted texts; empty for any text.
         minimum, maximum: Permitted range, inclusive, except `minimum` if `above` is set.
         above: Whether `minimum` itself is excluded.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -51,7 +52,7 @@ def add_option(group: Any, setting: Option, default: Any = argparse.SUPPRESS) ->
     if setting.kind is bool:
         group.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)
     elif setting.kind is dict:
-        group.add_argument(*flags, type=json_object, metavar="JSON", **common)
+        group.add_argument(*flags, type=_json_object_or_pairs, metavar="JSON", **common)
     else:
         group.add_argument(
             *flags,
@@ -94,6 +95,16 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{text!r} is not a JSON object. Give one, such as '{{\"key\": 1}}'.")
     return value
+
+
+def _json_object_or_pairs(text: str) -> dict[str, Any]:
+    """A JSON object, or numbers by name: `image=2,audio=1`."""
+    if _PAIRS.fullmatch(text):
+        return {name.strip(): int(number) for name, number in (pair.split("=") for pair in text.split(","))}
+    return json_object(text)
+
+
+_PAIRS = re.compile(r"\s*\w+=\d{1,9}(\s*,\s*\w+=\d{1,9})*\s*")
 
 
 def _json_or_text(text: str) -> Any:

@@ -24,6 +24,7 @@ from mvllm.engine.async_images import AsyncImages
 from mvllm.engine.async_rollouts import AsyncRollouts
 from mvllm.engine.core.sleep import check_sleep_level, check_wake_up_tags
 from mvllm.engine.frontend.admission import AdmissionControl
+from mvllm.engine.frontend.async_items import prepare_items
 from mvllm.engine.frontend.engine_frontend import EngineFrontend
 from mvllm.engine.frontend.input_processor import ProcessedRequest
 from mvllm.engine.frontend.output_processor import OutputProcessorOutput
@@ -87,6 +88,7 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
     ) -> None:
         super().__init__(config, make_async_client, client, name)
         self.metrics = EngineMetrics(self.config.model.max_model_len)
+        self.item_client.on_processed = self.metrics.observe_item
         self._prompt_rate, self._generation_rate = RateMeter(), RateMeter()
         self._other_metrics = other_metrics
         self._admission = AdmissionControl(self.config, self._output_processor, self._client, self.metrics)
@@ -229,8 +231,12 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
         ids = [request_id] * len(prompts)
         priorities = [priority] * len(prompts)
 
+        processor = self.pooling_input_processor if pooling else self.input_processor
+        with self._admission.tokenizing(len(prompts)):
+            items = await prepare_items(processor.items, prompts)
+        self._require_ready()
+
         def process() -> list[ProcessedRequest]:
-            processor = self.pooling_input_processor if pooling else self.input_processor
             return processor.process_batch(
                 ids,
                 prompts,
@@ -238,9 +244,10 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
                 priorities=priorities,
                 arrival_time=arrived,
                 lora_requests=[lora_request] * len(ids),
+                items=items or [()] * len(ids),  # none, so that they are not prepared in this thread
             )
 
-        if total_cost(prompts, params) <= 1.0:
+        if items is None and total_cost(prompts, params) <= 1.0:
             requests = process()
         else:
             with self._admission.tokenizing(len(prompts)):
@@ -480,6 +487,7 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
         finally:
             # Queued work raises an error. Callers would mistake a cancellation for their own.
             self._threads.shutdown(wait=False)
+            self.item_client.close()
             self._stat_loggers.close()
 
     # --- internals

@@ -82,6 +82,7 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
         self._stats: SchedulerStats | None = None
         self.num_generated_tokens = 0
         self._metrics = EngineMetrics(self.config.model.max_model_len)
+        self.item_client.on_processed = self._metrics.observe_item
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
@@ -367,6 +368,7 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
             try:
                 self._client.shutdown()
             finally:
+                self.item_client.close()
                 self._stat_loggers.close()
 
     def _require_alive(self) -> None:

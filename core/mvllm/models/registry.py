@@ -86,7 +86,10 @@ _MODELS = {
 
 _MULTIMODAL = {
     "LlavaForConditionalGeneration": ("mvllm.models.vision.llava:Llava", "LlamaForCausalLM"),
-    "LlavaOnevisionForConditionalGeneration": ("mvllm.models.vision.llava_onevision:LlavaOnevision", "Qwen2ForCausalLM"),
+    "LlavaOnevisionForConditionalGeneration": (
+        "mvllm.models.vision.llava_onevision:LlavaOnevision",
+        "Qwen2ForCausalLM",
+    ),
     "Gemma3ForConditionalGeneration": ("mvllm.models.vision.gemma3:Gemma3", "Gemma3ForCausalLM"),
     "Gemma4ForConditionalGeneration": ("mvllm.models.vision.gemma4:Gemma4", "Gemma4ForCausalLM"),
     "Mistral3ForConditionalGeneration": ("mvllm.models.vision.mistral3:Mistral3", "MistralForCausalLM"),
@@ -133,7 +136,9 @@ def is_native(architecture: str) -> bool:
     Raises:
         ConfigError: A plugin has it, but is not allowed, or several have it.
     """
-    return architecture in _BASES or architecture in _MULTIMODAL or plugin_groups.find(plugin_groups.MODELS, architecture) is not None
+    if architecture in _BASES or architecture in _MULTIMODAL:
+        return True
+    return plugin_groups.find(plugin_groups.MODELS, architecture) is not None
 
 
 def resolve_model_class(architecture: str, model_impl: str = "auto", language: str = "") -> type[CausalLM]:

@@ -1,7 +1,7 @@
 """Decodes the content of items, within limits. Runs in the processor's process.
 
-Images are decoded by Pillow, audio and videos by PyAV, which has FFmpeg's libraries. What a file says of itself (format,
-pixels, duration) is checked before anything is decoded.
+Images are decoded by Pillow, audio and videos by PyAV, which has FFmpeg's libraries. What a file says of itself
+(format, pixels, duration) is checked before anything is decoded.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ class DecodingLimits:
         self.max_audio_seconds = max_audio_seconds
 
 
-def decode(
-    source: MediaSource, limits: DecodingLimits, *, sampling_rate: int, sampling: FrameSampling
-) -> ItemContent:
+def decode(source: MediaSource, limits: DecodingLimits, *, sampling_rate: int, sampling: FrameSampling) -> ItemContent:
     """The content of an item.
 
     Args:

@@ -1,10 +1,10 @@
 """MediaSource: the content of an item as bytes, before it is decoded; and how it is taken from what users pass.
 
-    what users pass                                                 form
-    bytes, data URL, http(s) URL, file                              encoded: a file's content
-    an image of Pillow, uint8 array [h, w] or [h, w, 1, 3 or 4]     pixels
-    uint8 array [n, h, w, 3], a list of images                      frames
-    float array [n], (array, sampling rate), a list of numbers      samples
+what users pass                                                 form
+bytes, data URL, http(s) URL, file                              encoded: a file's content
+an image of Pillow, uint8 array [h, w] or [h, w, 1, 3 or 4]     pixels
+uint8 array [n, h, w, 3], a list of images                      frames
+float array [n], (array, sampling rate), a list of numbers      samples
 """
 
 from __future__ import annotations
@@ -208,7 +208,9 @@ def _audio(value: Any) -> MediaSource | None:
     if isinstance(value, tuple) and len(value) == 2 and not isinstance(value[0], int | float):
         value, rate = value[0], value[1]
         if isinstance(rate, bool) or not float(rate).is_integer() or not 100 <= rate <= 1_000_000:
-            raise RequestError(f"A sampling rate must be from 100 to 1000000; found {rate!r:.40}.", parameter=_PARAMETER)
+            raise RequestError(
+                f"A sampling rate must be from 100 to 1000000; found {rate!r:.40}.", parameter=_PARAMETER
+            )
     if isinstance(value, list | tuple) and value and all(isinstance(each, int | float) for each in value):
         data = array.array("f", value)
         return MediaSource("audio", "samples", data.tobytes(), "float32", [len(data)], sampling_rate=int(rate))

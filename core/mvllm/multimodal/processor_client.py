@@ -16,7 +16,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -51,16 +51,16 @@ class ProcessorClient:
     Args:
         model: The model's configuration.
         config: The settings of inputs beside text.
-        on_processed: Called for each item, from any thread.
 
     Attributes:
         cache: What is kept.
+        on_processed: Called for each item, from any thread.
     """
 
-    def __init__(self, model: ModelConfig, config: MultiModalConfig, on_processed: OnProcessed | None = None) -> None:
+    def __init__(self, model: ModelConfig, config: MultiModalConfig) -> None:
         self._model = model
         self._config = config
-        self._on_processed = on_processed or (lambda is_cached, seconds: None)
+        self.on_processed: OnProcessed = lambda is_cached, seconds: None
         self.cache = ProcessedItemCache(config.processor_cache_bytes)
         self._lock = threading.Lock()
         self._processors: list[_Processor] = []
@@ -88,7 +88,10 @@ class ProcessorClient:
         request = read_item_request(prompt, self._model, self._config)
         self._start()
         assert self._prompt_threads is not None
-        return self._prompt_threads.submit(self._process, request)
+        try:
+            return self._prompt_threads.submit(self._process, request)
+        except RuntimeError as e:  # closed
+            raise RequestError("The engine is shutting down.") from e
 
     def read_embeddings(self, data: bytes) -> ArrayData:
         """The ready embeddings in a file, read in a processor's process. Blocks.
@@ -115,8 +118,8 @@ class ProcessorClient:
         for processor in processors:
             processor.close()
         for pool in pools:
-            if pool is not None:
-                pool.shutdown(wait=False, cancel_futures=True)
+            if pool is not None:  # queued work raises an error; callers would mistake a cancellation for their own
+                pool.shutdown(wait=False)
 
     def _start(self) -> None:
         with self._lock:
@@ -135,7 +138,10 @@ class ProcessorClient:
         if len(request.items) == 1:
             return [self._process_item(request, *request.items[0])]
         # Not the threads of prompts, which may all be waiting here.
-        futures = [self._fetch_threads.submit(self._process_item, request, *item) for item in request.items]
+        try:
+            futures = [self._fetch_threads.submit(self._process_item, request, *item) for item in request.items]
+        except RuntimeError as e:  # closed
+            raise RequestError("The engine is shutting down.") from e
         try:
             return [future.result() for future in futures]
         except BaseException:
@@ -149,12 +155,12 @@ class ProcessorClient:
         digest = digest_source(source, request.kwargs, uuid)
         found = self.cache.get(digest, request.counts)
         if found is not None:
-            self._on_processed(True, time.monotonic() - started)
+            self.on_processed(True, time.monotonic() - started)
             return found
         result = self._next_processor().run(ItemJob(source, request.counts, request.kwargs, uuid, ITEM_SECONDS))
         assert result.item is not None
         self.cache.put(digest, request.counts, result.item, depends_on_counts=result.depends_on_counts)
-        self._on_processed(False, time.monotonic() - started)
+        self.on_processed(False, time.monotonic() - started)
         return result.item
 
     def _next_processor(self) -> _Processor:
@@ -181,7 +187,7 @@ class _Processor:
         self.num_waiting += 1
         try:
             result = self._thread.submit(self._run, job).result()
-        except RuntimeError as e:  # the thread takes no more work
+        except (RuntimeError, CancelledError) as e:  # closed
             raise RequestError("The engine is shutting down.") from e
         finally:
             self.num_waiting -= 1
@@ -230,4 +236,3 @@ def _start_message(model: ModelConfig, config: MultiModalConfig) -> ProcessorSta
         hidden_size=model.hidden_size,
         max_embeddings=model.max_model_len,
     )
-

@@ -1,7 +1,7 @@
 """Program that decodes and processes items: `python -m mvllm.multimodal.processor_main <parent pid>`.
 
-Decoders of images and videos are large programs in C that read files from anywhere. They run here, under limits that the
-kernel enforces: a crash, a loop or a bomb ends this process and one request, and nothing else.
+Decoders of images and videos are large programs in C that read files from anywhere. They run here, under limits that
+the kernel enforces: a crash, a loop or a bomb ends this process and one request, and nothing else.
 
     stdin   ProcessorStart, then ItemJobs, see pipe_process       stdout  an ItemResult for each job
 
@@ -87,8 +87,8 @@ class JobServer:
             if job.source.modality == "embeds":
                 self._limit(job.seconds)
                 return ItemResult(embeds=self._read_embeddings(job.source.data))
-            if self._processor is None and (error := self._load()) is not None:
-                return error
+            if self._processor is None and (failed := self._load()) is not None:
+                return failed
             self._limit(job.seconds)
             return self._process(job)
         except MemoryError:
@@ -136,9 +136,7 @@ class JobServer:
         content = decode(
             job.source, self._limits, sampling_rate=self._sampling_rate(job.source.modality), sampling=sampling
         )
-        item = self._processor.process(
-            job.source.modality, content, counts=job.counts, kwargs=kwargs, uuid=job.uuid
-        )
+        item = self._processor.process(job.source.modality, content, counts=job.counts, kwargs=kwargs, uuid=job.uuid)
         if item.num_bytes > MAX_RESULT_BYTES:
             raise RequestError(
                 f"The processor makes {item.num_bytes >> 20} MB of the {item.modality}; {MAX_RESULT_BYTES >> 20} are "
@@ -175,7 +173,8 @@ def read_array(data: bytes) -> Any:
         elif data[:4] == b"PK\x03\x04" or data[:2] == b"\x80\x02":
             import torch
 
-            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            # What torch.save writes is what clients of other engines send. No code of the file runs.
+            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)  # noqa: TID251
             if tensor.layout != torch.strided:  # making a sparse tensor dense trusts its indices
                 raise ValueError("not a dense tensor")
             found = tensor.detach().float().numpy()

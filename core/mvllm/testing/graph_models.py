@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def trace_checkpoint(
     With several ranks they are the graphs of one tensor-parallel rank, cut at all collectives.
     """
     args = EngineArgs(model=str(folder), skip_tokenizer_init=True, dtype=dtype)
-    config = args.create_engine_config().model
+    config = replace(args.create_engine_config().model, multimodal=None)  # graphs take token ids only
     backends: dict[AttentionSpec, RecordedAttention] = {}
     context = BuildContext(
         dtype=torch_dtype(dtype),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -57,7 +57,9 @@ def operations_of_model(config: ModelConfig, compiler: GraphCompiler) -> ModelOp
         kv_dtype=config.dtype,
         quantization=quantization_method(config),
     )
-    model = weightless_model(resolve_model_class(config.architecture, config.model_impl, config.language_architecture), config, context)
+    config = replace(config, multimodal=None)  # graphs take token ids only
+    model_class = resolve_model_class(config.architecture, config.model_impl, config.language_architecture)
+    model = weightless_model(model_class, config, context)
     graphs = trace_model(model, computes_logits=config.kind.generates).graphs
     reasons = dict.fromkeys(reason for graph in graphs for reason in compiler.unsupported(graph))
     return ModelOperations(Counter(node.op for graph in graphs for node in graph.nodes), tuple(reasons))

@@ -99,7 +99,7 @@ class ModelLoader:
 
     def _load_models(self, *, weightless: bool = False) -> BuildContext:
         """Builds and loads all models; with `weightless` the served one is traced first."""
-        config = self._config.model
+        config = self._served_config
         if isinstance(self._layers, GraphKVCacheLayers):
             self._graph_compiler = call_checked(self._platform, "graph_compiler", returns=GraphCompiler)
         context = BuildContext(
@@ -131,7 +131,7 @@ class ModelLoader:
             )
             if context.batch_invariant:  # draft tokens do not affect outputs
                 whole = dataclasses.replace(whole, ops=self._resolve_ops(batch_invariant=False), batch_invariant=False)
-            self.draft = DraftModel(draft, self._load(draft, whole))
+            self.draft = DraftModel(draft, self._load(dataclasses.replace(draft, multimodal=None), whole))
             layers = [*layers, *self.draft.model.attention_layers()]
             draft_states = self.draft.model.state_layers()
         if (lora := self._config.lora) is not None:
@@ -155,6 +155,12 @@ class ModelLoader:
             self._layers.set_programs(graphs)
         self._layers.set_layers(layers, model.state_layers(), draft_states)
         return context
+
+    @property
+    def _served_config(self) -> ModelConfig:
+        """The config of the served model; without encoders if the engine takes text alone."""
+        config = self._config.model
+        return config if self._config.multimodal.refusal is None else dataclasses.replace(config, multimodal=None)
 
     def _resolve_ops(self, *, batch_invariant: bool) -> OpTable:
         of_platform: Sequence[OpProvider]
@@ -199,14 +205,14 @@ class ModelLoader:
     def _empty_model(self) -> CausalLM:
         """Another model of the class and configuration of the served one, whose parameters have no memory."""
         assert self._context is not None, "the model is not loaded"
-        config = self._config.model
+        config = self._served_config
         model_class = resolve_model_class(config.architecture, config.model_impl, config.language_architecture)
         return model_class(config, UnallocatedContext.of(self._context))
 
     def _load_graph(self, graph: GraphModel) -> None:
         """Loads the weights of the served model, and gives them to its program."""
         update = GraphWeightUpdate(self.model, self._empty_model, graph.arrays, graph.give)
-        update.load_all(self._config.model, self._config.load)
+        update.load_all(self._served_config, self._config.load)
 
     @property
     def is_loaded(self) -> bool:

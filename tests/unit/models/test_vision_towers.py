@@ -152,7 +152,9 @@ def _gemma4_image(rows: int, columns: int, generator: torch.Generator) -> dict[s
     """Patches from left to right and from above, then padding."""
     count, most = rows * columns, 45
     positions = torch.full((most, 2), -1)
-    positions[:count] = torch.stack((torch.arange(columns).repeat(rows), torch.arange(rows).repeat_interleave(columns)), -1)
+    positions[:count] = torch.stack(
+        (torch.arange(columns).repeat(rows), torch.arange(rows).repeat_interleave(columns)), -1
+    )
     pixels = torch.zeros(most, 48)
     pixels[:count] = torch.rand(count, 48, generator=generator)
     return {"pixel_values": pixels.unsqueeze(0), "image_position_ids": positions.unsqueeze(0)}

@@ -10,8 +10,8 @@ import difflib
 import math
 import operator
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -20,22 +20,36 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.config.token_spaces import TokenSpace
 from mvllm.engine.frontend.bad_words import bad_word_token_ids
 from mvllm.engine.frontend.guidance import GuidanceProcessor
+from mvllm.engine.frontend.prompt_items import (
+    ITEM_KEYS,
+    PreparedItems,
+    PromptItems,
+    check_item_keys,
+    check_params_with_items,
+    expand_prompt_text,
+    expand_token_ids,
+    place_items,
+    refuse_truncation,
+)
 from mvllm.engine.frontend.thinking_tags import fit_thinking_to_prompt, thinking_tokens_of
 from mvllm.engine.tokenizer.tokenizer import Tokenizer, check_supports_grammars
 from mvllm.errors import RequestError
 from mvllm.messages.field_checks import describe_value, is_unicode
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.lora import LoRARequest
+from mvllm.messages.multimodal import MultiModalItem
 from mvllm.messages.pooling_params import PoolingParams
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.messages.sampling_params import SamplingParams, validate_for_model
 from mvllm.messages.thinking import DEFAULT_TAGS
+from mvllm.multimodal.processed_item import ProcessedItem
+from mvllm.multimodal.processor_client import ProcessorClient
 from mvllm.sampling.logits_processor import processor_classes, validate
 from mvllm.structured_output.llguidance_library import check_available
 
 MAX_CACHE_SALT_LENGTH = 256
 KV_TRANSFER_PARAMS = "kv_transfer_params"
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "add_special_tokens", *ITEM_KEYS)
 _PRIORITY_LIMIT = 2**31
 _UTF8_CHECK_CHARS = 1 << 20  # checked at a time, so that other threads can run in between
 _MAX_TRUNCATED_TEXT_CHARS = 1 << 22  # limit for a text to truncate, which is tokenized as a whole
@@ -64,12 +78,20 @@ class _Prompt:
 
     Attributes:
         keep: Number of tokens to keep at the end; None for all.
+        add_special_tokens: Whether the tokenizer adds its special tokens to the text.
+        expanded: The text with its placeholders replaced, if it has items.
+        items: Items in the order of their places.
+        placed: Items with their spans.
     """
 
     text: str | None
     token_ids: list[int] | None
     cache_salt: str | None = None
     keep: int | None = None
+    add_special_tokens: bool = True
+    expanded: str | None = None
+    items: Sequence[ProcessedItem] = ()
+    placed: list[MultiModalItem] = field(default_factory=list)
 
 
 class InputProcessor:
@@ -79,13 +101,22 @@ class InputProcessor:
         config: The engine's configuration in use.
         tokenizer: The model's tokenizer. With None, text and stop strings are rejected, and outputs have no text.
         runs_functions: The model runs in this process, and requests may have functions as logits processors.
+        item_client: Prepares images, audio and videos; by default a new one.
     """
 
     num_reserved_tokens = 1
     """Tokens of the context that a prompt must leave free."""
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, *, runs_functions: bool = False) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+        *,
+        runs_functions: bool = False,
+        item_client: ProcessorClient | None = None,
+    ) -> None:
         self._model = config.model
+        self.items = PromptItems(config, item_client or ProcessorClient(config.model, config.multimodal))
         self._runs_functions = runs_functions
         self._tokenizer = tokenizer
         self._priorities_allowed = config.scheduler.policy == "priority"
@@ -127,6 +158,7 @@ class InputProcessor:
         priorities: Sequence[int] | None = None,
         arrival_time: float | None = None,
         lora_requests: Sequence[LoRARequest | None] | None = None,
+        items: Sequence[PreparedItems] | None = None,
     ) -> list[ProcessedRequest]:
         """Checks all requests and tokenizes their texts together. The arguments are parallel sequences.
 
@@ -135,6 +167,7 @@ class InputProcessor:
             priorities: Lower is served earlier; needs the priority policy.
             arrival_time: Monotonic seconds; now by default.
             lora_requests: The LoRA adapter of each request, or None; LoRARequestValidator checks fields and files.
+            items: The prepared items of each prompt; None has them prepared here, which may take long.
 
         Raises:
             RequestError: One of them is invalid. With several requests, the message has the position of that one.
@@ -144,6 +177,13 @@ class InputProcessor:
             self._check_for_prompt(i, prompts, self._parse_prompt, prompt, params[i])
             for i, prompt in enumerate(prompts)
         ]
+        for i, part in enumerate(parts):
+            if items is None:
+                part.items = self._check_for_prompt(i, prompts, self.items.prepare, prompts[i])
+            else:
+                part.items = items[i]
+            if part.items:
+                self._check_for_prompt(i, prompts, self._expand, part)
         self._tokenize(parts)
         processed = []
         checked: dict[int, SamplingParams] = {}  # params shared by many prompts are checked once
@@ -165,6 +205,8 @@ class InputProcessor:
                 if unconditional is None:
                     default = self._guidance.default_token_ids
                     unconditional = self._check_for_prompt(i, prompts, default, validated, part.token_ids or [])
+            if part.placed:
+                self._check_for_prompt(i, prompts, check_params_with_items, validated, part.placed)
             validated.negative_prompt = None  # each sequence is sent with its token ids
             validated = self._check_for_prompt(i, prompts, self._fit_params_to_prompt, validated, part, unconditional)
             validated, kv_transfer_params = _take_kv_transfer_params(validated)
@@ -179,6 +221,7 @@ class InputProcessor:
                 lora_request=None if lora_requests is None else self._check_lora_request(lora_requests[i]),
                 unconditional_prompt_token_ids=unconditional,
                 kv_transfer_params=kv_transfer_params,
+                items=part.placed,
             )
             processed.append(ProcessedRequest(part.text, validated, core, self._guidance.space_of(validated)))
         return processed
@@ -248,6 +291,13 @@ class InputProcessor:
                     parameter="prompt",
                 )
         salt = _check_cache_salt(prompt.get("cache_salt"))
+        check_item_keys(prompt)
+        if prompt.get("prompt_embeds") is not None:
+            if keep is not None:
+                refuse_truncation()
+            placed = self.items.read_embeds(prompt["prompt_embeds"], self._check_length)
+            return _Prompt(None, [0] * placed[0].span.length, salt, placed=placed)
+        special = prompt.get("add_special_tokens") is not False
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if text is not None and not isinstance(text, str):
             raise RequestError(f"'prompt' must be a text; found {describe_value(text)}.", parameter="prompt")
@@ -259,7 +309,7 @@ class InputProcessor:
             return _Prompt(text, self._check_token_ids(ids, keep), salt)
         if text is None:
             raise RequestError("A prompt dict needs 'prompt' or 'prompt_token_ids'; found neither.", parameter="prompt")
-        return _Prompt(self.check_text(text), None, salt, keep)
+        return _Prompt(self.check_text(text), None, salt, keep, special)
 
     def _check_token_ids(self, ids: Sequence[int], keep: int | None = None) -> list[int]:
         if not len(ids):
@@ -291,13 +341,24 @@ class InputProcessor:
                 parameter="prompt",
             )
 
+    def _expand(self, part: _Prompt) -> None:
+        """Replaces the placeholders of a prompt with items."""
+        if part.keep is not None:
+            refuse_truncation()
+        if part.token_ids is None:
+            part.expanded, part.items = expand_prompt_text(part.text or "", part.items)
+            return
+        ids, part.items = expand_token_ids(part.token_ids, part.items)
+        part.token_ids = self._check_token_ids(ids)
+        part.placed = place_items(part.token_ids, part.items)
+
     def _tokenize(self, parts: Sequence[_Prompt]) -> None:
         """Sets the token ids of prompts with text."""
         waiting = [(i, part) for i, part in enumerate(parts) if part.token_ids is None]
         if not waiting:
             return
         assert self._tokenizer is not None
-        texts = [part.text or "" for _, part in waiting]
+        texts = [part.expanded or part.text or "" for _, part in waiting]
 
         def check_length(at: int, length: int) -> None:
             if waiting[at][1].keep is None:
@@ -310,8 +371,7 @@ class InputProcessor:
                 )
             else:
                 self._check_for_prompt(waiting[at][0], parts, check_text_to_truncate, text)
-        encoded = self._tokenizer.encode_batch(texts, check_length=check_length)
-        for (i, part), ids in zip(waiting, encoded, strict=True):
+        for (i, part), ids in zip(waiting, self._encode(waiting, texts, check_length), strict=True):
             if not ids:
                 raise RequestError(
                     f"{_prompt_label(i, parts)}The prompt is empty: its text {describe_value(part.text)} gives "
@@ -319,6 +379,26 @@ class InputProcessor:
                     parameter="prompt",
                 )
             part.token_ids = self._check_for_prompt(i, parts, self._check_token_ids, ids, part.keep)
+            if part.items:
+                part.placed = self._check_for_prompt(i, parts, place_items, part.token_ids, part.items)
+
+    def _encode(
+        self, waiting: Sequence[tuple[int, _Prompt]], texts: Sequence[str], check_length: Callable[[int, int], None]
+    ) -> list[list[int]]:
+        """The token ids of texts, those with and those without special tokens together."""
+        assert self._tokenizer is not None
+        encoded: dict[int, list[int]] = {}
+        for special in (True, False):
+            places = [at for at, (_, part) in enumerate(waiting) if part.add_special_tokens is special]
+            if not places:
+                continue
+            found = self._tokenizer.encode_batch(
+                [texts[at] for at in places],
+                add_special_tokens=special,
+                check_length=lambda at, length, places=places: check_length(places[at], length),  # type: ignore[misc]
+            )
+            encoded.update(zip(places, found, strict=True))
+        return [encoded[at] for at in range(len(texts))]
 
     # --- settings
 

@@ -10,6 +10,7 @@ import msgspec
 
 from mvllm.config.pooler_config import PoolerConfig
 from mvllm.engine.frontend.input_processor import InputProcessor, ProcessedRequest
+from mvllm.engine.frontend.prompt_items import PreparedItems, refuse_truncation
 from mvllm.errors import ModelError, RequestError
 from mvllm.messages.inputs import PromptType, TokensPrompt
 from mvllm.messages.lora import LoRARequest
@@ -51,6 +52,7 @@ class PoolingInputProcessor(InputProcessor):
         priorities: Sequence[int] | None = None,
         arrival_time: float | None = None,
         lora_requests: Sequence[LoRARequest | None] | None = None,
+        items: Sequence[PreparedItems] | None = None,
     ) -> list[ProcessedRequest]:
         resolved = [self._resolve_params(each) for each in params]
         prompts = [
@@ -65,6 +67,7 @@ class PoolingInputProcessor(InputProcessor):
             priorities=priorities,
             arrival_time=arrival_time,
             lora_requests=lora_requests,
+            items=items,
         )
         for request, each in zip(requests, resolved, strict=True):
             request.core.pooling_params = each
@@ -102,6 +105,8 @@ class PoolingInputProcessor(InputProcessor):
         parts = {"prompt": prompt} if isinstance(prompt, str) else prompt
         if not isinstance(parts, Mapping):
             return _truncate_ids(prompt, limit)
+        if parts.get("multi_modal_data") or parts.get("prompt_embeds") is not None:
+            refuse_truncation()
         if (ids := parts.get("prompt_token_ids")) is not None:
             return cast(PromptType, {**parts, "prompt_token_ids": _truncate_ids(ids, limit)})
         if not isinstance(parts.get("prompt"), str):

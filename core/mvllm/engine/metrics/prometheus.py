@@ -94,6 +94,8 @@ class EngineCollector(Collector):
             (counter, "num_preemptions", "Preemptions of sequences.", stats.num_preemptions),
             (counter, "prefix_cache_queries", "Prompt tokens searched in the cache.", stats.prefix_cache_queries),
             (counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
+            (counter, "mm_cache_queries", "Images, audio and videos of prompts.", metrics.mm_cache_queries),
+            (counter, "mm_cache_hits", "Of these, found processed.", metrics.mm_cache_hits),
             (counter, "requests_refused", "Requests rejected because the queue was full.", metrics.refused),
         ):
             family = kind(prefix + name, text, labels=("model_name",))
@@ -164,6 +166,7 @@ class EngineCollector(Collector):
             ),
             ("request_params_n", "Requested sequences.", metrics.params_n),
             ("request_params_max_tokens", "Requested maximum of tokens.", metrics.params_max_tokens),
+            ("mm_processing_time_seconds", "To fetch, decode and process an item.", metrics.mm_processing_time),
             ("iteration_tokens_total", "Prompt and output tokens of a step.", metrics.iteration_tokens),
         ):
             family = HistogramMetricFamily(prefix + name, text, labels=("model_name",))

@@ -7,6 +7,7 @@ the monotonic clock of the machine.
 
 from __future__ import annotations
 
+import threading
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -137,6 +138,8 @@ class EngineMetrics:
     Attributes:
         finished: Finished sequences by finish reason.
         refused: Requests rejected because too many were waiting.
+        mm_cache_queries, mm_cache_hits: Images, audio and videos of prompts, and those found processed.
+        mm_processing_time: Seconds to fetch, decode and process one that was not found.
         by_priority: The latencies of requests whose priority is not 0, by `time_to_first_token/high` and so on; they
             are in the histograms of all requests, too.
     """
@@ -149,6 +152,10 @@ class EngineMetrics:
         self.generation_tokens = 0
         self.finished: Counter[str] = Counter()
         self.refused = 0
+        self.mm_cache_queries = 0
+        self.mm_cache_hits = 0
+        self.mm_processing_time = Histogram(REQUEST_SECONDS_BUCKETS)
+        self._item_lock = threading.Lock()
         self.time_to_first_token = Histogram(TIME_TO_FIRST_TOKEN_BUCKETS)
         self.inter_token_latency = Histogram(TOKEN_SECONDS_BUCKETS)
         self.time_per_output_token = Histogram(TOKEN_SECONDS_BUCKETS)
@@ -208,6 +215,20 @@ class EngineMetrics:
             histogram.observe(metrics.finished_time - metrics.arrival_time)
         self.queue_time.observe(metrics.first_scheduled_time - metrics.arrival_time)
         self.inference_time.observe(metrics.finished_time - metrics.first_scheduled_time)
+
+    def observe_item(self, is_cached: bool, seconds: float) -> None:
+        """Records one image, audio or video that was prepared. Callable in any thread.
+
+        Args:
+            is_cached: It was found processed.
+            seconds: Time to fetch, decode and process it.
+        """
+        with self._item_lock:
+            self.mm_cache_queries += 1
+            if is_cached:
+                self.mm_cache_hits += 1
+            else:
+                self.mm_processing_time.observe(seconds)
 
     def latency_of_class(self, name: str, priority_class: str) -> Histogram:
         """A latency of the requests of a priority class, by the name of its attribute."""

@@ -27,6 +27,7 @@ _GROUP_TITLES = {
     "scheduler": "scheduler",
     "parallel": "several devices",
     "load": "loading",
+    "multimodal": "images, audio and embeddings in prompts",
     "lora": "LoRA adapters",
     "platform": "platform",
 }

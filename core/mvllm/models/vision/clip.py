@@ -73,9 +73,7 @@ class ClipTower(nn.Module):
         count = num_layers if self._keep is None else max(self._keep)
         shape = (vision.positive_int("num_channels", 3), self._patch_size, self._patch_size)
         self.patches = PatchEmbedding(ctx, f"{name}.embeddings.patch_embedding", shape, size, bias=not is_clip)
-        self.class_embedding = (
-            CheckpointTensor(ctx, f"{name}.embeddings.class_embedding", size) if is_clip else None
-        )
+        self.class_embedding = CheckpointTensor(ctx, f"{name}.embeddings.class_embedding", size) if is_clip else None
         self._length = self.grid**2 + is_clip
         self.positions = Embedding(ctx, f"{name}.embeddings.position_embedding", self._length, size)
         self.first_norm = LayerNorm(ctx, f"{name}.pre_layrnorm", size, options.eps) if is_clip else None

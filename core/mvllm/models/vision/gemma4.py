@@ -56,9 +56,7 @@ class Gemma4Encoder(ItemEncoder):
         self.size, self._dtype = size, ctx.dtype
         self.patches = _Patches(ctx, patch * patch * 3, size)
         positions = vision.positive_int("position_embedding_size", 10_240)
-        self.positions = CheckpointTensor(
-            ctx, f"{_TOWER}.patch_embedder.position_embedding_table", 2, positions, size
-        )
+        self.positions = CheckpointTensor(ctx, f"{_TOWER}.patch_embedder.position_embedding_table", 2, positions, size)
         self.layers = nn.ModuleList(
             _Layer(ctx, f"{_TOWER}.encoder.layers.{i}", vision)
             for i in range(vision.positive_int("num_hidden_layers", 16))

@@ -1,8 +1,8 @@
 """LLaVA-OneVision: a large image is cut into tiles of the tower's size, beside the whole image in one tile.
 
-    tile 0     the whole image, resized:  grid x grid embeddings
-    tiles 1-   the image at one of the sizes of `image_grid_pinpoints`: the patches of all tiles as one picture, without
-               the padding around the image, shrunk if there are too many; each row ends with the embedding image_newline
+    tile 0     the whole image, resized: grid x grid embeddings
+    others     the image at one of the sizes of `image_grid_pinpoints`: the patches of all tiles as one picture, without
+               the padding around the image, shrunk if they are too many; each row ends with the vector image_newline
 
 One of several images of a prompt has tile 0 alone, with one image_newline behind it. Videos have four times fewer
 embeddings for each frame, and one image_newline at the end.

@@ -19,6 +19,7 @@ from mvllm.config.multimodal import MultiModalModel
 from mvllm.multimodal.families.interface import ItemFamily
 
 FAMILIES: Mapping[str, str] = {
+    "LlavaOnevisionForConditionalGeneration": "mvllm.multimodal.families.llava_onevision:LlavaOnevisionItems",
     "Idefics3ForConditionalGeneration": "mvllm.multimodal.families.tiles:Idefics3Items",
     "SmolVLMForConditionalGeneration": "mvllm.multimodal.families.tiles:Idefics3Items",
     "InternVLForConditionalGeneration": "mvllm.multimodal.families.tiles:InternVLItems",

@@ -1,0 +1,158 @@
+"""Items of prompts in the front end: has them prepared, and gives them their places in the prompt."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from mvllm.config.engine_config import EngineConfig
+from mvllm.errors import RequestError
+from mvllm.messages.multimodal import ArrayData, ItemSpan, MultiModalItem
+from mvllm.messages.sampling_params import SamplingParams
+from mvllm.multimodal.item_request import has_items
+from mvllm.multimodal.media_source import embeddings_source
+from mvllm.multimodal.processed_item import ProcessedItem
+from mvllm.multimodal.processor_client import ProcessorClient
+from mvllm.multimodal.prompt_expansion import expand_text, expand_token_ids, order_in_text, place_items
+
+ITEM_KEYS = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids", "prompt_embeds")
+"""Keys of a prompt dict that concern items."""
+
+EMBEDS = "embeds"
+
+PreparedItems = Sequence[ProcessedItem]
+"""The items of one prompt: those of each modality in their order."""
+
+
+class PromptItems:
+    """Prepares the items of prompts.
+
+    Args:
+        config: The engine's configuration.
+        client: Prepares items.
+    """
+
+    def __init__(self, config: EngineConfig, client: ProcessorClient) -> None:
+        self._config = config
+        self._client = client
+
+    def prepare(self, prompt: object) -> PreparedItems:
+        """The prepared items of a prompt; none for other prompts. Blocks.
+
+        Raises:
+            RequestError: An item is not acceptable.
+        """
+        return self._client.process(prompt) if has_items(prompt) else ()  # type: ignore[arg-type]
+
+    def submit(self, prompt: object) -> Future[list[ProcessedItem]] | None:
+        """As `prepare`, in a thread; None for prompts without items.
+
+        Raises:
+            RequestError: As `prepare`, if it is known at once.
+        """
+        return self._client.submit(prompt) if has_items(prompt) else None  # type: ignore[arg-type]
+
+    def read_embeds(self, value: object, check_length: Callable[[int], None]) -> list[MultiModalItem]:
+        """The item of a prompt that is ready embeddings.
+
+        Args:
+            value: A tensor of torch or an array of numpy [n, hidden_size], or an ArrayData of such.
+            check_length: Checks the number of its rows.
+
+        Raises:
+            RequestError: The engine takes none, or these have another shape.
+        """
+        self.check_embeds_enabled()
+        if not isinstance(value, ArrayData):
+            shape = tuple(getattr(value, "shape", ()))
+            if len(shape) in (2, 3):
+                check_length(int(shape[-2]))
+            value = embeddings_source(value, self._config.model.hidden_size)
+        num_rows = value.shape[0]
+        check_length(num_rows)
+        name = hashlib.sha256(f"{EMBEDS} {value.dtype} {value.shape}".encode() + value.data).digest()
+        return [MultiModalItem(EMBEDS, ItemSpan(name, 0, num_rows, [(0, num_rows)]), num_rows, {EMBEDS: value})]
+
+    def check_embeds_enabled(self) -> None:
+        """Checks that requests may bring ready embeddings.
+
+        Raises:
+            RequestError: They may not.
+        """
+        if not self._config.multimodal.enable_embeds:
+            raise RequestError(
+                "prompt_embeds is off: start the engine with enable_prompt_embeds=True (--enable-prompt-embeds).",
+                parameter="prompt_embeds",
+            )
+
+
+def check_item_keys(prompt: Mapping[str, Any]) -> None:
+    """Checks the keys that need another one.
+
+    Raises:
+        RequestError: One is missing, or two exclude each other.
+    """
+    for key in ("mm_processor_kwargs", "multi_modal_uuids"):
+        if prompt.get(key) and not prompt.get("multi_modal_data"):
+            raise RequestError(f"{key} needs multi_modal_data, the items that it concerns.", parameter=key)
+    if prompt.get("prompt_embeds") is None:
+        return
+    for key in ("prompt", "prompt_token_ids", "multi_modal_data"):
+        if prompt.get(key):
+            raise RequestError(f"prompt_embeds is a whole prompt; it excludes {key!r}.", parameter="prompt_embeds")
+
+
+def expand_prompt_text(text: str, items: PreparedItems) -> tuple[str, list[ProcessedItem]]:
+    """The text with its placeholders replaced, and the items in the order of their places.
+
+    Raises:
+        RequestError: The numbers of placeholders and items differ.
+    """
+    waiting: dict[str, list[ProcessedItem]] = {}
+    for item in items:
+        waiting.setdefault(item.modality, []).append(item)
+    counts = {modality: len(each) for modality, each in waiting.items()}
+    order = order_in_text(text, {item.modality: item.placeholder for item in items}, counts)
+    ordered = [waiting[modality].pop(0) for modality in order]
+    return expand_text(text, ordered), ordered
+
+
+def refuse_truncation() -> None:
+    """Raises the RequestError of a prompt with items that is to be truncated."""
+    raise RequestError(
+        "truncate_prompt_tokens cannot be combined with images, audio or embeddings: it could cut one in two.",
+        parameter="truncate_prompt_tokens",
+    )
+
+
+def check_params_with_items(params: SamplingParams, items: Sequence[MultiModalItem]) -> None:
+    """Checks that the parameters can be combined with items.
+
+    Raises:
+        RequestError: They cannot.
+    """
+    if params.is_guided:
+        raise RequestError(
+            "guidance_scale cannot be combined with images, audio or embeddings in the prompt.",
+            parameter="guidance_scale",
+        )
+    if params.prompt_logprobs is not None and any(item.modality == EMBEDS for item in items):
+        raise RequestError(
+            "prompt_logprobs cannot be combined with prompt_embeds, whose positions have no tokens.",
+            parameter="prompt_logprobs",
+        )
+
+
+__all__ = [
+    "ITEM_KEYS",
+    "PreparedItems",
+    "PromptItems",
+    "check_item_keys",
+    "check_params_with_items",
+    "expand_prompt_text",
+    "expand_token_ids",
+    "place_items",
+    "refuse_truncation",
+]
