@@ -77,10 +77,12 @@ class MultiModalEntry:
 
 def zoo() -> dict[str, MultiModalEntry]:
     """All entries by name."""
+    from tests.helpers.zoo_audio import AUDIO
     from tests.helpers.zoo_grids import GRIDS
+    from tests.helpers.zoo_tiles import TILES
     from tests.helpers.zoo_vision import VISION
 
-    return {**VISION, **GRIDS}
+    return {**VISION, **GRIDS, **TILES, **AUDIO}
 
 
 def make_checkpoint(name: str, folder: Path) -> Path:
@@ -156,6 +158,9 @@ def draw_weights(model: PreTrainedModel, seed: int = 0, embedding_scale: float =
     head = model.get_output_embeddings()
     if head is not None:
         head.weight[FIRST_SPECIAL_ID:] *= 0.05
+        audio_id = getattr(model.config, "audio_token_id", None)
+        if audio_id is not None and audio_id < FIRST_SPECIAL_ID:
+            head.weight[audio_id] *= 0.05
 
 
 def _rename_tensors(folder: Path, rename: Callable[[str], str]) -> None:

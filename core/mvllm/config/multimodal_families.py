@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from mvllm.config.audio_families import AUDIO_FAMILIES
 from mvllm.config.grid_families import GRID_FAMILIES
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.multimodal import MultiModalModel
+from mvllm.config.tile_families import TILE_FAMILIES
 from mvllm.config.vision_families import VISION_FAMILIES
 
 ReadFamily = Callable[[HFConfig], MultiModalModel | None]
 """Takes config.json, with the values of `text_config` at the top level (see `load_hf_config`). None: the checkpoint has
 no vision or audio part."""
 
-FAMILIES: Mapping[str, ReadFamily] = {**VISION_FAMILIES, **GRID_FAMILIES}
+FAMILIES: Mapping[str, ReadFamily] = {**VISION_FAMILIES, **GRID_FAMILIES, **TILE_FAMILIES, **AUDIO_FAMILIES}
 """By architecture."""
 
 

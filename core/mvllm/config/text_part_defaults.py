@@ -46,10 +46,45 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "head_dim": 256,
         "max_position_embeddings": 131_072,
     },
+    "lfm2": {
+        "vocab_size": 65_536,
+        "hidden_size": 2560,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 128_000,
+    },
 }
 """By the `model_type` of `text_config`."""
 
-_TEXT_TYPES = {"llava": "llama", "llava_onevision": "qwen2", "gemma3": "gemma3_text", "mistral3": "mistral"}
+_FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "voxtral": {
+        "vocab_size": 131_072,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100_000_000.0,
+    },
+}
+"""By the `model_type` of the whole config: what differs from the defaults of the text model."""
+
+_TEXT_TYPES = {
+    "llava": "llama",
+    "llava_onevision": "qwen2",
+    "gemma3": "gemma3_text",
+    "mistral3": "mistral",
+    "idefics3": "llama",
+    "smolvlm": "llama",
+    "internvl": "qwen2",
+    "lfm2_vl": "lfm2",
+    "qwen2_audio": "qwen2",
+    "voxtral": "llama",
+}
 """By the `model_type` of the whole config: the `model_type` of a `text_config` that has none."""
 
 _TIED_BY_EITHER = ("llava", "llava_onevision")
@@ -67,7 +102,7 @@ def text_part_values(outer: HFConfig, text: dict[str, Any]) -> dict[str, Any]:
     if family not in _TEXT_TYPES:
         return text
     named = {"model_type": _TEXT_TYPES[family], **text}
-    return {**_DEFAULTS.get(str(named["model_type"]), {}), **named}
+    return {**_DEFAULTS.get(str(named["model_type"]), {}), **_FAMILY_DEFAULTS.get(family, {}), **named}
 
 
 def is_tied_by_text(outer: HFConfig, text: dict[str, Any]) -> bool:

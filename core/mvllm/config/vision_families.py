@@ -26,10 +26,15 @@ def image_token_id(hf: HFConfig, default: int) -> int:
     Raises:
         ModelError: It is not a token id.
     """
-    return _token_id(hf, ("image_token_id", "image_token_index"), default)
+    return token_id(hf, ("image_token_id", "image_token_index"), default)
 
 
-def _token_id(hf: HFConfig, keys: tuple[str, ...], default: int) -> int:
+def token_id(hf: HFConfig, keys: tuple[str, ...], default: int) -> int:
+    """The token id under the first of the keys that config.json has.
+
+    Raises:
+        ModelError: It is not a token id.
+    """
     key = next((key for key in keys if key in hf), keys[0])
     value = hf.get(key, default)
     if type(value) is not int or value < 0:

@@ -1,6 +1,6 @@
 """Llama 4's experts: a token's router score scales the input of its expert, not the output.
 
-    x ─ router ─> expert and score        expert(sigmoid(score) · x) + shared_expert(x)
+x ─ router ─> expert and score        expert(sigmoid(score) · x) + shared_expert(x)
 """
 
 from __future__ import annotations

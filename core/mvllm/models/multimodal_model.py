@@ -28,7 +28,12 @@ from mvllm.models.item_encoder import ItemEncoder
 
 logger = get_logger(__name__)
 
-LANGUAGE_PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
+LANGUAGE_PREFIXES = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.", ""),
+    ("model.text_model.", "model."),
+)
 """Prefixes of the language model's tensors in checkpoints, and those of its class."""
 
 

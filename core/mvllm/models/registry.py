@@ -100,6 +100,12 @@ _MULTIMODAL = {
     "Gemma3ForConditionalGeneration": ("mvllm.models.vision.gemma3:Gemma3", "Gemma3ForCausalLM"),
     "Gemma4ForConditionalGeneration": ("mvllm.models.vision.gemma4:Gemma4", "Gemma4ForCausalLM"),
     "Mistral3ForConditionalGeneration": ("mvllm.models.vision.mistral3:Mistral3", "MistralForCausalLM"),
+    "Idefics3ForConditionalGeneration": ("mvllm.models.vision.idefics3:Idefics3", "LlamaForCausalLM"),
+    "SmolVLMForConditionalGeneration": ("mvllm.models.vision.idefics3:Idefics3", "LlamaForCausalLM"),
+    "InternVLForConditionalGeneration": ("mvllm.models.vision.internvl:InternVL", "Qwen2ForCausalLM"),
+    "Lfm2VlForConditionalGeneration": ("mvllm.models.vision.lfm2_vl:Lfm2Vl", "Lfm2ForCausalLM"),
+    "Qwen2AudioForConditionalGeneration": ("mvllm.models.audio.qwen2_audio:Qwen2Audio", "Qwen2ForCausalLM"),
+    "VoxtralForConditionalGeneration": ("mvllm.models.audio.voxtral:Voxtral", "LlamaForCausalLM"),
 }
 """Classes that stand before the class of a language model, see `MultiModalCausalLM`, and the architecture of the
 language model that checkpoints of the family have if they do not name one."""

@@ -7,8 +7,10 @@ processor that has one is built without it, and takes images and audio only, unl
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,10 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
     """
     os.environ.setdefault(_AUTOLOAD, "0")  # no device is used here
     transformers = importlib.import_module("transformers")
-    own = None if _has_torchvision() else _own_processor(path)
     arguments = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     try:
-        if own is not None:
-            return own.from_pretrained(str(path), backend="pil", **arguments)
+        if (substitute := _substitute(path)) is not None:
+            return substitute(path, arguments)
         if _has_torchvision() or (kind := _processor_class(transformers, path)) is None:
             return transformers.AutoProcessor.from_pretrained(str(path), **arguments)
         return _without_video_processor(kind).from_pretrained(str(path), backend="pil", **arguments)
@@ -40,36 +41,48 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
         ) from e
 
 
+_SUBSTITUTES = {
+    "SmolVLMProcessor": (
+        ("torchvision", "num2words"),
+        "mvllm.multimodal.families.substitute_processors:smolvlm_processor",
+    ),
+    "PixtralProcessor": (("torchvision",), "mvllm.multimodal.pixtral_processor:pixtral_processor"),
+    "Lfm2VlProcessor": (("torchvision",), "mvllm.multimodal.families.substitute_processors:lfm2_vl_processor"),
+}
+"""By processor class: packages without which transformers cannot build it, and the function that builds it then, as
+`module:function`. It takes the folder and the arguments of `from_pretrained`."""
+
+
+def _substitute(path: Path) -> Callable[[Path, dict[str, Any]], Any] | None:
+    packages, function = _SUBSTITUTES.get(_processor_name(path) or "", ((), ""))
+    if all(importlib.util.find_spec(package) is not None for package in packages):
+        return None
+    module, name = function.split(":")
+    found: Callable[[Path, dict[str, Any]], Any] = getattr(importlib.import_module(module), name)
+    return found
+
+
 def _has_torchvision() -> bool:
     from transformers.utils import is_torchvision_available
 
     return bool(is_torchvision_available())
 
 
-_OWN = {"PixtralProcessor": "mvllm.multimodal.pixtral_processor"}
-"""Processors that transformers does not have without torchvision, and the modules here that have them."""
-
-
-def _own_processor(path: Path) -> Any:
-    """A class of this package that stands in for the one that the folder names; None if transformers has it."""
-    name = _class_name(path)
-    return getattr(importlib.import_module(_OWN[name]), name) if name in _OWN else None
-
-
-def _class_name(path: Path) -> str | None:
-    """The processor class that the folder names, or that of its model type."""
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-
-    names = (_read(path / name).get("processor_class") for name in _FILES)
-    name = next(filter(None, names), None) or PROCESSOR_MAPPING_NAMES.get(_read(path / "config.json").get("model_type"))
-    return name if isinstance(name, str) else None
-
-
 def _processor_class(transformers: Any, path: Path) -> Any:
     """The class of transformers that the folder names, if it has a video processor; None otherwise."""
-    name = _class_name(path)
+    name = _processor_name(path)
     kind = None if name is None else getattr(transformers, name, None)
     return kind if kind is not None and "video_processor" in kind.get_attributes() else None
+
+
+def _processor_name(path: Path) -> str | None:
+    """The name of the processor class of a model folder."""
+    names = (_read(path / name).get("processor_class") for name in _FILES)
+    model_type = _read(path / "config.json").get("model_type")
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    name = next(filter(None, names), None) or PROCESSOR_MAPPING_NAMES.get(model_type)
+    return name if isinstance(name, str) else None
 
 
 _FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")

@@ -29,6 +29,11 @@ FAMILIES: Mapping[str, str] = {
     "Glm46VForConditionalGeneration": f"{_GRIDS}:GlmItems",
     "Glm4vMoeForConditionalGeneration": f"{_GRIDS}:GlmItems",
     "LlavaOnevisionForConditionalGeneration": "mvllm.multimodal.families.llava_onevision:LlavaOnevisionItems",
+    "Idefics3ForConditionalGeneration": "mvllm.multimodal.families.tiles:Idefics3Items",
+    "SmolVLMForConditionalGeneration": "mvllm.multimodal.families.tiles:Idefics3Items",
+    "InternVLForConditionalGeneration": "mvllm.multimodal.families.tiles:InternVLItems",
+    "Lfm2VlForConditionalGeneration": "mvllm.multimodal.families.tiles:Lfm2VlItems",
+    "VoxtralForConditionalGeneration": "mvllm.multimodal.families.voxtral:VoxtralItems",
 }
 """By architecture: `module:class`."""
 

@@ -1,0 +1,46 @@
+"""Readers of what Qwen2-Audio and Voxtral take beside text. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from mvllm.config.hf_config import HFConfig
+from mvllm.config.multimodal import MultiModalModel
+from mvllm.config.vision_families import token_id
+
+
+def audio_config(hf: HFConfig) -> HFConfig | None:
+    """The object `audio_config`; None if it is absent or empty: the checkpoint is a text model.
+
+    Raises:
+        ModelError: It is not an object.
+    """
+    if not hf.get("audio_config"):
+        return None
+    return HFConfig(hf.require("audio_config", dict), f"{hf.source}: 'audio_config'")
+
+
+def _qwen2_audio(hf: HFConfig) -> MultiModalModel | None:
+    audio = audio_config(hf)
+    if audio is None:
+        return None
+    return MultiModalModel(
+        placeholders={"audio": token_id(hf, ("audio_token_id", "audio_token_index"), 151_646)},
+        embedding_width=hf.positive_int("hidden_size"),
+        max_encoded=audio.positive_int("max_source_positions", 1500) // 2,
+    )
+
+
+def _voxtral(hf: HFConfig) -> MultiModalModel | None:
+    if audio_config(hf) is None:
+        return None
+    return MultiModalModel(
+        placeholders={"audio": token_id(hf, ("audio_token_id",), 24)}, embedding_width=hf.positive_int("hidden_size")
+    )
+
+
+AUDIO_FAMILIES: Mapping[str, Callable[[HFConfig], MultiModalModel | None]] = {
+    "Qwen2AudioForConditionalGeneration": _qwen2_audio,
+    "VoxtralForConditionalGeneration": _voxtral,
+}
+"""By architecture."""

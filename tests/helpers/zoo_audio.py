@@ -1,0 +1,102 @@
+"""Entries of the multimodal zoo: Qwen2-Audio and Voxtral."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import (
+    LlamaConfig,
+    Qwen2AudioConfig,
+    Qwen2AudioProcessor,
+    Qwen2Config,
+    VoxtralConfig,
+    VoxtralProcessor,
+    WhisperFeatureExtractor,
+)
+
+from tests.helpers.multimodal_zoo import FIRST_SPECIAL_ID, TEXT, MultiModalEntry
+
+MEL_BINS = 8
+QWEN2_AUDIO_POSITIONS = 50
+"""Positions of the encoder for the longest audio, which has one second."""
+VOXTRAL_AUDIO_ID = 24
+"""The processor of transformers knows no other."""
+VOXTRAL_POSITIONS = 1500
+VOXTRAL_LENGTH = 30
+"""Embeddings of a window of 30 seconds."""
+_QWEN2_AUDIO_TOKENS = {
+    "audio_token": "<|AUDIO|>",
+    "audio_bos_token": "<|audio_bos|>",
+    "audio_eos_token": "<|audio_eos|>",
+}
+
+
+def _qwen2_audio_processor(tokenizer: Any) -> Any:
+    return Qwen2AudioProcessor(WhisperFeatureExtractor(feature_size=MEL_BINS, chunk_length=1), tokenizer)
+
+
+def _voxtral_processor(tokenizer: Any) -> Any:
+    return VoxtralProcessor(WhisperFeatureExtractor(feature_size=MEL_BINS), tokenizer)
+
+
+def _qwen2_audio(audio: dict[str, Any] | None = None, **settings: Any) -> Any:
+    sizes = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48}
+    return Qwen2AudioConfig(
+        text_config=Qwen2Config(**TEXT).to_dict(),
+        audio_config={
+            "model_type": "qwen2_audio_encoder",
+            **sizes,
+            "num_mel_bins": MEL_BINS,
+            "max_source_positions": QWEN2_AUDIO_POSITIONS,
+            **(audio or {}),
+        },
+        audio_token_index=FIRST_SPECIAL_ID,
+        **{"tie_word_embeddings": False, **settings},
+    )
+
+
+def _voxtral(audio: dict[str, Any] | None = None, **settings: Any) -> Any:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return VoxtralConfig(
+        text_config=LlamaConfig(**TEXT, head_dim=16).to_dict(),
+        audio_config={
+            "model_type": "voxtral_encoder",
+            **sizes,
+            "intermediate_size": VOXTRAL_POSITIONS * 16 // VOXTRAL_LENGTH,
+            "num_mel_bins": MEL_BINS,
+            "max_source_positions": VOXTRAL_POSITIONS,
+            **(audio or {}),
+        },
+        audio_token_id=VOXTRAL_AUDIO_ID,
+        **{"tie_word_embeddings": False, **settings},
+    )
+
+
+AUDIO: dict[str, MultiModalEntry] = {
+    "qwen2_audio": MultiModalEntry(
+        config=_qwen2_audio,
+        processor=_qwen2_audio_processor,
+        specials=_QWEN2_AUDIO_TOKENS,
+        placeholder="<|AUDIO|>",
+        modality="audio",
+        gate=True,
+    ),
+    "qwen2_audio-small": MultiModalEntry(
+        config=lambda: _qwen2_audio(audio={"encoder_layers": 1, "activation_function": "gelu_new"}),
+        processor=_qwen2_audio_processor,
+        specials=_QWEN2_AUDIO_TOKENS,
+        placeholder="<|AUDIO|>",
+        modality="audio",
+    ),
+    "voxtral": MultiModalEntry(
+        config=_voxtral, processor=_voxtral_processor, placeholder="[AUDIO]", modality="audio", gate=True
+    ),
+    "voxtral-wide": MultiModalEntry(
+        config=lambda: _voxtral(
+            audio={"num_attention_heads": 4, "activation_function": "silu"}, projector_hidden_act="silu"
+        ),
+        processor=_voxtral_processor,
+        placeholder="[AUDIO]",
+        modality="audio",
+    ),
+}
