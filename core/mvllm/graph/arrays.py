@@ -27,3 +27,24 @@ def to_torch(array: np.ndarray, dtype: str) -> torch.Tensor:
     """The tensor of an array whose elements have a dtype of `Value.dtype`; shares its memory."""
     tensor, wanted = torch.from_numpy(array), torch_dtype(dtype)
     return tensor.view(wanted) if wanted in _BITS else tensor
+
+
+def largest_of_rows(array: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """The largest element of each row, and its index: the operation `argmax` of host arrays.
+
+    The first of equal elements is found, and the first NaN of a row that has one; so does torch on the host.
+
+    Args:
+        array: [n, size]: elements of a floating dtype.
+        dtype: That dtype, as in `Value.dtype`.
+
+    Returns:
+        Elements, float32 [n], and indices, int64 [n].
+    """
+    if dtype == "bfloat16":
+        wide = array.astype(np.uint32)
+        wide <<= 16
+        array = wide.view(np.float32)
+    indices = array.argmax(axis=1)
+    values: np.ndarray = array[np.arange(len(array)), indices]
+    return values.astype(np.float32, copy=False), indices

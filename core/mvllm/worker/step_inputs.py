@@ -16,10 +16,10 @@ Token ids may be placeholders of tokens that only the device knows (see TokenHis
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -65,7 +65,12 @@ class BufferLayout:
         optional = [self.prompt_lens, self.sample_rows, self.state_slots, self.state_slots]
         return [*first, *optional, *[self.tokens, table] * (self.num_groups - 1)]
 
-    @property
+    @cached_property
+    def size(self) -> int:
+        """Elements of the buffer."""
+        return sum(self.sizes)
+
+    @cached_property
     def slot_and_table_indices(self) -> list[tuple[int, int]]:
         """Index of each group's slots and block table among the parts."""
         return [(2, 6), *((i, i + 1) for i in range(11, len(self.sizes), 2))]
@@ -77,8 +82,7 @@ class BufferLayout:
 
     def layouts(
         self,
-        parts: list[np.ndarray],
-        views: list[torch.Tensor],
+        arrays: list[dict[str, Any]],
         *,
         block_size: int,
         max_query_len: int,
@@ -87,35 +91,41 @@ class BufferLayout:
         num_decodes: int = 0,
         capture: bool = False,
     ) -> list[BatchLayout]:
-        """One BatchLayout for each group, from the parts on the host and on the device."""
+        """One BatchLayout for each group.
+
+        Args:
+            arrays: From `arrays_of_groups`.
+        """
+        shared = {
+            "num_requests": self.requests,
+            "num_tokens": self.tokens,
+            "max_query_len": max_query_len,
+            "max_seq_len": max_seq_len,
+            "block_size": block_size,
+            "kind": kind,
+            "num_decodes": num_decodes,
+            "capture": capture,
+        }
+        return [BatchLayout(**shared, **of_group) for of_group in arrays]
+
+    def arrays_of_groups(self, parts: list[np.ndarray], views: list[torch.Tensor]) -> list[dict[str, Any]]:
+        """The arrays of each group's BatchLayout by their names, from the parts on the host and on the device."""
         shape = (self.requests, self.pages)
-        layout = BatchLayout(
-            num_requests=self.requests,
-            num_tokens=self.tokens,
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
-            block_size=block_size,
-            query_start_loc=parts[3],
-            seq_lens=parts[4],
-            block_table=parts[6].reshape(shape),
-            slot_mapping=parts[2],
-            query_start_loc_device=views[3],
-            seq_lens_device=views[4],
-            block_table_device=views[6].view(shape),
-            slot_mapping_device=views[2],
-            kind=kind,
-            num_decodes=num_decodes,
-            capture=capture,
-        )
-        return [layout] + [
-            replace(
-                layout,
-                block_table=parts[block_table_index].reshape(shape),
-                slot_mapping=parts[slot_mapping_index],
-                block_table_device=views[block_table_index].view(shape),
-                slot_mapping_device=views[slot_mapping_index],
-            )
-            for slot_mapping_index, block_table_index in self.slot_and_table_indices[1:]
+        shared = {
+            "query_start_loc": parts[3],
+            "seq_lens": parts[4],
+            "query_start_loc_device": views[3],
+            "seq_lens_device": views[4],
+        }
+        return [
+            shared
+            | {
+                "block_table": parts[block_table_index].reshape(shape),
+                "slot_mapping": parts[slot_mapping_index],
+                "block_table_device": views[block_table_index].view(shape),
+                "slot_mapping_device": views[slot_mapping_index],
+            }
+            for slot_mapping_index, block_table_index in self.slot_and_table_indices
         ]
 
     def state_layout(
@@ -124,7 +134,7 @@ class BufferLayout:
         """The StateLayout of a step; None without sequence states.
 
         Args:
-            parts, views: As in `layouts`.
+            parts, views: The parts on the host and on the device.
             of: The BatchLayout of the step.
             is_static: `max_query_len` must depend on the shape and on whether token i belongs to request i only, since
                 a compiler may take it for a constant.
@@ -150,6 +160,42 @@ class BufferLayout:
         )
 
 
+class _LayoutBuffer:
+    """The parts of a staging buffer, kept while steps have the same layout.
+
+    Args:
+        layout: The layout.
+        staging: The staging buffer, [size of the layout or more].
+
+    Attributes:
+        layout, staging: As given.
+        host: The leading elements of the buffer, those of the layout.
+        parts: The parts of `host`.
+    """
+
+    def __init__(self, layout: BufferLayout, staging: torch.Tensor) -> None:
+        self.layout, self.staging = layout, staging
+        self.host = staging[: layout.size]
+        self.parts = layout.parts(self.host.numpy())
+        self._shared: tuple[list[torch.Tensor], list[dict[str, Any]]] | None = None
+
+    def arrays_on(self, device: torch.Tensor) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
+        """The parts on the device, and the arrays of each group's BatchLayout by their names.
+
+        They are kept only if the device shares the host's memory: a copy must not live longer than its step.
+
+        Args:
+            device: Result of copying `host` to the device.
+        """
+        if device is self.host and self._shared is not None:
+            return self._shared
+        views = self.layout.parts(device)
+        found = views, self.layout.arrays_of_groups(self.parts, views)
+        if device is self.host:
+            self._shared = found
+        return found
+
+
 @dataclass
 class StepInputs:
     """The inputs of one step.
@@ -173,6 +219,9 @@ class StepInputs:
         sample_rows: int32 [S], device: the rows that sample, padded with an unused row; None where tokens do not stay
             on the device.
         state_layout: For the state backend; None for models without sequence states.
+        num_logits: L without padding.
+        selects_all: The L rows of logits are those of the T tokens, in order, without padding.
+        built: `token_ids` and `positions` as they were built, and the same on the host; None if they are not known.
     """
 
     rows: np.ndarray
@@ -188,6 +237,9 @@ class StepInputs:
     longest_partial_prompt: int = 0
     sample_rows: torch.Tensor | None = None
     state_layout: StateLayout | None = None
+    num_logits: int = 0
+    selects_all: bool = False
+    built: tuple[torch.Tensor, torch.Tensor, np.ndarray, np.ndarray] | None = None
 
     @property
     def layout(self) -> BatchLayout:
@@ -198,6 +250,12 @@ class StepInputs:
     def num_logits_rows(self) -> np.ndarray:
         """int32 [S]: rows of logits of each sampling row, L in total."""
         return self.num_draft_tokens + 1
+
+    def host_ids_and_positions(self) -> tuple[np.ndarray, np.ndarray]:
+        """`token_ids` and `positions`, where the device shares the host's memory."""
+        if self.built is not None and self.built[0] is self.token_ids and self.built[1] is self.positions:
+            return self.built[2], self.built[3]
+        return self.token_ids.numpy(), self.positions.numpy()
 
 
 class StepInputBuilder:
@@ -256,6 +314,7 @@ class StepInputBuilder:
         capacity = (3 + groups + (shapes.capture is not None)) * max_tokens + per_row * max_rows + 1
         self.staging = StagingBuffers(runtime)
         self.staging.reserve(capacity, torch.int32)
+        self._kept: list[_LayoutBuffer] = []  # of the two staging buffers
         self._counting = np.arange(max(max_tokens, max_rows) + 1, dtype=np.int32)
 
     def build(self, plan: SchedulerOutput) -> StepInputs:
@@ -282,6 +341,17 @@ class StepInputBuilder:
             None if num_draft_tokens is None else num_draft_tokens[sampling_positions],
             np.array([plan.read_slots, plan.write_slots], dtype=np.int32) if self._with_states else None,
         )
+
+    def _buffer_of(self, layout: BufferLayout) -> _LayoutBuffer:
+        """A staging buffer of this step with a layout; the last one of each staging buffer is kept."""
+        staging = self.staging.buffer(layout.size, torch.int32)
+        for place, kept in enumerate(self._kept):
+            if kept.staging is staging:
+                if kept.layout != layout:
+                    kept = self._kept[place] = _LayoutBuffer(layout, staging)
+                return kept
+        self._kept = [*self._kept[-1:], _LayoutBuffer(layout, staging)]
+        return self._kept[-1]
 
     def build_rows(
         self,
@@ -335,10 +405,9 @@ class StepInputBuilder:
             num_groups=table.num_groups,
             state_slots=padded_requests if self._with_states else 0,
         )
-        size = sum(layout.sizes)
         self.staging.begin_step()
-        buffer = self.staging.buffer(size, torch.int32)
-        parts = layout.parts(buffer.numpy())
+        buffer = self._buffer_of(layout)
+        parts = buffer.parts
         token_ids, positions, _, query_start_loc, lens, logits_indices, _, prompt_lens, sample_rows = parts[:9]
 
         lens[:num_requests] = seq_lens
@@ -394,13 +463,12 @@ class StepInputBuilder:
             query_start_loc[num_requests + 1 :] = num_tokens
             lens[num_requests:] = 0
 
-        views = layout.parts(self.staging.copy_to_device(buffer[:size]))
+        views, arrays = buffer.arrays_on(self.staging.copy_to_device(buffer.host))
         if captured is not None:
             largest = {StepKind.DECODE: 1, StepKind.VERIFY: 1 + self._max_draft_tokens, StepKind.MIXED: padded_tokens}
             max_query_len = largest[kind]
         layouts = layout.layouts(
-            parts,
-            views,
+            arrays,
             block_size=self._block_size,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
@@ -422,6 +490,9 @@ class StepInputBuilder:
             longest_partial_prompt=longest_partial_prompt,
             sample_rows=views[8] if self._with_sample_rows else None,
             state_layout=layout.state_layout(parts, views, layouts[0], is_static=self._is_static),
+            num_logits=num_logits_rows,
+            selects_all=num_logits_rows == padded_logits_rows == padded_tokens and not self._is_static,
+            built=(views[0], views[1], token_ids, positions),
         )
 
 
