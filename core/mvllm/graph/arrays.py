@@ -14,6 +14,9 @@ _BITS = {
     torch.float8_e5m2: torch.uint8,
 }
 
+_INFINITY, _MINUS_INFINITY = 0x7F80, 0xFF80
+"""Bits of bfloat16. Those of NaN are larger, for each sign."""
+
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """A contiguous array of a host tensor's elements; it shares the memory of a contiguous tensor."""
@@ -42,9 +45,29 @@ def largest_of_rows(array: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarr
         Elements, float32 [n], and indices, int64 [n].
     """
     if dtype == "bfloat16":
-        wide = array.astype(np.uint32)
-        wide <<= 16
-        array = wide.view(np.float32)
+        if (found := _largest_positive(array)) is not None:
+            return _widened(found[0]), found[1]
+        array = _widened(array)
     indices = array.argmax(axis=1)
     values: np.ndarray = array[np.arange(len(array)), indices]
     return values.astype(np.float32, copy=False), indices
+
+
+def _widened(bits: np.ndarray) -> np.ndarray:
+    """float32 of bfloat16, from its bits."""
+    wide = bits.astype(np.uint32)
+    wide <<= 16
+    return wide.view(np.float32)
+
+
+def _largest_positive(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """The largest elements of rows of bfloat16, as bits, and their indices; None if one is not positive, or NaN.
+
+    Positive numbers have the order of their bits, so the rows are read once as integers, without a copy.
+    """
+    indices = bits.view(np.int16).argmax(axis=1)
+    values = bits[0, indices] if len(bits) == 1 else bits[np.arange(len(bits)), indices]
+    largest = values.view(np.int16).tolist()
+    if min(largest, default=0) <= 0 or max(largest) > _INFINITY or int(bits.max()) > _MINUS_INFINITY:
+        return None
+    return values, indices

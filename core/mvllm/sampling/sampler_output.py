@@ -103,7 +103,10 @@ class SamplerOutput:
     @cached_property
     def errors(self) -> dict[int, str]:
         """Error messages of failed rows, by index into the batch."""
-        return _errors_of(self._host[1]) | self.failures
+        max_logits = self._host[1]
+        if math.isfinite(max_logits.sum(dtype=np.float64)):  # nearly always: one pass over the rows
+            return self.failures
+        return _errors_of(max_logits.tolist()) | self.failures
 
     @cached_property
     def logprobs(self) -> dict[int, PositionLogprobs]:
@@ -158,7 +161,7 @@ class HostSamplerOutput:
 
     def __init__(self, token_ids: np.ndarray, max_logits: np.ndarray) -> None:
         self._token_ids = token_ids
-        self.errors = _errors_of(max_logits)
+        self.errors = _errors_of(max_logits.tolist())
         self.logprobs: dict[int, PositionLogprobs] = {}
 
     def send_to_host(self, to_host: Callable[[torch.Tensor], HostCopy]) -> None:
@@ -173,14 +176,9 @@ class HostSamplerOutput:
         return self._token_ids.tolist()
 
 
-def _errors_of(max_logits: np.ndarray) -> dict[int, str]:
-    """Error messages of the rows whose largest logits, float32 [n], are not finite."""
-    if math.isfinite(max_logits.sum(dtype=np.float64)):  # nearly always: one pass over the rows
-        return {}
-    return {
-        int(index): _invalid_logits_message(float(max_logits[index]))
-        for index in np.flatnonzero(~np.isfinite(max_logits))
-    }
+def _errors_of(max_logits: list[float]) -> dict[int, str]:
+    """Error messages of the rows whose largest logits are not finite."""
+    return {i: _invalid_logits_message(each) for i, each in enumerate(max_logits) if not math.isfinite(each)}
 
 
 def _invalid_logits_message(max_logit: float) -> str:

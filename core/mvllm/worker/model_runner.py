@@ -415,7 +415,7 @@ class ModelRunner:
         inputs = self._inputs.build(plan)
         if self._sampled_token_buffer is not None and self._forward.head is None:
             inputs.token_ids = self._sampled_token_buffer.replace_placeholders(inputs.token_ids)
-        intermediate = self._pipeline.receive_hidden(len(inputs.token_ids))
+        intermediate = self._pipeline.receive_hidden(inputs.layout.num_tokens)
         adapters, hidden, states, sampled = self._lora_batch_of(inputs), None, None, None
         if self._forward.samples_on_host and self._samples_greedily(plan, inputs):
             sampled = self._forward.sample_on_host(inputs, intermediate, adapters)

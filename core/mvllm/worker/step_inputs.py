@@ -35,6 +35,8 @@ from mvllm.worker.capture_shapes import reachable_shapes
 from mvllm.worker.input_batch import InputBatch
 
 _Buffer = TypeVar("_Buffer", np.ndarray, torch.Tensor)
+_Sizes = tuple[int, int, int, int, int, int, int, int]
+"""The fields of a BufferLayout, in their order."""
 
 
 @dataclass(frozen=True)
@@ -166,15 +168,16 @@ class _LayoutBuffer:
     Args:
         layout: The layout.
         staging: The staging buffer, [size of the layout or more].
+        sizes: The fields of the layout.
 
     Attributes:
-        layout, staging: As given.
+        layout, sizes: As given.
         host: The leading elements of the buffer, those of the layout.
         parts: The parts of `host`.
     """
 
-    def __init__(self, layout: BufferLayout, staging: torch.Tensor) -> None:
-        self.layout, self.staging = layout, staging
+    def __init__(self, layout: BufferLayout, staging: torch.Tensor, sizes: _Sizes) -> None:
+        self.layout, self.sizes = layout, sizes
         self.host = staging[: layout.size]
         self.parts = layout.parts(self.host.numpy())
         self._shared: tuple[list[torch.Tensor], list[dict[str, Any]]] | None = None
@@ -314,7 +317,7 @@ class StepInputBuilder:
         capacity = (3 + groups + (shapes.capture is not None)) * max_tokens + per_row * max_rows + 1
         self.staging = StagingBuffers(runtime)
         self.staging.reserve(capacity, torch.int32)
-        self._kept: list[_LayoutBuffer] = []  # of the two staging buffers
+        self._kept: dict[int, _LayoutBuffer] = {}  # by the turn of the staging buffer
         self._counting = np.arange(max(max_tokens, max_rows) + 1, dtype=np.int32)
 
     def build(self, plan: SchedulerOutput) -> StepInputs:
@@ -342,16 +345,14 @@ class StepInputBuilder:
             np.array([plan.read_slots, plan.write_slots], dtype=np.int32) if self._with_states else None,
         )
 
-    def _buffer_of(self, layout: BufferLayout) -> _LayoutBuffer:
-        """A staging buffer of this step with a layout; the last one of each staging buffer is kept."""
-        staging = self.staging.buffer(layout.size, torch.int32)
-        for place, kept in enumerate(self._kept):
-            if kept.staging is staging:
-                if kept.layout != layout:
-                    kept = self._kept[place] = _LayoutBuffer(layout, staging)
-                return kept
-        self._kept = [*self._kept[-1:], _LayoutBuffer(layout, staging)]
-        return self._kept[-1]
+    def _buffer_of(self, sizes: _Sizes) -> _LayoutBuffer:
+        """The staging buffer of this step, with the layout of these sizes; the last one of each buffer is kept."""
+        kept = self._kept.get(self.staging.turn)
+        if kept is None or kept.sizes != sizes:
+            layout = BufferLayout(*sizes)
+            staging = self.staging.buffer(layout.size, torch.int32)
+            kept = self._kept[self.staging.turn] = _LayoutBuffer(layout, staging, sizes)
+        return kept
 
     def build_rows(
         self,
@@ -395,18 +396,20 @@ class StepInputBuilder:
         padded_logits_rows = padded_sampling if num_draft_tokens is None else num_logits_rows
         if captured is not None and num_draft_tokens is not None:
             padded_logits_rows = padded_sampling if num_logits_rows <= padded_sampling else padded_tokens
-        layout = BufferLayout(
-            tokens=padded_tokens,
-            requests=padded_requests,
-            logits_rows=padded_logits_rows,
-            pages=pages,
-            prompt_lens=padded_tokens if self._with_prompt_lens else 0,
-            sample_rows=padded_sampling if self._with_sample_rows else 0,
-            num_groups=table.num_groups,
-            state_slots=padded_requests if self._with_states else 0,
-        )
         self.staging.begin_step()
-        buffer = self._buffer_of(layout)
+        buffer = self._buffer_of(
+            (
+                padded_tokens,
+                padded_requests,
+                padded_logits_rows,
+                pages,
+                padded_tokens if self._with_prompt_lens else 0,
+                padded_sampling if self._with_sample_rows else 0,
+                table.num_groups,
+                padded_requests if self._with_states else 0,
+            )
+        )
+        layout = buffer.layout
         parts = buffer.parts
         token_ids, positions, _, query_start_loc, lens, logits_indices, _, prompt_lens, sample_rows = parts[:9]
 
