@@ -46,7 +46,7 @@ def largest_of_rows(array: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarr
     """
     if dtype == "bfloat16":
         if (found := _largest_positive(array)) is not None:
-            return _widened(found[0]), found[1]
+            return found
         array = _widened(array)
     indices = array.argmax(axis=1)
     values: np.ndarray = array[np.arange(len(array)), indices]
@@ -61,13 +61,16 @@ def _widened(bits: np.ndarray) -> np.ndarray:
 
 
 def _largest_positive(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """The largest elements of rows of bfloat16, as bits, and their indices; None if one is not positive, or NaN.
+    """`largest_of_rows` of bfloat16, from its bits; None if a row has no positive number, or NaN.
 
-    Positive numbers have the order of their bits, so the rows are read once as integers, without a copy.
+    Positive numbers have the order of their bits, so the rows are read as integers, without a copy.
     """
     indices = bits.view(np.int16).argmax(axis=1)
-    values = bits[0, indices] if len(bits) == 1 else bits[np.arange(len(bits)), indices]
-    largest = values.view(np.int16).tolist()
-    if min(largest, default=0) <= 0 or max(largest) > _INFINITY or int(bits.max()) > _MINUS_INFINITY:
+    if len(bits) == 1:  # one request: each array that NumPy gathers costs as much as reading the row
+        values = [bits.item(0, indices.item())]
+        most = bits.item(0, bits.argmax())
+    else:
+        values, most = bits[np.arange(len(bits)), indices].tolist(), int(bits.max())
+    if most > _MINUS_INFINITY or not all(0 < value <= _INFINITY for value in values):
         return None
-    return values, indices
+    return np.array([value << 16 for value in values], dtype=np.uint32).view(np.float32), indices

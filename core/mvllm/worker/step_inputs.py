@@ -317,11 +317,18 @@ class StepInputBuilder:
         capacity = (3 + groups + (shapes.capture is not None)) * max_tokens + per_row * max_rows + 1
         self.staging = StagingBuffers(runtime)
         self.staging.reserve(capacity, torch.int32)
+        one = ShapePolicy.pad(1, shapes.tokens) == ShapePolicy.pad(1, shapes.requests) == 1
+        adds = with_prompt_lens or with_sample_rows or with_states or is_static
+        self._decodes_one = one and not adds and shapes.capture is None
         self._kept: dict[int, _LayoutBuffer] = {}  # by the turn of the staging buffer
         self._counting = np.arange(max(max_tokens, max_rows) + 1, dtype=np.int32)
 
     def build(self, plan: SchedulerOutput) -> StepInputs:
         """The inputs of `plan`, which has been applied to the rows."""
+        if self._decodes_one and plan.num_scheduled_tokens == [1] and not plan.draft_token_ids:
+            inputs = self._build_decode(plan.rows[0])
+            if inputs is not None:
+                return inputs
         table, history = self._rows, self._rows.history
         rows = np.array(plan.rows, dtype=np.int64)
         num_scheduled = np.array(plan.num_scheduled_tokens, dtype=np.int32)
@@ -343,6 +350,53 @@ class StepInputBuilder:
             sampling_positions,
             None if num_draft_tokens is None else num_draft_tokens[sampling_positions],
             np.array([plan.read_slots, plan.write_slots], dtype=np.int32) if self._with_states else None,
+        )
+
+    def _build_decode(self, row: int) -> StepInputs | None:
+        """What `build` gives for a step that decodes one row, with few calls of NumPy; None if the row does not sample.
+
+        Such a step is that of a single stream, where each call counts.
+        """
+        table, history, block_size = self._rows, self._rows.history, self._block_size
+        position = table.num_computed.item(row)
+        if position + 1 != history.num_tokens.item(row) or row in table.pooling.params:
+            return None
+        page, offset = divmod(position, block_size)
+        pages = ShapePolicy.pad(page + 1, self._shapes.pages)
+        self.staging.begin_step()
+        buffer = self._buffer_of((1, 1, 1, pages, 0, 0, table.num_groups, 0))
+        parts = buffer.parts
+        token_ids, positions, _, query_start_loc, lens, logits_indices = parts[:6]
+        token_ids[0], positions[0], lens[0] = history.token_ids.item(row, position), position, position + 1
+        query_start_loc[0], query_start_loc[1], logits_indices[0] = 0, 1, 0
+        for group, (slot_mapping_index, block_table_index) in enumerate(buffer.layout.slot_and_table_indices):
+            blocks = table.block_table[group * table.max_rows + row]
+            known = min(pages, len(blocks))
+            parts[block_table_index][:known] = blocks[:known]
+            parts[block_table_index][known:] = 0
+            parts[slot_mapping_index][0] = blocks.item(page) * block_size + offset
+        views, arrays = buffer.arrays_on(self.staging.copy_to_device(buffer.host))
+        layouts = buffer.layout.layouts(
+            arrays,
+            block_size=block_size,
+            max_query_len=1,
+            max_seq_len=position + 1,
+            kind=StepKind.DECODE,
+            num_decodes=1,
+        )
+        return StepInputs(
+            np.array([row]),
+            np.array([1], dtype=np.int32),
+            np.array([position], dtype=np.int32),
+            np.array([0]),
+            np.array([0], dtype=np.int32),
+            token_ids=views[0],
+            positions=views[1],
+            logits_indices=views[5],
+            layouts=layouts,
+            num_logits=1,
+            selects_all=True,
+            built=(views[0], views[1], token_ids, positions),
         )
 
     def _buffer_of(self, sizes: _Sizes) -> _LayoutBuffer:
