@@ -54,6 +54,11 @@ class CutGraph:
     parts: tuple[GraphPart, ...]
     outputs: tuple[Value, ...]
 
+    @cached_property
+    def has_collectives(self) -> bool:
+        """Whether a part is followed by collectives."""
+        return any(part.collectives for part in self.parts)
+
     @property
     def graphs(self) -> tuple[StepGraph, ...]:
         """The graphs of the parts."""

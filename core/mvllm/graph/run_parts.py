@@ -24,7 +24,9 @@ def run_graph(
     inputs: Mapping[str, Any],
     sizes: StepSizes,
     group: GroupCoordinator | None = None,
-) -> list[np.ndarray]:
+    *,
+    to_host: bool = True,
+) -> list[Any]:
     """Runs a whole graph.
 
     Args:
@@ -33,10 +35,16 @@ def run_graph(
         inputs: Step inputs by name; those that no part reads are ignored.
         sizes: Sizes of the step.
         group: The tensor-parallel ranks, for host tensors; needed if the graph has several parts.
+        to_host: Copy the results to the host.
 
     Returns:
-        The results, on the host.
+        The results: arrays of the host, or else inputs for another graph of the program.
     """
+    if not cut.has_collectives:
+        part = cut.parts[0]
+        assert part.graph is not None
+        results = program.run(part.graph.name, {name: inputs[name] for name in part.step_inputs}, sizes)
+        return [program.to_host(array) for array in results] if to_host else list(results)
     parts = run_parts(cut, program, inputs, sizes)
     try:
         node, array = next(parts)
@@ -44,8 +52,7 @@ def run_graph(
             assert group is not None, "a graph with collectives is that of one of several ranks"
             node, array = parts.send(_over_ranks(node, array, group))
     except StopIteration as end:
-        results: list[np.ndarray] = end.value
-        return results
+        return list(end.value)
 
 
 def run_parts(cut: CutGraph, program: GraphProgram, inputs: Mapping[str, Any], sizes: StepSizes) -> Collectives:

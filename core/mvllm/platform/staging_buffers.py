@@ -31,12 +31,15 @@ class StagingBuffers:
 
     Args:
         runtime: The device.
+
+    Attributes:
+        turn: The set of this step, 0 or 1.
     """
 
     def __init__(self, runtime: DeviceRuntime) -> None:
         self._runtime = runtime
         self._sets = (_BufferSet(), _BufferSet())
-        self._turn = 0
+        self.turn = 0
 
     def reserve(self, size: int, dtype: torch.dtype) -> None:
         """Allocates buffers of `size` elements, the maximum of a step."""
@@ -45,21 +48,21 @@ class StagingBuffers:
 
     def begin_step(self) -> None:
         """Switches to the other set, after the step that used it last has ended on the device."""
-        self._turn ^= 1
-        end = self._sets[self._turn].end
+        self.turn ^= 1
+        end = self._sets[self.turn].end
         if end is not None:
             end.synchronize()
 
     def end_step(self) -> None:
         """Records the event after all work that reads this step's buffers."""
-        current = self._sets[self._turn]
+        current = self._sets[self.turn]
         if current.end is None:
             current.end = self._runtime.event()
         current.end.record()
 
     def buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """A host tensor of at least `size` elements, filled once per step and passed to `copy_to_device`."""
-        buffers = self._sets[self._turn].buffers
+        buffers = self._sets[self.turn].buffers
         found = buffers.get(dtype)
         if found is None or len(found) < size:
             # Powers of two, so that slowly growing sizes do not allocate a new buffer each time.

@@ -106,11 +106,7 @@ class SamplerOutput:
         max_logits = self._host[1]
         if math.isfinite(max_logits.sum(dtype=np.float64)):  # nearly always: one pass over the rows
             return self.failures
-        errors = {
-            int(index): _invalid_logits_message(float(max_logits[index]))
-            for index in np.flatnonzero(~np.isfinite(max_logits))
-        }
-        return errors | self.failures
+        return _errors_of(max_logits.tolist()) | self.failures
 
     @cached_property
     def logprobs(self) -> dict[int, PositionLogprobs]:
@@ -148,6 +144,41 @@ class SamplerOutput:
         if self._packed_ids is not None:
             return self._packed_ids
         return torch.stack((self.token_ids.float(), self.max_logits.float()))
+
+
+class HostSamplerOutput:
+    """Tokens of rows that sampled greedily on the host, in the place of a SamplerOutput.
+
+    Args:
+        token_ids: int64 [n].
+        max_logits: float32 [n].
+
+    Attributes:
+        errors, logprobs, conditional_logprobs: As of SamplerOutput.
+    """
+
+    conditional_logprobs = None
+
+    def __init__(self, token_ids: np.ndarray, max_logits: np.ndarray) -> None:
+        self._token_ids = token_ids
+        self.errors = _errors_of(max_logits.tolist())
+        self.logprobs: dict[int, PositionLogprobs] = {}
+
+    def send_to_host(self, to_host: Callable[[torch.Tensor], HostCopy]) -> None:
+        """Does nothing: the tokens are there."""
+
+    def numpy(self) -> np.ndarray:
+        """The tokens, int64 [n]."""
+        return self._token_ids
+
+    def tolist(self) -> list[int]:
+        """The tokens as Python integers."""
+        return self._token_ids.tolist()
+
+
+def _errors_of(max_logits: list[float]) -> dict[int, str]:
+    """Error messages of the rows whose largest logits are not finite."""
+    return {i: _invalid_logits_message(each) for i, each in enumerate(max_logits) if not math.isfinite(each)}
 
 
 def _invalid_logits_message(max_logit: float) -> str:

@@ -16,12 +16,12 @@ import torch
 from mvllm.config.token_spaces import TokenSpace
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import ModelError
-from mvllm.graph.arrays import to_numpy, to_torch
+from mvllm.graph.arrays import largest_of_rows, to_numpy, to_torch
 from mvllm.graph.missing_operations import check_translated
 from mvllm.graph.run_parts import run_graph
 from mvllm.graph.trace import HEAD, MODEL, GraphAdapters, head_of, trace_model
 from mvllm.layers.lora import LoRAMapping
-from mvllm.platform.graph_compiler import GraphCompiler, GraphProgram
+from mvllm.platform.graph_compiler import DeviceArray, GraphCompiler, GraphProgram
 from mvllm.platform.graphs import CompileBackend
 from mvllm.platform.step_graph import StepSizes, distinct_inputs
 from mvllm.worker.graph_adapters import AdapterArrays, adapter_slots
@@ -33,6 +33,9 @@ from mvllm.worker.step_inputs import StepInputs
 
 if TYPE_CHECKING:
     from mvllm.models.causal_lm import CausalLM
+
+_KEPT_SIZES = 64
+"""Numbers of rows of logits for which the inputs of the head are kept."""
 
 
 class GraphModel:
@@ -74,6 +77,8 @@ class GraphModel:
         self.graphs, self.arrays = traced.graphs, traced.arrays
         self._kept_arrays: dict[str, np.ndarray] = {}
         self._whole, self._tp = traced.whole, tp
+        self._dtype_of = {name: whole.outputs[0].dtype for name, whole in traced.whole.items()}
+        self._head_steps: dict[int, tuple[np.ndarray, StepSizes]] = {}
         self._reads_token_types = model.uses_token_types
         remedy = "Choose a smaller dtype or a quantized model, or a larger pipeline_parallel_size."
         with out_of_memory_as(ModelError, "The weights", remedy):
@@ -115,10 +120,43 @@ class GraphModel:
             lora: LoRA adapters of the step's tokens.
             token_types: As in ForwardStep, for models that read them.
         """
+        return to_torch(self._run(MODEL, *self._step(inputs, intermediate, lora, token_types)), self._dtype_of[MODEL])
+
+    def largest_logits(
+        self, inputs: StepInputs, intermediate: torch.Tensor | None, lora: LoRAMapping | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The largest logit of each of a step's rows of logits, and its token; by few calls on the host.
+
+        Args:
+            inputs, intermediate, lora: As for `run`.
+
+        Returns:
+            float32 [L], and int64 [L], without padding: as from the reference of the operation `argmax`.
+        """
+        (hidden,) = run_graph(
+            self._whole[MODEL], self.program, *self._step(inputs, intermediate, lora), self._tp, to_host=False
+        )
+        num_rows = inputs.num_logits
+        if not inputs.selects_all:
+            indices = inputs.logits_indices.numpy()
+            hidden, num_rows = self.program.to_host(hidden)[indices], len(indices)
+        largest = largest_of_rows(self._run_head(HEAD, hidden, num_rows), self._dtype_of[HEAD])
+        values, token_ids = (array[: inputs.num_logits] for array in largest)
+        return values, token_ids
+
+    def _step(
+        self,
+        inputs: StepInputs,
+        intermediate: torch.Tensor | None,
+        lora: LoRAMapping | None,
+        token_types: torch.Tensor | None = None,
+    ) -> tuple[dict[str, np.ndarray], StepSizes]:
+        """The inputs and sizes of the graph `model`. Arguments as for `run`."""
         layout, states = inputs.layout, inputs.state_layout
+        token_ids, positions = inputs.host_ids_and_positions()
         given = {
-            "token_ids": inputs.token_ids.numpy(),
-            "positions": inputs.positions.numpy(),
+            "token_ids": token_ids,
+            "positions": positions,
             "query_start_loc": layout.query_start_loc,
             "seq_lens": layout.seq_lens,
             "block_table.0": layout.block_table,
@@ -145,23 +183,30 @@ class GraphModel:
             num_decodes=layout.num_decodes,
             kind=layout.kind,
         )
-        return self._run(MODEL, given, sizes)
+        return given, sizes
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """As CausalLM.compute_logits, on the host."""
         return self._logits(HEAD, hidden)
 
     def _logits(self, head: str, hidden: torch.Tensor) -> torch.Tensor:
-        num_rows = len(hidden)
-        sizes = StepSizes(num_rows, 1, 1, num_rows, max_query_len=num_rows, max_seq_len=num_rows)
-        inputs = {"hidden": to_numpy(hidden), "logits_indices": np.arange(num_rows, dtype=np.int32)}
-        return self._run(head, inputs, sizes)
+        return to_torch(self._run_head(head, to_numpy(hidden), len(hidden)), self._dtype_of[head])
 
-    def _run(self, name: str, inputs: Mapping[str, np.ndarray], sizes: StepSizes) -> torch.Tensor:
-        """The result of a graph that has one."""
-        whole = self._whole[name]
-        (found,) = run_graph(whole, self.program, inputs, sizes, self._tp)
-        return to_torch(found, whole.outputs[0].dtype)
+    def _run_head(self, head: str, hidden: DeviceArray, num_rows: int) -> np.ndarray:
+        """Logits of all rows of `hidden`, [num_rows, hidden_size]."""
+        if num_rows not in self._head_steps:
+            if len(self._head_steps) > _KEPT_SIZES:
+                self._head_steps.clear()
+            sizes = StepSizes(num_rows, 1, 1, num_rows, max_query_len=num_rows, max_seq_len=num_rows)
+            self._head_steps[num_rows] = np.arange(num_rows, dtype=np.int32), sizes
+        indices, sizes = self._head_steps[num_rows]
+        return self._run(head, {"hidden": hidden, "logits_indices": indices}, sizes)
+
+    def _run(self, name: str, inputs: Mapping[str, DeviceArray], sizes: StepSizes) -> np.ndarray:
+        """The result of a graph that has one, on the host."""
+        found: np.ndarray
+        (found,) = run_graph(self._whole[name], self.program, inputs, sizes, self._tp)
+        return found
 
     def compute_space_logits(self, hidden: torch.Tensor, space: TokenSpace) -> torch.Tensor:
         """As CausalLM.compute_space_logits, on the host."""

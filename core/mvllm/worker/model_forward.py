@@ -14,12 +14,14 @@ import torch
 from mvllm.config.engine_config import EngineConfig
 from mvllm.layers.context import ForwardStep
 from mvllm.layers.lora import LoRAMapping
+from mvllm.ops.argmax import argmax as reference_argmax
 from mvllm.platform.checked_calls import call_checked
 from mvllm.platform.graphs import CompileBackend
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.shapes import ShapePolicy
 from mvllm.pooling.pooler import PoolingState, make_token_type_ids
+from mvllm.sampling.sampler_output import HostSamplerOutput
 from mvllm.worker.decoder_forward import DecoderForward
 from mvllm.worker.encoder_runner import StepItemTensors
 from mvllm.worker.graph_model import GraphForward
@@ -49,6 +51,7 @@ class ModelForward:
         needs_warm_up: The compiler needs calls before the first request.
         decoder: The model; None before `bind_model` and after `release`.
         head: The head of captured steps that sample greedily; None if the platform does not compile it.
+        samples_on_host: The model is a program of the platform, and `sample_on_host` may be called.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class ModelForward:
         self.needs_warm_up = False
         self.decoder: DecoderForward | GraphForward | None = None
         self.head: GreedyHead | None = None
+        self.samples_on_host = False
         has_spaces = bool(config.model.token_spaces)
         self._space_logits = SpaceLogits(config.model, runtime.from_numpy) if has_spaces else None
 
@@ -130,6 +134,10 @@ class ModelForward:
             argmax: The operation of that name.
             buffer: The last sampled tokens, where they stay on the device.
         """
+        if self.loader.graph is not None:
+            is_plain = self._space_logits is None and argmax is reference_argmax and buffer is None
+            self.samples_on_host = is_plain and self._computes_logits
+            return
         compiler = self.compile(self.decoder)
         if compiler is None or self.shapes().capture is None or not self._computes_logits:
             return
@@ -175,13 +183,21 @@ class ModelForward:
         self.runtime.step_mark()
         return hidden, states
 
+    def sample_on_host(
+        self, inputs: StepInputs, intermediate: torch.Tensor | None, adapters: LoRAMapping | None = None
+    ) -> HostSamplerOutput:
+        """Runs the model and samples each row of logits greedily, where `samples_on_host`. Arguments as for `run`."""
+        assert self.loader.graph is not None
+        max_logits, token_ids = self.loader.graph.largest_logits(inputs, intermediate, adapters)
+        self.runtime.step_mark()
+        return HostSamplerOutput(token_ids, max_logits)
+
     def select_states(self, hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor | None:
         """The hidden states that need logits, [L, hidden_size]; None if no row samples."""
-        if not self.is_static:
-            if not len(inputs.sampling_positions):
-                return None
-            if int(inputs.num_logits_rows.sum()) == len(inputs.logits_indices) == hidden.shape[0]:
-                return hidden
+        if inputs.selects_all:
+            return hidden
+        if not self.is_static and not len(inputs.sampling_positions):
+            return None
         return hidden.index_select(0, inputs.logits_indices)
 
     def run(

@@ -43,7 +43,7 @@ from mvllm.sampling.logits_processor_set import LogitsProcessorSet
 from mvllm.sampling.logprobs import LogSumExp
 from mvllm.sampling.penalties import DeviceTokenCounts
 from mvllm.sampling.sampler import Sampler
-from mvllm.sampling.sampler_output import SamplerOutput
+from mvllm.sampling.sampler_output import HostSamplerOutput, SamplerOutput
 from mvllm.sampling.sampling_state import PROCESSED, SamplingState
 from mvllm.sampling.token_masks import TokenMasks
 from mvllm.worker.encoder_runner import EncoderRunner
@@ -71,8 +71,8 @@ _FAILURE_EXCHANGE_DIVISOR = 10
 
 _Result = TypeVar("_Result")
 _Output = TypeVar("_Output", ModelRunnerOutput, ModelRunnerOutput | None)
-_Computed = tuple[StepInputs, torch.Tensor, torch.Tensor | None]
-"""A step's inputs, its hidden states, and those of them whose logits are needed."""
+_Computed = tuple[StepInputs, torch.Tensor | None, torch.Tensor | None, HostSamplerOutput | None]
+"""A step's inputs, its hidden states, and those of them whose logits are needed; or its tokens in place of both."""
 
 _UnsampledStep = tuple[SchedulerOutput, RowLengths, _Computed | ModelRunnerOutput | None]
 """The plan of a computed step, the rows' lengths before it, and the model's result; or the output of a failed step."""
@@ -433,24 +433,41 @@ class ModelRunner:
         inputs = self._inputs.build(plan)
         if self._sampled_token_buffer is not None and self._forward.head is None:
             inputs.token_ids = self._sampled_token_buffer.replace_placeholders(inputs.token_ids)
-        intermediate = self._pipeline.receive_hidden(len(inputs.token_ids))
+        intermediate = self._pipeline.receive_hidden(inputs.layout.num_tokens)
         items = None if inputs.items is None else self._encoders.tensors(inputs.items, inputs)
-        adapters = self._lora_batch_of(inputs)
-        hidden, states = self._forward.compute(inputs, intermediate, adapters, self.rows.pooling, items)
+        adapters, hidden, states, sampled = self._lora_batch_of(inputs), None, None, None
+        if self._forward.samples_on_host and self._samples_greedily(plan, inputs):
+            sampled = self._forward.sample_on_host(inputs, intermediate, adapters)
+        else:
+            hidden, states = self._forward.compute(inputs, intermediate, adapters, self.rows.pooling, items)
         self.rows.num_computed[inputs.rows] += inputs.num_scheduled
         # A draft token counts as computed once it is accepted.
-        self.rows.num_computed[inputs.rows[inputs.sampling_positions]] -= inputs.num_draft_tokens
+        if plan.draft_token_ids:
+            self.rows.num_computed[inputs.rows[inputs.sampling_positions]] -= inputs.num_draft_tokens
         if plan.read_slots:
             for position, drafts in plan.draft_token_ids.items():
                 self.rows.verified[plan.rows[position]] = (int(inputs.first_positions[position]), len(drafts))
-        return inputs, hidden, states
+        return inputs, hidden, states, sampled
+
+    def _samples_greedily(self, plan: SchedulerOutput, inputs: StepInputs) -> bool:
+        """Whether each row of logits of a step gives one greedy token, and hidden states serve nothing else."""
+        rows = self.rows
+        if plan.mask_rows or plan.masks_follow or rows.prompt_logprobs or rows.pooling.params or rows.guidance.num_pairs:
+            return False
+        return inputs.num_logits > 0 and rows.sampling.samples_greedily(inputs.rows[inputs.sampling_positions])
 
     def _sample_step(
-        self, plan: SchedulerOutput, inputs: StepInputs, hidden: torch.Tensor, states: torch.Tensor | None
+        self,
+        plan: SchedulerOutput,
+        inputs: StepInputs,
+        hidden: torch.Tensor | None,
+        states: torch.Tensor | None,
+        sampled: HostSamplerOutput | None,
     ) -> ModelRunnerOutput | None:
         """On the last stage, samples; on the others, sends the hidden states to the next stage."""
         if self._pipeline.is_last:
-            return self._sample_last_stage(plan, inputs, hidden, states)
+            return self._sample_last_stage(plan, inputs, hidden, states, sampled)
+        assert hidden is not None
         self._pipeline.send_hidden(hidden)
         self._pipeline.expect_output(plan.step, inputs.rows, inputs.sampling_positions)
         return ModelRunnerOutput(step=plan.step)
@@ -494,13 +511,43 @@ class ModelRunner:
         return self.loader.lora_manager.prepare_batch(ids, inputs.num_scheduled, len(inputs.token_ids))
 
     def _sample_last_stage(
-        self, plan: SchedulerOutput, inputs: StepInputs, hidden: torch.Tensor, states: torch.Tensor | None
+        self,
+        plan: SchedulerOutput,
+        inputs: StepInputs,
+        hidden: torch.Tensor | None,
+        states: torch.Tensor | None,
+        sampled: HostSamplerOutput | None,
     ) -> ModelRunnerOutput | None:
         """Samples, pools and computes prompt log-probabilities; reads the results unless they stay on the device."""
-        result = StepResult(plan.step, inputs.rows, inputs.sampling_positions, draft_token_ids=plan.draft_token_ids)
+        positions = inputs.sampling_positions
+        result = StepResult(plan.step, inputs.rows, positions, sampled, draft_token_ids=plan.draft_token_ids)
         if inputs.items is not None:
             result.item_errors = inputs.items.errors
             result.encoder_seconds = self._encoders.pop_seconds()
+        if sampled is None:
+            assert hidden is not None
+            self._read_states(result, plan, inputs, hidden, states)
+        if self._sampled_token_buffer is not None:
+            self._sampled_token_buffer.add_step(result)
+            return None
+        output, tokens = result.read()
+        accepted = {plan.rows[position]: drafts for position, drafts in output.further_token_ids.items()}
+        self.rows.append_sampled_tokens(inputs.rows[positions], tokens, accepted)
+        if self._proposer is not None:
+            output.draft_token_ids = self._propose_drafts(self._proposer, inputs, output)
+        if not self._pipeline.is_first:
+            self._pipeline.send_output(output, any_sampled=len(tokens) > 0)
+        return output
+
+    def _read_states(
+        self,
+        result: StepResult,
+        plan: SchedulerOutput,
+        inputs: StepInputs,
+        hidden: torch.Tensor,
+        states: torch.Tensor | None,
+    ) -> None:
+        """Samples, pools and computes prompt log-probabilities of the states of a step, into its result."""
         if self.rows.prompt_logprobs:
             result.prompt_logprobs_chunks = self._prompt_logprobs.compute(inputs, hidden, self._forward.prompt_logits)
         if self.rows.pooling.params:
@@ -517,17 +564,6 @@ class ModelRunner:
         if len(inputs.sampling_positions):
             masks = TokenMasks(plan.mask_rows, plan.token_masks) if plan.mask_rows else None
             result.sampled = self._sample(inputs, hidden, states, masks)
-        if self._sampled_token_buffer is not None:
-            self._sampled_token_buffer.add_step(result)
-            return None
-        output, tokens = result.read()
-        accepted = {plan.rows[position]: drafts for position, drafts in output.further_token_ids.items()}
-        self.rows.append_sampled_tokens(inputs.rows[inputs.sampling_positions], tokens, accepted)
-        if self._proposer is not None:
-            output.draft_token_ids = self._propose_drafts(self._proposer, inputs, output)
-        if not self._pipeline.is_first:
-            self._pipeline.send_output(output, any_sampled=len(tokens) > 0)
-        return output
 
     def _propose_drafts(
         self, proposer: Proposer, inputs: StepInputs, output: ModelRunnerOutput

@@ -16,10 +16,10 @@ Token ids may be placeholders of tokens that only the device knows (see TokenHis
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +36,8 @@ from mvllm.worker.input_batch import InputBatch
 from mvllm.worker.item_rows import StepItems
 
 _Buffer = TypeVar("_Buffer", np.ndarray, torch.Tensor)
+_Sizes = tuple[int, int, int, int, int, int, int, int]
+"""The fields of a BufferLayout, in their order."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,12 @@ class BufferLayout:
         optional = [self.prompt_lens, self.sample_rows, self.state_slots, self.state_slots]
         return [*first, *optional, *[self.tokens, table] * (self.num_groups - 1)]
 
-    @property
+    @cached_property
+    def size(self) -> int:
+        """Elements of the buffer."""
+        return sum(self.sizes)
+
+    @cached_property
     def slot_and_table_indices(self) -> list[tuple[int, int]]:
         """Index of each group's slots and block table among the parts."""
         return [(2, 6), *((i, i + 1) for i in range(11, len(self.sizes), 2))]
@@ -78,8 +85,7 @@ class BufferLayout:
 
     def layouts(
         self,
-        parts: list[np.ndarray],
-        views: list[torch.Tensor],
+        arrays: list[dict[str, Any]],
         *,
         block_size: int,
         max_query_len: int,
@@ -88,35 +94,41 @@ class BufferLayout:
         num_decodes: int = 0,
         capture: bool = False,
     ) -> list[BatchLayout]:
-        """One BatchLayout for each group, from the parts on the host and on the device."""
+        """One BatchLayout for each group.
+
+        Args:
+            arrays: From `arrays_of_groups`.
+        """
+        shared = {
+            "num_requests": self.requests,
+            "num_tokens": self.tokens,
+            "max_query_len": max_query_len,
+            "max_seq_len": max_seq_len,
+            "block_size": block_size,
+            "kind": kind,
+            "num_decodes": num_decodes,
+            "capture": capture,
+        }
+        return [BatchLayout(**shared, **of_group) for of_group in arrays]
+
+    def arrays_of_groups(self, parts: list[np.ndarray], views: list[torch.Tensor]) -> list[dict[str, Any]]:
+        """The arrays of each group's BatchLayout by their names, from the parts on the host and on the device."""
         shape = (self.requests, self.pages)
-        layout = BatchLayout(
-            num_requests=self.requests,
-            num_tokens=self.tokens,
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
-            block_size=block_size,
-            query_start_loc=parts[3],
-            seq_lens=parts[4],
-            block_table=parts[6].reshape(shape),
-            slot_mapping=parts[2],
-            query_start_loc_device=views[3],
-            seq_lens_device=views[4],
-            block_table_device=views[6].view(shape),
-            slot_mapping_device=views[2],
-            kind=kind,
-            num_decodes=num_decodes,
-            capture=capture,
-        )
-        return [layout] + [
-            replace(
-                layout,
-                block_table=parts[block_table_index].reshape(shape),
-                slot_mapping=parts[slot_mapping_index],
-                block_table_device=views[block_table_index].view(shape),
-                slot_mapping_device=views[slot_mapping_index],
-            )
-            for slot_mapping_index, block_table_index in self.slot_and_table_indices[1:]
+        shared = {
+            "query_start_loc": parts[3],
+            "seq_lens": parts[4],
+            "query_start_loc_device": views[3],
+            "seq_lens_device": views[4],
+        }
+        return [
+            shared
+            | {
+                "block_table": parts[block_table_index].reshape(shape),
+                "slot_mapping": parts[slot_mapping_index],
+                "block_table_device": views[block_table_index].view(shape),
+                "slot_mapping_device": views[slot_mapping_index],
+            }
+            for slot_mapping_index, block_table_index in self.slot_and_table_indices
         ]
 
     def state_layout(
@@ -125,7 +137,7 @@ class BufferLayout:
         """The StateLayout of a step; None without sequence states.
 
         Args:
-            parts, views: As in `layouts`.
+            parts, views: The parts on the host and on the device.
             of: The BatchLayout of the step.
             is_static: `max_query_len` must depend on the shape and on whether token i belongs to request i only, since
                 a compiler may take it for a constant.
@@ -149,6 +161,43 @@ class BufferLayout:
             num_decodes=of.num_decodes,
             capture=of.capture,
         )
+
+
+class _LayoutBuffer:
+    """The parts of a staging buffer, kept while steps have the same layout.
+
+    Args:
+        layout: The layout.
+        staging: The staging buffer, [size of the layout or more].
+        sizes: The fields of the layout.
+
+    Attributes:
+        layout, sizes: As given.
+        host: The leading elements of the buffer, those of the layout.
+        parts: The parts of `host`.
+    """
+
+    def __init__(self, layout: BufferLayout, staging: torch.Tensor, sizes: _Sizes) -> None:
+        self.layout, self.sizes = layout, sizes
+        self.host = staging[: layout.size]
+        self.parts = layout.parts(self.host.numpy())
+        self._shared: tuple[list[torch.Tensor], list[dict[str, Any]]] | None = None
+
+    def arrays_on(self, device: torch.Tensor) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
+        """The parts on the device, and the arrays of each group's BatchLayout by their names.
+
+        They are kept only if the device shares the host's memory: a copy must not live longer than its step.
+
+        Args:
+            device: Result of copying `host` to the device.
+        """
+        if device is self.host and self._shared is not None:
+            return self._shared
+        views = self.layout.parts(device)
+        found = views, self.layout.arrays_of_groups(self.parts, views)
+        if device is self.host:
+            self._shared = found
+        return found
 
 
 @dataclass
@@ -180,6 +229,9 @@ class StepInputs:
         visible_lens_device: The same on the device.
         items: The items that the step reads; None in steps without any.
         host_positions: int32 [T], host: as `positions`; valid until the next step is built. Only with `items`.
+        num_logits: L without padding.
+        selects_all: The L rows of logits are those of the T tokens, in order, without padding.
+        built: `token_ids` and `positions` as they were built, and the same on the host; None if they are not known.
     """
 
     rows: np.ndarray
@@ -199,6 +251,9 @@ class StepInputs:
     visible_lens_device: torch.Tensor | None = None
     items: StepItems | None = None
     host_positions: np.ndarray | None = None
+    num_logits: int = 0
+    selects_all: bool = False
+    built: tuple[torch.Tensor, torch.Tensor, np.ndarray, np.ndarray] | None = None
 
     @property
     def layout(self) -> BatchLayout:
@@ -209,6 +264,12 @@ class StepInputs:
     def num_logits_rows(self) -> np.ndarray:
         """int32 [S]: rows of logits of each sampling row, L in total."""
         return self.num_draft_tokens + 1
+
+    def host_ids_and_positions(self) -> tuple[np.ndarray, np.ndarray]:
+        """`token_ids` and `positions`, where the device shares the host's memory."""
+        if self.built is not None and self.built[0] is self.token_ids and self.built[1] is self.positions:
+            return self.built[2], self.built[3]
+        return self.token_ids.numpy(), self.positions.numpy()
 
 
 class StepInputBuilder:
@@ -268,11 +329,19 @@ class StepInputBuilder:
         capacity = (3 + groups + (shapes.capture is not None)) * max_tokens + per_row * max_rows + 1
         self.staging = StagingBuffers(runtime)
         self.staging.reserve(capacity, torch.int32)
+        one = ShapePolicy.pad(1, shapes.tokens) == ShapePolicy.pad(1, shapes.requests) == 1
+        adds = with_prompt_lens or with_sample_rows or with_states or is_static
+        self._decodes_one = one and not adds and shapes.capture is None
+        self._kept: dict[int, _LayoutBuffer] = {}  # by the turn of the staging buffer
         self._counting = np.arange(max(max_tokens, max_rows) + 1, dtype=np.int32)
 
     def build(self, plan: SchedulerOutput) -> StepInputs:
         """The inputs of `plan`, which has been applied to the rows."""
         table, history = self._rows, self._rows.history
+        if self._decodes_one and plan.num_scheduled_tokens == [1] and not plan.draft_token_ids:
+            inputs = None if table.items.is_used else self._build_decode(plan.rows[0])
+            if inputs is not None:
+                return inputs
         rows = np.array(plan.rows, dtype=np.int64)
         num_scheduled = np.array(plan.num_scheduled_tokens, dtype=np.int32)
         first = table.num_computed[rows]
@@ -295,6 +364,62 @@ class StepInputBuilder:
             np.array([plan.read_slots, plan.write_slots], dtype=np.int32) if self._with_states else None,
             items=table.items.of_step(rows, first, num_scheduled) if table.items.is_used else None,
         )
+
+    def _build_decode(self, row: int) -> StepInputs | None:
+        """What `build` gives for a step that decodes one row, with few calls of NumPy; None if the row does not sample.
+
+        Such a step is that of a single stream, where each call counts.
+        """
+        table, history, block_size = self._rows, self._rows.history, self._block_size
+        position = table.num_computed.item(row)
+        if position + 1 != history.num_tokens.item(row) or row in table.pooling.params:
+            return None
+        page, offset = divmod(position, block_size)
+        pages = ShapePolicy.pad(page + 1, self._shapes.pages)
+        self.staging.begin_step()
+        buffer = self._buffer_of((1, 1, 1, pages, 0, 0, table.num_groups, 0))
+        parts = buffer.parts
+        token_ids, positions, _, query_start_loc, lens, logits_indices = parts[:6]
+        token_ids[0], positions[0], lens[0] = history.token_ids.item(row, position), position, position + 1
+        query_start_loc[0], query_start_loc[1], logits_indices[0] = 0, 1, 0
+        for group, (slot_mapping_index, block_table_index) in enumerate(buffer.layout.slot_and_table_indices):
+            blocks = table.block_table[group * table.max_rows + row]
+            known = min(pages, len(blocks))
+            parts[block_table_index][:known] = blocks[:known]
+            parts[block_table_index][known:] = 0
+            parts[slot_mapping_index][0] = blocks.item(page) * block_size + offset
+        views, arrays = buffer.arrays_on(self.staging.copy_to_device(buffer.host))
+        layouts = buffer.layout.layouts(
+            arrays,
+            block_size=block_size,
+            max_query_len=1,
+            max_seq_len=position + 1,
+            kind=StepKind.DECODE,
+            num_decodes=1,
+        )
+        return StepInputs(
+            np.array([row]),
+            np.array([1], dtype=np.int32),
+            np.array([position], dtype=np.int32),
+            np.array([0]),
+            np.array([0], dtype=np.int32),
+            token_ids=views[0],
+            positions=views[1],
+            logits_indices=views[5],
+            layouts=layouts,
+            num_logits=1,
+            selects_all=True,
+            built=(views[0], views[1], token_ids, positions),
+        )
+
+    def _buffer_of(self, sizes: _Sizes) -> _LayoutBuffer:
+        """The staging buffer of this step, with the layout of these sizes; the last one of each buffer is kept."""
+        kept = self._kept.get(self.staging.turn)
+        if kept is None or kept.sizes != sizes:
+            layout = BufferLayout(*sizes)
+            staging = self.staging.buffer(layout.size, torch.int32)
+            kept = self._kept[self.staging.turn] = _LayoutBuffer(layout, staging, sizes)
+        return kept
 
     def build_rows(
         self,
@@ -341,20 +466,21 @@ class StepInputBuilder:
         padded_logits_rows = padded_sampling if num_draft_tokens is None else num_logits_rows
         if captured is not None and num_draft_tokens is not None:
             padded_logits_rows = padded_sampling if num_logits_rows <= padded_sampling else padded_tokens
-        layout = BufferLayout(
-            tokens=padded_tokens,
-            requests=padded_requests,
-            logits_rows=padded_logits_rows,
-            pages=pages,
-            prompt_lens=padded_tokens if self._with_prompt_lens else 0,
-            sample_rows=padded_sampling if self._with_sample_rows else 0,
-            num_groups=table.num_groups,
-            state_slots=padded_requests if self._with_states else 0,
-        )
-        size = sum(layout.sizes)
         self.staging.begin_step()
-        buffer = self.staging.buffer(size, torch.int32)
-        parts = layout.parts(buffer.numpy())
+        buffer = self._buffer_of(
+            (
+                padded_tokens,
+                padded_requests,
+                padded_logits_rows,
+                pages,
+                padded_tokens if self._with_prompt_lens else 0,
+                padded_sampling if self._with_sample_rows else 0,
+                table.num_groups,
+                padded_requests if self._with_states else 0,
+            )
+        )
+        layout = buffer.layout
+        parts = buffer.parts
         token_ids, positions, _, query_start_loc, lens, logits_indices, _, prompt_lens, sample_rows = parts[:9]
 
         lens[:num_requests] = seq_lens
@@ -412,13 +538,12 @@ class StepInputBuilder:
             query_start_loc[num_requests + 1 :] = num_tokens
             lens[num_requests:] = 0
 
-        views = layout.parts(self.staging.copy_to_device(buffer[:size]))
+        views, arrays = buffer.arrays_on(self.staging.copy_to_device(buffer.host))
         if captured is not None:
             largest = {StepKind.DECODE: 1, StepKind.VERIFY: 1 + self._max_draft_tokens, StepKind.MIXED: padded_tokens}
             max_query_len = largest[kind]
         layouts = layout.layouts(
-            parts,
-            views,
+            arrays,
             block_size=self._block_size,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
@@ -445,6 +570,9 @@ class StepInputBuilder:
             visible_lens_device=None if seen is None else self._runtime.from_numpy(seen),
             items=items,
             host_positions=None if items is None else positions,
+            num_logits=num_logits_rows,
+            selects_all=num_logits_rows == padded_logits_rows == padded_tokens and not self._is_static,
+            built=(views[0], views[1], token_ids, positions),
         )
 
 

@@ -11,7 +11,7 @@ from mvllm.messages.scheduler_output import ModelRunnerOutput
 from mvllm.platform.runtime import HostCopy
 from mvllm.pooling.pooler import PooledRows
 from mvllm.sampling.logprobs import read_prompt_logprobs
-from mvllm.sampling.sampler_output import SamplerOutput
+from mvllm.sampling.sampler_output import HostSamplerOutput, SamplerOutput
 
 
 @dataclass
@@ -54,7 +54,7 @@ class StepResult:
     step: int
     rows: np.ndarray
     sampling_positions: np.ndarray
-    sampled: SamplerOutput | None = None
+    sampled: SamplerOutput | HostSamplerOutput | None = None
     prompt_logprobs_chunks: dict[int, list[PromptLogprobsChunk]] = field(default_factory=dict)
     pooled: PooledRows | None = None
     draft_token_ids: dict[int, list[int]] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class StepResult:
             sampled_ids = self.sampled.numpy()
             output.logprobs = {int(positions[i]): entry for i, entry in self.sampled.logprobs.items()}
             output.errors = {int(positions[i]): text for i, text in self.sampled.errors.items()}
-            if self.sampled.conditional_logprobs is not None:
+            if isinstance(self.sampled, SamplerOutput) and self.sampled.conditional_logprobs is not None:
                 found = self.sampled.read_conditional_logprobs()
                 output.conditional_logprobs = {int(positions[i]): value for i, value in found.items()}
         tokens = sampled_ids
@@ -92,7 +92,9 @@ class StepResult:
             output.errors = {**output.errors, **self.item_errors}
         return output, sampled_ids
 
-    def _read_verified_drafts(self, sampled: SamplerOutput, output: ModelRunnerOutput) -> np.ndarray:
+    def _read_verified_drafts(
+        self, sampled: SamplerOutput | HostSamplerOutput, output: ModelRunnerOutput
+    ) -> np.ndarray:
         """Accepts draft tokens, and adds them to the output. Returns the first sampled token of each row, int64 [S].
 
         A draft token is accepted if it equals the token sampled at its position. So the tokens are those that would

@@ -234,7 +234,7 @@ def dummy_inputs(
         num_groups=num_groups,
         state_slots=shape.requests if forward.has_states else 0,
     )
-    buffer = np.zeros(sum(layout.sizes), dtype=np.int32)
+    buffer = np.zeros(layout.size, dtype=np.int32)
     parts = layout.parts(buffer)
     _, positions, _, query_start_loc, seq_lens, logits_indices = parts[:6]
     positions[:] = np.arange(shape.tokens) % query_len
@@ -250,8 +250,7 @@ def dummy_inputs(
         parts[8][:] = forward.config.scheduler.max_num_seqs  # the row of padding
     views = layout.parts(forward.runtime.from_numpy(buffer))
     layouts = layout.layouts(
-        parts,
-        views,
+        layout.arrays_of_groups(parts, views),
         block_size=block_size,
         max_query_len=shape.captured_query_len or query_len,
         max_seq_len=query_len,
@@ -272,6 +271,8 @@ def dummy_inputs(
         prompt_lens=views[7] if with_prompt_lens else None,
         sample_rows=views[8] if with_sample_rows else None,
         state_layout=layout.state_layout(parts, views, layouts[0], is_static=forward.is_static),
+        num_logits=num_requests,
+        selects_all=not forward.is_static and num_requests == layout.logits_rows == layout.tokens,
     )
 
 

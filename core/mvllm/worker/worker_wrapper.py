@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mvllm.config.engine_config import EngineConfig
@@ -135,21 +134,22 @@ class WorkerWrapper:
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         """Runs one step; None if `sample_tokens` or `collect_output` returns its output."""
-        with self._catch_system_exit():
-            return self._worker.execute_model(plan)
+        try:
+            with enter_phase(Phase.WORKER):
+                return self._worker.execute_model(plan)
+        except SystemExit as e:
+            raise self._ended_the_process(e) from e
 
     def sample_tokens(self, step: int, mask_rows: list[int], token_masks: bytes) -> ModelRunnerOutput | None:
         """Samples a step whose plan set `masks_follow`; None if `collect_output` returns its output."""
-        with self._catch_system_exit():
-            return self._worker.sample_tokens(step, mask_rows, token_masks)
-
-    @contextmanager
-    def _catch_system_exit(self) -> Iterator[None]:
         try:
             with enter_phase(Phase.WORKER):
-                yield
+                return self._worker.sample_tokens(step, mask_rows, token_masks)
         except SystemExit as e:
-            raise PlatformError(f"{self._name} tried to end the process: SystemExit: {e}") from e
+            raise self._ended_the_process(e) from e
+
+    def _ended_the_process(self, error: SystemExit) -> PlatformError:
+        return PlatformError(f"{self._name} tried to end the process: SystemExit: {error}")
 
     def shutdown(self) -> None:
         """Releases the worker. Idempotent. Errors are logged: there is no way to handle them."""

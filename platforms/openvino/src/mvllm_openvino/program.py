@@ -6,6 +6,7 @@ import ctypes
 import math
 import mmap
 import os
+import sys
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -168,6 +169,7 @@ class CompiledGraph:
         model = ov.Model(results, building.parameters, graph.name)
         self._request = core.compile_model(model, DEVICE, settings(dtypes)).create_infer_request()
         self._is_bound = False
+        self._key: tuple[int, ...] | None = None
         attention = next((node for node in graph.nodes if node.op == "paged_attention"), None)
         self._starts_and_lengths = ("", "") if attention is None else tuple(map(str, attention.inputs[7:9]))
 
@@ -190,7 +192,7 @@ class CompiledGraph:
         self._is_bound = False
 
     def run(self, inputs: Mapping[str, Any], sizes: StepSizes) -> list[np.ndarray]:
-        """Runs the graph; the results are copies.
+        """Runs the graph. The memory of a result is used again only when nobody refers to the result.
 
         Padding is left out: OpenVINO's attention expects every token in a request and tokens in every request.
         """
@@ -198,13 +200,20 @@ class CompiledGraph:
         real = self._real_sizes(inputs) if self._caches else {}
         if real.get("T") == 0:
             return [result.nothing(sizes) for result in self._results]
+        key = (sizes.tokens, sizes.requests, sizes.pages, sizes.logits_rows, *real.values())
+        if key != self._key:
+            symbols = sizes.symbols()
+            for step_input in self._steps:
+                step_input.resize(real)
+            for result in self._results:
+                result.resize(symbols, symbols | real)
+            self._key = key
         for step_input in self._steps:
-            step_input.set(self._request, inputs[step_input.name], real)
-        symbols = sizes.symbols()
+            step_input.set(self._request, inputs[step_input.name])
         for result in self._results:
-            result.prepare(self._request, symbols | real)
+            result.prepare(self._request)
         self._request.infer(share_outputs=True)
-        return [result.copy(symbols) for result in self._results]
+        return [result.take() for result in self._results]
 
     def _real_sizes(self, inputs: Mapping[str, Any]) -> dict[str, int]:
         """Tokens and requests without padding, which comes last."""
@@ -214,7 +223,7 @@ class CompiledGraph:
 
 
 class _StepInput:
-    """A step input of one graph. Its memory stays the request's input while the shape is the same."""
+    """A step input of one graph. Its memory stays the request's input while its shape is the same."""
 
     def __init__(self, value: Value) -> None:
         self.name = value.name
@@ -222,19 +231,24 @@ class _StepInput:
         self._type = stored_type(value.dtype)
         self._dtype = np.dtype(np.uint16 if self._type == Type.bf16 else self._type.to_dtype())
         self._array: np.ndarray | None = None
+        self._length: int | None = None
 
-    def set(self, request: ov.InferRequest, array: np.ndarray, sizes: Mapping[str, int]) -> None:
+    def resize(self, sizes: Mapping[str, int]) -> None:
+        """Sets the length without padding."""
+        self._length = _length(self._value, sizes)
+
+    def set(self, request: ov.InferRequest, array: np.ndarray) -> None:
         """Gives a step's array to the request."""
-        array = array[: _length(self._value, sizes)]
-        if self._array is not None and self._array.shape == array.shape:
-            np.copyto(self._array, array, casting="unsafe")
-            return
-        self._array = np.array(array, self._dtype, order="C")
-        request.set_tensor(self.name, ov.Tensor(self._array, ov.Shape(array.shape), self._type))
+        if self._length is not None:
+            array = array[: self._length]
+        if self._array is None or self._array.shape != array.shape:
+            self._array = np.empty(array.shape, self._dtype)
+            request.set_tensor(self.name, ov.Tensor(self._array, ov.Shape(array.shape), self._type))
+        np.copyto(self._array, array, casting="unsafe")
 
 
 class _Result:
-    """A result of one graph. The request writes it to the same memory while its shape is the same."""
+    """A result of one graph. The request writes it to memory that nobody else refers to."""
 
     def __init__(self, value: Value, index: int) -> None:
         self._value = value
@@ -242,18 +256,26 @@ class _Result:
         self._type = stored_type(value.dtype)
         self._dtype = np.dtype(np.uint16 if self._type == Type.bf16 else self._type.to_dtype())
         self._array: np.ndarray | None = None
+        self._references = 0
+        self._written: tuple[int, ...] = ()
+        self._length: int | None = None
 
-    def prepare(self, request: ov.InferRequest, sizes: Mapping[str, int]) -> None:
-        """Gives the request memory for a step's result."""
-        shape = self._shape(sizes)
-        if self._array is None or self._array.shape != shape:
-            self._array = np.empty(shape, self._dtype)
-            request.set_output_tensor(self._index, ov.Tensor(self._array, ov.Shape(shape), self._type))
+    def resize(self, sizes: Mapping[str, int], written: Mapping[str, int]) -> None:
+        """Sets the sizes of the result, and of what the request writes."""
+        self._length, self._written = _length(self._value, sizes), self._shape(written)
 
-    def copy(self, sizes: Mapping[str, int]) -> np.ndarray:
+    def prepare(self, request: ov.InferRequest) -> None:
+        """Gives the request memory for a step's result, another than that of a result that is still in use."""
+        array = self._array
+        if array is None or array.shape != self._written or sys.getrefcount(array) > self._references:
+            array = self._array = np.empty(self._written, self._dtype)
+            request.set_output_tensor(self._index, ov.Tensor(array, ov.Shape(self._written), self._type))
+            self._references = sys.getrefcount(array)
+
+    def take(self) -> np.ndarray:
         """The result of a run, with zeros for what padding would have given."""
         assert self._array is not None
-        return _padded(self._array, _length(self._value, sizes))
+        return _padded(self._array, self._length)
 
     def nothing(self, sizes: StepSizes) -> np.ndarray:
         """The result of a step of padding alone."""
@@ -314,9 +336,9 @@ def _length(value: Value, sizes: Mapping[str, int]) -> int | None:
 
 
 def _padded(output: np.ndarray, length: int | None) -> np.ndarray:
-    """A copy, with zeros for what padding would have given."""
+    """The array, with zeros for what padding would have given."""
     if length is None or length == output.shape[0]:
-        return output.copy()
+        return output
     made = np.zeros((length, *output.shape[1:]), output.dtype)
     made[: output.shape[0]] = output
     return made
