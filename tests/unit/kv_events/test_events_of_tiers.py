@@ -223,8 +223,14 @@ def test_blocks_of_an_earlier_run_get_their_tokens_when_they_are_loaded(watched:
     apply(watched.pop_events())
     assert {name: block.token_ids for name, block in index.blocks.items()} == dict.fromkeys(stored, ())
     assert not prefixes.match(prefix_keys(prompt, 4))  # nobody knows what these blocks are
-    watched.engine.run(make_request(prompt, request_id="b", max_tokens=1))
-    assert watched.engine.connector.loaded
+    watched.engine.add(make_request(prompt, request_id="b", max_tokens=1))
+    for _ in range(2):
+        watched.engine.scheduler.kv_loads.start_plan()  # starts the loads, and takes their results
+    assert len(watched.engine.connector.loaded) == 2
+    apply(watched.pop_events())  # before a plan has loaded them to the device
+    assert not index.hashes(DEVICE) and index.hashes(HOST) == stored
+    assert prefixes.match(prefix_keys(prompt, 4)) == {"A": 2}
+    watched.engine.run()
     apply(watched.pop_events() + settle(watched))
     assert [block.token_ids for block in index.blocks.values()] == [tuple(prompt[:4]), tuple(prompt[4:8])]
     assert all({DEVICE, HOST, DISK} == set(block.media) for block in index.blocks.values())
