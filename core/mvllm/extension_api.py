@@ -89,6 +89,7 @@ if TYPE_CHECKING:
         KVConnector,
         KVConnectorContext,
         KVRequest,
+        StoreChange,
         TransferResult,
     )
     from mvllm.kv_transfer.host_kv_cache import HostKVCache
@@ -156,7 +157,7 @@ _NAMES = {
     "mvllm.executor.worker_handle": "WorkerHandle",
     "mvllm.executor.worker_proc": "WorkerProc",
     "mvllm.executor.worker_topology": "devices_per_worker launch_topology",
-    "mvllm.kv_transfer.connector": "HostBlock KVConnector KVConnectorContext KVRequest TransferResult",
+    "mvllm.kv_transfer.connector": "HostBlock KVConnector KVConnectorContext KVRequest StoreChange TransferResult",
     "mvllm.kv_transfer.host_kv_cache": "HostKVCache",
     "mvllm.kv_events.prefix_index": "PrefixIndex prefix_keys root_key",
     "mvllm.kv_events.prefix_router": "PrefixRouter ReplicaLoad RoutedRequest",
@@ -275,6 +276,7 @@ __all__ = [
     "StackFile",
     "StatLogger",
     "StopSignal",
+    "StoreChange",
     "TaggedReasoning",
     "ToolCallDelta",
     "ToolParser",

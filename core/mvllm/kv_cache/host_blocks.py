@@ -13,16 +13,21 @@ No tensors, and no bytes: those are in `kv_transfer.host_kv_cache`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from mvllm.kv_transfer.connector import BlockKey
 
 
 class HostBlocks:
-    """The index of `num_blocks` host blocks, numbered from 0."""
+    """The index of `num_blocks` host blocks, numbered from 0.
+
+    Attributes:
+        on_change: Called with a key and whether a host block has its contents from now on; None for nobody.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.on_change: Callable[[BlockKey, bool], None] | None = None
         self._num_unused = num_blocks  # the last ones: they were never allocated
         self._free: list[int] = []
         self._keys: dict[int, BlockKey] = {}  # of those that are being filled or have contents
@@ -69,7 +74,9 @@ class HostBlocks:
             self._num_unused -= 1
         elif self._evictable:
             index = next(iter(self._evictable))
-            del self._evictable[index], self._by_key[self._keys[index]]
+            evicted = self._keys[index]
+            del self._evictable[index], self._by_key[evicted]
+            self._report(evicted, is_stored=False)
         else:
             return None
         self._keys[index] = key
@@ -82,6 +89,7 @@ class HostBlocks:
         key = self._keys.get(index)
         if key is not None and self._filling.pop(key, None) is not None:
             self._by_key[key] = index
+            self._report(key, is_stored=True)
 
     def pin(self, index: int) -> None:
         """Keeps a host block as it is until `unpin`."""
@@ -105,7 +113,9 @@ class HostBlocks:
         """Forgets the contents of these keys, also of those that are being filled. Pinned host blocks stay pinned."""
         for key in keys:
             index = self._by_key.pop(key, None)
-            if index is None:
+            if index is not None:
+                self._report(key, is_stored=False)
+            else:
                 index = self._filling.pop(key, None)
             if index is None:
                 continue
@@ -117,6 +127,10 @@ class HostBlocks:
     def discard_all(self) -> None:
         """Forgets all contents."""
         self.discard([*self._by_key, *self._filling])
+
+    def _report(self, key: BlockKey, *, is_stored: bool) -> None:
+        if self.on_change is not None:
+            self.on_change(key, is_stored)
 
     def check_integrity(self, pins: dict[int, int]) -> None:
         """Raises AssertionError unless all agrees.

@@ -185,6 +185,7 @@ class HostTier:
         blocks: The tier of the KV blocks.
         states: The tier of the snapshots; None in models without sequence states.
         on_discard: Called with the keys of contents that may be wrong.
+        on_clear: Called before all contents are forgotten.
     """
 
     blocks: PoolTier
@@ -206,6 +207,7 @@ class HostTier:
         self._table_pins: dict[BlockTable, list[tuple[PoolTier, int]]] = {}
         self._in_flight: dict[int, list[tuple[PoolTier, list[int], list[int]]]] = {}
         self.on_discard: Callable[[list[BlockKey]], None] | None = None
+        self.on_clear: Callable[[], None] | None = None
 
     def attach(self, pool: BlockPool, unconfirmed: UnconfirmedBlockHashes) -> None:
         """Connects the tier with the pool of KV blocks. Once, before the first plan."""
@@ -310,6 +312,8 @@ class HostTier:
 
     def clear(self) -> None:
         """Forgets all contents, between two plans."""
+        if self.on_clear is not None:
+            self.on_clear()
         for tier in self.tiers:
             tier.clear()
 

@@ -104,8 +104,15 @@ class KVCacheManager:
 
     def record_events(self, *, with_events: bool, with_changes: bool) -> KVCacheEventRecorder:
         """Begins to record what is cached, see KVCacheEventRecorder. Once, while nothing is cached."""
-        self.events = KVCacheEventRecorder(self.block_size, with_events=with_events, with_changes=with_changes)
+        self.events = KVCacheEventRecorder(
+            self.block_size,
+            with_events=with_events,
+            with_changes=with_changes,
+            has_tiers=self.tier is not None,
+        )
         self._pool.listeners.append(self.events)
+        if self.tier is not None and self.events.records_media:
+            self.tier.blocks.host.on_change = self.events.host_changed
         return self.events
 
     @property
@@ -454,6 +461,8 @@ class KVCacheManager:
             # Connectors may hold contents of the old weights, so later ones have another root.
             tier.clear()
             self._root = make_root_hash()
+            if self.events is not None:
+                self.events.clear()
 
     def _block_hashes(self, table: BlockTable, num_blocks: int) -> list[BlockHash]:
         """Hashes of the first `num_blocks` blocks, whose tokens are all known; fewer if not all may be shared."""

@@ -13,7 +13,7 @@ class IndexedBlock:
 
     Attributes:
         parent: The hash of the block before it; None for the first one of a sequence.
-        token_ids: Its tokens.
+        token_ids: Its tokens; none if they are not known.
         lora: The LoRA adapter's id and name; None for none.
         key: Its `key_text` in `BlockStored.extra_keys`; None for a block that all requests may share.
         items: Its `item_text`s there: the images, audio and embeddings in it.
@@ -60,6 +60,12 @@ class KVBlockIndex:
                 case AllBlocksCleared():
                     self.blocks.clear()
 
+    def event(self, block_hash: bytes, medium: str | None) -> BlockStored:
+        """The event by which a block of this index, or one that it does not have, is stored in a medium."""
+        if block_hash not in self.blocks:
+            return BlockStored([block_hash], None, [], self.block_size, medium=medium)
+        return self._event([block_hash], medium)
+
     def hashes(self, medium: str | None) -> set[bytes]:
         """The hashes of the blocks that a medium has."""
         return {block_hash for block_hash, block in self.blocks.items() if medium in block.media}
@@ -85,13 +91,15 @@ class KVBlockIndex:
     def _store(self, event: BlockStored) -> None:
         size = self.block_size = event.block_size
         lora = None if event.lora_id is None else (event.lora_id, event.lora_name)
-        parent = event.parent_block_hash
+        parent, is_known = event.parent_block_hash, bool(event.token_ids)
         for i, block_hash in enumerate(event.block_hashes):
             block = self.blocks.get(block_hash)
-            if block is None:
+            if block is None or (is_known and not block.token_ids):
                 keys = tuple(event.extra_keys[i]) if event.extra_keys else ()
                 tokens = tuple(event.token_ids[i * size : (i + 1) * size])
-                block = self.blocks[block_hash] = IndexedBlock(parent, tokens, lora, keys)
+                media = () if block is None else block.media
+                block = self.blocks[block_hash] = IndexedBlock(parent if is_known else None, tokens, lora, keys)
+                block.media = media
             if event.medium not in block.media:
                 block.media += (event.medium,)
             parent = block_hash
@@ -106,6 +114,8 @@ class KVBlockIndex:
 
     def _follows(self, previous: bytes, block_hash: bytes) -> bool:
         before, block = self.blocks[previous], self.blocks[block_hash]
+        if not before.token_ids or not block.token_ids:
+            return not before.token_ids and not block.token_ids
         return block.parent == previous and block.lora == before.lora and block.key == before.key
 
     def _event(self, run: list[bytes], medium: str | None) -> BlockStored:

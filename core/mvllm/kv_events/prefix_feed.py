@@ -57,8 +57,8 @@ class PrefixFeed:
         while waiting:
             block_hash = waiting.pop()
             block = self._blocks.blocks.get(block_hash)
-            if block is None or block_hash in self._keys:
-                continue
+            if block is None or block_hash in self._keys or not block.token_ids:
+                continue  # gone, known, or stored by an earlier run of the engine: then its tokens are not known
             if block.parent is None:
                 parent = 0 if block.key is None else root_of_text(block.key)
             elif block.parent in self._keys:

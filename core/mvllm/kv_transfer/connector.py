@@ -83,6 +83,19 @@ class TransferResult:
 
 
 @dataclass(frozen=True)
+class StoreChange:
+    """What a connector's store has, or has no longer.
+
+    Attributes:
+        keys: The keys.
+        is_stored: Whether it has them from now on.
+    """
+
+    keys: Sequence[BlockKey]
+    is_stored: bool
+
+
+@dataclass(frozen=True)
 class KVRequest:
     """A request, as a connector sees it.
 
@@ -97,7 +110,13 @@ class KVRequest:
 
 
 class KVConnector(ABC):
-    """A store of blocks outside of the engine."""
+    """A store of blocks outside of the engine.
+
+    Attributes:
+        medium: What KV cache events call this store; None if it reports no changes.
+    """
+
+    medium: str | None = None
 
     def __init__(self, context: KVConnectorContext) -> None:
         """Opens the store.
@@ -150,6 +169,17 @@ class KVConnector(ABC):
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
         """Forgets the contents of these keys, which may be wrong: a request that had them has failed."""
+
+    def take_changes(self, *, everything: bool = False) -> Sequence[StoreChange]:
+        """How the store has changed, in the order of the changes. Only called if it has a `medium`.
+
+        A key that `poll` reports as saved is in the changes that are taken then, unless it was removed again.
+
+        Args:
+            everything: Return all keys that are stored now. Core begins with this call; before it nothing needs to be
+                recorded. Otherwise, what has changed since the last call.
+        """
+        return ()
 
     def stats(self) -> Mapping[str, float]:
         """Gauges and counters by name, such as `bytes_used`, `bytes_limit`, `loaded_blocks`, `saved_blocks`."""

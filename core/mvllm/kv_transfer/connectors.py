@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mvllm.kv_transfer.connector import BlockKey, HostBlock, KVConnector, KVRequest, TransferResult
+from mvllm.kv_transfer.connector import BlockKey, HostBlock, KVConnector, KVRequest, StoreChange, TransferResult
 from mvllm.logging import get_logger
 from mvllm.messages.requests import KVTierStats
 
@@ -141,6 +141,20 @@ class KVConnectors:
         for name in self._connectors:
             self._call(name, "discard", None, keys)
 
+    @property
+    def reports_changes(self) -> bool:
+        """Whether any connector reports what its store has."""
+        return any(connector.medium is not None for connector in self._connectors.values())
+
+    def take_changes(self, *, everything: bool = False) -> list[tuple[str, StoreChange]]:
+        """How the stores have changed, each change with the name of its medium; see KVConnector.take_changes."""
+        changes: list[tuple[str, StoreChange]] = []
+        for name, connector in self._connectors.items():
+            if connector.medium is not None:
+                own: Sequence[StoreChange] = self._call(name, "take_changes", (), everything=everything)
+                changes += [(connector.medium, change) for change in own]
+        return changes
+
     def stats(self) -> dict[str, KVTierStats]:
         """Sizes and counters by connector."""
         found = {}
@@ -160,11 +174,11 @@ class KVConnectors:
         for name in self._connectors:
             self._call(name, "close", None)
 
-    def _call(self, name: str, method: str, default: Any, *args: Any) -> Any:
+    def _call(self, name: str, method: str, default: Any, *args: Any, **keywords: Any) -> Any:
         """Calls a connector; `default` if it raises."""
         try:
             call: Callable[..., Any] = getattr(self._connectors[name], method)
-            return call(*args)
+            return call(*args, **keywords)
         except Exception as e:  # noqa: BLE001  (a package's code, of which any error is possible)
             self._log_once(name, method, f"failed: {type(e).__name__}: {e}", e)
             return default

@@ -24,6 +24,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -35,10 +36,12 @@ from mvllm.kv_transfer.connector import (
     KVConnector,
     KVConnectorContext,
     KVRequest,
+    StoreChange,
     TransferResult,
 )
 from mvllm.kv_transfer.host_kv_cache import HostKVCache
 from mvllm.logging import get_logger
+from mvllm.messages.kv_events import DISK
 
 logger = get_logger(__name__)
 
@@ -89,6 +92,7 @@ class _FileIndex:
         self.num_bytes = 0
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
+        self._changes: list[tuple[str, bool]] | None = None  # name, is it there now; None until they are asked for
         self._scanned: dict[str, int] = {}  # folder -> mtime_ns when it was last read
 
     def __contains__(self, name: str) -> bool:
@@ -114,6 +118,16 @@ class _FileIndex:
             os.unlink(self.folder / name)
         with self._lock:
             self._forget(name)
+
+    def take_changes(self, *, everything: bool) -> list[tuple[str, bool]]:
+        """The files that were added (True) or deleted since the last call, in their order.
+
+        Args:
+            everything: Return all files as added. Changes are recorded from the first such call on.
+        """
+        with self._lock:
+            changes, self._changes = self._changes or [], []
+            return [(name, True) for name in self._entries] if everything else changes
 
     def make_room(self, size: int) -> None:
         """Deletes the least recently used files if `size` more bytes are above the limit: some at once, as they are
@@ -174,14 +188,18 @@ class _FileIndex:
             self.remove(name)
 
     def _add(self, name: str, size: int, used: float) -> None:
-        self._forget(name)
+        before = self._entries.get(name)
         self._entries[name] = _Entry(size, used)
-        self.num_bytes += size
+        self.num_bytes += size - (0 if before is None else before.size)
+        if before is None and self._changes is not None:
+            self._changes.append((name, True))
 
     def _forget(self, name: str) -> None:
         entry = self._entries.pop(name, None)
         if entry is not None:
             self.num_bytes -= entry.size
+            if self._changes is not None:
+                self._changes.append((name, False))
 
 
 class DiskConnector(KVConnector):
@@ -191,6 +209,8 @@ class DiskConnector(KVConnector):
         path: The folder; made if it does not exist.
         size: Most bytes of all files in it, of all models; by default a quarter of the file system's free space.
     """
+
+    medium = DISK
 
     def __init__(self, context: KVConnectorContext) -> None:
         super().__init__(context)
@@ -272,6 +292,14 @@ class DiskConnector(KVConnector):
         for key in keys:
             if (name := self._name(key)) in self._index:
                 self._index.remove(name)
+
+    def take_changes(self, *, everything: bool = False) -> Sequence[StoreChange]:
+        """The files of this namespace that were added or deleted, by this engine or by others."""
+        prefix, changes = self._namespace + "/", self._index.take_changes(everything=everything)
+        own = [(bytes.fromhex(Path(name).stem), is_there) for name, is_there in changes if name.startswith(prefix)]
+        return [
+            StoreChange([key for key, _ in group], is_there) for is_there, group in groupby(own, key=lambda each: each[1])
+        ]
 
     def stats(self) -> Mapping[str, float]:
         """Bytes of all files, and the limit."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import msgspec
 
-DEVICE, HOST, DISK = "device", "host", "disk"
-"""Where a block is stored: on the device, in host blocks, or in a connector's store."""
+DEVICE, HOST, DISK = "device", "CPU", "disk"
+"""Where a block is stored: on the device, in host blocks (vLLM's name), or in the connector `disk`. Other connectors
+have names of their own."""
 
 
 class BlockStored(msgspec.Struct, tag=True, array_like=True, omit_defaults=True, frozen=True):
@@ -20,10 +21,11 @@ class BlockStored(msgspec.Struct, tag=True, array_like=True, omit_defaults=True,
     Attributes:
         block_hashes: Their hashes, 32 bytes each.
         parent_block_hash: The hash of the block before them; None if they begin the sequence.
-        token_ids: Their tokens, `block_size` for each block.
+        token_ids: Their tokens, `block_size` for each block; none if the publisher does not know them: blocks that a
+            store has kept from an earlier run. Then nothing but hashes, size and medium is known.
         block_size: Tokens per block.
         lora_id: The LoRA adapter; None for none.
-        medium: DEVICE, HOST or DISK.
+        medium: DEVICE, HOST, DISK, or what another connector calls its store.
         lora_name: The adapter's name.
         extra_keys: None for blocks that all requests may share. Otherwise per block a list of texts, which may be
             empty: requests share it only if theirs are equal. See `key_text`, which comes first, and `item_text`.

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mvllm.kv_cache.block_hash import BlockHash
+from mvllm.kv_cache.block_table import BlockTable
+from mvllm.kv_cache.event_recorder import HASH_BYTES
 from mvllm.kv_cache.host_tier import HostTier, PoolTier, connector_key, tier_key
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
 from mvllm.kv_cache.prefix_search import group_hash
@@ -100,11 +102,14 @@ class KVLoads:
         self._waiting: dict[Request, _Wait] = {}
         self._loading: dict[Place, list[Request]] = {}
         self._num_saving: dict[Place, int] = {}
+        self._described: dict[Place, tuple[BlockTable, int]] = {}  # loading -> a table with this block, if recorded
+        self._has_recorded = False
         self._asked: set[Request] = set()
         self._params: dict[str, dict[str, Any]] = {}
         self._stats: dict[str, KVTierStats] = {}
         self._stats_time = float("-inf")
         self._tier.on_discard = connectors.discard
+        self._tier.on_clear = self.record_changes
         requests.on_release = self._finish
 
     @property
@@ -165,6 +170,29 @@ class KVLoads:
         """All requests stop waiting, because hashes get another root."""
         for request in list(self._waiting):
             self._stop_waiting(request)
+
+    def record_changes(self, *, restart: bool = False) -> None:
+        """Records what connectors have stored and removed as events of the KV cache, if these are recorded.
+
+        Args:
+            restart: All that the stores have is recorded again.
+        """
+        events = self._kv_cache.events
+        if events is None or not events.records_media or not self._connectors.reports_changes:
+            return
+        everything, self._has_recorded = restart or not self._has_recorded, True
+        for medium, change in self._connectors.take_changes(everything=everything):
+            hashes = [key for key in change.keys if len(key) == HASH_BYTES]  # of the first group
+            if change.is_stored:
+                events.record_stored(hashes, medium)
+            else:
+                events.record_removed(hashes, medium)
+
+    @property
+    def reports_changes(self) -> bool:
+        """Whether `record_changes` may have something to record while nothing else happens."""
+        events = self._kv_cache.events
+        return events is not None and events.records_media and self._connectors.reports_changes
 
     def add_params(self, outputs: Sequence[EngineCoreOutput]) -> None:
         """Adds what connectors tell the clients to the last outputs of requests."""
@@ -323,11 +351,17 @@ class KVLoads:
             self._tier.release(side.table)
             return False
         loads: dict[str, list[HostBlock]] = {}
+        events, table = self._kv_cache.events, side.table
+        numbers: dict[BlockHash, int] = {}
+        if events is not None and events.records_media:
+            numbers = {block_hash: i for i, block_hash in enumerate(table.block_hashes)}
         for tier, key, name in prefix.missing:
             index = tier.host.allocate(key)
             assert index is not None
             self._tier.pin_for(side.table, tier, index)
             self._loading[tier, index] = []
+            if key in numbers and not tier.is_state:
+                self._described[tier, index] = table, numbers[key]
             prefix.filling.append((tier, index))
             loads.setdefault(name, []).append(
                 HostBlock(connector_key(key, is_state=tier.is_state), index, tier.is_state)
@@ -340,7 +374,9 @@ class KVLoads:
 
     def _take_results(self) -> None:
         """Applies the transfers that have ended."""
-        for result in self._connectors.poll():
+        results = self._connectors.poll()
+        self.record_changes()  # before host blocks can be evicted, from which the tokens are known
+        for result in results:
             place = self._tier.tier_of(result.block), result.block.index
             if result.is_load:
                 self._end_load(place, ok=result.ok)
@@ -353,7 +389,10 @@ class KVLoads:
     def _end_load(self, place: Place, *, ok: bool) -> None:
         tier, index = place
         requests = self._loading.pop(place)
+        described = self._described.pop(place, None)
         if ok:
+            if described is not None and self._kv_cache.events is not None and tier.host.key_of(index) is not None:
+                self._kv_cache.events.describe(*described)
             tier.host.publish(index)
         elif (key := tier.host.key_of(index)) is not None:
             tier.host.discard([key])

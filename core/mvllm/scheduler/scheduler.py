@@ -308,6 +308,8 @@ class Scheduler:
     def restore_root(self) -> None:
         """The weights are those of the start again. While there are no requests."""
         self._kv_cache.restore_root()
+        if self.kv_loads is not None:
+            self.kv_loads.record_changes(restart=True)
 
     def pop_outputs(self) -> list[EngineCoreOutput]:
         """Final outputs of requests that ended outside of a step. They are no longer part of the next results."""

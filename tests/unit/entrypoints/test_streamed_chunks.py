@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -39,8 +39,12 @@ USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": Tru
 class SteppedCore(ScriptedCore):
     """Generates the next token of all sequences when their last ones are in a chunk, so that chunks are the same."""
 
+    transfer_params: dict[str, Any] | None = None
+    unfinished: ClassVar[dict[str, list[int]]] = {}
+
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
-        self.unfinished = {each.request_id: TOKENIZER.encode(self.text, add_special_tokens=False) for each in requests}
+        new = {each.request_id: TOKENIZER.encode(self.text, add_special_tokens=False) for each in requests}
+        self.unfinished = {**self.unfinished, **new}
         self.with_logprobs = requests[0].sampling_params.logprobs is not None
         self.loop.call_soon(self.step)
 
@@ -53,7 +57,10 @@ class SteppedCore(ScriptedCore):
                 if reason is not None:
                     del self.unfinished[request_id]
                 logprobs = [PositionLogprobs([token_id], [-0.5], 1)] if self.with_logprobs else None
-                outputs.append(EngineCoreOutput(request_id, [token_id], reason, logprobs=logprobs))
+                params = None if reason is None else self.transfer_params
+                outputs.append(
+                    EngineCoreOutput(request_id, [token_id], reason, logprobs=logprobs, kv_transfer_params=params)
+                )
             self.on_outputs(EngineCoreOutputs(outputs))
         if self.unfinished:
             self.loop.call_later(0.001, self.step)
@@ -110,3 +117,35 @@ def test_chunks_are_the_same_in_both_ways(
             choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in choices
         )
         assert written == text.removesuffix("{}" if "stop" in body else "")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {**PROMPT, "prompt": ["a", "b"]},
+        {**PROMPT, **USAGE},
+        {**CHAT, "n": 2},
+        {**CHAT, "stream_options": {"include_usage": True}},
+    ],
+    ids=["two prompts", "usage in all chunks", "two choices", "usage at the end"],
+)
+@pytest.mark.parametrize("params", [None, {"do_remote_prefill": True, "remote_host": "a\u00e9"}], ids=["none", "some"])
+def test_the_chunk_that_ends_the_first_prompt_has_the_kv_transfer_params(
+    folder: str, body: dict[str, Any], params: dict[str, Any] | None
+) -> None:
+    server = Server(folder, "Hello you", tool_parser=None, reasoning_parser=None)
+    server.core = SteppedCore(server.core.config, "Hello you", FinishReason.LENGTH)
+    server.core.transfer_params = params
+    content = server.post(
+        {**body, "stream": True}, "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    ).content
+    events = [json.loads(event.removeprefix(b"data: ")) for event in content.split(b"\n\n")[:-2]]
+    with_params = [event for event in events if "kv_transfer_params" in event]
+    if params is None:
+        assert not with_params
+        return
+    [event] = with_params
+    assert event["kv_transfer_params"] == params
+    ends = [each for each in events if each["choices"] and each["choices"][0]["finish_reason"] is not None]
+    of_first_prompt = [each for each in ends if each["choices"][0]["index"] == 0 or body.get("n") == 2]
+    assert event is of_first_prompt[-1] and len(ends) == (2 if "n" in body or body.get("prompt") == ["a", "b"] else 1)

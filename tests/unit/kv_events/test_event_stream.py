@@ -15,6 +15,7 @@ import zmq
 from mvllm.config.kv_events import KVEventsConfig
 from mvllm.errors import ConfigError, MvllmError
 from mvllm.kv_cache.block_table import BlockTable
+from mvllm.kv_cache.host_tier import HostTier
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
 from mvllm.kv_events.prefix_feed import PrefixFeed
 from mvllm.kv_events.prefix_index import PrefixIndex, prefix_keys, root_key
@@ -30,9 +31,16 @@ class Cache:
     """A KV cache with random requests, and the publisher of its events."""
 
     def __init__(
-        self, config: KVEventsConfig, *, num_blocks: int = 40, windows: tuple[int | None, ...] = (None,)
+        self,
+        config: KVEventsConfig,
+        *,
+        num_blocks: int = 40,
+        windows: tuple[int | None, ...] = (None,),
+        tier: HostTier | None = None,
     ) -> None:
-        self.manager = KVCacheManager(num_blocks=num_blocks, block_size=SIZE, windows=windows, max_step_tokens=8 * SIZE)
+        self.manager = KVCacheManager(
+            num_blocks=num_blocks, block_size=SIZE, windows=windows, max_step_tokens=8 * SIZE, tier=tier
+        )
         self.recorder = self.manager.record_events(with_events=True, with_changes=False)
         self.publisher = KVEventPublisher(config)
         self.tables: list[BlockTable] = []
@@ -247,11 +255,12 @@ def test_a_failed_request_takes_its_blocks_back(cache: Cache, subscriber: KVEven
     assert subscriber.index.hashes(DEVICE) == kept == cache.hashes
 
 
-def test_other_media_have_their_own_blocks(cache: Cache, subscriber: KVEventSubscriber) -> None:
+def test_other_media_have_their_own_blocks(config: KVEventsConfig, subscriber: KVEventSubscriber) -> None:
+    cache = Cache(config, tier=HostTier(4))
     table = cache.run_request([1] * 3 * SIZE)
     assert table is not None
     cache.publish()
-    cache.recorder.record_stored(table, 0, 3, HOST)
+    cache.recorder.record_stored(table.block_hashes[:3], HOST)
     cache.recorder.record_removed(table.block_hashes[1:2], DEVICE)
     cache.recorder.record_removed(table.block_hashes[2:3], DEVICE)
     cache.recorder.record_removed(table.block_hashes[2:3], HOST)
@@ -263,6 +272,7 @@ def test_other_media_have_their_own_blocks(cache: Cache, subscriber: KVEventSubs
     catch_up(later, cache)  # from a snapshot
     assert later.index.hashes(DEVICE) == {first} and later.index.hashes(HOST) == {first, second}
     later.close()
+    cache.close()
 
 
 def test_a_prefix_index_follows_the_events(config: KVEventsConfig, cache: Cache) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from mvllm.errors import ConfigError
 from mvllm.kv_transfer import disk_connector
-from mvllm.kv_transfer.connector import HostBlock, KVConnectorContext, KVRequest
+from mvllm.kv_transfer.connector import HostBlock, KVConnectorContext, KVRequest, StoreChange
 from mvllm.kv_transfer.disk_connector import _HEADER, DiskConnector
 from mvllm.kv_transfer.host_kv_cache import HostKVCache
 
@@ -247,3 +247,43 @@ def test_old_temporary_files_are_deleted(open_store, folder):
 def test_wrong_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         DiskConnector(KVConnectorContext(b"n" * 32, "e", "both", HostKVCache(1, [1]), None, options))
+
+
+def test_changes_are_those_of_all_engines_and_of_its_own_namespace(open_store, folder):
+    first = open_store()
+    other_model = open_store(namespace=b"m" * 32)
+    first.save(key(1))
+    other_model.save(key(1), key(2))
+    second = open_store()
+    assert second.connector.take_changes(everything=True) == [StoreChange([key(1)], True)]
+    second.save(key(3), key(4) + b"\x01\x00")
+    second.save(key(5) + b"\xff\xff", is_state=True)
+    second.save(key(3))  # it is there
+    second.connector.discard([key(3)])
+    assert second.connector.take_changes() == [
+        StoreChange([key(3), key(4) + b"\x01\x00", key(5) + b"\xff\xff"], True),
+        StoreChange([key(3)], False),
+    ]
+    first.connector.discard([key(1)])
+    first.save(key(6))
+    second.connector._index._scanned.clear()
+    second.connector._index.scan()
+    changes = second.connector.take_changes()
+    assert sorted(changes, key=lambda change: change.is_stored) == [
+        StoreChange([key(1)], False),
+        StoreChange([key(6)], True),
+    ]
+    assert second.connector.take_changes() == []
+    [everything] = second.connector.take_changes(everything=True)
+    assert set(everything.keys) == {key(6), key(4) + b"\x01\x00", key(5) + b"\xff\xff"}
+
+
+def test_files_that_are_deleted_for_room_are_reported(open_store):
+    store = open_store(size=3 * NUM_BYTES)
+    store.connector.take_changes(everything=True)
+    for number in range(6):
+        store.save(key(number))
+    there = set()
+    for change in store.connector.take_changes():
+        there = there | set(change.keys) if change.is_stored else there - set(change.keys)
+    assert there == {key(number) for number in range(6) if store.has(key(number)) == [True]} and 0 < len(there) < 4

@@ -15,6 +15,7 @@ from mvllm.kv_transfer.connector import (
     KVConnector,
     KVConnectorContext,
     KVRequest,
+    StoreChange,
     TransferResult,
 )
 
@@ -46,6 +47,7 @@ class FakeConnector(KVConnector):
         self.has_answer = True
         self._dice = dice
         self._open: list[tuple[HostBlock, bool, object]] = []
+        self._reported: set[BlockKey] = set()
 
     def _host(self, block: HostBlock) -> tuple[dict, dict]:
         runner = self.engine.runner
@@ -110,6 +112,12 @@ class FakeConnector(KVConnector):
 
     def wait(self, timeout: float) -> None:
         pass
+
+    def take_changes(self, *, everything: bool = False) -> Sequence[StoreChange]:
+        before, self._reported = set() if everything else self._reported, set(self.store)
+        stored = [key for key in self.store if key not in before]
+        removed = sorted(before - self._reported)
+        return [StoreChange(removed, False), StoreChange(stored, True)]
 
     def request_finished(self, request: KVRequest, keys: Sequence[BlockKey]) -> dict[str, Any] | None:
         self.finished.append((request, keys))

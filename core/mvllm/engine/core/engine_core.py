@@ -161,7 +161,7 @@ class EngineCore(CoreRollouts):
             if tiers is not None:
                 self.scheduler.skip_steps(tiers.measure_copies(self.scheduler.next_step, self.cache_summary))
                 self.scheduler.copy_costs = tiers.costs
-            self._kv_events = KVEventReporter(config, kv_cache.record_events)
+            self._kv_events = KVEventReporter(config, kv_cache.record_events, self.scheduler.kv_loads)
         except BaseException:
             if tiers is not None:
                 tiers.connectors.close()
@@ -270,6 +270,11 @@ class EngineCore(CoreRollouts):
     def make_stats(self) -> SchedulerStats:
         """The scheduler's current state."""
         return self.scheduler.make_stats()
+
+    @property
+    def report_seconds(self) -> float | None:
+        """How often `pop_cache_changes` is called while there is no work; None for never."""
+        return self._kv_events.report_seconds
 
     def pop_cache_changes(self) -> CacheChanges | None:
         """How the prefix cache has changed since the last call; None if it has not, or there is one replica.

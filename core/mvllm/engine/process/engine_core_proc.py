@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -105,13 +105,17 @@ class EngineCoreProc:
             self._output_queues.publish(outputs, is_busy=self._core.has_requests())
 
     def _process_commands(self) -> bool:
-        """Handles all queued commands; waits for one while there is no work. Returns False for StopCore."""
+        """Handles all queued commands; waits for one while there is no work, but not while changes of connectors'
+        stores are to be published. Returns False for StopCore."""
         input_queue = self._input_queue
         is_waiting = not self._core.has_requests()
         if is_waiting:
             self._activity_table.write(0, IDLE, self._num_received)
         while is_waiting or not input_queue.empty():
-            item = input_queue.get()
+            try:
+                item = input_queue.get(timeout=self._core.report_seconds)
+            except Empty:
+                return True
             is_waiting = False
             if isinstance(item, Exception):
                 raise EngineDeadError(f"The engine stopped: {type(item).__name__}: {item}") from item

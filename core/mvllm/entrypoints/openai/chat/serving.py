@@ -133,7 +133,7 @@ class _ChatChoice:
             choices = self._delta_choices(sequence, self._parser_stream, output.prompt)
             encoded += b"".join(map(self._chunks.encode_delta, choices))
         if sequence.finish_reason is not None:
-            encoded += self._chunks.encode(self._last_choice(sequence))
+            encoded += self._chunks.encode_end_of_choice(self._last_choice(sequence), with_usage=False)
         return encoded
 
     def _first_choice(self, output: RequestOutput) -> bytes:

@@ -27,6 +27,7 @@ class ChunkEncoder:
     Attributes:
         continuous_usage: Whether every chunk with text has the usage so far.
         encode_delta: Encodes a chunk with text: `encode` or `encode_with_usage`.
+        end_fields: Fields of the response, in the chunk that ends a choice.
     """
 
     def __init__(self, fields: dict[str, Any], usage: UsageCounter, options: StreamOptions | None) -> None:
@@ -36,6 +37,18 @@ class ChunkEncoder:
         self._before = b"data: " + encode_json(fields)[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if self._includes_usage else b"]}\n\n"
         self.encode_delta = self.encode_with_usage if self.continuous_usage else self.encode
+        self.end_fields: dict[str, Any] = {}
+
+    def encode_end_of_choice(self, choice: bytes, *, with_usage: bool) -> bytes:
+        """The chunk with a choice's finish reason, with `end_fields`.
+
+        Args:
+            with_usage: It has the usage so far, if the request asks for that in every chunk.
+        """
+        chunk = self.encode_delta(choice) if with_usage else self.encode(choice)
+        if not self.end_fields:
+            return chunk
+        return chunk.removesuffix(b"}\n\n") + b"," + encode_json(self.end_fields)[1:] + b"\n\n"
 
     def encode(self, choice: bytes) -> bytes:
         """A chunk with one choice, already encoded. Its usage is null, or missing if the request asks for none."""

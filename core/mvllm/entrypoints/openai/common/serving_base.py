@@ -247,6 +247,8 @@ class ChoicesHandler(GenerationHandler):
             async for position, output in requests.outputs():
                 self._usage.add(position, output)
                 for sequence in output.outputs:
+                    if position == 0 and output.finished and sequence is output.outputs[-1]:
+                        chunks.end_fields = self._kv_transfer_fields([output])
                     index = position * num_sequences + sequence.index
                     encode = encoders.get(index)
                     if encode is not None:
@@ -258,6 +260,7 @@ class ChoicesHandler(GenerationHandler):
                     if sequence.finish_reason == "error":
                         raise requests.error_of(sequence)
                 num_open -= output.finished
+                chunks.end_fields = {}
                 if written and num_open:  # the last chunks are sent with the stream's end
                     yield written
                     written = b""

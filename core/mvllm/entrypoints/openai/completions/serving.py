@@ -130,7 +130,9 @@ class _CompletionChoice:
     def encode(self, output: RequestOutput, sequence: CompletionOutput) -> bytes:
         """The chunk of the next output; empty if it has no text."""
         assert self._chunks is not None
-        if not self._plain or sequence.finish_reason is not None:
+        if sequence.finish_reason is not None:
+            return self._chunks.encode_end_of_choice(encode_json(self.build(output, sequence)), with_usage=True)
+        if not self._plain:
             return self._chunks.encode_delta(encode_json(self.build(output, sequence)))
         if not sequence.text:
             return b""
