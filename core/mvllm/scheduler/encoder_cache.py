@@ -72,17 +72,16 @@ class EncoderCache:
             self.num_available += self._rows[content_hash]
 
     def drop(self, content_hash: bytes) -> None:
-        """Drops a result that may be wrong or missing. Its users have none any more, and must not release it."""
-        if self._num_users.pop(content_hash, 0):
-            self.num_available += self._rows[content_hash]
-            self._unused[content_hash] = None
-        if content_hash in self._rows:
-            self._remove(content_hash)
+        """Drops an unused result."""
+        self._remove(content_hash)
 
     def clear(self) -> None:
-        """Drops all results, see `drop`."""
-        for content_hash in list(self._rows):
-            self.drop(content_hash)
+        """Drops all results. Nobody uses any after that, and must not release them."""
+        self._freed += self._rows
+        self._rows.clear()
+        self._num_users.clear()
+        self._unused.clear()
+        self._num_held, self.num_available = 0, self.num_rows
 
     def pop_freed(self) -> list[bytes]:
         """The results dropped since the last call. Some of them may have been added again."""

@@ -20,7 +20,8 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 
-from mvllm.config.multimodal import EncoderLimits, MultiModalModel
+from mvllm.config.encoder_limits import EncoderLimits
+from mvllm.config.multimodal import MultiModalModel
 from mvllm.errors import RequestError
 from mvllm.messages.multimodal import EncoderInput, ItemSpan, MultiModalItem
 from mvllm.messages.requests import ENCODER_SECONDS_BUCKETS, EngineCoreRequest, SchedulerStats
@@ -65,7 +66,7 @@ class EncoderPlanner:
         self._seconds = 0.0
         self._num_left = limits.step_tokens  # rows that the step may still encode
         self._used: dict[Request, dict[int, bytes]] = {}  # by request, and by the item's number in it
-        self._passed: list[bytes] = []  # read to their end by the present plan, which uses them
+        self._passed: list[bytes] = []  # read to their end by the plan being made
 
     # ------------------------------------------------------------------------------------------------------ requests
 
@@ -138,10 +139,14 @@ class EncoderPlanner:
             self.cache.release(content_hash)
 
     def discard(self, request: Request) -> None:
-        """Drops the results of a request that has failed: its encoder may be what failed."""
-        for content_hash in {item.span.content_hash for item in request.items}:
-            if content_hash in self.cache:
-                self._forget(content_hash)
+        """A request has failed: drops its results, since its encoder may be what failed.
+
+        Those that others use stay. If they are missing on the workers, their users fail, too.
+        """
+        self.release(request)
+        for item in request.items:
+            if self.cache.is_unused(item.span.content_hash):
+                self.cache.drop(item.span.content_hash)
 
     def clear(self) -> None:
         """Drops all results. Running requests have those that they still read encoded again.
@@ -150,24 +155,19 @@ class EncoderPlanner:
         """
         assert not (self.has_cross_attention and self._used), "running requests read results in every step"
         self._used.clear()
-        self._passed.clear()
         self.cache.clear()
-
-    def _forget(self, content_hash: bytes) -> None:
-        self.cache.drop(content_hash)
-        self._passed = [each for each in self._passed if each != content_hash]
-        for used in self._used.values():
-            for number in [number for number, each in used.items() if each == content_hash]:
-                del used[number]
 
     # --------------------------------------------------------------------------------------------------------- plans
 
     def start_plan(self) -> None:
-        """Begins a plan. What the last plan has read to its end is not used any more."""
+        """Begins a plan."""
+        self._num_left = self._limits.step_tokens
+
+    def end_plan(self) -> None:
+        """Ends a plan. What it reads to the end is not used any more."""
         for content_hash in self._passed:
             self.cache.release(content_hash)
         self._passed.clear()
-        self._num_left = self._limits.step_tokens
 
     def limit(self, request: Request, start: int, num_tokens: int, budget: int) -> int:
         """How many tokens a request may compute in the plan being made. No side effects.
@@ -259,14 +259,14 @@ class EncoderPlanner:
 
     def add_stats(self, stats: SchedulerStats) -> None:
         """Adds the counters and gauges of encoders."""
-        stats.mm_cache_queries, stats.mm_cache_hits = self._num_queries, self._num_hits
+        stats.encoder_cache_queries, stats.encoder_cache_hits = self._num_queries, self._num_hits
         stats.encoder_cache_rows = self.cache.num_held
         stats.encoder_steps, stats.encoder_seconds = self._num_steps.copy(), self._seconds
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless the users of results are those known here."""
         users = Counter(each for used in self._used.values() for each in used.values())
-        users.update(self._passed)
+        assert not self._passed, "between two plans"
         self.cache.check_integrity(users)
 
 

@@ -134,6 +134,8 @@ class StepPlanner:
         assert batch or not plan.new_block_rows, "blocks were planned for a row that does not compute"
         batch = decodes_first(plan, batch)
         self._states.end_plan(plan, batch)
+        if self._encoders is not None:
+            self._encoders.end_plan()
         return plan, batch
 
     def is_ordinary(self, plan: SchedulerOutput) -> bool:
