@@ -5,6 +5,8 @@ them. Two blocks with the same hash hold the same values, whichever request comp
 
     root ── request keys ──> H(root, keys) ── tokens 0..15 ──> hash of block 0 ── tokens 16..31 ──> hash of block 1 ...
 
+Where images or audio stand in the place of tokens, the hash of a block also takes in the name of their contents.
+
 Hashes are trusted without comparing tokens, so they are SHA-256: a prompt whose blocks collide with another's cannot be
 constructed. The root is random unless a seed is given, so hashes of one engine mean nothing to another.
 """
@@ -16,6 +18,8 @@ import hashlib
 import os
 import struct
 from collections.abc import Sequence
+
+from mvllm.messages.multimodal import ItemSpan
 
 BlockHash = bytes
 """32 bytes."""
@@ -52,14 +56,33 @@ def request_root_hash(root: BlockHash, keys: Sequence[tuple[str, str]]) -> Block
     return digest.digest()
 
 
-def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
+def hash_block(parent: BlockHash, token_ids: Sequence[int], items: bytes = b"") -> BlockHash:
     """The hash of a full block.
 
     Args:
         parent: The hash of the previous block, or the request's root.
         token_ids: The tokens of this block.
+        items: What `items_in_block` returns for it.
     """
-    return hashlib.sha256(parent + _int64s(len(token_ids)).pack(*token_ids)).digest()
+    return hashlib.sha256(parent + _int64s(len(token_ids)).pack(*token_ids) + items).digest()
+
+
+def items_in_block(spans: Sequence[ItemSpan], start: int, stop: int) -> bytes:
+    """The names of the items whose spans overlap a block, with the block's place in each span; empty without any.
+
+    Which rows of an item the block has follows from this and from the tokens of its chain.
+
+    Args:
+        spans: By rising offset.
+        start, stop: First position of the block, and the first behind it.
+    """
+    found = b""
+    for span in spans:
+        if span.offset >= stop:
+            break
+        if span.stop > start:
+            found += span.content_hash + (start - span.offset).to_bytes(8, "little", signed=True)
+    return found
 
 
 @functools.cache

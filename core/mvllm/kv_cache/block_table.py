@@ -7,6 +7,7 @@ from operator import itemgetter
 
 from mvllm.kv_cache.block_hash import BlockHash
 from mvllm.kv_cache.request_state import NO_STATE, RequestState
+from mvllm.messages.multimodal import ItemSpan
 
 
 class GroupBlocks:
@@ -39,6 +40,7 @@ class BlockTable:
         root: Root of the chain of block hashes; None if no block of this request may be shared.
         num_shareable_tokens: Only full blocks within this many leading tokens get a hash.
         keys: (kind, value) pairs of what, besides the tokens, decides whether its blocks may be shared.
+        items: Spans of the images, audio and embeddings among the tokens, by rising offset.
         prefix_keys: Keys of leading chunks, as far as the KVCacheEventRecorder has computed them.
         block_hashes: Hashes of the leading full blocks, as far as computed; kept when the blocks are freed.
         num_hashed_blocks: Leading blocks that were found in the cache or offered to it.
@@ -48,6 +50,7 @@ class BlockTable:
     __slots__ = (
         "block_hashes",
         "groups",
+        "items",
         "keys",
         "num_hashed_blocks",
         "num_shareable_tokens",
@@ -65,12 +68,14 @@ class BlockTable:
         num_shareable_tokens: int,
         num_groups: int = 1,
         keys: Sequence[tuple[str, str]] = (),
+        items: Sequence[ItemSpan] = (),
     ) -> None:
         self.token_ids = token_ids
         self.root = root
         self.num_shareable_tokens = num_shareable_tokens
         self.groups = tuple(GroupBlocks() for _ in range(num_groups))
         self.keys = keys
+        self.items = items
         self.prefix_keys: list[int] = []
         self.block_hashes: list[BlockHash] = []
         self.num_slots = 0

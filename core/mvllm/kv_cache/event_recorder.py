@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from mvllm.kv_cache.block_hash import BlockHash
 from mvllm.kv_cache.block_table import BlockTable
-from mvllm.kv_events.prefix_index import chunk_tokens, prefix_keys, root_key
+from mvllm.kv_events.prefix_index import chunk_tokens, ids_with_items, prefix_keys, root_key
 from mvllm.messages.kv_events import (
     DEVICE,
     AllBlocksCleared,
@@ -23,6 +23,7 @@ from mvllm.messages.kv_events import (
     BlockStored,
     CacheChanges,
     KVCacheEvent,
+    item_text,
     key_text,
 )
 
@@ -141,15 +142,31 @@ class KVCacheEventRecorder:
             lora_id,
             medium,
             keys.get("lora_name"),
-            [[key_text(root_key(table.keys))]] * (end - first) if table.keys else None,
+            self._extra_keys(table, first, end) if table.keys or table.items else None,
         )
+
+    def _extra_keys(self, table: BlockTable, first: int, end: int) -> list[list[str]]:
+        """What decides about each block beside its tokens: the key of the request, and the items in the block."""
+        of_request, size = [key_text(root_key(table.keys))] if table.keys else [], self._block_size
+        return [
+            of_request
+            + [
+                item_text(span.content_hash, span.offset - block * size)
+                for span in table.items
+                if span.offset < (block + 1) * size and span.stop > block * size
+            ]
+            for block in range(first, end)
+        ]
 
     def _store_chunks(self, table: BlockTable, first: int, end: int) -> None:
         count, keys = self._blocks_per_chunk, table.prefix_keys
         num_chunks = end // count
         if num_chunks > len(keys):
             root = keys[-1] if keys else root_key(table.keys)
-            tokens = table.token_ids[len(keys) * self._chunk : num_chunks * self._chunk]
+            start = len(keys) * self._chunk
+            tokens: Sequence[int] = table.token_ids[start : num_chunks * self._chunk]
+            if table.items:
+                tokens = ids_with_items(tokens, table.items, start)
             keys.extend(prefix_keys(tokens, self._chunk, root))
         for chunk in range(first // count, num_chunks):
             block_hash = table.block_hashes[(chunk + 1) * count - 1]

@@ -33,7 +33,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from mvllm.config.sliding_window_blocks import first_visible_block, max_blocks_held
-from mvllm.kv_cache.block_hash import BlockHash, hash_block, make_root_hash, request_root_hash
+from mvllm.kv_cache.block_hash import BlockHash, hash_block, items_in_block, make_root_hash, request_root_hash
 from mvllm.kv_cache.block_pool import BlockPool
 from mvllm.kv_cache.block_table import BlockTable
 from mvllm.kv_cache.event_recorder import KVCacheEventRecorder
@@ -42,6 +42,7 @@ from mvllm.kv_cache.prefix_search import OUT_OF_WINDOW, PrefixSearch, group_hash
 from mvllm.kv_cache.state_slots import StateSlots
 from mvllm.kv_cache.unconfirmed_block_hashes import UnconfirmedBlockHashes
 from mvllm.kv_events.prefix_index import sharing_keys
+from mvllm.messages.multimodal import ItemSpan
 
 
 class KVCacheManager:
@@ -141,6 +142,7 @@ class KVCacheManager:
         position_key: int = 0,
         sibling_group: str | None = None,
         adapter_keys: Sequence[tuple[str, str]] = (),
+        items: Sequence[ItemSpan] = (),
     ) -> BlockTable:
         """An empty table for a new request.
 
@@ -149,15 +151,17 @@ class KVCacheManager:
             cache_salt, position_key: Only requests with equal values share blocks.
             sibling_group: Without prefix caching, only requests of the same group share blocks, and only the prompt's.
             adapter_keys: (kind, value) pairs that name the LoRA adapter; only requests with equal pairs share blocks.
+            items: Spans of the images, audio and embeddings of the prompt, by rising offset.
         """
-        keys = sharing_keys(cache_salt, position_key, adapter_keys)
+        keys = sharing_keys(cache_salt, position_key, adapter_keys, items)
         if adapter_keys and self.tier is not None:
             keys.append(("engine", self._engine_key))  # in another engine the adapter may have other weights
         if self.enable_caching:
-            return BlockTable(token_ids, request_root_hash(self._root, keys), sys.maxsize, self.num_groups, keys)
+            return BlockTable(token_ids, request_root_hash(self._root, keys), sys.maxsize, self.num_groups, keys, items)
         if sibling_group is not None:
             keys.append(("sibling_group", sibling_group))
-            return BlockTable(token_ids, request_root_hash(self._root, keys), len(token_ids), self.num_groups, keys)
+            root = request_root_hash(self._root, keys)
+            return BlockTable(token_ids, root, len(token_ids), self.num_groups, keys, items)
         return BlockTable(token_ids, None, 0, self.num_groups)
 
     def get_computed_blocks(self, table: BlockTable) -> list[int]:
@@ -457,6 +461,7 @@ class KVCacheManager:
         num_blocks = min(num_blocks, table.num_shareable_tokens // size)
         assert table.root is not None
         for i in range(len(hashes), num_blocks):
-            parent = hashes[i - 1] if i else table.root
-            hashes.append(hash_block(parent, table.token_ids[i * size : (i + 1) * size]))
+            parent, start, stop = hashes[i - 1] if i else table.root, i * size, (i + 1) * size
+            items = items_in_block(table.items, start, stop) if table.items else b""
+            hashes.append(hash_block(parent, table.token_ids[start:stop], items))
         return hashes if len(hashes) == num_blocks else hashes[:num_blocks]

@@ -11,6 +11,7 @@ from mvllm.kv_cache.host_tier import HostTier
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
 from mvllm.kv_cache.request_state import RequestState
 from mvllm.kv_cache.state_slots import LEAST_DISTANCE, StateSlots
+from mvllm.messages.multimodal import ItemSpan
 
 
 class StateKVCacheManager(KVCacheManager):
@@ -76,6 +77,7 @@ class StateKVCacheManager(KVCacheManager):
         position_key: int = 0,
         sibling_group: str | None = None,
         adapter_keys: Sequence[tuple[str, str]] = (),
+        items: Sequence[ItemSpan] = (),
     ) -> BlockTable:
         """As in KVCacheManager."""
         table = super().make_table(
@@ -84,6 +86,7 @@ class StateKVCacheManager(KVCacheManager):
             position_key=position_key,
             sibling_group=sibling_group,
             adapter_keys=adapter_keys,
+            items=items,
         )
         table.state = RequestState(len(token_ids), has_siblings=sibling_group is not None)
         return table

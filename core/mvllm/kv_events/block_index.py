@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import groupby, islice
 
-from mvllm.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from mvllm.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, is_key_text
 
 
 class IndexedBlock:
@@ -15,19 +15,25 @@ class IndexedBlock:
         parent: The hash of the block before it; None for the first one of a sequence.
         token_ids: Its tokens.
         lora: The LoRA adapter's id and name; None for none.
-        key: Its text in `BlockStored.extra_keys`; None for a block that all requests may share.
+        key: Its `key_text` in `BlockStored.extra_keys`; None for a block that all requests may share.
+        items: Its `item_text`s there: the images, audio and embeddings in it.
         media: The media that have it.
     """
 
-    __slots__ = ("key", "lora", "media", "parent", "token_ids")
+    __slots__ = ("items", "key", "lora", "media", "parent", "token_ids")
 
     def __init__(
-        self, parent: bytes | None, token_ids: tuple[int, ...], lora: tuple[int, str | None] | None, key: str | None
+        self,
+        parent: bytes | None,
+        token_ids: tuple[int, ...],
+        lora: tuple[int, str | None] | None,
+        keys: tuple[str, ...],
     ) -> None:
         self.parent = parent
         self.token_ids = token_ids
         self.lora = lora
-        self.key = key
+        self.items = tuple(text for text in keys if not is_key_text(text))
+        self.key = next((text for text in keys if is_key_text(text)), None)
         self.media: tuple[str | None, ...] = ()
 
 
@@ -83,9 +89,9 @@ class KVBlockIndex:
         for i, block_hash in enumerate(event.block_hashes):
             block = self.blocks.get(block_hash)
             if block is None:
-                key = event.extra_keys[i][0] if event.extra_keys else None
+                keys = tuple(event.extra_keys[i]) if event.extra_keys else ()
                 tokens = tuple(event.token_ids[i * size : (i + 1) * size])
-                block = self.blocks[block_hash] = IndexedBlock(parent, tokens, lora, key)
+                block = self.blocks[block_hash] = IndexedBlock(parent, tokens, lora, keys)
             if event.medium not in block.media:
                 block.media += (event.medium,)
             parent = block_hash
@@ -105,6 +111,7 @@ class KVBlockIndex:
     def _event(self, run: list[bytes], medium: str | None) -> BlockStored:
         first = self.blocks[run[0]]
         lora_id, lora_name = first.lora or (None, None)
+        keys = [[*([] if first.key is None else [first.key]), *self.blocks[each].items] for each in run]
         return BlockStored(
             list(run),
             first.parent,
@@ -113,5 +120,5 @@ class KVBlockIndex:
             lora_id,
             medium,
             lora_name,
-            None if first.key is None else [[first.key]] * len(run),
+            keys if any(keys) else None,
         )

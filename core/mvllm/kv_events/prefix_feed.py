@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mvllm.kv_events.block_index import KVBlockIndex
-from mvllm.kv_events.prefix_index import PrefixIndex, Replica, prefix_keys
-from mvllm.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, root_of_text
+from mvllm.kv_events.prefix_index import PrefixIndex, Replica, item_id, prefix_keys
+from mvllm.messages.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+    item_of_text,
+    root_of_text,
+)
 
 
 class PrefixFeed:
@@ -59,7 +66,11 @@ class PrefixFeed:
             else:
                 self._children.setdefault(block.parent, set()).add(block_hash)
                 continue
-            [key] = prefix_keys(block.token_ids, len(block.token_ids), parent)
+            token_ids = list(block.token_ids)
+            for content_hash, place in map(item_of_text, block.items):
+                if place >= 0:
+                    token_ids[place] = item_id(content_hash)
+            [key] = prefix_keys(token_ids, len(token_ids), parent)
             self._keys[block_hash] = key
             self._index.store(self._replica, [key])
             waiting.extend(self._children.pop(block_hash, ()))

@@ -19,6 +19,8 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
+from mvllm.messages.multimodal import ItemSpan
+
 Replica = TypeVar("Replica", bound=Hashable)
 
 _MIN_CHUNK_TOKENS = 64
@@ -30,7 +32,10 @@ def chunk_tokens(block_size: int) -> int:
 
 
 def sharing_keys(
-    cache_salt: str | None = None, position_key: int = 0, adapter_keys: Sequence[tuple[str, str]] = ()
+    cache_salt: str | None = None,
+    position_key: int = 0,
+    adapter_keys: Sequence[tuple[str, str]] = (),
+    items: Sequence[ItemSpan] = (),
 ) -> list[tuple[str, str]]:
     """The (kind, value) pairs of what, besides the tokens, decides whether requests may share blocks.
 
@@ -38,11 +43,34 @@ def sharing_keys(
         cache_salt: The request's.
         position_key: Of models whose rotary embedding depends on the length of the prompt; otherwise 0.
         adapter_keys: `LoRARequest.cache_keys`.
+        items: Spans of images, audio and embeddings. Those without positions, to which a model has cross-attention,
+            decide about every token.
     """
     keys = [] if cache_salt is None else [("cache_salt", cache_salt)]
     if position_key:
         keys.append(("position_key", str(position_key)))
+    if items:
+        keys.extend(("item", span.content_hash.hex()) for span in items if not span.length)
     return [*keys, *adapter_keys]
+
+
+def item_id(content_hash: bytes) -> int:
+    """A negative number that names the content of an image, audio or embeddings."""
+    return -1 - int.from_bytes(content_hash[:7])
+
+
+def ids_with_items(token_ids: Sequence[int], items: Sequence[ItemSpan], first: int = 0) -> Sequence[int]:
+    """Token ids in which the first position of each item is replaced by the `item_id` of its content.
+
+    Args:
+        token_ids: Those of a prompt from position `first` on.
+        items: Spans of the prompt.
+    """
+    ids = list(token_ids)
+    for span in items:
+        if span.length and first <= span.offset < first + len(ids):
+            ids[span.offset - first] = item_id(span.content_hash)
+    return ids
 
 
 def root_key(keys: Sequence[tuple[str, str]]) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -149,6 +150,9 @@ class ForwardStep:
         item_embeds: [n, embedding_width], compute dtype, device.
         rope_positions: [3, T], int32, device: temporal position, height and width of each token; None in steps in which
             the three are equal, and are the `positions` of the model.
+        cross_inputs: Of models with cross-attention, parallel to the requests of the step: the encoder's result of each
+            request, [rows, width], compute dtype, device; None for a request without items. None in steps without any.
+        query_start_loc: int32 [R + 1], host: the first token of each request; only with `cross_inputs`.
     """
 
     metadata: Mapping[Hashable, AttentionMetadata]
@@ -161,3 +165,5 @@ class ForwardStep:
     item_indices: torch.Tensor | None = None
     item_embeds: torch.Tensor | None = None
     rope_positions: torch.Tensor | None = None
+    cross_inputs: Sequence[torch.Tensor | None] | None = None
+    query_start_loc: np.ndarray | None = None

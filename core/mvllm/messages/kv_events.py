@@ -25,8 +25,8 @@ class BlockStored(msgspec.Struct, tag=True, array_like=True, omit_defaults=True,
         lora_id: The LoRA adapter; None for none.
         medium: DEVICE, HOST or DISK.
         lora_name: The adapter's name.
-        extra_keys: None for blocks that all requests may share. Otherwise per block a list with one text: requests
-            share it only if theirs is equal, see `key_text`.
+        extra_keys: None for blocks that all requests may share. Otherwise per block a list of texts, which may be
+            empty: requests share it only if theirs are equal. See `key_text`, which comes first, and `item_text`.
     """
 
     block_hashes: list[bytes]
@@ -100,6 +100,31 @@ def merge_changes(first: CacheChanges | None, then: CacheChanges | None) -> Cach
 def key_text(root: int) -> str:
     """The text in `extra_keys` of blocks with this root key, see `mvllm.kv_events.prefix_index.root_key`."""
     return f"mvllm:{root:014x}"
+
+
+def is_key_text(text: str) -> bool:
+    """Whether a text in `extra_keys` is a `key_text`."""
+    return text.startswith("mvllm:")
+
+
+def item_text(content_hash: bytes, place: int) -> str:
+    """The text in `extra_keys` of an image, audio or embeddings among the tokens of a block.
+
+    Args:
+        content_hash: Its name.
+        place: Where its span begins, counted from the block's first position; negative in later blocks of the span.
+    """
+    return f"{content_hash.hex()}:{place}"
+
+
+def item_of_text(text: str) -> tuple[bytes, int]:
+    """The arguments of an `item_text`.
+
+    Raises:
+        ValueError: It is none.
+    """
+    name, _, place = text.partition(":")
+    return bytes.fromhex(name), int(place)
 
 
 def root_of_text(text: str) -> int:

@@ -144,6 +144,10 @@ class KVTierStats(msgspec.Struct, omit_defaults=True):
     num_load_failures: int = 0
 
 
+ENCODER_SECONDS_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""Upper bounds of the times of a step's encoder runs, in seconds."""
+
+
 class SchedulerStats(msgspec.Struct, omit_defaults=True):
     """The scheduler's state after a step. Counters count since the start.
 
@@ -158,6 +162,12 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
         num_swapped: Those of `num_waiting` that were preempted and have their keys and values in host memory.
         num_waiting_for_kv: Those of `num_waiting` that wait until a KV connector has loaded their prefix.
         kv_tiers: Where blocks are kept outside of the device, by name: `host`, and the connectors.
+        mm_cache_queries: Images, audio and embeddings whose results requests began to read.
+        mm_cache_hits: Those of them whose results were in the encoder cache.
+        encoder_cache_rows: Rows of the results in the encoder cache.
+        encoder_steps: Steps that ran encoders, by time: for each of ENCODER_SECONDS_BUCKETS the steps up to that time
+            and above the one before, then those above all; empty before the first.
+        encoder_seconds: Time of all of them; see `ModelRunnerOutput.encoder_seconds`.
     """
 
     num_running: int = 0
@@ -175,6 +185,11 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
     num_swapped: int = 0
     num_waiting_for_kv: int = 0
     kv_tiers: dict[str, KVTierStats] = {}
+    mm_cache_queries: int = 0
+    mm_cache_hits: int = 0
+    encoder_cache_rows: int = 0
+    encoder_steps: list[int] = []
+    encoder_seconds: float = 0.0
 
     @property
     def num_accepted_tokens(self) -> int:

@@ -140,6 +140,8 @@ class ModelRunnerOutput(msgspec.Struct, omit_defaults=True):
             No token is sampled for these rows.
         conditional_logprobs: Of guided rows that request log-probabilities: the log-probability of the sampled token in
             the row's own logits.
+        encoder_seconds: Time that the step's encoders took, as the host sees it (where devices compute asynchronously,
+            the time to submit the work); 0 without any, and where the first pipeline stage is another rank.
     """
 
     step: int
@@ -152,3 +154,4 @@ class ModelRunnerOutput(msgspec.Struct, omit_defaults=True):
     errors: dict[int, str] = {}
     pooler_output: dict[int, bytes] = {}
     conditional_logprobs: dict[int, float] = {}
+    encoder_seconds: float = 0.0

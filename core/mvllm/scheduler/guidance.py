@@ -11,6 +11,7 @@ neither computes its last token before the other one can: so both sample in the 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 import msgspec
 
@@ -19,7 +20,7 @@ from mvllm.errors import RequestError
 from mvllm.kv_cache.block_table import BlockTable
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
-from mvllm.scheduler.request import Request
+from mvllm.scheduler.request import Request, RequestStatus
 
 
 def companion_data(data: EngineCoreRequest) -> EngineCoreRequest:
@@ -112,3 +113,20 @@ def split_tokens(
         return num_left, num_companion_left
     first = min(num_left - 1, room, budget)
     return first, min(num_companion_left - 1, companion_room, budget - first)
+
+
+def pairs_sampled_apart(batch: list[Request], tokens: list[int]) -> Iterator[Request]:
+    """The guided requests whose sides have different tokens, because the worker does not know of pairs.
+
+    Args:
+        batch: The rows of a step.
+        tokens: The token of each.
+    """
+    token_of = {
+        request.companion: token
+        for request, token in zip(batch, tokens, strict=True)
+        if request.companion is not None and request.status is not RequestStatus.FINISHED
+    }
+    for request, token in zip(batch, tokens, strict=True):
+        if token_of.get(request, token) != token:
+            yield request.listed

@@ -105,6 +105,8 @@ class Request:
         companion: The unconditional companion of a guided request, see `guidance.py`.
         primary: Of a companion: the guided request.
         conditional_logprobs: Of tokens not sent yet, for guided requests with `logprobs`.
+        items: Images, audio and embeddings of its prompt.
+        items_end: First position behind the last of them; 0 without any.
         is_swapped: Its keys and values are kept in host memory until it runs again.
     """
 
@@ -120,6 +122,8 @@ class Request:
         "is_long",
         "is_swapped",
         "is_very_long",
+        "items",
+        "items_end",
         "logprobs",
         "lora_int_id",
         "max_num_tokens",
@@ -156,6 +160,9 @@ class Request:
         self.token_ids = table.token_ids
         self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
+
+        self.items = data.items
+        self.items_end = data.items[-1].span.stop if data.items else 0
 
         self.pooling_type = None if data.pooling_params is None else data.pooling_params.pooling_type
         if data.pooling_params is not None:

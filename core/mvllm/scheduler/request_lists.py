@@ -83,8 +83,10 @@ class RequestLists:
         num_prompt_logprobs: How many return prompt log-probabilities.
         num_grammars: How many have a grammar.
         num_guided: How many have a companion.
+        num_with_items: How many have images, audio or embeddings.
         num_swapped: How many are swapped.
         on_release: Called with a request that ends, while it has its blocks; None for nobody.
+        on_items_unused: Called with a request with items that stops to run; None for nobody.
     """
 
     def __init__(self, kv_cache: KVCacheManager, num_rows: int) -> None:
@@ -98,14 +100,17 @@ class RequestLists:
         self.num_prompt_logprobs = 0
         self.num_grammars = 0
         self.num_guided = 0
+        self.num_with_items = 0
         self.num_swapped = 0
         self.on_release: Callable[[Request], None] | None = None
+        self.on_items_unused: Callable[[Request], None] | None = None
 
     def add(self, request: Request) -> None:
         """Adds a new request. With `structured_outputs` it is blocked until `start_grammar`."""
         self.by_id[request.request_id] = request
         self.num_prompt_logprobs += request.prompt_logprobs is not None
         self.num_guided += request.companion is not None
+        self.num_with_items += bool(request.items)
         if request.data.sampling_params.structured_outputs is None:
             self.waiting.push(request)
         else:
@@ -240,16 +245,22 @@ class RequestLists:
         request.is_swapped = is_swapped
 
     def _reset_computed(self, request: Request) -> None:
+        self._free_items(request)
         self.rows.free(request.row)
         request.row = -1
         request.num_computed_tokens = 0
         request.draft_token_ids = []
         request.recomputes = False
 
+    def _free_items(self, request: Request) -> None:
+        if request.items and self.on_items_unused is not None:
+            self.on_items_unused(request)
+
     def _release(self, request: Request) -> None:
         """Frees rows and blocks of a request that has been removed from its list."""
         if self.on_release is not None:
             self.on_release(request)
+        self._free_items(request)
         self._set_swapped(request, False)
         for side in request.sides:
             self._kv_cache.release_host_blocks(side.table)
@@ -261,6 +272,7 @@ class RequestLists:
         self.num_prompt_logprobs -= request.data.sampling_params.prompt_logprobs is not None
         self.num_grammars -= request.grammar is not None
         self.num_guided -= request.companion is not None
+        self.num_with_items -= bool(request.items)
         request.grammar = None
         del self.by_id[request.request_id]
 
@@ -287,6 +299,7 @@ class RequestLists:
         assert num_held == self._kv_cache.num_blocks - self._kv_cache.num_free_blocks, "Blocks leaked"
         assert self.num_swapped == sum(request.is_swapped for request in self.by_id.values())
         assert self.num_grammars == sum(request.grammar is not None for request in self.by_id.values())
+        assert self.num_with_items == sum(bool(request.items) for request in self.by_id.values())
         assert self.num_guided == sum(request.companion is not None for request in self.by_id.values())
 
 

@@ -27,6 +27,7 @@ def new_request_data(request: Request, num_computed_tokens: int) -> NewRequestDa
         more_block_ids=[blocks.block_ids.copy() for blocks in table.groups[1:]],
         lora_request=data.lora_request,
         guided_row=None if request.primary is None else request.primary.row,
+        items=[item.span for item in request.items] if request.items else [],
     )
 
 

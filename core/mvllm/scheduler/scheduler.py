@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from mvllm.config.engine_config import SchedulerConfig
-from mvllm.errors import ConfigError, PlatformError, RequestError
+from mvllm.errors import PlatformError, RequestError
 from mvllm.kv_cache.block_table import BlockTable
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
 from mvllm.kv_cache.state_slots import StateSlots
@@ -28,8 +28,10 @@ from mvllm.messages.requests import (
     SchedulerStats,
 )
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from mvllm.scheduler.config_checks import check_scheduler_config
+from mvllm.scheduler.encoder_planner import EncoderPlanner, rope_shift
 from mvllm.scheduler.grammar_masks import masks_of_batch
-from mvllm.scheduler.guidance import add_companion, check_guided, companion_data
+from mvllm.scheduler.guidance import add_companion, check_guided, companion_data, pairs_sampled_apart
 from mvllm.scheduler.kv_loads import KVLoads
 from mvllm.scheduler.request import RESTARTED, Grammar, Request, RequestStatus
 from mvllm.scheduler.request_lists import RequestLists
@@ -59,6 +61,7 @@ class Scheduler:
         can_defer_masks: Plans may say `masks_follow`. The caller then asks for `masks_for` when it has passed the
             results of the previous plan to `update_from_output`.
         connectors: Stores of blocks outside of the engine; None without any. They need a KV cache with a host tier.
+        encoders: Plans the encoders of images, audio and embeddings; None refuses requests that have some.
         preemption_mode: `auto`, `swap` or `recompute`, see `swapping.py`. Without a host tier always `recompute`.
 
     Raises:
@@ -83,10 +86,11 @@ class Scheduler:
         num_lookahead_tokens: int = 0,
         can_defer_masks: bool = False,
         connectors: KVConnectors | None = None,
+        encoders: EncoderPlanner | None = None,
         preemption_mode: str = RECOMPUTE,
         copy_costs: CopyCosts = NO_COSTS,
     ) -> None:
-        _check_config(config, max_model_len)
+        check_scheduler_config(config, max_model_len)
         self._config = config
         self._max_model_len = max_model_len
         self._kv_cache = kv_cache
@@ -94,6 +98,9 @@ class Scheduler:
         self._clock = clock
         self._stats = SchedulerStats(accepted_at=[0] * num_speculative_tokens)
         self.requests = RequestLists(kv_cache, config.max_num_seqs)
+        self._encoders = encoders
+        if encoders is not None:
+            self.requests.on_items_unused = encoders.release
         self.copy_costs = copy_costs
         self.kv_loads: KVLoads | None = None
         self._swapper: Swapper | None = None
@@ -127,6 +134,7 @@ class Scheduler:
             step_times=self._step_times if config.long_prefill_slowdown else None,
             kv_loads=self.kv_loads,
             swapper=self._swapper,
+            encoders=encoders,
         )
         self._batches: dict[int, list[Request]] = {}  # step in flight -> its requests, by position in the batch
         self._prompt_starts: dict[int, dict[int, int]] = {}  # step -> position in batch -> first position computed
@@ -198,15 +206,24 @@ class Scheduler:
         is_guided = request.unconditional_prompt_token_ids is not None
         if is_guided:
             check_guided(request, self._config, self._max_model_len)
+        if request.items:
+            self._check_items(request)
         order = (request.priority if self._config.policy == "priority" else 0, self._num_added)
         self._num_added += 1
-        added = Request(request, self._make_table(request), order, self._max_model_len)
+        # Rotary positions have the same bound as sequence positions, and may advance faster over an item.
+        num_skipped = max(0, sum(rope_shift(item.span) for item in request.items)) if request.items else 0
+        added = Request(request, self._make_table(request), order, self._max_model_len - num_skipped)
         if is_guided:
             data = companion_data(request)
             add_companion(added, data, self._make_table(data), self._max_model_len)
         self.requests.add(added)
         if self.kv_loads is not None:
             self.kv_loads.add(added)
+
+    def _check_items(self, request: EngineCoreRequest) -> None:
+        if self._encoders is None:
+            raise RequestError("This engine takes text only.", parameter="multi_modal_data")
+        self._encoders.check(request)
 
     def _make_table(self, request: EngineCoreRequest) -> BlockTable:
         return self._kv_cache.make_table(
@@ -215,6 +232,7 @@ class Scheduler:
             position_key=request.position_key,
             sibling_group=request.sibling_group,
             adapter_keys=() if request.lora_request is None else request.lora_request.cache_keys,
+            items=[item.span for item in request.items] if request.items else (),
         )
 
     def is_waiting_for_grammar(self, request_id: str) -> bool:
@@ -267,10 +285,13 @@ class Scheduler:
                 shared with other requests any more.
         """
         assert not self._batches, "a step is in flight"
+        restart |= self._encoders is not None and self._encoders.has_cross_attention  # every step reads the results
         while restart and self.requests.running:
             self.requests.preempt_last()
         self._kv_cache.forget_computed()
         self._renew_tables()
+        if self._encoders is not None:
+            self._encoders.clear()
 
     def _renew_tables(self) -> None:
         """Gives waiting requests a new root of their hashes, after the KV cache has chosen another."""
@@ -306,7 +327,7 @@ class Scheduler:
         return masks_of_batch(self._batches[plan.step])
 
     def reset_prefix_cache(self, *, keeps_tiers: bool = False) -> bool:
-        """Evicts all cached prefixes. Does nothing and returns False while requests hold blocks.
+        """Evicts all cached prefixes and encoder results. Does nothing and returns False while requests hold blocks.
 
         What connectors have stored before is not found any more.
 
@@ -316,12 +337,14 @@ class Scheduler:
         is_reset = self._kv_cache.reset_prefix_cache(keeps_tiers=keeps_tiers)
         if is_reset and not keeps_tiers:
             self._renew_tables()
+        if is_reset and self._encoders is not None:
+            self._encoders.clear()
         return is_reset
 
     def make_stats(self) -> SchedulerStats:
         """Gauges as of now, counters since start."""
         stats, requests = self._stats, self.requests
-        return SchedulerStats(
+        made = SchedulerStats(
             num_running=len(requests.running),
             num_waiting=len(requests.waiting) + len(requests.blocked),
             kv_cache_usage=self._kv_cache.usage,
@@ -338,6 +361,9 @@ class Scheduler:
             num_waiting_for_kv=0 if self.kv_loads is None else self.kv_loads.num_waiting,
             kv_tiers={} if self.kv_loads is None else self.kv_loads.stats(),
         )
+        if self._encoders is not None:
+            self._encoders.add_stats(made)
+        return made
 
     # ---------------------------------------------------------------------------------------------------- schedule
 
@@ -363,6 +389,8 @@ class Scheduler:
             self._unconfirmed.end_plan(plan.step)
         if self._kv_cache.tier is not None:
             self._kv_cache.tier.end_plan(plan)
+        if self._encoders is not None:
+            plan.freed_encoder_outputs = self._encoders.pop_freed()
         plan.total_num_scheduled_tokens = sum(plan.num_scheduled_tokens)
         if requests.num_grammars and not plan.masks_follow:
             plan.mask_rows, plan.token_masks = masks_of_batch(batch, self._planner.draft_masks)
@@ -397,6 +425,8 @@ class Scheduler:
         if self._step_times is not None:
             self._record_step_time(self._step_times, plan)
         outputs = self.pop_outputs()
+        if output.encoder_seconds and self._encoders is not None:
+            self._encoders.add_encoder_time(output.encoder_seconds)
         if output.errors:
             self._fail_rows(batch, output.errors, outputs)
         if self._unconfirmed.pending_plans:
@@ -444,7 +474,9 @@ class Scheduler:
         """
         running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
         if self.requests.num_guided:
-            self._check_pairs(batch, tokens)
+            for request in pairs_sampled_apart(batch, tokens):
+                message = "The platform's worker does not support guidance: it sampled the two rows of a request apart."
+                self.requests.fail(request, message, "guidance_scale")
         ended: list[Request] = []
         failed: list[tuple[str, str]] = []
         num_generated = 0
@@ -510,18 +542,6 @@ class Scheduler:
                 request.num_computed_tokens = request.table.state.position
                 request.recomputes = True
 
-    def _check_pairs(self, batch: list[Request], tokens: list[int]) -> None:
-        """Fails guided requests whose sides have different tokens, because the worker does not know of pairs."""
-        token_of = {
-            request.companion: token
-            for request, token in zip(batch, tokens, strict=True)
-            if request.companion is not None and request.status is not RequestStatus.FINISHED
-        }
-        for request, token in zip(batch, tokens, strict=True):
-            if token_of.get(request, token) != token:
-                message = "The platform's worker does not support guidance: it sampled the two rows of a request apart."
-                self.requests.fail(request.listed, message, "guidance_scale")
-
     def _finish_pooled(self, batch: list[Request], vectors: dict[int, bytes], outputs: list[EngineCoreOutput]) -> None:
         """Finishes the pooling requests whose vectors are in the results."""
         finished = []
@@ -547,6 +567,8 @@ class Scheduler:
             parameter = request.data.sampling_params.narrowed_by if message == NOTHING_TO_SAMPLE else None
             if parameter is None:  # otherwise its keys and values are correct: only the sampling failed
                 tables += [side.table for side in request.sides]  # also if it has ended meanwhile
+                if request.items and self._encoders is not None:
+                    self._encoders.discard(request)
             if request.status is not RequestStatus.FINISHED:
                 ended = final_output(request, FinishReason.ERROR, None, message)
                 ended.error_parameter = parameter
@@ -577,24 +599,5 @@ class Scheduler:
         self.requests.check_integrity()
         if self.kv_loads is not None:
             self.kv_loads.check_integrity()
-
-
-def _check_config(config: SchedulerConfig, max_model_len: int) -> None:
-    """Checks that the limits do not contradict each other.
-
-    Raises:
-        ConfigError: They do. The message names the settings to change.
-    """
-    if config.policy not in ("fcfs", "priority"):
-        raise ConfigError(f"scheduling_policy must be 'fcfs' or 'priority', not {config.policy!r}.")
-    if config.max_num_seqs < 1 or config.max_num_batched_tokens < 1:
-        raise ConfigError(
-            f"max_num_seqs={config.max_num_seqs} and max_num_batched_tokens={config.max_num_batched_tokens} "
-            "must both be at least 1."
-        )
-    if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
-        raise ConfigError(
-            f"Without chunked prefill a step must hold the longest prompt, but max_num_batched_tokens="
-            f"{config.max_num_batched_tokens} is less than max_model_len={max_model_len}. "
-            "Raise the first, lower the second, or enable chunked prefill."
-        )
+        if self._encoders is not None:
+            self._encoders.check_integrity()

@@ -11,6 +11,8 @@ There is no prefill phase and no decode phase. A request has `num_tokens` tokens
 Running requests are planned first, in service order, then waiting ones. If blocks run out, the last running request is
 preempted. It has not been planned in this step yet.
 
+In prompts with images or audio a step ends before an item that cannot be encoded in it (see `encoder_planner.py`).
+
 A guided request has two sides with a row and blocks each, which are planned together (see `guidance.py`).
 
 In models with sequence states each row also reads and writes a state slot. The steps of a prompt end where its state
@@ -26,6 +28,8 @@ from mvllm.config.engine_config import SchedulerConfig
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
 from mvllm.messages.requests import SchedulerStats
 from mvllm.messages.scheduler_output import SchedulerOutput
+from mvllm.scheduler.batch_order import decodes_first
+from mvllm.scheduler.encoder_planner import EncoderPlanner
 from mvllm.scheduler.grammar_masks import DeferredMasks
 from mvllm.scheduler.guidance import split_tokens
 from mvllm.scheduler.kv_loads import KVLoads
@@ -33,7 +37,8 @@ from mvllm.scheduler.long_prefill_limiter import LongPrefillLimiter
 from mvllm.scheduler.lora_admission import LoRAAdmission
 from mvllm.scheduler.request import Request, RequestStatus
 from mvllm.scheduler.request_lists import RequestLists
-from mvllm.scheduler.request_outputs import cache_too_small_message, new_request_data
+from mvllm.scheduler.request_outputs import new_request_data
+from mvllm.scheduler.slot_allocator import SlotAllocator
 from mvllm.scheduler.state_planner import StatePlanner
 from mvllm.scheduler.step_time_model import StepTimeModel
 from mvllm.scheduler.swapping import Swapper
@@ -53,6 +58,7 @@ class StepPlanner:
         step_times: Estimates the times of steps; None if plans must not depend on time.
         kv_loads: Requests that wait for KV connectors; None without a host tier.
         swapper: Keeps the blocks of preempted requests in host memory; None if they are always computed again.
+        encoders: Plans the encoders of images and audio; None if no request has items.
 
     Attributes:
         draft_masks: Grammar masks behind the draft tokens of the last plan, by row.
@@ -74,6 +80,7 @@ class StepPlanner:
         step_times: StepTimeModel | None = None,
         kv_loads: KVLoads | None = None,
         swapper: Swapper | None = None,
+        encoders: EncoderPlanner | None = None,
     ) -> None:
         self._config = config
         self._requests = requests
@@ -84,10 +91,17 @@ class StepPlanner:
         self._clock = clock
         self._num_stages = num_stages
         self._is_speculative = is_speculative
-        self._num_lookahead = num_lookahead_tokens
         self._long_prefill_limiter = LongPrefillLimiter(config, step_times)
         self._kv_loads = kv_loads
-        self._swapper = swapper
+        self._encoders = encoders
+        self._slots = SlotAllocator(
+            requests,
+            kv_cache,
+            stats,
+            max_num_seqs=config.max_num_seqs,
+            num_lookahead_tokens=num_lookahead_tokens,
+            swapper=swapper,
+        )
         self._lora_admission = LoRAAdmission(max_loras, max_bypasses=_BYPASS_FACTOR * config.max_num_seqs)
         self.draft_masks: dict[int, list[bytes]] = {}
         self._recompute_planned = False
@@ -102,6 +116,8 @@ class StepPlanner:
         if self._kv_loads is not None:
             self._kv_loads.start_plan()
         self._states.start_plan()
+        if self._encoders is not None:
+            self._encoders.start_plan()
         long_prefills, waiting = self._long_prefill_limiter, self._requests.waiting
         if long_prefills.were_limited or long_prefills.num_partial:
             long_prefills.start_step()
@@ -116,8 +132,10 @@ class StepPlanner:
                 if budget and can_admit and waiting:
                     self._schedule_waiting(plan, batch, budget)
         assert batch or not plan.new_block_rows, "blocks were planned for a row that does not compute"
-        batch = _decodes_first(plan, batch)
+        batch = decodes_first(plan, batch)
         self._states.end_plan(plan, batch)
+        if self._encoders is not None:
+            self._encoders.end_plan()
         return plan, batch
 
     def is_ordinary(self, plan: SchedulerOutput) -> bool:
@@ -132,7 +150,8 @@ class StepPlanner:
         """Plans running requests. Returns what is left of the budget."""
         rows, num_scheduled, running = plan.rows, plan.num_scheduled_tokens, self._requests.running
         in_pipeline, ends_at_snapshots = self._num_stages > 1, self._states.ends_steps
-        counts_partial, has_guided = self._long_prefill_limiter.max_partial is not None, self._requests.num_guided > 0
+        counts_partial = self._long_prefill_limiter.max_partial is not None
+        has_special = self._requests.num_guided > 0 or self._requests.num_with_items > 0
         samples_left = -(-len(running) // self._num_stages)
         self.draft_masks = {}
         self._recompute_planned = False
@@ -149,8 +168,9 @@ class StepPlanner:
                 break
             if request.grammar is not None and not self._deferred_masks.can_schedule(request, plan):
                 continue  # its mask depends on a token in flight, or is being computed
-            if has_guided and request.companion is not None:
-                num_new = self._schedule_pair(request, plan, batch, budget)
+            if has_special and (request.companion is not None or num_computed < request.items_end):
+                schedule = self._schedule_items if request.companion is None else self._schedule_pair
+                num_new = schedule(request, plan, batch, budget)
                 if num_new < 0:
                     break
                 budget -= num_new
@@ -180,7 +200,7 @@ class StepPlanner:
             # ahead, and its full blocks get their hashes here. A prompt whose share is one token may get the rest of
             # the budget in `_schedule_held_back`, for which it needs blocks now.
             if num_tokens - num_computed > 1 or end > request.table.num_slots or self._is_speculative:
-                if not self._allocate_slots(request, end, drafts, plan):
+                if not self._slots.allocate(request, end, drafts, plan):
                     break
             request.num_computed_tokens = end
             if end == num_tokens:
@@ -202,6 +222,39 @@ class StepPlanner:
             budget -= num_new
         return budget
 
+    def _schedule_items(self, request: Request, plan: SchedulerOutput, batch: list[Request], budget: int) -> int:
+        """Plans a running request that has not passed the last item of its prompt.
+
+        Returns:
+            The tokens planned; -1 if the request was preempted or has ended. 0 if it waits for other long prompts, or
+            until its next item can be encoded.
+        """
+        limiter, encoders, num_computed = self._long_prefill_limiter, self._encoders, request.num_computed_tokens
+        assert encoders is not None
+        left = request.num_tokens - num_computed
+        share = limiter.num_allowed_tokens(left, is_very_long=request.is_very_long) if left > 1 else left
+        if not share:
+            limiter.held_back.append((request, -1))
+        num_new = min(share, budget, self._states.room(request))
+        if num_new:
+            num_new = encoders.limit(request, num_computed, num_new, budget)
+        end = num_computed + num_new
+        if num_new and not self._slots.allocate(request, end, [], plan):
+            return -1
+        limiter.num_partial += limiter.max_partial is not None and num_new < left
+        if not num_new:
+            return 0
+        encoders.reserve(request, num_computed, end, plan)
+        if num_new < left and share < left:
+            limiter.held_back.append((request, len(batch)))
+        plan.rows.append(request.row)
+        plan.num_scheduled_tokens.append(num_new)
+        batch.append(request)
+        request.num_computed_tokens = end
+        if end == request.num_tokens:
+            request.num_tokens = end + 1  # the token that this step samples
+        return num_new
+
     def _schedule_held_back(self, plan: SchedulerOutput, batch: list[Request], budget: int) -> int:
         """Gives the rest of the budget to long prompts, in order and without preemption. Returns what is left."""
         kv_cache = self._kv_cache
@@ -215,19 +268,26 @@ class StepPlanner:
             room = self._states.room(request)
             if not room:
                 continue  # the first round has planned it up to a snapshot
+            num_new = min(request.num_tokens - num_computed, budget, room)
+            encoders = self._encoders if num_computed < request.items_end else None
+            if encoders is not None:
+                num_new = encoders.limit(request, num_computed, num_new, budget)
+                if not num_new:
+                    continue
             if position < 0:
                 lengths = [len(blocks.block_ids) for blocks in table.groups]
                 new_blocks = kv_cache.allocate_slots(table, request.num_tokens, num_computed_tokens=num_computed)
                 if new_blocks is None:
                     continue
-                self._add_blocks_to_plan(request, lengths, new_blocks, plan)
+                self._slots.add_blocks_to_plan(request, lengths, new_blocks, plan)
                 position = len(batch)
                 plan.rows.append(request.row)
                 plan.num_scheduled_tokens.append(0)
                 batch.append(request)
-            num_new = min(request.num_tokens - num_computed, budget, room)
             plan.num_scheduled_tokens[position] += num_new
             end = request.num_computed_tokens = num_computed + num_new
+            if encoders is not None:
+                encoders.reserve(request, num_computed, end, plan)
             kv_cache.cache_blocks(table, end)
             if end == request.num_tokens:
                 request.num_tokens = end + 1  # the token that this step samples
@@ -285,6 +345,10 @@ class StepPlanner:
             if request.is_long:
                 continue
             is_held_back, num_new = share < num_new, min(share, budget, room)
+            if request.items and self._encoders is not None:
+                num_new = self._encoders.limit(request, num_computed, num_new, budget)
+                if not num_new or (num_computed + num_new < num_tokens and not self._config.enable_chunked_prefill):
+                    break
             # It gets blocks for all of its tokens at once, however it is chunked, and leaves one block for each running
             # request: a request that is preempted in the next step has computed for nothing.
             num_spare = requests.rows.num_allocated * self._num_groups
@@ -292,11 +356,13 @@ class StepPlanner:
             if new_blocks is None:
                 if requests.running:
                     break
-                self._fail_cache_too_small(request)
+                self._slots.fail_cache_too_small(request)
                 continue
             if request.lora_int_id:
                 lora_admission.record_admission(request)
             self._start(requests.run_next(), num_computed, num_new, plan)
+            if request.items and self._encoders is not None:
+                self._encoders.reserve(request, num_computed, num_computed + num_new, plan)
             if is_held_back:
                 long_prefills.held_back.append((request, len(batch)))
             batch.append(request)
@@ -396,7 +462,7 @@ class StepPlanner:
             # blocks that the first of these tokens attends to.
             if not num_new or (not can_preempt and side.row in plan.rows):
                 continue
-            if self._get_slots(side, [], plan, can_preempt=can_preempt):
+            if self._slots.get_slots(side, [], plan, can_preempt=can_preempt):
                 continue
             del plan.new_block_rows[num_planned:], plan.new_block_ids[num_planned:]
             if request.status is RequestStatus.RUNNING:
@@ -467,7 +533,7 @@ class StepPlanner:
             if kv_cache.allocate_slots(side.table, side.num_tokens, found, num_spare=num_spare) is None:
                 kv_cache.free(request.table, 0)
                 if not requests.running:
-                    self._fail_cache_too_small(request)
+                    self._slots.fail_cache_too_small(request)
                 return []
             num_computed.append(self._num_cached(found))
         return num_computed
@@ -491,94 +557,3 @@ class StepPlanner:
             budget = min(budget, self._states.draft_budget(request, others_wait=bool(self._requests.waiting)))
         # The step also samples a token behind the last draft token; that may be the request's last one.
         return drafts[: max(0, min(budget, request.max_num_tokens - request.num_tokens - 1))]
-
-    def _allocate_slots(self, request: Request, num_tokens: int, drafts: list[int], plan: SchedulerOutput) -> bool:
-        """Gives a running request blocks, see `_get_slots`, and caches the full ones among its first `num_tokens`."""
-        if not self._get_slots(request, drafts, plan):
-            return False
-        self._kv_cache.cache_blocks(request.table, num_tokens)
-        return True
-
-    def _get_slots(
-        self, request: Request, drafts: list[int], plan: SchedulerOutput, *, can_preempt: bool = True
-    ) -> bool:
-        """Gives a running request, or one side of a guided one, blocks for its known tokens, if needed by preemption.
-
-        No request is preempted for draft tokens: without free blocks for `drafts` and for lookahead, `drafts` is
-        cleared.
-
-        Returns:
-            False if the request cannot compute in this step: it was preempted itself, or ended, or waits for a token in
-            flight, or would have to preempt others.
-        """
-        requests, kv_cache = self._requests, self._kv_cache
-        table, num_computed = request.table, request.num_computed_tokens
-        lengths: list[int] = [] if self._num_groups == 1 else [len(blocks.block_ids) for blocks in table.groups]
-        new_blocks = None
-        if drafts or self._num_lookahead:
-            wanted = min(request.num_tokens + len(drafts) + self._num_lookahead, request.max_num_tokens)
-            num_spare = len(requests.running)
-            new_blocks = kv_cache.allocate_slots(table, wanted, num_spare=num_spare, num_computed_tokens=num_computed)
-            if new_blocks is None:
-                drafts.clear()
-        if new_blocks is None:
-            new_blocks = kv_cache.allocate_slots(table, request.num_tokens, num_computed_tokens=num_computed)
-        while new_blocks is None:
-            if not can_preempt:
-                return False
-            if len(requests.running) == 1:
-                # There is no other request to preempt. Unless a token in flight turns out to be its last, it fails.
-                if not request.has_token_in_flight:
-                    self._fail_cache_too_small(request.listed)
-                return False
-            self._stats.num_preemptions += 1
-            is_swapped = self._swapper is not None and self._swapper.swap_out(requests.running[-1])
-            if requests.preempt_last(is_swapped=is_swapped) is request.listed:
-                return False
-            new_blocks = kv_cache.allocate_slots(table, request.num_tokens, num_computed_tokens=num_computed)
-        if new_blocks:
-            self._add_blocks_to_plan(request, lengths, new_blocks, plan)
-        return True
-
-    def _add_blocks_to_plan(
-        self, request: Request, lengths: list[int], new_blocks: list[int], plan: SchedulerOutput
-    ) -> None:
-        """Adds the new blocks of a running request to the plan.
-
-        Args:
-            lengths: Blocks in each group before; not read if there is one group.
-        """
-        row = request.row
-        if self._num_groups == 1:
-            plan.new_block_rows.extend([row] * len(new_blocks))
-        else:
-            for blocks, length in zip(request.table.groups, lengths, strict=True):
-                plan.new_block_rows.extend([row] * (len(blocks.block_ids) - length))
-                row += self._config.max_num_seqs
-        plan.new_block_ids.extend(new_blocks)
-
-    def _fail_cache_too_small(self, request: Request) -> None:
-        """Fails a request that does not fit although no other request holds blocks."""
-        kv_cache, num_tokens = self._kv_cache, sum(side.num_tokens for side in request.sides)
-        num_needed = sum(kv_cache.blocks_for(side.num_tokens) for side in request.sides)
-        message = cache_too_small_message(num_tokens, num_needed, kv_cache.block_size, kv_cache.num_blocks)
-        self._requests.fail(request, message)
-
-
-def _decodes_first(plan: SchedulerOutput, batch: list[Request]) -> list[Request]:
-    """Moves rows with one token besides draft tokens to the front, in their order. Returns the reordered batch."""
-    num_scheduled, drafts = plan.num_scheduled_tokens, plan.draft_token_ids
-    if sum(num_scheduled) == len(num_scheduled) + sum(map(len, drafts.values())):
-        return batch  # nothing but decode rows
-    is_decode = [num == 1 for num in num_scheduled]
-    for position, tokens in drafts.items():
-        is_decode[position] = num_scheduled[position] == 1 + len(tokens)
-    num_decodes = sum(is_decode)
-    if all(is_decode[:num_decodes]):
-        return batch
-    order = sorted(range(len(batch)), key=is_decode.__getitem__, reverse=True)  # stable, reversed or not
-    plan.rows = [plan.rows[i] for i in order]
-    plan.num_scheduled_tokens = [num_scheduled[i] for i in order]
-    if drafts:
-        plan.draft_token_ids = {new: drafts[old] for new, old in enumerate(order) if old in drafts}
-    return [batch[i] for i in order]

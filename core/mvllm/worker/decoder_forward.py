@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from mvllm.layers.lora import CurrentLoRAMapping, LoRAMapping
 from mvllm.platform.attention import AttentionBackend, AttentionMetadata, BatchLayout
 from mvllm.platform.graphs import CompileBackend
 from mvllm.platform.state import StateArguments, StateBackend
+from mvllm.worker.encoder_runner import StepItemTensors
 from mvllm.worker.kv_cache_layers import AttentionGroups, MetadataBuilder
 from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
 from mvllm.worker.step_inputs import StepInputs
@@ -61,12 +63,14 @@ class DecoderForward:
         inputs: StepInputs,
         intermediate: torch.Tensor | None = None,
         adapters: LoRAMapping | None = None,
+        items: StepItemTensors | None = None,
     ) -> torch.Tensor:
         """Hidden states of a step: [T, hidden_size].
 
         Args:
             intermediate: Hidden states of the previous pipeline stage; None on the first.
             adapters: LoRA adapters of the step's tokens.
+            items: Images, audio and embeddings in the step. It is not compiled then: the number of rows differs.
         """
         function = self.call_model if self._compiled is None else self._compiled
         metadata: list[Any] = [
@@ -80,13 +84,17 @@ class DecoderForward:
         if prompt_lens is not None and self._omits_prompt_lens:
             is_needed = inputs.longest_partial_prompt > self.model.original_context
             prompt_lens = prompt_lens if is_needed else None
+        if items is not None:
+            with nullcontext() if adapters is None else self._active(adapters):
+                return self._call_model(
+                    inputs.token_ids, inputs.positions, prompt_lens, intermediate, tuple(metadata), items
+                )
         args = inputs.token_ids, inputs.positions, prompt_lens, intermediate, *metadata
         if adapters is None:
             return function(*args)
         if inputs.layout.capture and adapters.is_on_device:
             return function(*args, adapters.slots)
-        assert self.lora is not None
-        with self.lora.active(adapters):
+        with self._active(adapters):
             return self.call_model(*args)  # not compiled: the sizes of the mapping differ in every step
 
     def call_model(
@@ -106,8 +114,7 @@ class DecoderForward:
         num_metadata = len(self.attention_groups) + (self.state_backend is not None)
         metadata = others[:num_metadata]
         if len(others) > num_metadata:
-            assert self.lora is not None
-            with self.lora.active(LoRAMapping(None, (), others[num_metadata])):
+            with self._active(LoRAMapping(None, (), others[num_metadata])):
                 return self._call_model(token_ids, positions, prompt_lens, intermediate, metadata)
         return self._call_model(token_ids, positions, prompt_lens, intermediate, metadata)
 
@@ -118,6 +125,7 @@ class DecoderForward:
         prompt_lens: torch.Tensor | None,
         intermediate: torch.Tensor | None,
         metadata: tuple[Any, ...],
+        items: StepItemTensors | None = None,
     ) -> torch.Tensor:
         if self.token_buffer is not None:
             token_ids = self.token_buffer.replace_placeholders(token_ids)
@@ -125,9 +133,13 @@ class DecoderForward:
         if self.state_backend is not None:
             metadata, slots = metadata[:-1], metadata[-1]
         of_groups: dict[Hashable, AttentionMetadata] = dict(zip(self.attention_groups, metadata, strict=True))
-        step = ForwardStep(of_groups, prompt_lens, state_metadata=slots)
+        step = ForwardStep(of_groups, prompt_lens, state_metadata=slots, **({} if items is None else vars(items)))
         hidden: torch.Tensor = self.model(token_ids, positions, step, intermediate)
         return hidden
+
+    def _active(self, adapters: LoRAMapping) -> AbstractContextManager[None]:
+        assert self.lora is not None
+        return self.lora.active(adapters)
 
 
 def _layout_for(builder: MetadataBuilder, inputs: StepInputs, group: int) -> BatchLayout:

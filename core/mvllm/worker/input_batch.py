@@ -23,6 +23,7 @@ from mvllm.pooling.pooler import PoolingState
 from mvllm.sampling.logits_processor import RowTokens
 from mvllm.sampling.sampling_state import SamplingState, TokenHistory
 from mvllm.worker.guidance import GuidedRows
+from mvllm.worker.item_rows import ItemRows
 from mvllm.worker.non_causal_spans import NonCausalSpans
 from mvllm.worker.space_logits import RowSpaces
 
@@ -62,6 +63,7 @@ class InputBatch:
         guidance: Which rows are pairs.
         spaces: The token spaces of the rows.
         non_causal_spans: Spans of the rows' prompts that attend in both directions.
+        items: Where the images, audio and embeddings of the rows stand.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class InputBatch:
         self.spaces = RowSpaces(max_rows, list(space_names))
         self.non_causal_spans = NonCausalSpans()
         self._has_non_causal_spans = has_non_causal_spans
+        self.items = ItemRows(max_rows)
         self.sampling = sampling
 
     def apply_plan(self, plan: SchedulerOutput) -> None:
@@ -164,8 +167,10 @@ class InputBatch:
         self.pooling.set_row(row, request.pooling_params)
         self.spaces.set_row(row, params.token_space)
         self.guidance.set_row(row, params.guidance_scale, request.guided_row)
-        if self._has_non_causal_spans:
-            self.non_causal_spans.set_row(row, request.items)
+        if request.items:
+            self.items.set_row(row, request.items)
+            if self._has_non_causal_spans:
+                self.non_causal_spans.set_row(row, request.items)
         self.lora_ids[row] = 0 if request.lora_request is None else request.lora_request.lora_int_id
         self.sampling.set_row(
             row,
@@ -185,4 +190,5 @@ class InputBatch:
         self.lora_ids[row] = 0
         self.guidance.clear_row(row)
         self.non_causal_spans.clear_row(row)
+        self.items.clear_row(row)
         self.sampling.clear_row(row)

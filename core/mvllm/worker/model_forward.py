@@ -21,6 +21,7 @@ from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.shapes import ShapePolicy
 from mvllm.pooling.pooler import PoolingState, make_token_type_ids
 from mvllm.worker.decoder_forward import DecoderForward
+from mvllm.worker.encoder_runner import StepItemTensors
 from mvllm.worker.graph_model import GraphForward
 from mvllm.worker.greedy_head import Argmax, GreedyHead
 from mvllm.worker.kv_cache_layers import KVCacheLayers
@@ -158,6 +159,7 @@ class ModelForward:
         intermediate: torch.Tensor | None,
         adapters: LoRAMapping | None = None,
         pooling: PoolingState | None = None,
+        items: StepItemTensors | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Runs the model, and ends the device program of the forward pass.
 
@@ -165,7 +167,7 @@ class ModelForward:
             Hidden states of all tokens, [T, hidden_size]; and on the last stage the hidden states that need logits,
             [L, hidden_size], or None if no row samples or `head` may select them.
         """
-        hidden, states = self.run(inputs, intermediate, adapters, pooling), None
+        hidden, states = self.run(inputs, intermediate, adapters, pooling, items), None
         if self._computes_logits and (self.head is None or not inputs.layout.capture):
             states = self.select_states(hidden, inputs)
         elif self.is_compiled and not self.pipeline.is_last:
@@ -188,6 +190,7 @@ class ModelForward:
         intermediate: torch.Tensor | None,
         adapters: LoRAMapping | None = None,
         pooling: PoolingState | None = None,
+        items: StepItemTensors | None = None,
     ) -> torch.Tensor:
         """Hidden states of a step: [T, hidden_size].
 
@@ -195,11 +198,15 @@ class ModelForward:
             intermediate: Hidden states of the previous pipeline stage; None on the first.
             adapters: LoRA adapters of the step's tokens.
             pooling: The pooling requests, from which an encoder reads token types; None in the profile run.
+            items: Images, audio and embeddings in the step; None without any.
         """
         if self.config.model.kind.is_encoder:
             return self._run_encoder(inputs, intermediate, pooling)
         assert self.decoder is not None, "the model is not loaded"
-        return self.decoder.run(inputs, intermediate, adapters)
+        if items is None:
+            return self.decoder.run(inputs, intermediate, adapters)
+        assert isinstance(self.decoder, DecoderForward), "a program takes token ids only"
+        return self.decoder.run(inputs, intermediate, adapters, items)
 
     def logits(self, states: torch.Tensor, num_rows: int, spaces: np.ndarray | None = None) -> torch.Tensor:
         """[num_rows, columns]; with static shapes one row for each of `states`, padding included.

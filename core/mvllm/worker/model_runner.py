@@ -35,7 +35,6 @@ from mvllm.ops.logsumexp import logsumexp as reference_logsumexp
 from mvllm.ops.registry import REFERENCE
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
-from mvllm.platform.staging_buffers import StagingBuffers
 from mvllm.platform.tokens_on_device import keeps_sampled_tokens_on_device
 from mvllm.platform.worker_protocol import KVCacheNeeds
 from mvllm.pooling.pooler import pool_step
@@ -45,11 +44,12 @@ from mvllm.sampling.logprobs import LogSumExp
 from mvllm.sampling.penalties import DeviceTokenCounts
 from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.sampler_output import SamplerOutput
-from mvllm.sampling.sampling_state import LOGPROBS, PROCESSED, SamplingState
+from mvllm.sampling.sampling_state import PROCESSED, SamplingState
 from mvllm.sampling.token_masks import TokenMasks
+from mvllm.worker.encoder_runner import EncoderRunner
 from mvllm.worker.graph_layers import GraphKVCacheLayers
 from mvllm.worker.greedy_head import Argmax
-from mvllm.worker.guidance import GuidedLogits
+from mvllm.worker.guided_sampling import GuidedSampling
 from mvllm.worker.host_blocks import HostBlocks, StepCopies
 from mvllm.worker.input_batch import InputBatch, RowLengths
 from mvllm.worker.kv_cache_layers import KVCacheLayers
@@ -143,9 +143,7 @@ class ModelRunner:
         self._sampler = self._make_sampler()
         self._argmax: Argmax = reference_argmax
         self._logsumexp: LogSumExp = reference_logsumexp
-        self._guided_sampler: Sampler | None = None
-        self._guidance_staging: StagingBuffers | None = None
-        self._float32_argmax: Argmax = reference_argmax
+        self._encoders = EncoderRunner(config.model, runtime, tp, pp)
         self._proposer: Proposer | None = None
         self._sampled_token_buffer: SampledTokenBuffer | None = None
         self._step_awaiting_masks: _UnsampledStep | None = None
@@ -161,7 +159,7 @@ class ModelRunner:
         filtered_draw = context.op("filtered_draw", size=vocab_size)
         self._argmax = context.op("argmax", size=vocab_size).function
         self._logsumexp = context.op("logsumexp", size=vocab_size).function
-        self._float32_argmax = context.floats(torch.float32).op("argmax", size=vocab_size).function
+        float32_argmax = context.floats(torch.float32).op("argmax", size=vocab_size).function
         self._make_sampler = partial(
             Sampler,
             logprobs_mode=self._config.model.logprobs_mode,
@@ -171,6 +169,12 @@ class ModelRunner:
             filtered_draw=None if filtered_draw.provider == REFERENCE else filtered_draw.function,
         )
         self._sampler = self._make_sampler()
+        self._guided_sampling = GuidedSampling(
+            self._runtime,
+            partial(self._make_sampler, argmax=float32_argmax),
+            self._logsumexp,
+            is_static=self._forward.is_static,
+        )
         self._forward.bind_model()
 
     def kv_cache_needs(self) -> KVCacheNeeds:
@@ -257,6 +261,7 @@ class ModelRunner:
         if on_device:
             self._sampled_token_buffer = SampledTokenBuffer(self._runtime, self.rows.history)
             self._sampler = self._make_sampler(self._inputs.staging)
+        self._guided_sampling.set_rows(self.rows, self._inputs.staging if on_device else None)
         self._compile_models()
 
     @_in_inference_mode
@@ -299,6 +304,7 @@ class ModelRunner:
         self._forward.drop_compiled()
         self._proposer = None
         self._layers.free_caches()
+        self._encoders.clear()
         if self.rows.sampling.device_counts is not None:
             self.rows.sampling.device_counts.free()
         if drop_weights:
@@ -311,13 +317,13 @@ class ModelRunner:
             CacheError, ModelError: There is no memory for it now. What was there stays.
         """
         if "weights" in tags and not self.loader.is_loaded:
-            sampler = self._sampler
+            samplers = self._sampler, self._guided_sampling
             try:
                 self.load_model()
             except BaseException:
                 self._drop_models()
                 raise
-            self._sampler = sampler
+            self._sampler, self._guided_sampling = samplers
         if "kv_cache" in tags and self._layers.has_missing_caches:
             try:
                 self._layers.allocate(self._num_blocks, self._block_size)
@@ -355,6 +361,8 @@ class ModelRunner:
         """
         self._pipeline.apply_pending_outputs(plan, self.rows)
         self.rows.apply_plan(plan)
+        if plan.freed_encoder_outputs:
+            self._encoders.free(plan)
         if plan.has_host_copies:
             self._copies[plan.step] = self.host_blocks.start(plan)
         if self._proposer is not None and plan.new_requests:
@@ -419,12 +427,16 @@ class ModelRunner:
         return self._sample_step(plan, *self._forward_step(plan))
 
     def _forward_step(self, plan: SchedulerOutput) -> _Computed:
-        """Builds the inputs of a step and runs the model."""
+        """Builds the inputs of a step and runs the encoders of its items and the model."""
+        if plan.encoder_inputs:
+            self._encoders.encode(self.loader.model.item_encoder, plan.encoder_inputs)
         inputs = self._inputs.build(plan)
         if self._sampled_token_buffer is not None and self._forward.head is None:
             inputs.token_ids = self._sampled_token_buffer.replace_placeholders(inputs.token_ids)
         intermediate = self._pipeline.receive_hidden(len(inputs.token_ids))
-        hidden, states = self._forward.compute(inputs, intermediate, self._lora_batch_of(inputs), self.rows.pooling)
+        items = None if inputs.items is None else self._encoders.tensors(inputs.items, inputs)
+        adapters = self._lora_batch_of(inputs)
+        hidden, states = self._forward.compute(inputs, intermediate, adapters, self.rows.pooling, items)
         self.rows.num_computed[inputs.rows] += inputs.num_scheduled
         # A draft token counts as computed once it is accepted.
         self.rows.num_computed[inputs.rows[inputs.sampling_positions]] -= inputs.num_draft_tokens
@@ -486,6 +498,9 @@ class ModelRunner:
     ) -> ModelRunnerOutput | None:
         """Samples, pools and computes prompt log-probabilities; reads the results unless they stay on the device."""
         result = StepResult(plan.step, inputs.rows, inputs.sampling_positions, draft_token_ids=plan.draft_token_ids)
+        if inputs.items is not None:
+            result.item_errors = inputs.items.errors
+            result.encoder_seconds = self._encoders.pop_seconds()
         if self.rows.prompt_logprobs:
             result.prompt_logprobs_chunks = self._prompt_logprobs.compute(inputs, hidden, self._forward.prompt_logits)
         if self.rows.pooling.params:
@@ -565,7 +580,7 @@ class ModelRunner:
         ):
             self._sampled_token_buffer.read_all_steps()  # while the device computes
         if has_pairs and (pairs := self.rows.guidance.pairs_of(rows)).size:
-            sampled = self._sample_guided(logits, rows, pairs, masks)
+            sampled = self._guided_sampling.sample(logits, rows, pairs, masks)
         else:
             sampled = self._sampler.sample(logits, rows, state, history, masks=masks, seq_lens=seq_lens)
         del logits  # a lazy tensor that is still referenced becomes an output of the program: not what was warmed up
@@ -576,27 +591,4 @@ class ModelRunner:
                 state.device_counts.add(sampled.token_ids, inputs.sample_rows)
         else:
             sampled.send_to_host(self._runtime.to_host)
-        return sampled
-
-    def _sample_guided(
-        self, logits: torch.Tensor, rows: np.ndarray, pairs: np.ndarray, masks: TokenMasks | None
-    ) -> SamplerOutput:
-        """Samples a step with guided rows, whose logits are combined first. Arguments as in GuidedLogits.combine."""
-        state, static = self.rows.sampling, self._forward.is_static
-        if self._guided_sampler is None:
-            on_device = self._sampled_token_buffer is not None
-            staging = self._inputs.staging if on_device else None
-            self._guided_sampler = self._make_sampler(staging, argmax=self._float32_argmax)
-            self._guidance_staging = StagingBuffers(self._runtime) if on_device else None
-        scale, own_staging = self.rows.guidance.scale[rows[pairs[0]]], self._guidance_staging
-        if own_staging is not None:
-            own_staging.begin_step()
-        guided = GuidedLogits.combine(logits, pairs, scale, own_staging, static=static)
-        if own_staging is not None:
-            own_staging.end_step()
-        sampled = self._guided_sampler.sample(guided.logits, rows, state, self.rows.history, masks=masks)
-        guided.share_tokens(sampled)
-        wanted = (state.flags[rows[pairs[0]]] & LOGPROBS).astype(bool)
-        if wanted.any():
-            guided.add_conditional_logprobs(sampled, pairs[0], wanted, self._logsumexp)
         return sampled

@@ -33,6 +33,7 @@ from mvllm.platform.staging_buffers import StagingBuffers
 from mvllm.platform.state import StateLayout
 from mvllm.worker.capture_shapes import reachable_shapes
 from mvllm.worker.input_batch import InputBatch
+from mvllm.worker.item_rows import StepItems
 
 _Buffer = TypeVar("_Buffer", np.ndarray, torch.Tensor)
 
@@ -162,7 +163,8 @@ class StepInputs:
             the end of their known tokens.
         num_draft_tokens: int32 [S], host: draft tokens of each sampling row that the step verifies. The history holds
             them behind the known tokens.
-        token_ids, positions: int32 [T], device.
+        token_ids, positions: int32 [T], device. Positions are those of the rotary embedding: behind images with
+            three-dimensional positions they differ from the positions in the sequence.
         logits_indices: int32 [L], device: index among the T tokens of each sampling row's last known token and of its
             draft tokens. Padded (with index 0): S in steps without draft tokens, see StepInputBuilder, and L in steps
             that are captured.
@@ -176,6 +178,8 @@ class StepInputs:
         visible_lens: int32 [T], host: how many leading positions each token sees; None in steps in which attention is
             causal. See BatchLayout.
         visible_lens_device: The same on the device.
+        items: The items that the step reads; None in steps without any.
+        host_positions: int32 [T], host: as `positions`; valid until the next step is built. Only with `items`.
     """
 
     rows: np.ndarray
@@ -193,6 +197,8 @@ class StepInputs:
     state_layout: StateLayout | None = None
     visible_lens: np.ndarray | None = None
     visible_lens_device: torch.Tensor | None = None
+    items: StepItems | None = None
+    host_positions: np.ndarray | None = None
 
     @property
     def layout(self) -> BatchLayout:
@@ -287,6 +293,7 @@ class StepInputBuilder:
             sampling_positions,
             None if num_draft_tokens is None else num_draft_tokens[sampling_positions],
             np.array([plan.read_slots, plan.write_slots], dtype=np.int32) if self._with_states else None,
+            items=table.items.of_step(rows, first, num_scheduled) if table.items.is_used else None,
         )
 
     def build_rows(
@@ -297,6 +304,8 @@ class StepInputBuilder:
         sampling_positions: np.ndarray,
         num_draft_tokens: np.ndarray | None = None,
         state_slots: np.ndarray | None = None,
+        *,
+        items: StepItems | None = None,
     ) -> StepInputs:
         """The inputs of a step over tokens in the history, draft tokens included.
 
@@ -307,6 +316,7 @@ class StepInputBuilder:
             sampling_positions: int64 [S]: positions among `rows`, rising.
             num_draft_tokens: int32 [S]; None without draft tokens.
             state_slots: int32 [2, R]: the state slots that each row reads and writes; None without sequence states.
+            items: The items that the step reads. It is not captured then.
         """
         table, history = self._rows, self._rows.history
         seq_lens = first + num_scheduled
@@ -316,7 +326,7 @@ class StepInputBuilder:
 
         kind, num_decodes = _kind_of(num_scheduled, max_query_len, sampling_positions, num_draft_tokens)
         captured = None
-        if self._shapes.capture is not None:
+        if self._shapes.capture is not None and items is None:
             captured = self._shapes.capture.shape_of(kind, num_tokens, num_requests, self._max_draft_tokens)
         pages = ShapePolicy.pad(-(-max_seq_len // self._block_size), self._shapes.pages)
         if captured is None:
@@ -364,6 +374,8 @@ class StepInputBuilder:
             position = first.repeat(num_scheduled) + offsets
         token_ids[:num_tokens] = history.token_ids[row_of_token, position]
         positions[:num_tokens] = position
+        if table.items.has_shifts:
+            positions[:num_tokens] += table.items.shifts_of(rows, first, num_scheduled, position)
         page, offset = position // self._block_size, position % self._block_size
         for group, (slot_mapping_index, block_table_index) in enumerate(layout.slot_and_table_indices):
             slots, block_table = parts[slot_mapping_index], parts[block_table_index].reshape(padded_requests, pages)
@@ -431,6 +443,8 @@ class StepInputBuilder:
             state_layout=layout.state_layout(parts, views, layouts[0], is_static=self._is_static),
             visible_lens=seen,
             visible_lens_device=None if seen is None else self._runtime.from_numpy(seen),
+            items=items,
+            host_positions=None if items is None else positions,
         )
 
 

@@ -47,6 +47,8 @@ class StepResult:
         prompt_logprobs_chunks: By position in the batch, for requests with `prompt_logprobs`.
         pooled: Vectors of pooling requests whose prompts are complete.
         draft_token_ids: The draft tokens that the step verifies, by position in the batch.
+        item_errors: By position in the batch, why the embeddings of an item are missing.
+        encoder_seconds: As in ModelRunnerOutput.
     """
 
     step: int
@@ -56,6 +58,8 @@ class StepResult:
     prompt_logprobs_chunks: dict[int, list[PromptLogprobsChunk]] = field(default_factory=dict)
     pooled: PooledRows | None = None
     draft_token_ids: dict[int, list[int]] = field(default_factory=dict)
+    item_errors: dict[int, str] = field(default_factory=dict)
+    encoder_seconds: float = 0.0
 
     def read(self) -> tuple[ModelRunnerOutput, np.ndarray]:
         """The output, and the sampled tokens without accepted draft tokens, int64 [S]."""
@@ -83,6 +87,9 @@ class StepResult:
         if self.pooled is not None:
             output.pooler_output, errors = self.pooled.read()
             output.errors = {**output.errors, **errors}
+        output.encoder_seconds = self.encoder_seconds
+        if self.item_errors:
+            output.errors = {**output.errors, **self.item_errors}
         return output, sampled_ids
 
     def _read_verified_drafts(self, sampled: SamplerOutput, output: ModelRunnerOutput) -> np.ndarray:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 
 from mvllm.config.engine_config import SchedulerConfig
+from mvllm.config.multimodal import EncoderLimits, MultiModalModel
 from mvllm.kv_cache.host_tier import HostTier
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
 from mvllm.kv_cache.prefix_search import group_hash
 from mvllm.kv_cache.state_kv_cache_manager import StateKVCacheManager
 from mvllm.kv_transfer.connectors import KVConnectors
 from mvllm.messages.lora import LoRARequest
+from mvllm.messages.multimodal import MultiModalItem
 from mvllm.messages.pooling_params import PoolingParams, PoolingType
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreRequest, FinishReason, PositionLogprobs
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from mvllm.scheduler.encoder_planner import EncoderPlanner
 from mvllm.scheduler.request import Request
 from mvllm.scheduler.scheduler import Scheduler
 from mvllm.scheduler.swapping import NO_COSTS, CopyCosts
@@ -51,6 +55,7 @@ def make_scheduler(
     connectors: KVConnectors | None = None,
     preemption_mode: str = "recompute",
     copy_costs: CopyCosts = NO_COSTS,
+    encoders: EncoderPlanner | None = None,
     **limits: int | None,
 ) -> Scheduler:
     make_kv_cache = KVCacheManager
@@ -88,6 +93,26 @@ def make_scheduler(
         connectors=connectors,
         preemption_mode=preemption_mode,
         copy_costs=copy_costs,
+        encoders=encoders,
+    )
+
+
+def make_encoders(
+    *,
+    step_tokens: int = 16,
+    cache_tokens: int = 16,
+    both_ways: bool = False,
+    cross_attention: bool = False,
+    max_num_batched_tokens: int = 64,
+    max_model_len: int = 64,
+    can_chunk: bool = True,
+) -> EncoderPlanner:
+    return EncoderPlanner(
+        MultiModalModel(spans_attend_both_ways=both_ways, cross_attention=cross_attention),
+        EncoderLimits(step_tokens, cache_tokens, cache_tokens),
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        can_chunk=can_chunk,
     )
 
 
@@ -103,6 +128,7 @@ def make_request(
     kv_transfer_params: dict | None = None,
     pooling: PoolingType | None = None,
     unconditional: list[int] | None = None,
+    items: list[MultiModalItem] | None = None,
     **params: object,
 ) -> EngineCoreRequest:
     """A request. An integer prompt stands for that many tokens, different from those of all other requests."""
@@ -120,6 +146,7 @@ def make_request(
         pooling_params=None if pooling is None else PoolingParams(pooling_type=pooling, normalize=True),
         unconditional_prompt_token_ids=unconditional,
         kv_transfer_params=kv_transfer_params,
+        items=items or [],
         lora_request=LoRARequest(f"adapter-{lora_int_id}", lora_int_id, f"/adapters/{lora_int_id}")
         if lora_int_id
         else None,
@@ -160,13 +187,17 @@ class Engine:
 
     Args:
         depth: Plans in flight at once; with 2, step N + 1 is planned before the results of step N are back.
+        make_runner: The class of the runner; None for one that fits the model.
     """
 
-    def __init__(self, scheduler: Scheduler, *, depth: int = 1) -> None:
+    def __init__(
+        self, scheduler: Scheduler, *, depth: int = 1, make_runner: Callable[..., FakeRunner] | None = None
+    ) -> None:
         config, kv_cache = scheduler._config, scheduler._kv_cache
         self.scheduler = scheduler
         self.depth = depth
-        self.runner = (FakeRunner if kv_cache.states is None else StateRunner)(
+        make_runner = make_runner or (FakeRunner if kv_cache.states is None else StateRunner)
+        self.runner = make_runner(
             num_blocks=kv_cache.num_blocks,
             block_size=kv_cache.block_size,
             max_num_seqs=config.max_num_seqs,

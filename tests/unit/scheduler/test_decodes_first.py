@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mvllm.messages.scheduler_output import SchedulerOutput
-from mvllm.scheduler.step_planner import _decodes_first
+from mvllm.scheduler.batch_order import decodes_first
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from mvllm.scheduler.step_planner import _decodes_first
 def test_the_order_of_rows_is_kept_among_decodes_and_among_others(num_scheduled, drafts, order):
     rows = [10 + i for i in range(len(num_scheduled))]
     plan = SchedulerOutput(step=0, rows=rows, num_scheduled_tokens=num_scheduled, draft_token_ids=drafts)
-    batch = _decodes_first(plan, [f"request {i}" for i in range(len(rows))])  # type: ignore[misc]
+    batch = decodes_first(plan, [f"request {i}" for i in range(len(rows))])  # type: ignore[misc]
     assert plan.rows == [10 + i for i in order]
     assert plan.num_scheduled_tokens == [num_scheduled[i] for i in order]
     assert {order[position]: tokens for position, tokens in plan.draft_token_ids.items()} == drafts

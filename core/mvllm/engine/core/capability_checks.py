@@ -32,6 +32,9 @@ def required_config_changes(config: EngineConfig, capabilities: Capabilities, pl
     _check_batch_invariant(config, capabilities, platform)
     _check_kv_transfer(config, capabilities, platform)
     cache, scheduler = config.cache, config.scheduler
+    refusal = refusal_of_items(config, capabilities)
+    if refusal is not None:
+        yield ConfigChange("multimodal.refusal", refusal, "the platform or the settings do not allow it")
     if cache.enable_prefix_caching and not capabilities.prefix_caching:
         yield ConfigChange("cache.enable_prefix_caching", False, "the platform does not claim prefix_caching")
     if scheduler.enable_chunked_prefill and not capabilities.chunked_prefill:
@@ -49,6 +52,33 @@ def required_config_changes(config: EngineConfig, capabilities: Capabilities, pl
                 f"{offered}. Pass one of these, or 'auto'."
             )
         yield ConfigChange("cache.dtype", capabilities.kv_dtypes[0], f"the platform does not store {stored}")
+
+
+def refusal_of_items(config: EngineConfig, capabilities: Capabilities) -> str | None:
+    """Why requests cannot bring images, audio or embeddings, in one sentence; None if they can, or if none is possible.
+
+    The model then takes text. Front ends read the sentence from `MultiModalConfig.refusal`.
+    """
+    model = config.model.multimodal
+    if model is None and not config.multimodal.enable_embeds:
+        return None
+    if capabilities.graph_compiler:
+        why = "the platform runs models as graphs, which take token ids only"
+    elif not capabilities.torch_device:
+        why = "the platform has its own worker, which takes token ids only"
+    elif capabilities.static_shapes:
+        why = "the platform compiles every shape, and the number of their rows differs in each step"
+    elif config.model.kind.is_encoder:
+        why = "the model is a text encoder"
+    elif model is None:
+        return None
+    elif model.spans_attend_both_ways and not capabilities.non_causal_spans:
+        why = "the platform does not claim non_causal_spans, and the tokens of an image attend to later ones"
+    elif model.cross_attention and config.parallel.pipeline_parallel_size > 1:
+        why = "every layer of the model reads them, and pipeline_parallel_size is more than 1"
+    else:
+        return None
+    return f"Images, audio and embeddings are not supported here, because {why}."
 
 
 def _check_parallel(config: EngineConfig, capabilities: Capabilities, platform: str) -> None:

@@ -19,6 +19,7 @@ import msgspec
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.rope_parameters import prompt_cache_key
+from mvllm.engine.core.encoder_sizing import make_encoder_planner
 from mvllm.engine.core.grammar_vocabulary import load_vocabulary
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary, choose_block_size, no_kv_cache, size_kv_cache
 from mvllm.engine.core.kv_event_reporting import KVEventReporter
@@ -153,6 +154,7 @@ class EngineCore(CoreRollouts):
                 max_loras=0 if config.lora is None else config.lora.max_loras,
                 num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
                 num_lookahead_tokens=0 if speculative is None else speculative.num_lookahead_tokens,
+                encoders=make_encoder_planner(config),
                 can_defer_masks=self._max_in_flight == 2 and num_stages == 1 and can_sample_later(self._executor),
                 **({} if tiers is None else tiers.scheduler_arguments),
             )

@@ -166,6 +166,7 @@ class DPLBAsyncMPClient:
             len(requests),
             () if first.lora_request is None else first.lora_request.cache_keys,
             position_key=self._position_key(len(prompt)),
+            items=[item.span for item in first.items],
             num_output_tokens=EXPECTED_OUTPUT_TOKENS if most is None else min(most, EXPECTED_OUTPUT_TOKENS),
             request_ids=[request.request_id for request in requests],
         )

@@ -18,9 +18,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from mvllm.kv_events.prefix_index import PrefixIndex, RecentPrefixIndex, prefix_keys, root_key, sharing_keys
+from mvllm.kv_events.prefix_index import (
+    PrefixIndex,
+    RecentPrefixIndex,
+    ids_with_items,
+    prefix_keys,
+    root_key,
+    sharing_keys,
+)
 from mvllm.kv_events.prefix_router import EXPECTED_OUTPUT_TOKENS, routing_cost
 from mvllm.messages.kv_events import CacheChanges
+from mvllm.messages.multimodal import ItemSpan
 
 _MAX_CHUNKS = 1 << 16  # estimated per replica: about 12 MB
 _CHUNK = 64
@@ -99,6 +107,7 @@ class DPLoadBalancer:
         adapter_keys: Sequence[tuple[str, str]] = (),
         *,
         position_key: int = 0,
+        items: Sequence[ItemSpan] = (),
         num_output_tokens: int = EXPECTED_OUTPUT_TOKENS,
         request_ids: Sequence[str] = (),
     ) -> int:
@@ -108,13 +117,14 @@ class DPLoadBalancer:
             prompt: Its token ids.
             salt, adapter_keys, position_key: Prompts share cached prefixes only if all are equal, see `sharing_keys`.
             num_sequences: Sequences of the request.
+            items: Spans of its images, audio and embeddings.
             num_output_tokens: Output tokens expected of each sequence.
             request_ids: The ids of its sequences, for `finish_sequence`.
         """
         keys: list[int] = []
         if self._is_caching:
             self._forget_passed_on()
-            keys = self._prefix_keys(prompt, salt, adapter_keys, position_key)
+            keys = self._prefix_keys(prompt, salt, adapter_keys, position_key, items)
         found = self._reported.match(keys, self._sent)
         count = len(self.loads)
         self._round_robin_start = (self._round_robin_start + 1) % count  # among equals, each in turn
@@ -227,5 +237,8 @@ class DPLoadBalancer:
         salt: str | None,
         adapter_keys: Sequence[tuple[str, str]] = (),
         position_key: int = 0,
+        items: Sequence[ItemSpan] = (),
     ) -> list[int]:
-        return prefix_keys(prompt, self._chunk, root_key(sharing_keys(salt, position_key, adapter_keys)))
+        if items:
+            prompt = ids_with_items(prompt, items)
+        return prefix_keys(prompt, self._chunk, root_key(sharing_keys(salt, position_key, adapter_keys, items)))
