@@ -167,10 +167,10 @@ class InputBatch:
         self.pooling.set_row(row, request.pooling_params)
         self.spaces.set_row(row, params.token_space)
         self.guidance.set_row(row, params.guidance_scale, request.guided_row)
-        if self._has_non_causal_spans:
-            self.non_causal_spans.set_row(row, request.items)
         if request.items:
             self.items.set_row(row, request.items)
+            if self._has_non_causal_spans:
+                self.non_causal_spans.set_row(row, request.items)
         self.lora_ids[row] = 0 if request.lora_request is None else request.lora_request.lora_int_id
         self.sampling.set_row(
             row,

@@ -75,7 +75,7 @@ def refusal_of_items(config: EngineConfig, capabilities: Capabilities) -> str | 
         why = "the model runs through transformers, where it takes token ids only"
     elif model is None:
         return None
-    elif model.spans_attend_both_ways and not getattr(capabilities, "non_causal_spans", False):
+    elif model.spans_attend_both_ways and not capabilities.non_causal_spans:
         why = "the platform does not claim non_causal_spans, and the tokens of an image attend to later ones"
     elif model.cross_attention and config.parallel.pipeline_parallel_size > 1:
         why = "every layer of the model reads them, and pipeline_parallel_size is more than 1"
