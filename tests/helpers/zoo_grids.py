@@ -62,9 +62,7 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 
 
 def _rope(sections: list[int], **settings: Any) -> dict[str, Any]:
-    return {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": sections, **settings}
-    }
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": sections, **settings}}
 
 
 def _qwen2(*, tied: bool = False, **text: Any) -> Any:

@@ -224,9 +224,7 @@ def _interleaved_order(rope: RopeParameters) -> torch.Tensor:
     return order
 
 
-def _axis_of_each_frequency(
-    rope: RopeParameters, sections: tuple[int, int, int], *, interleaved: bool
-) -> torch.Tensor:
+def _axis_of_each_frequency(rope: RopeParameters, sections: tuple[int, int, int], *, interleaved: bool) -> torch.Tensor:
     """[rotary_dim / 2]: 0 for frequencies of the temporal position, 1 for those of the height, 2 for the width.
 
     Raises:

@@ -77,7 +77,5 @@ class Qwen3VLMoeForConditionalGeneration(DeepStackModel, Qwen3MoeForCausalLM):
         count, top_k = num_experts(hf, "num_experts", "num_local_experts"), hf.positive_int("num_experts_per_tok")
         sizes = (self.config.hidden_size, hf.positive_int("moe_intermediate_size", 1408))
         is_stacked = ctx.quantization is None or ctx.quantization.quantizes_on_load
-        experts = TransposedMoE(
-            ctx, f"{name}.experts", *sizes, num_experts=count, top_k=top_k, is_stacked=is_stacked
-        )
+        experts = TransposedMoE(ctx, f"{name}.experts", *sizes, num_experts=count, top_k=top_k, is_stacked=is_stacked)
         return SparseMoeBlock(ctx, f"{name}.gate", experts, Routing(top_k, normalize=True))

@@ -131,7 +131,7 @@ def test_experts_are_read_from_stacks_either_way_around(tmp_path: Path) -> None:
 def test_layers_with_deepstack_must_be_on_the_first_stage(tmp_path: Path) -> None:
     save_model(GRIDS["qwen3vl"].config(), tmp_path)
     load_model(tmp_path, make_context(pp=fake_group("pp", 0, 2)))
-    with pytest.raises(ConfigError, match="puts 1 layers on the first stage, but .* behind the first 2 layers"):
+    with pytest.raises(ConfigError, match=r"puts 1 layers on the first stage, but .* behind the first 2 layers"):
         load_model(tmp_path, make_context(pp=fake_group("pp", 0, 4)))
 
 

@@ -169,5 +169,3 @@ def test_settings_of_videos_are_read_from_the_folder(tmp_path: Path) -> None:
     (tmp_path / "video_preprocessor_config.json").write_text('{"patch_size": 6, "merge_size": 1}')
     found = FrameProcessor.from_config(str(tmp_path / "config.json"), rules)
     assert (found.patch_size, found.merge_size, found.temporal_patch_size) == (6, 1, 2)
-
-
