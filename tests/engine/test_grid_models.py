@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers.multimodal_suite import MultiModalSuite, check, engine, generate, names_of, oracle
 
-FAMILIES = ("qwen2vl", "qwen2_5vl", "qwen3vl", "qwen3vlmoe", "glm4v", "glm4vmoe")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe")
 
 
 @pytest.mark.shows("tokens")
