@@ -52,7 +52,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _TEXT_TYPES = {"llava": "llama", "llava_onevision": "qwen2", "gemma3": "gemma3_text", "mistral3": "mistral"}
 """By the `model_type` of the whole config: the `model_type` of a `text_config` that has none."""
 
-_TIED_BY_EITHER = ("llava", "llava_onevision")
+_TIED_BY_EITHER = ("llava", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "glm4v", "glm4v_moe")
 """Families whose head is tied if either the whole config or its `text_config` says so."""
 
 

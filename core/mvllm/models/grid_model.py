@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar, Protocol
 
 from mvllm.config.hf_config import HFConfig
@@ -33,7 +32,6 @@ class GridModel(MultiModalCausalLM):
     """
 
     encoder_modules = ("visual",)
-    encoder_names: Mapping[str, str] = {}  # noqa: RUF012
     tower: ClassVar[TowerType]
 
     def build_item_encoder(self, ctx: BuildContext) -> ItemEncoder:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from mvllm.errors import ConfigError, ModelError
 from mvllm.models.causal_lm import CausalLM
@@ -126,6 +127,17 @@ def test_experts_are_read_from_stacks_either_way_around(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     for name, parameter in load_model(tmp_path).named_parameters():
         assert torch.equal(parameter, as_saved[name]), name
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "is_tied"), [("qwen2_5_vl", True), ("glm4v", True), ("qwen3_vl", False)])
+def test_heads_are_tied_by_the_text_config_where_transformers_does(name: str, is_tied: bool, tmp_path: Path) -> None:
+    save_model(GRIDS[name].config(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    edit_config(tmp_path, text_config={**config["text_config"], "tie_word_embeddings": True})
+    assert bool(read_config(tmp_path).hf_config.get("tie_word_embeddings")) is is_tied
+    assert AutoConfig.from_pretrained(tmp_path).tie_word_embeddings is is_tied
 
 
 def test_layers_with_deepstack_must_be_on_the_first_stage(tmp_path: Path) -> None:
