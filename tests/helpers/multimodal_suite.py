@@ -30,7 +30,7 @@ from tests.helpers.multimodal_zoo import MultiModalEntry, load_reference, make_c
 from tests.helpers.thread_executor import ThreadExecutor
 
 NUM_TOKENS = 48
-BLOCK_SIZE = 8
+BLOCK_SIZE = 16
 MAX_LEN = 512
 CLEAR = 1e-4
 """Least difference between the largest and the second largest logit: rounding cannot change a token."""

@@ -58,7 +58,7 @@ _QWEN2_VISION = {
     "mlp_ratio": 2,
     "patch_size": 4,
 }
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 
 
 def _rope(sections: list[int], **settings: Any) -> dict[str, Any]:
@@ -91,8 +91,8 @@ def _glm(kind: Any = Glm4vConfig, vision: dict[str, Any] | None = None, **text: 
 
 
 def _glm_moe(**settings: Any) -> Any:
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_shared_experts": 1}
-    return _glm(Glm4vMoeConfig, **experts, first_k_dense_replace=1, **settings)
+    experts: dict[str, Any] = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+    return _glm(Glm4vMoeConfig, **experts, n_shared_experts=1, first_k_dense_replace=1, **settings)
 
 
 def _qwen_processor(kind: Any) -> Callable[[Any], Any]:
@@ -120,10 +120,10 @@ _OF_GLM: dict[str, Any] = {**_OF_QWEN, "specials": GLM_TOKENS, "placeholder": "<
 _QWEN2, _QWEN2_5, _QWEN3 = (_qwen_processor(kind) for kind in (Qwen2VLProcessor, Qwen2_5_VLProcessor, Qwen3VLProcessor))
 
 GRIDS: dict[str, MultiModalEntry] = {
-    "qwen2vl": MultiModalEntry(_qwen2, _QWEN2, **_OF_QWEN),
-    "qwen2vl-tied": MultiModalEntry(lambda: _qwen2(tied=True, num_key_value_heads=1), _QWEN2, **_OF_QWEN),
-    "qwen2_5vl": MultiModalEntry(_qwen2_5, _QWEN2_5, **_OF_QWEN, gate=True),
-    "qwen2_5vl-tied": MultiModalEntry(
+    "qwen2_vl": MultiModalEntry(_qwen2, _QWEN2, **_OF_QWEN),
+    "qwen2_vl-tied": MultiModalEntry(lambda: _qwen2(tied=True, num_key_value_heads=1), _QWEN2, **_OF_QWEN),
+    "qwen2_5_vl": MultiModalEntry(_qwen2_5, _QWEN2_5, **_OF_QWEN, gate=True),
+    "qwen2_5_vl-tied": MultiModalEntry(
         lambda: _qwen2_5(
             {"window_size": 24, "fullatt_block_indexes": [0, 2], "hidden_act": "gelu"},
             tied=True,
@@ -134,24 +134,24 @@ GRIDS: dict[str, MultiModalEntry] = {
         _QWEN2_5,
         **_OF_QWEN,
     ),
-    "qwen3vl": MultiModalEntry(_qwen3, _QWEN3, **_OF_QWEN, gate=True),
-    "qwen3vl-tied": MultiModalEntry(
+    "qwen3_vl": MultiModalEntry(_qwen3, _QWEN3, **_OF_QWEN, gate=True),
+    "qwen3_vl-tied": MultiModalEntry(
         lambda: _qwen3(
             vision={"deepstack_visual_indexes": [1], "num_position_embeddings": 49}, tied=True, attention_bias=True
         ),
         _QWEN3,
         **_OF_QWEN,
     ),
-    "qwen3vlmoe": MultiModalEntry(lambda: _qwen3(Qwen3VLMoeConfig, **_EXPERTS), _QWEN3, **_OF_QWEN, gate=True),
-    "qwen3vlmoe-mixed": MultiModalEntry(
+    "qwen3_vl_moe": MultiModalEntry(lambda: _qwen3(Qwen3VLMoeConfig, **_EXPERTS), _QWEN3, **_OF_QWEN, gate=True),
+    "qwen3_vl_moe-mixed": MultiModalEntry(
         lambda: _qwen3(Qwen3VLMoeConfig, **_EXPERTS, mlp_only_layers=[1]), _QWEN3, **_OF_QWEN
     ),
     "glm4v": MultiModalEntry(_glm, _glm_processor, **_OF_GLM, gate=True),
     "glm4v-biases": MultiModalEntry(
         lambda: _glm(vision={"attention_bias": True, "image_size": 16}, **_rope([3, 3, 2])), _glm_processor, **_OF_GLM
     ),
-    "glm4vmoe": MultiModalEntry(_glm_moe, _glm_processor, **_OF_GLM),
-    "glm4vmoe-no-biases": MultiModalEntry(
+    "glm4v_moe": MultiModalEntry(_glm_moe, _glm_processor, **_OF_GLM),
+    "glm4v_moe-no-biases": MultiModalEntry(
         lambda: _glm_moe(attention_bias=False, norm_topk_prob=False), _glm_processor, **_OF_GLM
     ),
 }

@@ -87,7 +87,7 @@ _TEXT_TYPES = {
 }
 """By the `model_type` of the whole config: the `model_type` of a `text_config` that has none."""
 
-_TIED_BY_EITHER = ("llava", "llava_onevision")
+_TIED_BY_EITHER = ("llava", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "glm4v", "glm4v_moe")
 """Families whose head is tied if either the whole config or its `text_config` says so."""
 
 

@@ -1,6 +1,8 @@
 """Llama 4's experts: a token's router score scales the input of its expert, not the output.
 
-x ─ router ─> expert and score        expert(sigmoid(score) · x) + shared_expert(x)
+    x ─ router ─> expert and score        expert(sigmoid(score) · x) + shared_expert(x)
+
+Each row of the experts' input is for one expert.
 """
 
 from __future__ import annotations

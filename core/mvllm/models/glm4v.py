@@ -1,4 +1,4 @@
-"""GLM-4V (GLM-4.1V and later), dense and with experts: GLM-4 with three positions for each token, and a vision tower."""
+"""GLM-4V (GLM-4.1V and later), dense and with experts: GLM-4 with three positions per token, and a vision tower."""
 
 from __future__ import annotations
 

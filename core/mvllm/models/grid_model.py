@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
+from mvllm.config.hf_config import HFConfig
 from mvllm.layers.context import BuildContext
 from mvllm.models.item_encoder import ItemEncoder
 from mvllm.models.multimodal_model import MultiModalCausalLM
 from mvllm.models.vision.grid_tower import GridTower
+
+
+class TowerType(Protocol):
+    """A class of vision towers."""
+
+    def __call__(self, ctx: BuildContext, vision: HFConfig, out_size: int) -> GridTower:
+        """A tower.
+
+        Args:
+            ctx: Build context of a tower.
+            vision: `vision_config`.
+            out_size: The language model's `hidden_size`.
+        """
 
 
 class GridModel(MultiModalCausalLM):
@@ -18,8 +32,7 @@ class GridModel(MultiModalCausalLM):
     """
 
     encoder_modules = ("visual",)
-    encoder_names: ClassVar[dict[str, str]] = {}
-    tower: ClassVar[type[GridTower]]
+    tower: ClassVar[TowerType]
 
     def build_item_encoder(self, ctx: BuildContext) -> ItemEncoder:
         """The vision tower."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from mvllm.errors import ConfigError, ModelError
 from mvllm.models.causal_lm import CausalLM
@@ -93,7 +94,7 @@ def test_embeddings_and_angles_are_those_of_transformers(name: str, tmp_path: Pa
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["qwen2_5vl", "qwen2vl-tied"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_vl-tied"])
 def test_first_checkpoints_with_flat_configs_and_other_names_are_read(name: str, tmp_path: Path) -> None:
     reference = save_model(GRIDS[name].config(), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -116,7 +117,7 @@ def test_first_checkpoints_with_flat_configs_and_other_names_are_read(name: str,
 
 @pytest.mark.exhaustive
 def test_experts_are_read_from_stacks_either_way_around(tmp_path: Path) -> None:
-    save_model(GRIDS["qwen3vlmoe"].config(), tmp_path)
+    save_model(GRIDS["qwen3_vl_moe"].config(), tmp_path)
     as_saved = dict(load_model(tmp_path).named_parameters())
     tensors = load_file(tmp_path / "model.safetensors")
     stacks = [name for name in tensors if ".experts." in name]
@@ -128,15 +129,26 @@ def test_experts_are_read_from_stacks_either_way_around(tmp_path: Path) -> None:
         assert torch.equal(parameter, as_saved[name]), name
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "is_tied"), [("qwen2_5_vl", True), ("glm4v", True), ("qwen3_vl", False)])
+def test_heads_are_tied_by_the_text_config_where_transformers_does(name: str, is_tied: bool, tmp_path: Path) -> None:
+    save_model(GRIDS[name].config(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    edit_config(tmp_path, text_config={**config["text_config"], "tie_word_embeddings": True})
+    assert bool(read_config(tmp_path).hf_config.get("tie_word_embeddings")) is is_tied
+    assert AutoConfig.from_pretrained(tmp_path).tie_word_embeddings is is_tied
+
+
 def test_layers_with_deepstack_must_be_on_the_first_stage(tmp_path: Path) -> None:
-    save_model(GRIDS["qwen3vl"].config(), tmp_path)
+    save_model(GRIDS["qwen3_vl"].config(), tmp_path)
     load_model(tmp_path, make_context(pp=fake_group("pp", 0, 2)))
-    with pytest.raises(ConfigError, match="puts 1 layers on the first stage, but .* behind the first 2 layers"):
+    with pytest.raises(ConfigError, match=r"puts 1 layers on the first stage, but .* behind the first 2 layers"):
         load_model(tmp_path, make_context(pp=fake_group("pp", 0, 4)))
 
 
 def test_values_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    save_model(GRIDS["qwen3vl"].config(), tmp_path)
+    save_model(GRIDS["qwen3_vl"].config(), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
 
     for part, key, value, message in (
@@ -177,7 +189,7 @@ def test_positions_are_interpolated_as_torch_does(bicubic: bool, align_corners: 
 
 
 def test_a_scaling_by_length_is_refused_with_three_positions(tmp_path: Path) -> None:
-    save_model(GRIDS["qwen2_5vl"].config(), tmp_path)
+    save_model(GRIDS["qwen2_5_vl"].config(), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1000.0, "mrope_section": [2, 3, 3]}
     edit_config(tmp_path, text_config={**config["text_config"], "rope_parameters": rope})
@@ -186,7 +198,7 @@ def test_a_scaling_by_length_is_refused_with_three_positions(tmp_path: Path) -> 
 
 
 def test_a_config_without_vision_part_is_a_text_model(tmp_path: Path) -> None:
-    save_model(GRIDS["qwen2_5vl"].config(), tmp_path)
+    save_model(GRIDS["qwen2_5_vl"].config(), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["vision_config"]
     (tmp_path / "config.json").write_text(json.dumps(config))

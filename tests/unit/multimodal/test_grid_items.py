@@ -43,7 +43,8 @@ def make_processor(folder: Path) -> ItemProcessor:
 
 def positions_of(num_tokens: int, items: Sequence[MultiModalItem]) -> np.ndarray[Any, Any]:
     """[3, num_tokens] and the position of the next token as a last column."""
-    parts, at, position = [], 0, 0
+    parts: list[np.ndarray[Any, Any]] = []
+    at, position = 0, 0
     for item in items:
         span = item.span
         assert span.rope_positions is not None and span.rope_length is not None
@@ -77,7 +78,7 @@ def test_positions_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     arrays = [as_arrays(item.features) for item in processed]
     names = ("image_grid_thw", "video_grid_thw")
     grids = {key: torch.tensor(np.concatenate([each[key] for each in arrays if key in each])) for key in names}
-    if name == "qwen2_5vl":
+    if name == "qwen2_5_vl":
         grids["second_per_grid_ts"] = torch.tensor([2 / 8.0, 2 / 8.0])
     types = torch.tensor(processor.processor.create_mm_token_type_ids([ids]))
     wanted, delta = reference.model.get_rope_index(torch.tensor([ids]), mm_token_type_ids=types, **grids)
@@ -104,14 +105,14 @@ def test_text_between_frames_has_positions_of_its_own() -> None:
 
 
 def test_frames_that_take_more_positions_than_tokens_are_refused(tmp_path: Path) -> None:
-    processor = make_processor(make_checkpoint("qwen2_5vl", tmp_path))
+    processor = make_processor(make_checkpoint("qwen2_5_vl", tmp_path))
     frames = draw_video((16, 16), 4).frames
     with pytest.raises(RequestError, match="so far apart that they take 61 positions, but only 8 tokens"):
         processor.process("video", VideoContent(frames, 1.0, [0, 10, 20, 30], 40, 40.0), counts={"video": 1})
 
 
 def test_frames_of_one_image_have_its_patches(tmp_path: Path) -> None:
-    processor = make_processor(make_checkpoint("qwen3vl", tmp_path))
+    processor = make_processor(make_checkpoint("qwen3_vl", tmp_path))
     image = draw_image((33, 20), 5)
     frames = np.stack([np.asarray(image)] * 4)
     of_image = as_arrays(processor.process("image", image, counts={"image": 1}).features)

@@ -68,7 +68,8 @@ class TowerSizes:
         size, num_heads = vision.positive_int(hidden_size), vision.positive_int("num_heads", 16)
         if size % (4 * num_heads):
             raise ModelError(
-                f"{vision.source}: {hidden_size} should be a multiple of four times num_heads {num_heads}, found {size}."
+                f"{vision.source}: {hidden_size} should be a multiple of four times num_heads {num_heads}, found "
+                f"{size}."
             )
         if vision.positive_int("out_hidden_size", out_size) != out_size:
             raise ModelError(
