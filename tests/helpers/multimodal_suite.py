@@ -212,7 +212,7 @@ def generate(llm: LLM, requests: Sequence[MultiModalRequest], num_tokens: int = 
 def check(expected: MultiModalOracle, outputs: Sequence[RequestOutput], which: Sequence[int] | None = None) -> None:
     """Asserts that the outputs have the prompts and the greedy tokens of transformers."""
     for index, output in zip(which or range(len(outputs)), outputs, strict=True):
-        assert output.prompt_token_ids == expected.prompt_ids(expected.requests[index]), f"prompt {index}"
+        assert list(output.prompt_token_ids or ()) == expected.prompt_ids(expected.requests[index]), f"prompt {index}"
         expected.check(index, output.outputs[0].token_ids)
 
 

@@ -106,6 +106,7 @@ def make_tokenizer(specials: Mapping[str, str]) -> Any:
         tokenizer_object=base,
         bos_token="<s>",
         eos_token="</s>",
+        pad_token="</s>",
         chat_template=CHAT_TEMPLATE,
         extra_special_tokens=dict(specials),
     )

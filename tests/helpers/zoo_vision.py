@@ -22,18 +22,19 @@ from transformers import (
     Ministral3Config,
     Mistral3Config,
     MistralConfig,
-    PixtralProcessor,
     PixtralVisionConfig,
     Qwen2Config,
     SiglipVisionConfig,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
+from mvllm.multimodal.pixtral_processor import PixtralProcessor
 from tests.helpers.multimodal_zoo import FIRST_SPECIAL_ID, TEXT, MultiModalEntry, without_video_processor
 
 TOWER: dict[str, Any] = {
@@ -77,7 +78,7 @@ def _onevision_processor(tokenizer: Any) -> Any:
     return without_video_processor(LlavaOnevisionProcessor)(images, tokenizer, None, **settings)
 
 
-def _pixtral_processor(tokenizer: Any, merge: int = 1) -> PixtralProcessor:
+def _pixtral_processor(tokenizer: Any, merge: int = 1) -> Any:
     images = PixtralImageProcessorPil(size={"longest_edge": 48}, patch_size={"height": 8, "width": 8})
     return PixtralProcessor(images, tokenizer, patch_size=8, spatial_merge_size=merge)
 
@@ -89,7 +90,8 @@ def _gemma3_processor(tokenizer: Any) -> Gemma3Processor:
 
 def _gemma4_processor(tokenizer: Any) -> Any:
     images = Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70, pooling_kernel_size=3)
-    return without_video_processor(Gemma4Processor)(None, images, tokenizer, None, image_seq_length=70)
+    kind = without_video_processor(Gemma4Processor)
+    return kind(Gemma4AudioFeatureExtractor(), images, tokenizer, None, image_seq_length=70)
 
 
 def _gemma4(*, clips: bool = False, both_ways: bool = True, **text: Any) -> Gemma4Config:

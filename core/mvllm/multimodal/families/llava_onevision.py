@@ -16,7 +16,7 @@ class LlavaOnevisionItems(ItemFamily):
     unused_features = frozenset({"batch_num_images"})
 
     def arguments(self, modality: str, counts: Mapping[str, int]) -> dict[str, Any]:
-        return {_SEVERAL: True} if modality == "image" and counts.get("image", 0) > 1 else {}
+        return {_SEVERAL: counts.get("image", 0) > 1} if modality == "image" else {}
 
     def process_image(self, image: Any, settings: dict[str, Any]) -> tuple[Features, str]:
         settings = dict(settings)
