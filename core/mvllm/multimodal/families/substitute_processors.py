@@ -1,6 +1,7 @@
 """Processors that transformers cannot build without packages that images do not need.
 
-The modules of Pixtral's processor and of LFM2-VL's image processor import torchvision. SmolVLM's needs num2words, for the text before a video;
+The modules of Pixtral's processor and of LFM2-VL's image processor import torchvision. SmolVLM's processor needs
+num2words, for the text before a video.
 """
 
 from __future__ import annotations
