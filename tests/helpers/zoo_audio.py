@@ -110,7 +110,12 @@ AUDIO: dict[str, MultiModalEntry] = {
         sizes=_LENGTHS,
     ),
     "voxtral": MultiModalEntry(
-        config=_voxtral, processor=_voxtral_processor, placeholder="[AUDIO]", modality="audio", sizes=_WINDOWS, gate=True
+        config=_voxtral,
+        processor=_voxtral_processor,
+        placeholder="[AUDIO]",
+        modality="audio",
+        sizes=_WINDOWS,
+        gate=True,
     ),
     "voxtral-wide": MultiModalEntry(
         config=lambda: _voxtral(

@@ -74,9 +74,16 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
 """By the `model_type` of the whole config: what differs from the defaults of the text model."""
 
 _TEXT_TYPES = {
-    **{"llava": "llama", "llava_onevision": "qwen2", "gemma3": "gemma3_text", "mistral3": "mistral"},
-    **{"idefics3": "llama", "smolvlm": "llama", "internvl": "qwen2", "lfm2_vl": "lfm2"},
-    **{"qwen2_audio": "qwen2", "voxtral": "llama"},
+    "llava": "llama",
+    "llava_onevision": "qwen2",
+    "gemma3": "gemma3_text",
+    "mistral3": "mistral",
+    "idefics3": "llama",
+    "smolvlm": "llama",
+    "internvl": "qwen2",
+    "lfm2_vl": "lfm2",
+    "qwen2_audio": "qwen2",
+    "voxtral": "llama",
 }
 """By the `model_type` of the whole config: the `model_type` of a `text_config` that has none."""
 

@@ -10,6 +10,7 @@ import torch
 
 from mvllm.models.causal_lm import CausalLM
 from tests.helpers.multimodal_zoo import save_model
+from tests.helpers.paged_driver import load_model
 from tests.helpers.zoo_audio import (
     AUDIO,
     MEL_BINS,
@@ -17,7 +18,6 @@ from tests.helpers.zoo_audio import (
     VOXTRAL_POSITIONS,
 )
 from tests.helpers.zoo_tiles import PATCH, TILE, TILES
-from tests.helpers.paged_driver import load_model
 
 TOLERANCE = 2e-5
 LFM2_GRIDS = [[[4, 2]], [[4, 4], [4, 4], [2, 6]], [[6, 2], [2, 2]]]

@@ -1,9 +1,9 @@
 """The encoder of Whisper, which Qwen2-Audio and Voxtral use as well.
 
-    log-mel spectrogram   [bins, 2 T]
-    two convolutions      [T, size]       the second takes every other frame
-    + positions           [T, size]
-    layers                [T, size]       attention in both directions
+log-mel spectrogram   [bins, 2 T]
+two convolutions      [T, size]       the second takes every other frame
++ positions           [T, size]
+layers                [T, size]       attention in both directions
 """
 
 from __future__ import annotations
@@ -187,4 +187,3 @@ class WhisperEncoder(nn.Module):
         for layer in self.layers:
             x = layer(x, starts)
         return x
-

@@ -140,9 +140,7 @@ class InternVLTower(nn.Module):
         self.class_embedding = CheckpointTensor(ctx, f"{name}.embeddings.cls_token", 1, 1, size)
         self.positions: CheckpointTensor | None = None
         if vision.get("use_absolute_position_embeddings", True):
-            self.positions = CheckpointTensor(
-                ctx, f"{name}.embeddings.position_embeddings", 1, self._grid**2 + 1, size
-            )
+            self.positions = CheckpointTensor(ctx, f"{name}.embeddings.position_embeddings", 1, self._grid**2 + 1, size)
         self.layers = EncoderLayers(ctx, f"{name}.encoder.layer", options, count)
         # Only the feature layer -1 has the norm at the end.
         has_norm = not vision.get("use_mean_pooling", True) and features.layers == (-1,)

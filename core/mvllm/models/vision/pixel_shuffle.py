@@ -1,7 +1,7 @@
 """Pixel shuffle: adjacent patches become one longer row, so that an image takes fewer rows of the language model.
 
-    a b c d        factor 2
-    e f g h   ->   a b e f | c d g h
+a b c d        factor 2
+e f g h   ->   a b e f | c d g h
 """
 
 from __future__ import annotations
