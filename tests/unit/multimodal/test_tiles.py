@@ -82,7 +82,7 @@ def _processed(name: str, folder: Path, image: Image.Image) -> ProcessedItem:
 def test_each_tile_has_placeholders_of_its_own(
     name: str, parts: int, features: dict[str, tuple[int, ...]], tmp_path: Path
 ) -> None:
-    """The span has text between the tiles, except of InternVL. Masks and sizes that encoders do not read stay behind."""
+    """The span has text between the tiles, except for InternVL. Only what encoders read is sent."""
     item = _processed(name, tmp_path, draw_image((40, 24), 0))
     assert len(item.embedded) == parts
     assert item.num_embeddings == item.num_encoded == item.token_ids.count(item.embedded_id)
