@@ -82,6 +82,7 @@ _MODELS = {
     "KimiLinearForCausalLM": "mvllm.models.kimi_linear:KimiLinearForCausalLM",
     "OlmoHybridForCausalLM": "mvllm.models.olmo_hybrid:OlmoHybridForCausalLM",
     "JanusForConditionalGeneration": "mvllm.models.janus:JanusForConditionalGeneration",
+    "WhisperForConditionalGeneration": "mvllm.models.audio.whisper:WhisperForConditionalGeneration",
 }
 
 _MULTIMODAL = {
