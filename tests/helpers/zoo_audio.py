@@ -116,6 +116,7 @@ AUDIO: dict[str, MultiModalEntry] = {
         modality="audio",
         sizes=_WINDOWS,
         gate=True,
+        seed=1,
     ),
     "voxtral-wide": MultiModalEntry(
         config=lambda: _voxtral(
