@@ -1,4 +1,4 @@
-"""Models that cut images into tiles, and those that hear, give the tokens of transformers in the engine."""
+"""Models that cut images into tiles give the tokens of transformers in the engine."""
 
 from __future__ import annotations
 

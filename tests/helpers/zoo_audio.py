@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+from tokenizers import Tokenizer
 from transformers import (
     LlamaConfig,
+    PreTrainedTokenizerFast,
     Qwen2AudioConfig,
     Qwen2AudioProcessor,
     Qwen2Config,
@@ -30,13 +33,29 @@ _QWEN2_AUDIO_TOKENS = {
     "audio_eos_token": "<|audio_eos|>",
 }
 
+_LENGTHS = ((3, 0), (9, 0), (6, 0))
+"""Tenths of a second."""
+_WINDOWS = ((5, 0), (310, 0), (20, 0))
+
 
 def _qwen2_audio_processor(tokenizer: Any) -> Any:
     return Qwen2AudioProcessor(WhisperFeatureExtractor(feature_size=MEL_BINS, chunk_length=1), tokenizer)
 
 
 def _voxtral_processor(tokenizer: Any) -> Any:
-    return VoxtralProcessor(WhisperFeatureExtractor(feature_size=MEL_BINS), tokenizer)
+    return VoxtralProcessor(WhisperFeatureExtractor(feature_size=MEL_BINS), _with_audio_token(tokenizer))
+
+
+def _with_audio_token(tokenizer: Any) -> Any:
+    """A copy of a tokenizer in which the token VOXTRAL_AUDIO_ID is `[AUDIO]`."""
+    values = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocab = values["model"]["vocab"]
+    del vocab[tokenizer.convert_ids_to_tokens(VOXTRAL_AUDIO_ID)]
+    vocab["[AUDIO]"] = VOXTRAL_AUDIO_ID
+    added = {**values["added_tokens"][0], "id": VOXTRAL_AUDIO_ID, "content": "[AUDIO]"}
+    values["added_tokens"] = sorted([*values["added_tokens"], added], key=lambda token: token["id"])
+    backend = Tokenizer.from_str(json.dumps(values))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
 
 
 def _qwen2_audio(audio: dict[str, Any] | None = None, **settings: Any) -> Any:
@@ -79,6 +98,7 @@ AUDIO: dict[str, MultiModalEntry] = {
         specials=_QWEN2_AUDIO_TOKENS,
         placeholder="<|AUDIO|>",
         modality="audio",
+        sizes=_LENGTHS,
         gate=True,
     ),
     "qwen2_audio-small": MultiModalEntry(
@@ -87,9 +107,16 @@ AUDIO: dict[str, MultiModalEntry] = {
         specials=_QWEN2_AUDIO_TOKENS,
         placeholder="<|AUDIO|>",
         modality="audio",
+        sizes=_LENGTHS,
     ),
     "voxtral": MultiModalEntry(
-        config=_voxtral, processor=_voxtral_processor, placeholder="[AUDIO]", modality="audio", gate=True
+        config=_voxtral,
+        processor=_voxtral_processor,
+        placeholder="[AUDIO]",
+        modality="audio",
+        sizes=_WINDOWS,
+        gate=True,
+        seed=1,
     ),
     "voxtral-wide": MultiModalEntry(
         config=lambda: _voxtral(
@@ -98,5 +125,6 @@ AUDIO: dict[str, MultiModalEntry] = {
         processor=_voxtral_processor,
         placeholder="[AUDIO]",
         modality="audio",
+        sizes=_WINDOWS,
     ),
 }

@@ -135,7 +135,9 @@ def _old_internvl_name(name: str) -> str:
 
 
 TILES: dict[str, MultiModalEntry] = {
-    "idefics3": MultiModalEntry(config=_idefics3, processor=_idefics3_processor, specials=_IDEFICS3_TOKENS, gate=True),
+    "idefics3": MultiModalEntry(
+        config=_idefics3, processor=_idefics3_processor, specials=_IDEFICS3_TOKENS, gate=True, seed=2
+    ),
     "idefics3-whole-images": MultiModalEntry(
         config=lambda: _idefics3(vision={"image_size": 28}),
         processor=lambda tokenizer: _idefics3_processor(tokenizer, splits=False),

@@ -1,4 +1,4 @@
-"""Readers of what Qwen2-Audio and Voxtral take beside text. Needs no torch."""
+"""Readers of what Qwen2-Audio, Voxtral and Whisper take beside text. Needs no torch."""
 
 from __future__ import annotations
 
@@ -39,8 +39,19 @@ def _voxtral(hf: HFConfig) -> MultiModalModel | None:
     )
 
 
+def _whisper(hf: HFConfig) -> MultiModalModel:
+    """A row of the encoder's result has keys and values of all decoder layers. Audio has no place in the prompt."""
+    return MultiModalModel(
+        placeholders={"audio": -1},
+        embedding_width=2 * hf.positive_int("decoder_layers") * hf.positive_int("d_model"),
+        cross_attention=True,
+        max_encoded=hf.positive_int("max_source_positions", 1500),
+    )
+
+
 AUDIO_FAMILIES: Mapping[str, Callable[[HFConfig], MultiModalModel | None]] = {
     "Qwen2AudioForConditionalGeneration": _qwen2_audio,
     "VoxtralForConditionalGeneration": _voxtral,
+    "WhisperForConditionalGeneration": _whisper,
 }
 """By architecture."""

@@ -17,12 +17,26 @@ _ALIASES: dict[str, dict[str, str]] = {
 }
 """By model type: the second name and the name that model classes read."""
 
+_DECODER_KEYS: dict[str, dict[str, str]] = {
+    "whisper": {
+        "d_model": "hidden_size",
+        "decoder_layers": "num_hidden_layers",
+        "decoder_attention_heads": "num_attention_heads",
+        "max_target_positions": "max_position_embeddings",
+    },
+}
+"""By model type of encoder-decoder models: keys of the decoder, and the names that model classes read. Those names may
+be there with values of the encoder."""
+
 
 def with_read_names(values: dict[str, Any]) -> dict[str, Any]:
     """The values of `config.json` with those of second names also under the names that model classes read.
 
-    A value under the latter takes precedence.
+    A value under the latter takes precedence, except in encoder-decoder models.
     """
-    aliases = _ALIASES.get(str(values.get("model_type")), {})
-    added = {ours: values[theirs] for theirs, ours in aliases.items() if theirs in values}
-    return {**added, **values}
+    family = str(values.get("model_type"))
+    added = {ours: values[theirs] for theirs, ours in _ALIASES.get(family, {}).items() if theirs in values}
+    decoder = {ours: values[theirs] for theirs, ours in _DECODER_KEYS.get(family, {}).items() if theirs in values}
+    if decoder:
+        decoder["num_key_value_heads"] = decoder.get("num_attention_heads")
+    return {**added, **values, **decoder}

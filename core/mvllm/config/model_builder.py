@@ -99,6 +99,7 @@ _ARCHITECTURE_OF_TYPE = {
     "lfm2_moe": "Lfm2MoeForCausalLM",
     "kimi_linear": "KimiLinearForCausalLM",
     "olmo_hybrid": "OlmoHybridForCausalLM",
+    "whisper": "WhisperForConditionalGeneration",
 }
 
 _TEXT_MODELS = ("Mistral3ForConditionalGeneration", "Gemma4ForConditionalGeneration")

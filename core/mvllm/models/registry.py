@@ -89,6 +89,7 @@ _MODELS = {
     "Glm4vForConditionalGeneration": "mvllm.models.glm4v:Glm4vForConditionalGeneration",
     "Glm46VForConditionalGeneration": "mvllm.models.glm4v:Glm46VForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration": "mvllm.models.glm4v:Glm4vMoeForConditionalGeneration",
+    "WhisperForConditionalGeneration": "mvllm.models.audio.whisper:WhisperForConditionalGeneration",
 }
 
 _MULTIMODAL = {

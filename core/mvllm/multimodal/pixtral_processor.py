@@ -5,7 +5,6 @@ Imported only in the processor's process.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from transformers.processing_utils import ProcessorMixin
@@ -56,9 +55,3 @@ class PixtralProcessor(ProcessorMixin):  # type: ignore[misc]
         height, width = image_inputs["image_sizes"][image_idx]
         row = self.image_token * (int(width) // square)
         return self.image_break_token.join([row] * (int(height) // square)) + self.image_end_token
-
-
-def pixtral_processor(path: Path, arguments: dict[str, Any]) -> PixtralProcessor:
-    """The processor of a model folder. Arguments are those of `from_pretrained`."""
-    found: PixtralProcessor = PixtralProcessor.from_pretrained(str(path), backend="pil", **arguments)
-    return found

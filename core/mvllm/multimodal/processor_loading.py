@@ -46,7 +46,7 @@ _SUBSTITUTES = {
         ("torchvision", "num2words"),
         "mvllm.multimodal.families.substitute_processors:smolvlm_processor",
     ),
-    "PixtralProcessor": (("torchvision",), "mvllm.multimodal.pixtral_processor:pixtral_processor"),
+    "PixtralProcessor": (("torchvision",), "mvllm.multimodal.families.substitute_processors:pixtral_processor"),
     "Lfm2VlProcessor": (("torchvision",), "mvllm.multimodal.families.substitute_processors:lfm2_vl_processor"),
 }
 """By processor class: packages without which transformers cannot build it, and the function that builds it then, as
@@ -54,7 +54,7 @@ _SUBSTITUTES = {
 
 
 def _substitute(path: Path) -> Callable[[Path, dict[str, Any]], Any] | None:
-    packages, function = _SUBSTITUTES.get(_processor_name(path) or "", ((), ""))
+    packages, function = _SUBSTITUTES.get(_class_name(path) or "", ((), ""))
     if all(importlib.util.find_spec(package) is not None for package in packages):
         return None
     module, name = function.split(":")
@@ -70,18 +70,17 @@ def _has_torchvision() -> bool:
 
 def _processor_class(transformers: Any, path: Path) -> Any:
     """The class of transformers that the folder names, if it has a video processor; None otherwise."""
-    name = _processor_name(path)
+    name = _class_name(path)
     kind = None if name is None else getattr(transformers, name, None)
     return kind if kind is not None and "video_processor" in kind.get_attributes() else None
 
 
-def _processor_name(path: Path) -> str | None:
-    """The name of the processor class of a model folder."""
-    names = (_read(path / name).get("processor_class") for name in _FILES)
-    model_type = _read(path / "config.json").get("model_type")
+def _class_name(path: Path) -> str | None:
+    """The processor class that the folder names, or that of its model type."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-    name = next(filter(None, names), None) or PROCESSOR_MAPPING_NAMES.get(model_type)
+    names = (_read(path / name).get("processor_class") for name in _FILES)
+    name = next(filter(None, names), None) or PROCESSOR_MAPPING_NAMES.get(_read(path / "config.json").get("model_type"))
     return name if isinstance(name, str) else None
 
 

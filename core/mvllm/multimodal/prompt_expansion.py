@@ -47,7 +47,8 @@ def expand_text(text: str, items: Sequence[ProcessedItem]) -> str:
 def expand_token_ids(ids: Sequence[int], items: Sequence[ProcessedItem]) -> tuple[list[int], list[ProcessedItem]]:
     """Token ids with each placeholder replaced, and the items in the order of their places.
 
-    A prompt in which the placeholders are already as many as the embeddings is taken as it is.
+    A prompt in which the placeholders are already as many as the embeddings is taken as it is, as one of a model with
+    cross-attention, whose items have no places.
 
     Args:
         items: Those of each modality in their order.
@@ -55,6 +56,8 @@ def expand_token_ids(ids: Sequence[int], items: Sequence[ProcessedItem]) -> tupl
     Raises:
         RequestError: The numbers of placeholders and items differ.
     """
+    if not any(item.embedded for item in items):
+        return list(ids), list(items)
     waiting: dict[int, list[ProcessedItem]] = {}
     for item in items:
         if item.placeholder_id < 0:

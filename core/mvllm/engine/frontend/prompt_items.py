@@ -127,9 +127,13 @@ def check_placed(items: object, num_tokens: int) -> list[MultiModalItem]:
 def expand_prompt_text(text: str, items: PreparedItems) -> tuple[str, list[ProcessedItem]]:
     """The text with its placeholders replaced, and the items in the order of their places.
 
+    Items of models with cross-attention have no places.
+
     Raises:
         RequestError: The numbers of placeholders and items differ.
     """
+    if not any(item.embedded for item in items):
+        return text, list(items)
     waiting: dict[str, list[ProcessedItem]] = {}
     for item in items:
         waiting.setdefault(item.modality, []).append(item)

@@ -34,6 +34,7 @@ FAMILIES: Mapping[str, str] = {
     "InternVLForConditionalGeneration": "mvllm.multimodal.families.tiles:InternVLItems",
     "Lfm2VlForConditionalGeneration": "mvllm.multimodal.families.tiles:Lfm2VlItems",
     "VoxtralForConditionalGeneration": "mvllm.multimodal.families.voxtral:VoxtralItems",
+    "WhisperForConditionalGeneration": "mvllm.multimodal.families.whisper:WhisperItems",
 }
 """By architecture: `module:class`."""
 

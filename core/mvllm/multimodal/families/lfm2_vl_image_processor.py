@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from transformers.image_processing_backends import PilBackend
@@ -66,7 +66,7 @@ class Lfm2VlImageProcessorPil(PilBackend):
     tile_size = 512
     max_pixels_tolerance = 2.0
     do_resize = True
-    size = {"height": 512, "width": 512}
+    size: ClassVar[dict[str, int]] = {"height": 512, "width": 512}
     resample = PILImageResampling.BILINEAR
     do_convert_rgb = True
     do_rescale = True
@@ -77,7 +77,7 @@ class Lfm2VlImageProcessorPil(PilBackend):
     image_mean = IMAGENET_STANDARD_MEAN
     image_std = IMAGENET_STANDARD_STD
     valid_kwargs = Lfm2VlImagesKwargs
-    model_input_names = ["pixel_values", "pixel_attention_mask", "spatial_shapes"]
+    model_input_names: ClassVar[list[str]] = ["pixel_values", "pixel_attention_mask", "spatial_shapes"]
 
     def _preprocess(self, images: list[Array], return_tensors: Any = None, **settings: Any) -> BatchFeature:
         layouts = [image_layout(*image.shape[-2:], settings) for image in images]

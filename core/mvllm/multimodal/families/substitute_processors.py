@@ -1,6 +1,7 @@
 """Processors that transformers cannot build without packages that images do not need.
 
-SmolVLM's needs num2words, for the text before a video; LFM2-VL's image processor needs torchvision.
+The modules of Pixtral's processor and of LFM2-VL's image processor import torchvision. SmolVLM's processor needs
+num2words, for the text before a video.
 """
 
 from __future__ import annotations
@@ -14,6 +15,13 @@ def smolvlm_processor(path: Path, arguments: dict[str, Any]) -> Any:
     from transformers import Idefics3Processor
 
     return Idefics3Processor.from_pretrained(str(path), backend="pil", **arguments)
+
+
+def pixtral_processor(path: Path, arguments: dict[str, Any]) -> Any:
+    """The processor of Pixtral, without imports of torchvision."""
+    from mvllm.multimodal.pixtral_processor import PixtralProcessor
+
+    return PixtralProcessor.from_pretrained(str(path), backend="pil", **arguments)
 
 
 def lfm2_vl_processor(path: Path, arguments: dict[str, Any]) -> Any:
