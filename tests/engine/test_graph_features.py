@@ -45,6 +45,8 @@ def test_two_ranks_with_a_program_each(stack: ExitStack) -> None:
     outputs = parity.generate(llm, found.prompts, max_tokens=NUM_TOKENS, prompt_logprobs=2)
     parity.check(found, outputs)
     parity.check_prompt_logprobs(found, outputs)
+    plain = parity.generate(llm, found.prompts, max_tokens=NUM_TOKENS, logprobs=None)
+    assert [list(each.outputs[0].token_ids) for each in plain] == found.tokens
 
 
 @pytest.mark.exhaustive

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from mvllm import LLM, PoolingParams, RequestError, RequestOutput, SamplingParams, StructuredOutputsParams
 from mvllm.graph.interpreter import InterpretedProgram
+from mvllm.worker.graph_model import GraphModel
 from tests.helpers import parity
 from tests.helpers.changed_weights import changed_copy, tensors_of
 from tests.helpers.graph_engine import start
@@ -45,6 +47,67 @@ def test_tokens_logprobs_and_prompt_logprobs_are_those_of_transformers(stack: Ex
         parity.check_prompt_logprobs(expected, outputs)
 
 
+def check_tokens(found: list[RequestOutput], expected: Oracle) -> None:
+    assert [list(output.outputs[0].token_ids) for output in found] == expected.tokens
+
+
+class Sampled(list[int]):
+    """Numbers of rows that were sampled on the host, by step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        largest = GraphModel.largest_logits
+
+        def note(model: GraphModel, *args: Any) -> tuple[np.ndarray, np.ndarray]:
+            found = largest(model, *args)
+            self.append(len(found[1]))
+            return found
+
+        monkeypatch.setattr(GraphModel, "largest_logits", note)
+
+
+def test_tokens_that_the_host_finds_are_those_of_transformers(
+    stack: ExitStack, expected: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, sampled = start(stack, expected.folder, max_num_batched_tokens=48), Sampled(monkeypatch)
+    check_tokens(generate(llm, expected.prompts, logprobs=None), expected)
+    assert sum(sampled) == len(expected.prompts) * NUM_TOKENS
+    sampled.clear()
+    check_tokens(generate(llm, expected.prompts[:1], logprobs=None), replace(expected, tokens=expected.tokens[:1]))
+    assert sampled == [1] * NUM_TOKENS
+
+
+def test_other_steps_are_sampled_as_on_other_platforms(
+    stack: ExitStack, expected: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, sampled = start(stack, expected.folder), Sampled(monkeypatch)
+    plain = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+    for settings in ({"logprobs": 2}, {"prompt_logprobs": 1}, {"temperature": 1.0}, {"logit_bias": {3: 1.0}}):
+        other = SamplingParams(**{"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, **settings})
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in expected.prompts[:2]], [plain, other], use_tqdm=False
+        )
+        assert list(outputs[0].outputs[0].token_ids) == expected.tokens[0]
+    steps_of_prompts = 1  # those of a prompt's log-probabilities, which end with the prompt
+    assert len(sampled) == NUM_TOKENS - steps_of_prompts and set(sampled) == {2}
+
+
+def test_a_row_without_a_usable_logit_fails_alone(
+    stack: ExitStack, expected: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, run_head = start(stack, expected.folder), GraphModel._run_head
+
+    def damage(model: GraphModel, *args: Any) -> np.ndarray:
+        logits = run_head(model, *args).copy()
+        if len(logits) > 1:
+            logits[1, 5] = np.nan
+        return logits
+
+    monkeypatch.setattr(GraphModel, "_run_head", damage)
+    first, second, *_ = generate(llm, expected.prompts, logprobs=None)
+    assert second.outputs[0].finish_reason == "error" and "NaN" in (second.outputs[0].error or "")
+    assert list(first.outputs[0].token_ids) == expected.tokens[0]
+
+
 def test_preempted_requests_are_computed_again(stack: ExitStack, expected: Oracle) -> None:
     llm = start(stack, expected.folder, kv_cache_memory_bytes=12 * 16 * 768)  # 12 blocks
     parity.check(expected, generate(llm, expected.prompts))
@@ -54,6 +117,7 @@ def test_draft_tokens_from_the_prompt_are_verified(stack: ExitStack, expected: O
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     llm = start(stack, expected.folder, speculative_config=ngram)
     parity.check(expected, generate(llm, expected.prompts))
+    check_tokens(generate(llm, expected.prompts, logprobs=None), expected)
 
 
 @pytest.mark.exhaustive
@@ -84,6 +148,7 @@ def test_structured_outputs_follow_their_grammar(stack: ExitStack, expected: Ora
 @pytest.mark.exhaustive
 def test_pipeline_stages_have_a_program_each(stack: ExitStack, expected: Oracle) -> None:
     llm = start(stack, expected.folder, pipeline_parallel_size=2, distributed_executor_backend="mp")
+    check_tokens(generate(llm, expected.prompts, logprobs=None), expected)
     outputs = generate(llm, expected.prompts, prompt_logprobs=2)
     parity.check(expected, outputs)
     parity.check_prompt_logprobs(expected, outputs)

@@ -24,7 +24,7 @@ class Phase(Enum):
 _local = threading.local()
 
 
-class enter_phase:  # noqa: N801  (used as a function)
+class enter_phase:
     """A context that sets the phase of the thread's calls inside it. Core only.
 
     A class, since every step enters it: a generator takes several times as long.

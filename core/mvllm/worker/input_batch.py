@@ -130,6 +130,17 @@ class InputBatch:
                 if len(accepted.get(row, ())) < num_draft_tokens:
                     self.num_computed[row] = first
 
+    def give_only_greedy_tokens(self, plan: SchedulerOutput, sampling_rows: np.ndarray) -> bool:
+        """Whether a step gives one greedy token for each row of logits, without masks, and nothing else.
+
+        Args:
+            plan: The step's plan, which was applied.
+            sampling_rows: int [S]: the rows that sample.
+        """
+        if self.prompt_logprobs or self.pooling.params or self.guidance.num_pairs or plan.mask_rows:
+            return False
+        return len(sampling_rows) > 0 and not plan.masks_follow and self.sampling.samples_greedily(sampling_rows)
+
     def copy_lengths(self) -> RowLengths:
         """Copies the rows' lengths, for `advance_past_failed_step`."""
         return RowLengths(self.num_computed.copy(), self.history.num_tokens.copy())

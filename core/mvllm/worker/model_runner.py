@@ -43,7 +43,7 @@ from mvllm.sampling.logits_processor_set import LogitsProcessorSet
 from mvllm.sampling.logprobs import LogSumExp
 from mvllm.sampling.penalties import DeviceTokenCounts
 from mvllm.sampling.sampler import Sampler
-from mvllm.sampling.sampler_output import HostSamplerOutput, SamplerOutput
+from mvllm.sampling.sampler_output import SamplerOutput
 from mvllm.sampling.sampling_state import PROCESSED, SamplingState
 from mvllm.sampling.token_masks import TokenMasks
 from mvllm.worker.encoder_runner import EncoderRunner
@@ -61,7 +61,7 @@ from mvllm.worker.prompt_logprobs import PromptLogprobsComputer
 from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
 from mvllm.worker.spec_decode.proposer import Proposer, make_proposer
 from mvllm.worker.step_inputs import StepInputBuilder, StepInputs, ragged_ranges
-from mvllm.worker.step_result import StepResult
+from mvllm.worker.step_result import ComputedStep, StepResult
 from mvllm.worker.warm_up import profile_step, sample_sizes, warm_up
 
 logger = get_logger(__name__)
@@ -71,10 +71,7 @@ _FAILURE_EXCHANGE_DIVISOR = 10
 
 _Result = TypeVar("_Result")
 _Output = TypeVar("_Output", ModelRunnerOutput, ModelRunnerOutput | None)
-_Computed = tuple[StepInputs, torch.Tensor | None, torch.Tensor | None, HostSamplerOutput | None]
-"""A step's inputs, its hidden states, and those of them whose logits are needed; or its tokens in place of both."""
-
-_UnsampledStep = tuple[SchedulerOutput, RowLengths, _Computed | ModelRunnerOutput | None]
+_UnsampledStep = tuple[SchedulerOutput, RowLengths, ComputedStep | ModelRunnerOutput | None]
 """The plan of a computed step, the rows' lengths before it, and the model's result; or the output of a failed step."""
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -399,8 +396,8 @@ class ModelRunner:
         (plan, before, computed), self._step_awaiting_masks = self._step_awaiting_masks, None
         plan.mask_rows, plan.token_masks = mask_rows, token_masks
         output: ModelRunnerOutput | None
-        if isinstance(computed, tuple):
-            output = self._attempt(plan, before, partial(self._sample_step, plan, *computed))
+        if isinstance(computed, ComputedStep):
+            output = self._attempt(plan, before, partial(self._sample_step, plan, computed))
         else:
             output = computed  # the forward pass has failed
         self._runtime.step_mark()
@@ -434,9 +431,9 @@ class ModelRunner:
 
     def _run_step(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         """Runs and samples a step whose plan has been applied to the rows and is not empty."""
-        return self._sample_step(plan, *self._forward_step(plan))
+        return self._sample_step(plan, self._forward_step(plan))
 
-    def _forward_step(self, plan: SchedulerOutput) -> _Computed:
+    def _forward_step(self, plan: SchedulerOutput) -> ComputedStep:
         """Builds the inputs of a step and runs the encoders of its items and the model."""
         if plan.encoder_inputs:
             self._encoders.encode(self.loader.model.item_encoder, plan.encoder_inputs)
@@ -445,11 +442,14 @@ class ModelRunner:
             inputs.token_ids = self._sampled_token_buffer.replace_placeholders(inputs.token_ids)
         intermediate = self._pipeline.receive_hidden(inputs.layout.num_tokens)
         items = None if inputs.items is None else self._encoders.tensors(inputs.items, inputs)
-        adapters, hidden, states, sampled = self._lora_batch_of(inputs), None, None, None
-        if self._forward.samples_on_host and self._samples_greedily(plan, inputs):
-            sampled = self._forward.sample_on_host(inputs, intermediate, adapters)
+        computed, adapters = ComputedStep(inputs), self._lora_batch_of(inputs)
+        if self._forward.samples_on_host and self.rows.give_only_greedy_tokens(
+            plan, inputs.rows[inputs.sampling_positions]
+        ):
+            computed.sampled = self._forward.sample_on_host(inputs, intermediate, adapters)
         else:
-            hidden, states = self._forward.compute(inputs, intermediate, adapters, self.rows.pooling, items)
+            found = self._forward.compute(inputs, intermediate, adapters, self.rows.pooling, items)
+            computed.hidden, computed.states = found
         self.rows.num_computed[inputs.rows] += inputs.num_scheduled
         # A draft token counts as computed once it is accepted.
         if plan.draft_token_ids:
@@ -457,34 +457,15 @@ class ModelRunner:
         if plan.read_slots:
             for position, drafts in plan.draft_token_ids.items():
                 self.rows.verified[plan.rows[position]] = (int(inputs.first_positions[position]), len(drafts))
-        return inputs, hidden, states, sampled
+        return computed
 
-    def _samples_greedily(self, plan: SchedulerOutput, inputs: StepInputs) -> bool:
-        """Whether each row of logits of a step gives one greedy token, and hidden states serve nothing else."""
-        rows = self.rows
-        if (
-            plan.mask_rows
-            or plan.masks_follow
-            or rows.prompt_logprobs
-            or rows.pooling.params
-            or rows.guidance.num_pairs
-        ):
-            return False
-        return inputs.num_logits > 0 and rows.sampling.samples_greedily(inputs.rows[inputs.sampling_positions])
-
-    def _sample_step(
-        self,
-        plan: SchedulerOutput,
-        inputs: StepInputs,
-        hidden: torch.Tensor | None,
-        states: torch.Tensor | None,
-        sampled: HostSamplerOutput | None,
-    ) -> ModelRunnerOutput | None:
+    def _sample_step(self, plan: SchedulerOutput, computed: ComputedStep) -> ModelRunnerOutput | None:
         """On the last stage, samples; on the others, sends the hidden states to the next stage."""
         if self._pipeline.is_last:
-            return self._sample_last_stage(plan, inputs, hidden, states, sampled)
-        assert hidden is not None
-        self._pipeline.send_hidden(hidden)
+            return self._sample_last_stage(plan, computed)
+        inputs = computed.inputs
+        assert computed.hidden is not None
+        self._pipeline.send_hidden(computed.hidden)
         self._pipeline.expect_output(plan.step, inputs.rows, inputs.sampling_positions)
         return ModelRunnerOutput(step=plan.step)
 
@@ -526,23 +507,30 @@ class ModelRunner:
             return None
         return self.loader.lora_manager.prepare_batch(ids, inputs.num_scheduled, len(inputs.token_ids))
 
-    def _sample_last_stage(
-        self,
-        plan: SchedulerOutput,
-        inputs: StepInputs,
-        hidden: torch.Tensor | None,
-        states: torch.Tensor | None,
-        sampled: HostSamplerOutput | None,
-    ) -> ModelRunnerOutput | None:
+    def _sample_last_stage(self, plan: SchedulerOutput, computed: ComputedStep) -> ModelRunnerOutput | None:
         """Samples, pools and computes prompt log-probabilities; reads the results unless they stay on the device."""
+        inputs, hidden = computed.inputs, computed.hidden
         positions = inputs.sampling_positions
-        result = StepResult(plan.step, inputs.rows, positions, sampled, draft_token_ids=plan.draft_token_ids)
+        result = StepResult(plan.step, inputs.rows, positions, computed.sampled, draft_token_ids=plan.draft_token_ids)
         if inputs.items is not None:
             result.item_errors = inputs.items.errors
             result.encoder_seconds = self._encoders.pop_seconds()
-        if sampled is None:
-            assert hidden is not None
-            self._read_states(result, plan, inputs, hidden, states)
+        if hidden is not None and self.rows.prompt_logprobs:
+            result.prompt_logprobs_chunks = self._prompt_logprobs.compute(inputs, hidden, self._forward.prompt_logits)
+        if hidden is not None and self.rows.pooling.params:
+            result.pooled = pool_step(
+                self.rows.pooling,
+                self._runtime,
+                hidden,
+                rows=inputs.rows.tolist(),
+                starts=inputs.layout.query_start_loc.tolist(),
+                firsts=inputs.first_positions.tolist(),
+                prompt_lens=self.rows.history.num_prompt_tokens[inputs.rows].tolist(),
+                scores=self.loader.model.scores,
+            )
+        if hidden is not None and len(positions):
+            masks = TokenMasks(plan.mask_rows, plan.token_masks) if plan.mask_rows else None
+            result.sampled = self._sample(inputs, hidden, computed.states, masks)
         if self._sampled_token_buffer is not None:
             self._sampled_token_buffer.add_step(result)
             return None
@@ -554,32 +542,6 @@ class ModelRunner:
         if not self._pipeline.is_first:
             self._pipeline.send_output(output, any_sampled=len(tokens) > 0)
         return output
-
-    def _read_states(
-        self,
-        result: StepResult,
-        plan: SchedulerOutput,
-        inputs: StepInputs,
-        hidden: torch.Tensor,
-        states: torch.Tensor | None,
-    ) -> None:
-        """Samples, pools and computes prompt log-probabilities of the states of a step, into its result."""
-        if self.rows.prompt_logprobs:
-            result.prompt_logprobs_chunks = self._prompt_logprobs.compute(inputs, hidden, self._forward.prompt_logits)
-        if self.rows.pooling.params:
-            result.pooled = pool_step(
-                self.rows.pooling,
-                self._runtime,
-                hidden,
-                rows=inputs.rows.tolist(),
-                starts=inputs.layout.query_start_loc.tolist(),
-                firsts=inputs.first_positions.tolist(),
-                prompt_lens=self.rows.history.num_prompt_tokens[inputs.rows].tolist(),
-                scores=self.loader.model.scores,
-            )
-        if len(inputs.sampling_positions):
-            masks = TokenMasks(plan.mask_rows, plan.token_masks) if plan.mask_rows else None
-            result.sampled = self._sample(inputs, hidden, states, masks)
 
     def _propose_drafts(
         self, proposer: Proposer, inputs: StepInputs, output: ModelRunnerOutput

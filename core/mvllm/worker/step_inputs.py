@@ -99,7 +99,7 @@ class BufferLayout:
         Args:
             arrays: From `arrays_of_groups`.
         """
-        shared = {
+        shared: dict[str, Any] = {
             "num_requests": self.requests,
             "num_tokens": self.tokens,
             "max_query_len": max_query_len,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from mvllm.messages.requests import PositionLogprobs
 from mvllm.messages.scheduler_output import ModelRunnerOutput
@@ -12,6 +13,7 @@ from mvllm.platform.runtime import HostCopy
 from mvllm.pooling.pooler import PooledRows
 from mvllm.sampling.logprobs import read_prompt_logprobs
 from mvllm.sampling.sampler_output import HostSamplerOutput, SamplerOutput
+from mvllm.worker.step_inputs import StepInputs
 
 
 @dataclass
@@ -32,6 +34,23 @@ class PromptLogprobsChunk:
         """Waits for the copy, and returns its entries."""
         rows = self.gathered.wait().numpy()[self.start : self.start + len(self.token_ids)]
         return read_prompt_logprobs(rows, self.token_ids)
+
+
+@dataclass
+class ComputedStep:
+    """A step after the forward pass.
+
+    Attributes:
+        inputs: Its inputs.
+        hidden: Hidden states of all tokens, [T, hidden_size]; None if `sampled` is there.
+        states: The hidden states that need logits, as from `ModelForward.compute`.
+        sampled: The tokens, where the forward pass has given them.
+    """
+
+    inputs: StepInputs
+    hidden: torch.Tensor | None = None
+    states: torch.Tensor | None = None
+    sampled: HostSamplerOutput | None = None
 
 
 @dataclass

@@ -49,6 +49,21 @@ def test_results_of_one_run_are_arguments_of_another_and_later_runs_do_not_chang
     np.testing.assert_allclose(program.to_host(second), x @ weight @ weight)
 
 
+def test_memory_of_a_result_is_used_again_once_nobody_refers_to_it():
+    program = OpenVINOCompiler().program([product()])
+    program.set_weight("w", np.ones((2, 3), np.float32))
+    program.finish_weights()
+    kept, places = [], []
+    for step in range(6):
+        [y] = program.run("model", {"x": np.full((2, 3), float(step), np.float32)}, SIZES)
+        if step % 2:
+            kept.append((step, torch.from_numpy(y)[1:] if step > 3 else y[1:]))  # only a part is kept
+        places.append(y.ctypes.data)
+        del y
+    assert [float(part[0, 0]) for _, part in kept] == [3.0 * step for step, _ in kept]
+    assert len(set(places)) == 4, "three results are kept, and the others share the memory before them"
+
+
 def test_bfloat16_enters_and_leaves_as_bits():
     program = OpenVINOCompiler().program([product("bfloat16")])
     x, weight = torch.tensor([[1.5, -2.0, 3.0], [0.5, 0.25, 8.0]]), torch.tensor([[1.0, 2.0, 4.0], [0.5, -1.0, 2.0]])

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import tracemalloc
+import weakref
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
 import pytest
+import torch
 
+from mvllm import PoolingParams
 from mvllm.errors import ConfigError
 from mvllm.platform.shapes import ShapePolicy
+from mvllm.worker.step_inputs import StepInputs
 from mvllm.worker.warm_up import dummy_inputs, profile_shape
 from tests.unit.worker.builders import (
     BLOCK_SIZE,
@@ -121,6 +126,96 @@ class TestWithFreeShapes:
         rows = mixed_rows()
         rows.num_computed[3] = 9  # the last token of the prompt
         assert make_builder(rows, with_prompt_lens=True).build(make_plan({3: 1})).longest_partial_prompt == 0
+
+
+class SharedMemory(HostRuntime):
+    """A device that shares the host's memory."""
+
+    def to_device(self, host: torch.Tensor) -> torch.Tensor:
+        return host
+
+
+def as_lists(inputs: StepInputs) -> dict[str, object]:
+    """All fields, those of layouts by group."""
+    found: dict[str, object] = {}
+    for name in (field.name for field in fields(inputs)):
+        value = getattr(inputs, name)
+        if name == "layouts":
+            for group, layout in enumerate(value):
+                found |= {f"{each.name} {group}": getattr(layout, each.name) for each in fields(layout)}
+        elif name == "built":
+            found |= {f"built {i}": each for i, each in enumerate(value)}
+        else:
+            found[name] = value
+    return {
+        name: (value.dtype, value.tolist()) if isinstance(value, np.ndarray | torch.Tensor) else value
+        for name, value in found.items()
+    }
+
+
+class TestOneDecodingRow:
+    """Its steps are built by fewer calls, and have the inputs of any other step."""
+
+    @pytest.mark.parametrize("runtime", [HostRuntime, SharedMemory])
+    @pytest.mark.parametrize("num_groups", [1, 2])
+    def test_the_inputs_are_those_of_any_step(self, runtime, num_groups):
+        rows = make_rows(num_groups=num_groups)
+        blocks = [[9, 2, 6, 4][i:] + [3] * i for i in range(num_groups)]
+        rows.apply_plan(make_plan({}, new_requests=[make_new(2, LONG, *blocks, computed=9)]))
+        builder, other = (make_builder(rows, runtime=runtime()) for _ in range(2))
+        for position in range(9, 15):
+            found = builder.build(make_plan({2: 1}))
+            expected = other.build_rows(
+                np.array([2]), np.array([position], np.int32), np.array([1], np.int32), np.array([0])
+            )
+            assert as_lists(found) == as_lists(expected)
+            assert found.host_ids_and_positions()[0].tolist() == [LONG[9] if position == 9 else position]
+            rows.num_computed[2] += 1
+            rows.append_sampled_tokens(np.array([2]), np.array([position + 1]), {})
+
+    def test_a_chunk_of_one_token_of_a_longer_prompt_does_not_sample(self):
+        rows = make_rows()
+        rows.apply_plan(make_plan({}, new_requests=[make_new(2, LONG, LONG_BLOCKS, computed=4)]))
+        inputs = make_builder(rows).build(make_plan({2: 1}))
+        assert as_list(inputs.sampling_positions) == [] and as_list(inputs.token_ids) == [24]
+        assert inputs.num_logits == 0 and not inputs.selects_all
+
+    def test_a_pooling_row_does_not_sample(self):
+        rows = make_rows()
+        rows.apply_plan(make_plan({}, new_requests=[make_new(2, LONG, LONG_BLOCKS, computed=9)]))
+        rows.pooling.set_row(2, PoolingParams())
+        assert as_list(make_builder(rows).build(make_plan({2: 1})).sampling_positions) == []
+
+
+class TestKeptBuffers:
+    """Steps of equal sizes use the same parts of the staging buffers."""
+
+    @pytest.mark.parametrize("runtime", [HostRuntime, SharedMemory])
+    def test_steps_of_changing_sizes_have_the_inputs_of_a_new_builder(self, runtime):
+        rows = mixed_rows()
+        builder = make_builder(rows, runtime=runtime())
+        for scheduled in ({3: 5, 1: 1}, {3: 5, 1: 1}, {3: 2}, {1: 1}, {3: 5, 1: 1}, {1: 1}, {3: 2}, {3: 2}):
+            plan = make_plan(scheduled)
+            assert as_lists(builder.build(plan)) == as_lists(make_builder(rows, runtime=runtime()).build(plan))
+
+    def test_a_copy_on_the_device_lives_no_longer_than_its_step(self):
+        copies = []
+
+        class Copies(HostRuntime):
+            def to_device(self, host):
+                found = super().to_device(host)
+                copies.append(weakref.ref(found))
+                return found
+
+        builder = make_builder(mixed_rows(), runtime=Copies())
+        for _ in range(3):
+            builder.build(make_plan({3: 5, 1: 1}))
+        assert len(copies) == 3 and not any(copy() is not None for copy in copies)
+
+    def test_other_token_ids_are_read_in_place_of_the_built_ones(self):
+        inputs = make_builder(mixed_rows(), runtime=SharedMemory()).build(make_plan({3: 5, 1: 1}))
+        inputs.token_ids = inputs.token_ids.clamp(max=26)
+        assert inputs.host_ids_and_positions()[0].tolist() == [24, 25, 26, 26, 26, 8]
 
 
 class TestGroupsOfLayers:

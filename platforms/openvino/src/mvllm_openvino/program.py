@@ -256,7 +256,7 @@ class _Result:
         self._type = stored_type(value.dtype)
         self._dtype = np.dtype(np.uint16 if self._type == Type.bf16 else self._type.to_dtype())
         self._array: np.ndarray | None = None
-        self._references = 0
+        self._own_references = 0
         self._written: tuple[int, ...] = ()
         self._length: int | None = None
 
@@ -267,10 +267,10 @@ class _Result:
     def prepare(self, request: ov.InferRequest) -> None:
         """Gives the request memory for a step's result, another than that of a result that is still in use."""
         array = self._array
-        if array is None or array.shape != self._written or sys.getrefcount(array) > self._references:
+        if array is None or array.shape != self._written or _references(array) > self._own_references:
             array = self._array = np.empty(self._written, self._dtype)
             request.set_output_tensor(self._index, ov.Tensor(array, ov.Shape(self._written), self._type))
-            self._references = sys.getrefcount(array)
+            self._own_references = _references(array)
 
     def take(self) -> np.ndarray:
         """The result of a run, with zeros for what padding would have given."""
@@ -333,6 +333,11 @@ def _length(value: Value, sizes: Mapping[str, int]) -> int | None:
     """Size of the first dimension if it depends on one of these symbols."""
     dim = substitute(value.shape[0], sizes) if value.shape else ""
     return dim if isinstance(dim, int) else None
+
+
+def _references(array: np.ndarray) -> int:
+    """How often an array is referred to, views and tensors of its memory included."""
+    return sys.getrefcount(array)
 
 
 def _padded(output: np.ndarray, length: int | None) -> np.ndarray:
