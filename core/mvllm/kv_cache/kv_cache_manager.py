@@ -148,6 +148,7 @@ class KVCacheManager:
         position_key: int = 0,
         sibling_group: str | None = None,
         adapter_keys: Sequence[tuple[str, str]] = (),
+        adapter_hash: str | None = None,
     ) -> BlockTable:
         """An empty table for a new request.
 
@@ -155,16 +156,23 @@ class KVCacheManager:
             token_ids: The request's prompt; the table keeps a reference to the list, which grows.
             cache_salt, position_key: Only requests with equal values share blocks.
             sibling_group: Without prefix caching, only requests of the same group share blocks, and only the prompt's.
-            adapter_keys: (kind, value) pairs that name the LoRA adapter; only requests with equal pairs share blocks.
+            adapter_keys: (kind, value) pairs that name the LoRA adapter in this engine.
+            adapter_hash: Names what the adapter computes, in all engines. With a host tier, requests share blocks if
+                this is equal. Without a tier, or if it is not known, if `adapter_keys` are; then in this engine only.
         """
         keys = sharing_keys(cache_salt, position_key, adapter_keys)
+        named = keys
         if adapter_keys and self.tier is not None:
-            keys.append(("engine", self._engine_key))  # in another engine the adapter may have other weights
+            if adapter_hash is not None:
+                named = sharing_keys(cache_salt, position_key, [("adapter", adapter_hash)])
+            else:
+                named = [*keys, ("engine", self._engine_key)]  # in another engine the adapter may have other weights
         if self.enable_caching:
-            return BlockTable(token_ids, request_root_hash(self._root, keys), sys.maxsize, self.num_groups, keys)
+            return BlockTable(token_ids, request_root_hash(self._root, named), sys.maxsize, self.num_groups, keys)
         if sibling_group is not None:
             keys.append(("sibling_group", sibling_group))
-            return BlockTable(token_ids, request_root_hash(self._root, keys), len(token_ids), self.num_groups, keys)
+            root = request_root_hash(self._root, [*named, keys[-1]] if named is not keys else keys)
+            return BlockTable(token_ids, root, len(token_ids), self.num_groups, keys)
         return BlockTable(token_ids, None, 0, self.num_groups)
 
     def get_computed_blocks(self, table: BlockTable) -> list[int]:

@@ -76,6 +76,7 @@ class StateKVCacheManager(KVCacheManager):
         position_key: int = 0,
         sibling_group: str | None = None,
         adapter_keys: Sequence[tuple[str, str]] = (),
+        adapter_hash: str | None = None,
     ) -> BlockTable:
         """As in KVCacheManager."""
         table = super().make_table(
@@ -84,6 +85,7 @@ class StateKVCacheManager(KVCacheManager):
             position_key=position_key,
             sibling_group=sibling_group,
             adapter_keys=adapter_keys,
+            adapter_hash=adapter_hash,
         )
         table.state = RequestState(len(token_ids), has_siblings=sibling_group is not None)
         return table

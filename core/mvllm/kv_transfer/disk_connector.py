@@ -298,7 +298,8 @@ class DiskConnector(KVConnector):
         prefix, changes = self._namespace + "/", self._index.take_changes(everything=everything)
         own = [(bytes.fromhex(Path(name).stem), is_there) for name, is_there in changes if name.startswith(prefix)]
         return [
-            StoreChange([key for key, _ in group], is_there) for is_there, group in groupby(own, key=lambda each: each[1])
+            StoreChange([key for key, _ in group], is_there)
+            for is_there, group in groupby(own, key=lambda each: each[1])
         ]
 
     def stats(self) -> Mapping[str, float]:
