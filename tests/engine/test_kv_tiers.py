@@ -95,7 +95,16 @@ def test_damaged_files_and_those_of_another_model_are_computed_again(tmp_path):
         assert tokens == expected[0][0] and cached > 0
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", pytest.param("qwen3next", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama-gqa",
+        pytest.param("qwen3next", marks=pytest.mark.exhaustive),
+        pytest.param("mistral-window", marks=pytest.mark.exhaustive),  # sliding windows in all layers
+        pytest.param("qwen2-layer-types", marks=pytest.mark.exhaustive),  # in some: groups with and without a window
+        pytest.param("gemma3", marks=pytest.mark.exhaustive),
+    ],
+)
 @pytest.mark.parametrize("mode", ["swap", "auto"])
 def test_swapped_requests_have_the_tokens_that_they_have_alone(name, mode):
     name = checkpoint(name)

@@ -15,6 +15,7 @@ from mvllm import LLM, RequestOutput, SamplingParams
 from mvllm.engine.process.inproc_client import InprocClient
 from mvllm.engine.process.sync_mp_client import SyncMPClient
 from mvllm.kv_transfer.remote.tcp import KEY_VARIABLE
+from tests.engine.test_speculative import THREADS
 from tests.helpers import parity
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.parity import BLOCK_SIZE, Oracle
@@ -234,3 +235,41 @@ def test_a_consumer_that_is_killed_leaves_the_producer_as_it_was(
     again = start(stack, expected.folder, "consumer", connector)
     params = prefill(producer, expected.prompts)
     check(expected, run(again, expected.prompts, params, NUM_TOKENS))
+
+
+RANKS = [
+    pytest.param({"tensor_parallel_size": 2}, id="tensor"),
+    pytest.param({"pipeline_parallel_size": 2}, id="pipeline", marks=pytest.mark.exhaustive),
+]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_engines_of_several_ranks_transfer_the_parts_of_each(
+    stack: ExitStack, expected: Oracle, ranks: dict[str, int]
+) -> None:
+    settings = {**ranks, "distributed_executor_backend": THREADS}
+    producer = start(stack, expected.folder, "producer", **settings)
+    consumer = start(stack, expected.folder, "consumer", **settings)
+    params = prefill(producer, expected.prompts)
+    outputs = run(consumer, expected.prompts, params, NUM_TOKENS)
+    check(expected, outputs)
+    assert_transferred(expected, outputs)
+    # A consumer of one rank has other bytes in its blocks: it says so, and computes the prompts.
+    alone = start(stack, expected.folder, "consumer")
+    outputs = run(alone, expected.prompts, prefill(producer, expected.prompts), NUM_TOKENS)
+    check(expected, outputs)
+    assert not any(output.num_cached_tokens for output in outputs)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("connector", ["tcp", "shared_memory"])
+@pytest.mark.parametrize("name", [NAME, "gemma3", "bamba"])
+def test_ranks_in_processes(stack: ExitStack, name: str, connector: str) -> None:
+    expected = parity.oracle(name, num_tokens=NUM_TOKENS)
+    settings = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    producer = start(stack, expected.folder, "producer", connector, **settings)
+    consumer = start(stack, expected.folder, "consumer", connector, **settings)
+    params = prefill(producer, expected.prompts)
+    outputs = run(consumer, expected.prompts, params, NUM_TOKENS)
+    check(expected, outputs)
+    assert (outputs[11].num_cached_tokens or 0) >= 64

@@ -20,7 +20,15 @@ from ray import serve
 
 from tests.helpers.changed_weights import changed_copy
 from tests.helpers.processes import wait_until
-from tests.helpers.ray_serve import OPTIONS, Load, ServeCluster, run_all, serve_cluster, until_complete
+from tests.helpers.ray_serve import (
+    OPTIONS,
+    START_SECONDS,
+    Load,
+    ServeCluster,
+    run_all,
+    serve_cluster,
+    until_complete,
+)
 from tests.perf.ray_serve import hit_rate
 
 pytestmark = pytest.mark.exhaustive
@@ -195,8 +203,8 @@ def test_replicas_follow_the_load_up_and_down(cluster: ServeCluster, target: dic
     }
     cluster.deploy(autoscaling=autoscaling, options={**OPTIONS, "max_num_seqs": 2})
     assert cluster.replicas() == {"RUNNING": 1}
-    with Load(cluster.url, 16, max_tokens=200, ignore_eos=True) as load:
-        cluster.wait_for_replicas(3)
+    with Load(cluster.url, 16, max_seconds=3 * START_SECONDS, max_tokens=200, ignore_eos=True) as load:
+        cluster.wait_for_replicas(3, seconds=2 * START_SECONDS)  # two replicas start beside the load
         used = len(load.outcomes)
         load.wait_for(32)
     assert all(each.is_complete for each in load.outcomes)

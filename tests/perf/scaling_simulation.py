@@ -4,6 +4,8 @@
     python -m tests.perf.scaling_simulation failures restarts overload autoscaling routers cells disaggregation
     python -m tests.perf.scaling_simulation --measure steps.json          measures the step times of this machine
     python -m tests.perf.scaling_simulation policies --steps steps.json   simulates with them
+    python -m tests.perf.scaling_simulation calibration --steps steps.json   compares them with the measured steps
+    python -m tests.perf.scaling_simulation policies --replicas 4096 --seconds 30 --policy "least tokens"
 
 Prints tables in Markdown; docs/explanation/scaling.md has them and says what follows. Results depend on the seed and on
 nothing else. Step times are assumptions (`fleet/step_times.py`) unless a file of measured ones is given.
@@ -25,7 +27,8 @@ from tests.perf.fleet.simulator import Change, Fleet, Outcome
 from tests.perf.fleet.step_times import ACCELERATOR, StepTimes, fit, read
 from tests.perf.fleet.workload import Conversations, Replay, Request, Workload, ideal_hit_rate
 
-AWARE, BLIND = "prefix cost (mvllm)", "least tokens"
+AWARE, SPREAD, BLIND = "prefix cost (mvllm)", "prefix cost, spread", "least tokens"
+MOST_ROLLOUT_SECONDS = 5000.0
 CONVERSATIONS_PER_REPLICA = 4.5  # per second; about 13 requests, for the assumed accelerator
 
 
@@ -38,6 +41,9 @@ class Setup:
     load: float  # factor of CONVERSATIONS_PER_REPLICA
     seconds: float
     seed: int
+    policies: tuple[str, ...] = tuple(POLICIES)
+    measured: tuple[tuple[float, ...], ...] = ()  # steps, as `fit` takes them
+    measured_runs: tuple[tuple[int, int, int, float], ...] = ()  # requests, prompt and output tokens of each, seconds
 
     @property
     def workload(self) -> Workload:
@@ -82,7 +88,7 @@ def policies(setup: Setup) -> Iterable[str]:
     """Routing policies at one load."""
     yield HEAD
     fleet = None
-    for name in POLICIES:
+    for name in setup.policies:
         fleet = setup.fleet(name)
         yield row(name, fleet.run(setup.seconds), setup.warm_up)
     assert fleet is not None
@@ -102,7 +108,7 @@ def routers(setup: Setup) -> Iterable[str]:
     """Several routers with loads that are reported now and then."""
     yield HEAD
     for count, seconds in ((1, 0.0), (1, 0.1), (8, 0.1), (8, 1.0), (8, 5.0), (64, 1.0)):
-        for name in (BLIND, "two choices", AWARE, "prefix cost, holders and two"):
+        for name in (BLIND, "two choices", AWARE, SPREAD, "prefix cost, holders and two"):
             fleet = setup.fleet(name, num_routers=count, report_seconds=seconds)
             label = f"{count} router{'s' * (count > 1)}, loads {f'every {seconds:g} s' if seconds else 'exact'}, {name}"
             yield row(label, fleet.run(setup.seconds), setup.warm_up)
@@ -144,20 +150,23 @@ def failures(setup: Setup) -> Iterable[str]:
 
 
 def restarts(setup: Setup) -> Iterable[str]:
-    """All replicas are restarted, some at a time: they drain, load for 20 s, and come back with empty caches."""
+    """All replicas are restarted, some at a time: they drain, load for 20 s, and come back with empty caches.
+
+    Requests come until all have been restarted.
+    """
+    longest = replace(setup.workload, seconds=MOST_ROLLOUT_SECONDS)
     yield "| at a time | whole rollout, s | TTFT p50 before, ms | p99 | during | p99 | cached prompt tokens |"
     yield "|---|---|---|---|---|---|---|"
     for share in (0.02, 0.05, 0.1, 0.2):
         size = max(1, round(setup.num_replicas * share))
-        begun = setup.warm_up * 1.5
+        begun = end = setup.seconds
         done: list[float] = []
-        fleet = setup.fleet(AWARE, changes=[(begun, rolling_restart(size, done))])
-        outcome = fleet.run(setup.seconds)
-        end = done[0] if done else setup.seconds
-        values = " | ".join(
-            milliseconds(outcome.between(*span)) for span in ((setup.warm_up, begun), (begun, min(end, setup.seconds)))
-        )
-        took = f"{end - begun:.0f}" if done else f"more than {setup.seconds - begun:.0f}"
+        fleet = setup.fleet(AWARE, longest, changes=[(begun, rolling_restart(size, done))])
+        while not done and end < MOST_ROLLOUT_SECONDS:
+            end += 20.0
+            outcome = fleet.run(end)
+        values = " | ".join(milliseconds(outcome.between(*span)) for span in ((setup.warm_up, begun), (begun, end)))
+        took = f"{done[0] - begun:,.0f}" if done else f"more than {end - begun:,.0f}"
         yield f"| {100 * share:.0f} % | {took} | {values} | {100 * outcome.hit_rate:.1f} % |"
 
 
@@ -277,6 +286,41 @@ def replay(setup: Setup, times: StepTimes, requests: Sequence[Request], count: i
     return fleet.run(setup.seconds)
 
 
+def calibration(setup: Setup) -> Iterable[str]:
+    """Measured steps, and measured runs of many requests, beside what the simulation says of them.
+
+    The step times are fitted to the other measured steps, without the one that they are compared with.
+    """
+    yield "| what | measured, tokens per second | simulated | simulated / measured |"
+    yield "|---|---|---|---|"
+    for i, (sequences, kv_tokens, prompt_tokens, seconds) in enumerate(setup.measured):
+        times = fit([*setup.measured[:i], *setup.measured[i + 1 :]])
+        simulated = times.decode_step(int(sequences), kv_tokens) + times.prompt_token * prompt_tokens
+        what = f"step of {sequences:.0f} sequences with {kv_tokens:,.0f} tokens in the KV cache"
+        if prompt_tokens:
+            what = f"prompt of {prompt_tokens:,.0f} tokens"
+        yield compare(what, sequences + prompt_tokens, seconds, simulated)
+    for count, prompt, output, seconds in setup.measured_runs:
+        simulated = makespan(setup.times, int(count), int(prompt), int(output))
+        what = f"{count} requests at once, prompts of {prompt} tokens, {output} output tokens"
+        yield compare(what, count * output, seconds, simulated)
+
+
+def compare(what: str, num_tokens: float, measured: float, simulated: float) -> str:
+    """A row of throughputs, of a number of tokens and two numbers of seconds."""
+    return (
+        f"| {what} | {num_tokens / measured:,.0f} | {num_tokens / simulated:,.0f} | {measured / simulated:.2f} |"
+    )
+
+
+def makespan(times: StepTimes, count: int, prompt: int, output: int) -> float:
+    """Seconds until equal requests that come at once have ended on one replica without a cache."""
+    requests = [Request(0.0, i, 0, 0, 0, prompt, output, 0) for i in range(count)]
+    fleet = Fleet(times, 1, POLICIES[BLIND](1), Replay(requests), 1, uses_cache=False)
+    outcome = fleet.run(1e6)
+    return float(np.max(outcome.ttft + np.nan_to_num(outcome.tpot) * (output - 1)))
+
+
 def measure(path: Path, model: str) -> StepTimes:
     """Measures steps of an engine on this machine, the fastest of some equal ones, and writes them to `path`."""
     from mvllm import LLM, SamplingParams
@@ -307,13 +351,15 @@ def measure(path: Path, model: str) -> StepTimes:
                 if count == 1:
                     rows.append((0, 0, length, prefill))
         rows += [(0, 0, length, seconds(1, length, 1)) for length in (64, 768)]
-    path.write_text(json.dumps({"model": model, "columns": "sequences, kv tokens, prompt tokens, s", "steps": rows}))
+        runs = [(count, 128, 64, seconds(count, 128, 64)) for count in (1, 8, 32, 128)]
+    columns = {"columns": "sequences, kv tokens, prompt tokens, s", "run_columns": "requests, prompt, output, s"}
+    path.write_text(json.dumps({"model": model, **columns, "steps": rows, "runs": runs}))
     return fit(rows)
 
 
 SCENARIOS: dict[str, Callable[[Setup], Iterable[str]]] = {
     function.__name__: function
-    for function in (policies, cells, routers, failures, restarts, overload, autoscaling, disaggregation)
+    for function in (policies, cells, routers, failures, restarts, overload, autoscaling, disaggregation, calibration)
 }
 
 
@@ -326,6 +372,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=Path, help="measured step times, from --measure")
     parser.add_argument("--measure", type=Path, help="measure step times and write them to this file")
+    parser.add_argument("--policy", action="append", choices=POLICIES, help="for the scenario policies; all by default")
     parser.add_argument("--model", default="demo", help="for --measure")
     args = parser.parse_args()
     if unknown := [name for name in args.scenarios if name not in SCENARIOS]:
@@ -333,7 +380,12 @@ def main() -> None:
     if args.measure is not None:
         print(measure(args.measure, args.model))
     times = ACCELERATOR if args.steps is None else read(args.steps)
-    setup = Setup(times, args.replicas, args.load, args.seconds, args.seed)
+    found = {"steps": [], "runs": []} if args.steps is None else json.loads(args.steps.read_text())
+    if "calibration" in args.scenarios and not found["steps"]:
+        parser.error("calibration needs --steps FILE")
+    measured, runs = (tuple(map(tuple, found.get(name, ()))) for name in ("steps", "runs"))
+    chosen = tuple(args.policy or POLICIES)
+    setup = Setup(times, args.replicas, args.load, args.seconds, args.seed, chosen, measured, runs)
     for name in args.scenarios:
         begun = time.perf_counter()
         print(f"\n{name}: {SCENARIOS[name].__doc__}\n")

@@ -1,4 +1,4 @@
-"""A hash of the weights of a model folder: models with equal hashes have equal weights.
+"""A hash of the weights of a model folder or of an adapter: those with equal hashes have equal weights.
 
 Files are read whole. So that a model is read once and not at each start, the hash of a file is kept in the cache folder
 (`MVLLM_CACHE_DIR`) with the file's size and time of change.
@@ -11,7 +11,7 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,7 +29,15 @@ def weights_fingerprint(path: Path) -> str:
     Raises:
         OSError: A file cannot be read, or there is none.
     """
-    files = _files_of(path)
+    return files_fingerprint(_files_of(path))
+
+
+def files_fingerprint(files: Sequence[Path]) -> str:
+    """The hash of files, in this order. Equal files of equal names give equal hashes anywhere.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
     known = _read_known()
     keys = [_key_of(file) for file in files]
     missing = [(key, file) for key, file in zip(keys, files, strict=True) if key not in known]

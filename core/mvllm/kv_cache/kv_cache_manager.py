@@ -150,6 +150,7 @@ class KVCacheManager:
         sibling_group: str | None = None,
         adapter_keys: Sequence[tuple[str, str]] = (),
         items: Sequence[ItemSpan] = (),
+        adapter_hash: str | None = None,
     ) -> BlockTable:
         """An empty table for a new request.
 
@@ -157,17 +158,24 @@ class KVCacheManager:
             token_ids: The request's prompt; the table keeps a reference to the list, which grows.
             cache_salt, position_key: Only requests with equal values share blocks.
             sibling_group: Without prefix caching, only requests of the same group share blocks, and only the prompt's.
-            adapter_keys: (kind, value) pairs that name the LoRA adapter; only requests with equal pairs share blocks.
+            adapter_keys: (kind, value) pairs that name the LoRA adapter in this engine.
+            adapter_hash: Names what the adapter computes, in all engines. With a host tier, requests share blocks if
+                this is equal. Without a tier, or if it is not known, if `adapter_keys` are; then in this engine only.
             items: Spans of the images, audio and embeddings of the prompt, by rising offset.
         """
         keys = sharing_keys(cache_salt, position_key, adapter_keys, items)
+        named = keys
         if adapter_keys and self.tier is not None:
-            keys.append(("engine", self._engine_key))  # in another engine the adapter may have other weights
+            if adapter_hash is not None:
+                named = sharing_keys(cache_salt, position_key, [("adapter", adapter_hash)], items)
+            else:
+                named = [*keys, ("engine", self._engine_key)]  # in another engine the adapter may have other weights
         if self.enable_caching:
-            return BlockTable(token_ids, request_root_hash(self._root, keys), sys.maxsize, self.num_groups, keys, items)
+            root = request_root_hash(self._root, named)
+            return BlockTable(token_ids, root, sys.maxsize, self.num_groups, keys, items)
         if sibling_group is not None:
             keys.append(("sibling_group", sibling_group))
-            root = request_root_hash(self._root, keys)
+            root = request_root_hash(self._root, [*named, keys[-1]] if named is not keys else keys)
             return BlockTable(token_ids, root, len(token_ids), self.num_groups, keys, items)
         return BlockTable(token_ids, None, 0, self.num_groups)
 

@@ -78,6 +78,7 @@ class StateKVCacheManager(KVCacheManager):
         sibling_group: str | None = None,
         adapter_keys: Sequence[tuple[str, str]] = (),
         items: Sequence[ItemSpan] = (),
+        adapter_hash: str | None = None,
     ) -> BlockTable:
         """As in KVCacheManager."""
         table = super().make_table(
@@ -87,6 +88,7 @@ class StateKVCacheManager(KVCacheManager):
             sibling_group=sibling_group,
             adapter_keys=adapter_keys,
             items=items,
+            adapter_hash=adapter_hash,
         )
         table.state = RequestState(len(token_ids), has_siblings=sibling_group is not None)
         return table

@@ -13,7 +13,7 @@ queue, and none stays idle.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
@@ -48,6 +48,42 @@ def routing_cost(waiting: int, output: float, running: float, uncached: int, fre
     if free is not None:
         cost += max(0, waiting + uncached - free)  # each of them waits until a running sequence has freed its place
     return cost
+
+
+def choose_spread(costs: Sequence[float], unseen: float, draw: Callable[[], float]) -> int:
+    """Chooses a replica by costs that others change: several routers that know the same do not all choose the same.
+
+    What others send, and no report contains yet, fills up the cheapest replicas to a common level, as water does:
+
+        cost       |  2  |  3  |  7  |  9  |       unseen 7: the level is 6, so the first gets 4 and the second 3
+        chosen     | 4/7 | 3/7 |  0  |  0  |
+
+    A router takes part in that: it chooses each replica as often as the replica gets a share. With little unseen this
+    is the cheapest one, with much it is any. (Dahlin, Interpreting Stale Load Information, IEEE TPDS 11 (10), 2000.)
+
+    Args:
+        costs: Of the request, by replica; infinite where it must not go. At least one is finite.
+        unseen: Cost of what others have sent and no report contains; 0 without others.
+        draw: Returns a random number in [0, 1).
+
+    Returns:
+        The index of the chosen replica; of the cheapest one if nothing is unseen.
+    """
+    order = sorted(range(len(costs)), key=costs.__getitem__)
+    if unseen <= 0:
+        return order[0]
+    lowest, total = costs[order[0]], 0.0
+    for count, index in enumerate(order, start=1):
+        total += costs[index] - lowest
+        level = (total + unseen) / count
+        if count == len(order) or level <= costs[order[count]] - lowest:
+            break
+    left = draw() * unseen
+    for index in order[:count]:
+        left -= level - (costs[index] - lowest)
+        if left < 0:
+            return index
+    return order[0]
 
 
 @dataclass

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import msgspec
 
-DEVICE, HOST, DISK = "device", "CPU", "disk"
-"""Where a block is stored: on the device, in host blocks (vLLM's name), or in the connector `disk`. Other connectors
-have names of their own."""
+DEVICE, HOST, DISK = "device", "host", "disk"
+"""Where a block is stored: on the device, in host blocks, or in the connector `disk`. Other connectors have names of
+their own."""
 
 
 class BlockStored(msgspec.Struct, tag=True, array_like=True, omit_defaults=True, frozen=True):

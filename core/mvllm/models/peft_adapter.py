@@ -265,7 +265,12 @@ def _targets(config: Mapping[str, Any]) -> tuple[str, ...]:
 def folder_fingerprint(folder: str) -> tuple[int, ...]:
     """Sizes and modification times of an adapter's files; empty if they cannot be read."""
     try:
-        found = [os.stat(Path(folder).expanduser() / name) for name in (CONFIG_NAME, WEIGHTS_NAME)]
+        found = [os.stat(file) for file in adapter_files(folder)]
     except (OSError, ValueError):
         return ()
     return tuple(number for stat in found for number in (stat.st_size, stat.st_mtime_ns))
+
+
+def adapter_files(folder: str) -> list[Path]:
+    """The files that decide what an adapter computes."""
+    return [Path(folder).expanduser() / name for name in (CONFIG_NAME, WEIGHTS_NAME)]

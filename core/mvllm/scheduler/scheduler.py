@@ -19,6 +19,7 @@ from mvllm.kv_cache.block_table import BlockTable
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
 from mvllm.kv_cache.state_slots import StateSlots
 from mvllm.kv_transfer.connectors import KVConnectors
+from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import (
     NOTHING_TO_SAMPLE,
     EngineCoreOutput,
@@ -70,6 +71,7 @@ class Scheduler:
     Attributes:
         requests: The unfinished requests.
         kv_loads: Requests that wait for connectors; None without a host tier.
+        adapter_hash: The hash of a LoRA adapter's files, equal in all engines; None if it is not known.
         copy_costs: Measured costs of copies to and from host memory.
     """
 
@@ -102,6 +104,7 @@ class Scheduler:
         if encoders is not None:
             self.requests.on_items_unused = encoders.release
         self.copy_costs = copy_costs
+        self.adapter_hash: Callable[[LoRARequest], str | None] = lambda request: None
         self.kv_loads: KVLoads | None = None
         self._swapper: Swapper | None = None
         times_swaps = False
@@ -226,12 +229,14 @@ class Scheduler:
         self._encoders.check(request)
 
     def _make_table(self, request: EngineCoreRequest) -> BlockTable:
+        adapter = request.lora_request
         return self._kv_cache.make_table(
             list(request.prompt_token_ids),
             cache_salt=request.cache_salt,
             position_key=request.position_key,
             sibling_group=request.sibling_group,
-            adapter_keys=() if request.lora_request is None else request.lora_request.cache_keys,
+            adapter_keys=() if adapter is None else adapter.cache_keys,
+            adapter_hash=None if adapter is None else self.adapter_hash(adapter),
             items=[item.span for item in request.items] if request.items else (),
         )
 

@@ -18,7 +18,7 @@ from ray.serve.request_router import PendingRequest
 from mvllm.extension_api import ConfigError
 from mvllm_ray.serve import build_app, routing
 from mvllm_ray.serve.app import _ingress_deployment, _model_deployment, deployment_name
-from mvllm_ray.serve.autoscaling import QueueTimePolicy
+from mvllm_ray.serve.autoscaling import QueueTime, QueueTimePolicy
 from mvllm_ray.serve.cli import main, read_file
 from mvllm_ray.serve.routing import (
     CHUNK,
@@ -309,6 +309,17 @@ def test_a_long_queue_adds_replicas_and_a_shorter_one_keeps_them() -> None:
     assert wanted(2, requests=10, waits=(60.0,)) == 4  # at most twice as many in one decision
     assert wanted(4, requests=10, waits=(1.5,)) == 4
     assert wanted(0, requests=10) == 0
+
+
+def test_a_queue_that_does_not_move_is_a_long_one() -> None:
+    queue = QueueTime(now=0.0)
+    assert queue.update(0.0, 0, num_waiting=0, now=5.0) == 0.0
+    assert queue.update(3.0, 2, num_waiting=4, now=6.0) == 1.5
+    assert queue.update(3.0, 2, num_waiting=4, now=6.5) == 1.5  # none was scheduled: as before
+    assert queue.update(3.0, 2, num_waiting=4, now=10.0) == 4.0  # all wait since 6.0
+    assert queue.update(13.0, 4, num_waiting=2, now=11.0) == 5.0
+    assert queue.update(13.0, 4, num_waiting=0, now=12.0) == 0.0
+    assert queue.update(13.0, 4, num_waiting=1, now=12.5) == 0.5
 
 
 # --- the server's process

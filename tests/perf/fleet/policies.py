@@ -13,7 +13,12 @@ from typing import Protocol
 
 import numpy as np
 
-from mvllm.kv_events.prefix_router import EXPECTED_OUTPUT_TOKENS, OUTPUT_TOKEN_WEIGHT, RUNNING_TOKEN_WEIGHT
+from mvllm.kv_events.prefix_router import (
+    EXPECTED_OUTPUT_TOKENS,
+    OUTPUT_TOKEN_WEIGHT,
+    RUNNING_TOKEN_WEIGHT,
+    choose_spread,
+)
 from tests.perf.fleet.workload import Request
 
 
@@ -24,6 +29,8 @@ class View:
         waiting, running, output: Prompt tokens that wait, tokens in the KV caches of running sequences, and output
             tokens expected of all sequences.
         accepts: Whether a replica may be chosen.
+        sent: What this router has sent since the last report, as a cost. Others have sent as much, as far as it knows.
+        num_others: Other routers.
         system_holders: By system prompt, whether each replica has cached it.
         conversation_holder: By conversation, the replicas that have cached it, and how many tokens.
     """
@@ -33,6 +40,8 @@ class View:
         self.running = np.zeros(count)
         self.output = np.zeros(count)
         self.accepts = np.ones(count, dtype=bool)
+        self.sent = 0.0
+        self.num_others = 0
         self.system_holders = np.zeros((num_system_prompts, count), dtype=bool)
         self.conversation_holders: dict[int, dict[int, int]] = {}
 
@@ -43,7 +52,7 @@ class View:
 
     def loads(self) -> np.ndarray:
         """The cost of each replica without the request; infinite where it accepts none."""
-        cost = self.waiting + OUTPUT_TOKEN_WEIGHT * self.output + RUNNING_TOKEN_WEIGHT * self.running
+        cost = cost_of(self.waiting, self.running, self.output)
         cost[~self.accepts] = np.inf
         return cost
 
@@ -54,6 +63,11 @@ class View:
             if self.system_holders[request.system, replica]:
                 cached[replica] += min(tokens, request.history_tokens)
         return cached
+
+
+def cost_of(waiting: np.ndarray, running: np.ndarray, output: np.ndarray) -> np.ndarray:
+    """A load in tokens, weighed as mvllm's routers do."""
+    return waiting + OUTPUT_TOKEN_WEIGHT * output + RUNNING_TOKEN_WEIGHT * running
 
 
 class Policy(Protocol):
@@ -111,6 +125,19 @@ class PrefixCost:
 
     def choose(self, request: Request, view: View) -> int:
         return int(np.argmin(view.loads() - view.cached_tokens(request)))
+
+
+class SpreadPrefixCost:
+    """The cost as above; with other routers, at random among the replicas that would be filled up by what these have
+    sent since the loads were reported: mvllm's policy with several front ends, see `routing_spread`."""
+
+    def __init__(self, seed: int = 1) -> None:
+        self._rng = random.Random(seed)
+
+    def choose(self, request: Request, view: View) -> int:
+        costs = view.loads() - view.cached_tokens(request)
+        unseen = view.num_others * (view.sent + request.new_tokens)
+        return choose_spread(costs.tolist(), unseen, self._rng.random)
 
 
 class PrefixCostOfFew:
@@ -177,5 +204,6 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
     "longest prefix, no limit": lambda count: LongestPrefix(None),
     "longest prefix, limit 1.5": lambda count: LongestPrefix(),
     "prefix cost (mvllm)": lambda count: PrefixCost(),
+    "prefix cost, spread": lambda count: SpreadPrefixCost(),
     "prefix cost, holders and two": lambda count: PrefixCostOfFew(),
 }

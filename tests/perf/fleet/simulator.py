@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.perf.fleet.policies import Policy, View
+from tests.perf.fleet.policies import Policy, View, cost_of
 from tests.perf.fleet.replica import PrefixCache, Replica, Running
 from tests.perf.fleet.step_times import StepTimes
 from tests.perf.fleet.workload import Conversations, Request
@@ -101,6 +101,7 @@ class Fleet:
         self.policy = policy
         self.replicas = [Replica(times) for _ in range(num_replicas)]
         self.view = View(num_replicas, num_system_prompts)
+        self.view.num_others = num_routers - 1
         self.outcome = Outcome(np.empty(0), np.empty(0), np.empty(0))
         self._conversations = conversations
         self._detect_seconds = detect_seconds
@@ -233,6 +234,7 @@ class Fleet:
         sent_by_router = self._sent[request.conversation % len(self._sent)]
         if self._report_seconds:
             view.waiting, view.running, view.output = self._loads[1] + sent_by_router
+            view.sent = float(cost_of(*sent_by_router.sum(axis=1)))
         index = self.policy.choose(request, view)
         replica = self.replicas[index]
         if self._report_seconds:

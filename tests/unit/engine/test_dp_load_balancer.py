@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 from mvllm.engine.process.dp_load_balancer import DPLoadBalancer
-from mvllm.kv_events.prefix_router import EXPECTED_OUTPUT_TOKENS, OUTPUT_TOKEN_WEIGHT
+from mvllm.kv_events.prefix_router import EXPECTED_OUTPUT_TOKENS, OUTPUT_TOKEN_WEIGHT, choose_spread
 
 
 def test_requests_are_distributed_evenly():
@@ -139,3 +140,69 @@ def test_prefixes_are_removed_when_caches_are_reset():
         choice.clear_prefixes()
         sent.append(choice.choose([1, 2, 3, 4], None, 1))
     assert sorted(sent) == [0, 0, 1, 1]
+
+
+class FrontEnds:
+    """Front ends of the same replicas, which report their loads after every `period` requests of each."""
+
+    def __init__(self, num_front_ends: int, num_replicas: int, *, knows_others: bool) -> None:
+        self.balancers = [
+            DPLoadBalancer(num_replicas, chunk=4, draw=random.Random(number).random) for number in range(num_front_ends)
+        ]
+        for balancer in self.balancers:
+            balancer.num_other_front_ends = num_front_ends - 1 if knows_others else 0
+        self.waiting = [0] * num_replicas
+        self.received = [[0] * num_replicas for _ in range(num_front_ends)]
+        self.most = 0
+
+    def run(self, num_rounds: int, period: int, rate: int) -> None:
+        """Each replica computes `rate` tokens between two reports."""
+        dice = random.Random(1)
+        for number in range(num_rounds):
+            for turn in range(period):
+                for index, balancer in enumerate(self.balancers):
+                    length = dice.choice([20, 100, 400])
+                    name = f"{number} {turn} {index}"
+                    replica = balancer.choose([dice.randrange(1000)] * length, None, 1, request_ids=[name])
+                    self.waiting[replica] += length
+                    self.received[index][replica] += 1
+                    balancer.finish_sequence(replica, name)
+            self.most = max(self.most, max(self.waiting))
+            self.waiting = [max(0, tokens - rate) for tokens in self.waiting]
+            for index, balancer in enumerate(self.balancers):
+                for replica, tokens in enumerate(self.waiting):
+                    balancer.update_load(replica, tokens, self.received[index][replica])
+
+
+def test_front_ends_with_the_same_reports_do_not_choose_the_same_replica():
+    queues = {}
+    for knows_others in (False, True):
+        front_ends = FrontEnds(8, 16, knows_others=knows_others)
+        front_ends.run(100, 2, rate=200)
+        queues[knows_others] = front_ends.most
+    assert queues[True] < 0.75 * queues[False], queues
+
+
+def test_a_front_end_alone_chooses_the_cheapest_replica():
+    assert FrontEnds(1, 4, knows_others=True).balancers[0].num_other_front_ends == 0
+    assert choose_spread([5.0, 3.0, 4.0], 0.0, random.random) == 1
+
+
+def test_what_others_send_fills_up_the_cheapest_replicas():
+    dice = random.Random(0)
+    costs = [9.0, 2.0, 7.0, 3.0, float("inf")]
+    chosen = Counter(choose_spread(costs, 7.0, dice.random) for _ in range(7000))
+    assert set(chosen) == {1, 3} and abs(chosen[1] - 4000) < 200  # up to a level of 6
+    chosen = Counter(choose_spread(costs, 1e6, dice.random) for _ in range(4000))
+    assert set(chosen) == {0, 1, 2, 3} and min(chosen.values()) > 850
+    assert choose_spread([float("inf"), 8.0], 5.0, dice.random) == 1
+    assert {choose_spread([4.0, 4.0], 1.0, lambda: 0.0), choose_spread([4.0, 4.0], 1.0, lambda: 0.999)} == {0, 1}
+
+
+def test_a_long_cached_prefix_outweighs_what_others_send():
+    balancer = DPLoadBalancer(8, chunk=4, draw=random.Random(3).random)
+    prompt = list(range(4000))
+    home = balancer.choose(prompt, None, 1, request_ids=["first"])
+    balancer.update_load(home, 0, 1)
+    balancer.num_other_front_ends = 3
+    assert all(balancer.choose([*prompt, i], None, 1, request_ids=[str(i)]) == home for i in range(3))

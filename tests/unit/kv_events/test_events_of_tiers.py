@@ -156,7 +156,7 @@ def run_schedules(config: KVEventsConfig, seeds: range) -> None:
 
 def test_the_index_is_that_of_all_media(config: KVEventsConfig) -> None:
     run_schedules(config, range(25))
-    assert {"blocks in ('device', 'CPU')", "blocks in ('disk',)", "reset", "fail"} <= set(SEEN)
+    assert {"blocks in ('device', 'host')", "blocks in ('disk',)", "reset", "fail"} <= set(SEEN)
 
 
 @pytest.mark.exhaustive

@@ -169,7 +169,9 @@ class EngineCore(CoreRollouts):
             raise
         self._lora_manager: LoRAManager | None = None
         if config.lora is not None:
-            self._lora_manager = LoRAManager(config.lora, self._executor, lambda: self.scheduler.running_lora_ids)
+            in_use = lambda: self.scheduler.running_lora_ids  # noqa: E731
+            self._lora_manager = LoRAManager(config.lora, self._executor, in_use, hashes_files=tiers is not None)
+            self.scheduler.adapter_hash = self._lora_manager.file_hash
         self._weights = WeightUpdateManager(self._executor, self.num_workers)
         logger.info("%s", self.cache_summary)
 

@@ -12,11 +12,15 @@ from collections.abc import Callable, Collection
 import msgspec
 
 from mvllm.config.engine_config import LoRAConfig
+from mvllm.config.model_fingerprint import files_fingerprint
 from mvllm.errors import MvllmError, PlatformError, RequestError, WorkerDiedError, WorkerStuckError
 from mvllm.executor.interface import Executor
+from mvllm.logging import get_logger
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.scheduler_output import SchedulerOutput
-from mvllm.models.peft_adapter import folder_fingerprint
+from mvllm.models.peft_adapter import adapter_files, folder_fingerprint
+
+logger = get_logger(__name__)
 
 _TRIAL_ID = -1
 """Id of an adapter that is loaded as a trial. No request has it."""
@@ -29,9 +33,17 @@ class LoRAManager:
         config: The limits.
         executor: Calls the workers.
         in_use: Returns the ids of running requests' adapters.
+        hashes_files: Compute the hash of each adapter's files, see `file_hash`.
     """
 
-    def __init__(self, config: LoRAConfig, executor: Executor, in_use: Callable[[], Collection[int]]) -> None:
+    def __init__(
+        self,
+        config: LoRAConfig,
+        executor: Executor,
+        in_use: Callable[[], Collection[int]],
+        *,
+        hashes_files: bool = False,
+    ) -> None:
         self._config = config
         self._executor = executor
         self._in_use = in_use
@@ -42,11 +54,20 @@ class LoRAManager:
         """The fingerprint of an adapter's files when they were first read. Kept when the adapter is unloaded, because
         the prefix cache keeps blocks that were computed with it.
         """
+        self._hashes_files = hashes_files
+        self._file_hashes: dict[LoRARequest, str] = {}  # as long as their fingerprints
 
     @property
     def ids(self) -> list[int]:
         """The adapters that are loaded, least recently used first."""
         return list(self._loaded)
+
+    def file_hash(self, request: LoRARequest) -> str | None:
+        """The hash of the files with which requests that name this adapter are computed, equal in all engines.
+
+        None if they were not read yet, or could not be hashed.
+        """
+        return self._file_hashes.get(self._replaced.get(request, request))
 
     def add(self, request: LoRARequest) -> None:
         """Loads an adapter. If running requests use all places, it is loaded and unloaded again, as a check.
@@ -86,18 +107,21 @@ class LoRAManager:
         """
         known = self._loaded.get(request.lora_int_id)
         if known is None:
-            self._file_states.pop(request, None)
+            self._forget_files(request)
             self._add(request)
             self._redirect_to(request)
             return
         self._try_to_load(request)
-        state = self._file_states.pop(known)
-        self._file_states.pop(request, None)
+        state, file_hash = self._file_states[known], self._file_hashes.get(known)
+        self._forget_files(known)
+        self._forget_files(request)
         self._unload(request.lora_int_id)
         try:
             self._load(request)
         except RequestError:
             self._file_states[known] = state
+            if file_hash is not None:
+                self._file_hashes[known] = file_hash
             self._load(known)
             self._loaded[known.lora_int_id] = known
             raise
@@ -159,13 +183,29 @@ class LoRAManager:
             )
         try:
             self._executor.collective_rpc("add_lora", (request,))
+            if self._hashes_files and is_new:
+                self._hash_files(request)
         except (WorkerDiedError, WorkerStuckError):
             raise
         except MvllmError:
             if is_new:  # nothing has been computed with these files
-                del self._file_states[request]
+                self._forget_files(request)
             self._executor.collective_rpc("remove_lora", (request.lora_int_id,))  # some ranks may have loaded it
             raise
+
+    def _hash_files(self, request: LoRARequest) -> None:
+        """Hashes the files that the workers have just read."""
+        try:
+            found = files_fingerprint(adapter_files(request.lora_path))
+        except OSError as e:
+            logger.warning("The files of the adapter %r cannot be read for their hash: %s", request.lora_name, e)
+            return
+        if folder_fingerprint(request.lora_path) == self._file_states[request]:  # else nobody knows what was loaded
+            self._file_hashes[request] = found
+
+    def _forget_files(self, request: LoRARequest) -> None:
+        self._file_states.pop(request, None)
+        self._file_hashes.pop(request, None)
 
     def _evict_idle_adapter(self) -> bool:
         """Unloads the least recently used idle adapter if `max_cpu_loras` are loaded; returns whether one more fits."""

@@ -114,6 +114,7 @@ class CoordinatorClient:
         match message:
             case CoreLoads():
                 for load in message.loads:
+                    self._load_balancer.num_other_front_ends = len(load.unfinished) - 1
                     others = (count for index, count in enumerate(load.unfinished) if index != self._index)
                     self._load_balancer.loads_elsewhere[load.rank] = sum(others)
                 self._on_loads(message.loads)

@@ -10,10 +10,15 @@ Replicas report what their prefix caches hold (`CacheChanges`), in chunks of the
 and is not computed yet is in no report. So prompts count as cached where they were sent, until their request ends; then
 only the reports count. Prompts of other front ends, which the coordinator passes on, count for some seconds. A replica
 that has reported nothing is estimated from the prompts that were sent to it, as many as its KV cache holds.
+
+What other front ends have sent in the last moments is in no report either. Each front end knows how much of its own is
+not, and takes as much for each of the others: it chooses among the replicas which that would fill up (`choose_spread`).
+So several front ends with the same reports do not send their requests to the same replica.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +31,12 @@ from mvllm.kv_events.prefix_index import (
     root_key,
     sharing_keys,
 )
-from mvllm.kv_events.prefix_router import EXPECTED_OUTPUT_TOKENS, routing_cost
+from mvllm.kv_events.prefix_router import (
+    EXPECTED_OUTPUT_TOKENS,
+    OUTPUT_TOKEN_WEIGHT,
+    choose_spread,
+    routing_cost,
+)
 from mvllm.messages.kv_events import CacheChanges
 from mvllm.messages.multimodal import ItemSpan
 
@@ -55,14 +65,24 @@ class DPLoadBalancer:
         num_replicas: The number of replicas.
         chunk: Tokens per chunk, as the replicas report them.
         clock: Returns the time in seconds.
+        draw: Returns a random number in [0, 1).
 
     Attributes:
         loads: Unfinished sequences of this front end, by replica.
         loads_elsewhere: Unfinished sequences of other front ends as last reported, by replica.
+        num_other_front_ends: Front ends that send requests to the same replicas.
         records_new_prefixes: Whether to collect keys for `pop_new_prefixes`; needed with other front ends only.
     """
 
-    def __init__(self, num_replicas: int, chunk: int = _CHUNK, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        num_replicas: int,
+        chunk: int = _CHUNK,
+        clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self.num_other_front_ends = 0
+        self._draw = draw
         self.loads = [0] * num_replicas
         self.loads_elsewhere = [0] * num_replicas
         self.records_new_prefixes = False
@@ -130,7 +150,11 @@ class DPLoadBalancer:
         self._round_robin_start = (self._round_robin_start + 1) % count  # among equals, each in turn
         length = len(prompt)
         costs = [self._cost(replica, length - found.get(replica, 0) * self._chunk) for replica in range(count)]
-        best = min(range(count), key=lambda r: (costs[r], (r - self._round_robin_start) % count))
+        if self.num_other_front_ends:
+            uncached = length - max(found.values(), default=0) * self._chunk
+            best = choose_spread(costs, self._unseen(uncached, num_sequences * num_output_tokens), self._draw)
+        else:
+            best = min(range(count), key=lambda r: (costs[r], (r - self._round_robin_start) % count))
         self._count_as_sent(best, length - found.get(best, 0) * self._chunk, num_sequences, num_output_tokens)
         sent = keys
         if self._has_reported[best]:
@@ -216,6 +240,16 @@ class DPLoadBalancer:
         used = self._num_used_tokens[replica]
         free = self._num_cache_tokens - used if self._num_cache_tokens else None
         return routing_cost(waiting, output, used, uncached, free)
+
+    def _unseen(self, uncached: int, output: int) -> float:
+        """Cost of what other front ends have sent and no report contains: each as much as this one, with a request.
+
+        Args:
+            uncached, output: Tokens of the request.
+        """
+        prompts = uncached + sum(self._num_unreported)
+        outputs = output + EXPECTED_OUTPUT_TOKENS * sum(map(len, self._unreported))
+        return self.num_other_front_ends * (prompts + OUTPUT_TOKEN_WEIGHT * outputs)
 
     def _count_as_sent(self, replica: int, uncached: int, num_sequences: int, num_output_tokens: int) -> None:
         self.loads[replica] += num_sequences

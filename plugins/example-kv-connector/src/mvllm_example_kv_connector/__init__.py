@@ -71,14 +71,18 @@ class SQLiteConnector(KVConnector):
             )
         try:
             self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-            self._database.execute("PRAGMA journal_mode = WAL")  # a crash leaves the last rows, or not, but no half ones
+            self._database.execute(
+                "PRAGMA journal_mode = WAL"
+            )  # a crash leaves the last rows, or not, but no half ones
             self._database.execute("PRAGMA synchronous = NORMAL")
             self._database.execute(_TABLE)
             rows = self._database.execute("SELECT key FROM blocks WHERE namespace = ?", (context.namespace,))
             self._keys = {key for (key,) in rows}
             [(total,)] = self._database.execute("SELECT coalesce(sum(length(content)), 0) FROM blocks")
         except sqlite3.Error as e:
-            raise ConfigError(f"The SQLite file {path} of the KV cache cannot be used: {e}. Choose another path.") from e
+            raise ConfigError(
+                f"The SQLite file {path} of the KV cache cannot be used: {e}. Choose another path."
+            ) from e
         self._num_bytes: int = total
         self._lock = threading.Lock()  # of the keys and their changes
         self._changes: list[StoreChange] = []
@@ -157,7 +161,7 @@ class SQLiteConnector(KVConnector):
             ok = False
             try:
                 ok = self._load(work.block) if work.is_load else self._save(work.block)
-            except Exception as e:
+            except Exception as e:  # noqa: BLE001  (a transfer that fails is reported, whatever the reason)
                 logger.warning("The KV connector 'sqlite' cannot %s a block: %s", "load" if work.is_load else "save", e)
             self._results.append(TransferResult(work.block, work.is_load, ok))
             self._has_results.set()
@@ -174,17 +178,15 @@ class SQLiteConnector(KVConnector):
         if len(content) != target.nbytes or zlib.crc32(content) != checksum:
             self._delete([block.key])
             return False
-        memoryview(target)[:] = content
-        self._database.execute(
-            "UPDATE blocks SET used = ? WHERE namespace = ? AND key = ?", (time.time(), *name)
-        )
+        target.data[:] = content
+        self._database.execute("UPDATE blocks SET used = ? WHERE namespace = ? AND key = ?", (time.time(), *name))
         return True
 
     def _save(self, block: HostBlock) -> bool:
         with self._lock:
             if block.key in self._keys:
                 return True
-        content = memoryview(self._host(block).block(block.index))
+        content = self._host(block).block(block.index).data
         if content.nbytes > self._limit:
             return False
         self._make_room(content.nbytes)

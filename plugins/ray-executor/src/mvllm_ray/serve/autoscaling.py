@@ -8,6 +8,38 @@ MAX_GROWTH = 2.0
 """Factor by which one decision may grow the number of replicas."""
 
 
+class QueueTime:
+    """The time that requests wait for their first step, from a server's counters.
+
+    Args:
+        now: Seconds, monotonic.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._seconds, self._count = 0.0, 0.0
+        self._scheduled_at = now  # of the last call that saw a newly scheduled request, or no waiting one
+        self._last = 0.0
+
+    def update(self, seconds: float, count: float, num_waiting: float, now: float) -> float:
+        """The mean wait of the requests that were scheduled since the last call.
+
+        If none was while some wait, all wait at least since then, and not less than those before: a queue that does not
+        move is no short queue.
+
+        Args:
+            seconds, count: Sum of the waits and number of all requests that were scheduled so far.
+            num_waiting: Requests that wait now.
+            now: Seconds, monotonic.
+        """
+        new_seconds, new = seconds - self._seconds, count - self._count
+        self._seconds, self._count = seconds, count
+        if new > 0 or not num_waiting:
+            self._scheduled_at = now
+            self._last = new_seconds / new if new > 0 else 0.0
+            return self._last
+        return max(self._last, now - self._scheduled_at)
+
+
 class QueueTimePolicy:
     """Serve's autoscaling policy. Ongoing requests give the number of replicas; a long queue time raises it.
 

@@ -28,6 +28,7 @@ from ray import serve
 
 from mvllm.extension_api import get_logger
 from mvllm_ray.cluster import PLACEMENT_GROUP_VARIABLE
+from mvllm_ray.serve.autoscaling import QueueTime
 from mvllm_ray.serve.routing import ForwardedRequest
 from mvllm_ray.serve.server_process import command
 from mvllm_ray.serve.settings import RAY_BACKEND, Model
@@ -62,7 +63,7 @@ class ModelServer:
         self._socket = self._folder / "server"
         self._process: asyncio.subprocess.Process | None = None
         self._client: aiohttp.ClientSession | None = None
-        self._queue_time = (0.0, 0.0)
+        self._queue_time = QueueTime(time.monotonic())
         self._key = _first_key(model)
         self._replica: str = serve.get_replica_context().replica_id.unique_id
         arguments = ["serve", model.model or model.name, "--config", str(self._write_options())]
@@ -114,17 +115,16 @@ class ModelServer:
             raise ServerLostError(f"the server of the model {self._model.name!r} is unhealthy: {body[:300]}")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Called by Serve for autoscaling: `queue_seconds`, the mean wait of the requests that were scheduled since the
-        last call; and `num_waiting`, the requests that wait now.
+        """Called by Serve for autoscaling: `queue_seconds`, see QueueTime; and `num_waiting`, the requests that wait
+        now.
         """
         _, text = await self._get("/metrics")
         found = dict.fromkeys(("sum", "count"), 0.0)
         for name, value in _QUEUE_TIME.findall(text):
             found[name] += float(value)
-        seconds, count = found["sum"] - self._queue_time[0], found["count"] - self._queue_time[1]
-        self._queue_time = found["sum"], found["count"]
         waiting = sum(float(value) for value in _WAITING.findall(text))
-        return {"queue_seconds": seconds / count if count > 0 else 0.0, "num_waiting": waiting}
+        seconds = self._queue_time.update(found["sum"], found["count"], waiting, time.monotonic())
+        return {"queue_seconds": seconds, "num_waiting": waiting}
 
     async def __del__(self) -> None:
         """Called by Serve when the requests in progress have ended: stops the server."""
