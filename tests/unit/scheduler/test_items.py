@@ -214,8 +214,9 @@ def test_random_items_budgets_and_caches(seed: int) -> None:
     )
     added: dict[str, EngineCoreRequest] = {}
     aborted: set[str] = set()
+    loses = False
     for _ in range(dice.randrange(5, 40)):
-        action = dice.choice(["add", "add", "step", "step", "abort", "forget", "break"])
+        action = dice.choice(["add", "add", "step", "step", "abort", "forget", "break", "lose"])
         if action == "add":
             request = _random_request(dice, f"r{len(added)}", kind, longest)
             added[request.request_id] = request
@@ -231,13 +232,16 @@ def test_random_items_budgets_and_caches(seed: int) -> None:
             engine.scheduler.forget_computed(restart=dice.random() < 0.5)
         elif action == "break" and dice.random() < 0.3:
             engine.runner.broken.add(make_item(dice.choice("abcd"), 0, 1).span.content_hash)
+        elif action == "lose" and dice.random() < 0.3:
+            engine.runner.steps_without_memory.add(engine.scheduler.next_step)
+            loses = True
         else:
             engine.step()
     engine.run()
     broken = engine.runner.broken
     for name, request in added.items():
         result = engine.results[name]
-        may_fail = any(item.span.content_hash in broken for item in request.items)
+        may_fail = loses or any(item.span.content_hash in broken for item in request.items)
         if name in aborted or "room for" in (result.outputs[-1].error or ""):
             assert result.token_ids == expected(request)[: len(result.token_ids)]
         elif not (may_fail and result.finish_reason is FinishReason.ERROR):
@@ -246,6 +250,12 @@ def test_random_items_budgets_and_caches(seed: int) -> None:
     if kind != "cross_attention":  # which needs all items of a request at once
         assert engine.runner.most_encoded <= limits["step_tokens"]
     assert not engine.scheduler._encoders._used
+    engine.runner.broken.clear()
+    for name, request in added.items():  # again: nothing is expected in the cache that is missing there
+        request.request_id = f"{name}-again"
+        [result] = engine.run(request)
+        if "room for" not in (result.outputs[-1].error or ""):
+            assert result.token_ids == expected(request), name
 
 
 def _random_request(dice: random.Random, name: str, kind: str, longest: int) -> EngineCoreRequest:
