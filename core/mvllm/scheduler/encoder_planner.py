@@ -83,11 +83,12 @@ class EncoderPlanner:
             self._check_item(item, stop, len(request.prompt_token_ids))
             stop = max(stop, item.span.stop)
             advance += _rope_shift(item.span)
-        if advance > 0 and stop + advance >= self._max_model_len:
-            raise _error(
-                f"The positions of the prompt's images or videos end at {stop + advance}, but max_model_len is "
-                f"{self._max_model_len}. Use shorter videos, or start the engine with a larger max_model_len."
-            )
+            if advance > 0 and stop + advance >= self._max_model_len:
+                raise _error(
+                    f"The positions of an item of modality {item.modality!r} end at {stop + advance}, but "
+                    f"max_model_len is {self._max_model_len}. Use shorter videos, or start the engine with a larger "
+                    "max_model_len."
+                )
         rows = {item.span.content_hash: item.num_encoded for item in request.items}
         if len(rows) > 1 and (self.has_cross_attention or not self._can_chunk):
             self._check_together(sum(rows.values()))

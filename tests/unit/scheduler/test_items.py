@@ -7,6 +7,7 @@ import random
 import pytest
 
 from mvllm.errors import RequestError
+from mvllm.messages.multimodal import ItemSpan, MultiModalItem
 from mvllm.messages.requests import EngineCoreRequest, FinishReason
 from tests.unit.scheduler.builders import Engine, make_encoders, make_request, make_scheduler
 from tests.unit.scheduler.fake_runner import expected_tokens
@@ -137,6 +138,43 @@ def test_a_span_that_attends_both_ways_must_fit_into_a_step() -> None:
 def test_an_item_larger_than_the_cache_is_refused() -> None:
     with pytest.raises(RequestError, match=r"17 embeddings, but encoder_cache_tokens is 16"):
         make_engine().scheduler.add_request(prompt_with(6, ("cat", 17), 3))
+
+
+def test_rotary_positions_that_advance_faster_than_the_sequence_end_the_request_earlier() -> None:
+    engine = make_engine(max_model_len=30)
+    request = prompt_with(4, ("video", 6), 2, max_tokens=None)
+    request.items[0].span.rope_length = 16
+    [result] = engine.run(request)
+    assert len(result.token_ids) == 30 - 10 - 12
+    request.items[0].span.rope_length = 27
+    with pytest.raises(RequestError, match=r"positions .* end at 31, but max_model_len is 30"):
+        engine.scheduler.add_request(request)
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        make_item("cat", 12, 4).span,  # behind the prompt's end
+        make_item("cat", 2, 4).span,  # over the other item
+        ItemSpan(b"x" * 32, 8, 4, [(0, 5)]),
+        ItemSpan(b"x" * 32, 8, 4, [(2, 4), (1, 2)]),
+        ItemSpan(b"short", 8, 4, [(0, 4)]),
+        ItemSpan(b"x" * 32, 8, 4, [(0, 3)]),  # fewer rows than the encoder gives
+    ],
+)
+def test_spans_that_do_not_fit_are_refused(span: ItemSpan) -> None:
+    request = prompt_with(2, ("dog", 4), 8)
+    request.items.append(MultiModalItem("image", span, 4, {}))
+    with pytest.raises(RequestError, match=r"does not fit a prompt of 14 tokens|Both must be equal"):
+        make_engine().scheduler.add_request(request)
+
+
+def test_without_chunks_all_items_of_a_prompt_must_fit_into_one_step() -> None:
+    engine = make_engine(enable_chunked_prefill=False, encoders={"can_chunk": False, "step_tokens": 8})
+    with pytest.raises(RequestError, match=r"12 embeddings, which this engine needs in one step"):
+        engine.scheduler.add_request(prompt_with(2, ("cat", 6), 1, ("dog", 6), 1))
+    requests = [prompt_with(2, ("cat", 4), 1, ("dog", 4), 1), prompt_with(3, ("cow", 6), 3)]
+    assert [result.token_ids for result in engine.run(*requests)] == list(map(expected, requests))
 
 
 def test_guidance_and_text_only_engines_refuse_items() -> None:
