@@ -12,6 +12,7 @@ import pytest
 
 from mvllm import LLM
 from mvllm.errors import RequestError
+from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.parity import bytes_of_blocks
 from tests.helpers.toy_items import (
     Picture,
@@ -84,6 +85,15 @@ def test_alone_and_in_a_batch_with_text(folder: Path, oracle: dict[str, list[int
 def test_chunk_boundaries_and_schedules(folder: Path, oracle: dict[str, list[int]], settings: dict[str, Any]) -> None:
     with toy_engine(folder, **settings) as llm:
         assert run(llm, requests()) == oracle
+
+
+@pytest.mark.exhaustive
+def test_a_draft_model_and_an_engine_core_process(folder: Path, oracle: dict[str, list[int]]) -> None:
+    draft = make_checkpoint("llama-gqa", folder.with_name("draft"), seed=1, tokenizer=False)
+    speculative = {"model": str(draft), "num_speculative_tokens": 2}
+    for settings in ({"speculative_config": speculative, "max_num_batched_tokens": 24}, {"engine_core_process": True}):
+        with toy_engine(folder, **settings) as llm:
+            assert run(llm, requests()) == oracle
 
 
 def test_preempted_requests_encode_again(folder: Path, oracle: dict[str, list[int]]) -> None:
@@ -182,8 +192,6 @@ def test_sleep_drops_results_and_wakes_up(folder: Path, oracle: dict[str, list[i
 
 
 def test_a_text_only_engine_refuses_items(folder: Path) -> None:
-    from tests.helpers.model_zoo import make_checkpoint
-
     with toy_engine(make_checkpoint("llama-gqa", folder.with_name("text"), tokenizer=False)) as llm:
         with pytest.raises(RequestError, match="text only"):
             llm.llm_engine._client.add_request(request("image", ONE))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from mvllm.config.encoder_limits import EncoderLimits
 from mvllm.config.multimodal import MultiModalModel
@@ -82,12 +82,13 @@ class EncoderPlanner:
         for item in request.items:
             self._check_item(item, stop, len(request.prompt_token_ids))
             stop = max(stop, item.span.stop)
-            advance += rope_shift(item.span)
-        if advance > 0 and stop + advance >= self._max_model_len:
-            raise _error(
-                f"The positions of the prompt's images or videos end at {stop + advance}, but max_model_len is "
-                f"{self._max_model_len}. Use shorter videos, or start the engine with a larger max_model_len."
-            )
+            advance += _rope_shift(item.span)
+            if advance > 0 and stop + advance >= self._max_model_len:
+                raise _error(
+                    f"The positions of an item of modality {item.modality!r} end at {stop + advance}, but "
+                    f"max_model_len is {self._max_model_len}. Use shorter videos, or start the engine with a larger "
+                    "max_model_len."
+                )
         rows = {item.span.content_hash: item.num_encoded for item in request.items}
         if len(rows) > 1 and (self.has_cross_attention or not self._can_chunk):
             self._check_together(sum(rows.values()))
@@ -144,9 +145,16 @@ class EncoderPlanner:
         Those that others use stay. If they are missing on the workers, their users fail, too.
         """
         self.release(request)
-        for item in request.items:
-            if self.cache.is_unused(item.span.content_hash):
-                self.cache.drop(item.span.content_hash)
+        self._drop_unused(item.span.content_hash for item in request.items)
+
+    def discard_inputs(self, plan: SchedulerOutput) -> None:
+        """A row of a plan has failed, and maybe the whole step: drops what it should have encoded, as `discard`."""
+        self._drop_unused(item.content_hash for item in plan.encoder_inputs)
+
+    def _drop_unused(self, hashes: Iterable[bytes]) -> None:
+        for content_hash in hashes:
+            if self.cache.is_unused(content_hash):
+                self.cache.drop(content_hash)
 
     def clear(self) -> None:
         """Drops all results. Running requests have those that they still read encoded again.
@@ -270,7 +278,19 @@ class EncoderPlanner:
         self.cache.check_integrity(users)
 
 
-def rope_shift(span: ItemSpan) -> int:
+def check_items(encoders: EncoderPlanner | None, request: EngineCoreRequest) -> None:
+    """Checks a request with items, see `EncoderPlanner.check`; without a planner there must be none."""
+    if encoders is None:
+        raise _error("This engine takes text only.")
+    encoders.check(request)
+
+
+def num_skipped_positions(request: EngineCoreRequest) -> int:
+    """How much further the rotary positions of a request get than its sequence positions. Both have the same bound."""
+    return max(0, sum(_rope_shift(item.span) for item in request.items)) if request.items else 0
+
+
+def _rope_shift(span: ItemSpan) -> int:
     """How much further rotary positions advance over a span than sequence positions; negative in most models."""
     return 0 if span.rope_length is None else span.rope_length - span.length
 

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from mvllm.errors import RequestError
+from mvllm.messages.multimodal import ItemSpan, MultiModalItem
 from mvllm.messages.requests import EngineCoreRequest, FinishReason
 from tests.unit.scheduler.builders import Engine, make_encoders, make_request, make_scheduler
 from tests.unit.scheduler.fake_runner import expected_tokens
@@ -139,6 +140,43 @@ def test_an_item_larger_than_the_cache_is_refused() -> None:
         make_engine().scheduler.add_request(prompt_with(6, ("cat", 17), 3))
 
 
+def test_rotary_positions_that_advance_faster_than_the_sequence_end_the_request_earlier() -> None:
+    engine = make_engine(max_model_len=30)
+    request = prompt_with(4, ("video", 6), 2, max_tokens=None)
+    request.items[0].span.rope_length = 16
+    [result] = engine.run(request)
+    assert len(result.token_ids) == 30 - 10 - 12
+    request.items[0].span.rope_length = 27
+    with pytest.raises(RequestError, match=r"positions .* end at 31, but max_model_len is 30"):
+        engine.scheduler.add_request(request)
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        make_item("cat", 12, 4).span,  # behind the prompt's end
+        make_item("cat", 2, 4).span,  # over the other item
+        ItemSpan(b"x" * 32, 8, 4, [(0, 5)]),
+        ItemSpan(b"x" * 32, 8, 4, [(2, 4), (1, 2)]),
+        ItemSpan(b"short", 8, 4, [(0, 4)]),
+        ItemSpan(b"x" * 32, 8, 4, [(0, 3)]),  # fewer rows than the encoder gives
+    ],
+)
+def test_spans_that_do_not_fit_are_refused(span: ItemSpan) -> None:
+    request = prompt_with(2, ("dog", 4), 8)
+    request.items.append(MultiModalItem("image", span, 4, {}))
+    with pytest.raises(RequestError, match=r"does not fit a prompt of 14 tokens|Both must be equal"):
+        make_engine().scheduler.add_request(request)
+
+
+def test_without_chunks_all_items_of_a_prompt_must_fit_into_one_step() -> None:
+    engine = make_engine(enable_chunked_prefill=False, encoders={"can_chunk": False, "step_tokens": 8})
+    with pytest.raises(RequestError, match=r"12 embeddings, which this engine needs in one step"):
+        engine.scheduler.add_request(prompt_with(2, ("cat", 6), 1, ("dog", 6), 1))
+    requests = [prompt_with(2, ("cat", 4), 1, ("dog", 4), 1), prompt_with(3, ("cow", 6), 3)]
+    assert [result.token_ids for result in engine.run(*requests)] == list(map(expected, requests))
+
+
 def test_guidance_and_text_only_engines_refuse_items() -> None:
     request = prompt_with(6, ("cat", 4), 3, unconditional=[1])
     with pytest.raises(RequestError, match="guidance_scale cannot be combined with images"):
@@ -214,8 +252,9 @@ def test_random_items_budgets_and_caches(seed: int) -> None:
     )
     added: dict[str, EngineCoreRequest] = {}
     aborted: set[str] = set()
+    loses = False
     for _ in range(dice.randrange(5, 40)):
-        action = dice.choice(["add", "add", "step", "step", "abort", "forget", "break"])
+        action = dice.choice(["add", "add", "step", "step", "abort", "forget", "break", "lose"])
         if action == "add":
             request = _random_request(dice, f"r{len(added)}", kind, longest)
             added[request.request_id] = request
@@ -231,13 +270,16 @@ def test_random_items_budgets_and_caches(seed: int) -> None:
             engine.scheduler.forget_computed(restart=dice.random() < 0.5)
         elif action == "break" and dice.random() < 0.3:
             engine.runner.broken.add(make_item(dice.choice("abcd"), 0, 1).span.content_hash)
+        elif action == "lose" and dice.random() < 0.3:
+            engine.runner.steps_without_memory.add(engine.scheduler.next_step)
+            loses = True
         else:
             engine.step()
     engine.run()
     broken = engine.runner.broken
     for name, request in added.items():
         result = engine.results[name]
-        may_fail = any(item.span.content_hash in broken for item in request.items)
+        may_fail = loses or any(item.span.content_hash in broken for item in request.items)
         if name in aborted or "room for" in (result.outputs[-1].error or ""):
             assert result.token_ids == expected(request)[: len(result.token_ids)]
         elif not (may_fail and result.finish_reason is FinishReason.ERROR):
@@ -246,6 +288,12 @@ def test_random_items_budgets_and_caches(seed: int) -> None:
     if kind != "cross_attention":  # which needs all items of a request at once
         assert engine.runner.most_encoded <= limits["step_tokens"]
     assert not engine.scheduler._encoders._used
+    engine.runner.broken.clear()
+    for name, request in added.items():  # again: nothing is expected in the cache that is missing there
+        request.request_id = f"{name}-again"
+        [result] = engine.run(request)
+        if "room for" not in (result.outputs[-1].error or ""):
+            assert result.token_ids == expected(request), name
 
 
 def _random_request(dice: random.Random, name: str, kind: str, longest: int) -> EngineCoreRequest:
