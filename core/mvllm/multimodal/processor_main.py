@@ -190,9 +190,8 @@ def read_array(data: bytes) -> Any:
 
 def _read_safetensors(data: bytes) -> dict[str, Any]:
     """The tensors of a file as arrays of numpy, which has no bfloat16: those are float32."""
-    from safetensors import deserialize
-
     import numpy as np
+    from safetensors import deserialize
 
     found = {}
     for name, entry in deserialize(data):
