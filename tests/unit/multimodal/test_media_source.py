@@ -59,7 +59,7 @@ def test_files_below_the_allowed_folder_only(tmp_path: Path) -> None:
     for name in ("sub/a b.png", str(folder / "sub/a b.png"), f"file://{folder}/sub/a%20b.png", folder / "inner.png"):
         assert load_source("image", name, config).data == b"inside"
     for name in ("../secret.png", str(outside), f"file://{outside}", "link.png", "nowhere.png", "sub", "\0"):
-        with pytest.raises(RequestError, match="There is no file .* that may be read"):
+        with pytest.raises(RequestError, match=r"There is no file .* that may be read"):
             load_source("image", name, config)
     with pytest.raises(RequestError, match="names no host"):
         load_source("image", "file://other/x.png", config)

@@ -1,7 +1,7 @@
 """Items get their places in texts and token ids.
 
-Texts are words, a token each. Items: `<i>` stands for an image of two rows of pads between marks, `<v>` for a video, whose
-frames use the pads of images.
+Texts are words, a token each. Items: `<i>` stands for an image of two rows of pads between marks, `<v>` for a video,
+whose frames use the pads of images.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def test_one_private_address_of_a_name_refuses_it() -> None:
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1/", "http://0x7f.1/", "http://2130706433/", "http://[::1]/"])
 def test_names_of_this_machine_are_found_by_the_name_service_itself(url: str) -> None:
-    with pytest.raises(RequestError, match="not public|cannot be resolved"):
+    with pytest.raises(RequestError, match=r"not public|cannot be resolved"):
         fetch_url(url, allowed_hosts=None, timeout=1, max_bytes=1)
 
 
@@ -112,7 +112,7 @@ def test_a_redirect_is_checked_like_the_first_url(port: int, monkeypatch: pytest
         get(f"http://{HOST}:{port}/to/file:///etc/passwd")
     monkeypatch.setattr(url_fetch, "is_public", lambda address: address == "127.0.0.1")  # this machine stands for one
     addresses = {"open.test": "127.0.0.1", "inner.test": "169.254.169.254"}
-    with pytest.raises(RequestError, match="inner.test.*not public"):
+    with pytest.raises(RequestError, match=r"inner\.test.*not public"):
         fetch_url(
             f"http://open.test:{port}/to/http://inner.test/latest",
             allowed_hosts=None,
