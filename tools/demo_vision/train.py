@@ -313,7 +313,7 @@ def main() -> None:
         prog="python -m tools.demo_vision.train", description="Train the demo vision model from the demo model."
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the model, the checkpoint and figures.json")
-    parser.add_argument("--steps", type=int, default=3000, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=2000, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="processor threads (default: %(default)s)")
     parser.add_argument("--heldout", type=int, default=HELDOUT_EXAMPLES, help="examples to measure with")
     arguments = parser.parse_args()
