@@ -50,7 +50,7 @@ class AsyncItems(ABC):
             return await self._run_in_thread(lambda: self.input_processor.expand(prompt, found))
 
     async def read_prompt_embeds(self, file: str) -> EmbedsPrompt:
-        """The prompt in a file with embeddings: of numpy (`.npy`), safetensors or torch. Another process reads it.
+        """The prompt in a file with embeddings: of numpy (`.npy`) or safetensors. Another process reads it.
 
         Args:
             file: Its content, base64.

@@ -23,8 +23,8 @@ from mvllm.engine.frontend.pooling_outputs import (
 from mvllm.engine.frontend.scoring import ScoringRequests
 from mvllm.engine.llm_engine import LLMEngine
 from mvllm.engine.metrics.profiler import Profiler
-from mvllm.entrypoints.chat_items import placeholder_texts, take_items
-from mvllm.entrypoints.chat_template import Conversation, is_conversation, render_chat
+from mvllm.entrypoints.chat_prompt import chat_prompt
+from mvllm.entrypoints.chat_template import Conversation, is_conversation
 from mvllm.entrypoints.generate_progress import GenerateProgress
 from mvllm.entrypoints.llm_images import LLMImages
 from mvllm.entrypoints.llm_rollouts import LLMRollouts
@@ -33,7 +33,7 @@ from mvllm.entrypoints.step_loop import step_until_finished
 from mvllm.errors import EngineDeadError, RequestError
 from mvllm.logging import configure_logging
 from mvllm.messages.beam_search_params import BeamSearchParams
-from mvllm.messages.inputs import PromptType, TextPrompt
+from mvllm.messages.inputs import PromptType
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams, PoolingTask, PoolingType
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
@@ -254,25 +254,20 @@ class LLM(LLMRollouts, LLMImages):
                 parameter="messages",
             )
         conversations = [messages] if is_conversation(messages) else messages
-        taken = [take_items(cast(Conversation, conversation), engine.config) for conversation in conversations]
-        texts = [
-            render_chat(
+        prompts: list[PromptType] = [
+            chat_prompt(
+                engine.config,
                 engine.tokenizer,
-                conversation,
+                cast(Conversation, conversation),
+                mm_processor_kwargs=mm_processor_kwargs,
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
-                placeholders=placeholder_texts(engine.config, engine.tokenizer),
             )
-            for conversation, _ in taken
+            for conversation in conversations
         ]
-        # The rendered template already contains the special tokens.
-        prompts: list[PromptType] = [TextPrompt(prompt=text, add_special_tokens=False) for text in texts]
-        for prompt, (_, items) in zip(prompts, taken, strict=True):
-            if items:
-                cast(dict[str, Any], prompt).update(multi_modal_data=items, mm_processor_kwargs=mm_processor_kwargs)
         return self._generate(engine, prompts, sampling_params, use_tqdm, priority, lora_request)
 
     def beam_search(

@@ -153,14 +153,15 @@ def _decode_audio(data: bytes, limits: DecodingLimits, sampling_rate: int) -> Au
                 raise _error("audio", "the file has no audio")
             stream = container.streams.audio[0]
             _check_duration(container, limits)
-            resampler = av.AudioResampler(format="flt", layout="mono", rate=sampling_rate)
+            # FFmpeg's own way to one channel makes equal channels louder; the mean does not.
+            resampler = av.AudioResampler(format="fltp", rate=sampling_rate)
             for frame in container.decode(stream):
                 for piece in resampler.resample(frame):
-                    pieces.append(piece.to_ndarray().reshape(-1))
+                    pieces.append(piece.to_ndarray().mean(axis=0))
                     count += len(pieces[-1])
                 if count > max_samples:
                     raise _too_long(limits)
-            pieces += [piece.to_ndarray().reshape(-1) for piece in resampler.resample(None)]
+            pieces += [piece.to_ndarray().mean(axis=0) for piece in resampler.resample(None)]
     except (RequestError, MemoryError):
         raise
     except Exception as e:

@@ -236,7 +236,7 @@ def embeddings_source(value: Any, hidden_size: int) -> ArrayData:
     Raises:
         RequestError: It has another shape or dtype, or values that are not finite.
     """
-    if hasattr(value, "detach") and hasattr(value, "cpu"):
+    if hasattr(value, "detach"):
         value = value.detach().cpu().float().numpy()
     if not _is_array(value) or value.dtype.kind != "f":
         raise RequestError(

@@ -145,7 +145,7 @@ def _order_of_spans(ids: Sequence[int], items: Sequence[ProcessedItem]) -> list[
         offset = min(place for place, _ in nexts)
         here = [each for place, each in nexts if place == offset]
         exact = [each for each in here if ids[offset : offset + len(each[0].span_ids)] == each[0].span_ids]
-        item = (exact or here)[0].pop(0)
+        item = max(exact or here, key=lambda each: len(each[0].span_ids)).pop(0)
         order.append(item)
         at = offset + len(item.span_ids)
     return order

@@ -274,7 +274,7 @@ def test_only_a_server_has_a_default_queue_limit(tmp_path):
 
 
 def test_every_setting_has_the_metadata_of_a_command_line_option():
-    groups = {"model", "cache", "scheduler", "parallel", "load", "lora", "platform"}
+    groups = {"model", "cache", "scheduler", "parallel", "load", "multimodal", "lora", "platform"}
     options = EngineArgs.options()
     assert {o.group for o in options} == groups
     assert all(o.help.endswith(".") and o.kind in (str, int, float, bool, dict) for o in options)

@@ -229,7 +229,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": "x"}] * 300}, "max_model_len"),
     ({"messages": [{"role": "user", "content": [{}] * (MAX_BLOCKS + 1)}]}, "messages may have"),
     ({"messages": [{"role": "user", "content": "word " * 400}]}, "max_model_len"),
-    (block(type="image", source={"type": "base64"}), "is an image"),
+    (block(type="image", source={"type": "base64"}), "source must be an object of type 'base64' with data"),
     (block(type="document", source=DEEP), "not plain text"),
     (block(type="server_tool_use"), "'server_tool_use'"),
     (block(type="text", text=None), "content[0].text must be a text"),

@@ -11,7 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mvllm.config.hf_config import read_json_object
+
 _TEMPLATE_FILE = "chat_template.jinja"
+_PROCESSOR_FILE = "chat_template.json"
+"""Older processors write their template here, as the key `chat_template`. It is used before that of the tokenizer."""
 _MORE_TEMPLATES = "additional_chat_templates"
 
 
@@ -67,8 +71,22 @@ def read_folder_template(
         return None
     template = settings.get("chat_template")
     try:
+        template = read_processor_template(folder) or template
         if (folder / _TEMPLATE_FILE).exists():
             template = (folder / _TEMPLATE_FILE).read_text(encoding="utf-8")
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # ModelError is a ValueError
         return None
     return FolderTemplate(template, special_tokens) if isinstance(template, str | None) else None
+
+
+def read_processor_template(folder: Path) -> str | None:
+    """The template that an older processor has written; None if a newer file has one.
+
+    Raises:
+        ModelError: The file is not a JSON object.
+    """
+    file = folder / _PROCESSOR_FILE
+    if not file.exists() or (folder / _TEMPLATE_FILE).exists():
+        return None
+    template = read_json_object(file).get("chat_template")
+    return template if isinstance(template, str) else None

@@ -12,7 +12,7 @@ from typing import Any
 
 from mvllm.config.hf_config import read_json_object
 from mvllm.config.model import ModelConfig
-from mvllm.engine.tokenizer.folder_template import FolderTemplate, read_folder_template
+from mvllm.engine.tokenizer.folder_template import FolderTemplate, read_folder_template, read_processor_template
 from mvllm.engine.tokenizer.tokenizer_expansion import check_tokenizer_expansion
 from mvllm.engine.tokenizer.tokenizer_json import JsonTokenizer, read_tokenizer_json
 from mvllm.errors import ModelError, RequestError, plain_reason
@@ -329,13 +329,16 @@ def _load_with_transformers(config: ModelConfig, folder: Path) -> Any:
                 return transformers.PreTrainedTokenizerFast.from_pretrained(
                     str(folder), local_files_only=True, fix_mistral_regex=False
                 )
-            return transformers.AutoTokenizer.from_pretrained(
+            found = transformers.AutoTokenizer.from_pretrained(
                 str(config.tokenizer),
                 config=_minimal_config(transformers, folder) if local else None,
                 revision=None if local else config.revision,
                 trust_remote_code=config.trust_remote_code,
                 local_files_only=local,
             )
+            if local and (template := read_processor_template(folder)) is not None:
+                found.chat_template = template
+            return found
         except Exception as e:
             raise _load_error(config, folder if local else None, e) from e
 

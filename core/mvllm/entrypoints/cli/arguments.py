@@ -27,7 +27,7 @@ _GROUP_TITLES = {
     "scheduler": "scheduler",
     "parallel": "several devices",
     "load": "loading",
-    "multimodal": "images, audio and embeddings in prompts",
+    "multimodal": "multimodal inputs",
     "lora": "LoRA adapters",
     "platform": "platform",
 }

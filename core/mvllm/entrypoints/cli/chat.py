@@ -109,14 +109,12 @@ def _message_printer(engine: LLMEngine, params: SamplingParams, template: str | 
     Args:
         template: A chat template in place of the tokenizer's; None for the tokenizer's.
     """
-    from mvllm.entrypoints.chat_template import render_chat
+    from mvllm.entrypoints.chat_prompt import chat_prompt
     from mvllm.entrypoints.cli.terminal import print_stream
 
     def print_message(messages: Messages, speed: ThroughputCounter) -> tuple[str, str | None]:
-        rendered = render_chat(engine.tokenizer, messages, chat_template=template)
-        engine.input_processor.check_text(rendered)
-        ids = engine.tokenizer.encode(rendered, add_special_tokens=False)
-        return print_stream(engine, {"prompt_token_ids": ids}, params, speed)
+        prompt = chat_prompt(engine.config, engine.tokenizer, messages, chat_template=template)
+        return print_stream(engine, prompt, params, speed)
 
     return print_message
 

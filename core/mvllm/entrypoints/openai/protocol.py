@@ -120,7 +120,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         prompt: A text, a list of texts, a list of token ids, or a list of those.
         logprobs: Number of alternatives to report for each token; 0 reports only the token.
         prompt_embeds: Base64 of a file with embeddings [tokens, hidden_size], or several: of numpy (`.npy`),
-            safetensors with one tensor, or torch. Each is a prompt, before those of `prompt`.
+            or safetensors with one tensor. Each is a prompt, before those of `prompt`.
     """
 
     prompt: str | list[str | int | list[int]] | None = None

@@ -1,0 +1,165 @@
+"""Every form of a prompt with images, and embeddings as a prompt, in an engine with a small LLaVA."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from PIL import Image
+
+from mvllm import LLM, RequestError, SamplingParams
+from mvllm.config.engine_args import EngineArgs
+from mvllm.engine.async_llm import AsyncLLM
+from mvllm.messages.beam_search_params import BeamSearchParams
+from tests.helpers.multimodal_zoo import TEXT, make_checkpoint
+
+SETTINGS: dict[str, Any] = {
+    "platform": "cpu",
+    "dtype": "float32",
+    "max_model_len": 256,
+    "kv_cache_memory_bytes": 32 << 20,
+    "enable_prompt_embeds": True,
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+RED, BLUE = (Image.new("RGB", (40, 24), color) for color in ("red", "blue"))
+
+
+def data_url(image: Image.Image) -> str:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llava", tmp_path_factory.mktemp("prompts") / "llava")
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path) -> Iterator[LLM]:
+    with LLM(str(checkpoint), **SETTINGS) as llm:
+        yield llm
+        processors = llm.llm_engine.item_client.pids
+    assert processors and not any(map(psutil.pid_exists, processors))
+
+
+def tokens(llm: LLM, prompt: Any, params: SamplingParams = GREEDY) -> list[int]:
+    return llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
+
+
+def prompt(*images: Any, text: str = "hello <image> world") -> dict[str, Any]:
+    return {"prompt": text, "multi_modal_data": {"image": list(images)}}
+
+
+def test_forms_of_prompts_and_of_outputs(llm: LLM) -> None:
+    red = tokens(llm, prompt(RED))
+    assert red != tokens(llm, prompt(BLUE))
+    assert red == tokens(llm, prompt(np.asarray(RED))) == tokens(llm, prompt(data_url(RED)))
+    ids = llm.get_tokenizer()("hello <image> world")["input_ids"]
+    output = llm.generate([{"prompt_token_ids": ids, "multi_modal_data": {"image": RED}}], GREEDY, use_tqdm=False)[0]
+    assert output.outputs[0].token_ids == red and len(output.prompt_token_ids) > len(ids)
+    expanded = {"prompt_token_ids": output.prompt_token_ids, "multi_modal_data": {"image": RED}}
+    assert tokens(llm, expanded) == red
+    several = llm.generate([prompt(RED)], SamplingParams(n=2, seed=1, max_tokens=6, ignore_eos=True), use_tqdm=False)
+    assert len({tuple(each.token_ids) for each in several[0].outputs}) == 2
+    [beams] = llm.beam_search([prompt(RED)], BeamSearchParams(beam_width=2, max_tokens=4))
+    assert beams.sequences[0].tokens[: len(output.prompt_token_ids)] == output.prompt_token_ids
+    parts = [{"type": "text", "text": "what"}, {"type": "image_pil", "image_pil": RED}]
+    url = {"type": "image_url", "image_url": {"url": data_url(RED)}}
+    one, two, text = llm.chat(
+        [[{"role": "user", "content": each}] for each in (parts, [parts[0], url], "what")], GREEDY, use_tqdm=False
+    )
+    assert one.outputs[0].token_ids == two.outputs[0].token_ids != text.outputs[0].token_ids
+    assert one.prompt is not None and one.prompt.count("<image>") == 1
+
+
+def test_embeddings_of_the_tokens_give_the_output_of_the_tokens(llm: LLM) -> None:
+    ids = [5, 6, 7, 8, 40]
+    [table] = llm.apply_model(
+        lambda model: (
+            model.get_input_embeddings()
+            if hasattr(model, "get_input_embeddings")
+            else next(m for n, m in model.named_modules() if n.endswith("embed_tokens"))
+        )
+    )
+    rows = table.weight[torch.tensor(ids)].detach()
+    expected = tokens(llm, ids)
+    assert tokens(llm, {"prompt_embeds": rows}) == expected == tokens(llm, {"prompt_embeds": rows.numpy()})
+    output = llm.generate([{"prompt_embeds": rows}], GREEDY, use_tqdm=False)[0]
+    assert output.prompt is None and output.prompt_token_ids == [0] * len(ids)
+
+
+@pytest.mark.parametrize(
+    ("bad", "params", "why"),
+    [
+        (prompt(RED, text="hello"), GREEDY, "0 placeholders '<image>' for 1 image item"),
+        (prompt(RED, text="<image><image>"), GREEDY, "2 placeholders"),
+        (prompt(*[RED] * 17, text="<image>" * 17), GREEDY, "17 items"),
+        (prompt(*[RED] * 16, text="<image>" * 16 + "word " * 80), GREEDY, "max_model_len"),
+        (prompt(b"<svg/>"), GREEDY, "SVG"),
+        ({"prompt": "<image>", "multi_modal_data": {"audio": b"x"}}, GREEDY, "takes only text and image"),
+        ({"prompt": "x", "mm_processor_kwargs": {"a": 1}}, GREEDY, "needs multi_modal_data"),
+        ({"prompt": "x", "prompt_embeds": np.zeros((2, 64), np.float32)}, GREEDY, "excludes 'prompt'"),
+        ({"prompt_embeds": np.zeros((2, 63), np.float32)}, GREEDY, r"\[tokens, 64\]"),
+        ({"prompt_embeds": np.zeros((300, 64), np.float32)}, GREEDY, "300 tokens"),
+        ({"prompt_embeds": np.zeros((2, 64), np.float32)}, SamplingParams(prompt_logprobs=1), "no tokens"),
+        ({"prompt_token_ids": [5], "multi_modal_items": [1]}, GREEDY, "multi_modal_data"),
+        (prompt(RED), SamplingParams(truncate_prompt_tokens=5), "cut one in two"),
+        (prompt(RED), SamplingParams(guidance_scale=2.0), "guidance_scale cannot be combined"),
+    ],
+)
+def test_prompts_that_are_refused(llm: LLM, bad: Any, params: SamplingParams, why: str) -> None:
+    with pytest.raises(RequestError, match=why):
+        llm.generate([bad], params, use_tqdm=False)
+    assert TEXT["hidden_size"] == 64
+
+
+@pytest.mark.exhaustive
+def test_the_loop_of_an_async_engine_runs_while_items_are_prepared(checkpoint: Path, llm: LLM) -> None:
+    expected = tokens(llm, prompt(RED))
+
+    async def main(engine: AsyncLLM) -> None:
+        async def generate(each: Any) -> list[int]:
+            async for output in engine.generate(each, GREEDY):
+                found = output.outputs[0].token_ids
+            return found
+
+        turns = 0
+        tasks = [asyncio.create_task(generate(each)) for each in (prompt(RED), [5, 6])]
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0.01)
+            turns += 1
+        assert tasks[0].result() == expected and turns > 20  # the processor takes seconds to start
+        with pytest.raises(RequestError, match="SVG"):
+            await generate(prompt(b"<svg/>"))
+        with pytest.raises(RequestError, match="Prompt 1 of 2"):
+            await engine.add_requests([prompt(RED), prompt(b"<svg/>")], [GREEDY, GREEDY])
+        expanded = await engine.expand_prompt(prompt(RED))
+        assert await generate(expanded) == expected
+
+    engine = AsyncLLM.from_engine_args(EngineArgs(model=str(checkpoint), **SETTINGS))
+    try:
+        asyncio.run(main(engine))
+        pids = engine.item_client.pids
+    finally:
+        engine.shutdown()
+    assert pids and not any(map(psutil.pid_exists, pids))
+
+
+@pytest.mark.exhaustive
+def test_the_language_part_alone(checkpoint: Path) -> None:
+    settings = {**SETTINGS, "enable_prompt_embeds": False, "language_model_only": True}
+    with LLM(str(checkpoint), **settings) as llm:
+        assert len(tokens(llm, "hello")) == 6
+        with pytest.raises(RequestError, match="takes only text"):
+            tokens(llm, prompt(RED))
+        with pytest.raises(RequestError, match="prompt_embeds is off"):
+            tokens(llm, {"prompt_embeds": np.zeros((2, 64), np.float32)})

@@ -1,0 +1,82 @@
+"""A processor's process without a model: decodes images as the real one does, and misbehaves at certain contents.
+
+python -m tests.helpers.scripted_processor <parent pid>
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+from mvllm.messages.multimodal import ArrayData
+from mvllm.multimodal import processor_main
+from mvllm.multimodal.contents import hash_content
+from mvllm.multimodal.processed_item import ProcessedItem
+from mvllm.multimodal.processor_messages import ItemJob, ItemResult
+
+
+class Family:
+    def arguments(self, modality: str, counts: dict[str, int]) -> dict[str, Any]:
+        return {"count": counts["image"]} if counts.get("image", 0) > 2 else {}
+
+
+class Processor:
+    """Makes one row of two numbers of each image: its size."""
+
+    family = Family()
+
+    def process(self, modality: str, content: Any, *, counts: dict[str, int], **unused: Any) -> ProcessedItem:
+        width, height = content.size
+        return ProcessedItem(
+            modality=modality,
+            content_hash=hash_content(content, repr(self.family.arguments(modality, counts)).encode()),
+            placeholder="<i>",
+            placeholder_id=3,
+            replacement="<p>",
+            token_ids=[4],
+            start=0,
+            stop=1,
+            embedded=[(0, 1)],
+            embedded_id=4,
+            num_encoded=1,
+            features={"size": ArrayData("uint8", [2], bytes([width, height]))},
+        )
+
+
+class ScriptedServer(processor_main.JobServer):
+    def __init__(self, start: Any) -> None:
+        super().__init__(start)
+        self._processor = Processor()
+
+    def run(self, job: ItemJob) -> ItemResult:
+        match job.source.data:
+            case b"crash":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case b"killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case b"loop":
+                self._limit(1)
+                while True:
+                    pass
+            case b"slow":
+                time.sleep(0.2)
+            case b"memory":
+                self._limit(60)
+                try:
+                    return ItemResult(error=str(len(bytes(8 << 30))))
+                except MemoryError:
+                    return super().run(ItemJob(job.source, {}, b"memory error"))
+        return super().run(job)
+
+    def _process(self, job: ItemJob) -> ItemResult:
+        if job.kwargs == b"memory error":
+            raise MemoryError
+        return super()._process(job)
+
+
+processor_main.JobServer = ScriptedServer  # type: ignore[misc]
+
+if __name__ == "__main__":
+    processor_main.main()

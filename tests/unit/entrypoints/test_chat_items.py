@@ -1,0 +1,121 @@
+"""Messages with images become places for the chat template, and items in their order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mvllm.config.multimodal import MultiModalConfig, MultiModalModel
+from mvllm.engine.tokenizer.folder_template import FolderTemplate, read_folder_template
+from mvllm.entrypoints.chat_items import take_items
+from mvllm.entrypoints.chat_template import render_chat
+from mvllm.errors import RequestError
+
+PARTS_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}<img>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %};{% endfor %}"
+)
+TEXT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+
+
+def config(*modalities: str) -> Any:
+    takes = MultiModalModel(placeholders=dict.fromkeys(modalities, 7)) if modalities else None
+    model = SimpleNamespace(multimodal=takes, model="m", architecture="M")
+    return SimpleNamespace(model=model, multimodal=MultiModalConfig())
+
+
+def user(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+def text(value: str) -> dict[str, Any]:
+    return {"type": "text", "text": value}
+
+
+def url(value: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": value}}
+
+
+def sound(form: str) -> dict[str, Any]:
+    return {"type": "input_audio", "input_audio": {"data": "AA==", "format": form}}
+
+
+def render(messages: Any, template: str, placeholders: dict[str, str] | None = None) -> str:
+    tokenizer: Any = SimpleNamespace(template_renderer=FolderTemplate(template, {}))
+    return render_chat(tokenizer, messages, placeholders={"image": "<pad>"} if placeholders is None else placeholders)
+
+
+def test_items_are_taken_in_their_order() -> None:
+    messages = [user(url("a"), text("x"), url("b")), {"role": "assistant", "content": "y"}, user(text("z"), url("c"))]
+    places, items = take_items(messages, config("image"))
+    assert items == {"image": ["a", "b", "c"]}
+    assert places[0]["content"] == [{"type": "image"}, text("x"), {"type": "image"}]
+    assert places[1] is messages[1] and messages[0]["content"][0] == url("a")  # the argument is not modified
+    assert render(places, PARTS_TEMPLATE) == "user: <img>x<img>;assistant: y;user: z<img>;"
+
+
+def test_a_template_that_knows_no_parts_gets_placeholders() -> None:
+    places, _ = take_items([user(text("x"), url("a"))], config("image"))
+    assert render(places, TEXT_TEMPLATE) == "user: x\n<pad>;"
+
+
+@pytest.mark.parametrize(
+    ("part", "modality", "content"),
+    [
+        ({"type": "image_url", "image_url": "a"}, "image", "a"),
+        ({"type": "input_image", "image_url": "a"}, "image", "a"),
+        ({"type": "image_pil", "image_pil": b"pil"}, "image", b"pil"),
+        ({"type": "image", "url": "a"}, "image", "a"),
+        ({"type": "image", "image": b"x"}, "image", b"x"),
+        ({"type": "video_url", "video_url": {"url": "v"}}, "video", "v"),
+        ({"type": "audio_url", "audio_url": {"url": "s"}}, "audio", "s"),
+        (sound("mp3"), "audio", "data:audio/mp3;base64,AA=="),
+        (sound(";,"), "audio", "data:audio/wav;base64,AA=="),
+    ],
+)
+def test_forms_of_parts(part: dict[str, Any], modality: str, content: Any) -> None:
+    places, items = take_items([user(part)], config("image", "video", "audio"))
+    assert items == {modality: [content]} and places[0]["content"] == [{"type": modality}]
+
+
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        ({"type": "image"}, "without content"),
+        ({"type": "image_url", "image_url": {}}, "without content"),
+        ({"type": "image_url", "image_url": None}, "without content"),
+        ({"type": "input_audio", "input_audio": {"data": 3}}, "without content"),
+        ({"type": "audio_url", "audio_url": "a"}, "takes only text and image"),
+    ],
+)
+def test_parts_that_are_refused(part: dict[str, Any], why: str) -> None:
+    with pytest.raises(RequestError, match=why):
+        take_items([user(part)], config("image"))
+
+
+def test_too_many_items_of_all_messages() -> None:
+    with pytest.raises(RequestError, match="17 items"):
+        take_items([user(url("a"))] * 17, config("image"))
+
+
+def test_the_template_of_an_older_processor(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": PARTS_TEMPLATE}))
+    found = read_folder_template(tmp_path, {"chat_template": TEXT_TEMPLATE}, {})
+    assert found is not None and found.chat_template == PARTS_TEMPLATE
+    (tmp_path / "chat_template.jinja").write_text(TEXT_TEMPLATE)
+    found = read_folder_template(tmp_path, {}, {})
+    assert found is not None and found.chat_template == TEXT_TEMPLATE
+
+
+def test_models_for_text() -> None:
+    messages = [user(text("x"), url("a"))]
+    assert take_items(messages, config()) == (messages, {})
+    for part in (url("a"), {"type": "image"}):
+        with pytest.raises(RequestError, match="accepts only text parts"):
+            render([user(text("x"), part)], PARTS_TEMPLATE, {})
+    assert render([user(text("x"), text("y"))], PARTS_TEMPLATE, {}) == "user: x\ny;"

@@ -1,0 +1,276 @@
+"""The processor's process: what it is asked, what it keeps, and what happens when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+from safetensors.numpy import save
+
+from mvllm.config.hf_config import HFConfig
+from mvllm.config.multimodal import MultiModalConfig, MultiModalModel
+from mvllm.errors import RequestError
+from mvllm.multimodal import processor_client
+from mvllm.multimodal.processed_item import ProcessedItem
+from mvllm.multimodal.processed_item_cache import ProcessedItemCache
+from mvllm.multimodal.processor_client import ProcessorClient
+from mvllm.multimodal.processor_main import read_array
+from tests.helpers.processes import wait_until
+
+MODEL: Any = SimpleNamespace(
+    model="model",
+    path=Path("/nowhere"),
+    architecture="SomeModel",
+    trust_remote_code=False,
+    multimodal=MultiModalModel(placeholders={"image": 4}),
+    hf_config=HFConfig({}, "config.json"),
+    hidden_size=3,
+    max_model_len=10,
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def scripted() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processor_client, "_MODULE", "tests.helpers.scripted_processor")
+        yield
+
+
+@pytest.fixture(scope="module")
+def shared_client() -> Iterator[ProcessorClient]:
+    client = ProcessorClient(MODEL, MultiModalConfig(max_pixels=10_000))
+    assert client.pids == []  # nothing is started before the first item
+    yield client
+    pids = client.pids
+    client.close()
+    assert pids and not any(map(psutil.pid_exists, pids))
+
+
+@pytest.fixture
+def client(shared_client: ProcessorClient) -> ProcessorClient:
+    shared_client.cache = ProcessedItemCache(1 << 20)
+    shared_client.on_processed = lambda is_cached, seconds: None
+    return shared_client
+
+
+def image(width: int = 5, height: int = 6) -> Image.Image:
+    return Image.new("RGB", (width, height))
+
+
+def size_of(item: ProcessedItem) -> tuple[int, int]:
+    width, height = item.features["size"].data
+    return width, height
+
+
+def process(client: ProcessorClient, *images: Any, **more: Any) -> list[ProcessedItem]:
+    return client.process({"multi_modal_data": {"image": list(images)}, **more})
+
+
+def test_items_are_processed_in_their_order_and_kept(client: ProcessorClient) -> None:
+    seen: list[bool] = []
+    client.on_processed = lambda is_cached, seconds: seen.append(is_cached)
+    assert list(map(size_of, process(client, image(1, 2), image(3, 4)))) == [(1, 2), (3, 4)]
+    assert seen == [False, False]
+    [found] = process(client, image(3, 4))
+    assert size_of(found) == (3, 4) and seen[2:] == [True]
+    process(client, image(3, 4), mm_processor_kwargs={"size": 3})
+    assert seen[3:] == [False]  # other arguments, other features
+
+
+def test_items_whose_features_depend_on_the_others_are_kept_by_their_number(client: ProcessorClient) -> None:
+    seen: list[bool] = []
+    client.on_processed = lambda is_cached, seconds: seen.append(is_cached)
+    few, many = process(client, image())[0], process(client, image(1, 1), image(2, 2), image(3, 3))
+    assert seen == [False] * 4
+    assert process(client, image(3, 3), image(2, 2), image(1, 1))[2] is many[0] and all(seen[4:])
+    assert process(client, image())[0] is few
+
+
+def test_names_of_users_stand_for_contents(client: ProcessorClient) -> None:
+    first = process(client, image(1, 1), multi_modal_uuids={"image": ["a"]})
+    assert process(client, image(9, 9), multi_modal_uuids={"image": ["a"]})[0] is first[0]
+    assert size_of(process(client, image(9, 9), multi_modal_uuids={"image": ["b"]})[0]) == (9, 9)
+
+
+def test_a_cache_of_a_few_bytes_keeps_the_items_used_last(client: ProcessorClient) -> None:
+    items = process(client, *(image(i + 1, 1) for i in range(2)))
+    cache = ProcessedItemCache(items[0].num_bytes + 1)
+    cache.put(b"a", {}, items[0], depends_on_counts=False)
+    cache.put(b"b", {}, items[1], depends_on_counts=False)
+    assert cache.get(b"a", {}) is None and cache.get(b"b", {}) is items[1]
+    assert (len(cache), cache.num_bytes) == (1, items[1].num_bytes)
+    none = ProcessedItemCache(0)
+    none.put(b"a", {}, items[0], depends_on_counts=False)
+    assert len(none) == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"crash", "the decoder crashed, or needs more memory"),
+        (b"killed", "was killed twice"),
+        (b"memory", "takes more memory than the 4096 MB allowed"),
+        (b"loop", "takes more than 60 s"),
+    ],
+)
+def test_a_process_that_ends_fails_its_request_only(client: ProcessorClient, content: bytes, why: str) -> None:
+    process(client, image())
+    [before] = client.pids
+    with ThreadPoolExecutor(2) as threads:
+        bad = threads.submit(process, client, content)
+        good = threads.submit(process, client, image(7, 7))  # waits behind it
+        with pytest.raises(RequestError, match=why) as caught:
+            bad.result()
+        assert caught.value.parameter == "multi_modal_data"
+        assert size_of(good.result()[0]) == (7, 7)
+    assert size_of(process(client, image(8, 8))[0]) == (8, 8)
+    assert client.pids != [before] and not psutil.pid_exists(before)
+
+
+def test_a_process_that_is_killed_while_idle_is_replaced(client: ProcessorClient) -> None:
+    process(client, image())
+    [before] = client.pids
+    os.kill(before, signal.SIGKILL)
+    assert size_of(process(client, image(2, 3))[0]) == (2, 3)
+    assert client.pids != [before]
+
+
+def test_several_processes() -> None:
+    client = ProcessorClient(MODEL, MultiModalConfig(num_processes=2))
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            slow = [threads.submit(process, client, b"slow") for _ in range(2)]
+            assert all("none of PNG" in str(each.exception()) for each in slow)
+        assert len(client.pids) == 2
+    finally:
+        client.close()
+
+
+def test_no_event_loop_waits_for_an_item(client: ProcessorClient) -> None:
+    async def main() -> int:
+        future = asyncio.wrap_future(client.submit({"multi_modal_data": {"image": [b"slow"]}}))
+        turns = 0
+        while not future.done():
+            await asyncio.sleep(0.01)
+            turns += 1
+        assert isinstance(future.exception(), RequestError)
+        return turns
+
+    assert asyncio.run(main()) > 5
+
+
+def test_after_close_every_item_is_refused_at_once() -> None:
+    client = ProcessorClient(MODEL, MultiModalConfig())
+    process(client, image())
+    [pid] = client.pids
+    future = client.submit({"multi_modal_data": {"image": [b"slow"]}})
+    client.close()
+    client.close()
+    assert isinstance(future.exception(timeout=10), RequestError)
+    wait_until(lambda: not psutil.pid_exists(pid), 10, "the process has ended")
+    with pytest.raises(RequestError, match="shutting down"):
+        process(client, image())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "why", "parameter"),
+    [
+        ({"multi_modal_data": {"image": [image()] * 17}}, "17 items of modality 'image'; 16", "multi_modal_data"),
+        ({"multi_modal_data": {"image": [image()] * 1000}}, "1000 items", "multi_modal_data"),
+        ({"multi_modal_data": {"audio": [b"x"]}}, "takes only text and image", "multi_modal_data"),
+        ({"multi_modal_data": {"picture": [b"x"]}}, "image, video, audio", "multi_modal_data"),
+        ({"multi_modal_data": [1]}, "must be a dict", "multi_modal_data"),
+        ({"multi_modal_data": {"image": b"x"}, "mm_processor_kwargs": 3}, "must be a dict", "mm_processor_kwargs"),
+        ({"multi_modal_data": {"image": b"x"}, "mm_processor_kwargs": {"a": {1}}}, "JSON", "mm_processor_kwargs"),
+        ({"multi_modal_data": {"image": b"x"}, "multi_modal_uuids": {"image": [1]}}, "a text", "multi_modal_uuids"),
+        ({"multi_modal_data": {"image": b"x"}, "multi_modal_uuids": {"image": "ab" * 200}}, "256", "multi_modal_uuids"),
+        (
+            {"multi_modal_data": {"image": b"x"}, "multi_modal_uuids": {"image": ["a", "b"]}},
+            "each",
+            "multi_modal_uuids",
+        ),
+    ],
+)
+def test_prompts_that_are_refused_before_anything_is_decoded(prompt: Any, why: str, parameter: str) -> None:
+    client = ProcessorClient(MODEL, MultiModalConfig())
+    for call in (client.process, client.submit):
+        with pytest.raises(RequestError, match=why) as caught:
+            call(prompt)
+        assert caught.value.parameter == parameter
+    assert client.pids == []
+    client.close()
+
+
+def test_a_model_for_text_and_a_modality_that_is_off() -> None:
+    text = SimpleNamespace(**{**vars(MODEL), "multimodal": None})
+    prompt = {"multi_modal_data": {"image": image()}}
+    with pytest.raises(RequestError, match="takes only text; the prompt has items of modality 'image'"):
+        ProcessorClient(text, MultiModalConfig()).process(prompt)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="0 are allowed"):
+        ProcessorClient(MODEL, MultiModalConfig(limit_per_prompt={"image": 0})).process(prompt)
+
+
+# --- ready embeddings
+
+
+def npy(values: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, values, allow_pickle=True)
+    return file.getvalue()
+
+
+def test_files_with_embeddings(client: ProcessorClient) -> None:
+    values = np.arange(6, dtype=np.float32).reshape(2, 3)
+    for data in (npy(values), npy(values[None].astype(np.float64)), save({"x": values.astype(np.float16)})):
+        found = client.read_embeddings(base64.b64encode(data).decode())
+        assert (found.dtype, found.shape, found.data) == ("float32", [2, 3], values.tobytes())
+    for bad, why in (
+        (npy(np.zeros((11, 3), np.float32)), "11 rows; 10"),
+        (npy(np.zeros((2, 4), np.float32)), r"\[tokens, 3\]"),
+        (npy(np.full((2, 3), np.nan)), "not finite"),
+    ):
+        with pytest.raises(RequestError, match=why):
+            client.read_embeddings(base64.b64encode(bad).decode())
+    with pytest.raises(RequestError, match="base64") as caught:
+        client.read_embeddings("####")
+    assert caught.value.parameter == "prompt_embeds"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        npy(np.array([{"code": 1}], dtype=object)),  # a pickle
+        npy(np.zeros((2, 3), np.float32))[:-4],
+        npy(np.zeros((2, 3), np.int64)),
+        npy(np.zeros(3, np.float32)),
+        b"\x80\x02}q\x00.",
+        b"PK\x03\x04",
+        b"\xff" * 16,
+        save({"x": np.zeros((1, 3), np.float32), "y": np.zeros((1, 3), np.float32)}),
+        save({"x": np.zeros((1, 3), np.int32)}),
+        b"",
+    ],
+)
+def test_files_that_hold_no_embeddings(data: bytes) -> None:
+    with pytest.raises(RequestError) as caught:
+        read_array(data)
+    assert caught.value.parameter == "prompt_embeds"
+
+
+def test_bfloat16_of_safetensors() -> None:
+    header = b'{"x":{"dtype":"BF16","shape":[1,2],"data_offsets":[0,4]}}'
+    header += b" " * (-len(header) % 8)
+    data = len(header).to_bytes(8, "little") + header + np.array([0x3F80, 0xC000], np.uint16).tobytes()
+    assert read_array(data).tolist() == [[1.0, -2.0]]

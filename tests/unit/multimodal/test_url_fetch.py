@@ -1,0 +1,170 @@
+"""URLs of clients reach public hosts or allowed ones, and nothing else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from mvllm.errors import RequestError
+from mvllm.multimodal import url_fetch
+from mvllm.multimodal.url_fetch import fetch_url, is_public
+
+HOST = "media.test"
+
+
+class Site(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        name = self.path.removeprefix("/")
+        if name.startswith("to/"):
+            self.send_response(302)
+            self.send_header("Location", name.removeprefix("to/"))
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        if name == "drip":
+            self.wfile.write(b"HTTP/1.1 200 OK\r\n")
+            for i in range(100):
+                self.wfile.write(b"X-%d: y\r\n" % i)
+                if self.server.ended.wait(0.05):  # type: ignore[attr-defined]
+                    return
+            return
+        self.send_response(404 if name == "missing" else 200)
+        if name == "endless":
+            self.send_header("Connection", "close")
+            self.end_headers()
+            for _ in range(1000):
+                self.wfile.write(b"x" * 4096)
+            return
+        body = b"content"
+        self.send_header("Content-Length", str(len(body) + (name == "short")))
+        self.end_headers()
+        self.wfile.write(body)
+        self.close_connection = True
+
+    def log_message(self, *unused: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Site)
+    server.daemon_threads = True
+    server.ended = threading.Event()  # type: ignore[attr-defined]
+    server.handle_error = lambda *unused: None  # type: ignore[method-assign]
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    yield server.server_address[1]
+    server.ended.set()  # type: ignore[attr-defined]
+    server.shutdown()
+    server.server_close()
+
+
+def get(url: str, *, hosts: tuple[str, ...] | None = (HOST,), timeout: float = 5.0, max_bytes: int = 1000) -> bytes:
+    return fetch_url(
+        url, allowed_hosts=hosts, timeout=timeout, max_bytes=max_bytes, resolve=lambda host, port: ["127.0.0.1"]
+    )
+
+
+def test_an_allowed_host_is_fetched_whatever_its_address(port: int) -> None:
+    assert get(f"http://{HOST}:{port}/picture") == b"content"
+    assert get(f"http://{HOST.upper()}.:{port}/to//picture") == b"content"  # a relative redirect
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0", "100.64.0.1"),
+        *("224.0.0.1", "255.255.255.255", "192.0.2.1", "::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "ff02::1"),
+        *("::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::a9fe:a9fe", "2002:7f00:1::", "nonsense"),
+    ],
+)
+def test_an_address_that_is_not_public(address: str) -> None:
+    assert not is_public(address)
+    with pytest.raises(RequestError, match="address that is not public"):
+        fetch_url("http://x.test/", allowed_hosts=None, timeout=1, max_bytes=1, resolve=lambda host, port: [address])
+
+
+def test_public_addresses() -> None:
+    assert is_public("8.8.8.8") and is_public("2606:4700:4700::1111") and is_public("::ffff:8.8.8.8")
+
+
+def test_one_private_address_of_a_name_refuses_it() -> None:
+    with pytest.raises(RequestError, match="not public"):
+        fetch_url(
+            "http://x.test/", allowed_hosts=None, timeout=1, max_bytes=1, resolve=lambda h, p: ["8.8.8.8", "10.0.0.1"]
+        )
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1/", "http://0x7f.1/", "http://2130706433/", "http://[::1]/"])
+def test_names_of_this_machine_are_found_by_the_name_service_itself(url: str) -> None:
+    with pytest.raises(RequestError, match=r"not public|cannot be resolved"):
+        fetch_url(url, allowed_hosts=None, timeout=1, max_bytes=1)
+
+
+def test_a_redirect_is_checked_like_the_first_url(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RequestError, match="not in allowed_media_domains"):
+        get(f"http://{HOST}:{port}/to/http://127.0.0.1:{port}/secret")
+    with pytest.raises(RequestError, match="only the schemes"):
+        get(f"http://{HOST}:{port}/to/file:///etc/passwd")
+    monkeypatch.setattr(url_fetch, "is_public", lambda address: address == "127.0.0.1")  # this machine stands for one
+    addresses = {"open.test": "127.0.0.1", "inner.test": "169.254.169.254"}
+    with pytest.raises(RequestError, match=r"inner\.test.*not public"):
+        fetch_url(
+            f"http://open.test:{port}/to/http://inner.test/latest",
+            allowed_hosts=None,
+            timeout=5,
+            max_bytes=100,
+            resolve=lambda host, port: [addresses[host]],
+        )
+
+
+def test_the_checked_address_is_the_one_that_is_connected_to(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(url_fetch, "is_public", lambda address: address == "127.0.0.1")
+    answers = iter([["127.0.0.1"], ["10.0.0.1"]])  # a name service that changes its mind
+    found = fetch_url(
+        f"http://x.test:{port}/a", allowed_hosts=None, timeout=5, max_bytes=100, resolve=lambda h, p: next(answers)
+    )
+    assert found == b"content" and next(answers) == ["10.0.0.1"]  # asked once
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("ftp://media.test/x", "only the schemes"),
+        ("http:///x", "not a valid URL"),
+        ("http://media.test\\@evil.test/", "not a valid URL"),
+        ("http://user:secret@media.test/", "user name or password"),
+        ("http://media.test:0/", "port 0"),
+        ("http://media.test:99999/", "not a valid URL"),
+        ("http://other.test/", "not in allowed_media_domains"),
+        ("http://media.test/" + "x" * 9000, "8192 characters"),
+        ("http://media.test/a b", "not a valid URL"),
+    ],
+)
+def test_urls_that_are_not_fetched(url: str, why: str) -> None:
+    with pytest.raises(RequestError, match=why) as caught:
+        get(url)
+    assert caught.value.parameter == "multi_modal_data"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("missing", "status 404"),
+        ("endless", "more than 1000 bytes"),
+        ("short", "ended before|IncompleteRead"),
+        ("to/" * 3 + "to/" * 5 + "x", "more than 5 redirects"),
+    ],
+)
+def test_contents_that_cannot_be_had(port: int, name: str, why: str) -> None:
+    with pytest.raises(RequestError, match=why):
+        get(f"http://{HOST}:{port}/{name}")
+
+
+def test_a_host_that_sends_its_answer_byte_by_byte_ends_at_the_time_limit(port: int) -> None:
+    with pytest.raises(RequestError, match="took too long"):
+        get(f"http://{HOST}:{port}/drip", timeout=0.4)
