@@ -72,9 +72,9 @@ def test_alone_and_in_a_batch_with_text(folder: Path, oracle: dict[str, list[int
 @pytest.mark.parametrize(
     "settings",
     [
-        {"max_num_batched_tokens": 11},
-        {"max_num_batched_tokens": 11, "async_scheduling": True},
-        {"max_num_batched_tokens": 3, "enable_prefix_caching": False},
+        {"max_num_batched_tokens": 11, "max_num_seqs": 8},
+        {"max_num_batched_tokens": 11, "max_num_seqs": 8, "async_scheduling": True},
+        {"max_num_batched_tokens": 3, "max_num_seqs": 3, "enable_prefix_caching": False},
         {"async_scheduling": True, "max_num_seqs": 2},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
         {"enforce_eager": True, "max_num_batched_tokens": 24},
@@ -207,7 +207,7 @@ def rope_engine(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *
     "settings",
     [
         {},
-        {"max_num_batched_tokens": 5},
+        {"max_num_batched_tokens": 5, "max_num_seqs": 5},
         {"async_scheduling": True},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
     ],

@@ -104,7 +104,7 @@ class FalconForCausalLM(CausalLM):
         step: ForwardStep,
         intermediate: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        x = intermediate if self.word_embeddings is None else self.word_embeddings(input_ids)
+        x = intermediate if self.word_embeddings is None else self.merge_items(self.word_embeddings(input_ids), step)
         assert x is not None, "every pipeline stage but the first needs `intermediate`"
         cos_sin = self.rotary.angles(positions, step.prompt_lens)
         for layer in self.layers:

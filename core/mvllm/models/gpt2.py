@@ -94,7 +94,7 @@ class GPT2LMHeadModel(CausalLM):
     ) -> torch.Tensor:
         x = intermediate
         if self.wte is not None and self.wpe is not None:
-            x = self.wte(input_ids) + self.wpe(positions)
+            x = self.merge_items(self.wte(input_ids), step) + self.wpe(positions)
         assert x is not None, "every pipeline stage but the first needs `intermediate`"
         for layer in self.layers:
             x = layer(x, step)

@@ -34,3 +34,11 @@ class ItemEncoder(nn.Module, ABC):
         Returns:
             For each item [rows, embedding_width], compute dtype.
         """
+
+    def largest_item(self, num_rows: int) -> tuple[str, Features] | None:
+        """The modality and features of an item of about `num_rows` rows, on the device; their values do not matter.
+
+        Encoding it once measures the memory that an encoder takes, where the device's memory is not the host's. None,
+        the default, measures nothing.
+        """
+        return None

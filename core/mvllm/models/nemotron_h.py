@@ -97,7 +97,7 @@ class NemotronHForCausalLM(CausalLM):
         step: ForwardStep,
         intermediate: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        x = intermediate if self.embeddings is None else self.embeddings(input_ids)
+        x = intermediate if self.embeddings is None else self.merge_items(self.embeddings(input_ids), step)
         assert x is not None, "every pipeline stage but the first needs `intermediate`"
         residual = None
         for layer in self.layers:

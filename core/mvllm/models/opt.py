@@ -126,16 +126,16 @@ class OPTForCausalLM(CausalLM):
         step: ForwardStep,
         intermediate: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        x = self._embed(input_ids, positions) if intermediate is None else intermediate
+        x = self._embed(input_ids, positions, step) if intermediate is None else intermediate
         for layer in self.layers:
             x = layer(x, step)
         if self.final_norm is not None:
             x = self.final_norm(x)
         return x if self.project_out is None else self.project_out(x)
 
-    def _embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _embed(self, input_ids: torch.Tensor, positions: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         assert self.embed_tokens is not None and self.embed_positions is not None, "only the first stage embeds tokens"
         x = self.embed_tokens(input_ids)
         if self.project_in is not None:
             x = self.project_in(x)
-        return x + self.embed_positions(positions + _POSITION_OFFSET)
+        return self.merge_items(x, step) + self.embed_positions(positions + _POSITION_OFFSET)

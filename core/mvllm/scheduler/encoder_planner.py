@@ -20,7 +20,8 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 
-from mvllm.config.multimodal import EncoderLimits, MultiModalModel
+from mvllm.config.encoder_limits import EncoderLimits
+from mvllm.config.multimodal import MultiModalModel
 from mvllm.errors import RequestError
 from mvllm.messages.multimodal import EncoderInput, ItemSpan, MultiModalItem
 from mvllm.messages.requests import ENCODER_SECONDS_BUCKETS, EngineCoreRequest, SchedulerStats

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mvllm.config.model import ModelConfig
+from mvllm.config.encoder_limits import encoder_limits
+from mvllm.config.engine_config import EngineConfig
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import StepMemoryError
 from mvllm.logging import get_logger
@@ -46,17 +47,27 @@ class EncoderRunner:
     """The encoder cache of one rank. Ranks behind the first pipeline stage have none, but need rotary positions.
 
     Args:
-        model: The config of the served model.
+        config: The engine's configuration.
         runtime: The bound device.
         tp, pp: The rank's groups.
+
+    Attributes:
+        max_cache_bytes: Most bytes of the results that the scheduler keeps here.
     """
 
-    def __init__(self, model: ModelConfig, runtime: DeviceRuntime, tp: GroupCoordinator, pp: GroupCoordinator) -> None:
+    def __init__(
+        self, config: EngineConfig, runtime: DeviceRuntime, tp: GroupCoordinator, pp: GroupCoordinator
+    ) -> None:
+        model = config.model
         self._runtime = runtime
         self._dtype = torch_dtype(model.dtype)
         self._width = model.hidden_size if model.multimodal is None else model.multimodal.embedding_width
         self._num_ranks = tp.world_size * pp.world_size
         self._is_first = pp.is_first
+        limits = encoder_limits(config) if pp.is_first else None
+        self._item_tokens = 0 if limits is None else limits.item_tokens
+        num_rows = 0 if limits is None else limits.cache_tokens
+        self.max_cache_bytes = num_rows * self._width * self._dtype.itemsize
         # The last stage reports errors: of missing embeddings directly, of other stages when logits are NaN.
         self._missing = 0.0 if pp.is_last else float("nan")
         self._results: dict[bytes, torch.Tensor] = {}
@@ -91,6 +102,14 @@ class EncoderRunner:
                 for item in items:  # one of them has failed
                     self._try(encoder, modality, [item])
         self._seconds = time.perf_counter() - start
+
+    def encode_largest_item(self, encoder: ItemEncoder | None) -> None:
+        """Runs the encoder once over the largest item that requests may have, if it gives one."""
+        example = None if encoder is None else encoder.largest_item(self._item_tokens)
+        if encoder is not None and example is not None:
+            modality, features = example
+            encoder.encode(modality, [features])
+            self._runtime.synchronize()
 
     def pop_seconds(self) -> float:
         """`ModelRunnerOutput.encoder_seconds` of the last step."""

@@ -143,7 +143,7 @@ class ModelRunner:
         self._sampler = self._make_sampler()
         self._argmax: Argmax = reference_argmax
         self._logsumexp: LogSumExp = reference_logsumexp
-        self._encoders = EncoderRunner(config.model, runtime, tp, pp)
+        self._encoders = EncoderRunner(config, runtime, tp, pp)
         self._proposer: Proposer | None = None
         self._sampled_token_buffer: SampledTokenBuffer | None = None
         self._step_awaiting_masks: _UnsampledStep | None = None
@@ -206,6 +206,16 @@ class ModelRunner:
                 num_draft_tokens=self._num_speculative,
             )
         self._layers.free_caches()
+
+    def encoder_cache_bytes(self) -> int:
+        """Most bytes of the encoder results that this rank keeps."""
+        return self._encoders.max_cache_bytes
+
+    @_in_inference_mode
+    def encode_largest_item(self) -> None:
+        """Runs the encoder once over the largest item, if the model has an encoder that gives one."""
+        with step_out_of_memory_error(self._config.scheduler, self._runtime):
+            self._encoders.encode_largest_item(self.loader.model.item_encoder)
 
     def group_layers(self, windows: Sequence[int | None]) -> None:
         """Gives each group of layers its own block table.

@@ -75,13 +75,16 @@ class Worker:
 
             total ├── reserve (1 - utilization) ──┤── in use now ──┤── peak of a step ──┤── KV cache ──┤
 
+        The results of encoders that a worker keeps count to the peak.
+
         With unified memory, all workers of this machine share what is free, and the reserve is a share of what other
         programs leave: they use their memory already.
         """
         runtime = self.runtime
         runtime.synchronize()
         before = runtime.memory()
-        peak = max(self._peak_step_bytes(), self._peak_decode_bytes())
+        peak = max(self._peak_step_bytes(), self._peak_decode_bytes(), self._peak_encoder_bytes())
+        peak += self.runner.encoder_cache_bytes()
         runtime.release_cached_memory()
         utilization = self._config.cache.memory_utilization
         assert utilization is not None, "resolved before start"
@@ -129,6 +132,16 @@ class Worker:
         if self._platform.capabilities.unified_memory:
             return 0
         return peak_decode_bytes(self.runner.loader.model, self.runtime, self._config.model)
+
+    def _peak_encoder_bytes(self) -> int:
+        """As `_peak_decode_bytes`, for encoding the largest item, where the encoder gives one."""
+        if self._platform.capabilities.unified_memory:
+            return 0
+        runtime = self.runtime
+        runtime.reset_peak_memory()
+        before = runtime.memory().used_by_me
+        self.runner.encode_largest_item()
+        return max(0, runtime.memory().peak_by_me - before)
 
     def group_layers(self, windows: list[int | None]) -> None:
         self.runner.group_layers(windows)

@@ -30,7 +30,18 @@ def test_memory_of_other_programs_does_not_reduce_the_kv_cache_share() -> None:
     assert available(unified_memory=True, local_world_size=1, utilization=0.25) == 700 - 600 - 50
 
 
-def available(*, unified_memory: bool, local_world_size: int, utilization: float = 0.75, replicas: int = 1) -> int:
+def test_the_encoder_cache_reduces_the_kv_cache() -> None:
+    assert available(unified_memory=False, local_world_size=1, encoder_cache=120) == 700 - 250 - 50 - 120
+
+
+def available(
+    *,
+    unified_memory: bool,
+    local_world_size: int,
+    utilization: float = 0.75,
+    replicas: int = 1,
+    encoder_cache: int = 0,
+) -> int:
     platform = FakePlatform()
     platform.capabilities = replace(platform.capabilities, unified_memory=unified_memory)
     config = replace(
@@ -42,7 +53,12 @@ def available(*, unified_memory: bool, local_world_size: int, utilization: float
     worker = Worker(config, platform, WorkerContext(world_size=8, local_world_size=local_world_size))
     worker._runtime = runtime = MeasuredRuntime()
     loader = SimpleNamespace(model=SimpleNamespace(pixel_decoder=None))
-    worker._runner = SimpleNamespace(profile=lambda part: setattr(runtime, "peak", 150), loader=loader)
+    worker._runner = SimpleNamespace(
+        profile=lambda part: setattr(runtime, "peak", 150),
+        loader=loader,
+        encode_largest_item=lambda: None,
+        encoder_cache_bytes=lambda: encoder_cache,
+    )
     return worker.available_kv_bytes()
 
 

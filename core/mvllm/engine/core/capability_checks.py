@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ConfigError
+from mvllm.models.checkpoint_support import runs_natively
 from mvllm.platform.capabilities import Capabilities
 from mvllm.platform.spec import ConfigChange
 
@@ -70,6 +71,8 @@ def refusal_of_items(config: EngineConfig, capabilities: Capabilities) -> str | 
         why = "the platform compiles every shape, and the number of their rows differs in each step"
     elif config.model.kind.is_encoder:
         why = "the model is a text encoder"
+    elif not runs_natively(config.model):
+        why = "the model runs through transformers, where it takes token ids only"
     elif model is None:
         return None
     elif model.spans_attend_both_ways and not capabilities.non_causal_spans:

@@ -19,7 +19,7 @@ import msgspec
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.rope_parameters import prompt_cache_key
-from mvllm.engine.core.encoder_sizing import make_encoder_planner
+from mvllm.engine.core.encoder_planning import make_encoder_planner
 from mvllm.engine.core.grammar_vocabulary import load_vocabulary
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary, choose_block_size, no_kv_cache, size_kv_cache
 from mvllm.engine.core.kv_event_reporting import KVEventReporter

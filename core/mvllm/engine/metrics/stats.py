@@ -301,11 +301,19 @@ def sum_scheduler_stats(each: Iterable[SchedulerStats], num_cores: int = 1) -> S
         total.num_waiting_tokens += stats.num_waiting_tokens
         total.num_swapped += stats.num_swapped
         total.num_waiting_for_kv += stats.num_waiting_for_kv
+        total.mm_cache_queries += stats.mm_cache_queries
+        total.mm_cache_hits += stats.mm_cache_hits
+        total.encoder_cache_rows += stats.encoder_cache_rows
+        total.encoder_seconds += stats.encoder_seconds
+        total.encoder_steps = _sum_lists(total.encoder_steps, stats.encoder_steps)
         for tier, tier_stats in stats.kv_tiers.items():
             total.kv_tiers[tier] = _sum_tier_stats(total.kv_tiers.get(tier), tier_stats)
-        pairs = zip_longest(total.accepted_at, stats.accepted_at, fillvalue=0)
-        total.accepted_at = [one + other for one, other in pairs]
+        total.accepted_at = _sum_lists(total.accepted_at, stats.accepted_at)
     return total
+
+
+def _sum_lists(one: list[int], other: list[int]) -> list[int]:
+    return [sum(pair) for pair in zip_longest(one, other, fillvalue=0)]
 
 
 def _sum_tier_stats(one: KVTierStats | None, other: KVTierStats) -> KVTierStats:
