@@ -85,6 +85,11 @@ class MultiModalItem(msgspec.Struct, array_like=True, omit_defaults=True):
     num_encoded: int
     features: dict[str, ArrayData]
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether its positions see earlier ones only in every model."""
+        return self.modality == "embeds"
+
 
 class EncoderInput(msgspec.Struct, array_like=True):
     """An item whose encoder runs in a step. Attributes as in MultiModalItem and ItemSpan."""

@@ -116,7 +116,7 @@ class EncoderPlanner:
                 f"An item of modality {item.modality!r} has {item.num_encoded} embeddings, but encoder_cache_tokens is "
                 f"{self._limits.cache_tokens}. Make it smaller, or start the engine with a larger encoder_cache_tokens."
             )
-        if self._keeps_spans_whole and span.length > self._max_num_batched_tokens:
+        if self._keeps_spans_whole and not item.is_causal and span.length > self._max_num_batched_tokens:
             raise _error(
                 f"An item of modality {item.modality!r} has {span.length} tokens, which attend to each other in both "
                 f"directions and so must be in one step, but max_num_batched_tokens is "
@@ -197,7 +197,7 @@ class EncoderPlanner:
                 continue
             if span.offset >= end:
                 break
-            if self._keeps_spans_whole and end < span.stop:
+            if self._keeps_spans_whole and not item.is_causal and end < span.stop:
                 if span.stop - start > budget:
                     return max(0, span.offset - start)
                 end = span.stop

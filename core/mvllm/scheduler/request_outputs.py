@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import msgspec
+
+from mvllm.messages.multimodal import ItemSpan, MultiModalItem
 from mvllm.messages.requests import EngineCoreOutput, FinishReason, PositionLogprobs, SchedulerStats
 from mvllm.messages.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from mvllm.scheduler.request import Request, RequestStatus
@@ -27,8 +30,12 @@ def new_request_data(request: Request, num_computed_tokens: int) -> NewRequestDa
         more_block_ids=[blocks.block_ids.copy() for blocks in table.groups[1:]],
         lora_request=data.lora_request,
         guided_row=None if request.primary is None else request.primary.row,
-        items=[item.span for item in request.items] if request.items else [],
+        items=[_span_of(item) for item in request.items] if request.items else [],
     )
+
+
+def _span_of(item: MultiModalItem) -> ItemSpan:
+    return msgspec.structs.replace(item.span, is_causal=True) if item.is_causal else item.span
 
 
 def cache_too_small_message(num_tokens: int, num_needed: int, block_size: int, num_blocks: int) -> str:

@@ -112,15 +112,20 @@ def test_no_kernel_accesses_memory_out_of_bounds_or_has_undefined_behaviour(isa,
 
 EDGES = ("attention", "linear", "quantized", "block_quantized", "quantized_experts")
 EMULATED_TESTS = ("test_paged_attention.py", "test_quantized_linear.py", "test_block_quantized_linear.py")
-EDGES_AND_TESTS = f"""
+
+
+def edges_and_tests(edges: tuple[str, ...]) -> str:
+    """One process, because the import of torch is slow with the sanitizer."""
+    return f"""
 import torch
 from platforms.cpu.tests import edge_shapes
 
 torch.set_num_threads(2)
-for name in {EDGES}:
+for name in {edges}:
     getattr(edge_shapes, name)()
 {TESTS_WITH_ISA}"""
-"""One process, because the import of torch is slow with the sanitizer."""
+
+
 EVERY_NTH = "24"
 """Every case of each test that runs: emulated tiles are slow."""
 OFTEN_WITHOUT_AMX = pytest.mark.exhaustive if NEEDS["amx_int8"] <= features() else pytest.mark.slow
@@ -129,11 +134,20 @@ OFTEN_WITHOUT_AMX = pytest.mark.exhaustive if NEEDS["amx_int8"] <= features() el
 @pytest.mark.slow
 @OFTEN_WITHOUT_AMX
 def test_kernels_with_emulated_tiles_are_correct_and_stay_in_bounds(small_tiles, tmp_path, request):
+    run_with_emulated_tiles(small_tiles, tmp_path, request, EDGES, EMULATED_TESTS)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_emulated_tiles_attend_in_both_directions(small_tiles, tmp_path, request):
+    run_with_emulated_tiles(small_tiles, tmp_path, request, ("both_directions",), ("test_encoder_attention.py",))
+
+
+def run_with_emulated_tiles(library, tmp_path, request, edges, files):
     skip_unless_supported(VECTORS)
-    library = small_tiles
     if ISA != VECTORS:  # a processor with AMX: its own library has no emulated tiles
         library = build(compiler_with_sanitizer(), VECTORS, tmp_path, whole=False, emulated=True)
-    tests = [str(HERE / name) for name in EMULATED_TESTS]
+    tests = [str(HERE / name) for name in files]
     without = ["-k", "not instruction_sets_agree and not no_thread_can_be_started"]
-    lines = run(library, "amx_bf16", request, "-c", EDGES_AND_TESTS, EVERY_NTH, *tests, *without).splitlines()
+    lines = run(library, "amx_bf16", request, "-c", edges_and_tests(edges), EVERY_NTH, *tests, *without).splitlines()
     assert lines[0] == "amx_bf16 amx_int8"

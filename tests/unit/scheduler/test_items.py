@@ -135,6 +135,20 @@ def test_a_span_that_attends_both_ways_must_fit_into_a_step() -> None:
         engine.scheduler.add_request(prompt_with(6, ("cat", 8), 3))
 
 
+def test_ready_embeddings_are_causal_and_may_be_cut() -> None:
+    engine = make_engine(max_num_batched_tokens=6, encoders={"both_ways": True})
+    engine.runner.keeps_spans_whole = False
+    request = prompt_with(2, ("cat", 8), 3)
+    request.items[0].modality = "embeds"
+    engine.add(request)
+    first = engine.step()
+    assert first.num_scheduled_tokens == [6]
+    assert [span.is_causal for span in first.new_requests[0].items] == [True]
+    engine = make_engine(encoders={"both_ways": True})
+    engine.add(prompt_with(2, ("dog", 3), 1))
+    assert [span.is_causal for span in engine.step().new_requests[0].items] == [False]
+
+
 def test_an_item_larger_than_the_cache_is_refused() -> None:
     with pytest.raises(RequestError, match=r"17 embeddings, but encoder_cache_tokens is 16"):
         make_engine().scheduler.add_request(prompt_with(6, ("cat", 17), 3))

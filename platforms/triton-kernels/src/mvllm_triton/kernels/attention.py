@@ -345,14 +345,10 @@ def attend(
         first_token = start + tile * BLOCK_Q
         first_position = seq_len - length + tile * BLOCK_Q
         first, end = key_range(first_position, seq_len, BLOCK_Q, WINDOW)
-        token = first_token + row // HEADS
-        is_row = is_head & (token < start + length)
-        position = first_position + row // HEADS
-        last = position
-        if SPANS:
-            last = tl.load(visible_lens + token, mask=is_row, other=0) - 1
-            if not SHORT:  # a short request's tile ends with its sequence
-                end = tl.maximum(end, tl.max(last, 0) + 1)
+        if SPANS and not SHORT:  # a short request's tile ends with its sequence
+            tile_token = first_token + row // HEADS
+            seen = tl.load(visible_lens + tile_token, mask=is_head & (tile_token < start + length), other=0)
+            end = tl.maximum(end, tl.max(seen, 0))
         first_tile = first // BLOCK_N
         end_tile = tl.maximum(tl.cdiv(end, BLOCK_N), first_tile)
         if SHORT:
@@ -371,6 +367,12 @@ def attend(
             is_whole = num_splits == 1
             is_piece = True
         if is_piece:
+            token = first_token + row // HEADS
+            is_row = is_head & (token < start + length)
+            position = first_position + row // HEADS
+            last = position
+            if SPANS:
+                last = tl.load(visible_lens + token, mask=is_row, other=0) - 1
             query_row = query + token.to(tl.int64)[:, None] * query_token_stride + head[:, None] * query_head_stride
             q = tl.load(query_row + dim[None, :], mask=is_row[:, None] & (dim < HEAD_SIZE)[None, :], other=0.0)
             q_rest = q
