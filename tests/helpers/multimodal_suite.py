@@ -328,6 +328,7 @@ class MultiModalSuite:
             stats = llm.llm_engine.stats
             assert stats is not None and stats.num_preemptions > 0
 
+    @pytest.mark.shows("layout")
     @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
     def test_on_two_ranks(self, expected: MultiModalOracle, tensor: int, pipeline: int) -> None:
         sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
