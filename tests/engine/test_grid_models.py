@@ -113,5 +113,18 @@ def test_videos_and_images_in_one_prompt(name: str, budget: int) -> None:
 
 
 @pytest.mark.exhaustive
+def test_ready_embeddings_are_text_for_a_model_with_deepstack() -> None:
+    expected = oracle("qwen3_vl")
+    ids = expected.prompt_ids(expected.requests[0])
+    embeds = expected.model.get_input_embeddings()(torch.tensor(ids)).detach()
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+    with engine(expected.folder, enable_prompt_embeds=True) as llm:
+        prompts = [{"prompt_embeds": embeds}, expected.requests[1].as_prompt()]
+        of_embeds, of_image = llm.generate(prompts, params, use_tqdm=False)
+    expected.check(0, of_embeds.outputs[0].token_ids)
+    expected.check(1, of_image.outputs[0].token_ids)
+
+
+@pytest.mark.exhaustive
 class TestGrids(MultiModalSuite):
     names = names_of(*FAMILIES)
