@@ -25,7 +25,7 @@ from tests.helpers.multimodal_suite import (
 )
 from tests.helpers.paged_driver import read_config
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm46v", "glm4v_moe")
 
 
 @pytest.mark.shows("tokens")
@@ -39,7 +39,7 @@ def test_requests_with_images_and_without_in_one_batch(name: str) -> None:
 
 
 FPS = 8.0
-VIDEO = dict.fromkeys(("glm4v", "glm4v_moe"), "<|begin_of_video|><|video|><|end_of_video|>")
+VIDEO = dict.fromkeys(("glm4v", "glm46v", "glm4v_moe"), "<|begin_of_video|><|video|><|end_of_video|>")
 
 
 def draw_video(size: tuple[int, int], count: int) -> np.ndarray[Any, Any]:
