@@ -33,9 +33,7 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4
 def test_requests_with_images_and_without_in_one_batch(name: str) -> None:
     expected = oracle(name)
     with engine(expected.folder) as llm:
-        (alone,) = generate(llm, [expected.requests[2]])
-        check(expected, [alone], [2])
-        check(expected, generate(llm, expected.requests[:5]))
+        check(expected, generate(llm, expected.requests[:3], num_tokens=16))
 
 
 FPS = 8.0
