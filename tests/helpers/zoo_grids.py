@@ -9,6 +9,8 @@ from transformers import (
     Glm4vConfig,
     Glm4vMoeConfig,
     Glm4vProcessor,
+    Glm46VConfig,
+    Glm46VProcessor,
     Qwen2_5_VLConfig,
     Qwen2_5_VLProcessor,
     Qwen2VLConfig,
@@ -18,6 +20,7 @@ from transformers import (
     Qwen3VLProcessor,
 )
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.helpers.multimodal_zoo import FIRST_SPECIAL_ID, TEXT, MultiModalEntry, without_video_processor
@@ -103,11 +106,10 @@ def _qwen_processor(kind: Any) -> Callable[[Any], Any]:
     return make
 
 
-def _glm_processor(tokenizer: Any) -> Any:
+def _glm_processor(tokenizer: Any, kind: Any = Glm4vProcessor, of_images: Any = Glm4vImageProcessorPil) -> Any:
     # Two frames of the same image are counted.
     size = {name: 2 * pixels for name, pixels in _IMAGES["size"].items()}
-    images = Glm4vImageProcessorPil(**{**_IMAGES, "size": size})
-    return without_video_processor(Glm4vProcessor)(images, tokenizer, None)
+    return without_video_processor(kind)(of_images(**{**_IMAGES, "size": size}), tokenizer, None)
 
 
 _IMAGES: dict[str, Any] = {"patch_size": 4, "size": {"shortest_edge": 8 * 8, "longest_edge": 48 * 48}}
@@ -149,6 +151,11 @@ GRIDS: dict[str, MultiModalEntry] = {
     "glm4v": MultiModalEntry(_glm, _glm_processor, **_OF_GLM, gate=True),
     "glm4v-biases": MultiModalEntry(
         lambda: _glm(vision={"attention_bias": True, "image_size": 16}, **_rope([3, 3, 2])), _glm_processor, **_OF_GLM
+    ),
+    "glm46v": MultiModalEntry(
+        lambda: _glm(Glm46VConfig),
+        lambda tokenizer: _glm_processor(tokenizer, Glm46VProcessor, Glm46VImageProcessorPil),
+        **_OF_GLM,
     ),
     "glm4v_moe": MultiModalEntry(_glm_moe, _glm_processor, **_OF_GLM),
     "glm4v_moe-no-biases": MultiModalEntry(

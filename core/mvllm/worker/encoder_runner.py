@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from mvllm.config.encoder_limits import encoder_limits
 from mvllm.config.engine_config import EngineConfig
@@ -165,7 +166,8 @@ class EncoderRunner:
         try:
             features = [self._upload(item) for item in items]
             if modality == _EMBEDS:
-                results = [each["embeds"] for each in features]
+                # Other parts of rows are added behind layers (DeepStack), to tokens of images only.
+                results = [F.pad(each["embeds"], (0, self._width - each["embeds"].shape[1])) for each in features]
             else:
                 assert encoder is not None, "the model has no encoder"
                 results = encoder.encode(modality, features)
