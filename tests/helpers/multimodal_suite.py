@@ -13,19 +13,26 @@ from __future__ import annotations
 import functools
 import random
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from mvllm import LLM, RequestOutput, SamplingParams
+from mvllm.errors import RequestError
+from mvllm.multimodal import processor_client
 from mvllm.multimodal.processor_loading import load_processor
+from mvllm.multimodal.processor_main import JobServer
+from mvllm.multimodal.processor_messages import ItemJob, ItemResult, ProcessorStart
 from tests.helpers.multimodal_zoo import MultiModalEntry, load_reference, make_checkpoint, zoo
 from tests.helpers.thread_executor import ThreadExecutor
 
@@ -186,9 +193,45 @@ def names_of(*families: str, gate: bool | None = None) -> list[str]:
     ]
 
 
+class _JobServerHere(JobServer):
+    """Without the limits that end a processor's process."""
+
+    def _limit(self, seconds: float) -> None:
+        pass
+
+
+@functools.cache
+def _job_server(path: str, start: bytes) -> _JobServerHere:
+    """One server for all engines of a checkpoint."""
+    return _JobServerHere(msgspec.msgpack.decode(start, type=ProcessorStart))
+
+
+class ProcessorHere:
+    """Stands for a processor's process, whose start takes longer than a test: runs its jobs in this process."""
+
+    num_waiting = 0
+    pid = None
+
+    def __init__(self, start: ProcessorStart) -> None:
+        self._server = _job_server(start.path, msgspec.msgpack.encode(start))
+
+    def run(self, job: ItemJob) -> ItemResult:
+        with _ONE_JOB:
+            result = self._server.run(job)
+        if result.error is not None:
+            raise RequestError(result.error, parameter=result.parameter)
+        return result
+
+    def close(self) -> None:
+        pass
+
+
+_ONE_JOB = threading.Lock()
+
+
 @contextmanager
 def engine(folder: Path, **settings: object) -> Iterator[LLM]:
-    """An engine for float32 on the platform under test."""
+    """An engine for float32 on the platform under test, which processes items in this process."""
     defaults: dict[str, object] = {
         "dtype": "float32",
         "block_size": BLOCK_SIZE,
@@ -199,7 +242,10 @@ def engine(folder: Path, **settings: object) -> Iterator[LLM]:
         "seed": 0,
         "use_tqdm_on_load": False,
     }
-    with LLM(model=str(folder), **(defaults | settings)) as llm:
+    with (
+        patch.object(processor_client, "_Processor", ProcessorHere),
+        LLM(model=str(folder), **(defaults | settings)) as llm,
+    ):
         yield llm
 
 
