@@ -86,7 +86,8 @@ def test_each_window_is_a_segment_with_the_tokens_of_transformers() -> None:
     heard = (np.clip(samples, -1, 1) * 32767).astype("<i2").astype(np.float32) / 32768
     parts = [heard[i * SAMPLING_RATE : (i + 1) * SAMPLING_RATE] for i in range(3)]
     limit = {"max_completion_tokens": "8"}
-    english = {**limit, "language": "en", "response_format": "verbose_json"}
+    plain = {**limit, "language": "en"}
+    english = {**plain, "response_format": "verbose_json"}
     found, prompted, translated, detected, text, srt, vtt, short = ask(
         expected.folder,
         [
@@ -94,11 +95,8 @@ def test_each_window_is_a_segment_with_the_tokens_of_transformers() -> None:
             (TRANSCRIPTIONS, {**english, "prompt": "words"}, file),
             (TRANSLATIONS, {**english, "timestamp_granularities[]": ["segment"]}, file),
             (TRANSCRIPTIONS, {**limit, "response_format": "verbose_json"}, file),
-            *(
-                (TRANSCRIPTIONS, {**limit, "language": "en", "response_format": each}, file)
-                for each in ("text", "srt", "vtt")
-            ),
-            (TRANSCRIPTIONS, {**limit, "language": "en"}, wav(samples[:4000])),
+            *[(TRANSCRIPTIONS, {**plain, "response_format": each}, file) for each in ("text", "srt", "vtt")],
+            (TRANSCRIPTIONS, plain, wav(samples[:4000])),
         ],
     )
     body = found.json()
