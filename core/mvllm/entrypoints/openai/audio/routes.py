@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -24,6 +24,21 @@ _PATHS = (
     ("/v1/audio/transcriptions", TRANSCRIBE, "Text of an audio file."),
     ("/v1/audio/translations", TRANSLATE, "English text of an audio file."),
 )
+_FIELDS = {field.name: {"type": "string"} for field in msgspec.structs.fields(TranscriptionRequest)}
+_FORM = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["file"],
+                    "properties": {"file": {"type": "string", "format": "binary"}, **_FIELDS},
+                }
+            }
+        },
+    }
+}
 
 
 class AudioRoutes:
@@ -41,14 +56,15 @@ class AudioRoutes:
     def add_to(self, router: APIRouter) -> None:
         """Adds the routes."""
         for path, task, summary in _PATHS:
-            endpoint = partial(self._transcribe, task)
+            router.add_api_route(
+                path, self._endpoint(task), methods=["POST"], name=path, summary=summary, openapi_extra=_FORM
+            )
 
-            async def run(request: Request, endpoint: Any = endpoint) -> Response:
-                response: Response = await endpoint(request)
-                return response
+    def _endpoint(self, task: str) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            return await self._transcribe(task, request)
 
-            router.add_route(path, run, methods=["POST"], name=path)
-            del summary
+        return endpoint
 
     async def _transcribe(self, task: str, request: Request) -> Response:
         context = self._state.context
