@@ -62,7 +62,7 @@ def make_whisper(name: str, folder: Path, seed: int = 0) -> Path:
     config = WhisperConfig(**{**sizes, **_CONFIGS[name]})
     config._attn_implementation = "eager"
     model = WhisperForConditionalGeneration(config).eval()
-    draw_weights(model, seed, 0.1 if config.scale_embedding else 0.4)
+    draw_weights(model, seed)
     model.save_pretrained(folder)
     path = folder / "generation_config.json"
     ids = {token: 320 + i for i, token in enumerate(TOKENS)}
