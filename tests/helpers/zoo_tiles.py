@@ -178,12 +178,15 @@ TILES: dict[str, MultiModalEntry] = {
         specials=_INTERNVL_TOKENS,
         placeholder="<IMG_CONTEXT>",
     ),
-    "lfm2_vl": MultiModalEntry(config=_lfm2_vl, processor=_lfm2_vl_processor, specials=_LFM2_VL_TOKENS, gate=True),
+    "lfm2_vl": MultiModalEntry(
+        config=_lfm2_vl, processor=_lfm2_vl_processor, specials=_LFM2_VL_TOKENS, has_states=True, gate=True
+    ),
     "lfm2_vl-plain": MultiModalEntry(
         config=lambda: _lfm2_vl(
             vision={"vision_use_head": True}, projector_use_layernorm=False, projector_bias=False, downsample_factor=1
         ),
         processor=lambda tokenizer: _lfm2_vl_processor(tokenizer, 1),
         specials=_LFM2_VL_TOKENS,
+        has_states=True,
     ),
 }

@@ -102,8 +102,9 @@ class ItemProcessor:
             RequestError: The processor refuses it.
         """
         family = self.family
-        settings = self._settings(modality, {**self._kwargs, **(kwargs or {})})
-        settings.update(family.arguments(modality, counts))
+        given = {**self._kwargs, **(kwargs or {})}
+        own = {name: given.pop(name) for name in family.own_arguments if name in given}
+        settings = {**self._settings(modality, given), **own, **family.arguments(modality, counts)}
         try:
             features, replacement = family.process(modality, content, settings)
         except RequestError:

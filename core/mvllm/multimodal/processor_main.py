@@ -28,7 +28,7 @@ from mvllm.executor.process.process_utils import die_with_parent, limit_memory, 
 from mvllm.messages.multimodal import ArrayData
 from mvllm.multimodal.decoding import DecodingLimits, decode
 from mvllm.multimodal.frame_sampling import FrameSampling
-from mvllm.multimodal.media_source import check_embeddings
+from mvllm.multimodal.media_source import MediaSource, check_embeddings
 from mvllm.multimodal.processor_messages import ItemJob, ItemResult, ProcessorStart
 
 MEMORY_BYTES = 4 << 30
@@ -38,6 +38,8 @@ MAX_RESULT_BYTES = 1 << 30
 
 _MAX_ERROR_LENGTH = 1000
 _SAMPLING = ("num_frames", "fps")
+AUDIO_WINDOW = "audio_window"
+"""The argument of families that take a window of a longer audio: its number."""
 
 
 def main() -> None:
@@ -80,6 +82,7 @@ class JobServer:
         self._processor: Any = None
         self._error: ItemResult | None = None
         self._is_limited = False
+        self._kept: tuple[MediaSource, Any] | None = None
 
     def run(self, job: ItemJob) -> ItemResult:
         """Runs one job. Errors are results."""
@@ -133,9 +136,7 @@ class JobServer:
         engine_kwargs = json.loads(self._start.processor_kwargs)
         sampling = FrameSampling.from_settings({**engine_kwargs, **kwargs})
         kwargs = {name: value for name, value in kwargs.items() if name not in _SAMPLING}
-        content = decode(
-            job.source, self._limits, sampling_rate=self._sampling_rate(job.source.modality), sampling=sampling
-        )
+        content = self._decoded(job.source, sampling, keeps=AUDIO_WINDOW in kwargs)
         item = self._processor.process(job.source.modality, content, counts=job.counts, kwargs=kwargs, uuid=job.uuid)
         if item.num_bytes > MAX_RESULT_BYTES:
             raise RequestError(
@@ -145,6 +146,18 @@ class JobServer:
             )
         depends = bool(self._processor.family.arguments(item.modality, job.counts))
         return ItemResult(item=item, depends_on_counts=depends)
+
+    def _decoded(self, source: MediaSource, sampling: FrameSampling, *, keeps: bool) -> Any:
+        """The content of a source. With `keeps` it is there for the next job, which may be another window of it."""
+        kept = self._kept
+        if kept is not None and kept[0] == source:
+            return kept[1]
+        self._kept = None
+        rate = self._sampling_rate(source.modality)
+        content = decode(source, self._limits, sampling_rate=rate, sampling=sampling)
+        if keeps:
+            self._kept = source, content
+        return content
 
     def _sampling_rate(self, modality: str) -> int:
         return int(self._processor.family.sampling_rate()) if modality == "audio" else 0

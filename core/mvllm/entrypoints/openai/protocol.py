@@ -198,6 +198,27 @@ class ImageGenerationRequest(ClientRequest, kw_only=True):
     mask: Any = None
 
 
+class TranscriptionRequest(ModelRequest, kw_only=True):
+    """Fields of the forms of `POST /v1/audio/transcriptions` and `/v1/audio/translations`, beside `file`.
+
+    Attributes:
+        language: Code of the audio's language, such as `en`; it is detected without one.
+        prompt: Text before the audio, for names and style.
+        response_format: `json`, the default, `text`, `srt`, `vtt` or `verbose_json`.
+        timestamp_granularities: `segment`.
+        max_completion_tokens: Most tokens of a segment.
+    """
+
+    language: str | None = None
+    prompt: str | None = None
+    response_format: str | None = None
+    temperature: float | None = None
+    timestamp_granularities: list[str] | None = None
+    stream: bool | None = None
+    seed: int | None = None
+    max_completion_tokens: int | None = None
+
+
 class InputListRequest(ClientRequest, kw_only=True):
     """Fields of pooling requests with a list of inputs.
 

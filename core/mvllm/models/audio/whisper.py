@@ -69,7 +69,6 @@ class WhisperForConditionalGeneration(CausalLM):
         super().__init__(config, ctx)
         hf, size, stage, name = config.hf_config, config.hidden_size, self.stage, "model.decoder"
         self.embed_tokens = self._build_embedding(ctx, f"{name}.embed_tokens", size)
-        self._scale = size**0.5 if hf.get("scale_embedding", False) else 1.0
         self.embed_positions = (
             Embedding(ctx, f"{name}.embed_positions", hf.positive_int("max_target_positions", 448), size)
             if stage.is_first
@@ -92,7 +91,7 @@ class WhisperForConditionalGeneration(CausalLM):
         x = intermediate
         if x is None:
             assert self.embed_tokens is not None and self.embed_positions is not None, "the first stage embeds tokens"
-            x = self.embed_tokens(input_ids) * self._scale + self.embed_positions(positions)
+            x = self.embed_tokens(input_ids) + self.embed_positions(positions)  # `scale_embedding` has no effect
         cross = self._cross_inputs(step)
         for number, layer in zip(self._layer_numbers(), self.layers, strict=True):
             x = layer(x, step, cross, number)

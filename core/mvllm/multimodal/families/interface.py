@@ -28,6 +28,8 @@ class ItemFamily:
 
     unused_features: frozenset[str] = frozenset()
     """Names that the encoder does not take, beside those that the processor itself lists (`unused_input_names`)."""
+    own_arguments: frozenset[str] = frozenset()
+    """Arguments of requests (`mm_processor_kwargs`) that the family reads itself, and the processor does not know."""
 
     def __init__(self, processor: Any, model: MultiModalModel, hf_config: HFConfig) -> None:
         self.processor = processor

@@ -13,6 +13,7 @@ from mvllm.entrypoints.anthropic.routes import AnthropicRoutes, model_info, mode
 from mvllm.entrypoints.ollama.routes import OllamaRoutes
 from mvllm.entrypoints.openai.admin.rollout_routes import RolloutRoutes
 from mvllm.entrypoints.openai.admin.routes import AdminRoutes
+from mvllm.entrypoints.openai.audio.routes import AudioRoutes
 from mvllm.entrypoints.openai.chat.serving import ChatCompletionHandler
 from mvllm.entrypoints.openai.common.errors import is_anthropic_client
 from mvllm.entrypoints.openai.common.json_response import json_response
@@ -106,6 +107,7 @@ class Routes:
         responses.add_to(generation)
         state.add_closer(responses.close)
         AnthropicRoutes(body_routes).add_to(generation)
+        AudioRoutes(state, models, body_routes).add_to(generation)
         self.direct_routes = [
             route
             for route in generation.routes

@@ -1,0 +1,100 @@
+"""Routes whose bodies are forms with an audio file."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mvllm.entrypoints.openai.audio.form import parse_form
+from mvllm.entrypoints.openai.audio.formats import MEDIA_TYPES
+from mvllm.entrypoints.openai.audio.serving import TRANSCRIBE, TRANSLATE, TranscriptionHandler
+from mvllm.entrypoints.openai.common.errors import APIError
+from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
+from mvllm.entrypoints.openai.protocol import TranscriptionRequest
+from mvllm.entrypoints.openai.server.body_routes import BodyRoutes
+from mvllm.entrypoints.openai.server.server_state import ServerState
+
+_LIST = "timestamp_granularities"
+_PATHS = (
+    ("/v1/audio/transcriptions", TRANSCRIBE, "Text of an audio file."),
+    ("/v1/audio/translations", TRANSLATE, "English text of an audio file."),
+)
+_FIELDS = {field.name: {"type": "string"} for field in msgspec.structs.fields(TranscriptionRequest)}
+_FORM = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["file"],
+                    "properties": {"file": {"type": "string", "format": "binary"}, **_FIELDS},
+                }
+            }
+        },
+    }
+}
+
+
+class AudioRoutes:
+    """Answers requests for the text of audio.
+
+    Args:
+        state: The server's state.
+        models: Names of the model and of LoRA adapters.
+        body_routes: Reads bodies and runs handlers.
+    """
+
+    def __init__(self, state: ServerState, models: OpenAIServingModels, body_routes: BodyRoutes) -> None:
+        self._state, self._models, self._body_routes = state, models, body_routes
+
+    def add_to(self, router: APIRouter) -> None:
+        """Adds the routes."""
+        for path, task, summary in _PATHS:
+            router.add_api_route(
+                path, self._endpoint(task), methods=["POST"], name=path, summary=summary, openapi_extra=_FORM
+            )
+
+    def _endpoint(self, task: str) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            return await self._transcribe(task, request)
+
+        return endpoint
+
+    async def _transcribe(self, task: str, request: Request) -> Response:
+        context = self._state.context
+        body = await self._body_routes.reader.read_any(request.receive)
+        fields = parse_form(request.headers.get("content-type", ""), body)
+        audio = fields.pop("file", [b""])[-1]
+        if not audio:
+            raise APIError(400, "The form needs the field 'file' with an audio file.", param="file")
+        values = read_fields(fields)
+        model = self._models.resolve_name(values.model, with_adapters=False)
+        handler = TranscriptionHandler(context, model, values, audio, task)
+        response = await self._body_routes.run(request, handler, model)
+        response.headers["content-type"] = MEDIA_TYPES[handler.response_format]
+        return response
+
+
+def read_fields(fields: dict[str, list[bytes]]) -> TranscriptionRequest:
+    """The fields of a form beside its file.
+
+    Raises:
+        APIError: A value has the wrong type (400).
+    """
+    known = {field.name for field in msgspec.structs.fields(TranscriptionRequest)}
+    values: dict[str, Any] = {}
+    for name, contents in fields.items():
+        plain = name.removesuffix("[]")
+        if plain in known:
+            texts = [content.decode("utf-8", "replace") for content in contents]
+            values[plain] = texts if plain == _LIST else texts[-1]
+    try:
+        return msgspec.convert(values, TranscriptionRequest, strict=False)
+    except msgspec.ValidationError as e:
+        raise APIError(400, f"A field of the form is not acceptable: {e}.") from None
