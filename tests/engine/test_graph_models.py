@@ -87,8 +87,7 @@ def test_other_steps_are_sampled_as_on_other_platforms(
             [{"prompt_token_ids": prompt} for prompt in expected.prompts[:2]], [plain, other], use_tqdm=False
         )
         assert list(outputs[0].outputs[0].token_ids) == expected.tokens[0]
-    steps_of_prompts = 1  # those of a prompt's log-probabilities, which end with the prompt
-    assert len(sampled) == NUM_TOKENS - steps_of_prompts and set(sampled) == {2}
+    assert not sampled
 
 
 def test_a_row_without_a_usable_logit_fails_alone(

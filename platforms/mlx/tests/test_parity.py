@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.helpers import parity
 from tests.helpers.parity_suite import ParitySuite
 
 FEW = ("llama-gqa", "gptoss", "gemma3")
@@ -31,3 +32,12 @@ def pytest_generate_tests(metafunc):
 @pytest.mark.slow
 class TestWithMLX(ParitySuite):
     pass
+
+
+def test_tokens_without_log_probabilities_are_the_same():
+    found = parity.oracle("llama-gqa", num_tokens=8)
+    with parity.engine(found.folder) as llm:
+        for prompts in (found.prompts[5:6], found.prompts):
+            outputs = parity.generate(llm, prompts, max_tokens=8, logprobs=None)
+            expected = found.tokens[5:6] if len(prompts) == 1 else found.tokens
+            assert [list(output.outputs[0].token_ids) for output in outputs] == expected
