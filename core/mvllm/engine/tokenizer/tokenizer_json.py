@@ -37,6 +37,7 @@ _MODEL_TYPES = frozenset(
         "gpt_oss",
         "granite",
         "llama",
+        "llava",
         "olmo2",
         "opt",
         "phi3",
@@ -62,6 +63,7 @@ _IGNORED_KEYS = frozenset(
         "model_max_length",
         "name_or_path",
         "padding_side",
+        "processor_class",
         "tokenizer_class",
         "truncation_side",
     }
