@@ -138,7 +138,7 @@ def test_the_same_item_in_two_requests_is_encoded_once(folder: Path) -> None:
         }
         assert num_encoded(llm) == 1
         stats = llm.llm_engine._client._core.make_stats()
-        assert (stats.mm_cache_queries, stats.mm_cache_hits, stats.encoder_cache_rows) == (3, 2, 20)
+        assert (stats.encoder_cache_queries, stats.encoder_cache_hits, stats.encoder_cache_rows) == (3, 2, 20)
         assert sum(stats.encoder_steps) == 1 and stats.encoder_seconds > 0
 
 

@@ -20,8 +20,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from mvllm.config.encoder_limits import EncoderLimits
-from mvllm.config.multimodal import MultiModalModel
+from mvllm.config.multimodal import EncoderLimits, MultiModalModel
 from mvllm.errors import RequestError
 from mvllm.messages.multimodal import EncoderInput, ItemSpan, MultiModalItem
 from mvllm.messages.requests import ENCODER_SECONDS_BUCKETS, EngineCoreRequest, SchedulerStats
@@ -267,7 +266,7 @@ class EncoderPlanner:
 
     def add_stats(self, stats: SchedulerStats) -> None:
         """Adds the counters and gauges of encoders."""
-        stats.mm_cache_queries, stats.mm_cache_hits = self._num_queries, self._num_hits
+        stats.encoder_cache_queries, stats.encoder_cache_hits = self._num_queries, self._num_hits
         stats.encoder_cache_rows = self.cache.num_held
         stats.encoder_steps, stats.encoder_seconds = self._num_steps.copy(), self._seconds
 

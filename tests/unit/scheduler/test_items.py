@@ -50,7 +50,7 @@ def test_an_item_is_encoded_once_for_two_requests() -> None:
     assert [result.token_ids for result in results] == [expected(first), expected(second)]
     assert len(engine.runner.encoded) == 1
     stats = engine.scheduler.make_stats()
-    assert (stats.mm_cache_queries, stats.mm_cache_hits, stats.encoder_cache_rows) == (2, 1, 6)
+    assert (stats.encoder_cache_queries, stats.encoder_cache_hits, stats.encoder_cache_rows) == (2, 1, 6)
 
 
 def test_a_chunk_ends_before_an_item_that_does_not_fit_into_the_step() -> None:
