@@ -21,7 +21,7 @@ def make_engine(depth: int = 1, encoders: dict | None = None, **limits) -> Engin
     given = {name: limits[name] for name in ("max_num_batched_tokens", "max_model_len") if name in limits}
     planner = make_encoders(**given | (encoders or {}))
     engine = Engine(make_scheduler(encoders=planner, **limits), depth=depth, make_runner=ItemRunner)
-    engine.runner.keeps_spans_whole = planner._keeps_spans_whole
+    engine.runner.keeps_spans_whole = planner.keeps_spans_whole
     engine.runner.reads_always = planner.has_cross_attention
     return engine
 
@@ -136,7 +136,7 @@ def test_a_span_that_attends_both_ways_must_fit_into_a_step() -> None:
 
 
 def test_an_item_larger_than_the_cache_is_refused() -> None:
-    with pytest.raises(RequestError, match=r"17 embeddings, but encoder_cache_tokens is 16"):
+    with pytest.raises(RequestError, match=r"17 embeddings, but the encoder cache has room for 16"):
         make_engine().scheduler.add_request(prompt_with(6, ("cat", 17), 3))
 
 
