@@ -289,6 +289,7 @@ def test_random_items_budgets_and_caches(seed: int) -> None:
         assert engine.runner.most_encoded <= limits["step_tokens"]
     assert not engine.scheduler._encoders._used
     engine.runner.broken.clear()
+    engine.runner.steps_without_memory.clear()
     for name, request in added.items():  # again: nothing is expected in the cache that is missing there
         request.request_id = f"{name}-again"
         [result] = engine.run(request)
