@@ -20,8 +20,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from mvllm.config.encoder_limits import EncoderLimits
-from mvllm.config.multimodal import MultiModalModel
+from mvllm.config.multimodal import EncoderLimits, MultiModalModel
 from mvllm.errors import RequestError
 from mvllm.messages.multimodal import EncoderInput, ItemSpan, MultiModalItem
 from mvllm.messages.requests import ENCODER_SECONDS_BUCKETS, EngineCoreRequest, SchedulerStats
@@ -41,6 +40,7 @@ class EncoderPlanner:
         max_model_len: Longest sequence, and upper bound of rotary positions.
 
     Attributes:
+        keeps_spans_whole: No step may cut a span.
         has_cross_attention: Requests read their items in every step.
         cache: What the workers hold.
     """
@@ -58,7 +58,7 @@ class EncoderPlanner:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._can_chunk = can_chunk
-        self._keeps_spans_whole = model.spans_attend_both_ways
+        self.keeps_spans_whole = model.spans_attend_both_ways
         self.has_cross_attention = model.cross_attention
         self.cache = EncoderCache(limits.cache_tokens)
         self._num_queries = self._num_hits = 0
@@ -113,10 +113,11 @@ class EncoderPlanner:
             )
         if item.num_encoded > self._limits.cache_tokens:
             raise _error(
-                f"An item of modality {item.modality!r} has {item.num_encoded} embeddings, but encoder_cache_tokens is "
-                f"{self._limits.cache_tokens}. Make it smaller, or start the engine with a larger encoder_cache_tokens."
+                f"An item of modality {item.modality!r} has {item.num_encoded} embeddings, but the encoder cache has "
+                f"room for {self._limits.cache_tokens}. Make it smaller, or start the engine with a larger "
+                "max_num_batched_tokens."
             )
-        if self._keeps_spans_whole and not item.is_causal and span.length > self._max_num_batched_tokens:
+        if self.keeps_spans_whole and not item.is_causal and span.length > self._max_num_batched_tokens:
             raise _error(
                 f"An item of modality {item.modality!r} has {span.length} tokens, which attend to each other in both "
                 f"directions and so must be in one step, but max_num_batched_tokens is "
@@ -129,9 +130,8 @@ class EncoderPlanner:
             most = min(most, self._limits.step_tokens)
         if num_rows > most:
             raise _error(
-                f"The items of the prompt have {num_rows} embeddings, which this engine needs in one step, but "
-                f"encoder_cache_tokens is {self._limits.cache_tokens} and max_encoder_tokens is "
-                f"{self._limits.step_tokens}. Send fewer items, or start the engine with larger limits."
+                f"The items of the prompt have {num_rows} embeddings, which this engine needs in one step; it takes "
+                f"{most}. Send fewer items, or start the engine with a larger max_num_batched_tokens."
             )
 
     def release(self, request: Request) -> None:
@@ -197,7 +197,7 @@ class EncoderPlanner:
                 continue
             if span.offset >= end:
                 break
-            if self._keeps_spans_whole and not item.is_causal and end < span.stop:
+            if self.keeps_spans_whole and not item.is_causal and end < span.stop:
                 if span.stop - start > budget:
                     return max(0, span.offset - start)
                 end = span.stop

@@ -21,7 +21,7 @@ def make_engine(depth: int = 1, encoders: dict | None = None, **limits) -> Engin
     given = {name: limits[name] for name in ("max_num_batched_tokens", "max_model_len") if name in limits}
     planner = make_encoders(**given | (encoders or {}))
     engine = Engine(make_scheduler(encoders=planner, **limits), depth=depth, make_runner=ItemRunner)
-    engine.runner.keeps_spans_whole = planner._keeps_spans_whole
+    engine.runner.keeps_spans_whole = planner.keeps_spans_whole
     engine.runner.reads_always = planner.has_cross_attention
     return engine
 
@@ -150,7 +150,7 @@ def test_ready_embeddings_are_causal_and_may_be_cut() -> None:
 
 
 def test_an_item_larger_than_the_cache_is_refused() -> None:
-    with pytest.raises(RequestError, match=r"17 embeddings, but encoder_cache_tokens is 16"):
+    with pytest.raises(RequestError, match=r"17 embeddings, but the encoder cache has room for 16"):
         make_engine().scheduler.add_request(prompt_with(6, ("cat", 17), 3))
 
 
@@ -303,6 +303,7 @@ def test_random_items_budgets_and_caches(seed: int) -> None:
         assert engine.runner.most_encoded <= limits["step_tokens"]
     assert not engine.scheduler._encoders._used
     engine.runner.broken.clear()
+    engine.runner.steps_without_memory.clear()
     for name, request in added.items():  # again: nothing is expected in the cache that is missing there
         request.request_id = f"{name}-again"
         [result] = engine.run(request)
