@@ -64,7 +64,8 @@ class PackedAttention(nn.Module):
         """
         assert (key_starts is not None) is self._is_cross, "`key_starts` belongs to cross-attention"
         keys_of = None if key_starts is None else tuple(key_starts)
-        return self._op(query, key, value, tuple(starts), self._scale, keys_of)
+        found: torch.Tensor = self._op(query, key, value, tuple(starts), self._scale, keys_of)
+        return found
 
 
 class EncoderAttention(nn.Module):
@@ -95,7 +96,8 @@ class EncoderAttention(nn.Module):
         if step.prompt_starts_array is not None:
             return self._masked(query, key, value, step.prompt_starts_array)
         assert step.prompt_starts is not None, "an encoder needs `prompt_starts`"
-        return self._attention(query, key, value, step.prompt_starts)
+        found: torch.Tensor = self._attention(query, key, value, step.prompt_starts)
+        return found
 
     def _masked(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor

@@ -117,7 +117,7 @@ def make_layout(
     spare = np.full((padding_requests, tables.shape[1]), OUT_OF_RANGE, dtype=np.int32)
     arrays = (starts, seq_lens, np.concatenate([tables, spare]).astype(np.int32), slots)
     on_device = [torch.from_numpy(array) for array in arrays]
-    seen = None
+    seen: np.ndarray | None = None
     if visible_lens is not None:
         of_step = [of[before : before + new] for of, (before, new) in zip(visible_lens, requests, strict=True)]
         seen = np.concatenate([*of_step, np.zeros(padding, np.int32)]).astype(np.int32)
@@ -173,7 +173,7 @@ def make_case(
         values = [key[..., : spec.value_size] for key in keys]
     else:
         values = [random(before + new, spec.num_kv_heads, spec.value_size) for before, new in requests]
-    seen = None
+    seen: list[np.ndarray] | None = None
     if spans is not None:
         seen = [_visible_lens(before + new, of) for (before, new), of in zip(requests, spans, strict=True)]
     layout = make_layout(

@@ -399,22 +399,21 @@ def _head_product_arguments(
     return x, rows_of_head
 
 
-_SEQUENCES = (  # lengths; with tokens of no sequence before and behind them
-    ((5,), 0, 0),
-    ((1, 7, 7, 7, 0, 3), 2, 3),
-    ((130, 70), 0, 0),
+_SEQUENCES = (  # lengths, those of keys with cross-attention, and tokens of no sequence before and behind them
+    ((1, 7, 7, 7, 0, 3), (4, 1, 6, 6, 0, 20), 2, 3),
+    ((130, 20), (33, 140), 0, 0),
 )
-_KEY_LENGTHS = {(5,): (9,), (1, 7, 7, 7, 0, 3): (4, 1, 6, 6, 0, 20), (130, 70): (33, 150)}
+_ENCODER_HEADS = (((2, 2, 16), False), ((4, 2, 64), False), ((2, 2, 72), True), ((3, 1, 80), False))
+"""Query heads, key/value heads and their size; whether with cross-attention, too."""
 
 
 def _encoder_attention(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
-    for lens, before, behind in _SEQUENCES:
-        for num_heads, num_kv_heads, head_size in ((2, 2, 16), (4, 2, 64), (2, 2, 72), (3, 1, 80)):
-            for cross in (False, True):
-                facts = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size, "cross": cross}
-                key_lens = _KEY_LENGTHS[lens] if cross else None
-                sizes = (num_heads, num_kv_heads, head_size)
-                yield OpCall(op, facts, partial(_encoder_arguments, dtype, lens, before, behind, sizes, key_lens))
+    for lens, key_lens, before, behind in _SEQUENCES:
+        for sizes, with_cross in _ENCODER_HEADS:
+            for cross in (False, True)[: 1 + with_cross]:
+                facts = dict(zip(("num_heads", "num_kv_heads", "head_size", "cross"), (*sizes, cross), strict=True))
+                keys_of = key_lens if cross else None
+                yield OpCall(op, facts, partial(_encoder_arguments, dtype, lens, before, behind, sizes, keys_of))
 
 
 def _encoder_arguments(
