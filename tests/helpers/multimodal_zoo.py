@@ -57,6 +57,7 @@ class MultiModalEntry:
         inputs: Arguments of the model beside token ids that transformers needs for `n` generated tokens, from those of
             the prompt.
         rename: Changes the names of the saved tensors, as older checkpoints have them.
+        has_stages: Whether pipeline stages can share the model.
         gate: Whether the tests of every change use it.
         seed: Of the weights.
         embedding_scale: Standard deviation of token embeddings.
@@ -70,6 +71,7 @@ class MultiModalEntry:
     sizes: Sequence[tuple[int, int]] = ((40, 24), (19, 50), (64, 64))
     inputs: Callable[[dict[str, Any], int], dict[str, Any]] = lambda inputs, n: inputs
     rename: Callable[[str], str] | None = None
+    has_stages: bool = True
     gate: bool = False
     seed: int = 0
     embedding_scale: float = 0.4

@@ -58,6 +58,8 @@ _GEMMA4_TOKENS = {
     "boa_token": "<|audio>",
     "eoa_token": "<audio|>",
 }
+_GEMMA_EMBEDDINGS = 0.08
+"""These models multiply embeddings by the square root of their size."""
 _TILES = [[24, 48], [48, 24], [48, 48], [72, 24], [72, 72]]
 
 
@@ -260,6 +262,7 @@ VISION: dict[str, MultiModalEntry] = {
         specials=_GEMMA_TOKENS,
         placeholder="<start_of_image>",
         inputs=_token_types("token_type_ids"),
+        embedding_scale=_GEMMA_EMBEDDINGS,
         gate=True,
     ),
     "gemma3-short-window": MultiModalEntry(
@@ -268,6 +271,7 @@ VISION: dict[str, MultiModalEntry] = {
         specials=_GEMMA_TOKENS,
         placeholder="<start_of_image>",
         inputs=_token_types("token_type_ids"),
+        embedding_scale=_GEMMA_EMBEDDINGS,
     ),
     "gemma4": MultiModalEntry(
         config=_gemma4,
@@ -275,6 +279,7 @@ VISION: dict[str, MultiModalEntry] = {
         specials=_GEMMA4_TOKENS,
         placeholder="<|image|>",
         inputs=_token_types("mm_token_type_ids"),
+        embedding_scale=_GEMMA_EMBEDDINGS,
         gate=True,
     ),
     "gemma4-per-layer": MultiModalEntry(
@@ -283,5 +288,7 @@ VISION: dict[str, MultiModalEntry] = {
         specials=_GEMMA4_TOKENS,
         placeholder="<|image|>",
         inputs=_token_types("mm_token_type_ids"),
+        embedding_scale=_GEMMA_EMBEDDINGS,
+        has_stages=False,
     ),
 }
