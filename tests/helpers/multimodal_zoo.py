@@ -78,7 +78,7 @@ class MultiModalEntry:
 
 
 def zoo() -> dict[str, MultiModalEntry]:
-    """All entries by name."""
+    """All entries by name; none has that of an entry of tests/helpers/model_zoo.py."""
     from tests.helpers.zoo_vision import VISION
 
     return {**VISION}

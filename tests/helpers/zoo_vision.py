@@ -256,7 +256,7 @@ VISION: dict[str, MultiModalEntry] = {
         specials=_PIXTRAL_TOKENS,
         placeholder="[IMG]",
     ),
-    "gemma3": MultiModalEntry(
+    "gemma3-images": MultiModalEntry(
         config=lambda: _gemma3(sliding_window=16),
         processor=_gemma3_processor,
         specials=_GEMMA_TOKENS,
@@ -273,7 +273,7 @@ VISION: dict[str, MultiModalEntry] = {
         inputs=_token_types("token_type_ids"),
         embedding_scale=_GEMMA_EMBEDDINGS,
     ),
-    "gemma4": MultiModalEntry(
+    "gemma4-images": MultiModalEntry(
         config=_gemma4,
         processor=_gemma4_processor,
         specials=_GEMMA4_TOKENS,
