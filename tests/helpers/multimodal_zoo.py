@@ -58,6 +58,7 @@ class MultiModalEntry:
             the prompt.
         rename: Changes the names of the saved tensors, as older checkpoints have them.
         has_states: The language model has sequence states, so cached prefixes end at their snapshots.
+        has_stages: Whether pipeline stages can share the model.
         gate: Whether the tests of every change use it.
         seed: Of the weights.
         embedding_scale: Standard deviation of token embeddings.
@@ -72,13 +73,14 @@ class MultiModalEntry:
     inputs: Callable[[dict[str, Any], int], dict[str, Any]] = lambda inputs, n: inputs
     rename: Callable[[str], str] | None = None
     has_states: bool = False
+    has_stages: bool = True
     gate: bool = False
     seed: int = 0
     embedding_scale: float = 0.4
 
 
 def zoo() -> dict[str, MultiModalEntry]:
-    """All entries by name."""
+    """All entries by name; none has that of an entry of tests/helpers/model_zoo.py."""
     from tests.helpers.zoo_audio import AUDIO
     from tests.helpers.zoo_grids import GRIDS
     from tests.helpers.zoo_tiles import TILES

@@ -58,6 +58,8 @@ _GEMMA4_TOKENS = {
     "boa_token": "<|audio>",
     "eoa_token": "<audio|>",
 }
+_GEMMA_EMBEDDINGS = 0.08
+"""These models multiply embeddings by the square root of their size."""
 _TILES = [[24, 48], [48, 24], [48, 48], [72, 24], [72, 72]]
 
 
@@ -254,12 +256,13 @@ VISION: dict[str, MultiModalEntry] = {
         specials=_PIXTRAL_TOKENS,
         placeholder="[IMG]",
     ),
-    "gemma3": MultiModalEntry(
+    "gemma3-images": MultiModalEntry(
         config=lambda: _gemma3(sliding_window=16),
         processor=_gemma3_processor,
         specials=_GEMMA_TOKENS,
         placeholder="<start_of_image>",
         inputs=token_types("token_type_ids"),
+        embedding_scale=_GEMMA_EMBEDDINGS,
         gate=True,
     ),
     "gemma3-short-window": MultiModalEntry(
@@ -268,13 +271,15 @@ VISION: dict[str, MultiModalEntry] = {
         specials=_GEMMA_TOKENS,
         placeholder="<start_of_image>",
         inputs=token_types("token_type_ids"),
+        embedding_scale=_GEMMA_EMBEDDINGS,
     ),
-    "gemma4": MultiModalEntry(
+    "gemma4-images": MultiModalEntry(
         config=_gemma4,
         processor=_gemma4_processor,
         specials=_GEMMA4_TOKENS,
         placeholder="<|image|>",
         inputs=token_types("mm_token_type_ids"),
+        embedding_scale=_GEMMA_EMBEDDINGS,
         gate=True,
     ),
     "gemma4-per-layer": MultiModalEntry(
@@ -283,5 +288,7 @@ VISION: dict[str, MultiModalEntry] = {
         specials=_GEMMA4_TOKENS,
         placeholder="<|image|>",
         inputs=token_types("mm_token_type_ids"),
+        embedding_scale=_GEMMA_EMBEDDINGS,
+        has_stages=False,
     ),
 }
