@@ -58,6 +58,7 @@ class MultiModalEntry:
             the prompt.
         rename: Changes the names of the saved tensors, as older checkpoints have them.
         has_states: The language model has sequence states, so cached prefixes end at their snapshots.
+        has_stages: Whether pipeline stages can share the model.
         gate: Whether the tests of every change use it.
         seed: Of the weights.
         embedding_scale: Standard deviation of token embeddings.
@@ -72,6 +73,7 @@ class MultiModalEntry:
     inputs: Callable[[dict[str, Any], int], dict[str, Any]] = lambda inputs, n: inputs
     rename: Callable[[str], str] | None = None
     has_states: bool = False
+    has_stages: bool = True
     gate: bool = False
     seed: int = 0
     embedding_scale: float = 0.4

@@ -58,6 +58,8 @@ _GEMMA4_TOKENS = {
     "boa_token": "<|audio>",
     "eoa_token": "<audio|>",
 }
+_GEMMA_EMBEDDINGS = 0.08
+"""These models multiply embeddings by the square root of their size."""
 _TILES = [[24, 48], [48, 24], [48, 48], [72, 24], [72, 72]]
 
 
@@ -144,17 +146,22 @@ def _token_types(key: str) -> Any:
     return extended
 
 
-def _old_llava_name(name: str) -> str:
-    """Names of files before transformers 4.52."""
-    for ours, theirs in (
-        ("model.language_model.", "language_model.model."),
-        ("lm_head.", "language_model.lm_head."),
-        ("model.vision_tower.vision_model.", "vision_tower.vision_model."),
-        ("model.vision_tower.", "vision_tower.vision_model."),
-        ("model.", ""),
+def name_before_4_52(name: str) -> str:
+    """A tensor's name in LLaVA's files before transformers 4.52, from that in files that transformers 5 writes."""
+    return name.replace("vision_tower.", "vision_tower.vision_model.", 1) if name.startswith("vision_tower.") else name
+
+
+def name_in_modules(name: str) -> str:
+    """A tensor's name in transformers 5's modules, from that in files that it writes."""
+    for written, ours in (
+        ("language_model.lm_head.", "lm_head."),
+        ("language_model.model.", "model.language_model."),
+        ("vision_tower.", "model.vision_tower."),
+        ("multi_modal_projector.", "model.multi_modal_projector."),
+        ("image_newline", "model.image_newline"),
     ):
-        if name.startswith(ours):
-            return theirs + name.removeprefix(ours)
+        if name.startswith(written):
+            return ours + name.removeprefix(written)
     return name
 
 
@@ -176,7 +183,7 @@ VISION: dict[str, MultiModalEntry] = {
             multimodal_projector_bias=False,
         ),
         processor=lambda tokenizer: _clip_processor(tokenizer, "full"),
-        rename=_old_llava_name,
+        rename=name_before_4_52,
     ),
     "llava-siglip-tied": MultiModalEntry(
         config=lambda: LlavaConfig(
@@ -187,6 +194,7 @@ VISION: dict[str, MultiModalEntry] = {
             vision_feature_select_strategy="full",
         ),
         processor=_siglip_processor,
+        rename=name_in_modules,
     ),
     "llava-pixtral": MultiModalEntry(
         config=lambda: LlavaConfig(
@@ -254,6 +262,7 @@ VISION: dict[str, MultiModalEntry] = {
         specials=_GEMMA_TOKENS,
         placeholder="<start_of_image>",
         inputs=_token_types("token_type_ids"),
+        embedding_scale=_GEMMA_EMBEDDINGS,
         gate=True,
     ),
     "gemma3-short-window": MultiModalEntry(
@@ -262,6 +271,7 @@ VISION: dict[str, MultiModalEntry] = {
         specials=_GEMMA_TOKENS,
         placeholder="<start_of_image>",
         inputs=_token_types("token_type_ids"),
+        embedding_scale=_GEMMA_EMBEDDINGS,
     ),
     "gemma4": MultiModalEntry(
         config=_gemma4,
@@ -269,6 +279,7 @@ VISION: dict[str, MultiModalEntry] = {
         specials=_GEMMA4_TOKENS,
         placeholder="<|image|>",
         inputs=_token_types("mm_token_type_ids"),
+        embedding_scale=_GEMMA_EMBEDDINGS,
         gate=True,
     ),
     "gemma4-per-layer": MultiModalEntry(
@@ -277,5 +288,7 @@ VISION: dict[str, MultiModalEntry] = {
         specials=_GEMMA4_TOKENS,
         placeholder="<|image|>",
         inputs=_token_types("mm_token_type_ids"),
+        embedding_scale=_GEMMA_EMBEDDINGS,
+        has_stages=False,
     ),
 }

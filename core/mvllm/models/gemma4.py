@@ -140,27 +140,21 @@ class Gemma4ForCausalLM(TextPart):
         assert x is not None, "every pipeline stage but the first needs `intermediate`"
         assert self.local_rotary is not None, "options has its parameters"
         angles = {r: r.angles(positions, step.prompt_lens) for r in (self.rotary, self.local_rotary)}
-        inputs = None if self.per_layer is None else self.per_layer(*self._padded_items(input_ids, x, step))
         if self.embed_tokens is not None:
             x = self.merge_items(x, step)
+        inputs = None
+        if self.per_layer is not None:
+            inputs = self.per_layer(self._without_placeholders(input_ids, step), x)
         for number, layer in zip(self._layer_numbers(), self.layers, strict=True):
             of_layer = None if inputs is None else inputs[:, number]
             x = layer(x, angles[self._rotary_of(number)], step, of_layer)
         return x if self.norm is None else self.norm(x)
 
-    def _padded_items(
-        self, input_ids: torch.Tensor, embedded: torch.Tensor, step: ForwardStep
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The arguments of the per-layer embedding: the positions of items count as padding, whose embedding is not
-        scaled there."""
-        if step.item_indices is None or self.embed_tokens is None:
-            return input_ids, embedded
-        pad = int(self.config.hf_config.get("pad_token_id", 0))
-        row = self.embed_tokens(input_ids.new_tensor([pad])).expand(len(step.item_indices), -1)
-        return (
-            input_ids.index_fill(0, step.item_indices, pad),
-            embedded.index_copy(0, step.item_indices, row.to(embedded.dtype)),
-        )
+    def _without_placeholders(self, input_ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        """Token ids in which the positions of items are padding, whose per-layer embedding they have."""
+        if step.item_indices is None:
+            return input_ids
+        return input_ids.index_fill(0, step.item_indices, int(self.config.hf_config.get("pad_token_id", 0)))
 
     def ignores(self, name: str) -> bool:
         """Checkpoints may have key and value projections of layers that do not use them."""
