@@ -79,6 +79,7 @@ def check_tokens(expected: WhisperOracle, part: Any, start: str, tokens: list[in
     assert float((best.values[:, 0] - best.values[:, 1]).min()) > CLEAR
 
 
+@pytest.mark.shows("tokens", family="whisper")
 def test_each_window_is_a_segment_with_the_tokens_of_transformers() -> None:
     expected = whisper_oracle("whisper")
     samples = draw_sound(2.3, 5)

@@ -10,6 +10,7 @@ from tests.helpers.whisper import WHISPERS, generate, whisper_oracle
 LENGTH = {"max_model_len": 256, "max_num_batched_tokens": 256}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.shows("tokens", family="whisper")
 def test_sounds_and_text_in_one_batch() -> None:
     expected = whisper_oracle("whisper")
@@ -49,7 +50,10 @@ class TestWhisper:
             stats = llm.llm_engine.stats
             assert stats is not None and stats.num_preemptions > 0
 
-    def test_on_two_ranks(self, name: str) -> None:
+    @pytest.mark.shows("layout")
+    @pytest.mark.parametrize("tensor", [2])
+    def test_on_two_ranks(self, name: str, tensor: int) -> None:
         expected = whisper_oracle(name)
-        with engine(expected.folder, distributed_executor_backend=THREADS, tensor_parallel_size=2, **LENGTH) as llm:
+        settings = {"distributed_executor_backend": THREADS, "tensor_parallel_size": tensor, **LENGTH}
+        with engine(expected.folder, **settings) as llm:
             expected.check(generate(llm, expected.requests))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mvllm.models.causal_lm import CausalLM
-from tests.helpers.multimodal_zoo import save_model
+from tests.helpers.multimodal_zoo import MultiModalEntry, save_model
 from tests.helpers.paged_driver import load_model
 from tests.helpers.zoo_audio import (
     AUDIO,
@@ -21,6 +21,11 @@ from tests.helpers.zoo_tiles import PATCH, TILE, TILES
 
 TOLERANCE = 2e-5
 LFM2_GRIDS = [[[4, 2]], [[4, 4], [4, 4], [2, 6]], [[6, 2], [2, 2]]]
+
+
+def _marked(entries: dict[str, MultiModalEntry]) -> list[Any]:
+    """Names of entries; those that are not of the gate are exhaustive."""
+    return [pytest.param(name, marks=() if entry.gate else pytest.mark.exhaustive) for name, entry in entries.items()]
 
 
 def _images(name: str) -> list[dict[str, torch.Tensor]]:
@@ -60,7 +65,7 @@ def _close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert (found - wanted).abs().max() < TOLERANCE * wanted.abs().max()
 
 
-@pytest.mark.parametrize("name", TILES)
+@pytest.mark.parametrize("name", _marked(TILES))
 def test_images_have_the_embeddings_of_transformers(name: str, tmp_path: Path) -> None:
     reference = save_model(TILES[name].config(), tmp_path)
     model, images = load_model(tmp_path), _images(name)
@@ -100,7 +105,7 @@ def _audio_embeddings(model: Any, sound: dict[str, torch.Tensor]) -> torch.Tenso
     return model.model.multi_modal_projector(states)[0, : int(rows)]
 
 
-@pytest.mark.parametrize("name", AUDIO)
+@pytest.mark.parametrize("name", _marked(AUDIO))
 def test_sounds_have_the_embeddings_of_transformers(name: str, tmp_path: Path) -> None:
     reference = save_model(AUDIO[name].config(), tmp_path)
     model, sounds = load_model(tmp_path), _spectrograms(name)

@@ -24,7 +24,7 @@ from mvllm.layers.attention import Attention
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.embedding import Embedding
 from mvllm.layers.encoder_attention import PackedAttention
-from mvllm.layers.linear import ColumnParallelLinear, HeadShard, ReplicatedLinear, RowParallelLinear
+from mvllm.layers.linear import ColumnParallelLinear, HeadShard, Linear, ReplicatedLinear, RowParallelLinear
 from mvllm.layers.mlp import MLP
 from mvllm.layers.norm import LayerNorm
 from mvllm.models.audio.whisper_encoder import WhisperEncoder, WhisperEncoderSizes, WhisperQKV
@@ -190,7 +190,7 @@ class WhisperItemEncoder(ItemEncoder):
         self.keys = nn.ModuleList(ReplicatedLinear(ctx, f"{name}.k_proj", size, size, bias=False) for name in names)
         self.values = nn.ModuleList(ReplicatedLinear(ctx, f"{name}.v_proj", size, size, bias=True) for name in names)
         for module in self.modules():
-            if hasattr(module, "supports_lora"):
+            if isinstance(module, Linear):
                 module.supports_lora = False
 
     def encode(self, modality: str, items: Sequence[Features]) -> list[torch.Tensor]:

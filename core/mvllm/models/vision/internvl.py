@@ -43,7 +43,7 @@ class InternVL(MultiModalCausalLM):
     """`InternVLForConditionalGeneration` of Hugging Face checkpoints, before the class of its language model."""
 
     ties_embeddings_by_default = True
-    ignored_encoder_names = re.compile(r"\.mask_token$")
+    ignored_encoder_names = re.compile(r"\.(mask_token|position_ids)$")
 
     def build_item_encoder(self, ctx: BuildContext) -> ItemEncoder:
         return InternVLEncoder(ctx, self.config, self.part_config("vision_config"))

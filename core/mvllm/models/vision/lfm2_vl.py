@@ -29,7 +29,7 @@ SIGLIP2_TYPE = "siglip2_vision_model"
 class Lfm2Vl(MultiModalCausalLM):
     """`Lfm2VlForConditionalGeneration` of Hugging Face checkpoints, before the class of its language model."""
 
-    ignored_encoder_names = re.compile(r"^vision_tower\.head\.|^(model\.)?vision_tower\.(vision_model\.)?head\.")
+    ignored_encoder_names = re.compile(r"^vision_tower\.head\.|\.position_ids$")
 
     def build_item_encoder(self, ctx: BuildContext) -> ItemEncoder:
         return Lfm2VlEncoder(ctx, self.config, self.part_config("vision_config"))

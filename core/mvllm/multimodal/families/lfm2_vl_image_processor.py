@@ -21,7 +21,7 @@ from transformers.processing_utils import ImagesKwargs
 Array = np.ndarray[Any, Any]
 
 
-class Lfm2VlImagesKwargs(ImagesKwargs, total=False):
+class Lfm2VlImagesKwargs(ImagesKwargs, total=False):  # type: ignore[misc, call-arg]
     """The settings of `preprocessor_config.json`, under the names of transformers' Lfm2VlImageProcessor."""
 
     downsample_factor: int
@@ -52,7 +52,7 @@ class ImageLayout:
     width: int
 
 
-class Lfm2VlImageProcessorPil(PilBackend):
+class Lfm2VlImageProcessorPil(PilBackend):  # type: ignore[misc]
     """Returns the features of transformers' Lfm2VlImageProcessor, up to the rounding of resized pixels."""
 
     downsample_factor = 2
@@ -80,7 +80,7 @@ class Lfm2VlImageProcessorPil(PilBackend):
     model_input_names: ClassVar[list[str]] = ["pixel_values", "pixel_attention_mask", "spatial_shapes"]
 
     def _preprocess(self, images: list[Array], return_tensors: Any = None, **settings: Any) -> BatchFeature:
-        layouts = [image_layout(*image.shape[-2:], settings) for image in images]
+        layouts = [image_layout(image.shape[-2], image.shape[-1], settings) for image in images]
         patch_size = settings["encoder_patch_size"]
         patches: list[Array] = []
         shapes: list[list[int]] = []
