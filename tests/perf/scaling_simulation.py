@@ -308,9 +308,7 @@ def calibration(setup: Setup) -> Iterable[str]:
 
 def compare(what: str, num_tokens: float, measured: float, simulated: float) -> str:
     """A row of throughputs, of a number of tokens and two numbers of seconds."""
-    return (
-        f"| {what} | {num_tokens / measured:,.0f} | {num_tokens / simulated:,.0f} | {measured / simulated:.2f} |"
-    )
+    return f"| {what} | {num_tokens / measured:,.0f} | {num_tokens / simulated:,.0f} | {measured / simulated:.2f} |"
 
 
 def makespan(times: StepTimes, count: int, prompt: int, output: int) -> float:
