@@ -1,7 +1,8 @@
 """Simulates a fleet of replicas: routing policies, cell sizes, failures, restarts, overload and autoscaling.
 
     python -m tests.perf.scaling_simulation policies --replicas 1000
-    python -m tests.perf.scaling_simulation failures restarts overload autoscaling routers cells disaggregation
+    python -m tests.perf.scaling_simulation restarts --replicas 40 --load 0.4 --seconds 600
+    python -m tests.perf.scaling_simulation failures overload autoscaling routers cells disaggregation
     python -m tests.perf.scaling_simulation --measure steps.json          measures the step times of this machine
     python -m tests.perf.scaling_simulation policies --steps steps.json   simulates with them
     python -m tests.perf.scaling_simulation calibration --steps steps.json   compares them with the measured steps
@@ -28,6 +29,7 @@ from tests.perf.fleet.step_times import ACCELERATOR, StepTimes, fit, read
 from tests.perf.fleet.workload import Conversations, Replay, Request, Workload, ideal_hit_rate
 
 AWARE, SPREAD, BLIND = "prefix cost (mvllm)", "prefix cost, spread", "least tokens"
+RESTART_SHARES = (0.02, 0.05, 0.1, 0.2)
 MOST_ROLLOUT_SECONDS = 5000.0
 CONVERSATIONS_PER_REPLICA = 4.5  # per second; about 13 requests, for the assumed accelerator
 
@@ -157,7 +159,7 @@ def restarts(setup: Setup) -> Iterable[str]:
     longest = replace(setup.workload, seconds=MOST_ROLLOUT_SECONDS)
     yield "| at a time | whole rollout, s | TTFT p50 before, ms | p99 | during | p99 | cached prompt tokens |"
     yield "|---|---|---|---|---|---|---|"
-    for share in (0.02, 0.05, 0.1, 0.2):
+    for share in RESTART_SHARES:
         size = max(1, round(setup.num_replicas * share))
         begun = end = setup.seconds
         done: list[float] = []

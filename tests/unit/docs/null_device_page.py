@@ -44,7 +44,9 @@ What a worker that computes does in each method:
 | `execute_model` | one token for every row | apply the plan, run the model, sample; see `SchedulerOutput` |
 
 The optional methods `sleep`, `wake_up`, `add_lora`, `remove_lora` and `group_layers` are absent, so
-core does not offer these features.
+core does not offer these features. So are `host_block_needs` and `map_host_blocks`, by which blocks
+of keys and values leave the device
+([contract](../reference/contract.md#copies-of-blocks-to-host-memory)): there are none here.
 
 The listings are the sources of `plugins/null-device`
 (`python -m tests.unit.docs.null_device_page`).
