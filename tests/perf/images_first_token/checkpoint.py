@@ -38,6 +38,8 @@ def llava_checkpoint(models: Path, text: Path) -> Path:
     torch.manual_seed(20260)
     tokenizer = AutoTokenizer.from_pretrained(text)
     tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE]}, replace_extra_special_tokens=False)
+    text_config = AutoConfig.from_pretrained(text)
+    text_config.vocab_size += 64  # room for the placeholder
     config = LlavaConfig(
         vision_config=CLIPVisionConfig(
             hidden_size=WIDTH,
@@ -48,7 +50,7 @@ def llava_checkpoint(models: Path, text: Path) -> Path:
             patch_size=PATCH,
             projection_dim=WIDTH,
         ),
-        text_config=AutoConfig.from_pretrained(text),
+        text_config=text_config,
         image_token_index=tokenizer.convert_tokens_to_ids(IMAGE),
         vision_feature_layer=-2,  # as LLaVA 1.5
         image_seq_length=(SIDE // PATCH) ** 2,
@@ -56,6 +58,7 @@ def llava_checkpoint(models: Path, text: Path) -> Path:
     )
     model = LlavaForConditionalGeneration(config)
     language = AutoModelForCausalLM.from_pretrained(text, dtype=torch.float32)
+    language.resize_token_embeddings(text_config.vocab_size, mean_resizing=False)
     model.model.language_model.load_state_dict(language.model.state_dict())
     model.lm_head.load_state_dict(language.lm_head.state_dict())
     model.to(torch.bfloat16).save_pretrained(folder)
