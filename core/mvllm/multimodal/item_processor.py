@@ -181,8 +181,12 @@ def array_data(value: Any) -> ArrayData:
 
 
 def _fingerprint(path: Path, kwargs: Mapping[str, Any]) -> bytes:
-    """Hash of the files and settings that a processor is built from."""
-    digest = hashlib.sha256(json.dumps(dict(kwargs), sort_keys=True, default=str).encode())
+    """Hash of what a processor is built from: files, settings, and the libraries that compute."""
+    from transformers import __version__ as version
+    from transformers.utils import is_torchvision_available
+
+    built_from = [dict(kwargs), version, bool(is_torchvision_available())]
+    digest = hashlib.sha256(json.dumps(built_from, sort_keys=True, default=str).encode())
     for name in _FILES:
         try:
             content = (path / name).read_bytes()

@@ -15,6 +15,7 @@ from mvllm.multimodal.media_source import as_item_list
 
 MAX_UUID_LENGTH = 256
 _MAX_KWARGS_LENGTH = 4096
+_RESERVED_KWARGS = ("return_tensors", "device", "backend")
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,12 @@ def _kwargs(value: object) -> bytes:
     if not isinstance(value, Mapping):
         raise RequestError(
             f"mm_processor_kwargs must be a dict; found {describe_value(value)}.", parameter="mm_processor_kwargs"
+        )
+    reserved = [name for name in _RESERVED_KWARGS if name in value]
+    if reserved:
+        raise RequestError(
+            f"mm_processor_kwargs may not set {', '.join(reserved)}, which the engine decides.",
+            parameter="mm_processor_kwargs",
         )
     try:
         encoded = json.dumps(dict(value), sort_keys=True, allow_nan=False).encode()

@@ -100,6 +100,8 @@ class JobServer:
         except RequestError as e:
             is_memory = isinstance(e.__cause__, MemoryError)
             return ItemResult(error=_shortened(str(e)), parameter=e.parameter, is_last=is_memory)
+        except MvllmError as e:  # a package or a file of the model is missing
+            return ItemResult(error=_shortened(str(e)), parameter="multi_modal_data")
         except Exception as e:  # noqa: BLE001  (reported to the client of this process)
             error = f"The {job.source.modality} cannot be processed: {type(e).__name__}: {e}"
             return ItemResult(error=_shortened(error), parameter="multi_modal_data")

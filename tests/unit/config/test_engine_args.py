@@ -285,3 +285,44 @@ def test_every_setting_has_the_metadata_of_a_command_line_option():
 
 def test_tokens_are_hidden_when_the_settings_are_printed():
     assert "hunter2" not in repr(EngineArgs.from_kwargs(model="x", hf_token="hunter2"))
+
+
+def test_settings_of_multimodal_inputs(tmp_path):
+    args = EngineArgs.from_kwargs(
+        model="demo",
+        limit_mm_per_prompt={"image": 2, "video": {"count": 0}},
+        allowed_local_media_path=str(tmp_path),
+        allowed_media_domains=["a.test", "b.test"],
+        mm_processor_kwargs={"num_frames": 4},
+        mm_processor_cache_gb=0.5,
+        enable_mm_embeds=True,
+    )
+    found = args.create_engine_config().multimodal
+    assert found.limit_per_prompt == {"image": 2, "video": 0}
+    assert found.allowed_local_media_path == str(tmp_path.resolve())
+    assert found.allowed_media_domains == ("a.test", "b.test")
+    assert found.processor_kwargs == {"num_frames": 4}
+    assert (found.processor_cache_bytes, found.enable_embeds) == (1 << 29, True)
+    assert EngineArgs.from_kwargs(model="demo").create_engine_config().multimodal.allowed_media_domains is None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"limit_mm_per_prompt": {"picture": 1}},
+        {"limit_mm_per_prompt": {"image": -1}},
+        {"limit_mm_per_prompt": {"image": "2"}},
+        {"allowed_local_media_path": "/no/such/folder"},
+        {"mm_processor_kwargs": {"size": {1, 2}}},
+        {"mm_processor_cache_gb": -1},
+    ],
+)
+def test_settings_of_multimodal_inputs_that_are_refused(settings):
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        EngineArgs.from_kwargs(model="demo", **settings).create_engine_config()
+
+
+def test_limits_on_a_command_line():
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    for text in ("image=2,audio=1", '{"image": 2, "audio": 1}'):
+        assert parser.parse_args(["--limit-mm-per-prompt", text]).limit_mm_per_prompt == {"image": 2, "audio": 1}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import sys
 import wave
 import zlib
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mvllm.errors import RequestError
+from mvllm.errors import ConfigError, RequestError
 from mvllm.multimodal.contents import AudioContent, VideoContent, hash_content
 from mvllm.multimodal.decoding import DecodingLimits, decode
 from mvllm.multimodal.frame_sampling import FrameSampling
@@ -122,6 +123,15 @@ def test_images_that_are_refused(data: bytes, why: str) -> None:
     with pytest.raises(RequestError, match=why) as caught:
         decoded(data)
     assert caught.value.parameter == "multi_modal_data" and str(caught.value).startswith("An image cannot be read")
+
+
+@pytest.mark.parametrize(("modality", "package", "module"), [("image", "Pillow", "PIL.Image"), ("audio", "av", "av")])
+def test_a_missing_package_is_named_with_its_extra(
+    modality: str, package: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=rf"need the package {package}.*pip install 'mvllm\[multimodal\]'"):
+        decoded(b"x", modality)
 
 
 def test_pixels_beyond_the_limit() -> None:

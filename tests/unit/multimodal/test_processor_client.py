@@ -193,6 +193,11 @@ def test_after_close_every_item_is_refused_at_once() -> None:
         ({"multi_modal_data": {"picture": [b"x"]}}, "image, video, audio", "multi_modal_data"),
         ({"multi_modal_data": [1]}, "must be a dict", "multi_modal_data"),
         ({"multi_modal_data": {"image": b"x"}, "mm_processor_kwargs": 3}, "must be a dict", "mm_processor_kwargs"),
+        (
+            {"multi_modal_data": {"image": b"x"}, "mm_processor_kwargs": {"device": "x"}},
+            "device",
+            "mm_processor_kwargs",
+        ),
         ({"multi_modal_data": {"image": b"x"}, "mm_processor_kwargs": {"a": {1}}}, "JSON", "mm_processor_kwargs"),
         ({"multi_modal_data": {"image": b"x"}, "multi_modal_uuids": {"image": [1]}}, "a text", "multi_modal_uuids"),
         ({"multi_modal_data": {"image": b"x"}, "multi_modal_uuids": {"image": "ab" * 200}}, "256", "multi_modal_uuids"),
