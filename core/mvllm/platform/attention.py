@@ -234,9 +234,9 @@ class AttentionBackend(ABC):
 
     Where layers have different sliding windows, the layers of one KV cache group share a block table, and a backend
     gets the table of its group; layers of equal specs in two groups have two backends. The batch layouts of a step then
-    differ in block_table and slot_mapping and share the other arrays. Layers whose specs differ only in the sliding
-    window get the same cache, in which each group uses its own blocks, if `allocate` returns tensors of equal number,
-    shapes, strides and dtypes.
+    differ in block_table and slot_mapping, in whether they have `visible_lens`, and share the other arrays. Layers
+    whose specs differ only in the sliding window and in `non_causal_spans` get the same cache, in which each group uses
+    its own blocks, if `allocate` returns tensors of equal number, shapes, strides and dtypes.
     """
 
     def __init__(self, spec: AttentionSpec) -> None:

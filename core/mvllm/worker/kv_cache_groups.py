@@ -67,7 +67,7 @@ def assign_layers_to_groups(
 
 
 def _have_equal_cache_layouts(layers: Sequence[Attention], device: torch.device) -> bool:
-    """Whether the layers differ in their windows alone, and their backends allocate equal caches."""
+    """Whether the layers differ in what they mask alone, and their backends allocate equal caches."""
 
     def stored(layer: Attention) -> tuple[object, ...]:
         layout = layer.backend.kv_layout()
@@ -75,7 +75,8 @@ def _have_equal_cache_layouts(layers: Sequence[Attention], device: torch.device)
         parts = tensors_of(cache)
         # An opaque cache cannot be compared: it equals no other.
         stored = object() if parts is None else [(part.shape, part.stride(), part.dtype) for part in parts]
-        return type(layer.backend), replace(layer.spec, sliding_window=None), layout, type(cache), stored
+        spec = replace(layer.spec, sliding_window=None, non_causal_spans=False)
+        return type(layer.backend), spec, layout, type(cache), stored
 
     first, *others = (stored(layer) for layer in {layer.spec: layer for layer in layers}.values())
     return all(other == first for other in others)

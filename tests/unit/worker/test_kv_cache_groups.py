@@ -31,6 +31,8 @@ def layer(window: int | None, backend: type[ReferenceAttention] = ReferenceAtten
 def test_layers_that_differ_in_the_window_alone_report_their_windows():
     assert layer_windows([layer(9), layer(None), layer(9)], HOST) == (9, None, 9)
     assert layer_windows([layer(9), layer(9, head_size=16)], HOST) == (9, 9)  # a separate cache for each
+    # Of images only layers with a window see all (Gemma 4).
+    assert layer_windows([layer(9, non_causal_spans=True), layer(None)], HOST) == (9, None)
 
 
 def test_layers_with_different_cache_layouts_get_the_widest_window():
