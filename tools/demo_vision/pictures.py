@@ -17,6 +17,7 @@ SIDE = 32
 """Pixels along a side of a picture."""
 
 _SCALE = 4  # drawn larger and reduced, so that edges are smooth
+PLACES_SIDE = SIDE * _SCALE
 
 COLOURS = {
     "red": (220, 40, 40),
@@ -65,13 +66,20 @@ class Example:
     answer: str
 
 
-def draw(shapes: Sequence[Shape], background: str = "white", rng: random.Random | None = None) -> Image.Image:
+def draw(
+    shapes: Sequence[Shape],
+    background: str = "white",
+    rng: random.Random | None = None,
+    places: Image.Image | None = None,
+) -> Image.Image:
     """A picture with up to three shapes from left to right.
 
     Args:
         shapes: Their colours differ from the background's.
         background: One of BACKGROUNDS.
         rng: Varies sizes, places and shades; None draws shapes of a fixed size in their places.
+        places: A picture of one channel and `PLACES_SIDE` pixels along each side, into which shape i is drawn with the
+            value i + 1.
     """
     side = SIDE * _SCALE
     picture = Image.new("RGB", (side, side), _shade(_GREY if background == "grey" else COLOURS[background], rng, 6))
@@ -84,6 +92,8 @@ def draw(shapes: Sequence[Shape], background: str = "white", rng: random.Random 
         x = (i + 0.5) * width + (0 if rng is None else rng.uniform(-slack_x, slack_x) * 0.9)
         y = side / 2 + (0 if rng is None else rng.uniform(-slack_y, slack_y) * 0.9)
         _draw_shape(pen, shape.kind, x, y, radius, _shade(COLOURS[shape.colour], rng, 14))
+        if places is not None:
+            _draw_shape(ImageDraw.Draw(places), shape.kind, x, y, radius, i + 1)
     return picture.resize((SIDE, SIDE), Image.Resampling.BOX)
 
 
@@ -92,7 +102,7 @@ def _shade(colour: tuple[int, int, int], rng: random.Random | None, most: int) -
 
 
 def _draw_shape(
-    pen: ImageDraw.ImageDraw, kind: str, x: float, y: float, radius: float, colour: tuple[int, ...]
+    pen: ImageDraw.ImageDraw, kind: str, x: float, y: float, radius: float, colour: tuple[int, ...] | int
 ) -> None:
     box = (x - radius, y - radius, x + radius, y + radius)
     if kind == "circle":
@@ -115,6 +125,30 @@ def _draw_shape(
 def _draw_shapes(rng: random.Random, count: int, background: str) -> list[Shape]:
     colours = rng.sample([name for name in COLOURS if name != background], count)
     return [Shape(rng.choice(SHAPES), colour) for colour in colours]
+
+
+def labelled_picture(split: str, index: int, patch: int) -> tuple[Image.Image, list[int], list[int]]:
+    """The picture number `index` of a split, and what is in each of its patches of `patch` x `patch` pixels.
+
+    Returns:
+        The picture, and for each patch in row order the number of the kind and of the colour of the shape that covers
+        most of it; the last number of either means that no shape does.
+    """
+    rng = random.Random(f"picture/{split}/{index}")
+    background = rng.choice(BACKGROUNDS)
+    shapes = _draw_shapes(rng, rng.choice(_COUNTS), background)
+    places = Image.new("L", (PLACES_SIDE, PLACES_SIDE), 0)
+    picture = draw(shapes, background, rng, places)
+    kinds, colours = [], []
+    size, names = patch * _SCALE, list(COLOURS)
+    for top in range(0, PLACES_SIDE, size):
+        for left in range(0, PLACES_SIDE, size):
+            counts = places.crop((left, top, left + size, top + size)).histogram()[: len(shapes) + 1]
+            found = max(range(1, len(shapes) + 1), key=counts.__getitem__)
+            is_covered = counts[found] * 8 >= size * size
+            kinds.append(SHAPES.index(shapes[found - 1].kind) if is_covered else len(SHAPES))
+            colours.append(names.index(shapes[found - 1].colour) if is_covered else len(names))
+    return picture, kinds, colours
 
 
 def listing(shapes: Sequence[Shape]) -> str:

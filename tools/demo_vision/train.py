@@ -1,7 +1,9 @@
 """Trains the demo vision model: ``python -m tools.demo_vision.train --out DIR``.
 
 The language model is the demo model, to which a small SigLIP tower and a projector are added (LLaVA's architecture).
-All parts are trained together: mostly on pictures, and on text of the demo model's corpus so that it keeps its words.
+First the tower learns to say of each patch which shape covers it, and in which colour: a model of this size does not
+find that out from answers alone. Then all parts are trained together: mostly on conversations about pictures, and on
+text of the demo model's corpus so that it keeps its words.
 Pictures, texts and initial weights come from fixed seeds; an interrupted run goes on from its last checkpoint.
 """
 
@@ -42,8 +44,9 @@ SEED = 26
 IMAGE_PLACEHOLDER = "<image>"
 PATCH = 4
 NUM_IMAGE_TOKENS = (pictures.SIDE // PATCH) ** 2
+PICTURES_PER_STEP = 48
 EXAMPLES_PER_STEP = 24
-TEXTS_PER_STEP = 4
+TEXTS_PER_STEP = 2
 TEXT_TOKENS = 128
 PEAK_LEARNING_RATE = 1.5e-3
 FINAL_LEARNING_RATE = 3e-5
@@ -70,6 +73,7 @@ CHAT_TEMPLATE = (
 class Progress:
     """Where a run stands; the numbers a checkpoint keeps beside the tensors."""
 
+    tower_step: int = 0
     step: int = 0
     seconds: float = 0.0
     loss: float = 0.0
@@ -80,6 +84,7 @@ class Figures:
     """What a training run reports, as written to ``figures.json``."""
 
     num_parameters: int = 0
+    tower_steps: int = 0
     steps: int = 0
     wall_minutes: float = 0.0
     final_training_loss: float = 0.0
@@ -216,18 +221,77 @@ class Checkpoint:
             return Progress(**json.loads(file.metadata()["progress"]))
 
 
-def train(
-    model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, out: Path, num_steps: int
-) -> Progress:
-    """Runs the training loop, or goes on with it."""
+def make_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
+    """AdamW with weight decay on the matrices only."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), eps=1e-8)
-    checkpoint = Checkpoint(out / "checkpoint.safetensors")
-    progress = checkpoint.load(model, optimizer)
-    model.train()
+    return torch.optim.AdamW(groups, betas=(0.9, 0.98), eps=1e-8)
+
+
+class PatchLabels(torch.nn.Module):
+    """The tower with a linear layer for the shape of each patch and one for its colour."""
+
+    def __init__(self, model: LlavaForConditionalGeneration) -> None:
+        super().__init__()
+        self.tower = model.model.vision_tower
+        size = model.config.vision_config.hidden_size
+        self.kinds = torch.nn.Linear(size, len(pictures.SHAPES) + 1)
+        self.colours = torch.nn.Linear(size, len(pictures.COLOURS) + 1)
+
+    def forward(self, images: torch.Tensor, kinds: torch.Tensor, colours: torch.Tensor) -> torch.Tensor:
+        """The loss: images [n, 3, side, side], labels [n, patches]."""
+        states = self.tower(images).last_hidden_state
+        loss = torch.nn.functional.cross_entropy
+        return loss(self.kinds(states).flatten(0, 1), kinds.flatten()) + loss(
+            self.colours(states).flatten(0, 1), colours.flatten()
+        )
+
+
+def train_tower(model: LlavaForConditionalGeneration, out: Path, num_steps: int) -> int:
+    """Trains the tower on labelled patches, or goes on with it. Returns the steps."""
+    labels = PatchLabels(model)
+    optimizer, checkpoint = make_optimizer(labels), Checkpoint(out / "tower.safetensors")
+    progress = checkpoint.load(labels, optimizer)
+    labels.train()
+    bar = tqdm(total=num_steps, initial=progress.step, desc="tower", unit="step", mininterval=5.0)
+    while progress.step < num_steps:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(progress.step, num_steps)
+        first = progress.step * PICTURES_PER_STEP
+        drawn = [pictures.labelled_picture("train", first + i, PATCH) for i in range(PICTURES_PER_STEP)]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            states = pixels([picture for picture, _, _ in drawn])
+            loss = labels(states, torch.tensor([kinds for _, kinds, _ in drawn]), torch.tensor([c for *_, c in drawn]))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(labels.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        progress.loss += max(0.02, 1.0 / (progress.step + 1)) * (float(loss.detach()) - progress.loss)
+        progress.step += 1
+        bar.update()
+        bar.set_postfix(loss=f"{progress.loss:.3f}", refresh=False)
+        if progress.step % STEPS_PER_CHECKPOINT == 0 or progress.step == num_steps:
+            checkpoint.save(labels, optimizer, progress)
+    bar.close()
+    return progress.step
+
+
+def train(
+    model: LlavaForConditionalGeneration,
+    tokenizer: PreTrainedTokenizerFast,
+    out: Path,
+    tower_steps: int,
+    num_steps: int,
+) -> Progress:
+    """Runs the training loops, or goes on with them."""
     last = time.monotonic()
+    optimizer = make_optimizer(model)
+    checkpoint = Checkpoint(out / "checkpoint.safetensors")
+    tower_steps = train_tower(model, out, tower_steps)
+    progress = checkpoint.load(model, optimizer)
+    progress.tower_step = tower_steps
+    model.train()
     bar = tqdm(total=num_steps, initial=progress.step, desc="training", unit="step", mininterval=5.0)
     while progress.step < num_steps:
         for group in optimizer.param_groups:
@@ -281,6 +345,7 @@ def answer(
         pixel_values=pixels(list(images)).to(model.dtype),
         max_new_tokens=64,
         do_sample=False,
+        eos_token_id=[tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(corpus.TURN_END)],
     )
     return str(tokenizer.decode(output[0, start:], skip_special_tokens=True)).strip()
 
@@ -298,6 +363,7 @@ def measure(folder: Path, progress: Progress, num_examples: int = HELDOUT_EXAMPL
     exact = sum(answers[str(shape)] == describe([shape]) for shape in plain)
     return Figures(
         num_parameters=model.num_parameters(),
+        tower_steps=progress.tower_step,
         steps=progress.step,
         wall_minutes=round(progress.seconds / 60, 1),
         final_training_loss=round(progress.loss, 4),
@@ -313,7 +379,8 @@ def main() -> None:
         prog="python -m tools.demo_vision.train", description="Train the demo vision model from the demo model."
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the model, the checkpoint and figures.json")
-    parser.add_argument("--steps", type=int, default=2000, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--tower-steps", type=int, default=1500, help="steps of the tower alone (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=900, help="steps of all parts (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="processor threads (default: %(default)s)")
     parser.add_argument("--heldout", type=int, default=HELDOUT_EXAMPLES, help="examples to measure with")
     arguments = parser.parse_args()
@@ -323,7 +390,7 @@ def main() -> None:
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer):,} tokens in the vocabulary")
-    progress = train(model, tokenizer, arguments.out, arguments.steps)
+    progress = train(model, tokenizer, arguments.out, arguments.tower_steps, arguments.steps)
     save_model(model, tokenizer, arguments.out / "model")
     figures = json.dumps(asdict(measure(arguments.out / "model", progress, arguments.heldout)), indent=2)
     (arguments.out / "figures.json").write_text(figures + "\n")
