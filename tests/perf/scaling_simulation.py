@@ -1,7 +1,7 @@
 """Simulates a fleet of replicas: routing policies, cell sizes, failures, restarts, overload and autoscaling.
 
     python -m tests.perf.scaling_simulation policies --replicas 1000
-    python -m tests.perf.scaling_simulation restarts --replicas 40 --load 0.4 --seconds 600
+    python -m tests.perf.scaling_simulation restarts --replicas 40 --load 0.3 --seconds 600
     python -m tests.perf.scaling_simulation failures overload autoscaling routers cells disaggregation
     python -m tests.perf.scaling_simulation --measure steps.json          measures the step times of this machine
     python -m tests.perf.scaling_simulation policies --steps steps.json   simulates with them
