@@ -12,6 +12,7 @@ import pytest
 
 from mvllm import LLM
 from mvllm.errors import RequestError
+from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.parity import bytes_of_blocks
 from tests.helpers.toy_items import (
     Picture,
@@ -26,7 +27,7 @@ from tests.helpers.toy_items import (
     write,
 )
 
-_MP = pytest.param("mp", marks=pytest.mark.exhaustive)
+MORE = pytest.mark.exhaustive
 TEXT: Prompt = [3 + i * 7 % 200 for i in range(40)]
 ONE: Prompt = [*TEXT[:10], picture(1), *TEXT[10:20]]
 TWO: Prompt = [*TEXT[:7], picture(2, 33), 9, picture(3, 5), *TEXT[20:26]]
@@ -74,16 +75,25 @@ def test_alone_and_in_a_batch_with_text(folder: Path, oracle: dict[str, list[int
     [
         {"max_num_batched_tokens": 11, "max_num_seqs": 8},
         {"max_num_batched_tokens": 11, "max_num_seqs": 8, "async_scheduling": True},
-        {"max_num_batched_tokens": 3, "max_num_seqs": 3, "enable_prefix_caching": False},
-        {"async_scheduling": True, "max_num_seqs": 2},
+        pytest.param({"max_num_batched_tokens": 3, "max_num_seqs": 3, "enable_prefix_caching": False}, marks=MORE),
+        pytest.param({"async_scheduling": True, "max_num_seqs": 2}, marks=MORE),
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
-        {"enforce_eager": True, "max_num_batched_tokens": 24},
+        pytest.param({"enforce_eager": True, "max_num_batched_tokens": 24}, marks=MORE),
     ],
     ids=str,
 )
 def test_chunk_boundaries_and_schedules(folder: Path, oracle: dict[str, list[int]], settings: dict[str, Any]) -> None:
     with toy_engine(folder, **settings) as llm:
         assert run(llm, requests()) == oracle
+
+
+@MORE
+def test_a_draft_model_and_an_engine_core_process(folder: Path, oracle: dict[str, list[int]]) -> None:
+    draft = make_checkpoint("llama-gqa", folder.with_name("draft"), seed=1, tokenizer=False)
+    speculative = {"model": str(draft), "num_speculative_tokens": 2}
+    for settings in ({"speculative_config": speculative, "max_num_batched_tokens": 24}, {"engine_core_process": True}):
+        with toy_engine(folder, **settings) as llm:
+            assert run(llm, requests()) == oracle
 
 
 def test_preempted_requests_encode_again(folder: Path, oracle: dict[str, list[int]]) -> None:
@@ -94,7 +104,7 @@ def test_preempted_requests_encode_again(folder: Path, oracle: dict[str, list[in
         assert llm.llm_engine._client._core.make_stats().num_preemptions > 0
 
 
-@pytest.mark.parametrize("num_cached", [16, 32, 48, 64])
+@pytest.mark.parametrize("num_cached", [16, 32, pytest.param(48, marks=MORE), 64])
 def test_prefix_hits_before_in_and_after_an_item(folder: Path, num_cached: int) -> None:
     prompt: Prompt = [*TEXT[:18], picture(8, 40), *TEXT[18:24]]  # the item has the positions 18 to 58
     with toy_engine(folder) as llm:
@@ -128,7 +138,7 @@ def test_the_same_item_in_two_requests_is_encoded_once(folder: Path) -> None:
         }
         assert num_encoded(llm) == 1
         stats = llm.llm_engine._client._core.make_stats()
-        assert (stats.mm_cache_queries, stats.mm_cache_hits, stats.encoder_cache_rows) == (3, 2, 20)
+        assert (stats.encoder_cache_queries, stats.encoder_cache_hits, stats.encoder_cache_rows) == (3, 2, 20)
         assert sum(stats.encoder_steps) == 1 and stats.encoder_seconds > 0
 
 
@@ -181,9 +191,8 @@ def test_sleep_drops_results_and_wakes_up(folder: Path, oracle: dict[str, list[i
         assert num_encoded(llm) == 6
 
 
+@MORE
 def test_a_text_only_engine_refuses_items(folder: Path) -> None:
-    from tests.helpers.model_zoo import make_checkpoint
-
     with toy_engine(make_checkpoint("llama-gqa", folder.with_name("text"), tokenizer=False)) as llm:
         with pytest.raises(RequestError, match="text only"):
             llm.llm_engine._client.add_request(request("image", ONE))
@@ -206,9 +215,9 @@ def rope_engine(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
+        pytest.param({}, marks=MORE),
         {"max_num_batched_tokens": 5, "max_num_seqs": 5},
-        {"async_scheduling": True},
+        pytest.param({"async_scheduling": True}, marks=MORE),
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
     ],
     ids=str,
@@ -223,7 +232,7 @@ def test_rotary_positions_within_and_behind_items(
 
 
 @pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
-@pytest.mark.parametrize("executor", ["tests.helpers.thread_executor.ThreadExecutor", _MP])
+@pytest.mark.parametrize("executor", ["tests.helpers.thread_executor.ThreadExecutor", pytest.param("mp", marks=MORE)])
 def test_several_ranks(
     folder: Path,
     oracle: dict[str, list[int]],
@@ -241,6 +250,7 @@ def test_several_ranks(
         }
 
 
+@MORE
 def test_an_encoder_that_fails_on_the_first_stage_fails_its_request(folder: Path, oracle: dict[str, list[int]]) -> None:
     patches = picture(14).patches.copy()
     patches[0, 0] = np.inf

@@ -81,3 +81,50 @@ class MultiModalConfig:
 
 DEFAULT_LIMIT = 16
 """Most items of one modality in a prompt, unless `limit_mm_per_prompt` says otherwise."""
+
+LONGEST_ITEM = 16384
+"""Most rows of an item for which room is kept, where neither config.json nor the settings give a number."""
+
+_CROSS_ATTENTION_ITEMS = 64
+"""Most running requests of a model with cross-attention whose items fit into the encoder cache by default."""
+
+
+@dataclass(frozen=True)
+class EncoderLimits:
+    """Rows of encoder results, resolved.
+
+    Attributes:
+        step_tokens: Most rows that encoders compute in one step; an item of more rows is computed alone.
+        cache_tokens: Rows that a worker keeps. No item may have more.
+        item_tokens: Rows of the largest item for which memory is kept.
+    """
+
+    step_tokens: int
+    cache_tokens: int
+    item_tokens: int
+
+
+def encoder_limits(
+    model: MultiModalModel,
+    settings: MultiModalConfig,
+    *,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    max_model_len: int,
+) -> EncoderLimits:
+    """The limits of a model's encoder.
+
+    Args:
+        max_num_batched_tokens, max_num_seqs: Of the scheduler.
+        max_model_len: Longest sequence in tokens.
+    """
+    step = settings.max_encoder_tokens or max_num_batched_tokens
+    item = model.max_encoded or min(LONGEST_ITEM, max_model_len)
+    if settings.enable_embeds and not model.cross_attention:
+        item = max(item, max_model_len)
+    cache = settings.encoder_cache_tokens
+    if cache is None:
+        cache = max(step, item)
+        if model.cross_attention:  # they are kept as long as their requests run
+            cache = max(cache, item * min(max_num_seqs, _CROSS_ATTENTION_ITEMS))
+    return EncoderLimits(step, cache, min(item, cache))

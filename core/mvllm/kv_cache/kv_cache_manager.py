@@ -461,7 +461,10 @@ class KVCacheManager:
         num_blocks = min(num_blocks, table.num_shareable_tokens // size)
         assert table.root is not None
         for i in range(len(hashes), num_blocks):
-            parent, start, stop = hashes[i - 1] if i else table.root, i * size, (i + 1) * size
-            items = items_in_block(table.items, start, stop) if table.items else b""
-            hashes.append(hash_block(parent, table.token_ids[start:stop], items))
+            parent = hashes[i - 1] if i else table.root
+            tokens = table.token_ids[i * size : (i + 1) * size]
+            if table.items:
+                hashes.append(hash_block(parent, tokens, items_in_block(table.items, i * size, (i + 1) * size)))
+            else:
+                hashes.append(hash_block(parent, tokens))
         return hashes if len(hashes) == num_blocks else hashes[:num_blocks]

@@ -162,8 +162,8 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
         num_swapped: Those of `num_waiting` that were preempted and have their keys and values in host memory.
         num_waiting_for_kv: Those of `num_waiting` that wait until a KV connector has loaded their prefix.
         kv_tiers: Where blocks are kept outside of the device, by name: `host`, and the connectors.
-        mm_cache_queries: Images, audio and embeddings whose results requests began to read.
-        mm_cache_hits: Those of them whose results were in the encoder cache.
+        encoder_cache_queries: Images, audio and embeddings whose results requests began to read.
+        encoder_cache_hits: Those of them whose results were in the encoder cache.
         encoder_cache_rows: Rows of the results in the encoder cache.
         encoder_steps: Steps that ran encoders, by time: for each of ENCODER_SECONDS_BUCKETS the steps up to that time
             and above the one before, then those above all; empty before the first.
@@ -185,8 +185,8 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
     num_swapped: int = 0
     num_waiting_for_kv: int = 0
     kv_tiers: dict[str, KVTierStats] = {}
-    mm_cache_queries: int = 0
-    mm_cache_hits: int = 0
+    encoder_cache_queries: int = 0
+    encoder_cache_hits: int = 0
     encoder_cache_rows: int = 0
     encoder_steps: list[int] = []
     encoder_seconds: float = 0.0

@@ -21,6 +21,14 @@ Features = Mapping[str, torch.Tensor]
 class ItemEncoder(nn.Module, ABC):
     """The encoders of one model. Its modules list their checkpoint tensors (`weight_targets`), as those of CausalLM."""
 
+    def largest_item(self, num_rows: int) -> tuple[str, Features] | None:
+        """The modality and features of an item of about `num_rows` rows, on the device; their values do not matter.
+
+        Encoding it once measures the memory that an encoder takes, where the device's memory is not the host's. None,
+        the default, measures nothing.
+        """
+        return None
+
     @abstractmethod
     def encode(self, modality: str, items: Sequence[Features]) -> list[torch.Tensor]:
         """The embeddings of items of one modality, computed together where their shapes permit.
@@ -34,11 +42,3 @@ class ItemEncoder(nn.Module, ABC):
         Returns:
             For each item [rows, embedding_width], compute dtype.
         """
-
-    def largest_item(self, num_rows: int) -> tuple[str, Features] | None:
-        """The modality and features of an item of about `num_rows` rows, on the device; their values do not matter.
-
-        Encoding it once measures the memory that an encoder takes, where the device's memory is not the host's. None,
-        the default, measures nothing.
-        """
-        return None

@@ -18,10 +18,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from mvllm.config.encoder_limits import EncoderLimits
-from mvllm.config.multimodal import MultiModalModel
+from mvllm.config.multimodal import EncoderLimits, MultiModalModel
 from mvllm.errors import RequestError
 from mvllm.messages.multimodal import EncoderInput, ItemSpan, MultiModalItem
 from mvllm.messages.requests import ENCODER_SECONDS_BUCKETS, EngineCoreRequest, SchedulerStats
@@ -41,6 +40,7 @@ class EncoderPlanner:
         max_model_len: Longest sequence, and upper bound of rotary positions.
 
     Attributes:
+        keeps_spans_whole: No step may cut a span.
         has_cross_attention: Requests read their items in every step.
         cache: What the workers hold.
     """
@@ -58,7 +58,7 @@ class EncoderPlanner:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._can_chunk = can_chunk
-        self._keeps_spans_whole = model.spans_attend_both_ways
+        self.keeps_spans_whole = model.spans_attend_both_ways
         self.has_cross_attention = model.cross_attention
         self.cache = EncoderCache(limits.cache_tokens)
         self._num_queries = self._num_hits = 0
@@ -82,12 +82,13 @@ class EncoderPlanner:
         for item in request.items:
             self._check_item(item, stop, len(request.prompt_token_ids))
             stop = max(stop, item.span.stop)
-            advance += rope_shift(item.span)
-        if advance > 0 and stop + advance >= self._max_model_len:
-            raise _error(
-                f"The positions of the prompt's images or videos end at {stop + advance}, but max_model_len is "
-                f"{self._max_model_len}. Use shorter videos, or start the engine with a larger max_model_len."
-            )
+            advance += _rope_shift(item.span)
+            if advance > 0 and stop + advance >= self._max_model_len:
+                raise _error(
+                    f"The positions of an item of modality {item.modality!r} end at {stop + advance}, but "
+                    f"max_model_len is {self._max_model_len}. Use shorter videos, or start the engine with a larger "
+                    "max_model_len."
+                )
         rows = {item.span.content_hash: item.num_encoded for item in request.items}
         if len(rows) > 1 and (self.has_cross_attention or not self._can_chunk):
             self._check_together(sum(rows.values()))
@@ -112,10 +113,11 @@ class EncoderPlanner:
             )
         if item.num_encoded > self._limits.cache_tokens:
             raise _error(
-                f"An item of modality {item.modality!r} has {item.num_encoded} embeddings, but encoder_cache_tokens is "
-                f"{self._limits.cache_tokens}. Make it smaller, or start the engine with a larger encoder_cache_tokens."
+                f"An item of modality {item.modality!r} has {item.num_encoded} embeddings, but the encoder cache has "
+                f"room for {self._limits.cache_tokens}. Make it smaller, or start the engine with a larger "
+                "max_num_batched_tokens."
             )
-        if self._keeps_spans_whole and not item.is_causal and span.length > self._max_num_batched_tokens:
+        if self.keeps_spans_whole and not item.is_causal and span.length > self._max_num_batched_tokens:
             raise _error(
                 f"An item of modality {item.modality!r} has {span.length} tokens, which attend to each other in both "
                 f"directions and so must be in one step, but max_num_batched_tokens is "
@@ -128,9 +130,8 @@ class EncoderPlanner:
             most = min(most, self._limits.step_tokens)
         if num_rows > most:
             raise _error(
-                f"The items of the prompt have {num_rows} embeddings, which this engine needs in one step, but "
-                f"encoder_cache_tokens is {self._limits.cache_tokens} and max_encoder_tokens is "
-                f"{self._limits.step_tokens}. Send fewer items, or start the engine with larger limits."
+                f"The items of the prompt have {num_rows} embeddings, which this engine needs in one step; it takes "
+                f"{most}. Send fewer items, or start the engine with a larger max_num_batched_tokens."
             )
 
     def release(self, request: Request) -> None:
@@ -144,9 +145,16 @@ class EncoderPlanner:
         Those that others use stay. If they are missing on the workers, their users fail, too.
         """
         self.release(request)
-        for item in request.items:
-            if self.cache.is_unused(item.span.content_hash):
-                self.cache.drop(item.span.content_hash)
+        self._drop_unused(item.span.content_hash for item in request.items)
+
+    def discard_inputs(self, plan: SchedulerOutput) -> None:
+        """A row of a plan has failed, and maybe the whole step: drops what it should have encoded, as `discard`."""
+        self._drop_unused(item.content_hash for item in plan.encoder_inputs)
+
+    def _drop_unused(self, hashes: Iterable[bytes]) -> None:
+        for content_hash in hashes:
+            if self.cache.is_unused(content_hash):
+                self.cache.drop(content_hash)
 
     def clear(self) -> None:
         """Drops all results. Running requests have those that they still read encoded again.
@@ -189,7 +197,7 @@ class EncoderPlanner:
                 continue
             if span.offset >= end:
                 break
-            if self._keeps_spans_whole and not item.is_causal and end < span.stop:
+            if self.keeps_spans_whole and not item.is_causal and end < span.stop:
                 if span.stop - start > budget:
                     return max(0, span.offset - start)
                 end = span.stop
@@ -259,7 +267,7 @@ class EncoderPlanner:
 
     def add_stats(self, stats: SchedulerStats) -> None:
         """Adds the counters and gauges of encoders."""
-        stats.mm_cache_queries, stats.mm_cache_hits = self._num_queries, self._num_hits
+        stats.encoder_cache_queries, stats.encoder_cache_hits = self._num_queries, self._num_hits
         stats.encoder_cache_rows = self.cache.num_held
         stats.encoder_steps, stats.encoder_seconds = self._num_steps.copy(), self._seconds
 
@@ -270,7 +278,19 @@ class EncoderPlanner:
         self.cache.check_integrity(users)
 
 
-def rope_shift(span: ItemSpan) -> int:
+def check_items(encoders: EncoderPlanner | None, request: EngineCoreRequest) -> None:
+    """Checks a request with items, see `EncoderPlanner.check`; without a planner there must be none."""
+    if encoders is None:
+        raise _error("This engine takes text only.")
+    encoders.check(request)
+
+
+def num_skipped_positions(request: EngineCoreRequest) -> int:
+    """How much further the rotary positions of a request get than its sequence positions. Both have the same bound."""
+    return max(0, sum(_rope_shift(item.span) for item in request.items)) if request.items else 0
+
+
+def _rope_shift(span: ItemSpan) -> int:
     """How much further rotary positions advance over a span than sequence positions; negative in most models."""
     return 0 if span.rope_length is None else span.rope_length - span.length
 

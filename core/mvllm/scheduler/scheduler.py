@@ -29,7 +29,7 @@ from mvllm.messages.requests import (
 )
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.scheduler.config_checks import check_scheduler_config
-from mvllm.scheduler.encoder_planner import EncoderPlanner, rope_shift
+from mvllm.scheduler.encoder_planner import EncoderPlanner, check_items, num_skipped_positions
 from mvllm.scheduler.grammar_masks import masks_of_batch
 from mvllm.scheduler.guidance import add_companion, check_guided, companion_data, pairs_sampled_apart
 from mvllm.scheduler.kv_loads import KVLoads
@@ -207,23 +207,17 @@ class Scheduler:
         if is_guided:
             check_guided(request, self._config, self._max_model_len)
         if request.items:
-            self._check_items(request)
+            check_items(self._encoders, request)
         order = (request.priority if self._config.policy == "priority" else 0, self._num_added)
         self._num_added += 1
-        # Rotary positions have the same bound as sequence positions, and may advance faster over an item.
-        num_skipped = max(0, sum(rope_shift(item.span) for item in request.items)) if request.items else 0
-        added = Request(request, self._make_table(request), order, self._max_model_len - num_skipped)
+        longest = self._max_model_len - num_skipped_positions(request)
+        added = Request(request, self._make_table(request), order, longest)
         if is_guided:
             data = companion_data(request)
             add_companion(added, data, self._make_table(data), self._max_model_len)
         self.requests.add(added)
         if self.kv_loads is not None:
             self.kv_loads.add(added)
-
-    def _check_items(self, request: EngineCoreRequest) -> None:
-        if self._encoders is None:
-            raise RequestError("This engine takes text only.", parameter="multi_modal_data")
-        self._encoders.check(request)
 
     def _make_table(self, request: EngineCoreRequest) -> BlockTable:
         return self._kv_cache.make_table(
@@ -429,6 +423,8 @@ class Scheduler:
             self._encoders.add_encoder_time(output.encoder_seconds)
         if output.errors:
             self._fail_rows(batch, output.errors, outputs)
+            if self._encoders is not None:
+                self._encoders.discard_inputs(plan)
         if self._unconfirmed.pending_plans:
             self._unconfirmed.confirm(plan.step)
         if self.kv_loads is not None:

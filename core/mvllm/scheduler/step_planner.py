@@ -94,6 +94,9 @@ class StepPlanner:
         self._long_prefill_limiter = LongPrefillLimiter(config, step_times)
         self._kv_loads = kv_loads
         self._encoders = encoders
+        assert encoders is None or not (encoders.keeps_spans_whole and self._states.is_needed), (
+            "whole spans and snapshots want different ends of steps"
+        )
         self._slots = SlotAllocator(
             requests,
             kv_cache,

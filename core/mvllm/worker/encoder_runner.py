@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mvllm.config.encoder_limits import encoder_limits
+from mvllm.config.encoder_limits import limits_of
 from mvllm.config.engine_config import EngineConfig
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import StepMemoryError
@@ -64,7 +64,7 @@ class EncoderRunner:
         self._width = model.hidden_size if model.multimodal is None else model.multimodal.embedding_width
         self._num_ranks = tp.world_size * pp.world_size
         self._is_first = pp.is_first
-        limits = encoder_limits(config) if pp.is_first else None
+        limits = limits_of(config) if pp.is_first else None
         self._item_tokens = 0 if limits is None else limits.item_tokens
         num_rows = 0 if limits is None else limits.cache_tokens
         self.max_cache_bytes = num_rows * self._width * self._dtype.itemsize

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mvllm.config.encoder_limits import encoder_limits
+from mvllm.config.encoder_limits import limits_of
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.multimodal import MultiModalConfig, MultiModalModel
 from mvllm.engine.core.capability_checks import refusal_of_items
@@ -44,7 +44,7 @@ def test_what_cannot_take_items_says_why(config: EngineConfig, capabilities: Cap
     refusal = refusal_of_items(config, capabilities)
     assert refusal is not None and why in refusal and refusal.count(".") == 1
     text_only = replace(config, multimodal=MultiModalConfig(refusal=refusal))
-    assert make_encoder_planner(text_only) is None and encoder_limits(text_only) is None
+    assert make_encoder_planner(text_only) is None and limits_of(text_only) is None
 
 
 def test_spans_that_attend_both_ways_need_their_capability() -> None:
@@ -77,7 +77,7 @@ def test_embeddings_of_text_models_are_items_where_they_are_enabled() -> None:
     config = make_config()
     assert make_encoder_planner(config) is None
     enabled = replace(config, multimodal=MultiModalConfig(enable_embeds=True))
-    limits = encoder_limits(enabled)
+    limits = limits_of(enabled)
     assert limits is not None and limits.cache_tokens >= config.model.max_model_len
     assert make_encoder_planner(enabled) is not None
 
@@ -95,6 +95,6 @@ def test_embeddings_of_text_models_are_items_where_they_are_enabled() -> None:
 def test_limits(model: dict, settings: dict, expected: tuple[int, int, int]) -> None:
     config = replace(config_of(**model), multimodal=MultiModalConfig(**settings))
     scheduler = replace(config.scheduler, max_num_batched_tokens=2048, max_num_seqs=256)
-    limits = encoder_limits(replace(config, scheduler=scheduler))
+    limits = limits_of(replace(config, scheduler=scheduler))
     assert limits is not None
     assert (limits.step_tokens, limits.cache_tokens, limits.item_tokens) == expected

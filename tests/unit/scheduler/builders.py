@@ -7,9 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from mvllm.config.encoder_limits import EncoderLimits
 from mvllm.config.engine_config import SchedulerConfig
-from mvllm.config.multimodal import MultiModalModel
+from mvllm.config.multimodal import EncoderLimits, MultiModalModel
 from mvllm.kv_cache.host_tier import HostTier
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
 from mvllm.kv_cache.prefix_search import group_hash

@@ -46,6 +46,7 @@ class ItemRunner(FakeRunner):
         keeps_spans_whole: Steps must not cut spans.
         reads_always: Every step of a row reads its items.
         broken: Content hashes whose encoder fails.
+        lost: Content hashes that a step without memory should have encoded.
     """
 
     def __init__(self, **limits) -> None:
@@ -55,6 +56,7 @@ class ItemRunner(FakeRunner):
         self.most_rows = self.most_encoded = 0
         self.keeps_spans_whole = self.reads_always = False
         self.broken: set[bytes] = set()
+        self.lost: set[bytes] = set()
         self._item_errors: dict[int, str] = {}
 
     def _apply(self, plan: SchedulerOutput) -> None:
@@ -64,8 +66,13 @@ class ItemRunner(FakeRunner):
             row.prints = fingerprints(shown_ids(row.tokens, data.items))
         for content_hash in plan.freed_encoder_outputs:
             self.cache.pop(content_hash, None)
+            self.lost.discard(content_hash)
         for item in plan.encoder_inputs:
             assert item.content_hash not in self.cache, "encoded although it is there"
+            if plan.step in self.steps_without_memory:
+                self.lost.add(item.content_hash)
+                continue
+            self.lost.discard(item.content_hash)
             self.encoded.append(item.content_hash)
             self.cache[item.content_hash] = item.num_encoded
         self.most_rows = max(self.most_rows, sum(self.cache.values()))
@@ -81,7 +88,10 @@ class ItemRunner(FakeRunner):
         for span in state.data.items:
             if not (self.reads_always or (span.offset < end and span.stop > start)):
                 continue
-            assert span.content_hash in self.cache, f"{state.data.request_id} reads what is not encoded"
+            is_there = span.content_hash in self.cache
+            assert is_there or span.content_hash in self.lost, f"{state.data.request_id} reads what is not encoded"
+            if not is_there:
+                self._item_errors[position] = "the embeddings are missing"
             if span.content_hash in self.broken:
                 self._item_errors[position] = "cannot be encoded"
             if self.keeps_spans_whole:

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from mvllm.errors import RequestError
+from mvllm.messages.multimodal import ItemSpan, MultiModalItem
 from mvllm.messages.requests import EngineCoreRequest, FinishReason
 from tests.unit.scheduler.builders import Engine, make_encoders, make_request, make_scheduler
 from tests.unit.scheduler.fake_runner import expected_tokens
@@ -20,7 +21,7 @@ def make_engine(depth: int = 1, encoders: dict | None = None, **limits) -> Engin
     given = {name: limits[name] for name in ("max_num_batched_tokens", "max_model_len") if name in limits}
     planner = make_encoders(**given | (encoders or {}))
     engine = Engine(make_scheduler(encoders=planner, **limits), depth=depth, make_runner=ItemRunner)
-    engine.runner.keeps_spans_whole = planner._keeps_spans_whole
+    engine.runner.keeps_spans_whole = planner.keeps_spans_whole
     engine.runner.reads_always = planner.has_cross_attention
     return engine
 
@@ -49,7 +50,7 @@ def test_an_item_is_encoded_once_for_two_requests() -> None:
     assert [result.token_ids for result in results] == [expected(first), expected(second)]
     assert len(engine.runner.encoded) == 1
     stats = engine.scheduler.make_stats()
-    assert (stats.mm_cache_queries, stats.mm_cache_hits, stats.encoder_cache_rows) == (2, 1, 6)
+    assert (stats.encoder_cache_queries, stats.encoder_cache_hits, stats.encoder_cache_rows) == (2, 1, 6)
 
 
 def test_a_chunk_ends_before_an_item_that_does_not_fit_into_the_step() -> None:
@@ -149,8 +150,45 @@ def test_ready_embeddings_are_causal_and_may_be_cut() -> None:
 
 
 def test_an_item_larger_than_the_cache_is_refused() -> None:
-    with pytest.raises(RequestError, match=r"17 embeddings, but encoder_cache_tokens is 16"):
+    with pytest.raises(RequestError, match=r"17 embeddings, but the encoder cache has room for 16"):
         make_engine().scheduler.add_request(prompt_with(6, ("cat", 17), 3))
+
+
+def test_rotary_positions_that_advance_faster_than_the_sequence_end_the_request_earlier() -> None:
+    engine = make_engine(max_model_len=30)
+    request = prompt_with(4, ("video", 6), 2, max_tokens=None)
+    request.items[0].span.rope_length = 16
+    [result] = engine.run(request)
+    assert len(result.token_ids) == 30 - 10 - 12
+    request.items[0].span.rope_length = 27
+    with pytest.raises(RequestError, match=r"positions .* end at 31, but max_model_len is 30"):
+        engine.scheduler.add_request(request)
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        make_item("cat", 12, 4).span,  # behind the prompt's end
+        make_item("cat", 2, 4).span,  # over the other item
+        ItemSpan(b"x" * 32, 8, 4, [(0, 5)]),
+        ItemSpan(b"x" * 32, 8, 4, [(2, 4), (1, 2)]),
+        ItemSpan(b"short", 8, 4, [(0, 4)]),
+        ItemSpan(b"x" * 32, 8, 4, [(0, 3)]),  # fewer rows than the encoder gives
+    ],
+)
+def test_spans_that_do_not_fit_are_refused(span: ItemSpan) -> None:
+    request = prompt_with(2, ("dog", 4), 8)
+    request.items.append(MultiModalItem("image", span, 4, {}))
+    with pytest.raises(RequestError, match=r"does not fit a prompt of 14 tokens|Both must be equal"):
+        make_engine().scheduler.add_request(request)
+
+
+def test_without_chunks_all_items_of_a_prompt_must_fit_into_one_step() -> None:
+    engine = make_engine(enable_chunked_prefill=False, encoders={"can_chunk": False, "step_tokens": 8})
+    with pytest.raises(RequestError, match=r"12 embeddings, which this engine needs in one step"):
+        engine.scheduler.add_request(prompt_with(2, ("cat", 6), 1, ("dog", 6), 1))
+    requests = [prompt_with(2, ("cat", 4), 1, ("dog", 4), 1), prompt_with(3, ("cow", 6), 3)]
+    assert [result.token_ids for result in engine.run(*requests)] == list(map(expected, requests))
 
 
 def test_guidance_and_text_only_engines_refuse_items() -> None:
@@ -228,8 +266,9 @@ def test_random_items_budgets_and_caches(seed: int) -> None:
     )
     added: dict[str, EngineCoreRequest] = {}
     aborted: set[str] = set()
+    loses = False
     for _ in range(dice.randrange(5, 40)):
-        action = dice.choice(["add", "add", "step", "step", "abort", "forget", "break"])
+        action = dice.choice(["add", "add", "step", "step", "abort", "forget", "break", "lose"])
         if action == "add":
             request = _random_request(dice, f"r{len(added)}", kind, longest)
             added[request.request_id] = request
@@ -245,13 +284,16 @@ def test_random_items_budgets_and_caches(seed: int) -> None:
             engine.scheduler.forget_computed(restart=dice.random() < 0.5)
         elif action == "break" and dice.random() < 0.3:
             engine.runner.broken.add(make_item(dice.choice("abcd"), 0, 1).span.content_hash)
+        elif action == "lose" and dice.random() < 0.3:
+            engine.runner.steps_without_memory.add(engine.scheduler.next_step)
+            loses = True
         else:
             engine.step()
     engine.run()
     broken = engine.runner.broken
     for name, request in added.items():
         result = engine.results[name]
-        may_fail = any(item.span.content_hash in broken for item in request.items)
+        may_fail = loses or any(item.span.content_hash in broken for item in request.items)
         if name in aborted or "room for" in (result.outputs[-1].error or ""):
             assert result.token_ids == expected(request)[: len(result.token_ids)]
         elif not (may_fail and result.finish_reason is FinishReason.ERROR):
@@ -260,6 +302,13 @@ def test_random_items_budgets_and_caches(seed: int) -> None:
     if kind != "cross_attention":  # which needs all items of a request at once
         assert engine.runner.most_encoded <= limits["step_tokens"]
     assert not engine.scheduler._encoders._used
+    engine.runner.broken.clear()
+    engine.runner.steps_without_memory.clear()
+    for name, request in added.items():  # again: nothing is expected in the cache that is missing there
+        request.request_id = f"{name}-again"
+        [result] = engine.run(request)
+        if "room for" not in (result.outputs[-1].error or ""):
+            assert result.token_ids == expected(request), name
 
 
 def _random_request(dice: random.Random, name: str, kind: str, longest: int) -> EngineCoreRequest:

@@ -65,7 +65,7 @@ class EngineCollector(Collector):
             yield self._finish_reason_metric(prefix, metrics)
             yield from self._histograms(prefix, metrics)
             yield from self._priority_histograms(prefix, metrics)
-            yield self._encoder_histogram(prefix, self._engine.stats or SchedulerStats())
+            yield from self._encoder_metrics(prefix, self._engine.stats or SchedulerStats())
             yield from self._spec_decode_metrics(prefix, self._engine.stats or SchedulerStats())
             yield from self._kv_tier_metrics(prefix, self._engine.stats or SchedulerStats())
             yield self._cache_config(prefix)
@@ -95,16 +95,37 @@ class EngineCollector(Collector):
             (counter, "num_preemptions", "Preemptions of sequences.", stats.num_preemptions),
             (counter, "prefix_cache_queries", "Prompt tokens searched in the cache.", stats.prefix_cache_queries),
             (counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
-            (counter, "mm_cache_queries", "Items whose encoder results were needed.", stats.mm_cache_queries),
-            (counter, "mm_cache_hits", "Of these, found in the encoder cache.", stats.mm_cache_hits),
-            (gauge, "encoder_cache_rows", "Rows of embeddings in the encoder cache.", stats.encoder_cache_rows),
             (counter, "requests_refused", "Requests rejected because the queue was full.", metrics.refused),
         ):
             family = kind(prefix + name, text, labels=("model_name",))
             family.add_metric(self._labels, float(value))
             yield family
 
-    def _encoder_histogram(self, prefix: str, stats: SchedulerStats) -> Metric:
+    def _encoder_metrics(self, prefix: str, stats: SchedulerStats) -> Iterator[Metric]:
+        """Encoders of images and audio in the workers."""
+        for kind, name, text, value in (
+            (
+                CounterMetricFamily,
+                "encoder_cache_queries",
+                "Images, audio and embeddings that sequences began to read.",
+                stats.encoder_cache_queries,
+            ),
+            (
+                CounterMetricFamily,
+                "encoder_cache_hits",
+                "Of these, found in the encoder cache.",
+                stats.encoder_cache_hits,
+            ),
+            (
+                GaugeMetricFamily,
+                "encoder_cache_rows",
+                "Rows of embeddings in the encoder cache.",
+                stats.encoder_cache_rows,
+            ),
+        ):
+            scalar = kind(prefix + name, text, labels=("model_name",))
+            scalar.add_metric(self._labels, float(value))
+            yield scalar
         histogram = Histogram(ENCODER_SECONDS_BUCKETS)
         if stats.encoder_steps:
             histogram.counts, histogram.sum = stats.encoder_steps, stats.encoder_seconds
@@ -112,7 +133,7 @@ class EngineCollector(Collector):
             prefix + "encoder_time_seconds", "Encoders of images and audio in one step.", labels=("model_name",)
         )
         family.add_metric(self._labels, cumulative_buckets(histogram), histogram.sum)
-        return family
+        yield family
 
     def _spec_decode_metrics(self, prefix: str, stats: SchedulerStats) -> Iterator[Metric]:
         for name, text, value in (
