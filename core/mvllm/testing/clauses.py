@@ -295,7 +295,8 @@ _ALL = (
         "OPS-04",
         "A provider that declares `batch_invariant` gives a row the same bits alone, among other rows and at every "
         "place among them, and the result of the reference within the suite's tolerance. An operation on states gives "
-        "a request the same bits also however its tokens are cut into steps.",
+        "a request the same bits also however its tokens are cut into steps; `encoder_attention` gives each packed "
+        "sequence the bits that it has alone.",
         "batch_invariant",
         since=(1, 1),
     ),

@@ -133,12 +133,11 @@ class BatchArrays(NamedTuple):
     @classmethod
     def of(cls, batch: BatchLayout) -> BatchArrays:
         """The arrays of a layout."""
-        arrays = (batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping)
-        visible = batch.visible_lens
-        return cls(
-            *(np.ascontiguousarray(array, dtype=np.int32) for array in arrays),
-            None if visible is None else np.ascontiguousarray(visible, dtype=np.int32),
-        )
+        given = (batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping)
+        starts, seq_lens, table, slots = (np.ascontiguousarray(array, dtype=np.int32) for array in given)
+        seen = batch.visible_lens
+        visible = None if seen is None else np.ascontiguousarray(seen, dtype=np.int32)
+        return cls(starts, seq_lens, table, slots, visible)
 
 
 class PagedMetadata:
