@@ -161,7 +161,9 @@ def pixels(images: list[Image.Image]) -> torch.Tensor:
 
 def batch(tokenizer: PreTrainedTokenizerFast, step: int) -> dict[str, torch.Tensor]:
     """Token ids, mask and labels of one step, padded on the right, and the pictures."""
-    rows, labels, images = [], [], []
+    rows: list[list[int]] = []
+    labels: list[list[int]] = []
+    images: list[Image.Image] = []
     for i in range(step * EXAMPLES_PER_STEP, (step + 1) * EXAMPLES_PER_STEP):
         each = pictures.example("train", i)
         ids, start = encode(tokenizer, each)

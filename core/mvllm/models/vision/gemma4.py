@@ -147,6 +147,7 @@ class _Projection(nn.Module):
             return self.linears[0](x).split(self._outs, dim=-1)
         results = []
         for linear, limits in zip(self.linears, self.limits, strict=True):
+            assert isinstance(limits, nn.ModuleList)
             lowest, highest, lowest_result, highest_result = (each.weight for each in limits)
             results.append(linear(x.clamp(lowest, highest)).clamp(lowest_result, highest_result))
         return results
