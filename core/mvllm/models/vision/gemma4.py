@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import nn
@@ -148,7 +149,7 @@ class _Projection(nn.Module):
         results = []
         for linear, limits in zip(self.linears, self.limits, strict=True):
             assert isinstance(limits, nn.ModuleList)
-            lowest, highest, lowest_result, highest_result = (each.weight for each in limits)
+            lowest, highest, lowest_result, highest_result = (cast(CheckpointTensor, each).weight for each in limits)
             results.append(linear(x.clamp(lowest, highest)).clamp(lowest_result, highest_result))
         return results
 
