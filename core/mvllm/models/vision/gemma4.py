@@ -137,16 +137,16 @@ class _Projection(nn.Module):
         groups = [[band] for band in bands] if clips else [bands]
         self.linears = nn.ModuleList(ColumnParallelLinear(ctx, group, size, bias=False) for group in groups)
         limits = ("input_min", "input_max", "output_min", "output_max") if clips else ()
-        self.limits = nn.ModuleList(
-            nn.ModuleList(CheckpointTensor(ctx, f"{name}.{limit}") for limit in limits) for name in names
-        )
+        of_all = [[CheckpointTensor(ctx, f"{name}.{limit}") for limit in limits] for name in names]
+        self.limits = nn.ModuleList(nn.ModuleList(each) for each in of_all)
+        self._limits = of_all  # the same, typed
 
     def forward(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """[T, in] to [T, out] of each layer."""
-        if len(self.linears) == 1 and not self.limits[0]:
+        if not self._limits[0]:
             return self.linears[0](x).split(self._outs, dim=-1)
         results = []
-        for linear, limits in zip(self.linears, self.limits, strict=True):
+        for linear, limits in zip(self.linears, self._limits, strict=True):
             lowest, highest, lowest_result, highest_result = (each.weight for each in limits)
             results.append(linear(x.clamp(lowest, highest)).clamp(lowest_result, highest_result))
         return results
