@@ -30,6 +30,7 @@ from PIL import Image
 from mvllm import LLM, RequestOutput, SamplingParams
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ConfigError, RequestError
+from mvllm.messages.inputs import PromptType, TextPrompt
 from mvllm.multimodal import processor_client
 from mvllm.multimodal.processor_loading import load_processor
 from mvllm.multimodal.processor_main import JobServer
@@ -59,11 +60,11 @@ class MultiModalRequest:
     prompt: str
     images: tuple[Image.Image, ...] = ()
 
-    def as_prompt(self, modality: str = "image") -> dict[str, Any]:
+    def as_prompt(self, modality: str = "image") -> TextPrompt:
         """As LLM.generate takes it."""
         if not self.images:
-            return {"prompt": self.prompt}
-        return {"prompt": self.prompt, "multi_modal_data": {modality: list(self.images)}}
+            return TextPrompt(prompt=self.prompt)
+        return TextPrompt(prompt=self.prompt, multi_modal_data={modality: list(self.images)})
 
 
 def draw_image(size: tuple[int, int], seed: int) -> Image.Image:
@@ -266,7 +267,8 @@ def engine(folder: Path, **settings: object) -> Iterator[LLM]:
 def generate(llm: LLM, requests: Sequence[MultiModalRequest], num_tokens: int = NUM_TOKENS) -> list[RequestOutput]:
     """Greedy continuations."""
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
-    return llm.generate([request.as_prompt() for request in requests], params, use_tqdm=False)
+    prompts: list[PromptType] = [request.as_prompt() for request in requests]
+    return llm.generate(prompts, params, use_tqdm=False)
 
 
 def check(expected: MultiModalOracle, outputs: Sequence[RequestOutput], which: Sequence[int] | None = None) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import nn
@@ -138,18 +137,17 @@ class _Projection(nn.Module):
         groups = [[band] for band in bands] if clips else [bands]
         self.linears = nn.ModuleList(ColumnParallelLinear(ctx, group, size, bias=False) for group in groups)
         limits = ("input_min", "input_max", "output_min", "output_max") if clips else ()
-        self.limits = nn.ModuleList(
-            nn.ModuleList(CheckpointTensor(ctx, f"{name}.{limit}") for limit in limits) for name in names
-        )
+        of_all = [[CheckpointTensor(ctx, f"{name}.{limit}") for limit in limits] for name in names]
+        self.limits = nn.ModuleList(nn.ModuleList(each) for each in of_all)
+        self._limits = of_all  # the same, typed
 
     def forward(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """[T, in] to [T, out] of each layer."""
-        if len(self.linears) == 1 and not self.limits[0]:
+        if not self._limits[0]:
             return self.linears[0](x).split(self._outs, dim=-1)
         results = []
-        for linear, limits in zip(self.linears, self.limits, strict=True):
-            assert isinstance(limits, nn.ModuleList)
-            lowest, highest, lowest_result, highest_result = (cast(CheckpointTensor, each).weight for each in limits)
+        for linear, limits in zip(self.linears, self._limits, strict=True):
+            lowest, highest, lowest_result, highest_result = (each.weight for each in limits)
             results.append(linear(x.clamp(lowest, highest)).clamp(lowest_result, highest_result))
         return results
 
