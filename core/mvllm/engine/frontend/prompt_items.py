@@ -44,7 +44,10 @@ class PromptItems:
         Raises:
             RequestError: An item is not acceptable.
         """
-        return self._client.process(prompt) if has_items(prompt) else ()  # type: ignore[arg-type]
+        if not has_items(prompt):
+            return ()
+        self._check_accepted()
+        return self._client.process(prompt)  # type: ignore[arg-type]
 
     def submit(self, prompt: object) -> Future[list[ProcessedItem]] | None:
         """As `prepare`, in a thread; None for prompts without items.
@@ -52,7 +55,10 @@ class PromptItems:
         Raises:
             RequestError: As `prepare`, if it is known at once.
         """
-        return self._client.submit(prompt) if has_items(prompt) else None  # type: ignore[arg-type]
+        if not has_items(prompt):
+            return None
+        self._check_accepted()
+        return self._client.submit(prompt)  # type: ignore[arg-type]
 
     def read_embeds(self, value: object, check_length: Callable[[int], None]) -> list[MultiModalItem]:
         """The item of a prompt that is ready embeddings.
@@ -81,11 +87,16 @@ class PromptItems:
         Raises:
             RequestError: They may not.
         """
+        self._check_accepted()
         if not self._config.multimodal.enable_embeds:
             raise RequestError(
                 "prompt_embeds is off: start the engine with enable_prompt_embeds=True (--enable-prompt-embeds).",
                 parameter="prompt_embeds",
             )
+
+    def _check_accepted(self) -> None:
+        if self._config.multimodal.refusal is not None:
+            raise RequestError(self._config.multimodal.refusal, parameter="multi_modal_data")
 
 
 def check_item_keys(prompt: Mapping[str, Any]) -> None:
