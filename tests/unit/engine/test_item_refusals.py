@@ -12,6 +12,9 @@ from mvllm.config.multimodal import MultiModalConfig, MultiModalModel
 from mvllm.engine.core.capability_checks import refusal_of_items
 from mvllm.engine.core.config_resolution import resolve_config
 from mvllm.engine.core.encoder_planning import make_encoder_planner
+from mvllm.engine.frontend.prompt_items import PromptItems
+from mvllm.errors import RequestError
+from mvllm.multimodal.processor_client import ProcessorClient
 from mvllm.platform.capabilities import Capabilities
 from tests.unit.engine.builders import make_config
 from tests.unit.worker.fake_platform import FakePlatform
@@ -98,3 +101,14 @@ def test_limits(model: dict, settings: dict, expected: tuple[int, int, int]) -> 
     limits = limits_of(replace(config, scheduler=scheduler))
     assert limits is not None
     assert (limits.step_tokens, limits.cache_tokens, limits.item_tokens) == expected
+
+
+def test_a_request_with_an_image_is_refused_with_that_sentence() -> None:
+    refusal = refusal_of_items(config_of(), replace(ABLE, graph_compiler=True))
+    config = replace(config_of(), multimodal=MultiModalConfig(refusal=refusal, enable_embeds=True))
+    items = PromptItems(config, ProcessorClient(config.model, config.multimodal))
+    prompt = {"prompt": "a", "multi_modal_data": {"image": b""}}
+    assert items.submit({"prompt": "a"}) is None
+    for ask in (items.prepare, items.submit, lambda _: items.check_embeds_enabled()):
+        with pytest.raises(RequestError, match="runs models as graphs"):
+            ask(prompt)
