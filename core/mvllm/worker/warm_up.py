@@ -24,7 +24,8 @@ from mvllm.sampling.sampling_state import SamplingState, TokenHistory
 from mvllm.worker.capture_shapes import reachable_shapes, warm_up_shapes
 from mvllm.worker.model_forward import ModelForward
 from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
-from mvllm.worker.step_inputs import BufferLayout, StepInputs
+from mvllm.worker.step_buffer import BufferLayout
+from mvllm.worker.step_inputs import StepInputs
 
 logger = get_logger(__name__)
 
