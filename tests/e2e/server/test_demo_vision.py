@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,11 +14,19 @@ import openai
 import pytest
 from PIL import Image
 
+from mvllm.demo import demo_vision_model_path
 from tests.helpers.processes import assert_nothing_left, shared_memory_names
 from tests.helpers.server import SMALL, ServerProcess
 from tools.demo_vision.pictures import Shape, draw
 
 CIRCLE, SQUARE = Shape("circle", "red"), Shape("square", "blue")
+
+
+def test_it_is_small_and_knew_every_shape_after_training() -> None:
+    folder = demo_vision_model_path()
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 10_000_000
+    figures = json.loads((folder.parent / "vision_figures.json").read_text())
+    assert figures["plain_pictures_exact"] == 1.0 and figures["heldout_exact"] > 0.6
 
 
 def png(*shapes: Shape, side: int = 32) -> bytes:
