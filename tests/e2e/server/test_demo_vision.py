@@ -67,7 +67,7 @@ def ask(server: ServerProcess, *parts: dict[str, object], **settings: object) ->
 
 def test_the_model_names_a_shape(server: ServerProcess) -> None:
     assert ask(server, image_part(png(CIRCLE)), text_part("What is in the picture?")) == "A red circle."
-    assert ask(server, text_part("What do you see?"), image_part(png(SQUARE, side=100))) == "A blue square."
+    assert ask(server, image_part(png(SQUARE, side=100)), text_part("What do you see?")) == "A blue square."
 
 
 def test_two_pictures_in_one_message_and_a_stream(server: ServerProcess) -> None:
