@@ -67,7 +67,8 @@ def ask(server: ServerProcess, *parts: dict[str, object], **settings: object) ->
 
 def test_the_model_names_a_shape(server: ServerProcess) -> None:
     assert ask(server, image_part(png(CIRCLE)), text_part("What is in the picture?")) == "A red circle."
-    assert ask(server, image_part(png(SQUARE, side=100)), text_part("What do you see?")) == "A blue square."
+    assert ask(server, image_part(png(SQUARE)), text_part("What do you see?")) == "A blue square."
+    assert ask(server, image_part(png(CIRCLE, side=100)), text_part("Describe the image.")) == "A red circle."
 
 
 def test_two_pictures_in_one_message_and_a_stream(server: ServerProcess) -> None:
