@@ -506,6 +506,20 @@ def test_adapters_are_updated_in_place(llama: Pair, tmp_path: Path) -> None:
         assert result_of(llm, LoRARequest("fresh", 1, str(one))) == both
 
 
+def test_a_replaced_adapter_that_is_loaded_again_finds_no_blocks_of_its_replacement(
+    llama: Pair, tmp_path: Path
+) -> None:
+    one, two = (LoRARequest("policy", 1, str(write_adapter(tmp_path / str(i), llama.old, seed=i))) for i in (1, 2))
+    with engine(llama.old, enable_lora=True) as llm:
+        first = result_of(llm, one)
+        llm.llm_engine.add_request("a", {"prompt_token_ids": PROMPTS[0]}, GREEDY, lora_request=one)
+        llm.update_lora(two)
+        (waited,) = run(llm)
+        assert waited.outputs[0].token_ids != [token for token, _ in first[0]]
+        assert llm.llm_engine.remove_lora(1)
+        assert result_of(llm, one) == first
+
+
 def test_methods_of_the_user_run_on_every_worker(make_llm: MakeLLM, llama: Pair) -> None:
     path = f"{weight_update_extension.__name__}.Extension"
     llm = make_llm(model=llama.old, worker_extension_cls=path, tensor_parallel_size=2, **THREADS)

@@ -17,6 +17,7 @@ import functools
 import hashlib
 import os
 import struct
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from mvllm.messages.multimodal import ItemSpan
@@ -70,7 +71,9 @@ def hash_block(parent: BlockHash, token_ids: Sequence[int], items: bytes = b"") 
 def items_in_block(spans: Sequence[ItemSpan], start: int, stop: int) -> bytes:
     """The names of the items whose spans overlap a block, with the block's place in each span; empty without any.
 
-    Which rows of an item the block has follows from this and from the tokens of its chain.
+    Which rows of an item the block has follows from this and from the tokens of its chain. The last 8 bytes of each say
+    how far the rows at the end of the block go on behind it without a gap: in models whose images attend in both
+    directions the block's values depend on all of these.
 
     Args:
         spans: By rising offset.
@@ -82,7 +85,15 @@ def items_in_block(spans: Sequence[ItemSpan], start: int, stop: int) -> bytes:
             break
         if span.stop > start:
             found += span.content_hash + (start - span.offset).to_bytes(8, "little", signed=True)
+            found += _rows_across(span, stop).to_bytes(8, "little")
     return found
+
+
+def _rows_across(span: ItemSpan, position: int) -> int:
+    """How many rows of a run that begins before `position` of the prompt are at this position and behind it."""
+    place, runs = position - span.offset, span.embedded
+    index = bisect_left(runs, (place, 0)) - 1  # the last run that begins before it
+    return max(0, runs[index][1] - place) if index >= 0 else 0
 
 
 @functools.cache

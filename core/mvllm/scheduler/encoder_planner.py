@@ -78,17 +78,16 @@ class EncoderPlanner:
         """
         if request.unconditional_prompt_token_ids is not None:
             raise _error("guidance_scale cannot be combined with images, audio or embeddings in the prompt. Omit one.")
-        stop = advance = 0
+        stop, num_tokens = 0, len(request.prompt_token_ids)
         for item in request.items:
-            self._check_item(item, stop, len(request.prompt_token_ids))
+            self._check_item(item, stop, num_tokens)
             stop = max(stop, item.span.stop)
-            advance += _rope_shift(item.span)
-            if advance > 0 and stop + advance >= self._max_model_len:
-                raise _error(
-                    f"The positions of an item of modality {item.modality!r} end at {stop + advance}, but "
-                    f"max_model_len is {self._max_model_len}. Use shorter videos, or start the engine with a larger "
-                    "max_model_len."
-                )
+        end = num_tokens + num_skipped_positions(request)  # rotary positions never fall, so no other one is larger
+        if end > num_tokens and end >= self._max_model_len:
+            raise _error(
+                f"The positions of the prompt with its items end at {end}, but max_model_len is {self._max_model_len}. "
+                "Use shorter videos, or start the engine with a larger max_model_len."
+            )
         rows = {item.span.content_hash: item.num_encoded for item in request.items}
         if len(rows) > 1 and (self.has_cross_attention or not self._can_chunk):
             self._check_together(sum(rows.values()))

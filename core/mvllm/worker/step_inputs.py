@@ -121,6 +121,8 @@ class StepInputBuilder:
         max_draft_tokens: Most draft tokens of a row in one step.
         is_static: The platform has static shapes: S is padded to the size of R, so that shapes depend on one size less.
         with_states: The model has sequence states.
+        is_causal: The model takes token ids only: non-causal spans of the rows do not concern it, and steps may cut
+            them.
 
     Attributes:
         staging: The buffers of the step that `build` has begun. The caller ends the step there after submitting it.
@@ -140,8 +142,10 @@ class StepInputBuilder:
         max_draft_tokens: int = 0,
         is_static: bool = False,
         with_states: bool = False,
+        is_causal: bool = False,
     ) -> None:
         self._runtime = runtime
+        self._is_causal = is_causal
         self._is_static = is_static
         self._with_states = with_states
         self._rows = rows
@@ -385,7 +389,9 @@ class StepInputBuilder:
             num_decodes=num_decodes,
             capture=captured is not None,
         )
-        seen = table.non_causal_spans.visible_lens(rows, first, num_scheduled, padded_tokens)
+        seen = None
+        if not self._is_causal:
+            seen = table.non_causal_spans.visible_lens(rows, first, num_scheduled, padded_tokens)
         return StepInputs(
             rows,
             num_scheduled,

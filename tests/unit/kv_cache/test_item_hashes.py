@@ -44,6 +44,16 @@ def test_blocks_are_shared_up_to_the_first_item_that_differs() -> None:
     assert num_cached(manager, []) == 8
 
 
+def test_a_block_is_shared_only_if_the_rows_behind_it_attend_to_it_alike() -> None:
+    whole = ItemSpan(b"cat".ljust(32, b"."), 9, 9, [(0, 8)])
+    in_two_parts = ItemSpan(b"cat".ljust(32, b"."), 9, 9, [(0, 3), (4, 9)])
+    in_two_later = ItemSpan(b"cat".ljust(32, b"."), 9, 9, [(0, 7), (8, 9)])
+    manager = make_manager()
+    compute(manager, [whole])
+    assert num_cached(manager, [whole]) == 36
+    assert num_cached(manager, [in_two_parts]) == num_cached(manager, [in_two_later]) == 8
+
+
 def test_an_item_without_positions_decides_about_every_block() -> None:
     manager = make_manager()
     compute(manager, [span("speech", 0, 0)])

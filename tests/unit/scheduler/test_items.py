@@ -161,8 +161,19 @@ def test_rotary_positions_that_advance_faster_than_the_sequence_end_the_request_
     [result] = engine.run(request)
     assert len(result.token_ids) == 30 - 10 - 12
     request.items[0].span.rope_length = 27
-    with pytest.raises(RequestError, match=r"positions .* end at 31, but max_model_len is 30"):
+    with pytest.raises(RequestError, match=r"positions .* end at 33, but max_model_len is 30"):
         engine.scheduler.add_request(request)
+
+
+def test_rotary_positions_of_the_text_behind_items_are_below_max_model_len() -> None:
+    engine = make_engine(max_model_len=30)
+    request = prompt_with(4, ("video", 6), 12)
+    request.items[0].span.rope_length = 16
+    with pytest.raises(RequestError, match=r"positions .* end at 32, but max_model_len is 30"):
+        engine.scheduler.add_request(request)
+    request.items[0].span.rope_length = 13
+    [result] = engine.run(request)
+    assert len(result.token_ids) == 1
 
 
 @pytest.mark.parametrize(

@@ -84,3 +84,13 @@ def test_rows_take_spans_only_where_the_model_has_them() -> None:
         assert (None if found is None else as_list(found)) == ([1, 5, 5, 5, 5, 6] if has_spans else None)
     rows.apply_plan(make_plan({}, freed_rows=[0], new_requests=[make_new(0, list(range(6)), [1, 2])]))
     assert make_builder(rows).build(make_plan({0: 6})).visible_lens is None
+
+
+def test_a_draft_model_is_causal_and_may_stop_inside_of_a_span() -> None:
+    rows = make_rows()
+    rows.non_causal_spans.set_row(3, [make_item(5, (0, 3))])
+    rows.apply_plan(make_plan({}, new_requests=[make_new(3, list(range(20, 30)), [9, 2, 6], computed=4)]))
+    plan = make_plan({3: 2})  # up to position 6 of the span 5 to 8
+    assert make_builder(rows, is_causal=True).build(plan).visible_lens is None
+    with pytest.raises(AssertionError, match="not the span 5 to 8"):
+        make_builder(rows).build(plan)

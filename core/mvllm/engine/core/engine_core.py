@@ -400,7 +400,13 @@ class EngineCore(CoreRollouts):
 
     def remove_lora(self, lora_int_id: int) -> bool:
         """Unloads an adapter; False if it is not loaded, or in use: then it is evicted later, when space is needed."""
-        return self._required_lora_manager.remove(lora_int_id)
+        manager = self._required_lora_manager
+        has_other_names = manager.has_replaced(lora_int_id)
+        is_removed = manager.remove(lora_int_id)
+        if is_removed and has_other_names:  # a request may load the adapter that it names, which was replaced before
+            self._collect_all_steps()
+            self.scheduler.forget_computed(restart=False)
+        return is_removed
 
     @property
     def _required_lora_manager(self) -> LoRAManager:

@@ -69,6 +69,10 @@ class LoRAManager:
         """
         return self._file_hashes.get(self._replaced.get(request, request))
 
+    def has_replaced(self, lora_int_id: int) -> bool:
+        """Whether cached blocks may have the keys of an adapter that the one with this id has replaced."""
+        return not self._hashes_files and any(old.lora_int_id == lora_int_id for old in self._replaced)
+
     def add(self, request: LoRARequest) -> None:
         """Loads an adapter. If running requests use all places, it is loaded and unloaded again, as a check.
 

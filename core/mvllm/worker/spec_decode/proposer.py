@@ -117,6 +117,7 @@ def make_proposer(
         shapes=forward.shapes(),
         with_prompt_lens=draft.model.uses_prompt_lens,
         with_states=bool(draft.model.state_layers()),
+        is_causal=True,  # it sees placeholders instead of images, and its limit of tokens may be inside of one
     )
     return DraftModelProposer(
         draft,
