@@ -33,6 +33,10 @@ class Site(BaseHTTPRequestHandler):
                 if self.server.ended.wait(0.05):  # type: ignore[attr-defined]
                     return
             return
+        if name == "unending":
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nthe first part")
+            self.server.ended.wait(5)  # type: ignore[attr-defined]
+            return
         self.send_response(404 if name == "missing" else 200)
         if name == "endless":
             self.send_header("Connection", "close")
@@ -80,6 +84,7 @@ def test_an_allowed_host_is_fetched_whatever_its_address(port: int) -> None:
         *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0", "100.64.0.1"),
         *("224.0.0.1", "255.255.255.255", "192.0.2.1", "::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "ff02::1"),
         *("::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::a9fe:a9fe", "2002:7f00:1::", "nonsense"),
+        *("192.0.0.192", "192.88.99.1", "168.63.129.16", "fec0::1", "64:ff9b:1::7f00:1", "3fff::1", "5f00::1"),
     ],
 )
 def test_an_address_that_is_not_public(address: str) -> None:
@@ -110,6 +115,8 @@ def test_a_redirect_is_checked_like_the_first_url(port: int, monkeypatch: pytest
         get(f"http://{HOST}:{port}/to/http://127.0.0.1:{port}/secret")
     with pytest.raises(RequestError, match="only the schemes"):
         get(f"http://{HOST}:{port}/to/file:///etc/passwd")
+    with pytest.raises(RequestError, match="redirects to no valid URL"):
+        get(f"http://{HOST}:{port}/to/http://[::1")
     monkeypatch.setattr(url_fetch, "is_public", lambda address: address == "127.0.0.1")  # this machine stands for one
     addresses = {"open.test": "127.0.0.1", "inner.test": "169.254.169.254"}
     with pytest.raises(RequestError, match=r"inner\.test.*not public"):
@@ -168,3 +175,8 @@ def test_contents_that_cannot_be_had(port: int, name: str, why: str) -> None:
 def test_a_host_that_sends_its_answer_byte_by_byte_ends_at_the_time_limit(port: int) -> None:
     with pytest.raises(RequestError, match="took too long"):
         get(f"http://{HOST}:{port}/drip", timeout=0.4)
+
+
+def test_what_has_arrived_at_the_time_limit_is_not_taken_for_the_whole(port: int) -> None:
+    with pytest.raises(RequestError, match="took too long"):
+        get(f"http://{HOST}:{port}/unending", timeout=0.3)
