@@ -198,6 +198,11 @@ def test_after_close_every_item_is_refused_at_once() -> None:
             "device",
             "mm_processor_kwargs",
         ),
+        (
+            {"multi_modal_data": {"image": b"x"}, "mm_processor_kwargs": {"images_kwargs": {"device": "x"}}},
+            "may not set device",
+            "mm_processor_kwargs",
+        ),
         ({"multi_modal_data": {"image": b"x"}, "mm_processor_kwargs": {"a": {1}}}, "JSON", "mm_processor_kwargs"),
         ({"multi_modal_data": {"image": b"x"}, "multi_modal_uuids": {"image": [1]}}, "a text", "multi_modal_uuids"),
         ({"multi_modal_data": {"image": b"x"}, "multi_modal_uuids": {"image": "ab" * 200}}, "256", "multi_modal_uuids"),
