@@ -140,6 +140,12 @@ class JobServer:
         kwargs = {name: value for name, value in kwargs.items() if name not in _SAMPLING}
         content = self._decoded(job.source, sampling, keeps=AUDIO_WINDOW in kwargs)
         item = self._processor.process(job.source.modality, content, counts=job.counts, kwargs=kwargs, uuid=job.uuid)
+        if len(item.token_ids) > self._start.max_embeddings:
+            raise RequestError(
+                f"The {item.modality} takes {len(item.token_ids)} tokens, but prompt and output together may have "
+                f"{self._start.max_embeddings} (max_model_len). Send a smaller one.",
+                parameter="multi_modal_data",
+            )
         if item.num_bytes > MAX_RESULT_BYTES:
             raise RequestError(
                 f"The processor makes {item.num_bytes >> 20} MB of the {item.modality}; {MAX_RESULT_BYTES >> 20} are "

@@ -89,6 +89,15 @@ def test_items_are_processed_in_their_order_and_kept(client: ProcessorClient) ->
     assert seen[3:] == [False]  # other arguments, other features
 
 
+def test_items_of_more_tokens_than_the_context_are_refused(client: ProcessorClient) -> None:
+    long = 77  # see scripted_processor
+    assert len(process(client, image(5, long), image(5, long))) == 2
+    with pytest.raises(RequestError, match=r"The image takes 11 tokens.*10"):
+        process(client, image(11, long))
+    with pytest.raises(RequestError, match=r"first 3 items of the prompt take 14 tokens.*10"):
+        process(client, image(5, long), image(4, long), image(5, long), image(1, long))
+
+
 def test_items_whose_features_depend_on_the_others_are_kept_by_their_number(client: ProcessorClient) -> None:
     seen: list[bool] = []
     client.on_processed = lambda is_cached, seconds: seen.append(is_cached)
