@@ -90,8 +90,10 @@ class JobServer:
             if job.source.modality == "embeds":
                 self._limit(job.seconds)
                 return ItemResult(embeds=self._read_embeddings(job.source.data))
-            if self._processor is None and (failed := self._load()) is not None:
-                return failed
+            if self._processor is None:
+                self._lift_memory_limit()  # of earlier jobs with embeddings, which need no processor
+                if (failed := self._load()) is not None:
+                    return failed
             self._limit(job.seconds)
             return self._process(job)
         except MemoryError:
@@ -111,6 +113,13 @@ class JobServer:
             self._is_limited = True
             limit_memory(MEMORY_BYTES)
         limit_processor_time(seconds)
+
+    def _lift_memory_limit(self) -> None:
+        """Loading the processor may take more than what jobs may add; the next job sets the limit anew."""
+        if self._is_limited:
+            self._is_limited = False
+            most = resource.getrlimit(resource.RLIMIT_AS)[1]
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
     def _load(self) -> ItemResult | None:
         """Loads the processor. Returns the error, which later jobs get, too."""
@@ -135,11 +144,15 @@ class JobServer:
 
     def _process(self, job: ItemJob) -> ItemResult:
         kwargs: dict[str, Any] = json.loads(job.kwargs)
+        wanted = {name: value for name, value in kwargs.items() if name in _SAMPLING}
         engine_kwargs = json.loads(self._start.processor_kwargs)
-        sampling = FrameSampling.from_settings({**engine_kwargs, **kwargs})
+        sampling = FrameSampling.from_settings(wanted or engine_kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in _SAMPLING}
         content = self._decoded(job.source, sampling, keeps=AUDIO_WINDOW in kwargs)
-        item = self._processor.process(job.source.modality, content, counts=job.counts, kwargs=kwargs, uuid=job.uuid)
+        uuid = job.uuid
+        if uuid is not None and wanted:  # names the whole video, and other frames of it are another content
+            uuid = json.dumps([uuid, wanted], sort_keys=True)
+        item = self._processor.process(job.source.modality, content, counts=job.counts, kwargs=kwargs, uuid=uuid)
         if len(item.token_ids) > self._start.max_embeddings:
             raise RequestError(
                 f"The {item.modality} takes {len(item.token_ids)} tokens, but prompt and output together may have "

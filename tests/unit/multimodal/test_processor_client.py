@@ -22,11 +22,13 @@ from safetensors.numpy import save
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.multimodal import MultiModalConfig, MultiModalModel
 from mvllm.errors import RequestError
-from mvllm.multimodal import processor_client
+from mvllm.multimodal import processor_client, processor_main
+from mvllm.multimodal.media_source import MediaSource, load_source
 from mvllm.multimodal.processed_item import ProcessedItem
 from mvllm.multimodal.processed_item_cache import ProcessedItemCache
 from mvllm.multimodal.processor_client import ProcessorClient
 from mvllm.multimodal.processor_main import read_array
+from mvllm.multimodal.processor_messages import ItemJob, ItemResult
 from tests.helpers.processes import wait_until
 
 MODEL: Any = SimpleNamespace(
@@ -239,6 +241,47 @@ def test_a_model_for_text_and_a_modality_that_is_off() -> None:
         ProcessorClient(text, MultiModalConfig()).process(prompt)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="0 are allowed"):
         ProcessorClient(MODEL, MultiModalConfig(limit_per_prompt={"image": 0})).process(prompt)
+
+
+# --- the program
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> processor_main.JobServer:
+    """A JobServer of this process, which gets no limits."""
+    monkeypatch.setattr(processor_main, "limit_memory", lambda num_bytes: None)
+    monkeypatch.setattr(processor_main, "limit_processor_time", lambda seconds: None)
+    start = processor_client._start_message(MODEL, MultiModalConfig(processor_kwargs={"num_frames": 3}))
+    return processor_main.JobServer(start)
+
+
+def test_other_frames_of_a_named_video_have_another_name(server: processor_main.JobServer) -> None:
+    seen: list[tuple[list[int], str | None]] = []
+
+    def process(modality: str, content: Any, *, uuid: str | None, **unused: Any) -> None:
+        seen.append((content.indices, uuid))
+        raise RequestError("seen")
+
+    server._processor = SimpleNamespace(process=process)
+    frames = load_source("video", np.zeros((9, 2, 2, 3), np.uint8), MultiModalConfig())
+    for kwargs in (b"{}", b'{"num_frames": 2}', b'{"num_frames": 9}', b'{"fps": 12}'):
+        assert server.run(ItemJob(frames, {"video": 1}, kwargs, uuid="a")).error == "seen"
+    indices, names = zip(*seen, strict=True)
+    assert list(map(len, indices)) == [3, 2, 9, 4]  # a request's settings replace the engine's
+    assert names[0] == "a" and len(set(names)) == 4
+
+
+def test_a_processor_is_loaded_without_the_limit_of_earlier_jobs(
+    server: processor_main.JobServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(processor_main, "limit_memory", lambda num_bytes: seen.append("limit"))
+    monkeypatch.setattr(processor_main.resource, "setrlimit", lambda which, limits: seen.append("lift"))
+    monkeypatch.setattr(server, "_load", lambda: seen.append("load"))
+    monkeypatch.setattr(server, "_process", lambda job: ItemResult())
+    for modality in ("embeds", "embeds", "image"):
+        server.run(ItemJob(MediaSource(modality, "encoded", b"x"), {}))
+    assert seen == ["limit", "lift", "load", "limit"]
 
 
 # --- ready embeddings
