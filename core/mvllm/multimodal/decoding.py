@@ -89,14 +89,27 @@ def _decode_image(data: bytes, limits: DecodingLimits) -> Any:
     return to_rgb(image)
 
 
+_TRANSPOSES = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+"""By EXIF's orientation: names in `PIL.Image.Transpose`. Pillow's `exif_transpose` also writes the EXIF data anew, which
+fails where other parts of it are damaged."""
+
+
 def _oriented(image: Any) -> Any:
     """The image as its EXIF orientation shows it. Damaged EXIF data is ignored."""
-    operations: Any = _import("PIL.ImageOps", "Pillow")
+    image_module: Any = _import("PIL.Image", "Pillow")
     try:
-        orientation = image.getexif().get(0x0112, 1)
+        name = _TRANSPOSES.get(image.getexif().get(0x0112, 1))
     except Exception:  # noqa: BLE001  (the pixels are good)
         return image
-    return operations.exif_transpose(image) if orientation != 1 else image
+    return image if name is None else image.transpose(image_module.Transpose[name])
 
 
 def to_rgb(image: Any) -> Any:
@@ -215,7 +228,7 @@ def _decode_video(data: bytes, limits: DecodingLimits, sampling: FrameSampling) 
             _check_frame(width, height, limits)
             stream.thread_type = "NONE"
             total, fps = _count_frames(av, data, stream)
-            indices = sampling.indices(total, fps)
+            indices = sampling.indices(total, fps, limits.max_pixels // (width * height))
             if len(indices) * width * height > limits.max_pixels:
                 raise _error(
                     "video",
@@ -268,7 +281,7 @@ def _read_frames(container: Any, stream: Any, indices: list[int], size: tuple[in
 def _video_of_frames(source: MediaSource, limits: DecodingLimits, sampling: FrameSampling) -> VideoContent:
     count, height, width, _ = source.shape
     _check_frame(width, height, limits)
-    indices = sampling.indices(count, source.fps)
+    indices = sampling.indices(count, source.fps, limits.max_pixels // (width * height))
     if len(indices) * width * height > limits.max_pixels:
         raise _error("video", f"its frames have more than {limits.max_pixels} pixels")
     frames = np.frombuffer(source.data, np.uint8).reshape(source.shape)

@@ -13,7 +13,7 @@ from typing import Any
 import av
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from mvllm.errors import ConfigError, RequestError
 from mvllm.multimodal.contents import AudioContent, VideoContent, hash_content
@@ -77,6 +77,21 @@ def test_the_orientation_of_exif_is_applied() -> None:
     found = decoded(file_of(picture(), exif=exif))
     assert found.size == (20, 40)
     assert found.tobytes() == picture().transpose(Image.Transpose.ROTATE_270).tobytes()
+
+
+@pytest.mark.parametrize("orientation", range(10))
+def test_every_orientation_is_that_of_pillow(orientation: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file = file_of(picture(), exif=exif)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(file)))
+
+    def fail(*unused: Any) -> None:
+        raise ValueError("other tags are damaged")
+
+    monkeypatch.setattr(Image.Exif, "tobytes", fail)
+    found = decoded(file)
+    assert (found.size, found.tobytes()) == (expected.size, expected.tobytes())
 
 
 def test_what_is_transparent_becomes_white() -> None:
@@ -226,6 +241,16 @@ def test_frames_of_a_video(sampling: FrameSampling, indices: list[int]) -> None:
     assert (found.indices, found.total_frames, found.fps) == (indices, 12, 6.0)
     assert found.frames.shape == (len(indices), 16, 32, 3)
     assert np.allclose(found.frames.mean(axis=(1, 2, 3)), [20 * i for i in indices], atol=4)
+
+
+def test_fewer_frames_of_a_large_video_are_used_unless_their_number_is_asked_for() -> None:
+    large = film(size=(256, 100))  # 100,000 pixels are 3 frames
+    assert decoded(large, "video").indices == [0, 6, 11]
+    array = MediaSource("video", "frames", bytes(12 * 100 * 256 * 3), "uint8", [12, 100, 256, 3], fps=1.0)
+    assert decode(array, LIMITS, sampling_rate=0, sampling=FrameSampling()).indices == [0, 6, 11]
+    for sampling in (FrameSampling(num_frames=4), FrameSampling(fps=6.0)):
+        with pytest.raises(RequestError, match="100000 pixels allowed"):
+            decoded(large, "video", sampling)
 
 
 @pytest.mark.parametrize(
