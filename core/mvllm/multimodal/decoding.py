@@ -98,7 +98,7 @@ _TRANSPOSES = {
     7: "TRANSVERSE",
     8: "ROTATE_90",
 }
-"""By EXIF's orientation: names in `PIL.Image.Transpose`. Pillow's `exif_transpose` also writes the EXIF data anew, which
+"""By EXIF's orientation: names in `PIL.Image.Transpose`. Pillow's `exif_transpose` also writes the EXIF data anew, and
 fails where other parts of it are damaged."""
 
 
