@@ -179,6 +179,7 @@ def _connect(parts: SplitResult, address: str, deadline: float, url: str) -> htt
     except (OSError, ValueError) as e:
         raise _error(url, _reason(e)) from e
     connection = http.client.HTTPConnection(host, port)
+    connection.default_port = _port_of(urlsplit(f"{parts.scheme}:"))  # left out of the header Host, which may be signed
     connection.sock = sock
     return connection
 

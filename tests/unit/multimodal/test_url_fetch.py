@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
@@ -44,7 +46,7 @@ class Site(BaseHTTPRequestHandler):
             for _ in range(1000):
                 self.wfile.write(b"x" * 4096)
             return
-        body = b"content"
+        body = self.headers["Host"].encode() if name == "host" else b"content"
         self.send_header("Content-Length", str(len(body) + (name == "short")))
         self.end_headers()
         self.wfile.write(body)
@@ -108,6 +110,18 @@ def test_one_private_address_of_a_name_refuses_it() -> None:
 def test_names_of_this_machine_are_found_by_the_name_service_itself(url: str) -> None:
     with pytest.raises(RequestError, match=r"not public|cannot be resolved"):
         fetch_url(url, allowed_hosts=None, timeout=1, max_bytes=1)
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_the_host_is_named_as_in_the_url(port: int, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert get(f"http://{HOST}:{port}/host") == f"{HOST}:{port}".encode()
+    connect = socket.create_connection
+    monkeypatch.setattr(
+        url_fetch.socket, "create_connection", lambda address, timeout: connect((address[0], port), timeout)
+    )
+    plain = SimpleNamespace(wrap_socket=lambda sock, server_hostname: sock)
+    monkeypatch.setattr(url_fetch.ssl, "create_default_context", lambda: plain)
+    assert get(f"{scheme}://{HOST}/host") == HOST.encode()
 
 
 def test_a_redirect_is_checked_like_the_first_url(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
