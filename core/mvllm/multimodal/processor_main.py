@@ -35,6 +35,8 @@ MEMORY_BYTES = 4 << 30
 """Address space that jobs may add to the process."""
 MAX_RESULT_BYTES = 1 << 30
 """Most bytes of the features of one item."""
+MAX_KEPT = 4
+"""Most decoded contents that are kept for jobs with other windows of them: of requests that take turns."""
 
 _MAX_ERROR_LENGTH = 1000
 _SAMPLING = ("num_frames", "fps")
@@ -82,7 +84,7 @@ class JobServer:
         self._processor: Any = None
         self._error: ItemResult | None = None
         self._is_limited = False
-        self._kept: tuple[MediaSource, Any] | None = None
+        self._kept: list[tuple[MediaSource, Any]] = []
 
     def run(self, job: ItemJob) -> ItemResult:
         """Runs one job. Errors are results."""
@@ -169,16 +171,21 @@ class JobServer:
         return ItemResult(item=item, depends_on_counts=depends)
 
     def _decoded(self, source: MediaSource, sampling: FrameSampling, *, keeps: bool) -> Any:
-        """The content of a source. With `keeps` it is there for the next job, which may be another window of it."""
-        kept = self._kept
-        if kept is not None and kept[0] == source:
-            return kept[1]
-        self._kept = None
-        rate = self._sampling_rate(source.modality)
-        content = decode(source, self._limits, sampling_rate=rate, sampling=sampling)
-        if keeps:
-            self._kept = source, content
+        """The content of a source. With `keeps` it is there for later jobs, which may be other windows of it."""
+        if not keeps:
+            return self._decode(source, sampling)
+        for i, kept in enumerate(self._kept):
+            if kept[0] == source:
+                self._kept.append(self._kept.pop(i))
+                return kept[1]
+        del self._kept[: max(0, len(self._kept) + 1 - MAX_KEPT)]
+        content = self._decode(source, sampling)
+        self._kept.append((source, content))
         return content
+
+    def _decode(self, source: MediaSource, sampling: FrameSampling) -> Any:
+        rate = self._sampling_rate(source.modality)
+        return decode(source, self._limits, sampling_rate=rate, sampling=sampling)
 
     def _sampling_rate(self, modality: str) -> int:
         return int(self._processor.family.sampling_rate()) if modality == "audio" else 0

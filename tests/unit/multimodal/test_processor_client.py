@@ -271,6 +271,35 @@ def test_other_frames_of_a_named_video_have_another_name(server: processor_main.
     assert names[0] == "a" and len(set(names)) == 4
 
 
+def test_the_windows_of_several_audios_are_decoded_once(
+    server: processor_main.JobServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bytes] = []
+
+    def decode(source: MediaSource, *unused: Any, **settings: Any) -> bytes:
+        seen.append(source.data)
+        return source.data
+
+    def process(modality: str, content: bytes, **unused: Any) -> None:
+        raise RequestError(content.decode())
+
+    monkeypatch.setattr(processor_main, "decode", decode)
+    server._processor = SimpleNamespace(process=process, family=SimpleNamespace(sampling_rate=lambda: 16000))
+    names = [b"%d" % i for i in range(processor_main.MAX_KEPT)]
+
+    def ask(name: bytes, window: int) -> None:
+        job = ItemJob(MediaSource("audio", "encoded", name), {"audio": 1}, b'{"audio_window": %d}' % window)
+        assert server.run(job).error == name.decode()
+
+    for window in range(3):
+        for name in names:
+            ask(name, window)
+    assert seen == names
+    for name in (names[0], b"new", names[0], names[1]):
+        ask(name, 0)
+    assert seen[len(names) :] == [b"new", names[1]]  # dropped: used least recently
+
+
 def test_a_processor_is_loaded_without_the_limit_of_earlier_jobs(
     server: processor_main.JobServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
