@@ -28,6 +28,7 @@ from mvllm.multimodal.url_fetch import fetch_url
 
 _PARAMETER = "multi_modal_data"
 _MODES = {"L": 1, "RGB": 3, "RGBA": 4}
+_TRANSPARENT = ("LA", "La", "PA", "RGBa")
 
 
 class MediaSource(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -177,7 +178,8 @@ def _read_file(name: str, config: MultiModalConfig) -> bytes:
 def _image(value: Any) -> MediaSource | None:
     if hasattr(value, "mode") and hasattr(value, "tobytes") and hasattr(value, "convert"):  # Pillow's
         if value.mode not in _MODES:
-            value = value.convert("RGBA" if "transparency" in getattr(value, "info", {}) else "RGB")
+            is_transparent = value.mode in _TRANSPARENT or "transparency" in getattr(value, "info", {})
+            value = value.convert("RGBA" if is_transparent else "RGB")
         width, height = value.size
         return MediaSource("image", "pixels", value.tobytes(), "uint8", [height, width, _MODES[value.mode]])
     if not _is_array(value, "uint8") or value.ndim not in (2, 3):

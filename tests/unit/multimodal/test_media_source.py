@@ -74,6 +74,8 @@ def test_arrays_and_images() -> None:
     assert (source.form, source.shape, source.data[:3]) == ("pixels", [2, 4, 3], b"\x01\x02\x03")
     assert load_source("image", image.convert("P"), CLOSED).shape == [2, 4, 3]
     assert load_source("image", np.zeros((2, 4), np.uint8), CLOSED).shape == [2, 4, 1]
+    for mode in ("LA", "PA"):  # what is transparent becomes white when it is decoded, as that of files does
+        assert load_source("image", Image.new(mode, (4, 2)), CLOSED).shape == [2, 4, 4]
     frames = load_source("video", [image, image], CLOSED)
     assert (frames.form, frames.shape, frames.fps) == ("frames", [2, 2, 4, 3], 24.0)
     assert load_source("video", (np.zeros((3, 2, 4, 3), np.uint8), {"fps": 5}), CLOSED).fps == 5.0
