@@ -24,6 +24,8 @@ MAX_VIDEO_FRAMES = 1 << 17
 """Most frames of a video that are read to find those that are sampled."""
 
 _MAX_SIDE = 1 << 16
+_MOST_ELONGATED = 200
+"""Largest ratio of the sides of an image. Processors that resize the shorter side would make gigabytes of others."""
 
 
 class DecodingLimits:
@@ -139,6 +141,8 @@ def _image_of_pixels(source: MediaSource, limits: DecodingLimits) -> Any:
 def _check_size(width: int, height: int, limits: DecodingLimits) -> None:
     if width < 1 or height < 1 or max(width, height) > _MAX_SIDE or width * height > limits.max_pixels:
         raise _error("image", f"it has {width} x {height} pixels; {limits.max_pixels} are allowed")
+    if max(width, height) > _MOST_ELONGATED * min(width, height):
+        raise _error("image", f"its sides, {width} x {height} pixels, differ by more than {_MOST_ELONGATED} times")
 
 
 _MARKUP = (b"<?xml", b"<svg", b"<!doc", b"<html", b"<head", b"<body", b"<!--", b"{", b"<script")
@@ -291,6 +295,8 @@ def _video_of_frames(source: MediaSource, limits: DecodingLimits, sampling: Fram
 def _check_frame(width: int, height: int, limits: DecodingLimits) -> None:
     if width < 1 or height < 1 or max(width, height) > _MAX_SIDE or width * height > limits.max_pixels:
         raise _error("video", f"its frames have {width} x {height} pixels; {limits.max_pixels} are allowed")
+    if max(width, height) > _MOST_ELONGATED * min(width, height):
+        raise _error("video", f"the sides of its frames, {width} x {height} pixels, differ too much")
 
 
 _SAFE_OPTIONS = {"protocol_whitelist": "", "enable_drefs": "0", "use_absolute_path": "0"}

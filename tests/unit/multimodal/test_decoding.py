@@ -123,6 +123,7 @@ def test_one_pixel() -> None:
         (bomb(60_000, 60_000), "60000 x 60000 pixels; 100000 are allowed"),
         (bomb(2**31 - 1, 2**31 - 1), "pixels|damaged"),
         (bomb(70_000, 1), "70000 x 1 pixels"),
+        (bomb(1, 201), "1 x 201 pixels, differ by more than 200 times"),
         (file_of(picture())[:-200], "damaged or truncated"),
         (file_of(picture(), "JPEG")[:-200], "damaged or truncated"),
         (file_of(picture())[:20], "none of PNG"),
@@ -257,6 +258,7 @@ def test_fewer_frames_of_a_large_video_are_used_unless_their_number_is_asked_for
     ("data", "why"),
     [
         (lambda: film(size=(400, 300)), "frames of 400 x 300|400 x 300 pixels"),
+        (lambda: film(size=(4000, 16)), "4000 x 16 pixels, differ too much"),
         (lambda: film()[:300], "cannot be decoded|no frame|no frames"),
         (lambda: b"<html>", "a text"),
         (lambda: sound(0.1), "no video"),
