@@ -212,7 +212,7 @@ def _video(value: Any) -> MediaSource | None:
 
 
 def _audio(value: Any) -> MediaSource | None:
-    rate = 0
+    rate: Any = 0
     if isinstance(value, tuple) and len(value) == 2 and not isinstance(value[0], int | float):
         value, rate = value[0], value[1]
         if type(rate) is bool or not isinstance(rate, SupportsFloat) or not 100 <= rate <= 1_000_000 or rate % 1:
