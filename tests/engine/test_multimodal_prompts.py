@@ -113,6 +113,11 @@ def test_embeddings_of_the_tokens_give_the_output_of_the_tokens(llm: LLM) -> Non
         ({"prompt_embeds": np.zeros((2, 64), np.float32)}, SamplingParams(prompt_logprobs=1), "no tokens"),
         ({"prompt_token_ids": [5], "multi_modal_items": [1]}, GREEDY, "multi_modal_data"),
         (prompt(RED), SamplingParams(truncate_prompt_tokens=5), "cut one in two"),
+        (
+            {"prompt_token_ids": [5], "multi_modal_data": {"image": RED}},
+            SamplingParams(truncate_prompt_tokens=5),
+            "cut one in two",
+        ),
         (prompt(RED), SamplingParams(guidance_scale=2.0), "guidance_scale cannot be combined"),
     ],
 )

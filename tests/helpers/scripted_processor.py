@@ -23,19 +23,20 @@ class Family:
 
 
 class Processor:
-    """Makes one row of two numbers of each image: its size."""
+    """Makes one row of two numbers of each image: its size. Those of height 77 take as many tokens as they are wide."""
 
     family = Family()
 
     def process(self, modality: str, content: Any, *, counts: dict[str, int], **unused: Any) -> ProcessedItem:
         width, height = content.size
+        num_tokens = width if height == 77 else 1
         return ProcessedItem(
             modality=modality,
             content_hash=hash_content(content, repr(self.family.arguments(modality, counts)).encode()),
             placeholder="<i>",
             placeholder_id=3,
             replacement="<p>",
-            token_ids=[4],
+            token_ids=[4] * num_tokens,
             start=0,
             stop=1,
             embedded=[(0, 1)],

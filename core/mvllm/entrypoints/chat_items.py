@@ -57,11 +57,17 @@ def take_items(messages: Sequence[Any], config: EngineConfig) -> tuple[Sequence[
 
 
 def placeholder_texts(config: EngineConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """By modality, the text that stands for an item where the chat template does not write it."""
+    """By modality, the text that stands for an item where the chat template does not write it.
+
+    Items of models with cross-attention have no token: no text stands for them.
+    """
     model = config.model.multimodal
     if model is None:
         return {}
-    return {modality: tokenizer.token_text(token_id) for modality, token_id in model.placeholders.items()}
+    return {
+        modality: "" if token_id < 0 else tokenizer.token_text(token_id)
+        for modality, token_id in model.placeholders.items()
+    }
 
 
 def is_place(part: object) -> bool:

@@ -36,7 +36,8 @@ class AddRequests(msgspec.Struct, tag=1, array_like=True, frozen=True):
 
     Attributes:
         request_ids: Their ids, which the core needs for the error if it cannot decode a request.
-        requests: One encoded EngineCoreRequest each.
+        requests: One encoded EngineCoreRequest each. The features of an item that several requests have are in the
+            first of them only, see `omit_sent_features`.
     """
 
     request_ids: list[str]

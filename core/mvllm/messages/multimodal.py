@@ -14,6 +14,8 @@ a model with cross-attention has no positions: its span is empty, at offset 0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 
@@ -89,6 +91,33 @@ class MultiModalItem(msgspec.Struct, array_like=True, omit_defaults=True):
     def is_causal(self) -> bool:
         """Whether its positions see earlier ones only in every model."""
         return self.modality == "embeds"
+
+
+def omit_sent_features(items: Sequence[MultiModalItem], sent: set[bytes]) -> list[MultiModalItem]:
+    """The items without the features that a message has already, in one with several requests.
+
+    The n sequences of a prompt have the same items, whose features take megabytes.
+
+    Args:
+        sent: Content hashes of the items in the message so far. Those of `items` are added.
+    """
+    found: list[MultiModalItem] = []
+    for item in items:
+        is_sent = item.span.content_hash in sent
+        sent.add(item.span.content_hash)
+        found.append(msgspec.structs.replace(item, features={}) if is_sent else item)
+    return found
+
+
+def restore_sent_features(items: Sequence[MultiModalItem], received: dict[bytes, dict[str, ArrayData]]) -> None:
+    """Undoes `omit_sent_features`: equal items then share their features.
+
+    Args:
+        received: Features of the items in the message so far, by content hash. Those of `items` are added.
+    """
+    for item in items:
+        item.features = item.features or received.get(item.span.content_hash, {})
+        received[item.span.content_hash] = item.features
 
 
 class EncoderInput(msgspec.Struct, array_like=True):

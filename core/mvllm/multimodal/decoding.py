@@ -24,6 +24,8 @@ MAX_VIDEO_FRAMES = 1 << 17
 """Most frames of a video that are read to find those that are sampled."""
 
 _MAX_SIDE = 1 << 16
+_MOST_ELONGATED = 200
+"""Largest ratio of the sides of an image. Processors that resize the shorter side would make gigabytes of others."""
 
 
 class DecodingLimits:
@@ -89,14 +91,27 @@ def _decode_image(data: bytes, limits: DecodingLimits) -> Any:
     return to_rgb(image)
 
 
+_TRANSPOSES = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+"""By EXIF's orientation: names in `PIL.Image.Transpose`. Pillow's `exif_transpose` also writes the EXIF data anew, and
+fails where other parts of it are damaged."""
+
+
 def _oriented(image: Any) -> Any:
     """The image as its EXIF orientation shows it. Damaged EXIF data is ignored."""
-    operations: Any = _import("PIL.ImageOps", "Pillow")
+    image_module: Any = _import("PIL.Image", "Pillow")
     try:
-        orientation = image.getexif().get(0x0112, 1)
+        name = _TRANSPOSES.get(image.getexif().get(0x0112, 1))
     except Exception:  # noqa: BLE001  (the pixels are good)
         return image
-    return operations.exif_transpose(image) if orientation != 1 else image
+    return image if name is None else image.transpose(image_module.Transpose[name])
 
 
 def to_rgb(image: Any) -> Any:
@@ -126,6 +141,8 @@ def _image_of_pixels(source: MediaSource, limits: DecodingLimits) -> Any:
 def _check_size(width: int, height: int, limits: DecodingLimits) -> None:
     if width < 1 or height < 1 or max(width, height) > _MAX_SIDE or width * height > limits.max_pixels:
         raise _error("image", f"it has {width} x {height} pixels; {limits.max_pixels} are allowed")
+    if max(width, height) > _MOST_ELONGATED * min(width, height):
+        raise _error("image", f"its sides, {width} x {height} pixels, differ by more than {_MOST_ELONGATED} times")
 
 
 _MARKUP = (b"<?xml", b"<svg", b"<!doc", b"<html", b"<head", b"<body", b"<!--", b"{", b"<script")
@@ -215,7 +232,7 @@ def _decode_video(data: bytes, limits: DecodingLimits, sampling: FrameSampling) 
             _check_frame(width, height, limits)
             stream.thread_type = "NONE"
             total, fps = _count_frames(av, data, stream)
-            indices = sampling.indices(total, fps)
+            indices = sampling.indices(total, fps, limits.max_pixels // (width * height))
             if len(indices) * width * height > limits.max_pixels:
                 raise _error(
                     "video",
@@ -268,7 +285,7 @@ def _read_frames(container: Any, stream: Any, indices: list[int], size: tuple[in
 def _video_of_frames(source: MediaSource, limits: DecodingLimits, sampling: FrameSampling) -> VideoContent:
     count, height, width, _ = source.shape
     _check_frame(width, height, limits)
-    indices = sampling.indices(count, source.fps)
+    indices = sampling.indices(count, source.fps, limits.max_pixels // (width * height))
     if len(indices) * width * height > limits.max_pixels:
         raise _error("video", f"its frames have more than {limits.max_pixels} pixels")
     frames = np.frombuffer(source.data, np.uint8).reshape(source.shape)
@@ -278,6 +295,8 @@ def _video_of_frames(source: MediaSource, limits: DecodingLimits, sampling: Fram
 def _check_frame(width: int, height: int, limits: DecodingLimits) -> None:
     if width < 1 or height < 1 or max(width, height) > _MAX_SIDE or width * height > limits.max_pixels:
         raise _error("video", f"its frames have {width} x {height} pixels; {limits.max_pixels} are allowed")
+    if max(width, height) > _MOST_ELONGATED * min(width, height):
+        raise _error("video", f"the sides of its frames, {width} x {height} pixels, differ too much")
 
 
 _SAFE_OPTIONS = {"protocol_whitelist": "", "enable_drefs": "0", "use_absolute_path": "0"}

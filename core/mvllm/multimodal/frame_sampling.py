@@ -41,17 +41,18 @@ class FrameSampling:
             raise _error("num_frames and fps exclude each other")
         return cls(num_frames, fps)
 
-    def indices(self, total: int, fps: float) -> list[int]:
+    def indices(self, total: int, fps: float, most: int = MAX_FRAMES) -> list[int]:
         """The numbers of the frames, rising.
 
         Args:
             total: Frames of the video.
             fps: Its frames per second.
+            most: Most frames, if neither their number nor their rate is given.
         """
         if self._fps is not None:
             count = max(1, round(total / fps * self._fps))
         else:
-            count = DEFAULT_FRAMES if self._num_frames is None else self._num_frames
+            count = min(DEFAULT_FRAMES, most) if self._num_frames is None else self._num_frames
         count = min(count, total, MAX_FRAMES)
         if count == 1:
             return [0]

@@ -121,7 +121,9 @@ def _kwargs(value: object) -> bytes:
         raise RequestError(
             f"mm_processor_kwargs must be a dict; found {describe_value(value)}.", parameter="mm_processor_kwargs"
         )
-    reserved = [name for name in _RESERVED_KWARGS if name in value]
+    # Processors also take them for one modality: {"images_kwargs": {...}}.
+    groups = [value, *(each for each in value.values() if isinstance(each, Mapping))]
+    reserved = [name for name in _RESERVED_KWARGS if any(name in group for group in groups)]
     if reserved:
         raise RequestError(
             f"mm_processor_kwargs may not set {', '.join(reserved)}, which the engine decides.",

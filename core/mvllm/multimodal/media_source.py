@@ -15,7 +15,7 @@ import binascii
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 import msgspec
@@ -28,6 +28,7 @@ from mvllm.multimodal.url_fetch import fetch_url
 
 _PARAMETER = "multi_modal_data"
 _MODES = {"L": 1, "RGB": 3, "RGBA": 4}
+_TRANSPARENT = ("LA", "La", "PA", "RGBa")
 
 
 class MediaSource(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -126,7 +127,10 @@ def _read_data_url(text: str, config: MultiModalConfig) -> bytes:
     if not comma:
         raise RequestError("A data URL has no comma in front of its content.", parameter=_PARAMETER)
     if not head.lower().endswith(";base64"):
-        return unquote_to_bytes(body)
+        try:
+            return unquote_to_bytes(body)
+        except UnicodeEncodeError as e:
+            raise RequestError(f"A data URL is not valid Unicode: {e.reason}.", parameter=_PARAMETER) from e
     return decode_base64(body, config)
 
 
@@ -174,7 +178,8 @@ def _read_file(name: str, config: MultiModalConfig) -> bytes:
 def _image(value: Any) -> MediaSource | None:
     if hasattr(value, "mode") and hasattr(value, "tobytes") and hasattr(value, "convert"):  # Pillow's
         if value.mode not in _MODES:
-            value = value.convert("RGBA" if "transparency" in getattr(value, "info", {}) else "RGB")
+            is_transparent = value.mode in _TRANSPARENT or "transparency" in getattr(value, "info", {})
+            value = value.convert("RGBA" if is_transparent else "RGB")
         width, height = value.size
         return MediaSource("image", "pixels", value.tobytes(), "uint8", [height, width, _MODES[value.mode]])
     if not _is_array(value, "uint8") or value.ndim not in (2, 3):
@@ -207,15 +212,18 @@ def _video(value: Any) -> MediaSource | None:
 
 
 def _audio(value: Any) -> MediaSource | None:
-    rate = 0
+    rate: Any = 0
     if isinstance(value, tuple) and len(value) == 2 and not isinstance(value[0], int | float):
         value, rate = value[0], value[1]
-        if isinstance(rate, bool) or not float(rate).is_integer() or not 100 <= rate <= 1_000_000:
+        if type(rate) is bool or not isinstance(rate, SupportsFloat) or not 100 <= rate <= 1_000_000 or rate % 1:
             raise RequestError(
                 f"A sampling rate must be from 100 to 1000000; found {rate!r:.40}.", parameter=_PARAMETER
             )
     if isinstance(value, list | tuple) and value and all(isinstance(each, int | float) for each in value):
-        data = array.array("f", value)
+        try:
+            data = array.array("f", value)
+        except OverflowError as e:
+            raise RequestError(f"A sample of an audio is too large: {e}.", parameter=_PARAMETER) from e
         return MediaSource("audio", "samples", data.tobytes(), "float32", [len(data)], sampling_rate=int(rate))
     if not _is_array(value) or value.ndim != 1 or not len(value) or value.dtype.kind != "f":
         return None

@@ -144,11 +144,27 @@ class ProcessorClient:
         except RuntimeError as e:  # closed
             raise RequestError("The engine is shutting down.") from e
         try:
-            return [future.result() for future in futures]
+            found: list[ProcessedItem] = []
+            num_tokens = 0
+            for future in futures:
+                found.append(future.result())
+                num_tokens += len(found[-1].token_ids)
+                self._check_length(num_tokens, len(found))
+            return found
         except BaseException:
             for future in futures:
                 future.cancel()
             raise
+
+    def _check_length(self, num_tokens: int, num_items: int) -> None:
+        """Checks before more items are processed that those so far fit: their features may take gigabytes."""
+        limit = self._model.max_model_len
+        if num_tokens > limit:
+            raise RequestError(
+                f"The first {num_items} items of the prompt take {num_tokens} tokens, but prompt and output together "
+                f"may have {limit} (max_model_len). Send fewer or smaller ones.",
+                parameter="multi_modal_data",
+            )
 
     def _process_item(self, request: ItemRequest, modality: str, value: Any, uuid: str | None) -> ProcessedItem:
         started = time.monotonic()

@@ -35,6 +35,8 @@ MEMORY_BYTES = 4 << 30
 """Address space that jobs may add to the process."""
 MAX_RESULT_BYTES = 1 << 30
 """Most bytes of the features of one item."""
+MAX_KEPT = 4
+"""Most decoded contents that are kept for jobs with other windows of them: of requests that take turns."""
 
 _MAX_ERROR_LENGTH = 1000
 _SAMPLING = ("num_frames", "fps")
@@ -82,7 +84,7 @@ class JobServer:
         self._processor: Any = None
         self._error: ItemResult | None = None
         self._is_limited = False
-        self._kept: tuple[MediaSource, Any] | None = None
+        self._kept: list[tuple[MediaSource, Any]] = []
 
     def run(self, job: ItemJob) -> ItemResult:
         """Runs one job. Errors are results."""
@@ -90,8 +92,10 @@ class JobServer:
             if job.source.modality == "embeds":
                 self._limit(job.seconds)
                 return ItemResult(embeds=self._read_embeddings(job.source.data))
-            if self._processor is None and (failed := self._load()) is not None:
-                return failed
+            if self._processor is None:
+                self._lift_memory_limit()  # of earlier jobs with embeddings, which need no processor
+                if (failed := self._load()) is not None:
+                    return failed
             self._limit(job.seconds)
             return self._process(job)
         except MemoryError:
@@ -111,6 +115,13 @@ class JobServer:
             self._is_limited = True
             limit_memory(MEMORY_BYTES)
         limit_processor_time(seconds)
+
+    def _lift_memory_limit(self) -> None:
+        """Loading the processor may take more than what jobs may add; the next job sets the limit anew."""
+        if self._is_limited:
+            self._is_limited = False
+            most = resource.getrlimit(resource.RLIMIT_AS)[1]
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
     def _load(self) -> ItemResult | None:
         """Loads the processor. Returns the error, which later jobs get, too."""
@@ -135,11 +146,21 @@ class JobServer:
 
     def _process(self, job: ItemJob) -> ItemResult:
         kwargs: dict[str, Any] = json.loads(job.kwargs)
+        wanted = {name: value for name, value in kwargs.items() if name in _SAMPLING}
         engine_kwargs = json.loads(self._start.processor_kwargs)
-        sampling = FrameSampling.from_settings({**engine_kwargs, **kwargs})
+        sampling = FrameSampling.from_settings(wanted or engine_kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in _SAMPLING}
         content = self._decoded(job.source, sampling, keeps=AUDIO_WINDOW in kwargs)
-        item = self._processor.process(job.source.modality, content, counts=job.counts, kwargs=kwargs, uuid=job.uuid)
+        uuid = job.uuid
+        if uuid is not None and wanted:  # names the whole video, and other frames of it are another content
+            uuid = json.dumps([uuid, wanted], sort_keys=True)
+        item = self._processor.process(job.source.modality, content, counts=job.counts, kwargs=kwargs, uuid=uuid)
+        if len(item.token_ids) > self._start.max_embeddings:
+            raise RequestError(
+                f"The {item.modality} takes {len(item.token_ids)} tokens, but prompt and output together may have "
+                f"{self._start.max_embeddings} (max_model_len). Send a smaller one.",
+                parameter="multi_modal_data",
+            )
         if item.num_bytes > MAX_RESULT_BYTES:
             raise RequestError(
                 f"The processor makes {item.num_bytes >> 20} MB of the {item.modality}; {MAX_RESULT_BYTES >> 20} are "
@@ -150,16 +171,21 @@ class JobServer:
         return ItemResult(item=item, depends_on_counts=depends)
 
     def _decoded(self, source: MediaSource, sampling: FrameSampling, *, keeps: bool) -> Any:
-        """The content of a source. With `keeps` it is there for the next job, which may be another window of it."""
-        kept = self._kept
-        if kept is not None and kept[0] == source:
-            return kept[1]
-        self._kept = None
-        rate = self._sampling_rate(source.modality)
-        content = decode(source, self._limits, sampling_rate=rate, sampling=sampling)
-        if keeps:
-            self._kept = source, content
+        """The content of a source. With `keeps` it is there for later jobs, which may be other windows of it."""
+        if not keeps:
+            return self._decode(source, sampling)
+        for i, kept in enumerate(self._kept):
+            if kept[0] == source:
+                self._kept.append(self._kept.pop(i))
+                return kept[1]
+        del self._kept[: max(0, len(self._kept) + 1 - MAX_KEPT)]
+        content = self._decode(source, sampling)
+        self._kept.append((source, content))
         return content
+
+    def _decode(self, source: MediaSource, sampling: FrameSampling) -> Any:
+        rate = self._sampling_rate(source.modality)
+        return decode(source, self._limits, sampling_rate=rate, sampling=sampling)
 
     def _sampling_rate(self, modality: str) -> int:
         return int(self._processor.family.sampling_rate()) if modality == "audio" else 0

@@ -22,7 +22,7 @@ class ProcessorStart(msgspec.Struct):
         processor_kwargs: JSON of the user's arguments of the processor.
         max_pixels, max_audio_seconds: As in MultiModalConfig.
         hidden_size: Elements of a row of embeddings.
-        max_embeddings: Most rows of ready embeddings.
+        max_embeddings: Most rows of ready embeddings, and most tokens of an item.
     """
 
     path: str

@@ -74,7 +74,10 @@ def fetch_url(
             connection.close()
         if isinstance(found, bytes):
             return found
-        url = urljoin(url, found)
+        try:
+            url = urljoin(url, found)
+        except ValueError as e:
+            raise _error(url, f"it redirects to no valid URL: {e}") from e
     raise _error(url, f"more than {MAX_REDIRECTS} redirects")
 
 
@@ -137,10 +140,24 @@ def is_public(address: str) -> bool:
             inner = ipaddress.IPv4Address(int(parsed) & 0xFFFFFFFF)
         if inner is not None:
             return is_public(str(inner))
+        if parsed not in _GLOBAL_UNICAST:
+            return False
+    if any(parsed in network for network in _SPECIAL if network.version == parsed.version):
+        return False
     return parsed.is_global and not parsed.is_multicast and not parsed.is_reserved
 
 
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
+"""All that is assigned for public use. Outside of it `ipaddress` calls some blocks global, such as fec0::/10."""
+_SPECIAL = tuple(
+    map(
+        ipaddress.ip_network,
+        # Protocol assignments (a cloud's metadata are at 192.0.0.192), relays of 6to4, a cloud's service of its hosts,
+        # documentation. Which of them `ipaddress` knows depends on the version of Python.
+        ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32", "2001:db8::/32", "3fff::/20"),
+    )
+)
 
 
 def _resolve(host: str, port: int) -> list[str]:
@@ -162,6 +179,7 @@ def _connect(parts: SplitResult, address: str, deadline: float, url: str) -> htt
     except (OSError, ValueError) as e:
         raise _error(url, _reason(e)) from e
     connection = http.client.HTTPConnection(host, port)
+    connection.default_port = _port_of(urlsplit(f"{parts.scheme}:"))  # left out of the header Host, which may be signed
     connection.sock = sock
     return connection
 
@@ -194,6 +212,7 @@ def _get(
         if size > max_bytes:
             raise _error(url, f"it has more than {max_bytes} bytes")
         pieces.append(piece)
+    _left(deadline)  # at the deadline the connection is shut down, which looks like the end of a content without length
     if response.length:
         raise _error(url, "the connection ended before its content")
     return b"".join(pieces)

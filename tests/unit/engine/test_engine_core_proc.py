@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -13,10 +14,12 @@ from mvllm.engine.core.engine_core import EngineCore
 from mvllm.engine.process import inproc_client
 from mvllm.engine.process.client_output_queues import make_output_queues
 from mvllm.engine.process.engine_core_proc import EngineCoreProc
+from mvllm.engine.process.mp_client import MPClient
 from mvllm.engine.process.zmq_channel import ClientChannel, CoreInputChannel, CoreOutputChannel, new_addresses
 from mvllm.errors import ConfigError, EngineDeadError, RequestError
 from mvllm.executor.process.activity_table import IDLE, ActivityTable
 from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallUtility, DropClient, StopCore
+from mvllm.messages.multimodal import ArrayData, ItemSpan, MultiModalItem
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats
 from mvllm.messages.sampling_params import SamplingParams
 
@@ -24,8 +27,11 @@ from mvllm.messages.sampling_params import SamplingParams
 class TwoStepCore:
     """Each request takes two steps and is reported in the second."""
 
+    report_seconds = None
+
     def __init__(self, input_queue):
         self.requests = {}
+        self.items = {}
         self.steps = []
         self.at_step = {}
         self.next_step = 0
@@ -42,8 +48,9 @@ class TwoStepCore:
 
     def add_request(self, request):
         if not request.prompt_token_ids:
-            raise RequestError("The prompt is empty.")
+            raise RequestError("The prompt is empty.", parameter="prompt")
         self.requests[request.request_id] = 0
+        self.items[request.request_id] = request.items
 
     def abort_requests(self, ids):
         for request_id in ids:
@@ -120,7 +127,31 @@ def test_a_request_that_cannot_be_decoded_or_queued_ends_alone(loop):
     assert outputs["a"].finish_reason is FinishReason.LENGTH
     for request_id, text in (("x", "cannot take this request"), ("y", "The prompt is empty.")):
         assert outputs[request_id].finish_reason is FinishReason.ERROR and text in outputs[request_id].error
+    # The client's error, which is no failure of the engine.
+    assert (outputs["x"].error_parameter, outputs["y"].error_parameter) == (None, "prompt")
     assert loop.steps == [["a"]] * 2
+
+
+def test_the_features_of_an_item_are_sent_once_with_requests_that_have_it(loop):
+    client = MPClient(None, SimpleNamespace(channel=None), "")
+    one, two = (
+        MultiModalItem(
+            "image", ItemSpan(bytes([i]) * 32, 0, 1, [(0, 1)]), 1, {"x": ArrayData("u1", [9999], bytes(9999))}
+        )
+        for i in range(2)
+    )
+    for name, items in (("a", [one, two, one]), ("b", [two, one])):
+        client._buffer_request(
+            EngineCoreRequest(request_id=name, prompt_token_ids=[1], sampling_params=SamplingParams(), items=items)
+        )
+    first = client._take_buffered_requests()
+    assert sum(len(bytes(each)) for each in first.requests) < 3 * 9999
+    client._buffer_request(
+        EngineCoreRequest(request_id="c", prompt_token_ids=[1], sampling_params=SamplingParams(), items=[one])
+    )
+    serve(loop, [first, client._take_buffered_requests()], stop_at_step=1)
+    assert loop.items == {"a": [one, two, one], "b": [two, one], "c": [one]}
+    assert loop.items["a"][1].features is loop.items["b"][0].features
 
 
 def test_a_core_without_work_reports_that_it_is_idle(loop):

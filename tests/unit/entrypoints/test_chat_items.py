@@ -11,7 +11,7 @@ import pytest
 
 from mvllm.config.multimodal import MultiModalConfig, MultiModalModel
 from mvllm.engine.tokenizer.folder_template import FolderTemplate, read_folder_template
-from mvllm.entrypoints.chat_items import take_items
+from mvllm.entrypoints.chat_items import placeholder_texts, take_items
 from mvllm.entrypoints.chat_template import render_chat
 from mvllm.errors import RequestError
 
@@ -62,6 +62,14 @@ def test_items_are_taken_in_their_order() -> None:
 def test_a_template_that_knows_no_parts_gets_placeholders() -> None:
     places, _ = take_items([user(text("x"), url("a"))], config("image"))
     assert render(places, TEXT_TEMPLATE) == "user: x\n<pad>;"
+
+
+def test_no_text_stands_for_an_item_of_cross_attention() -> None:
+    tokenizer: Any = SimpleNamespace(token_text=lambda token_id: f"<{token_id}>")
+    found = config("audio")
+    assert placeholder_texts(found, tokenizer) == {"audio": "<7>"}
+    found.model.multimodal = MultiModalModel(placeholders={"audio": -1}, cross_attention=True)
+    assert placeholder_texts(found, tokenizer) == {"audio": ""}
 
 
 @pytest.mark.parametrize(

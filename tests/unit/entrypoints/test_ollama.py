@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mvllm.config.multimodal import MultiModalConfig, MultiModalModel
 from mvllm.entrypoints.ollama.input_messages import chat_messages, chat_request, generate_request
+from mvllm.entrypoints.ollama.models import capabilities
 from mvllm.entrypoints.ollama.protocol import OllamaChatRequest, OllamaGenerateRequest
 from mvllm.messages.requests import FinishReason
 from tests.unit.entrypoints.builders import TOKENIZER, save_model_folder
@@ -210,6 +213,21 @@ def test_the_model_is_listed_with_its_details(folder: str) -> None:
     assert found["model_info"]["general.architecture"] == "llama" and found["model_info"]["llama.context_length"] == 256
     assert version.json()["version"].count(".") == 2
     assert missing.status_code == 404 and isinstance(missing.json()["error"], str)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sees"), [({}, True), ({"refusal": "no"}, False), ({"limit_per_prompt": {"image": 0}}, False)]
+)
+def test_a_model_that_takes_images_has_vision(settings: dict[str, Any], sees: bool) -> None:
+    kind = SimpleNamespace(generates=True)
+    takes = MultiModalModel(placeholders={"image": 7})
+    config = SimpleNamespace(
+        model=SimpleNamespace(multimodal=takes, kind=kind), multimodal=MultiModalConfig(**settings)
+    )
+    engine = SimpleNamespace(config=config, model_config=config.model)
+    renderer = SimpleNamespace(tool_parser=None, reasoning_parser=None)
+    context: Any = SimpleNamespace(engine=engine, prompt_renderer=renderer)
+    assert capabilities(context) == ["completion", *(["vision"] if sees else [])]
 
 
 def test_the_root_says_what_clients_look_for_and_shows_browsers_the_page(folder: str) -> None:

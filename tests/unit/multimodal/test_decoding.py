@@ -13,7 +13,7 @@ from typing import Any
 import av
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from mvllm.errors import ConfigError, RequestError
 from mvllm.multimodal.contents import AudioContent, VideoContent, hash_content
@@ -79,6 +79,21 @@ def test_the_orientation_of_exif_is_applied() -> None:
     assert found.tobytes() == picture().transpose(Image.Transpose.ROTATE_270).tobytes()
 
 
+@pytest.mark.parametrize("orientation", range(10))
+def test_every_orientation_is_that_of_pillow(orientation: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file = file_of(picture(), exif=exif)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(file)))
+
+    def fail(*unused: Any) -> None:
+        raise ValueError("other tags are damaged")
+
+    monkeypatch.setattr(Image.Exif, "tobytes", fail)
+    found = decoded(file)
+    assert (found.size, found.tobytes()) == (expected.size, expected.tobytes())
+
+
 def test_what_is_transparent_becomes_white() -> None:
     clear = Image.new("RGBA", (2, 2), (255, 0, 0, 0))
     assert decoded(file_of(clear)).getpixel((0, 0)) == (255, 255, 255)
@@ -108,6 +123,7 @@ def test_one_pixel() -> None:
         (bomb(60_000, 60_000), "60000 x 60000 pixels; 100000 are allowed"),
         (bomb(2**31 - 1, 2**31 - 1), "pixels|damaged"),
         (bomb(70_000, 1), "70000 x 1 pixels"),
+        (bomb(1, 201), "1 x 201 pixels, differ by more than 200 times"),
         (file_of(picture())[:-200], "damaged or truncated"),
         (file_of(picture(), "JPEG")[:-200], "damaged or truncated"),
         (file_of(picture())[:20], "none of PNG"),
@@ -228,10 +244,21 @@ def test_frames_of_a_video(sampling: FrameSampling, indices: list[int]) -> None:
     assert np.allclose(found.frames.mean(axis=(1, 2, 3)), [20 * i for i in indices], atol=4)
 
 
+def test_fewer_frames_of_a_large_video_are_used_unless_their_number_is_asked_for() -> None:
+    large = film(size=(256, 100))  # 100,000 pixels are 3 frames
+    assert decoded(large, "video").indices == [0, 6, 11]
+    array = MediaSource("video", "frames", bytes(12 * 100 * 256 * 3), "uint8", [12, 100, 256, 3], fps=1.0)
+    assert decode(array, LIMITS, sampling_rate=0, sampling=FrameSampling()).indices == [0, 6, 11]
+    for sampling in (FrameSampling(num_frames=4), FrameSampling(fps=6.0)):
+        with pytest.raises(RequestError, match="100000 pixels allowed"):
+            decoded(large, "video", sampling)
+
+
 @pytest.mark.parametrize(
     ("data", "why"),
     [
         (lambda: film(size=(400, 300)), "frames of 400 x 300|400 x 300 pixels"),
+        (lambda: film(size=(4000, 16)), "4000 x 16 pixels, differ too much"),
         (lambda: film()[:300], "cannot be decoded|no frame|no frames"),
         (lambda: b"<html>", "a text"),
         (lambda: sound(0.1), "no video"),

@@ -34,6 +34,7 @@ def test_encoded_contents() -> None:
         ("data:image/png;base64,####", "base64"),
         ("data:image/png;base64," + "A" * 400, "are allowed"),
         ("data:image/png", "no comma"),
+        ("data:,\ud800", "not valid Unicode"),
         ("/etc/passwd", "may not be read"),
         ("file:///etc/passwd", "may not be read"),
         (5, "found 5"),
@@ -73,6 +74,8 @@ def test_arrays_and_images() -> None:
     assert (source.form, source.shape, source.data[:3]) == ("pixels", [2, 4, 3], b"\x01\x02\x03")
     assert load_source("image", image.convert("P"), CLOSED).shape == [2, 4, 3]
     assert load_source("image", np.zeros((2, 4), np.uint8), CLOSED).shape == [2, 4, 1]
+    for mode in ("LA", "PA"):  # what is transparent becomes white when it is decoded, as that of files does
+        assert load_source("image", Image.new(mode, (4, 2)), CLOSED).shape == [2, 4, 4]
     frames = load_source("video", [image, image], CLOSED)
     assert (frames.form, frames.shape, frames.fps) == ("frames", [2, 2, 4, 3], 24.0)
     assert load_source("video", (np.zeros((3, 2, 4, 3), np.uint8), {"fps": 5}), CLOSED).fps == 5.0
@@ -81,8 +84,12 @@ def test_arrays_and_images() -> None:
     sound = load_source("audio", (np.ones(5, np.float64), 8000), CLOSED)
     assert (sound.form, sound.shape, sound.sampling_rate) == ("samples", [5], 8000)
     assert load_source("audio", [0.5, 1.0], CLOSED).data == np.array([0.5, 1.0], np.float32).tobytes()
-    with pytest.raises(RequestError, match="sampling rate"):
-        load_source("audio", (np.ones(5, np.float32), 1.5), CLOSED)
+    for rate in (1.5, "16k", None, 10**400, float("nan")):
+        with pytest.raises(RequestError, match="sampling rate"):
+            load_source("audio", (np.ones(5, np.float32), rate), CLOSED)
+    assert load_source("audio", (np.ones(5, np.float32), np.int64(8000)), CLOSED).sampling_rate == 8000
+    with pytest.raises(RequestError, match="too large"):
+        load_source("audio", [10**400], CLOSED)
 
 
 def test_one_item_or_several() -> None:

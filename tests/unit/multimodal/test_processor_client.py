@@ -22,11 +22,13 @@ from safetensors.numpy import save
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.multimodal import MultiModalConfig, MultiModalModel
 from mvllm.errors import RequestError
-from mvllm.multimodal import processor_client
+from mvllm.multimodal import processor_client, processor_main
+from mvllm.multimodal.media_source import MediaSource, load_source
 from mvllm.multimodal.processed_item import ProcessedItem
 from mvllm.multimodal.processed_item_cache import ProcessedItemCache
 from mvllm.multimodal.processor_client import ProcessorClient
 from mvllm.multimodal.processor_main import read_array
+from mvllm.multimodal.processor_messages import ItemJob, ItemResult
 from tests.helpers.processes import wait_until
 
 MODEL: Any = SimpleNamespace(
@@ -87,6 +89,15 @@ def test_items_are_processed_in_their_order_and_kept(client: ProcessorClient) ->
     assert size_of(found) == (3, 4) and seen[2:] == [True]
     process(client, image(3, 4), mm_processor_kwargs={"size": 3})
     assert seen[3:] == [False]  # other arguments, other features
+
+
+def test_items_of_more_tokens_than_the_context_are_refused(client: ProcessorClient) -> None:
+    long = 77  # see scripted_processor
+    assert len(process(client, image(5, long), image(5, long))) == 2
+    with pytest.raises(RequestError, match=r"The image takes 11 tokens.*10"):
+        process(client, image(11, long))
+    with pytest.raises(RequestError, match=r"first 3 items of the prompt take 14 tokens.*10"):
+        process(client, image(5, long), image(4, long), image(5, long), image(1, long))
 
 
 def test_items_whose_features_depend_on_the_others_are_kept_by_their_number(client: ProcessorClient) -> None:
@@ -198,6 +209,11 @@ def test_after_close_every_item_is_refused_at_once() -> None:
             "device",
             "mm_processor_kwargs",
         ),
+        (
+            {"multi_modal_data": {"image": b"x"}, "mm_processor_kwargs": {"images_kwargs": {"device": "x"}}},
+            "may not set device",
+            "mm_processor_kwargs",
+        ),
         ({"multi_modal_data": {"image": b"x"}, "mm_processor_kwargs": {"a": {1}}}, "JSON", "mm_processor_kwargs"),
         ({"multi_modal_data": {"image": b"x"}, "multi_modal_uuids": {"image": [1]}}, "a text", "multi_modal_uuids"),
         ({"multi_modal_data": {"image": b"x"}, "multi_modal_uuids": {"image": "ab" * 200}}, "256", "multi_modal_uuids"),
@@ -225,6 +241,76 @@ def test_a_model_for_text_and_a_modality_that_is_off() -> None:
         ProcessorClient(text, MultiModalConfig()).process(prompt)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="0 are allowed"):
         ProcessorClient(MODEL, MultiModalConfig(limit_per_prompt={"image": 0})).process(prompt)
+
+
+# --- the program
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> processor_main.JobServer:
+    """A JobServer of this process, which gets no limits."""
+    monkeypatch.setattr(processor_main, "limit_memory", lambda num_bytes: None)
+    monkeypatch.setattr(processor_main, "limit_processor_time", lambda seconds: None)
+    start = processor_client._start_message(MODEL, MultiModalConfig(processor_kwargs={"num_frames": 3}))
+    return processor_main.JobServer(start)
+
+
+def test_other_frames_of_a_named_video_have_another_name(server: processor_main.JobServer) -> None:
+    seen: list[tuple[list[int], str | None]] = []
+
+    def process(modality: str, content: Any, *, uuid: str | None, **unused: Any) -> None:
+        seen.append((content.indices, uuid))
+        raise RequestError("seen")
+
+    server._processor = SimpleNamespace(process=process)
+    frames = load_source("video", np.zeros((9, 2, 2, 3), np.uint8), MultiModalConfig())
+    for kwargs in (b"{}", b'{"num_frames": 2}', b'{"num_frames": 9}', b'{"fps": 12}'):
+        assert server.run(ItemJob(frames, {"video": 1}, kwargs, uuid="a")).error == "seen"
+    indices, names = zip(*seen, strict=True)
+    assert list(map(len, indices)) == [3, 2, 9, 4]  # a request's settings replace the engine's
+    assert names[0] == "a" and len(set(names)) == 4
+
+
+def test_the_windows_of_several_audios_are_decoded_once(
+    server: processor_main.JobServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bytes] = []
+
+    def decode(source: MediaSource, *unused: Any, **settings: Any) -> bytes:
+        seen.append(source.data)
+        return source.data
+
+    def process(modality: str, content: bytes, **unused: Any) -> None:
+        raise RequestError(content.decode())
+
+    monkeypatch.setattr(processor_main, "decode", decode)
+    server._processor = SimpleNamespace(process=process, family=SimpleNamespace(sampling_rate=lambda: 16000))
+    names = [b"%d" % i for i in range(processor_main.MAX_KEPT)]
+
+    def ask(name: bytes, window: int) -> None:
+        job = ItemJob(MediaSource("audio", "encoded", name), {"audio": 1}, b'{"audio_window": %d}' % window)
+        assert server.run(job).error == name.decode()
+
+    for window in range(3):
+        for name in names:
+            ask(name, window)
+    assert seen == names
+    for name in (names[0], b"new", names[0], names[1]):
+        ask(name, 0)
+    assert seen[len(names) :] == [b"new", names[1]]  # dropped: used least recently
+
+
+def test_a_processor_is_loaded_without_the_limit_of_earlier_jobs(
+    server: processor_main.JobServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(processor_main, "limit_memory", lambda num_bytes: seen.append("limit"))
+    monkeypatch.setattr(processor_main.resource, "setrlimit", lambda which, limits: seen.append("lift"))
+    monkeypatch.setattr(server, "_load", lambda: seen.append("load"))
+    monkeypatch.setattr(server, "_process", lambda job: ItemResult())
+    for modality in ("embeds", "embeds", "image"):
+        server.run(ItemJob(MediaSource(modality, "encoded", b"x"), {}))
+    assert seen == ["limit", "lift", "load", "limit"]
 
 
 # --- ready embeddings

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,6 +35,10 @@ class Site(BaseHTTPRequestHandler):
                 if self.server.ended.wait(0.05):  # type: ignore[attr-defined]
                     return
             return
+        if name == "unending":
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nthe first part")
+            self.server.ended.wait(5)  # type: ignore[attr-defined]
+            return
         self.send_response(404 if name == "missing" else 200)
         if name == "endless":
             self.send_header("Connection", "close")
@@ -40,7 +46,7 @@ class Site(BaseHTTPRequestHandler):
             for _ in range(1000):
                 self.wfile.write(b"x" * 4096)
             return
-        body = b"content"
+        body = self.headers["Host"].encode() if name == "host" else b"content"
         self.send_header("Content-Length", str(len(body) + (name == "short")))
         self.end_headers()
         self.wfile.write(body)
@@ -80,6 +86,7 @@ def test_an_allowed_host_is_fetched_whatever_its_address(port: int) -> None:
         *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0", "100.64.0.1"),
         *("224.0.0.1", "255.255.255.255", "192.0.2.1", "::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "ff02::1"),
         *("::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::a9fe:a9fe", "2002:7f00:1::", "nonsense"),
+        *("192.0.0.192", "192.88.99.1", "168.63.129.16", "fec0::1", "64:ff9b:1::7f00:1", "3fff::1", "5f00::1"),
     ],
 )
 def test_an_address_that_is_not_public(address: str) -> None:
@@ -105,11 +112,25 @@ def test_names_of_this_machine_are_found_by_the_name_service_itself(url: str) ->
         fetch_url(url, allowed_hosts=None, timeout=1, max_bytes=1)
 
 
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_the_host_is_named_as_in_the_url(port: int, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert get(f"http://{HOST}:{port}/host") == f"{HOST}:{port}".encode()
+    connect = socket.create_connection
+    monkeypatch.setattr(
+        url_fetch.socket, "create_connection", lambda address, timeout: connect((address[0], port), timeout)
+    )
+    plain = SimpleNamespace(wrap_socket=lambda sock, server_hostname: sock)
+    monkeypatch.setattr(url_fetch.ssl, "create_default_context", lambda: plain)
+    assert get(f"{scheme}://{HOST}/host") == HOST.encode()
+
+
 def test_a_redirect_is_checked_like_the_first_url(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RequestError, match="not in allowed_media_domains"):
         get(f"http://{HOST}:{port}/to/http://127.0.0.1:{port}/secret")
     with pytest.raises(RequestError, match="only the schemes"):
         get(f"http://{HOST}:{port}/to/file:///etc/passwd")
+    with pytest.raises(RequestError, match="redirects to no valid URL"):
+        get(f"http://{HOST}:{port}/to/http://[::1")
     monkeypatch.setattr(url_fetch, "is_public", lambda address: address == "127.0.0.1")  # this machine stands for one
     addresses = {"open.test": "127.0.0.1", "inner.test": "169.254.169.254"}
     with pytest.raises(RequestError, match=r"inner\.test.*not public"):
@@ -168,3 +189,8 @@ def test_contents_that_cannot_be_had(port: int, name: str, why: str) -> None:
 def test_a_host_that_sends_its_answer_byte_by_byte_ends_at_the_time_limit(port: int) -> None:
     with pytest.raises(RequestError, match="took too long"):
         get(f"http://{HOST}:{port}/drip", timeout=0.4)
+
+
+def test_what_has_arrived_at_the_time_limit_is_not_taken_for_the_whole(port: int) -> None:
+    with pytest.raises(RequestError, match="took too long"):
+        get(f"http://{HOST}:{port}/unending", timeout=0.3)

@@ -42,6 +42,7 @@ from mvllm.messages.pooling_params import PoolingParams
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.messages.sampling_params import SamplingParams, validate_for_model
 from mvllm.messages.thinking import DEFAULT_TAGS
+from mvllm.multimodal.item_request import has_items
 from mvllm.multimodal.processed_item import ProcessedItem
 from mvllm.multimodal.processor_client import ProcessorClient
 from mvllm.sampling.logits_processor import processor_classes, validate
@@ -323,7 +324,7 @@ class InputProcessor:
                 raise RequestError(
                     f"'prompt_token_ids' must be a list of token ids; found {describe_value(ids)}.", parameter="prompt"
                 )
-            if expanded and keep is not None:
+            if (expanded or has_items(prompt)) and keep is not None:
                 refuse_truncation()
             return _Prompt(text, self._check_token_ids(ids, keep), salt, placed=check_placed(expanded or [], len(ids)))
         if text is None:

@@ -24,7 +24,7 @@ import msgspec
 from mvllm.engine.process.client_output_queues import ClientOutputQueues, LoadReporter, OutputQueue, make_output_queues
 from mvllm.engine.process.core_handshake import CoreHandshake, CoreReady, EngineCoreStartArgs
 from mvllm.engine.process.message_socket import MessageSocket
-from mvllm.errors import EngineDeadError, PlatformError
+from mvllm.errors import EngineDeadError, PlatformError, RequestError
 from mvllm.executor.process.activity_table import IDLE, ActivityTable
 from mvllm.executor.process.child_startup import run_child
 from mvllm.executor.process.handshake import send_message
@@ -41,6 +41,7 @@ from mvllm.messages.core_protocol import (
     StopCore,
     UtilityResult,
 )
+from mvllm.messages.multimodal import ArrayData, restore_sent_features
 from mvllm.messages.process_failure import describe_failure
 from mvllm.messages.requests import (
     EngineCoreOutput,
@@ -131,8 +132,9 @@ class EngineCoreProc:
     def _handle_command(self, source: int, command: Command) -> None:
         match command:
             case AddRequests():
+                features: dict[bytes, dict[str, ArrayData]] = {}
                 for request_id, request in zip(command.request_ids, command.requests):
-                    self._add_request(source, request_id, request)
+                    self._add_request(source, request_id, request, features)
             case AbortRequests():
                 self._core.abort_requests(self._output_queues.pop_owned(source, command.request_ids))
             case CallUtility():
@@ -140,16 +142,27 @@ class EngineCoreProc:
             case DropClient():
                 self._core.abort_requests(self._output_queues.drop_client(command.index))
 
-    def _add_request(self, source: int, request_id: str, encoded: msgspec.Raw) -> None:
-        """Queues a request. One that cannot be decoded or queued ends with an error; others are not affected."""
+    def _add_request(
+        self, source: int, request_id: str, encoded: msgspec.Raw, features: dict[bytes, dict[str, ArrayData]]
+    ) -> None:
+        """Queues a request. One that cannot be decoded or queued ends with an error; others are not affected.
+
+        Args:
+            features: Of the items in the command so far, see `restore_sent_features`.
+        """
         try:
-            self._core.add_request(self._decoder.decode(encoded))
+            request = self._decoder.decode(encoded)
+            if request.items:
+                restore_sent_features(request.items, features)
+            self._core.add_request(request)
             self._output_queues.add_request(source, request_id)
         except Exception as e:  # noqa: BLE001  (sent to the caller)
             logger.warning("The engine core refused a request: %s", e)
             error = f"The engine core cannot take this request: {e}"
+            parameter = e.parameter if isinstance(e, RequestError) else None  # with one it is the client's error
             self._output_queues.reject_request(
-                source, EngineCoreOutput(request_id, [], FinishReason.ERROR, error=error)
+                source,
+                EngineCoreOutput(request_id, [], FinishReason.ERROR, error=error, error_parameter=parameter),
             )
 
     def _call_utility(self, command: CallUtility) -> UtilityResult:

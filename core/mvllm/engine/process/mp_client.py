@@ -14,6 +14,7 @@ from mvllm.engine.process.core_connection import CoreConnection
 from mvllm.engine.process.launch import TIMEOUT_MARGIN_SECONDS
 from mvllm.executor.process.activity_table import Activity
 from mvllm.messages.core_protocol import AddRequests, CallUtility, UtilityArg
+from mvllm.messages.multimodal import omit_sent_features
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest
 
 
@@ -44,6 +45,7 @@ class MPClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._new_ids: list[str] = []
         self._new_requests: list[msgspec.Raw] = []
+        self._new_items: set[bytes] = set()  # whose features the next AddRequests has
         self._num_calls = 0
         self._num_acknowledged = 0
         self._is_busy = False
@@ -59,7 +61,13 @@ class MPClient:
 
     def _buffer_request(self, request: EngineCoreRequest) -> None:
         """Encodes a validated request for the next AddRequests: the core starts requests of one command together."""
-        encoded = msgspec.Raw(self._encoder.encode(request))
+        if request.items:
+            sent = set(self._new_items)
+            request = msgspec.structs.replace(request, items=omit_sent_features(request.items, sent))
+            encoded = msgspec.Raw(self._encoder.encode(request))
+            self._new_items = sent
+        else:
+            encoded = msgspec.Raw(self._encoder.encode(request))
         self._new_ids.append(request.request_id)
         self._new_requests.append(encoded)
 
@@ -68,7 +76,7 @@ class MPClient:
         if not self._new_ids:
             return None
         command = AddRequests(self._new_ids, self._new_requests)
-        self._new_ids, self._new_requests = [], []
+        self._new_ids, self._new_requests, self._new_items = [], [], set()
         return command
 
     def _number_call(self, method: str, args: tuple[UtilityArg, ...]) -> CallUtility:

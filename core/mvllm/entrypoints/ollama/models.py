@@ -8,7 +8,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from mvllm.config.encoder_limits import items_of
 from mvllm.config.model import ModelConfig
+from mvllm.config.multimodal import DEFAULT_LIMIT
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 
@@ -82,7 +84,7 @@ def show_response(card: Mapping[str, Any], context: ServingContext, size: int, t
             f"{family}.attention.head_count_kv": config.num_kv_heads,
             f"{family}.vocab_size": config.vocab_size,
         },
-        "capabilities": _capabilities(context),
+        "capabilities": capabilities(context),
         "modified_at": datetime.fromtimestamp(card["created"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
 
@@ -123,13 +125,19 @@ def weights_size(config: ModelConfig) -> int:
         return 0
 
 
-def _capabilities(context: ServingContext) -> list[str]:
+def capabilities(context: ServingContext) -> list[str]:
+    """What the model can do, in Ollama's words. Its clients send images to models with `vision` only."""
     kind, renderer = context.engine.model_config.kind, context.prompt_renderer
     found = ["completion"] if kind.generates else []
     if kind.generates and renderer.tool_parser is not None:
         found.append("tools")
     if kind.generates and renderer.reasoning_parser is not None:
         found.append("thinking")
+    config = context.engine.config
+    takes = items_of(config)
+    limit = config.multimodal.limit_per_prompt.get("image", DEFAULT_LIMIT)
+    if kind.generates and takes is not None and "image" in takes.modalities and limit:
+        found.append("vision")
     return found if kind.generates else [*found, "embedding"]
 
 

@@ -23,7 +23,7 @@ def parse_form(content_type: str, body: bytes) -> dict[str, list[bytes]]:
     if header.get_content_type() != "multipart/form-data" or not isinstance(boundary, str) or not boundary:
         raise APIError(400, "The body must be a form with a file (Content-Type: multipart/form-data).")
     delimiter = b"--" + boundary.encode("latin-1", "replace")
-    _, *parts = (b"\r\n" + body).split(b"\r\n" + delimiter)
+    _, *parts = (b"\r\n" + body).split(b"\r\n" + delimiter, MAX_PARTS + 1)  # a body may hold millions
     if len(parts) < 2 or not parts[-1].startswith(b"--") or len(parts) > MAX_PARTS:
         raise APIError(400, f"The body is no complete form of at most {MAX_PARTS - 1} fields.")
     fields: dict[str, list[bytes]] = {}
