@@ -9,14 +9,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mvllm.errors import ModelError, plain_reason
-
-_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
@@ -25,7 +22,6 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
     Raises:
         ModelError: There is none, or it cannot be built.
     """
-    os.environ.setdefault(_AUTOLOAD, "0")  # no device is used here
     transformers = importlib.import_module("transformers")
     arguments = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     try:

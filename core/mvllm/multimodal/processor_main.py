@@ -38,6 +38,7 @@ MAX_RESULT_BYTES = 1 << 30
 MAX_KEPT = 4
 """Most decoded contents that are kept for jobs with other windows of them: of requests that take turns."""
 
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _MAX_ERROR_LENGTH = 1000
 _SAMPLING = ("num_frames", "fps")
 AUDIO_WINDOW = "audio_window"
@@ -49,6 +50,7 @@ def main() -> None:
     die_with_parent(int(sys.argv[1]))
     set_process_name("ItemProcessor")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.environ.setdefault(_AUTOLOAD, "0")  # torch, which transformers imports, opens no devices here
     jobs, results = sys.stdin.buffer, _take_stdout()
     try:
         jobs_server = JobServer(read_message(jobs, ProcessorStart))

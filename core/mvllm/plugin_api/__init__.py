@@ -21,11 +21,13 @@ from mvllm.config.kv_events import KVEventsConfig
 from mvllm.config.kv_transfer import KVConnectorConfig, KVTransferConfig
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_kind import ModelKind
+from mvllm.config.multimodal import MultiModalConfig, MultiModalModel
 from mvllm.config.speculative import SpeculativeConfig
 from mvllm.config.token_spaces import TokenSpace
 from mvllm.errors import ConfigError, ContractError, MvllmError, PlatformError
 from mvllm.logging import get_logger
 from mvllm.messages.lora import LoRARequest
+from mvllm.messages.multimodal import ArrayData, EncoderInput, ItemSpan
 from mvllm.messages.pooling_params import Activation, PoolingParams, PoolingTask, PoolingType
 from mvllm.messages.requests import PositionLogprobs
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
@@ -95,6 +97,7 @@ _LAZY = {
 __all__ = [
     "CONTRACT",
     "Activation",
+    "ArrayData",
     "AttentionBackend",
     "AttentionMetadata",
     "AttentionSpec",
@@ -117,6 +120,7 @@ __all__ = [
     "DeviceInfo",
     "DeviceRuntime",
     "Dim",
+    "EncoderInput",
     "EngineConfig",
     "Event",
     "ExpertWeight",
@@ -130,6 +134,7 @@ __all__ = [
     "HFConfig",
     "HostBlockNeeds",
     "HostCopy",
+    "ItemSpan",
     "KVCache",
     "KVCacheNeeds",
     "KVConnectorConfig",
@@ -146,6 +151,8 @@ __all__ = [
     "ModelKind",
     "ModelRunnerOutput",
     "MvllmError",
+    "MultiModalConfig",
+    "MultiModalModel",
     "NewRequestData",
     "Node",
     "NullEvent",

@@ -139,7 +139,9 @@ class GraphModel:
         num_rows = inputs.num_logits
         if not inputs.selects_all:
             indices = inputs.logits_indices.numpy()
-            hidden, num_rows = self.program.to_host(hidden)[indices], len(indices)
+            # The results of a graph with collectives are on the host already.
+            rows = hidden if isinstance(hidden, np.ndarray) else self.program.to_host(hidden)
+            hidden, num_rows = rows[indices], len(indices)
         largest = largest_of_rows(self._run_head(HEAD, hidden, num_rows), self._dtype_of[HEAD])
         values, token_ids = (array[: inputs.num_logits] for array in largest)
         return values, token_ids

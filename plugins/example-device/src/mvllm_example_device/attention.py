@@ -37,8 +37,8 @@ class ExampleAttention(Strict, api.ReferenceAttention):
         is_one = not spec.values_in_keys and spec.value_size == spec.head_size
         sizes = (spec.head_size,) if spec.values_in_keys else (spec.head_size, spec.value_size)
         shapes = [shape] if is_one else [(*shape[1:4], size) for size in sizes]
-        parts = [self._runtime.empty(each, getattr(torch, spec.kv_dtype)).zero_() for each in shapes]
-        return parts[0] if is_one else tuple(parts)
+        parts = tuple(self._runtime.empty(each, getattr(torch, spec.kv_dtype)).zero_() for each in shapes)
+        return parts[0] if is_one else parts
 
     def build_metadata(self, batch: api.BatchLayout) -> api.AttentionMetadata:
         self._runtime.begin_step(batch)
@@ -76,8 +76,7 @@ def providers(compiled: Callable[..., None]) -> Sequence[api.OpProvider]:
 
     def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         compiled("rms_norm", *x.shape)
-        result: torch.Tensor = torch.ops.mvllm_example_device.rms_norm(x, weight, eps)
-        return result
+        return torch.ops.mvllm_example_device.rms_norm(x, weight, eps)  # type: ignore[no-any-return]
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Multiplies with the transposed weight, which `prepare` has made."""
