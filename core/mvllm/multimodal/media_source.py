@@ -216,7 +216,7 @@ def _audio(value: Any) -> MediaSource | None:
     if isinstance(value, tuple) and len(value) == 2 and not isinstance(value[0], int | float):
         value, rate = value[0], value[1]
         is_number = isinstance(rate, SupportsFloat) and type(rate) is not bool
-        if not is_number or not 100 <= float(rate) <= 1_000_000 or float(rate) % 1:
+        if not is_number or not 100 <= rate <= 1_000_000 or rate % 1:
             raise RequestError(
                 f"A sampling rate must be from 100 to 1000000; found {rate!r:.40}.", parameter=_PARAMETER
             )
