@@ -16,7 +16,7 @@ MODALITIES = ("image", "video", "audio")
 
 @dataclass(frozen=True)
 class MultiModalModel:
-    """What a model takes beside text, read from its config.json.
+    """What a model takes beside text, read from its config.json. Phase: any.
 
     Attributes:
         placeholders: By modality, the token id of the positions that take an embedding.
@@ -47,7 +47,7 @@ class MultiModalModel:
 
 @dataclass(frozen=True)
 class MultiModalConfig:
-    """Settings of inputs beside text.
+    """Settings of inputs beside text. Phase: any.
 
     Attributes:
         limit_per_prompt: By modality, the most items of a prompt; 0 refuses the modality. Others: DEFAULT_LIMIT.

@@ -20,7 +20,7 @@ import msgspec
 
 
 class ArrayData(msgspec.Struct, array_like=True):
-    """An array as bytes.
+    """An array as bytes. Phase: any.
 
     Attributes:
         dtype: Its name, as numpy's: `float32`, `int64`, `bool`.
@@ -34,7 +34,7 @@ class ArrayData(msgspec.Struct, array_like=True):
 
 
 class ItemSpan(msgspec.Struct, array_like=True, omit_defaults=True):
-    """Where an item stands in its prompt, and how positions continue behind it.
+    """Where an item stands in its prompt, and how positions continue behind it. Phase: worker.
 
     Attributes:
         content_hash: 32 bytes: the name of the item's embeddings.
@@ -121,7 +121,7 @@ def restore_sent_features(items: Sequence[MultiModalItem], received: dict[bytes,
 
 
 class EncoderInput(msgspec.Struct, array_like=True):
-    """An item whose encoder runs in a step. Attributes as in MultiModalItem and ItemSpan."""
+    """An item whose encoder runs in a step. Phase: worker. Attributes as in MultiModalItem and ItemSpan."""
 
     content_hash: bytes
     modality: str
