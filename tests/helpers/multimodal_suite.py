@@ -35,6 +35,7 @@ from mvllm.multimodal import processor_client
 from mvllm.multimodal.processor_loading import load_processor
 from mvllm.multimodal.processor_main import JobServer
 from mvllm.multimodal.processor_messages import ItemJob, ItemResult, ProcessorStart
+from tests.helpers import parity
 from tests.helpers.multimodal_zoo import MultiModalEntry, load_reference, make_checkpoint, zoo
 from tests.helpers.paged_driver import read_config
 from tests.helpers.thread_executor import ThreadExecutor
@@ -247,19 +248,10 @@ _ONE_JOB = threading.Lock()
 @contextmanager
 def engine(folder: Path, **settings: object) -> Iterator[LLM]:
     """An engine for float32 on the platform under test, which processes items in this process."""
-    defaults: dict[str, object] = {
-        "dtype": "float32",
-        "block_size": BLOCK_SIZE,
-        "max_model_len": MAX_LEN,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": MAX_LEN,
-        "kv_cache_memory_bytes": 2**24,
-        "seed": 0,
-        "use_tqdm_on_load": False,
-    }
+    defaults: dict[str, object] = {"max_model_len": MAX_LEN, "max_num_seqs": 8, "max_num_batched_tokens": MAX_LEN}
     with (
         patch.object(processor_client, "_Processor", ProcessorHere),
-        LLM(model=str(folder), **(defaults | settings)) as llm,
+        parity.engine(folder, **(defaults | settings)) as llm,
     ):
         yield llm
 

@@ -154,6 +154,16 @@ def generate(llm: LLM, prompts: list[list[int]], **settings: object) -> list[Req
     return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
 
 
+def check_tokens_without_logprobs(checkpoint: str = "llama-gqa") -> None:
+    """Asserts that requests without log-probabilities get the same tokens, alone and together."""
+    found = oracle(checkpoint, num_tokens=8)
+    with engine(found.folder) as llm:
+        for prompts in (found.prompts[5:6], found.prompts):
+            outputs = generate(llm, prompts, max_tokens=8, logprobs=None)
+            expected = found.tokens[5:6] if len(prompts) == 1 else found.tokens
+            assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+
+
 def check(expected: Oracle, outputs: list[RequestOutput], which: list[int] | None = None) -> None:
     """Asserts that the outputs match the oracle: equal tokens, log-probabilities within tolerance."""
     for i, output in zip(which or range(len(outputs)), outputs, strict=True):

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -189,34 +189,45 @@ class Progress:
     loss: float = 0.0
 
 
-class Checkpoint:
-    """Weights, optimizer state and progress in one safetensors file, replaced atomically."""
+_P = TypeVar("_P", bound=Any)  # a dataclass of numbers, such as Progress
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
 
-    def save(self, model: LlamaForCausalLM, optimizer: torch.optim.AdamW, progress: Progress) -> None:
+class Checkpoint(Generic[_P]):
+    """Weights, optimizer state and progress in one safetensors file, replaced atomically.
+
+    Args:
+        path: The file.
+        kind: The class of the progress; its defaults are those of a run that begins.
+    """
+
+    def __init__(self, path: Path, kind: type[_P]) -> None:
+        self.path, self.kind = path, kind
+
+    def save(self, model: torch.nn.Module, optimizer: torch.optim.AdamW, progress: _P) -> None:
+        """Replaces the file."""
         tensors = {}
         for name, parameter in model.named_parameters():
-            tensors[f"weight.{name}"] = parameter.detach()
-            for key, value in optimizer.state[parameter].items():
+            tensors[f"weight.{name}"] = parameter.detach().contiguous()
+            for key, value in optimizer.state.get(parameter, {}).items():
                 tensors[f"{key}.{name}"] = value
         partial = self.path.with_suffix(".partial")
         save_file(tensors, partial, metadata={"progress": json.dumps(asdict(progress))})
         partial.replace(self.path)
 
-    def load(self, model: LlamaForCausalLM, optimizer: torch.optim.AdamW) -> Progress:
+    def load(self, model: torch.nn.Module, optimizer: torch.optim.AdamW) -> _P:
         """Fill model and optimizer from the file; leave both as they are when there is none."""
         if not self.path.exists():
-            return Progress()
+            return self.kind()
         with safe_open(self.path, "pt") as file:
+            names = set(file.keys())
             for name, parameter in model.named_parameters():
                 with torch.no_grad():
                     parameter.copy_(file.get_tensor(f"weight.{name}"))
-                optimizer.state[parameter] = {
-                    key: file.get_tensor(f"{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq")
-                }
-            return Progress(**json.loads(file.metadata()["progress"]))
+                if f"step.{name}" in names:  # a parameter that took no part has no state
+                    optimizer.state[parameter] = {
+                        key: file.get_tensor(f"{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq")
+                    }
+            return self.kind(**json.loads(file.metadata()["progress"]))
 
 
 def mixed_precision(model: LlamaForCausalLM) -> AbstractContextManager[Any]:
@@ -224,19 +235,35 @@ def mixed_precision(model: LlamaForCausalLM) -> AbstractContextManager[Any]:
     return torch.autocast(device_type=model.device.type, dtype=torch.bfloat16)
 
 
-def learning_rate(step: int, fraction_done: float) -> float:
+def learning_rate(
+    step: int, fraction_done: float, *, peak: float = PEAK_LEARNING_RATE, final: float = FINAL_LEARNING_RATE
+) -> float:
     """Linear warm-up, then half a cosine from the peak to the final rate."""
     cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, fraction_done)))
-    rate = FINAL_LEARNING_RATE + (PEAK_LEARNING_RATE - FINAL_LEARNING_RATE) * cosine
-    return rate * min(1.0, (step + 1) / WARMUP_STEPS)
+    return (final + (peak - final) * cosine) * min(1.0, (step + 1) / WARMUP_STEPS)
 
 
-def make_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
+def make_optimizer(model: torch.nn.Module, weight_decay: float = 0.1) -> torch.optim.AdamW:
     """AdamW with weight decay on the matrices only."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, betas=(0.9, 0.98), eps=1e-8)
+
+
+def take_step(model: torch.nn.Module, optimizer: torch.optim.AdamW, loss: torch.Tensor, rate: float) -> None:
+    """One step of the optimizer along the gradients of a loss, which are clipped."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def smoothed(average: float, step: int, loss: torch.Tensor) -> float:
+    """The running average of the losses, with the one of step number `step`, from 0."""
+    return average + max(0.02, 1.0 / (step + 1)) * (float(loss.detach()) - average)
 
 
 def train(
@@ -252,7 +279,7 @@ def train(
     The schedule ends after ``num_steps`` or after ``max_minutes``, whichever comes first; without the second the run
     depends on nothing but the seeds.
     """
-    optimizer, checkpoint = make_optimizer(model), Checkpoint(out / "checkpoint.safetensors")
+    optimizer, checkpoint = make_optimizer(model), Checkpoint(out / "checkpoint.safetensors", Progress)
     progress = checkpoint.load(model, optimizer)
     packer = RowPacker(tokenizer, progress.next_document)
     forward = torch.compile(model, dynamic=False) if compiled else model
@@ -261,22 +288,16 @@ def train(
     bar = tqdm(total=num_steps, initial=progress.step, desc="training", unit="step", mininterval=5.0)
     while progress.step < num_steps and progress.seconds < 60.0 * max_minutes:
         fraction_done = max(progress.step / num_steps, progress.seconds / (60.0 * max_minutes))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(progress.step, fraction_done)
         token_ids, positions = packer.pack_batch(progress.step)
         with mixed_precision(model):
             loss = forward(input_ids=token_ids, position_ids=positions, labels=token_ids, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        take_step(model, optimizer, loss, learning_rate(progress.step, fraction_done))
 
         now = time.monotonic()
-        smoothing = max(0.02, 1.0 / (progress.step + 1))
+        progress.loss = smoothed(progress.loss, progress.step, loss)
         progress.step += 1
         progress.next_document = packer.next_document
         progress.seconds += now - last_time
-        progress.loss += smoothing * (float(loss.detach()) - progress.loss)
         last_time = now
         bar.update()
         bar.set_postfix(loss=f"{progress.loss:.3f}", refresh=False)

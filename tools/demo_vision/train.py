@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,8 +18,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from safetensors import safe_open
-from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers import (
     AutoTokenizer,
@@ -37,6 +34,7 @@ from transformers import (
 
 from mvllm.demo import demo_model_path
 from tools.demo_model import corpus
+from tools.demo_model import train as train_text
 from tools.demo_vision import pictures
 from tools.demo_vision.pictures import Example, Shape, describe, draw
 
@@ -50,7 +48,7 @@ TEXTS_PER_STEP = 2
 TEXT_TOKENS = 128
 PEAK_LEARNING_RATE = 1.5e-3
 FINAL_LEARNING_RATE = 3e-5
-WARMUP_STEPS = 100
+WEIGHT_DECAY = 0.05
 STEPS_PER_CHECKPOINT = 100
 HELDOUT_EXAMPLES = 400
 _IGNORED = -100
@@ -184,51 +182,8 @@ def batch(tokenizer: PreTrainedTokenizerFast, step: int) -> dict[str, torch.Tens
 
 
 def learning_rate(step: int, num_steps: int) -> float:
-    """Linear warm-up, then half a cosine from the peak to the final rate."""
-    cosine = 0.5 * (1.0 + math.cos(math.pi * step / num_steps))
-    rate = FINAL_LEARNING_RATE + (PEAK_LEARNING_RATE - FINAL_LEARNING_RATE) * cosine
-    return rate * min(1.0, (step + 1) / WARMUP_STEPS)
-
-
-class Checkpoint:
-    """Weights, optimizer state and progress in one safetensors file, replaced atomically."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def save(self, model: torch.nn.Module, optimizer: torch.optim.AdamW, progress: Progress) -> None:
-        """Replaces the file."""
-        tensors = {}
-        for name, parameter in model.named_parameters():
-            tensors[f"weight.{name}"] = parameter.detach().contiguous()
-            for key, value in optimizer.state.get(parameter, {}).items():
-                tensors[f"{key}.{name}"] = value
-        partial = self.path.with_suffix(".partial")
-        save_file(tensors, partial, metadata={"progress": json.dumps(asdict(progress))})
-        partial.replace(self.path)
-
-    def load(self, model: torch.nn.Module, optimizer: torch.optim.AdamW) -> Progress:
-        """Fills model and optimizer from the file; leaves both as they are if there is none."""
-        if not self.path.exists():
-            return Progress()
-        with safe_open(self.path, "pt") as file:
-            names = set(file.keys())
-            for name, parameter in model.named_parameters():
-                with torch.no_grad():
-                    parameter.copy_(file.get_tensor(f"weight.{name}"))
-                if f"step.{name}" in names:
-                    optimizer.state[parameter] = {
-                        key: file.get_tensor(f"{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq")
-                    }
-            return Progress(**json.loads(file.metadata()["progress"]))
-
-
-def make_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
-    """AdamW with weight decay on the matrices only."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, betas=(0.9, 0.98), eps=1e-8)
+    """As the demo model's, with other rates."""
+    return train_text.learning_rate(step, step / num_steps, peak=PEAK_LEARNING_RATE, final=FINAL_LEARNING_RATE)
 
 
 class PatchLabels(torch.nn.Module):
@@ -253,23 +208,19 @@ class PatchLabels(torch.nn.Module):
 def train_tower(model: LlavaForConditionalGeneration, out: Path, num_steps: int) -> int:
     """Trains the tower on labelled patches, or goes on with it. Returns the steps."""
     labels = PatchLabels(model)
-    optimizer, checkpoint = make_optimizer(labels), Checkpoint(out / "tower.safetensors")
+    optimizer = train_text.make_optimizer(labels, WEIGHT_DECAY)
+    checkpoint = train_text.Checkpoint(out / "tower.safetensors", Progress)
     progress = checkpoint.load(labels, optimizer)
     labels.train()
     bar = tqdm(total=num_steps, initial=progress.step, desc="tower", unit="step", mininterval=5.0)
     while progress.step < num_steps:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(progress.step, num_steps)
         first = progress.step * PICTURES_PER_STEP
         drawn = [pictures.labelled_picture("train", first + i, PATCH) for i in range(PICTURES_PER_STEP)]
         with torch.autocast("cpu", dtype=torch.bfloat16):
             states = pixels([picture for picture, _, _ in drawn])
             loss = labels(states, torch.tensor([kinds for _, kinds, _ in drawn]), torch.tensor([c for *_, c in drawn]))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(labels.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        progress.loss += max(0.02, 1.0 / (progress.step + 1)) * (float(loss.detach()) - progress.loss)
+        train_text.take_step(labels, optimizer, loss, learning_rate(progress.step, num_steps))
+        progress.loss = train_text.smoothed(progress.loss, progress.step, loss)
         progress.step += 1
         bar.update()
         bar.set_postfix(loss=f"{progress.loss:.3f}", refresh=False)
@@ -288,27 +239,21 @@ def train(
 ) -> Progress:
     """Runs the training loops, or goes on with them."""
     last = time.monotonic()
-    optimizer = make_optimizer(model)
-    checkpoint = Checkpoint(out / "checkpoint.safetensors")
+    optimizer = train_text.make_optimizer(model, WEIGHT_DECAY)
+    checkpoint = train_text.Checkpoint(out / "checkpoint.safetensors", Progress)
     tower_steps = train_tower(model, out, tower_steps)
     progress = checkpoint.load(model, optimizer)
     progress.tower_step = tower_steps
     model.train()
     bar = tqdm(total=num_steps, initial=progress.step, desc="training", unit="step", mininterval=5.0)
     while progress.step < num_steps:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(progress.step, num_steps)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = model(**batch(tokenizer, progress.step), use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        train_text.take_step(model, optimizer, loss, learning_rate(progress.step, num_steps))
         now = time.monotonic()
-        smoothing = max(0.02, 1.0 / (progress.step + 1))
+        progress.loss = train_text.smoothed(progress.loss, progress.step, loss)
         progress.step += 1
         progress.seconds += now - last
-        progress.loss += smoothing * (float(loss.detach()) - progress.loss)
         last = now
         bar.update()
         bar.set_postfix(loss=f"{progress.loss:.3f}", refresh=False)

@@ -6,22 +6,11 @@ from collections.abc import Callable, Mapping
 
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.multimodal import MultiModalModel
-from mvllm.config.vision_families import token_id
-
-
-def audio_config(hf: HFConfig) -> HFConfig | None:
-    """The object `audio_config`; None if it is absent or empty: the checkpoint is a text model.
-
-    Raises:
-        ModelError: It is not an object.
-    """
-    if not hf.get("audio_config"):
-        return None
-    return HFConfig(hf.require("audio_config", dict), f"{hf.source}: 'audio_config'")
+from mvllm.config.vision_families import part_config, token_id
 
 
 def _qwen2_audio(hf: HFConfig) -> MultiModalModel | None:
-    audio = audio_config(hf)
+    audio = part_config(hf, "audio_config")
     if audio is None:
         return None
     return MultiModalModel(
@@ -32,7 +21,7 @@ def _qwen2_audio(hf: HFConfig) -> MultiModalModel | None:
 
 
 def _voxtral(hf: HFConfig) -> MultiModalModel | None:
-    if audio_config(hf) is None:
+    if part_config(hf, "audio_config") is None:
         return None
     return MultiModalModel(
         placeholders={"audio": token_id(hf, ("audio_token_id",), 24)}, embedding_width=hf.positive_int("hidden_size")

@@ -19,7 +19,8 @@ class MultiModalModel:
     """What a model takes beside text, read from its config.json. Phase: any.
 
     Attributes:
-        placeholders: By modality, the token id of the positions that take an embedding.
+        placeholders: By modality, the token id of the positions that take an embedding; -1 where no position does,
+            because the model has cross-attention.
         embedding_width: Elements of a row of embeddings: `hidden_size`, or a multiple of it in models that also add
             rows behind some layers (Qwen3-VL's DeepStack).
         spans_attend_both_ways: The positions of a span see each other in both directions (Gemma 3). Steps then begin

@@ -9,15 +9,18 @@ from mvllm.config.multimodal import MultiModalModel
 from mvllm.errors import ModelError
 
 
-def vision_config(hf: HFConfig) -> HFConfig | None:
-    """The object `vision_config`; None if it is absent or empty: the checkpoint is a text model.
+def part_config(hf: HFConfig, key: str) -> HFConfig | None:
+    """The object `key` of config.json; None if it is absent or empty: the checkpoint is a text model.
 
     Raises:
         ModelError: It is not an object.
     """
-    if not hf.get("vision_config"):
-        return None
-    return HFConfig(hf.require("vision_config", dict), f"{hf.source}: 'vision_config'")
+    return HFConfig(hf.require(key, dict), f"{hf.source}: {key!r}") if hf.get(key) else None
+
+
+def vision_config(hf: HFConfig) -> HFConfig | None:
+    """`vision_config`, as `part_config`."""
+    return part_config(hf, "vision_config")
 
 
 def image_token_id(hf: HFConfig, default: int) -> int:

@@ -100,9 +100,8 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
         self._sleep_lock = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._threads = ThreadPoolExecutor(_NUM_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
-        self._stats_log = (
-            PeriodicStatsLog(lambda: self.load, lambda: self.stats) if log_stats and config.log_stats else None
-        )
+        logs = log_stats and config.log_stats
+        self._stats_log = PeriodicStatsLog(lambda: self.load, lambda: self.stats) if logs else None
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs, *, log_stats: bool = True) -> AsyncLLM:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 
 class ModuleNames:
@@ -41,3 +41,15 @@ class ModuleNames:
 
 def _components(names: Mapping[str, str] | list[str]) -> re.Pattern[str]:
     return re.compile(rf"(?<![^.])(?:{'|'.join(map(re.escape, names))})(?![^.])")
+
+
+def names_with_prefixes(names: Iterable[str], prefixes: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    """The names that modules have in checkpoints where a language model is one part of several.
+
+    Args:
+        names: Names of the language model alone.
+        prefixes: (prefix in such checkpoints, prefix in the language model's class).
+    """
+    return tuple(
+        prefix + name.removeprefix(ours) for name in names for prefix, ours in prefixes if name.startswith(ours)
+    )

@@ -25,6 +25,7 @@ from mvllm.layers.linear import Linear
 from mvllm.logging import get_logger
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.item_encoder import ItemEncoder
+from mvllm.models.module_names import names_with_prefixes
 
 logger = get_logger(__name__)
 
@@ -96,12 +97,7 @@ class MultiModalCausalLM(CausalLM):
     def checkpoint_names(cls, name: str) -> tuple[str, ...]:
         """Also the names in multimodal checkpoints."""
         own = super().checkpoint_names(name)
-        return *own, *(
-            prefix + each.removeprefix(ours)
-            for each in (name, *own)
-            for prefix, ours in LANGUAGE_PREFIXES
-            if each.startswith(ours)
-        )
+        return *own, *names_with_prefixes((name, *own), LANGUAGE_PREFIXES)
 
     def ignores(self, name: str) -> bool:
         """Tensors of encoders that this rank does not compute are ignored."""

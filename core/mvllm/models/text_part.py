@@ -14,6 +14,7 @@ from mvllm.config.model import ModelConfig
 from mvllm.layers.context import BuildContext
 from mvllm.logging import get_logger
 from mvllm.models.llama import LlamaForCausalLM
+from mvllm.models.module_names import names_with_prefixes
 
 logger = get_logger(__name__)
 
@@ -44,12 +45,7 @@ class TextPart(LlamaForCausalLM):
     def checkpoint_names(cls, name: str) -> tuple[str, ...]:
         """Also the names in multimodal checkpoints."""
         own = super().checkpoint_names(name)
-        return *own, *(
-            prefix + each.removeprefix(ours)
-            for each in (name, *own)
-            for prefix, ours in _PREFIXES
-            if each.startswith(ours)
-        )
+        return *own, *names_with_prefixes((name, *own), _PREFIXES)
 
     def ignores(self, name: str) -> bool:
         if _OTHER_PARTS.match(name):

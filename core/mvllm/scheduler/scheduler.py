@@ -13,6 +13,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from mvllm.config.engine_config import SchedulerConfig
 from mvllm.errors import PlatformError, RequestError
 from mvllm.kv_cache.block_table import BlockTable
@@ -345,18 +347,12 @@ class Scheduler:
     def make_stats(self) -> SchedulerStats:
         """Gauges as of now, counters since start."""
         stats, requests = self._stats, self.requests
-        made = SchedulerStats(
+        made: SchedulerStats = msgspec.structs.replace(
+            stats,
             num_running=len(requests.running),
             num_waiting=len(requests.waiting) + len(requests.blocked),
             kv_cache_usage=self._kv_cache.usage,
-            num_preemptions=stats.num_preemptions,
-            prefix_cache_queries=stats.prefix_cache_queries,
-            prefix_cache_hits=stats.prefix_cache_hits,
-            num_drafts=stats.num_drafts,
-            num_draft_tokens=stats.num_draft_tokens,
             accepted_at=stats.accepted_at.copy(),
-            num_prompt_tokens=stats.num_prompt_tokens,
-            num_generated_tokens=stats.num_generated_tokens,
             num_waiting_tokens=requests.num_waiting_tokens(),
             num_swapped=requests.num_swapped,
             num_waiting_for_kv=0 if self.kv_loads is None else self.kv_loads.num_waiting,

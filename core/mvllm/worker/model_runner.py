@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -51,6 +51,7 @@ from mvllm.worker.graph_layers import GraphKVCacheLayers
 from mvllm.worker.greedy_head import Argmax
 from mvllm.worker.guided_sampling import GuidedSampling
 from mvllm.worker.host_blocks import HostBlocks, StepCopies
+from mvllm.worker.inference_mode import in_inference_mode
 from mvllm.worker.input_batch import InputBatch, RowLengths
 from mvllm.worker.kv_cache_layers import KVCacheLayers
 from mvllm.worker.model_forward import ModelForward
@@ -73,19 +74,6 @@ _Result = TypeVar("_Result")
 _Output = TypeVar("_Output", ModelRunnerOutput, ModelRunnerOutput | None)
 _UnsampledStep = tuple[SchedulerOutput, RowLengths, ComputedStep | ModelRunnerOutput | None]
 """The plan of a computed step, the rows' lengths before it, and the model's result; or the output of a failed step."""
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _in_inference_mode(method: _Method) -> _Method:
-    """Runs a method of the runner in the device's inference mode."""
-
-    @wraps(method)
-    def within(self: ModelRunner, *args: Any, **kwargs: Any) -> Any:
-        with self._runtime.inference_mode():
-            return method(self, *args, **kwargs)
-
-    return cast(_Method, within)
 
 
 class ModelRunner:
@@ -182,7 +170,7 @@ class ModelRunner:
         """
         return self._layers.kv_cache_needs()
 
-    @_in_inference_mode
+    @in_inference_mode
     def profile(self, divisor: int = 1) -> None:
         """Runs the largest step that the limits allow on one block and one state slot, which are freed at the end.
 
@@ -208,7 +196,7 @@ class ModelRunner:
         """Most bytes of the encoder results that this rank keeps."""
         return self._encoders.max_cache_bytes
 
-    @_in_inference_mode
+    @in_inference_mode
     def encode_largest_item(self) -> None:
         """Runs the encoder once over the largest item, if the model has an encoder that gives one."""
         with step_out_of_memory_error(self._config.scheduler, self._runtime):
@@ -271,7 +259,7 @@ class ModelRunner:
         self._guided_sampling.set_rows(self.rows, self._inputs.staging if on_device else None)
         self._compile_models()
 
-    @_in_inference_mode
+    @in_inference_mode
     def warm_up(self) -> None:
         """Runs steps before the first request, so that no request waits for a compilation."""
         buffer = self._sampled_token_buffer
@@ -360,7 +348,7 @@ class ModelRunner:
 
     # ------------------------------------------------------------------------------------------------------- steps
 
-    @_in_inference_mode
+    @in_inference_mode
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         """Runs one step, or submits it and returns None, see `collect_output`.
 
@@ -387,7 +375,7 @@ class ModelRunner:
         self._inputs.staging.end_step()
         return self._with_copies_done(output)
 
-    @_in_inference_mode
+    @in_inference_mode
     def sample_tokens(self, step: int, mask_rows: list[int], token_masks: bytes) -> ModelRunnerOutput | None:
         """Samples the step that `execute_model` computed last without sampling it. See WorkerProtocol."""
         assert self._step_awaiting_masks is not None and self._step_awaiting_masks[0].step == step, (

@@ -40,9 +40,4 @@ class TestThroughOpenVINO(ParitySuite):
 
 
 def test_tokens_without_log_probabilities_are_the_same():
-    found = parity.oracle("llama-gqa", num_tokens=8)
-    with parity.engine(found.folder) as llm:
-        for prompts in (found.prompts[5:6], found.prompts):
-            outputs = parity.generate(llm, prompts, max_tokens=8, logprobs=None)
-            expected = found.tokens[5:6] if len(prompts) == 1 else found.tokens
-            assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+    parity.check_tokens_without_logprobs()

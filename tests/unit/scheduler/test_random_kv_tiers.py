@@ -151,14 +151,7 @@ def run_random_schedule(seed: int) -> None:
                 SEEN["steps with swapped"] += stats.num_swapped > 0
                 SEEN["steps with waits"] += stats.num_waiting_for_kv > 0
         else:
-            disturb(
-                action,
-                dice,
-                engine,
-                added,
-                aborted,
-                lambda: scheduler.reset_prefix_cache(keeps_tiers=dice.random() < 0.5),
-            )
+            disturb(action, dice, engine, added, aborted, reset_prefix_cache)
     engine.run(max_steps=3000)
     may_fail = bool(engine.runner.failing or engine.runner.steps_without_memory)
     for name, request in added.items():

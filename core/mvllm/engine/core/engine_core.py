@@ -19,13 +19,14 @@ import msgspec
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.rope_parameters import prompt_cache_key
+from mvllm.engine.core.adapters import CoreAdapters
 from mvllm.engine.core.encoder_planning import make_encoder_planner
 from mvllm.engine.core.grammar_vocabulary import load_vocabulary
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary, choose_block_size, no_kv_cache, size_kv_cache
 from mvllm.engine.core.kv_event_reporting import KVEventReporter
 from mvllm.engine.core.kv_tiers import KVTiers
 from mvllm.engine.core.lora_manager import LoRAManager
-from mvllm.engine.core.rollouts import CoreRollouts, PauseState
+from mvllm.engine.core.rollouts import PauseState
 from mvllm.engine.core.sleep import KV_CACHE, SLEEP_LEVELS, TAGS, WEIGHTS, check_sleep_level
 from mvllm.engine.core.weight_updates import WeightUpdateManager
 from mvllm.errors import ConfigError, EngineDeadError, EngineSleepingError, MvllmError, RequestError
@@ -37,7 +38,6 @@ from mvllm.kv_cache.state_kv_cache_manager import StateKVCacheManager
 from mvllm.logging import get_logger
 from mvllm.messages.core_protocol import UtilityArg
 from mvllm.messages.kv_events import CacheChanges
-from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -90,7 +90,7 @@ _SAVE_SECONDS = 5.0
 _T = TypeVar("_T")
 
 
-class EngineCore(CoreRollouts):
+class EngineCore(CoreAdapters):
     """Turns requests into tokens, one step at a time. Used from one thread.
 
     Args:
@@ -385,36 +385,6 @@ class EngineCore(CoreRollouts):
             if WEIGHTS in wanted:
                 self._weights_reloaded()
         return not self._released_memory
-
-    def add_lora(self, request: LoRARequest) -> bool:
-        """Loads an adapter on all workers, unless it is loaded.
-
-        Raises:
-            RequestError: Its files do not fit this model, or its id belongs to another adapter.
-            EngineSleepingError: The weights sleep.
-        """
-        if WEIGHTS in self._released_memory:
-            raise EngineSleepingError("The engine has been put to sleep. Wake it up (wake_up) before loading adapters.")
-        self._required_lora_manager.add(request)
-        return True
-
-    def remove_lora(self, lora_int_id: int) -> bool:
-        """Unloads an adapter; False if it is not loaded, or in use: then it is evicted later, when space is needed."""
-        manager = self._required_lora_manager
-        has_other_names = manager.has_replaced(lora_int_id)
-        is_removed = manager.remove(lora_int_id)
-        if is_removed and has_other_names:  # a request may load the adapter that it names, which was replaced before
-            self._collect_all_steps()
-            self.scheduler.forget_computed(restart=False)
-        return is_removed
-
-    @property
-    def _required_lora_manager(self) -> LoRAManager:
-        if self._lora_manager is None:
-            raise RequestError(
-                "The engine was started without enable_lora: it takes no adapters.", parameter="lora_request"
-            )
-        return self._lora_manager
 
     @property
     def _has_steps_in_flight(self) -> bool:

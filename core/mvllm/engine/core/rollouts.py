@@ -18,11 +18,9 @@ import msgspec
 
 from mvllm.engine.core.sleep import KV_CACHE, WEIGHTS
 from mvllm.errors import EngineSleepingError, RequestError
-from mvllm.messages.lora import LoRARequest
 from mvllm.messages.weights import WeightTransferInfo, WeightUpdate
 
 if TYPE_CHECKING:
-    from mvllm.engine.core.lora_manager import LoRAManager
     from mvllm.engine.core.weight_updates import WeightUpdateManager
     from mvllm.executor.interface import Executor
     from mvllm.messages.requests import EngineCoreOutput
@@ -51,11 +49,6 @@ class CoreRollouts(ABC):
     _weights: WeightUpdateManager
     _clears_cache_when_drained = False
     _resumes_after_update = False
-
-    @property
-    @abstractmethod
-    def _required_lora_manager(self) -> LoRAManager:
-        """The LoRA manager; an error without one."""
 
     @abstractmethod
     def _collect_all_steps(self) -> None:
@@ -233,30 +226,6 @@ class CoreRollouts(ABC):
         """Calls a method of `worker_extension_cls` on every worker; returns the results in rank order."""
         self._collect_all_steps()
         return self._executor.collective_rpc("call_extension", (method, args, kwargs))
-
-    def update_lora(self, request: LoRARequest) -> bool:
-        """Loads an adapter anew, in place of the loaded one of its id. Its running requests go on with the new one.
-
-        A weight update: part of the open one, or one of its own.
-
-        Raises:
-            As `add_lora`.
-        """
-        manager, is_own = self._required_lora_manager, not self._weights.is_open
-        if is_own:
-            self._weights.check_usable()  # an adapter alone does not mend the weights
-            self.start_weight_update()
-        try:
-            manager.replace(request)
-        except BaseException:
-            if is_own:
-                self.abandon_weight_update()
-            raise
-        if is_own:
-            self.finish_weight_update()
-        else:
-            self.scheduler.forget_computed(restart=False)  # the open update may be abandoned
-        return True
 
     def _weights_reloaded(self) -> None:
         """Follows the workers, which have read the checkpoint again: weights that were unusable are not any more."""

@@ -41,14 +41,7 @@ class VoxtralEncoder(ItemEncoder):
         sizes = WhisperEncoderSizes.from_config(audio)
         self._width = sizes.intermediate_size
         self.tower = WhisperEncoder(ctx, "audio_tower", sizes)
-        self.projector = TwoLayerProjector(
-            ctx,
-            "multi_modal_projector",
-            self._width,
-            config.hidden_size,
-            config.hf_config.get("projector_hidden_act", "gelu"),
-            bias=False,
-        )
+        self.projector = TwoLayerProjector.read(ctx, self._width, config, bias=False)
 
     def encode(self, modality: str, items: Sequence[Features]) -> list[torch.Tensor]:
         windows = [item["input_features"].flatten(0, -3) for item in items]

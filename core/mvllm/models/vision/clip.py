@@ -55,12 +55,13 @@ class ClipTower(nn.Module):
                 f"({CLIP_TYPES[0]!r}) and SigLIP ({SIGLIP_TYPES[0]!r})."
             )
         is_clip = kind in CLIP_TYPES
-        options = EncoderOptions(
-            hidden_size=vision.positive_int("hidden_size", 768),
-            intermediate_size=vision.positive_int("intermediate_size", 3072),
-            num_heads=vision.positive_int("num_attention_heads", 12),
-            eps=vision.positive_number("layer_norm_eps", 1e-5 if is_clip else 1e-6),
-            hidden_act=vision.get("hidden_act", "quick_gelu" if is_clip else "gelu_pytorch_tanh"),
+        options = EncoderOptions.read(
+            vision,
+            768,
+            3072,
+            12,
+            1e-5 if is_clip else 1e-6,
+            "quick_gelu" if is_clip else "gelu_pytorch_tanh",
         )
         self._name, size = name, options.hidden_size
         self._patch_size = vision.positive_int("patch_size", 32 if is_clip else 16)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from mvllm.config.hf_config import HFConfig
 from mvllm.layers.checkpoint_tensor import CheckpointTensor
 from mvllm.layers.context import BuildContext
 from mvllm.layers.encoder_attention import PackedAttention
@@ -82,6 +84,32 @@ class EncoderOptions:
     gated: bool = False
     qk_norm: NormMaker | None = None
     names: LayerNames = LayerNames()
+
+    @classmethod
+    def read(
+        cls,
+        vision: HFConfig,
+        hidden_size: int,
+        intermediate_size: int,
+        num_heads: int,
+        eps: float,
+        act: str,
+        **more: Any,
+    ) -> EncoderOptions:
+        """The options in a `vision_config`.
+
+        Args:
+            hidden_size, intermediate_size, num_heads, eps, act: Defaults of the family.
+            more: Further options.
+        """
+        return cls(
+            hidden_size=vision.positive_int("hidden_size", hidden_size),
+            intermediate_size=vision.positive_int("intermediate_size", intermediate_size),
+            num_heads=vision.positive_int("num_attention_heads", num_heads),
+            eps=vision.positive_number("layer_norm_eps", eps),
+            hidden_act=vision.get("hidden_act", act),
+            **more,
+        )
 
 
 class EncoderAttention(nn.Module):

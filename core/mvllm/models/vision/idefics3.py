@@ -22,7 +22,7 @@ from mvllm.layers.patch_embedding import PatchEmbedding, image_patches
 from mvllm.models.item_encoder import Features, ItemEncoder
 from mvllm.models.multimodal_model import MultiModalCausalLM
 from mvllm.models.vision.encoder_layers import EncoderLayers, EncoderOptions
-from mvllm.models.vision.pixel_shuffle import pixel_shuffle
+from mvllm.models.vision.pixel_shuffle import shuffle_images
 from mvllm.models.vision.square_size import square_size
 
 _JUST_BELOW_ONE = 1.0 - 1e-6
@@ -61,13 +61,12 @@ class Idefics3Encoder(ItemEncoder):
 
     def encode(self, modality: str, items: Sequence[Features]) -> list[torch.Tensor]:
         tiles = [item["pixel_values"].flatten(0, -4) for item in items]
-        grids = [self.tower.grid(each) for each in tiles]
-        states = self.tower(tiles).split([len(each) * rows * columns for each, (rows, columns) in zip(tiles, grids)])
-        shuffled = [
-            pixel_shuffle(each, rows, columns, self._factor)
-            for each, (rows, columns) in zip(states, grids, strict=True)
+        grids = [self.tower.grid(each) for each in tiles for _ in each]
+        shuffled = torch.cat(shuffle_images(self.tower(tiles), grids, self._factor))
+        counts = [
+            rows * columns // self._factor**2 * len(each) for each in tiles for rows, columns in [self.tower.grid(each)]
         ]
-        return list(self.projection(torch.cat(shuffled)).split([len(each) for each in shuffled]))
+        return list(self.projection(shuffled).split(counts))
 
 
 class Idefics3Tower(nn.Module):
@@ -84,12 +83,13 @@ class Idefics3Tower(nn.Module):
 
     def __init__(self, ctx: BuildContext, name: str, vision: HFConfig) -> None:
         super().__init__()
-        options = EncoderOptions(
-            hidden_size=vision.positive_int("hidden_size", 1152),
-            intermediate_size=vision.positive_int("intermediate_size", 3072),
-            num_heads=vision.positive_int("num_attention_heads", 16),
-            eps=vision.positive_number("layer_norm_eps", 1e-6),
-            hidden_act=vision.get("hidden_act", "gelu_pytorch_tanh"),
+        options = EncoderOptions.read(
+            vision,
+            1152,
+            3072,
+            16,
+            1e-6,
+            "gelu_pytorch_tanh",
         )
         self.size = size = options.hidden_size
         self._patch_size = square_size(vision, "patch_size", 32)

@@ -119,12 +119,13 @@ class InternVLTower(nn.Module):
             raise ModelError(
                 f"{vision.source}: 'norm_type' should be one of {', '.join(map(repr, _NORMS))}, found {norm!r:.80}."
             )
-        options = EncoderOptions(
-            hidden_size=vision.positive_int("hidden_size", 1024),
-            intermediate_size=vision.positive_int("intermediate_size", 4096),
-            num_heads=vision.positive_int("num_attention_heads", 16),
-            eps=vision.positive_number("layer_norm_eps", 1e-6),
-            hidden_act=vision.get("hidden_act", "gelu"),
+        options = EncoderOptions.read(
+            vision,
+            1024,
+            4096,
+            16,
+            1e-6,
+            "gelu",
             norm=_NORMS[norm],
             qkv_bias=bool(vision.get("attention_bias", False)),
             qk_norm=_qk_norm if vision.get("use_qk_norm", False) else None,

@@ -20,7 +20,7 @@ from mvllm.layers.norm import LayerNorm
 from mvllm.models.item_encoder import Features, ItemEncoder
 from mvllm.models.multimodal_model import MultiModalCausalLM
 from mvllm.models.vision.encoder_layers import EncoderLayers, EncoderOptions
-from mvllm.models.vision.pixel_shuffle import ShuffledProjector, pixel_shuffle
+from mvllm.models.vision.pixel_shuffle import ShuffledProjector, shuffle_images
 from mvllm.models.vision.square_size import square_size
 
 SIGLIP2_TYPE = "siglip2_vision_model"
@@ -73,11 +73,7 @@ class Lfm2VlEncoder(ItemEncoder):
         tiles = [tile for item in items for tile in item["pixel_values"]]
         shapes = [grid for of_item in grids for grid in of_item]
         patches = torch.cat([tile[: rows * columns] for tile, (rows, columns) in zip(tiles, shapes, strict=True)])
-        states = self.tower(patches, shapes).split([rows * columns for rows, columns in shapes])
-        shuffled = [
-            pixel_shuffle(each, rows, columns, self._factor)
-            for each, (rows, columns) in zip(states, shapes, strict=True)
-        ]
+        shuffled = shuffle_images(self.tower(patches, shapes), shapes, self._factor)
         counts = [sum(rows * columns for rows, columns in of_item) // self._factor**2 for of_item in grids]
         return list(self.projector(torch.cat(shuffled)).split(counts))
 
@@ -96,12 +92,13 @@ class Siglip2Tower(nn.Module):
 
     def __init__(self, ctx: BuildContext, name: str, vision: HFConfig) -> None:
         super().__init__()
-        options = EncoderOptions(
-            hidden_size=vision.positive_int("hidden_size", 768),
-            intermediate_size=vision.positive_int("intermediate_size", 3072),
-            num_heads=vision.positive_int("num_attention_heads", 12),
-            eps=vision.positive_number("layer_norm_eps", 1e-6),
-            hidden_act=vision.get("hidden_act", "gelu_pytorch_tanh"),
+        options = EncoderOptions.read(
+            vision,
+            768,
+            3072,
+            12,
+            1e-6,
+            "gelu_pytorch_tanh",
         )
         self.size = size = options.hidden_size
         num_positions = vision.positive_int("num_patches", 256)

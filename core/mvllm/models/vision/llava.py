@@ -46,14 +46,7 @@ class LlavaEncoder(ItemEncoder):
             self.tower = PixtralTower(ctx, "vision_tower", vision, features)
         else:
             self.tower = ClipTower(ctx, "vision_tower", vision, features)
-        self.projector = TwoLayerProjector(
-            ctx,
-            "multi_modal_projector",
-            self.tower.size,
-            config.hidden_size,
-            hf.get("projector_hidden_act", "gelu"),
-            bias=bool(hf.get("multimodal_projector_bias", True)),
-        )
+        self.projector = TwoLayerProjector.read(ctx, self.tower.size, config)
 
     def encode(self, modality: str, items: Sequence[Features]) -> list[torch.Tensor]:
         if isinstance(self.tower, PixtralTower):

@@ -54,14 +54,7 @@ class LlavaOnevisionEncoder(ItemEncoder):
         hf = config.hf_config
         features = FeatureLayers.from_config(hf, layer=-1, strategy="full")
         self.tower = ClipTower(ctx, "vision_tower", vision, features)
-        self.projector = TwoLayerProjector(
-            ctx,
-            "multi_modal_projector",
-            self.tower.size,
-            config.hidden_size,
-            hf.get("projector_hidden_act", "gelu"),
-            bias=bool(hf.get("multimodal_projector_bias", True)),
-        )
+        self.projector = TwoLayerProjector.read(ctx, self.tower.size, config)
         self.newline = CheckpointTensor(ctx, "image_newline", config.hidden_size)
         self._tile_size = self.tower.image_size
         self._sizes = image_grid_sizes(hf, self._tile_size)

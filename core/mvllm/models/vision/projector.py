@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from mvllm.config.model import ModelConfig
 from mvllm.layers.activation import activation
 from mvllm.layers.context import BuildContext
 from mvllm.layers.linear import ReplicatedLinear
@@ -29,6 +30,16 @@ class TwoLayerProjector(nn.Module):
         self.first = ReplicatedLinear(ctx, f"{name}.linear_1", in_features, hidden_size, bias=bias)
         self.second = ReplicatedLinear(ctx, f"{name}.linear_2", hidden_size, hidden_size, bias=bias)
         self._act = activation(ctx, act, hidden_size)
+
+    @classmethod
+    def read(
+        cls, ctx: BuildContext, in_features: int, config: ModelConfig, *, bias: bool | None = None
+    ) -> TwoLayerProjector:
+        """The module `multi_modal_projector` of a checkpoint. Without `bias`, config.json says whether it has biases."""
+        hf = config.hf_config
+        bias = bool(hf.get("multimodal_projector_bias", True)) if bias is None else bias
+        act = hf.get("projector_hidden_act", "gelu")
+        return cls(ctx, "multi_modal_projector", in_features, config.hidden_size, act, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in_features] to [T, hidden_size]."""
