@@ -595,8 +595,6 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless requests, rows and blocks agree."""
-        self.requests.check_integrity()
-        if self.kv_loads is not None:
-            self.kv_loads.check_integrity()
-        if self._encoders is not None:
-            self._encoders.check_integrity()
+        for part in (self.requests, self.kv_loads, self._encoders):
+            if part is not None:
+                part.check_integrity()

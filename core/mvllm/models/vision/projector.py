@@ -35,7 +35,7 @@ class TwoLayerProjector(nn.Module):
     def read(
         cls, ctx: BuildContext, in_features: int, config: ModelConfig, *, bias: bool | None = None
     ) -> TwoLayerProjector:
-        """The module `multi_modal_projector` of a checkpoint. Without `bias`, config.json says whether it has biases."""
+        """The module `multi_modal_projector` of a checkpoint. Without `bias`, config.json says whether it has them."""
         hf = config.hf_config
         bias = bool(hf.get("multimodal_projector_bias", True)) if bias is None else bias
         act = hf.get("projector_hidden_act", "gelu")
