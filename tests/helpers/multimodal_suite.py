@@ -29,6 +29,7 @@ from PIL import Image
 
 from mvllm import LLM, RequestOutput, SamplingParams
 from mvllm.config.model import ModelConfig
+from mvllm.config.sliding_window_blocks import max_blocks_held
 from mvllm.errors import ConfigError, RequestError
 from mvllm.messages.inputs import PromptType, TextPrompt
 from mvllm.multimodal import processor_client
@@ -323,12 +324,17 @@ class MultiModalSuite:
             check(expected, generate(llm, expected.requests))
 
     def test_preempted_and_recomputed(self, expected: MultiModalOracle) -> None:
-        longest = max(len(expected.prompt_ids(request)) for request in expected.requests) + NUM_TOKENS
+        lengths = [len(expected.prompt_ids(request)) for request in expected.requests]
+        longest = max(lengths) + NUM_TOKENS
         with engine(expected.folder, max_model_len=longest) as llm:
             summary = llm.llm_engine.cache_summary
-        # Layers with a window soon need fewer blocks than at first.
-        thirds = 6 if summary.windows == (None,) else 4 if None in summary.windows else 3
-        memory = summary.total_bytes // summary.num_blocks * (summary.blocks_per_request * thirds // 3)
+
+        def blocks_for(num_tokens: int) -> int:
+            return sum(max_blocks_held(num_tokens, window, BLOCK_SIZE, MAX_LEN) for window in summary.windows)
+
+        # Room for all prompts, and for a little of what follows them.
+        num_blocks = max(sum(map(blocks_for, lengths)) + len(lengths), blocks_for(longest))
+        memory = summary.total_bytes // summary.num_blocks * num_blocks
         with engine(expected.folder, kv_cache_memory_bytes=memory, max_model_len=longest) as llm:
             check(expected, generate(llm, expected.requests))
             stats = llm.llm_engine.stats
