@@ -329,11 +329,12 @@ class MultiModalSuite:
         with engine(expected.folder, max_model_len=longest) as llm:
             summary = llm.llm_engine.cache_summary
 
-        def blocks_for(num_tokens: int) -> int:
-            return sum(max_blocks_held(num_tokens, window, BLOCK_SIZE, MAX_LEN) for window in summary.windows)
+        def blocks_for(num_tokens: int, most_in_step: int) -> int:
+            return sum(max_blocks_held(num_tokens, window, BLOCK_SIZE, most_in_step) for window in summary.windows)
 
-        # Room for all prompts, and for a little of what follows them.
-        num_blocks = max(sum(map(blocks_for, lengths)) + len(lengths), blocks_for(longest))
+        # Room for all prompts when they are computed, and for a little of what follows them.
+        computed = sum(blocks_for(length, 1) for length in lengths)
+        num_blocks = max(computed + len(lengths), blocks_for(longest, MAX_LEN))
         memory = summary.total_bytes // summary.num_blocks * num_blocks
         with engine(expected.folder, kv_cache_memory_bytes=memory, max_model_len=longest) as llm:
             check(expected, generate(llm, expected.requests))
