@@ -210,6 +210,66 @@ def _run_in_a_task(folder: str, prompt: list[int]) -> tuple[str, list[str], list
         )
 
 
+REPLICAS = """
+import asyncio, json, os, sys
+import ray
+from tests.helpers.async_engine import async_engine, last, params
+
+given = json.loads(sys.argv[1])
+
+async def answers(llm):
+    options = params(max_tokens=given["max_tokens"], detokenize=False)
+    streams = [last(llm.generate(prompt, options)) for prompt in given["prompts"]]
+    return [output.outputs[0].token_ids for output in await asyncio.gather(*streams)]
+
+if given["group"]:
+    os.environ["RAY_MVLLM_PLACEMENT_GROUP"] = given["group"]
+settings = {"data_parallel_size": 2, "distributed_executor_backend": "ray", **given["settings"]}
+with async_engine(given["folder"], **settings) as llm:
+    ray.init(log_to_driver=False, logging_level="ERROR")
+    actors = [actor for actor in ray._private.state.actors().values() if actor["State"] == "ALIVE"]
+    nodes = [actor["Address"]["NodeID"] for actor in actors if actor["ActorClassName"].endswith("RayWorker")]
+    print(json.dumps({"nodes": nodes, "tokens": asyncio.run(answers(llm))}))
+    ray.shutdown()
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("settings", "in_a_group"),
+    [({}, False), ({"enable_expert_parallel": True}, True)],
+    ids=["plain", "expert parallel, in a placement group"],
+)
+def test_replicas_of_a_mixture_of_experts_on_two_nodes_give_the_tokens_of_one_engine(
+    nodes: TwoNodes, tmp_path: Path, settings: dict[str, bool], in_a_group: bool
+) -> None:
+    """Experts are not divided over replicas: the keyword of expert parallelism has no effect but a warning."""
+    folder = make_checkpoint("qwen3moe", tmp_path / "model")
+    prompts = parity.prompts_of("qwen3moe")
+    with parity.engine(folder) as llm:
+        expected = [list(output.outputs[0].token_ids) for output in parity.generate(llm, prompts)]
+    given = {"folder": str(folder), "prompts": prompts, "max_tokens": parity.NUM_TOKENS, "settings": settings}
+    with ExitStack() as stack:
+        if in_a_group:
+            group = ray.util.placement_group([{"CPU": 1}, {"CPU": 1}], "STRICT_SPREAD")
+            stack.callback(ray.util.remove_placement_group, group)
+            assert group.wait(60)
+        given["group"] = group.id.hex() if in_a_group else ""
+        run = subprocess.run(
+            [sys.executable, "-c", REPLICAS, json.dumps(given)],
+            env={**os.environ, "RAY_ADDRESS": nodes.cluster.address},
+            capture_output=True,
+            text=True,
+            timeout=180,
+        )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert len(found["nodes"]) == len(set(found["nodes"])) == 2
+    assert found["tokens"] == expected
+    warning = "enable_expert_parallel=True has no effect. Each expert is split over the ranks of tensor parallelism"
+    assert (warning in run.stderr) == bool(settings)
+
+
 def test_a_node_lost_during_a_request_ends_the_engine_with_an_error_that_names_its_rank(nodes: TwoNodes) -> None:
     expected = parity.oracle("llama-gqa")
     with parity.engine(expected.folder, tensor_parallel_size=2, distributed_executor_backend="ray") as llm:

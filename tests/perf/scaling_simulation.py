@@ -1,21 +1,22 @@
 """Simulates a fleet of replicas: routing policies, cell sizes, failures, restarts, overload and autoscaling.
 
-    python -m tests.perf.scaling_simulation policies --replicas 1000
-    python -m tests.perf.scaling_simulation restarts --replicas 40 --load 0.3 --seconds 600
-    python -m tests.perf.scaling_simulation failures overload autoscaling routers cells disaggregation
-    python -m tests.perf.scaling_simulation --measure steps.json          measures the step times of this machine
-    python -m tests.perf.scaling_simulation policies --steps steps.json   simulates with them
+    python -m tests.perf.scaling_simulation policies failures overload       as in docs/explanation/scaling.md
+    python -m tests.perf.scaling_simulation policies --replicas 1024 --seconds 60 --policy least --policy mvllm
+    python -m tests.perf.scaling_simulation cells --replicas 16,1024,4096 --policy least
+    python -m tests.perf.scaling_simulation --measure steps.json             measures the step times of this machine
+    python -m tests.perf.scaling_simulation policies --steps steps.json      simulates with them
     python -m tests.perf.scaling_simulation calibration --steps steps.json   compares them with the measured steps
-    python -m tests.perf.scaling_simulation policies --replicas 4096 --seconds 30 --policy "least tokens"
 
 Prints tables in Markdown; docs/explanation/scaling.md has them and says what follows. Results depend on the seed and on
-nothing else. Step times are assumptions (`fleet/step_times.py`) unless a file of measured ones is given.
+nothing else. Step times are assumptions (`fleet/step_times.py`) unless a file of measured ones is given. A request
+takes about REQUEST_MICROSECONDS of one core, whatever the number of replicas; the wall time of each row goes to stderr.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -43,7 +44,8 @@ class Setup:
     load: float  # factor of CONVERSATIONS_PER_REPLICA
     seconds: float
     seed: int
-    policies: tuple[str, ...] = tuple(POLICIES)
+    policies: tuple[str, ...] = ()  # all, or those of the scenario, if empty
+    sizes: tuple[int, ...] = ()  # numbers of replicas, for the scenario `cells`
     measured: tuple[tuple[float, ...], ...] = ()  # steps, as `fit` takes them
     measured_runs: tuple[tuple[int, int, int, float], ...] = ()  # requests, prompt and output tokens of each, seconds
 
@@ -90,7 +92,7 @@ def policies(setup: Setup) -> Iterable[str]:
     """Routing policies at one load."""
     yield HEAD
     fleet = None
-    for name in setup.policies:
+    for name in setup.policies or POLICIES:
         fleet = setup.fleet(name)
         yield row(name, fleet.run(setup.seconds), setup.warm_up)
     assert fleet is not None
@@ -100,10 +102,10 @@ def policies(setup: Setup) -> Iterable[str]:
 def cells(setup: Setup) -> Iterable[str]:
     """The same load per replica, in cells of different sizes."""
     yield HEAD
-    for count in (4, 16, 64, 256):
-        smaller = replace(setup, num_replicas=count)
-        for name in (BLIND, AWARE):
-            yield row(f"{count} replicas, {name}", smaller.fleet(name).run(setup.seconds), setup.warm_up)
+    for count in setup.sizes or (4, 16, 64, 256, 1024, 4096):
+        cell = replace(setup, num_replicas=count)
+        for name in setup.policies or (BLIND, AWARE):
+            yield row(f"{count} replicas, {name}", cell.fleet(name).run(setup.seconds), setup.warm_up)
 
 
 def routers(setup: Setup) -> Iterable[str]:
@@ -114,6 +116,15 @@ def routers(setup: Setup) -> Iterable[str]:
             fleet = setup.fleet(name, num_routers=count, report_seconds=seconds)
             label = f"{count} router{'s' * (count > 1)}, loads {f'every {seconds:g} s' if seconds else 'exact'}, {name}"
             yield row(label, fleet.run(setup.seconds), setup.warm_up)
+
+
+def indexes(setup: Setup) -> Iterable[str]:
+    """Routers whose index of prefixes is older than the caches."""
+    yield HEAD
+    for seconds in (0.0, 0.1, 1.0, 5.0, 20.0, 60.0):
+        for name in setup.policies or (AWARE, "longest prefix, limit 1.5"):
+            fleet = setup.fleet(name, index_seconds=seconds)
+            yield row(f"{seconds:g} s old, {name}", fleet.run(setup.seconds), setup.warm_up)
 
 
 def failures(setup: Setup) -> Iterable[str]:
@@ -362,22 +373,60 @@ def measure(path: Path, model: str) -> StepTimes:
     return fit(rows)
 
 
-SCENARIOS: dict[str, Callable[[Setup], Iterable[str]]] = {
-    function.__name__: function
-    for function in (policies, cells, routers, failures, restarts, overload, autoscaling, disaggregation, calibration)
+Scenario = Callable[[Setup], Iterable[str]]
+
+SCENARIOS: dict[str, tuple[Scenario, int, float, float]] = {
+    "policies": (policies, 100, 120.0, 1.0),
+    "cells": (cells, 0, 90.0, 1.0),
+    "routers": (routers, 64, 90.0, 1.0),
+    "indexes": (indexes, 40, 120.0, 1.0),
+    "failures": (failures, 40, 120.0, 1.0),
+    "restarts": (restarts, 40, 600.0, 0.3),
+    "overload": (overload, 40, 120.0, 1.0),
+    "autoscaling": (autoscaling, 40, 120.0, 1.0),
+    "disaggregation": (disaggregation, 40, 90.0, 0.5),
+    "calibration": (calibration, 1, 0.0, 1.0),
 }
+"""Scenarios, each with the replicas, the seconds and the load of its table in docs/explanation/scaling.md."""
+
+
+def policy_name(text: str) -> str:
+    """The policy whose name is `text`, or the only one whose name contains it."""
+    found = [text] if text in POLICIES else [name for name in POLICIES if text in name]
+    if len(found) != 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is part of {len(found)} names; there are " + ", ".join(map(repr, POLICIES))
+        )
+    return found[0]
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Numbers with commas between them."""
+    return tuple(map(int, text.split(",")))
+
+
+def print_table(scenario: Scenario, setup: Setup) -> None:
+    """Prints a scenario's rows as they come, and the wall time of each to stderr."""
+    begun = time.perf_counter()
+    for line in scenario(setup):
+        now = time.perf_counter()
+        print(line, flush=True)
+        print(f"({now - begun:.1f} s)", file=sys.stderr)
+        begun = now
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help=", ".join(SCENARIOS))
-    parser.add_argument("--replicas", type=int, default=100)
-    parser.add_argument("--load", type=float, default=1.0, help="factor of the rate of conversations")
-    parser.add_argument("--seconds", type=float, default=180.0)
+    parser.add_argument("--replicas", type=numbers, help="of the fleet; for `cells` several, such as 16,64,1024")
+    parser.add_argument("--load", type=float, help="factor of the rate of conversations")
+    parser.add_argument("--seconds", type=float, help="of simulated time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=Path, help="measured step times, from --measure")
     parser.add_argument("--measure", type=Path, help="measure step times and write them to this file")
-    parser.add_argument("--policy", action="append", choices=POLICIES, help="for the scenario policies; all by default")
+    parser.add_argument(
+        "--policy", action="append", type=policy_name, help="for `policies` and `cells`: a name, or a part of one name"
+    )
     parser.add_argument("--model", default="demo", help="for --measure")
     args = parser.parse_args()
     if unknown := [name for name in args.scenarios if name not in SCENARIOS]:
@@ -389,14 +438,22 @@ def main() -> None:
     if "calibration" in args.scenarios and not found["steps"]:
         parser.error("calibration needs --steps FILE")
     measured, runs = (tuple(map(tuple, found.get(name, ()))) for name in ("steps", "runs"))
-    chosen = tuple(args.policy or POLICIES)
-    setup = Setup(times, args.replicas, args.load, args.seconds, args.seed, chosen, measured, runs)
     for name in args.scenarios:
-        begun = time.perf_counter()
-        print(f"\n{name}: {SCENARIOS[name].__doc__}\n")
-        for line in SCENARIOS[name](setup):
-            print(line, flush=True)
-        print(f"\n({time.perf_counter() - begun:.0f} s of wall time)")
+        scenario, replicas, seconds, load = SCENARIOS[name]
+        sizes = args.replicas or ()
+        setup = Setup(
+            times,
+            (sizes or (replicas,))[0],
+            load if args.load is None else args.load,
+            seconds if args.seconds is None else args.seconds,
+            args.seed,
+            tuple(args.policy or ()),
+            sizes,
+            measured,
+            runs,
+        )
+        print(f"\n{name}: {scenario.__doc__}\n")
+        print_table(scenario, setup)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ _PLATFORM = "The platform plugin decides this."
 _ENCODERS = "Each tensor-parallel rank holds the whole encoder."
 _SPECULATIVE = "Pass speculative_config={'method': ..., 'num_speculative_tokens': ...}."
 _SERVER = "Give this to the server: `mvllm serve --help`."
+_REPLICAS = "Engine cores are processes of this machine; distributed_executor_backend='ray' uses workers on several."
 _MACHINE = "Workers are processes of this machine; distributed_executor_backend='ray' uses several."
 _TRACING = "Pass --otlp-traces-endpoint to `mvllm serve`."
 
@@ -126,7 +127,9 @@ FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
     ),
     "use_v2_block_manager": ForeignKeyword("There is one block manager.", (True,)),
     # several devices
-    "enable_expert_parallel": ForeignKeyword("Experts are split over the ranks of tensor parallelism."),
+    "enable_expert_parallel": ForeignKeyword(
+        "Each expert is split over the ranks of tensor parallelism; each data-parallel replica holds all experts."
+    ),
     "enable_eplb": ForeignKeyword("Experts stay where they were loaded."),
     "eplb_config": ForeignKeyword("Experts stay where they were loaded."),
     "expert_placement_strategy": ForeignKeyword("Experts stay where they were loaded.", ("linear",)),
@@ -144,17 +147,17 @@ FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
     "node_rank": ForeignKeyword(_MACHINE, (0,)),
     "master_addr": ForeignKeyword(_MACHINE, ("127.0.0.1",)),
     "master_port": ForeignKeyword(_MACHINE),
-    "data_parallel_hybrid_lb": ForeignKeyword("Replicas are processes of this machine."),
-    "data_parallel_external_lb": ForeignKeyword("Replicas are processes of this machine."),
+    "data_parallel_hybrid_lb": ForeignKeyword(_REPLICAS),
+    "data_parallel_external_lb": ForeignKeyword(_REPLICAS),
     "numa_bind": ForeignKeyword(_PLATFORM),
     "decode_context_parallel_size": ForeignKeyword("A sequence is not split over ranks.", (1,)),
     "prefill_context_parallel_size": ForeignKeyword("A sequence is not split over ranks.", (1,)),
-    "data_parallel_backend": ForeignKeyword("Replicas are processes of this machine.", ("mp",)),
-    "data_parallel_size_local": ForeignKeyword("Replicas are processes of this machine."),
-    "data_parallel_rank": ForeignKeyword("Replicas are processes of this machine."),
-    "data_parallel_start_rank": ForeignKeyword("Replicas are processes of this machine."),
-    "data_parallel_address": ForeignKeyword("Replicas are processes of this machine."),
-    "data_parallel_rpc_port": ForeignKeyword("Replicas are processes of this machine."),
+    "data_parallel_backend": ForeignKeyword(_REPLICAS, ("mp",)),
+    "data_parallel_size_local": ForeignKeyword(_REPLICAS),
+    "data_parallel_rank": ForeignKeyword(_REPLICAS),
+    "data_parallel_start_rank": ForeignKeyword(_REPLICAS),
+    "data_parallel_address": ForeignKeyword(_REPLICAS),
+    "data_parallel_rpc_port": ForeignKeyword(_REPLICAS),
     "disable_custom_all_reduce": ForeignKeyword(_PLATFORM, (True,)),
     "worker_cls": ForeignKeyword("The platform plugin provides the worker.", ("auto",)),
     "worker_use_ray": ForeignKeyword("distributed_executor_backend names the executor."),

@@ -89,11 +89,11 @@ def options_of(**settings: Any) -> Any:
 
 def test_a_distributed_model_has_a_bundle_for_each_worker() -> None:
     deployment = options_of(
-        options={"tensor-parallel-size": 2, "pipeline_parallel_size": 2},
+        options={"tensor-parallel-size": 2, "pipeline_parallel_size": 2, "data-parallel-size": 3},
         distributed={"worker": {"GPU": 1}, "strategy": "STRICT_PACK"},
     )
     config = deployment._replica_config
-    assert config.placement_group_bundles == [{"GPU": 1}] * 4
+    assert config.placement_group_bundles == [{"GPU": 1}] * 12
     assert config.placement_group_strategy == "STRICT_PACK"
     assert config.ray_actor_options["num_cpus"] == 0  # every bundle is for a worker
     with pytest.raises(ConfigError, match="must name resources"):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tests.perf.fleet.step_times import StepTimes
@@ -37,6 +38,9 @@ class Running:
     sent: float
     cached_tokens: int = 0
     first_token: float = 0.0
+
+
+_NONE: tuple[Sequence[Running], Sequence[Running]] = ((), ())
 
 
 class PrefixCache:
@@ -125,60 +129,46 @@ class Replica:
         """Requests that wait or run."""
         return len(self.waiting) + len(self._generating) + (self._prefilling is not None)
 
-    @property
-    def step_seconds(self) -> float:
-        """The duration of a step now."""
-        times = self.times
-        prompt = min(times.max_prompt_tokens, self._left) if self._prefilling is not None else 0
-        decode = times.decode_step(len(self._generating), self.running_tokens)
-        return (decode + times.prompt_token * prompt) / self.speed
-
     def add(self, now: float, running: Running) -> None:
         """Takes a request."""
         self.advance(now)
         self.waiting.append(running)
         self.waiting_tokens += running.request.prompt_tokens - running.cached_tokens
         self.output_tokens += running.request.output_tokens
-        self._start_next(now)
+        self._start_next()
         self.version += 1
 
     def next_event(self) -> float:
         """When something has to be done next, if nothing else comes."""
-        step, soonest = self.step_seconds, _NEVER
+        generating, step, soonest = self._generating, self._decode_seconds(), _NEVER
         if self._prefilling is not None:
-            times, left = self.times, self._left
-            full, rest = divmod(left, times.max_prompt_tokens)
-            decode = times.decode_step(len(self._generating), self.running_tokens)
-            steps = full + (rest > 0)
-            soonest = self._now + (decode * steps + times.prompt_token * left) / self.speed
+            steps = self._steps_of_prompt()
+            soonest = self._now + (step * steps + self.times.prompt_token * self._left) / self.speed
             step = (soonest - self._now) / max(steps, 1)
-        if self._generating:
-            soonest = min(soonest, self._now + max(0.0, self._generating[0][0] - self._steps) * step)
+        else:
+            step /= self.speed
+        if generating:
+            soonest = min(soonest, self._now + max(0.0, generating[0][0] - self._steps) * step)
         return soonest
 
-    def advance(self, now: float) -> tuple[list[Running], list[Running]]:
+    def advance(self, now: float) -> tuple[Sequence[Running], Sequence[Running]]:
         """Computes until `now`, which is not after `next_event`.
 
         Returns:
             Requests whose first token came, and requests that ended.
         """
         elapsed, self._now = now - self._now, now
-        if self._prefilling is not None or self._generating:
+        generating = self._generating
+        if self._prefilling is not None or generating:
             self.busy_seconds += elapsed
             self._compute(elapsed)
-        started, ended = [], []
-        if self._prefilling is not None and self._left <= 0.0:
-            started.append(self._end_prefill(now))
-        while self._generating and self._generating[0][0] <= self._steps + 1e-6:
-            running = heapq.heappop(self._generating)[2]
-            ended.append(running)
-            self._reserved -= running.request.prompt_tokens + running.request.output_tokens
-            self.running_tokens -= running.request.held_tokens
-        if not self._generating:
-            self.running_tokens = 0.0
-        if started or ended:
-            self._start_next(now)
-            self.version += 1
+        ends_prefill = self._prefilling is not None and self._left <= 0.0
+        if not ends_prefill and (not generating or generating[0][0] > self._steps + 1e-6):
+            return _NONE
+        started = [self._end_prefill(now)] if ends_prefill else []
+        ended = self._end_sequences()
+        self._start_next()
+        self.version += 1
         return started, ended
 
     def room_for_cache(self) -> int:
@@ -186,7 +176,7 @@ class Replica:
         return max(0, int(self.times.kv_tokens - self._reserved))
 
     def drop_all(self, now: float) -> list[Running]:
-        """Forgets all requests and the cache; returns the requests. The replica has failed, or restarts."""
+        """Forgets all requests, and returns them. The replica has failed, or restarts."""
         _, ended = self.advance(now)
         lost = [*ended, *self.waiting, *(running for _, _, running in self._generating)]
         if self._prefilling is not None:
@@ -195,19 +185,26 @@ class Replica:
         self._generating.clear()
         self._prefilling = None
         self.waiting_tokens = self.running_tokens = self.output_tokens = self._reserved = self._left = 0.0
-        self.cache = PrefixCache(self.times.kv_tokens)
         self.version += 1
         return lost
 
-    def _compute(self, elapsed: float) -> None:
+    def _decode_seconds(self) -> float:
+        """Seconds of a step without prompt tokens, at speed 1."""
         times = self.times
-        decode = times.decode_step(len(self._generating), self.running_tokens)
+        return times.step + times.sequence * len(self._generating) + times.kv_token * self.running_tokens
+
+    def _steps_of_prompt(self) -> float:
+        """Steps that compute the rest of the prompt."""
+        full, rest = divmod(self._left, self.times.max_prompt_tokens)
+        return full + (rest > 0)
+
+    def _compute(self, elapsed: float) -> None:
+        decode = self._decode_seconds()
         if self._prefilling is None:
             steps = elapsed * self.speed / decode + _TOLERANCE / decode
         else:
-            full, rest = divmod(self._left, times.max_prompt_tokens)
-            steps_left = max(1.0, full + (rest > 0))
-            total = (decode * steps_left + times.prompt_token * self._left) / self.speed
+            steps_left = max(1.0, self._steps_of_prompt())
+            total = (decode * steps_left + self.times.prompt_token * self._left) / self.speed
             share = elapsed / total if total - elapsed > _TOLERANCE else 1.0
             done = self._left * share
             steps = steps_left * share
@@ -228,7 +225,20 @@ class Replica:
         heapq.heappush(self._generating, (self._steps + running.request.output_tokens - 1, self._count, running))
         return running
 
-    def _start_next(self, now: float) -> None:
+    def _end_sequences(self) -> list[Running]:
+        """Ends the sequences whose last step is done."""
+        generating, ended = self._generating, []
+        while generating and generating[0][0] <= self._steps + 1e-6:
+            running = heapq.heappop(generating)[2]
+            request = running.request
+            ended.append(running)
+            self._reserved -= request.prompt_tokens + request.output_tokens
+            self.running_tokens -= request.held_tokens
+        if not generating:
+            self.running_tokens = 0.0
+        return ended
+
+    def _start_next(self) -> None:
         """Starts to compute the first waiting prompt, if a row and KV blocks are free."""
         if self._prefilling is not None or not self.waiting or len(self._generating) >= self.times.max_sequences:
             return

@@ -1,24 +1,26 @@
 """A discrete-event simulation of a fleet of replicas behind routers.
 
 Events are arrivals, ends of prompts and sequences on a replica, and changes of the fleet. Each replica has at most one
-valid event in the heap. A request costs three events or so, whatever the number of its tokens, so that a thousand
-replicas can be simulated in about a minute.
+valid event in the heap. A request costs three events or so, whatever the number of its tokens and of the replicas: the
+loads that a policy compares are changed one at a time, and compared by numpy.
 """
 
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.perf.fleet.policies import Policy, View, cost_of
+from tests.perf.fleet.policies import Policy, View
 from tests.perf.fleet.replica import PrefixCache, Replica, Running
 from tests.perf.fleet.step_times import StepTimes
 from tests.perf.fleet.workload import Conversations, Request
 
 _ARRIVAL, _REPLICA, _CHANGE = range(3)
+_Event = tuple[float, int, int, object]  # time, kind, number, what
 
 Change = Callable[["Fleet", float], None]
 """A change of the fleet, called with it and the time."""
@@ -80,6 +82,7 @@ class Fleet:
         num_routers: Routers, among which requests are divided.
         report_seconds: How often replicas report their loads. A router adds what it has sent since; of others' requests
             it knows nothing. 0 for exact loads.
+        index_seconds: How much later than a replica the routers know what it has cached and evicted.
     """
 
     def __init__(
@@ -96,28 +99,30 @@ class Fleet:
         uses_cache: bool = True,
         num_routers: int = 1,
         report_seconds: float = 0.0,
+        index_seconds: float = 0.0,
     ) -> None:
         self.times = times
         self.policy = policy
         self.replicas = [Replica(times) for _ in range(num_replicas)]
-        self.view = View(num_replicas, num_system_prompts)
-        self.view.num_others = num_routers - 1
+        self.view = View(num_replicas, num_system_prompts, num_routers if report_seconds else 1)
         self.outcome = Outcome(np.empty(0), np.empty(0), np.empty(0))
         self._conversations = conversations
         self._detect_seconds = detect_seconds
         self._max_waiting_tokens = max_waiting_tokens
         self._uses_cache = uses_cache
         self._report_seconds = report_seconds
-        self._loads = np.zeros((2, 3, num_replicas))  # (true, as reported), (waiting, running, output), replica
-        self._sent = np.zeros((num_routers, 3, num_replicas))  # since the last report
-        self._heap: list[tuple[float, int, int, object]] = []
+        self._index_seconds = index_seconds
+        self._num_routers = num_routers
+        self._loads = np.zeros((3, num_replicas))  # to report: waiting, running, output
+        self._heap: list[_Event] = []
         self._number = 0
-        self._finished: list[tuple[float, float, float]] = []
+        self._finished = array("d")  # time sent, to first token, per output token
+        self._lost_seconds = 0.0  # of replicas that have failed, while they were alive
         self._under_way = 0
         self._alive_since = [0.0] * num_replicas
         self.requests: list[Request] = []
-        for request in conversations.first_requests:
-            self._push(request.arrival, _ARRIVAL, (request, request.arrival))
+        self._first_requests = conversations.first_requests()
+        self._next_first = next(self._first_requests, None)
         for time, change in changes:
             self._push(time, _CHANGE, change)
         if report_seconds:
@@ -125,26 +130,39 @@ class Fleet:
 
     def run(self, end: float, sample_seconds: float = 5.0) -> Outcome:
         """Simulates until `end`."""
-        now, next_sample = 0.0, 0.0
-        heap = self._heap
-        while heap and heap[0][0] <= end:
-            now, kind, _, item = heapq.heappop(heap)
+        next_sample = 0.0
+        while (event := self._next_event(end)) is not None:
+            now, kind, _, item = event
             if now >= next_sample:
-                self.outcome.timeline.append((now, int(self.view.accepts.sum()), self._under_way))
+                self.outcome.timeline.append((now, len(self.view.accepting), self._under_way))
                 next_sample = now + sample_seconds
-            if kind == _ARRIVAL:
-                self._route(now, *item)  # type: ignore[misc]
-            elif kind == _REPLICA:
+            if kind == _REPLICA:
                 index, version = item  # type: ignore[misc]
                 if self.replicas[index].version == version:
                     self._advance(index, now)
+                    self._schedule(index)
+            elif kind == _ARRIVAL:
+                self._route(now, *item)  # type: ignore[misc]
             else:
                 item(self, now)  # type: ignore[operator]
-        for index, replica in enumerate(self.replicas):
-            if replica.is_alive:
-                self.outcome.replica_seconds += end - self._alive_since[index]
-        rows = np.array(self._finished).reshape(-1, 3)
-        result = self.outcome
+        return self._result(end)
+
+    def _next_event(self, end: float) -> _Event | None:
+        """Removes the next event; None if there is none until `end`. First requests are not kept in the heap."""
+        heap, first = self._heap, self._next_first
+        if first is not None and (not heap or first.arrival <= heap[0][0]):
+            if first.arrival > end:
+                return None
+            self._next_first = next(self._first_requests, None)
+            return first.arrival, _ARRIVAL, 0, (first, first.arrival)
+        return heapq.heappop(heap) if heap and heap[0][0] <= end else None
+
+    def _result(self, end: float) -> Outcome:
+        result, rows = self.outcome, np.array(self._finished).reshape(-1, 3)
+        alive = (
+            end - since for since, replica in zip(self._alive_since, self.replicas, strict=True) if replica.is_alive
+        )
+        result.replica_seconds = self._lost_seconds + sum(alive)
         result.arrival, result.ttft, result.tpot = rows[:, 0], rows[:, 1], rows[:, 2]
         result.num_left = self._under_way
         result.busy = sum(replica.busy_seconds for replica in self.replicas) / max(1e-9, result.replica_seconds)
@@ -156,11 +174,10 @@ class Fleet:
         """A replica fails: its requests are sent again once that is noticed, its cache is lost."""
         replica = self.replicas[index]
         lost = replica.drop_all(now)
-        replica.is_alive = False
-        self.outcome.replica_seconds += now - self._alive_since[index]
         self._forget_cache(index)
-        for array in (self.view.waiting, self.view.running, self.view.output):
-            array[index] = 0.0
+        replica.is_alive = False
+        self._lost_seconds += now - self._alive_since[index]
+        self._report_load(index, 0.0, 0.0, 0.0)
         if accepts_until_detected:
             self._push(now + self._detect_seconds, _CHANGE, lambda fleet, time: fleet.stop_routing(index))
         else:
@@ -171,12 +188,12 @@ class Fleet:
     def stop_routing(self, index: int) -> None:
         """Routers choose a replica no more."""
         if not self.replicas[index].is_alive or not self.replicas[index].accepts:
-            self.view.accepts[index] = False
+            self.view.set_accepts(index, False)
 
     def drain(self, index: int) -> None:
         """A replica gets no new requests."""
         self.replicas[index].accepts = False
-        self.view.accepts[index] = False
+        self.view.set_accepts(index, False)
 
     def start(self, index: int, now: float, speed: float = 1.0) -> None:
         """A replica (again) takes requests, with an empty cache."""
@@ -187,20 +204,16 @@ class Fleet:
         replica.is_alive = replica.accepts = True
         replica.speed = speed
         self._forget_cache(index)
-        self.view.accepts[index] = True
+        self.view.set_accepts(index, True)
 
     def add_replica(self, now: float) -> int:
         """Adds a replica with an empty cache; returns its index."""
-        view, index = self.view, len(self.replicas)
+        index = len(self.replicas)
         self.replicas.append(Replica(self.times))
         self.replicas[index].advance(now)
         self._alive_since.append(now)
-        view.waiting, view.running, view.output = (
-            np.append(array, 0.0) for array in (view.waiting, view.running, view.output)
-        )
-        view.accepts = np.append(view.accepts, True)
-        column = np.zeros((len(view.system_holders), 1), dtype=bool)
-        view.system_holders = np.hstack([view.system_holders, column])
+        self._loads = np.concatenate([self._loads, np.zeros((3, 1))], axis=1)
+        self.view.add_replica()
         return index
 
     def call_later(self, time: float, change: Change) -> None:
@@ -223,23 +236,16 @@ class Fleet:
         if not request.num_tries:
             self.requests.append(request)
             if self._max_waiting_tokens is not None:
-                if view.waiting.sum() > self._max_waiting_tokens * max(1, int(view.accepts.sum())):
+                if view.waiting.sum() > self._max_waiting_tokens * max(1, len(view.accepting)):
                     self.outcome.num_rejected += 1
                     return
             self._under_way += 1
         request.num_tries += 1
-        if not view.accepts.any():
+        if not len(view.accepting):
             self._push(now + self._detect_seconds, _ARRIVAL, (request, sent))
             return
-        sent_by_router = self._sent[request.conversation % len(self._sent)]
-        if self._report_seconds:
-            view.waiting, view.running, view.output = self._loads[1] + sent_by_router
-            view.sent = float(cost_of(*sent_by_router.sum(axis=1)))
-        index = self.policy.choose(request, view)
+        index = self._choose(request)
         replica = self.replicas[index]
-        if self._report_seconds:
-            uncached = request.prompt_tokens - view.cached_tokens(request)[index]
-            sent_by_router[:, index] += (uncached, request.prompt_tokens, request.output_tokens)
         running = Running(request, sent)
         if not replica.is_alive:
             self._retry(now, running)
@@ -248,72 +254,83 @@ class Fleet:
             running.cached_tokens = min(replica.cache.find(request), request.prompt_tokens - 1)
         self.outcome.prompt_tokens += request.prompt_tokens
         self.outcome.cached_tokens += running.cached_tokens
-        self._advance(index, now, schedules=False)
+        self._advance(index, now)
         replica.add(now, running)
         self._schedule(index)
 
+    def _choose(self, request: Request) -> int:
+        """The router's choice."""
+        view = self.view
+        if not self._report_seconds:
+            return self.policy.choose(request, view)
+        router = request.conversation % self._num_routers
+        view.select_router(router)
+        index = self.policy.choose(request, view)
+        uncached = request.prompt_tokens - view.cached_tokens_of(request, index)
+        view.note_sent(router, index, uncached, request.prompt_tokens, request.output_tokens)
+        return index
+
     def _report(self, now: float) -> None:
-        self._loads[1] = self._loads[0]
-        self._sent[:] = 0.0
-        if self._under_way or self._heap:
+        self.view.report_all(self._loads)
+        if self._under_way or self._heap or self._next_first is not None:
             self._push(now + self._report_seconds, _CHANGE, Fleet._report)
 
     def _retry(self, now: float, running: Running) -> None:
         self.outcome.num_retries += 1
         self._push(now + self._detect_seconds, _ARRIVAL, (running.request, running.sent))
 
-    def _advance(self, index: int, now: float, *, schedules: bool = True) -> None:
+    def _advance(self, index: int, now: float) -> None:
+        """Computes on a replica until `now`."""
         replica = self.replicas[index]
         started, ended = replica.advance(now)
         if self._uses_cache:
             for running in started:  # others find its prompt from now on
-                self._note_cached(index, running.request)
+                self._note_cached(now, index, running.request)
         for running in ended:
             request, first = running.request, running.first_token
             count = request.output_tokens - 1
-            self._finished.append((running.sent, first - running.sent, (now - first) / count if count else np.nan))
+            self._finished.extend((running.sent, first - running.sent, (now - first) / count if count else np.nan))
             self._under_way -= 1
             if self._uses_cache:
                 evicted = replica.cache.store(request, replica.room_for_cache())
-                self._note_cached(index, request)
-                self._note_evicted(index, evicted)
+                self._note_cached(now, index, request, evicted)
             if (following := self._conversations.next_turn(request, now)) is not None:
                 self._push(following.arrival, _ARRIVAL, (following, following.arrival))
-        if schedules:
-            self._schedule(index)
 
     def _schedule(self, index: int) -> None:
-        replica, view = self.replicas[index], self.view
-        loads = (replica.waiting_tokens, replica.running_tokens, replica.output_tokens)
-        if self._report_seconds:
-            self._loads[0, :, index] = loads
-        else:
-            view.waiting[index], view.running[index], view.output[index] = loads
+        """Reports a replica's load and pushes its next event."""
+        replica = self.replicas[index]
+        self._report_load(index, replica.waiting_tokens, replica.running_tokens, replica.output_tokens)
         if (time := replica.next_event()) != float("inf"):
             self._push(time, _REPLICA, (index, replica.version))
 
-    def _note_cached(self, index: int, request: Request) -> None:
-        cache = self.replicas[index].cache
+    def _report_load(self, index: int, waiting: float, running: float, output: float) -> None:
+        if self._report_seconds:
+            self._loads[:, index] = waiting, running, output
+        else:
+            self.view.report(index, waiting, running, output)
+
+    def _note_cached(self, now: float, index: int, request: Request, evicted: Sequence[tuple[bool, int]] = ()) -> None:
+        """Routers learn what a replica has cached for a request, and what it has evicted."""
+        cache, view = self.replicas[index].cache, self.view
         if request.system not in cache.systems:
             cache.systems[request.system] = request.system_tokens
             cache.size += request.system_tokens
-        self.view.system_holders[request.system, index] = True
         tokens = cache.conversations.get(request.conversation)
-        if tokens is not None:
-            self.view.conversation_holders.setdefault(request.conversation, {})[index] = tokens
 
-    def _note_evicted(self, index: int, evicted: Sequence[tuple[bool, int]]) -> None:
-        for is_system, number in evicted:
-            if is_system:
-                self.view.system_holders[number, index] = False
-            else:
-                holders = self.view.conversation_holders.get(number, {})
-                holders.pop(index, None)
-                if not holders:
-                    self.view.conversation_holders.pop(number, None)
+        def learn(fleet: Fleet, time: float) -> None:
+            if fleet.replicas[index].cache is cache:  # it has not been emptied since
+                view.note_cached(index, request.system, request.conversation, tokens)
+                view.note_evicted(index, evicted)
+
+        if self._index_seconds:
+            self._push(now + self._index_seconds, _CHANGE, learn)
+        else:
+            learn(self, now)
 
     def _forget_cache(self, index: int) -> None:
-        self.view.system_holders[:, index] = False
-        for number in [n for n, holders in self.view.conversation_holders.items() if index in holders]:
-            self._note_evicted(index, [(False, number)])
+        """Empties a replica's cache."""
+        self.view.system_holders[:, index] = 0.0
+        numbers = [number for number, holders in self.view.conversation_holders.items() if index in holders]
+        self.view.note_evicted(index, [(False, number) for number in numbers])
         self.replicas[index].cache = PrefixCache(self.times.kv_tokens)

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -68,6 +69,8 @@ class Request:
         output_tokens: Tokens that it generates.
         turns_left: Requests of the conversation that follow.
         num_tries: How often it was sent.
+        prompt_tokens: All tokens of the prompt.
+        held_tokens: Tokens in the KV cache while it generates, on average.
     """
 
     arrival: float
@@ -79,16 +82,12 @@ class Request:
     output_tokens: int
     turns_left: int
     num_tries: int = 0
+    prompt_tokens: int = field(init=False)
+    held_tokens: float = field(init=False)
 
-    @property
-    def prompt_tokens(self) -> int:
-        """All tokens of the prompt."""
-        return self.system_tokens + self.history_tokens + self.new_tokens
-
-    @property
-    def held_tokens(self) -> float:
-        """Tokens in the KV cache while it generates, on average."""
-        return self.prompt_tokens + self.output_tokens / 2
+    def __post_init__(self) -> None:
+        self.prompt_tokens = self.system_tokens + self.history_tokens + self.new_tokens
+        self.held_tokens = self.prompt_tokens + self.output_tokens / 2
 
 
 class Conversations:
@@ -106,14 +105,22 @@ class Conversations:
         weights = 1.0 / np.arange(1, load.num_system_prompts + 1)
         self._system_shares = weights / weights.sum()
         self._system_lengths = self._lengths(load.system_tokens, 0.8, load.num_system_prompts)
-        starts = np.fromiter(self._starts(), dtype=np.float64)
-        count = len(starts)
+        self._start_times = np.fromiter(self._starts(), dtype=np.float64)
+        count = len(self._start_times)
         self._systems = rng.choice(load.num_system_prompts, size=count, p=self._system_shares)
         self._turns = rng.geometric(1.0 / load.turns, size=count)
         first = self._lengths(load.question_tokens, 1.1, count)
         documents = self._lengths(load.document_tokens, 0.8, count)
         self._first = np.where(rng.random(count) < load.document_share, first + documents, first)
-        self.first_requests = [self._first_request(i, float(start)) for i, start in enumerate(starts)]
+        self._first_outputs = rng.standard_normal((count, 2))[:, 1]
+
+    def first_requests(self) -> Iterator[Request]:
+        """The first request of each conversation, in order of time."""
+        load, lengths = self._workload, self._system_lengths.tolist()
+        columns = (self._start_times, self._systems, self._first, self._first_outputs, self._turns)
+        for i, (start, system, new, output, turns) in enumerate(zip(*map(_numbers, columns), strict=True)):
+            output_tokens = _length(load.output_tokens, 0.9, output, 4096)
+            yield Request(start, i, system, lengths[system], 0, new, output_tokens, turns - 1)
 
     def next_turn(self, request: Request, answered: float) -> Request | None:
         """The conversation's next request; None if there is none."""
@@ -123,32 +130,16 @@ class Conversations:
         history = request.history_tokens + request.new_tokens + request.output_tokens
         if request.system_tokens + history > load.most_tokens:
             return None
-        pause = load.pause * float(np.exp(rng.normal(0.0, 1.0)))
-        question, output = self._pair()
+        pause, question, output = rng.standard_normal(3).tolist()
         return Request(
-            answered + pause,
+            answered + load.pause * float(np.exp(pause)),
             request.conversation,
             request.system,
             request.system_tokens,
             history,
-            question,
-            output,
+            _length(load.question_tokens, 1.1, question, load.most_tokens),
+            _length(load.output_tokens, 0.9, output, 4096),
             request.turns_left - 1,
-        )
-
-    def _first_request(self, i: int, start: float) -> Request:
-        system = int(self._systems[i])
-        _, output = self._pair()
-        return Request(
-            start, i, system, int(self._system_lengths[system]), 0, int(self._first[i]), output, int(self._turns[i]) - 1
-        )
-
-    def _pair(self) -> tuple[int, int]:
-        load = self._workload
-        question, output = self._rng.normal(0.0, 1.0, 2)
-        return (
-            max(1, min(load.most_tokens, int(load.question_tokens * np.exp(1.1 * question)))),
-            max(1, min(4096, int(load.output_tokens * np.exp(0.9 * output)))),
         )
 
     def _lengths(self, median: float, sigma: float, count: int) -> np.ndarray:
@@ -170,11 +161,27 @@ class Conversations:
                 yield now
 
 
+def _length(median: float, sigma: float, normal: float, most: int) -> int:
+    """A log-normal length, from a standard normal number."""
+    return max(1, min(most, int(median * np.exp(sigma * normal))))
+
+
+def _numbers(column: np.ndarray, count: int = 4096) -> Iterator[Any]:
+    """The elements as Python numbers, of which few are in memory at once."""
+    for start in range(0, len(column), count):
+        yield from column[start : start + count].tolist()
+
+
 class Replay(Conversations):
     """Given requests at given times. Answers cause no further ones."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
-        self.first_requests = [replace(request, turns_left=0, num_tries=0) for request in requests]
+        self._requests = requests
+
+    def first_requests(self) -> Iterator[Request]:
+        """Copies of the requests, in order of time."""
+        for request in sorted(self._requests, key=lambda request: request.arrival):
+            yield replace(request, turns_left=0, num_tries=0)
 
     def next_turn(self, request: Request, answered: float) -> Request | None:
         """None."""

@@ -82,17 +82,10 @@ def test_equal_replicas_in_turn_are_independent_queues() -> None:
     prompts = np.random.default_rng(6).exponential(1e6, count) + 1
     requests = poisson(1.4, count, prompts, np.ones(count))
     random, turns, least = (
-        run(times, requests, 2, policy).ttft.mean()
-        for policy in (POLICIES["random"](2), RoundRobin(), LeastTokens())
-        if not reset(requests)
+        run(times, requests, 2, policy).ttft.mean() for policy in (POLICIES["random"](2), RoundRobin(), LeastTokens())
     )
     assert random == pytest.approx(1 / 0.3, rel=0.2)
     assert least < turns < random
-
-
-def reset(requests: Conversations) -> None:
-    for request in requests.first_requests:
-        request.num_tries = 0
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -140,10 +133,10 @@ def test_a_prefix_policy_finds_more_and_waits_less() -> None:
 
 def test_arrivals_have_the_rate_and_burstiness_that_were_asked_for() -> None:
     load = Workload(rate=50.0, seconds=300.0, burstiness=2.0)
-    gaps = np.diff([request.arrival for request in Conversations(load).first_requests])
+    gaps = np.diff([request.arrival for request in Conversations(load).first_requests()])
     assert 1 / gaps.mean() == pytest.approx(50, rel=0.06) and gaps.std() / gaps.mean() == pytest.approx(2, rel=0.08)
     daily = replace(load, daily=0.6)
-    times = np.array([request.arrival for request in Conversations(daily).first_requests])
+    times = np.array([request.arrival for request in Conversations(daily).first_requests()])
     counts, _ = np.histogram(times, bins=4, range=(0, 300))
     assert counts[1] + counts[2] > 1.8 * (counts[0] + counts[3])
 
@@ -174,11 +167,11 @@ def test_the_policy_of_mvllm_is_its_routers() -> None:
             router.add_replica(replica)
             waiting, running, cached = (int(rng.integers(0, limit)) for limit in (3000, 9000, len(prompt) + 1))
             router.report(replica, ReplicaLoad(waiting, running))
-            view.waiting[replica], view.running[replica] = waiting, running
+            view.report(replica, waiting, running, 0)
             router.index.store(replica, prefix_keys(prompt[:cached], 1))
             view.system_holders[0, replica] = True
             view.conversation_holders.setdefault(0, {})[replica] = cached
         request = Request(0.0, 0, 0, 0, len(prompt), 0, 1, 0)
-        loads = view.loads() - view.cached_tokens(request)
+        loads = view.costs - view.cached_tokens(request)
         chosen = router.choose(prompt).replica
         assert loads[chosen] == loads.min() == loads[PrefixCost().choose(request, view)]

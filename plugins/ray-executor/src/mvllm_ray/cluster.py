@@ -51,13 +51,17 @@ class RayJob:
         self.actors: list[Any] = []
 
     @classmethod
-    def start(cls, resource: str, topology: LaunchTopology, timeout: float) -> RayJob:
+    def start(
+        cls, resource: str, topology: LaunchTopology, timeout: float, replica: int = 0, num_replicas: int = 1
+    ) -> RayJob:
         """Connects to Ray, reserves a bundle for each worker, and creates an actor in it.
 
         Args:
             resource: Ray's name of the resource that one device is.
             topology: The number of workers and of devices per worker.
             timeout: Seconds to wait for the resources.
+            replica: The data-parallel rank of the engine core.
+            num_replicas: Engine cores of the same engine; each starts a job of its own.
 
         Raises:
             ConfigError: There is no such cluster, or it has too few resources.
@@ -66,7 +70,9 @@ class RayJob:
         job = cls(owns_ray=connect())
         try:
             resources = {resource: float(topology.devices_per_worker)}
-            group, bundle_indices = job._reserve_bundles(resources, topology.num_workers, timeout)
+            group, bundle_indices = job._reserve_bundles(
+                resources, topology.num_workers, timeout, replica, num_replicas
+            )
             job._create_actors(group, bundle_indices, resources)
         except BaseException:
             job.close()
@@ -122,19 +128,21 @@ class RayJob:
             ray.shutdown()
 
     def _reserve_bundles(
-        self, resources: Mapping[str, float], count: int, timeout: float
+        self, resources: Mapping[str, float], count: int, timeout: float, replica: int, num_replicas: int
     ) -> tuple[PlacementGroup, list[int]]:
-        """A placement group, and the bundle index of each worker."""
+        """A placement group, and the bundle index of each worker. A given group is shared by all replicas."""
         current = _given_placement_group() or ray.util.get_current_placement_group()
         if current is not None:
-            return current, _assign_bundles(current.bundle_specs, resources, count)
+            indices = _assign_bundles(current.bundle_specs, resources, count * num_replicas)
+            return current, indices[count * replica : count * (replica + 1)]
         ((resource, amount),) = resources.items()
         total = ray.cluster_resources().get(resource, 0.0)
-        if total < amount * count:
+        if total < amount * count * num_replicas:
             raise ConfigError(
-                f"{count} workers need {amount * count:g} of Ray's resource {resource!r}, and the Ray cluster has "
-                f"{total:g} on {len([node for node in ray.nodes() if node['Alive']])} node(s). Add nodes (`ray start "
-                "--address=...`), lower tensor_parallel_size or pipeline_parallel_size, or set "
+                f"{count * num_replicas} workers need {amount * count * num_replicas:g} of Ray's resource "
+                f"{resource!r}, and the Ray cluster has {total:g} on "
+                f"{len([node for node in ray.nodes() if node['Alive']])} node(s). Add nodes (`ray start "
+                "--address=...`), lower tensor_parallel_size, pipeline_parallel_size or data_parallel_size, or set "
                 "distributed_executor_backend to mp to use this machine without Ray."
             )
         local_amount = next(

@@ -82,12 +82,13 @@ def launch_actors(config: EngineConfig, platform: Platform, topology: LaunchTopo
         ConfigError: The platform or the cluster does not allow it.
         PlatformError: An actor could not be started. All actors have ended then.
     """
-    resource, limit = _resource_of(platform, topology), config.parallel.start_timeout
+    parallel = config.parallel
+    resource, limit = _resource_of(platform, topology), parallel.start_timeout
     with contextlib.ExitStack() as stack:
-        job = RayJob.start(resource, topology, limit)
+        job = RayJob.start(resource, topology, limit, parallel.data_parallel_rank, parallel.data_parallel_size)
         stack.callback(job.close)
         actors = _assign_ranks(job, resource, limit)
-        names = worker_names(config.parallel, len(actors))
+        names = worker_names(parallel, len(actors))
         remote_ranks = tuple(r for r, actor in enumerate(actors) if actor.identity.node_id != job.node_id)
         activity_table = ActivityTable.create(len(actors))
         stack.callback(activity_table.close)

@@ -12,6 +12,7 @@ docs/how-to/ray-serve.md describes every setting. Unknown names are errors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -154,8 +155,8 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     @property
     def num_workers(self) -> int:
-        """Workers of one engine."""
-        return int(self.option("tensor_parallel_size", 1)) * int(self.option("pipeline_parallel_size", 1))
+        """Workers of one server, with those of its data-parallel replicas."""
+        return math.prod(int(self.option(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline", "data"))
 
     def option(self, name: str, default: Any) -> Any:
         """The value of an option, whose name may be written with `-` or `_`."""
