@@ -109,10 +109,10 @@ class View:
         self.costs = self._costs[0]
         self.set_accepts(self.count - 1, True)
 
-    def note_cached(self, replica: int, system: int, conversation: int, tokens: int | None) -> None:
-        """A replica has cached a system prompt and, unless `tokens` is None, so many tokens of a conversation."""
+    def note_cached(self, replica: int, system: int, conversation: int, tokens: int) -> None:
+        """A replica has cached a system prompt and so many tokens of a conversation."""
         self.system_holders[system, replica] = 1.0
-        if tokens is not None:
+        if tokens:
             self.conversation_holders.setdefault(conversation, {})[replica] = tokens
 
     def note_evicted(self, replica: int, entries: Iterable[tuple[bool, int]]) -> None:

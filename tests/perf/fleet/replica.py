@@ -31,12 +31,14 @@ class Running:
         request: The request.
         sent: When the client first sent it.
         cached_tokens: Prompt tokens that were found in the cache.
+        work: The rest of the prompt, in tokens; tokens in a slower tier count as what their transfer takes.
         first_token: When its first token came; 0 before.
     """
 
     request: Request
     sent: float
     cached_tokens: int = 0
+    work: float = 0.0
     first_token: float = 0.0
 
 
@@ -44,49 +46,80 @@ _NONE: tuple[Sequence[Running], Sequence[Running]] = ((), ())
 
 
 class PrefixCache:
-    """System prompts and conversations that a replica has cached, least recently used first. Sizes in tokens."""
+    """System prompts and conversations that a replica has cached, least recently used first. Sizes in tokens.
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    Args:
+        tier_tokens: Tokens that fit into a slower tier, host memory or a disk: it gets what the KV cache evicts.
+    """
+
+    def __init__(self, tier_tokens: int = 0) -> None:
         self.size = 0
         self.systems: OrderedDict[int, int] = OrderedDict()
         self.conversations: OrderedDict[int, int] = OrderedDict()
-        self._turn = 0
+        self.tier: OrderedDict[tuple[bool, int], int] = OrderedDict()  # (is a system prompt, number)
+        self.tier_size = 0
+        self._tier_tokens = tier_tokens
 
-    def find(self, request: Request) -> int:
-        """Leading prompt tokens that are cached."""
+    def find(self, request: Request) -> tuple[int, int]:
+        """Leading prompt tokens that are in the KV cache, and those that are in the tier."""
+        found = [0, 0]
+        if request.system in self.systems:
+            found[0] = request.system_tokens
+        elif (True, request.system) in self.tier:
+            found[1] = request.system_tokens
+        else:
+            return 0, 0
+        is_in_tier = request.conversation not in self.conversations
+        found[is_in_tier] += min(self.tokens_of(request.conversation), request.history_tokens)
+        return found[0], found[1]
+
+    def tokens_of(self, conversation: int) -> int:
+        """Tokens of a conversation that are in the KV cache or in the tier."""
+        tokens = self.conversations.get(conversation)
+        return self.tier.get((False, conversation), 0) if tokens is None else tokens
+
+    def store_system(self, request: Request) -> None:
+        """Stores the request's system prompt."""
         if request.system not in self.systems:
-            return 0
-        history = min(self.conversations.get(request.conversation, 0), request.history_tokens)
-        return request.system_tokens + history
+            self.systems[request.system] = request.system_tokens
+            self.size += request.system_tokens
+            self._remove_from_tier(True, request.system)
 
     def store(self, request: Request, room: int) -> list[tuple[bool, int]]:
         """Stores all tokens of a finished request, and evicts others until `room` tokens hold all.
 
         Returns:
-            (is a system prompt, number) of each evicted entry.
+            (is a system prompt, number) of each entry that is in no tier any more.
         """
-        if request.system not in self.systems:
-            self.size += request.system_tokens
-        self.systems[request.system] = request.system_tokens
+        self.store_system(request)
         self.systems.move_to_end(request.system)
         tokens = request.history_tokens + request.new_tokens + request.output_tokens
         self.size += tokens - self.conversations.pop(request.conversation, 0)
         self.conversations[request.conversation] = tokens
+        self._remove_from_tier(False, request.conversation)
         return self.shrink(room)
 
     def shrink(self, room: int) -> list[tuple[bool, int]]:
         """Evicts entries until `room` tokens hold the others. System prompts are used often, so they go last."""
         evicted = []
-        while self.size > room and self.conversations:
-            number, tokens = self.conversations.popitem(last=False)
+        while self.size > room and (self.conversations or self.systems):
+            is_system = not self.conversations
+            number, tokens = (self.systems if is_system else self.conversations).popitem(last=False)
             self.size -= tokens
-            evicted.append((False, number))
-        while self.size > room and self.systems:
-            number, tokens = self.systems.popitem(last=False)
-            self.size -= tokens
-            evicted.append((True, number))
+            if not self._tier_tokens:
+                evicted.append((is_system, number))
+                continue
+            self.tier[is_system, number] = tokens
+            self.tier_size += tokens
+            while self.tier_size > self._tier_tokens:
+                entry, tokens = self.tier.popitem(last=False)
+                self.tier_size -= tokens
+                evicted.append(entry)
         return evicted
+
+    def _remove_from_tier(self, is_system: bool, number: int) -> None:
+        if self.tier:
+            self.tier_size -= self.tier.pop((is_system, number), 0)
 
 
 class Replica:
@@ -94,9 +127,10 @@ class Replica:
 
     Args:
         times: Its step times.
-        speed: Its speed, as a factor.
+        tier_tokens: Tokens that fit into a slower tier of its cache.
 
     Attributes:
+        speed: Its speed, as a factor.
         accepts: Whether it takes new requests.
         is_alive: Whether it computes.
         waiting_tokens: Prompt tokens to compute.
@@ -106,10 +140,11 @@ class Replica:
         version: Grows with every change of its rates: events of earlier versions are void.
     """
 
-    def __init__(self, times: StepTimes, speed: float = 1.0) -> None:
-        self.times, self.speed = times, speed
+    def __init__(self, times: StepTimes, tier_tokens: int = 0) -> None:
+        self.times, self.speed = times, 1.0
         self.accepts = self.is_alive = True
-        self.cache = PrefixCache(times.kv_tokens)
+        self.cache = PrefixCache(tier_tokens)
+        self._tier_tokens = tier_tokens
         self.waiting: deque[Running] = deque()
         self.version = 0
         self.waiting_tokens = 0.0
@@ -129,11 +164,23 @@ class Replica:
         """Requests that wait or run."""
         return len(self.waiting) + len(self._generating) + (self._prefilling is not None)
 
+    def find_cached(self, running: Running) -> None:
+        """Finds what is cached of the request's prompt. The last token is computed in any case."""
+        cached, loaded = self.cache.find(running.request)
+        running.cached_tokens = min(cached + loaded, running.request.prompt_tokens - 1)
+        running.work = running.request.prompt_tokens - running.cached_tokens
+        if loaded:
+            running.work += loaded * self.times.load_token / self.times.prompt_token
+
+    def drop_cache(self) -> None:
+        """Empties the cache and its tier."""
+        self.cache = PrefixCache(self._tier_tokens)
+
     def add(self, now: float, running: Running) -> None:
         """Takes a request."""
         self.advance(now)
         self.waiting.append(running)
-        self.waiting_tokens += running.request.prompt_tokens - running.cached_tokens
+        self.waiting_tokens += running.work
         self.output_tokens += running.request.output_tokens
         self._start_next()
         self.version += 1
@@ -248,4 +295,4 @@ class Replica:
             return
         self._prefilling = self.waiting.popleft()
         self._reserved += needed
-        self._left = max(1.0, first.prompt_tokens - self._prefilling.cached_tokens)
+        self._left = max(1.0, self._prefilling.work)

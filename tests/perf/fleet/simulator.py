@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.perf.fleet.policies import Policy, View
-from tests.perf.fleet.replica import PrefixCache, Replica, Running
+from tests.perf.fleet.replica import Replica, Running
 from tests.perf.fleet.step_times import StepTimes
 from tests.perf.fleet.workload import Conversations, Request
 
@@ -83,6 +83,7 @@ class Fleet:
         report_seconds: How often replicas report their loads. A router adds what it has sent since; of others' requests
             it knows nothing. 0 for exact loads.
         index_seconds: How much later than a replica the routers know what it has cached and evicted.
+        tier_tokens: Tokens that fit into a slower tier of each replica's cache. Routers take them for cached.
     """
 
     def __init__(
@@ -100,10 +101,12 @@ class Fleet:
         num_routers: int = 1,
         report_seconds: float = 0.0,
         index_seconds: float = 0.0,
+        tier_tokens: int = 0,
     ) -> None:
         self.times = times
         self.policy = policy
-        self.replicas = [Replica(times) for _ in range(num_replicas)]
+        self._tier_tokens = tier_tokens
+        self.replicas = [Replica(times, tier_tokens) for _ in range(num_replicas)]
         self.view = View(num_replicas, num_system_prompts, num_routers if report_seconds else 1)
         self.outcome = Outcome(np.empty(0), np.empty(0), np.empty(0))
         self._conversations = conversations
@@ -209,7 +212,7 @@ class Fleet:
     def add_replica(self, now: float) -> int:
         """Adds a replica with an empty cache; returns its index."""
         index = len(self.replicas)
-        self.replicas.append(Replica(self.times))
+        self.replicas.append(Replica(self.times, self._tier_tokens))
         self.replicas[index].advance(now)
         self._alive_since.append(now)
         self._loads = np.concatenate([self._loads, np.zeros((3, 1))], axis=1)
@@ -246,12 +249,12 @@ class Fleet:
             return
         index = self._choose(request)
         replica = self.replicas[index]
-        running = Running(request, sent)
+        running = Running(request, sent, work=request.prompt_tokens)
         if not replica.is_alive:
             self._retry(now, running)
             return
         if self._uses_cache:
-            running.cached_tokens = min(replica.cache.find(request), request.prompt_tokens - 1)
+            replica.find_cached(running)
         self.outcome.prompt_tokens += request.prompt_tokens
         self.outcome.cached_tokens += running.cached_tokens
         self._advance(index, now)
@@ -313,24 +316,24 @@ class Fleet:
     def _note_cached(self, now: float, index: int, request: Request, evicted: Sequence[tuple[bool, int]] = ()) -> None:
         """Routers learn what a replica has cached for a request, and what it has evicted."""
         cache, view = self.replicas[index].cache, self.view
-        if request.system not in cache.systems:
-            cache.systems[request.system] = request.system_tokens
-            cache.size += request.system_tokens
-        tokens = cache.conversations.get(request.conversation)
+        cache.store_system(request)
+        tokens = cache.tokens_of(request.conversation)
+
+        if not self._index_seconds:
+            view.note_cached(index, request.system, request.conversation, tokens)
+            view.note_evicted(index, evicted)
+            return
 
         def learn(fleet: Fleet, time: float) -> None:
             if fleet.replicas[index].cache is cache:  # it has not been emptied since
                 view.note_cached(index, request.system, request.conversation, tokens)
                 view.note_evicted(index, evicted)
 
-        if self._index_seconds:
-            self._push(now + self._index_seconds, _CHANGE, learn)
-        else:
-            learn(self, now)
+        self._push(now + self._index_seconds, _CHANGE, learn)
 
     def _forget_cache(self, index: int) -> None:
         """Empties a replica's cache."""
         self.view.system_holders[:, index] = 0.0
         numbers = [number for number, holders in self.view.conversation_holders.items() if index in holders]
         self.view.note_evicted(index, [(False, number) for number in numbers])
-        self.replicas[index].cache = PrefixCache(self.times.kv_tokens)
+        self.replicas[index].drop_cache()

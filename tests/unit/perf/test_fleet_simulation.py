@@ -131,6 +131,22 @@ def test_a_prefix_policy_finds_more_and_waits_less() -> None:
     assert aware.hit_rate > blind.hit_rate + 0.1 and aware.ttft.mean() < blind.ttft.mean()
 
 
+def test_a_tier_finds_what_was_evicted_and_an_old_index_misses_what_is_cached() -> None:
+    load = Workload(rate=12.0, seconds=60.0, pause=10.0)
+    times = replace(ACCELERATOR, kv_tokens=100_000)
+    rates = {}
+    for name, options in {"old": {"index_seconds": 30.0}, "exact": {}, "tier": {"tier_tokens": 10**8}}.items():
+        conversations = Conversations(load, seed=1)
+        fleet = Fleet(times, 8, PrefixCost(), conversations, load.num_system_prompts, **options)  # type: ignore[arg-type]
+        rates[name] = fleet.run(1e9).hit_rate
+        for index, replica in enumerate(fleet.replicas):
+            assert replica.cache.tier_size == sum(replica.cache.tier.values())
+            held = {number for number, holders in fleet.view.conversation_holders.items() if index in holders}
+            in_tier = {number for is_system, number in replica.cache.tier if not is_system}
+            assert held == set(replica.cache.conversations) | in_tier
+    assert rates["old"] + 0.02 < rates["exact"] < rates["tier"] - 0.02 < ideal_hit_rate(fleet.requests)
+
+
 def test_arrivals_have_the_rate_and_burstiness_that_were_asked_for() -> None:
     load = Workload(rate=50.0, seconds=300.0, burstiness=2.0)
     gaps = np.diff([request.arrival for request in Conversations(load).first_requests()])
