@@ -133,7 +133,7 @@ def tiers(setup: Setup) -> Iterable[str]:
     """A slower tier of each replica's cache gets what the KV cache evicts; a hit in it costs a transfer."""
     yield HEAD
     kv_tokens, gigabytes = setup.times.kv_tokens, 20 * setup.times.load_token  # of a token, at 20 GB/s
-    for factor, bandwidth in ((0, 20.0), (1, 20.0), (4, 20.0), (4, 2.0), (40, 20.0), (40, 2.0)):
+    for factor, bandwidth in ((0, 20.0), (1, 20.0), (4, 20.0), (40, 20.0), (40, 7.0), (40, 2.0)):
         times = replace(setup.times, load_token=gigabytes / bandwidth)
         fleet = replace(setup, times=times).fleet(AWARE, tier_tokens=factor * kv_tokens)
         name = f"{factor * kv_tokens * gigabytes:,.0f} GB at {bandwidth:g} GB/s" if factor else "none"
@@ -393,7 +393,7 @@ SCENARIOS: dict[str, tuple[Scenario, int, float, float]] = {
     "cells": (cells, 0, 90.0, 1.0),
     "routers": (routers, 64, 90.0, 1.0),
     "indexes": (indexes, 40, 120.0, 1.0),
-    "tiers": (tiers, 40, 300.0, 1.0),
+    "tiers": (tiers, 40, 300.0, 0.6),
     "failures": (failures, 40, 120.0, 1.0),
     "restarts": (restarts, 40, 600.0, 0.3),
     "overload": (overload, 40, 120.0, 1.0),

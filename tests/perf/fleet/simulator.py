@@ -140,10 +140,7 @@ class Fleet:
                 self.outcome.timeline.append((now, len(self.view.accepting), self._under_way))
                 next_sample = now + sample_seconds
             if kind == _REPLICA:
-                index, version = item  # type: ignore[misc]
-                if self.replicas[index].version == version:
-                    self._advance(index, now)
-                    self._schedule(index)
+                self._handle_replica(now, *item)  # type: ignore[misc]
             elif kind == _ARRIVAL:
                 self._route(now, *item)  # type: ignore[misc]
             else:
@@ -233,6 +230,12 @@ class Fleet:
     def _push(self, time: float, kind: int, item: object) -> None:
         self._number += 1
         heapq.heappush(self._heap, (time, kind, self._number, item))
+
+    def _handle_replica(self, now: float, index: int, version: int) -> None:
+        """The next event of a replica, unless its rates have changed since."""
+        if self.replicas[index].version == version:
+            self._advance(index, now)
+            self._schedule(index)
 
     def _route(self, now: float, request: Request, sent: float) -> None:
         view = self.view
