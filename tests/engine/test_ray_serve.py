@@ -244,12 +244,13 @@ def test_several_models_are_served_behind_one_endpoint_and_change_one_by_one(clu
     assert httpx.get(f"{cluster.url}/health/ready", timeout=30).status_code == 200
 
 
-def test_tensor_parallel_ranks_are_on_the_nodes_of_the_placement_group(cluster: ServeCluster) -> None:
+@pytest.mark.parametrize("kind", ["tensor", "data"])
+def test_parallel_workers_are_on_the_nodes_of_the_placement_group(cluster: ServeCluster, kind: str) -> None:
     cluster.deploy()
     expected = ask(cluster, max_tokens=24).text
     cluster.delete()
     cluster.deploy(
-        options={**OPTIONS, "tensor_parallel_size": 2},
+        options={**OPTIONS, f"{kind}_parallel_size": 2},
         distributed={"worker": {"CPU": 1}, "strategy": "STRICT_SPREAD"},
     )
     [group] = [each for each in ray.util.placement_group_table().values() if each["state"] == "CREATED"]
