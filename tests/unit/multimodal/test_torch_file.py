@@ -32,7 +32,7 @@ def test_tensors_of_every_float(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     "tensor",
-    [VALUES[2:5], VALUES[None], VALUES[1:1], VALUES[0], torch.zeros(300, 70_000)[299:], VALUES.clone().requires_grad_()],
+    [VALUES[2:5], VALUES[None], VALUES[1:1], VALUES[0], torch.zeros(3, 70_000)[2:], VALUES.clone().requires_grad_()],
     ids=["part", "three", "empty", "row", "large-numbers", "requires-grad"],
 )
 def test_contiguous_parts_of_a_storage(tensor: torch.Tensor) -> None:
