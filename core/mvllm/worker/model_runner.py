@@ -453,9 +453,9 @@ class ModelRunner:
             return self._sample_last_stage(plan, computed)
         inputs = computed.inputs
         assert computed.hidden is not None
-        if inputs.items is not None and self._pipeline.is_first:
-            self._pipeline.send_item_report(inputs.items.errors, self._encoders.pop_seconds())
         self._pipeline.send_hidden(computed.hidden)
+        if inputs.items is not None and self._pipeline.is_first:  # in the order in which the last stage receives
+            self._pipeline.send_item_report(inputs.items.errors, self._encoders.pop_seconds())
         self._pipeline.expect_output(plan.step, inputs.rows, inputs.sampling_positions)
         return ModelRunnerOutput(step=plan.step)
 
