@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from mvllm.errors import RequestError
+from mvllm.messages.multimodal import MultiModalItem
 
 FIRST_ESTIMATE = 4 << 20
 """Bytes of an item before any was seen."""
@@ -133,6 +135,20 @@ class ItemLease:
 
     def __del__(self) -> None:
         self.release()
+
+
+class LeasedItems(list[MultiModalItem]):
+    """The items of an expanded prompt, with the lease of their memory."""
+
+    def __init__(self, items: Iterable[MultiModalItem], lease: ItemLease | None) -> None:
+        super().__init__(items)
+        self.lease = lease
+
+
+def lease_of(prompt: Any) -> ItemLease | None:
+    """The lease of a prompt that the engine has expanded; None for others."""
+    items = prompt.get("multi_modal_items") if isinstance(prompt, dict) else None
+    return items.lease if isinstance(items, LeasedItems) else None
 
 
 def _closed() -> RequestError:

@@ -68,6 +68,10 @@ class ProcessorClient:
         self._fetch_threads: ThreadPoolExecutor | None = None
         self._is_closed = False
 
+    def report_to(self, on_processed: OnProcessed, on_memory_change: Callable[[int], None]) -> None:
+        """Sets `on_processed`, and `on_change` of the memory."""
+        self.on_processed, self.memory.on_change = on_processed, on_memory_change
+
     def process(self, prompt: Mapping[str, Any]) -> list[ProcessedItem]:
         """The processed items of a prompt with `multi_modal_data`. Blocks; callable in any thread.
 
@@ -79,11 +83,19 @@ class ProcessorClient:
         """
         return self._process(read_item_request(prompt, self._model, self._config))
 
+    def check(self, prompt: Mapping[str, Any]) -> None:
+        """Checks a prompt with `multi_modal_data`, but not its contents.
+
+        Raises:
+            RequestError: The prompt asks for what the model does not take.
+        """
+        read_item_request(prompt, self._model, self._config)
+
     def submit(self, prompt: Mapping[str, Any]) -> Future[list[ProcessedItem]]:
         """As `process`, in a thread.
 
         Raises:
-            RequestError: The prompt asks for what the model does not take.
+            RequestError: As `check`.
         """
         request = read_item_request(prompt, self._model, self._config)
         self._start()
