@@ -3,7 +3,7 @@
 Features of an image take megabytes, and are kept until their request ends: the engine core needs them again after a
 preemption. So prompts wait here, in their order, before anything of them is fetched or decoded:
 
-    reserve(items) ──wait──▶ ItemLease of an estimate ──decoded──▶ resize ──request ends──▶ release
+    reserve(items) ──wait──▶ ItemLease of an estimate ──decoded──▶ split ──request ends──▶ release
 
 The estimate of an item follows the largest ones seen. A prompt that needs more than the limit waits until it is alone.
 """
@@ -86,9 +86,16 @@ class ItemMemory:
             if future.set_running_or_notify_cancel():
                 future.set_result(ItemLease(self, size))
 
-    def _observe(self, sizes: Sequence[int]) -> None:
-        for size in sizes:
-            self._estimate = max(size, _DECAY * self._estimate + (1 - _DECAY) * size)
+    def _replace(self, num_bytes: int, item_sizes: Sequence[Sequence[int]]) -> list[ItemLease]:
+        """Leases for prompts with items of these sizes, in place of one of `num_bytes`."""
+        with self._lock:
+            for size in (size for sizes in item_sizes for size in sizes):
+                self._estimate = max(size, _DECAY * self._estimate + (1 - _DECAY) * size)
+            self.num_bytes -= num_bytes
+            self._num_leases -= 1
+            found = [ItemLease(self, sum(sizes)) for sizes in item_sizes]
+            self._admit()
+        return found
 
     def _add(self, num_bytes: int, num_leases: int) -> None:
         with self._lock:
@@ -119,13 +126,9 @@ class ItemLease:
         Args:
             item_sizes: By prompt, the bytes of its items.
         """
-        memory = self._memory
+        memory, self._memory = self._memory, None
         assert memory is not None, "a released lease"
-        with memory._lock:
-            memory._observe([size for sizes in item_sizes for size in sizes])
-            found = [ItemLease(memory, sum(sizes)) for sizes in item_sizes]
-            self.release()
-        return found
+        return memory._replace(self.num_bytes, item_sizes)
 
     def release(self) -> None:
         """Gives the memory back. Idempotent."""

@@ -157,7 +157,7 @@ class JobServer:
         sampling = FrameSampling.from_settings(wanted or engine_kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in _SAMPLING}
         content = self._decoded(job.source, sampling, keeps=AUDIO_WINDOW in kwargs)
-        if kwargs:
+        if kwargs and job.source.modality != "audio":
             default_size = self._processor.default_size(job.source.modality)
             check_requested_sizes(kwargs, content, self._start.max_pixels, default_size)
         uuid = job.uuid

@@ -21,7 +21,7 @@ def test_prompts_wait_in_their_order_until_there_is_room() -> None:
     lease = first.result(0)
     assert not second.done() and not third.done()  # the third one would fit, but it is not its turn
     second.cancel()
-    [lease] = lease.split([[FIRST_ESTIMATE, 10]])
+    [lease] = lease.split([[FIRST_ESTIMATE, FIRST_ESTIMATE]])
     assert third.done() and not fourth.done() and memory.num_waiting == 1
     lease.release()
     lease.release()
