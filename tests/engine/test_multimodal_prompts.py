@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,11 @@ from PIL import Image
 from mvllm import LLM, RequestError, SamplingParams
 from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.async_llm import AsyncLLM
+from mvllm.engine.frontend.input_processor import InputProcessor
+from mvllm.engine.tokenizer.tokenizer import load_tokenizer
+from mvllm.entrypoints.chat_prompt import chat_prompt
 from mvllm.messages.beam_search_params import BeamSearchParams
+from mvllm.multimodal.processor_client import ProcessorClient
 from tests.helpers.multimodal_zoo import TEXT, make_checkpoint
 
 SETTINGS: dict[str, Any] = {
@@ -79,6 +84,56 @@ def test_forms_of_prompts_and_of_outputs(llm: LLM) -> None:
     )
     assert one.outputs[0].token_ids == two.outputs[0].token_ids != text.outputs[0].token_ids
     assert one.prompt is not None and one.prompt.count("<image>") == 1
+
+
+def test_placeholders_that_users_type_stay_text(llm: LLM) -> None:
+    typed = [{"type": "text", "text": "is <image> a token"}, {"type": "text", "text": "or <image>"}]
+    images = [{"type": "image_pil", "image_pil": each} for each in (RED, BLUE)]
+    parts = [typed[0], images[0], typed[1], images[1]]
+    [output] = llm.chat([{"role": "user", "content": parts}], GREEDY, use_tqdm=False)
+    tokenizer = llm.get_tokenizer()
+    ids, image_id = output.prompt_token_ids, tokenizer.convert_tokens_to_ids("<image>")
+    assert output.prompt is not None and output.prompt.count("<image>") == 4
+    assert ids.count(image_id) == 2 * 9  # their rows
+    text = tokenizer.decode([each for each in ids if each != image_id])
+    assert "is <image> a token" in text and "or <image>" in text
+    expected = {"prompt_token_ids": ids, "multi_modal_data": {"image": [RED, BLUE]}}
+    assert output.outputs[0].token_ids == tokens(llm, expected)
+    with pytest.raises(RequestError, match="cut_at must be a text"):
+        tokens(llm, {"prompt": "a", "cut_at": "b"})
+
+
+GEMMA_TEMPLATES = {
+    # As published with Gemma 3: parts of messages, and the token that begins an image.
+    "parts": "{{ bos_token }}{% for m in messages %}<turn>{{ m.role }}\n{% if m.content is string %}{{ m.content }}"
+    "{% elif m.content is iterable %}{% for item in m.content %}{% if item.type == 'image' %}{{ '<start_of_image>' }}"
+    "{% elif item.type == 'text' %}{{ item.text | trim }}{% endif %}{% endfor %}{% endif %}</turn>\n{% endfor %}",
+    "text": "{{ bos_token }}{% for m in messages %}<turn>{{ m.role }}\n{{ m.content | trim }}</turn>\n{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param("parts", marks=pytest.mark.exhaustive), "text"])
+def test_the_placeholder_of_gemma_3_is_not_the_token_that_takes_an_embedding(
+    name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    from transformers import AutoProcessor
+
+    folder = make_checkpoint("gemma3-images", tmp_path_factory.mktemp("gemma") / "model")
+    config = EngineArgs(model=str(folder), max_model_len=256).create_engine_config()
+    tokenizer = load_tokenizer(config.model)
+    assert tokenizer is not None
+    text = {"type": "text", "text": "what is <start_of_image> or <image_soft_token>"}
+    messages = [{"role": "user", "content": [{"type": "image_pil", "image_pil": RED}, text]}]
+    with closing(ProcessorClient(config.model, config.multimodal)) as client:
+        given: Any = chat_prompt(config, tokenizer, messages, item_client=client, chat_template=GEMMA_TEMPLATES[name])
+        found = InputProcessor(config, tokenizer, item_client=client).expand(given, client.process(given))
+    processor = AutoProcessor.from_pretrained(folder, backend="pil")
+    begin, end = given["prompt"].split("what is ")
+    [first] = processor(text=[begin], images=[[RED]], add_special_tokens=False)["input_ids"]
+    ids = found["prompt_token_ids"]
+    assert begin.count("<start_of_image>") == 1 and ids[: len(first)] == list(first)
+    assert processor.tokenizer.image_token_id not in ids[len(first) :] and "</turn>" in end
+    assert "what is <start_of_image> or <image_soft_token>" in tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def test_embeddings_of_the_tokens_give_the_output_of_the_tokens(llm: LLM) -> None:
@@ -148,7 +203,14 @@ def test_the_loop_of_an_async_engine_runs_while_items_are_prepared(checkpoint: P
         with pytest.raises(RequestError, match="Prompt 1 of 2"):
             await engine.add_requests([prompt(RED), prompt(b"<svg/>")], [GREEDY, GREEDY])
         expanded = await engine.expand_prompt(prompt(RED))
+        memory = engine.item_client.memory
+        assert memory.num_bytes == engine.all_metrics.mm_inflight_bytes > 0
         assert await generate(expanded) == expected
+        assert memory.num_bytes == engine.all_metrics.mm_inflight_bytes == 0
+        (stream,) = await engine.add_requests([prompt(RED)], [GREEDY])
+        assert memory.num_bytes > 0
+        await stream.aclose()
+        assert memory.num_bytes == 0
 
     engine = AsyncLLM.from_engine_args(EngineArgs(model=str(checkpoint), **SETTINGS))
     try:

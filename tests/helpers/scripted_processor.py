@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 from mvllm.messages.multimodal import ArrayData
 from mvllm.multimodal import processor_main
-from mvllm.multimodal.contents import hash_content
+from mvllm.multimodal.contents import AudioContent, VideoContent, hash_content
 from mvllm.multimodal.processed_item import ProcessedItem
 from mvllm.multimodal.processor_messages import ItemJob, ItemResult
 
@@ -21,14 +22,31 @@ class Family:
     def arguments(self, modality: str, counts: dict[str, int]) -> dict[str, Any]:
         return {"count": counts["image"]} if counts.get("image", 0) > 2 else {}
 
+    def sampling_rate(self) -> int:
+        return 8000
+
 
 class Processor:
-    """Makes one row of two numbers of each image: its size. Those of height 77 take as many tokens as they are wide."""
+    """Makes one row of two numbers of each image: its size. Those of height 77 take as many tokens as they are wide.
+
+    The size of a video is that of a frame, and of an audio (1, 1).
+    """
 
     family = Family()
 
+    def placeholders(self) -> dict[str, str]:
+        return {"image": "<i>"}
+
+    def default_size(self, modality: str) -> None:
+        return None
+
     def process(self, modality: str, content: Any, *, counts: dict[str, int], **unused: Any) -> ProcessedItem:
-        width, height = content.size
+        if isinstance(content, AudioContent):
+            width = height = 1
+        elif isinstance(content, VideoContent):
+            height, width = content.frames.shape[1:3]
+        else:
+            width, height = content.size
         num_tokens = width if height == 77 else 1
         return ProcessedItem(
             modality=modality,
@@ -42,14 +60,18 @@ class Processor:
             embedded=[(0, 1)],
             embedded_id=4,
             num_encoded=1,
-            features={"size": ArrayData("uint8", [2], bytes([width, height]))},
+            features={"size": ArrayData("uint8", [2], bytes([width % 256, height % 256]))},
         )
 
 
 class ScriptedServer(processor_main.JobServer):
     def __init__(self, start: Any) -> None:
         super().__init__(start)
-        self._processor = Processor()
+        self._processor = None if (Path(start.path) / "broken").exists() else Processor()
+
+    def _load(self) -> ItemResult:
+        error = f"The processor of {self._start.path} cannot be loaded."
+        return ItemResult(error=error, parameter="multi_modal_data", is_last=True, is_load_failure=True)
 
     def run(self, job: ItemJob) -> ItemResult:
         match job.source.data:
@@ -63,6 +85,8 @@ class ScriptedServer(processor_main.JobServer):
                     pass
             case b"slow":
                 time.sleep(0.2)
+            case b"very slow":
+                time.sleep(20)
             case b"memory":
                 self._limit(60)
                 try:

@@ -24,6 +24,7 @@ from mvllm.config.kv_transfer import PREEMPTION_MODES, ROLES
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_builder import DTYPE_ALIASES, DTYPES, build_model_config
 from mvllm.config.model_limits import DEFAULT_NUM_BATCHED_TOKENS
+from mvllm.config.multimodal_args import MultiModalArgs
 from mvllm.config.option import Option, option, options_of
 from mvllm.config.option_arguments import add_foreign_options, add_option
 from mvllm.config.setting_combinations import check_combinations
@@ -49,7 +50,7 @@ _LARGEST_BUDGET = 2**24  # of tokens in one step: buffers of that size are alloc
 
 @accepts_every_name
 @dataclass
-class EngineArgs:
+class EngineArgs(MultiModalArgs):
     """Keyword arguments of the engine. Aliases and keywords of other engines (`foreign_keywords`) are accepted, too."""
 
     model: str = option(
@@ -366,39 +367,6 @@ class EngineArgs:
         choices=("auto", "safetensors", "gguf", "dummy"),
     )
     use_tqdm_on_load: bool = option(True, help="Show progress while loading weights.", group="load")
-
-    limit_mm_per_prompt: dict[str, Any] | None = option(  # noqa: RUF009  (as above)
-        None,
-        help="Most items of a prompt by modality, as a JSON object or image=2,audio=1; 0 refuses them. Others: 16.",
-        group="multimodal",
-    )
-    allowed_local_media_path: str | None = option(
-        None, help="Folder of which requests may name files; by default none.", group="multimodal"
-    )
-    allowed_media_domains: str | None = option(
-        None,
-        help="Hosts from which media are fetched, comma-separated, whatever their address; by default every host with "
-        "a public address. In Python also a list.",
-        group="multimodal",
-    )
-    mm_processor_kwargs: dict[str, Any] | None = option(  # noqa: RUF009  (as above)
-        None, help="Arguments of the model's processor of images and audio, as a JSON object.", group="multimodal"
-    )
-    mm_processor_cache_gb: float = option(
-        0.25, help="GiB of processed items that are kept in host memory; 0 for none.", group="multimodal", minimum=0
-    )
-    mm_processor_processes: int = option(
-        1, help="Processes that decode and process items.", group="multimodal", minimum=1, maximum=64
-    )
-    enable_prompt_embeds: bool = option(
-        False,
-        help="Requests may bring embeddings in place of a prompt.",
-        group="multimodal",
-        aliases=("enable_mm_embeds",),
-    )
-    language_model_only: bool = option(
-        False, help="Load only the language part of the model, and take only text.", group="multimodal"
-    )
 
     enable_lora: bool = option(False, help="Enable requests with LoRA adapters.", group="lora")
     max_loras: int = option(

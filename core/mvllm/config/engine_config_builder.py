@@ -117,10 +117,17 @@ def _multimodal_config(args: EngineArgs) -> MultiModalConfig:
         limit_per_prompt=read_limits(args.limit_mm_per_prompt or {}),
         allowed_local_media_path=read_media_folder(args.allowed_local_media_path),
         allowed_media_domains=listed_names(args.allowed_media_domains) or None,
+        fetch_timeout=args.media_fetch_timeout,
+        max_media_bytes=args.max_media_bytes,
+        max_pixels=args.max_media_pixels,
+        max_audio_seconds=args.max_audio_seconds,
         processor_kwargs=read_processor_kwargs(args.mm_processor_kwargs or {}),
         processor_cache_bytes=int(args.mm_processor_cache_gb * 2**30),
         enable_embeds=args.enable_prompt_embeds,
+        encoder_cache_tokens=args.encoder_cache_size,
+        max_encoder_tokens=args.max_num_encoder_input_tokens,
         num_processes=args.mm_processor_processes,
+        inflight_bytes=int(args.mm_inflight_gb * 2**30),
     )
 
 

@@ -66,7 +66,8 @@ class MultiModalConfig:
         encoder_cache_tokens: Rows of encoder results that a worker keeps; None for as many as one step computes.
         max_encoder_tokens: Most rows that encoders compute in one step; None for `max_num_batched_tokens`. One item of
             more rows is computed alone.
-        num_processes: Processes that decode and process items.
+        num_processes: Most processes that decode and process items. All but the first start when items wait.
+        inflight_bytes: Bytes of processed items of unfinished prompts, in each front end; further prompts wait.
         refusal: Why requests with items are refused; None if they are accepted. Set when the engine starts, see
             `refusal_of_items`.
     """
@@ -83,7 +84,8 @@ class MultiModalConfig:
     processor_cache_bytes: int = 256 << 20
     encoder_cache_tokens: int | None = None
     max_encoder_tokens: int | None = None
-    num_processes: int = 1
+    num_processes: int = 2
+    inflight_bytes: int = 4 << 30
     refusal: str | None = None
 
 

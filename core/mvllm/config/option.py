@@ -16,6 +16,9 @@ from typing import Any
 
 from mvllm.errors import ConfigError
 
+GROUPS = ("model", "cache", "scheduler", "parallel", "load", "multimodal", "lora", "platform")
+"""Groups of settings, in the order in which they are shown."""
+
 _KIND_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text", dict: "a JSON object"}
 
 
@@ -29,7 +32,7 @@ class Option:
         nullable: Whether None may be given.
         default: The default (`dataclasses.MISSING` for a required setting).
         help: One sentence for `--help`.
-        group: `model`, `cache`, `scheduler`, `parallel`, `load`, `multimodal`, `lora` or `platform`.
+        group: One of GROUPS.
         choices: The permitted texts; empty for any text.
         minimum, maximum: Permitted range, inclusive, except `minimum` if `above` is set.
         above: Whether `minimum` itself is excluded.
@@ -126,14 +129,14 @@ def option(
 
 
 def options_of(cls: type) -> tuple[Option, ...]:
-    """The settings that a dataclass declares with `option`, in the order of declaration."""
+    """The settings that a dataclass and its base classes declare with `option`, by group."""
     hints = typing.get_type_hints(cls)
     options = []
     for field in dataclasses.fields(cls):
         if "group" in field.metadata:
             kind, nullable = _kind_of(hints[field.name])
             options.append(Option(field.name, kind, nullable, field.default, **field.metadata))
-    return tuple(options)
+    return tuple(sorted(options, key=lambda option: GROUPS.index(option.group)))
 
 
 def _kind_of(annotation: Any) -> tuple[type, bool]:

@@ -6,13 +6,15 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TypeVar
 
 from mvllm.engine.frontend.admission import AdmissionControl
-from mvllm.engine.frontend.input_processor import InputProcessor
+from mvllm.engine.frontend.input_processor import InputProcessor, ProcessedRequest
 from mvllm.engine.frontend.prompt_items import PreparedItems, PromptItems
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import EmbedsPrompt, ExpandedPrompt, PromptType
+from mvllm.multimodal.item_memory import ItemLease, LeasedItems, lease_of
 from mvllm.multimodal.item_request import has_items
 from mvllm.multimodal.processed_item import ProcessedItem
 from mvllm.multimodal.processor_client import ProcessorClient
@@ -45,9 +47,19 @@ class AsyncItems(ABC):
         self._require_ready()
         self._admission.check_capacity(1, 0)
         with self._admission.tokenizing(1):
-            items = await prepare_items(self.input_processor.items, [prompt])
-            found = () if items is None else items[0]
-            return await self._run_in_thread(lambda: self.input_processor.expand(prompt, found))
+            prepared = await prepare_items(self.input_processor.items, [prompt])
+            items = () if prepared.items is None else prepared.items[0]
+            found = await self._run_in_thread(lambda: self.input_processor.expand(prompt, items))
+            found["multi_modal_items"] = LeasedItems(found["multi_modal_items"], prepared.leases[0])
+            return found
+
+    async def item_placeholders(self) -> dict[str, str]:
+        """By modality, what stands for an item in the text of a prompt, as the model's processor tells.
+
+        Raises:
+            RequestError: The processor cannot be loaded.
+        """
+        return await asyncio.to_thread(self.item_client.placeholders)
 
     async def read_prompt_embeds(self, file: str) -> EmbedsPrompt:
         """The prompt in a file with embeddings: of numpy (`.npy`) or safetensors. Another process reads it.
@@ -63,18 +75,42 @@ class AsyncItems(ABC):
             return {"prompt_embeds": await asyncio.to_thread(self.item_client.read_embeddings, file)}
 
 
-async def prepare_items(items: PromptItems, prompts: Sequence[object]) -> list[PreparedItems] | None:
-    """The prepared items of each prompt; None if no prompt has any.
+@dataclass(frozen=True)
+class PreparedPrompts:
+    """The items of the prompts of one call.
+
+    Attributes:
+        items: Those of each prompt; None if no prompt has any to prepare.
+        leases: The memory of each prompt's items; None for a prompt without.
+    """
+
+    items: list[PreparedItems] | None
+    leases: list[ItemLease | None]
+
+    def with_leases(self, requests: Sequence[ProcessedRequest]) -> Sequence[ProcessedRequest]:
+        """The requests of the prompts, each with the lease of its prompt."""
+        for request, lease in zip(requests, self.leases, strict=True):
+            request.item_lease = lease
+        return requests
+
+
+async def prepare_items(items: PromptItems, prompts: Sequence[object]) -> PreparedPrompts:
+    """Prepares the items of prompts, when there is memory for them.
 
     Raises:
         RequestError: An item is not acceptable. With several prompts, the message has the position of its prompt.
     """
     if not any(map(has_items, prompts)):
-        return None
+        return PreparedPrompts(None, list(map(lease_of, prompts)))
     futures: list[Future[list[ProcessedItem]] | None] = []
     found: list[PreparedItems] = []
+    lease: ItemLease | None = None
     position = 0
     try:
+        for position in range(len(prompts)):
+            items.check(prompts[position])
+        # Together: prompts of one call that waited for each other's memory would wait for ever.
+        lease = await asyncio.wrap_future(items.reserve(prompts))
         for position in range(len(prompts)):
             futures.append(items.submit(prompts[position]))
         for position in range(len(futures)):
@@ -84,12 +120,15 @@ async def prepare_items(items: PromptItems, prompts: Sequence[object]) -> list[P
             else:
                 prepared: list[ProcessedItem] = await asyncio.wrap_future(future)
                 found.append(prepared)
+        leases = lease.split([[item.num_bytes for item in each] for each in found])
+        return PreparedPrompts(found, [lease_of(prompt) or leases[i] for i, prompt in enumerate(prompts)])
     except RequestError as e:
         if len(prompts) == 1:
             raise
         raise RequestError(f"Prompt {position} of {len(prompts)}: {e}", parameter=e.parameter) from e
     finally:
+        if lease is not None:
+            lease.release()  # if it was not split
         for future in futures:
             if future is not None:
                 future.cancel()
-    return found

@@ -88,7 +88,7 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
     ) -> None:
         super().__init__(config, make_async_client, client, name)
         self.metrics = EngineMetrics(self.config.model.max_model_len)
-        self.item_client.on_processed = self.metrics.observe_item
+        self.item_client.report_to(self.metrics.observe_item, self.metrics.observe_item_memory)
         self._prompt_rate, self._generation_rate = RateMeter(), RateMeter()
         self._other_metrics = other_metrics
         self._admission = AdmissionControl(self.config, self._output_processor, self._client, self.metrics)
@@ -232,7 +232,7 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
 
         processor = self.pooling_input_processor if pooling else self.input_processor
         with self._admission.tokenizing(len(prompts)):
-            items = await prepare_items(processor.items, prompts)
+            prepared = await prepare_items(processor.items, prompts)
         self._require_ready()
 
         def process() -> list[ProcessedRequest]:
@@ -243,10 +243,10 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
                 priorities=priorities,
                 arrival_time=arrived,
                 lora_requests=[lora_request] * len(ids),
-                items=items or [()] * len(ids),  # none, so that they are not prepared in this thread
+                items=prepared.items or [()] * len(ids),  # none, so that they are not prepared in this thread
             )
 
-        if items is None and total_cost(prompts, params) <= 1.0:
+        if prepared.items is None and total_cost(prompts, params) <= 1.0:
             requests = process()
         else:
             with self._admission.tokenizing(len(prompts)):
@@ -258,7 +258,7 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
         self._admission.check_capacity(
             sum(r.params.num_sequences for r in requests), sum(len(r.core.prompt_token_ids) for r in requests)
         )
-        return [self._start_request(request) for request in requests]
+        return [self._start_request(request) for request in prepared.with_leases(requests)]
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """Aborts requests by id, in any state. Their callers get the outputs so far, with `finish_reason` "abort".

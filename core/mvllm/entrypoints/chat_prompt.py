@@ -8,8 +8,10 @@ from typing import Any
 from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.tokenizer.tokenizer import Tokenizer
 from mvllm.entrypoints.chat_items import placeholder_texts, take_items
-from mvllm.entrypoints.chat_template import Conversation, render_chat
+from mvllm.entrypoints.chat_template import RENDERED_SETTINGS, Conversation, render_chat
+from mvllm.entrypoints.typed_placeholders import TypedPlaceholders
 from mvllm.messages.inputs import TextPrompt
+from mvllm.multimodal.processor_client import ProcessorClient
 
 
 def chat_prompt(
@@ -17,6 +19,7 @@ def chat_prompt(
     tokenizer: Tokenizer,
     messages: Conversation,
     *,
+    item_client: ProcessorClient | None = None,
     mm_processor_kwargs: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> TextPrompt:
@@ -24,6 +27,7 @@ def chat_prompt(
 
     Args:
         config: The engine's configuration.
+        item_client: Knows the placeholders of the model's processor; needed for conversations with items.
         mm_processor_kwargs: Arguments of the model's processor of images, audio and videos.
         settings: Of `render_chat`.
 
@@ -31,8 +35,16 @@ def chat_prompt(
         RequestError: The conversation or a setting is not valid, or the model does not take its items.
     """
     places, items = take_items(messages, config)
-    text = render_chat(tokenizer, places, placeholders=placeholder_texts(config, tokenizer), **settings)
+    placeholders, typed = placeholder_texts(config, tokenizer), TypedPlaceholders(())
+    if items and item_client is not None:
+        told = item_client.placeholders()
+        typed = TypedPlaceholders([*placeholders.values(), *told.values()])
+        placeholders |= told
+        settings = {name: typed.cut(value) if name in RENDERED_SETTINGS else value for name, value in settings.items()}
+    text = render_chat(tokenizer, typed.cut(places), placeholders=placeholders, **settings)
     prompt = TextPrompt(prompt=text, add_special_tokens=False)  # the template has written them
+    if typed.cut_at is not None:
+        prompt["cut_at"] = typed.cut_at
     if items:
         prompt["multi_modal_data"] = items
         if mm_processor_kwargs is not None:

@@ -44,6 +44,9 @@ _RESERVED = (
 )
 _MAX_TEMPLATE_BYTES = 4 << 20
 
+RENDERED_SETTINGS = ("tools", "documents", "chat_template_kwargs")
+"""Arguments of `render_chat` whose texts templates write into the prompt."""
+
 Conversation = Sequence[Mapping[str, Any]]
 """Messages with `role` and `content`, which is a text or a list of text parts. Templates may use more keys.
 

@@ -259,6 +259,7 @@ class LLM(LLMRollouts, LLMImages):
                 engine.config,
                 engine.tokenizer,
                 cast(Conversation, conversation),
+                item_client=engine.item_client,
                 mm_processor_kwargs=mm_processor_kwargs,
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,

@@ -6,6 +6,7 @@ and shared between requests.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -141,6 +142,18 @@ class ItemProcessor:
             rope_positions=None if rope is None else array_data(rope[0].astype(np.int32)),
             rope_length=None if rope is None else rope[1],
         )
+
+    def placeholders(self) -> dict[str, str]:
+        """By modality, what stands for an item in the text of a prompt; without modalities that cannot be processed."""
+        found = {}
+        for modality in self._model.modalities:
+            with contextlib.suppress(AttributeError):
+                found[modality] = self.family.placeholder(modality)
+        return found
+
+    def default_size(self, modality: str) -> Any:
+        """The setting `size` of the processor of images or videos; None if it has none."""
+        return getattr(getattr(self.processor, f"{modality}_processor", None), "size", None)
 
     def token_ids(self, text: str) -> list[int]:
         """The token ids of a text, without special tokens around it."""

@@ -12,6 +12,7 @@ from mvllm.config.multimodal import DEFAULT_LIMIT, MODALITIES, MultiModalConfig
 from mvllm.errors import RequestError
 from mvllm.messages.field_checks import describe_value
 from mvllm.multimodal.media_source import as_item_list
+from mvllm.multimodal.requested_sizes import check_numbers
 
 MAX_UUID_LENGTH = 256
 _MAX_KWARGS_LENGTH = 4096
@@ -36,6 +37,13 @@ class ItemRequest:
 def has_items(prompt: object) -> bool:
     """Whether a prompt has items that the processor's process prepares."""
     return isinstance(prompt, Mapping) and bool(prompt.get("multi_modal_data"))
+
+
+def count_contents(prompt: object) -> int:
+    """About how many items a prompt has, which need not be valid."""
+    data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
+    values = data.values() if isinstance(data, Mapping) else ()
+    return sum(min(len(value), 64) if isinstance(value, list) else value is not None for value in values)
 
 
 def read_item_request(prompt: Mapping[str, Any], model: ModelConfig, config: MultiModalConfig) -> ItemRequest:
@@ -66,7 +74,7 @@ def read_item_request(prompt: Mapping[str, Any], model: ModelConfig, config: Mul
         names = _uuids(uuids.get(modality), str(modality), len(values))
         items += [(str(modality), each, name) for each, name in zip(values, names, strict=True)]
         counts[str(modality)] = len(values)
-    return ItemRequest(items, counts, _kwargs(prompt.get("mm_processor_kwargs")))
+    return ItemRequest(items, counts, _kwargs(prompt.get("mm_processor_kwargs"), config.max_pixels))
 
 
 def check_modality(modality: str, count: int, model: ModelConfig, config: MultiModalConfig) -> None:
@@ -114,7 +122,7 @@ def _uuids(value: object, modality: str, count: int) -> Sequence[str | None]:
     return names
 
 
-def _kwargs(value: object) -> bytes:
+def _kwargs(value: object, largest_number: int) -> bytes:
     if value is None:
         return b"{}"
     if not isinstance(value, Mapping):
@@ -135,6 +143,7 @@ def _kwargs(value: object) -> bytes:
         raise RequestError(
             f"mm_processor_kwargs must hold JSON values only: {e}.", parameter="mm_processor_kwargs"
         ) from e
+    check_numbers(value, largest_number)
     if len(encoded) > _MAX_KWARGS_LENGTH:
         raise RequestError(
             f"mm_processor_kwargs may have {_MAX_KWARGS_LENGTH} characters of JSON.", parameter="mm_processor_kwargs"

@@ -1,13 +1,13 @@
 """ProcessorClient: prepares the items of prompts in processes of their own, and keeps what they have prepared.
 
-    a thread per prompt                  processors (num_processes)
-    -------------------                  --------------------------
+    a thread per prompt                  processes (ProcessorPool)
+    -------------------                  -------------------------
     fetches each item's content
     looks into the cache
     sends the others            ──▶      decodes and processes one item at a time
                                 ◀──      features, replacement
 
-A processor starts with the first item, and again after it ended.
+A process starts with the first item, and again after it ended.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from __future__ import annotations
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -24,18 +25,14 @@ import msgspec
 from mvllm.config.model import ModelConfig
 from mvllm.config.multimodal import MultiModalConfig
 from mvllm.errors import RequestError
-from mvllm.executor.process.pipe_process import PipeProcess, PipeProcessError
 from mvllm.messages.multimodal import ArrayData
+from mvllm.multimodal.item_memory import ItemMemory
 from mvllm.multimodal.item_request import ItemRequest, read_item_request
 from mvllm.multimodal.media_source import MediaSource, decode_base64, load_source
 from mvllm.multimodal.processed_item import ProcessedItem
 from mvllm.multimodal.processed_item_cache import ProcessedItemCache, digest_source
-from mvllm.multimodal.processor_messages import ItemJob, ItemResult, ProcessorStart
-
-ITEM_SECONDS = 60.0
-"""Processor time for one item."""
-WALL_SECONDS = 180.0
-"""Longest time for one item, the start of the process included."""
+from mvllm.multimodal.processor_messages import PLACEHOLDERS, ItemJob, ProcessorStart
+from mvllm.multimodal.processor_pool import ITEM_SECONDS, ProcessorPool
 
 _NUM_PROMPT_THREADS = 32
 _NUM_FETCH_THREADS = 16
@@ -54,6 +51,7 @@ class ProcessorClient:
 
     Attributes:
         cache: What is kept.
+        memory: The memory of unfinished prompts. Callers that take prompts without end reserve some for each.
         on_processed: Called for each item, from any thread.
     """
 
@@ -62,11 +60,17 @@ class ProcessorClient:
         self._config = config
         self.on_processed: OnProcessed = lambda is_cached, seconds: None
         self.cache = ProcessedItemCache(config.processor_cache_bytes)
+        self.memory = ItemMemory(config.inflight_bytes)
         self._lock = threading.Lock()
-        self._processors: list[_Processor] = []
+        self._pool: ProcessorPool | None = None
+        self._placeholders: dict[str, str] | None = None
         self._prompt_threads: ThreadPoolExecutor | None = None
         self._fetch_threads: ThreadPoolExecutor | None = None
         self._is_closed = False
+
+    def report_to(self, on_processed: OnProcessed, on_memory_change: Callable[[int], None]) -> None:
+        """Sets `on_processed`, and `on_change` of the memory."""
+        self.on_processed, self.memory.on_change = on_processed, on_memory_change
 
     def process(self, prompt: Mapping[str, Any]) -> list[ProcessedItem]:
         """The processed items of a prompt with `multi_modal_data`. Blocks; callable in any thread.
@@ -79,11 +83,19 @@ class ProcessorClient:
         """
         return self._process(read_item_request(prompt, self._model, self._config))
 
+    def check(self, prompt: Mapping[str, Any]) -> None:
+        """Checks a prompt with `multi_modal_data`, but not its contents.
+
+        Raises:
+            RequestError: The prompt asks for what the model does not take.
+        """
+        read_item_request(prompt, self._model, self._config)
+
     def submit(self, prompt: Mapping[str, Any]) -> Future[list[ProcessedItem]]:
         """As `process`, in a thread.
 
         Raises:
-            RequestError: The prompt asks for what the model does not take.
+            RequestError: As `check`.
         """
         request = read_item_request(prompt, self._model, self._config)
         self._start()
@@ -100,38 +112,51 @@ class ProcessorClient:
             RequestError: The file is not acceptable.
         """
         data = decode_base64(file, self._config, parameter="prompt_embeds")
-        self._start()
-        result = self._next_processor().run(ItemJob(MediaSource("embeds", "encoded", data), {}, seconds=ITEM_SECONDS))
+        result = self._start().run(ItemJob(MediaSource("embeds", "encoded", data), {}, seconds=ITEM_SECONDS))
         assert result.embeds is not None
         return result.embeds
+
+    def placeholders(self) -> dict[str, str]:
+        """By modality, what stands for an item in the text of a prompt. Blocks until a processor has told it once.
+
+        Raises:
+            RequestError: The model's processor cannot be loaded.
+        """
+        if self._placeholders is None:
+            self._placeholders = self._start().run(ItemJob(MediaSource(PLACEHOLDERS, "", b""), {})).placeholders
+        return self._placeholders
 
     @property
     def pids(self) -> list[int]:
         """The processes that run."""
-        return [pid for processor in self._processors if (pid := processor.pid) is not None]
+        return [] if self._pool is None else self._pool.pids
 
     def close(self) -> None:
         """Ends threads and processes. Idempotent."""
         with self._lock:
             self._is_closed = True
-            processors, self._processors = self._processors, []
+            processes, self._pool = self._pool, None
             pools = [self._prompt_threads, self._fetch_threads]
-        for processor in processors:
-            processor.close()
+        self.memory.close()
+        if processes is not None:
+            processes.close()
         for pool in pools:
             if pool is not None:  # queued work raises an error; callers would mistake a cancellation for their own
                 pool.shutdown(wait=False)
 
-    def _start(self) -> None:
+    def _start(self) -> ProcessorPool:
         with self._lock:
             if self._is_closed:
                 raise RequestError("The engine is shutting down.")
-            if self._processors:
-                return
-            start = _start_message(self._model, self._config)
-            self._processors = [_Processor(start) for _ in range(self._config.num_processes)]
-            self._prompt_threads = ThreadPoolExecutor(_NUM_PROMPT_THREADS, thread_name_prefix="items")
-            self._fetch_threads = ThreadPoolExecutor(_NUM_FETCH_THREADS, thread_name_prefix="media")
+            if self._pool is None:
+                start = _start_message(self._model, self._config)
+                takes = set(() if self._model.multimodal is None else self._model.multimodal.modalities)
+                mixed = "image" in takes and len(takes) > 1
+                self._pool = ProcessorPool(_MODULE, start, self._config.num_processes, keeps_one_for_images=mixed)
+                weakref.finalize(self, self._pool.close)  # of who forgets `close`
+                self._prompt_threads = ThreadPoolExecutor(_NUM_PROMPT_THREADS, thread_name_prefix="items")
+                self._fetch_threads = ThreadPoolExecutor(_NUM_FETCH_THREADS, thread_name_prefix="media")
+            return self._pool
 
     def _process(self, request: ItemRequest) -> list[ProcessedItem]:
         self._start()
@@ -174,70 +199,11 @@ class ProcessorClient:
         if found is not None:
             self.on_processed(True, time.monotonic() - started)
             return found
-        result = self._next_processor().run(ItemJob(source, request.counts, request.kwargs, uuid, ITEM_SECONDS))
+        result = self._start().run(ItemJob(source, request.counts, request.kwargs, uuid, ITEM_SECONDS))
         assert result.item is not None
         self.cache.put(digest, request.counts, result.item, depends_on_counts=result.depends_on_counts)
         self.on_processed(False, time.monotonic() - started)
         return result.item
-
-    def _next_processor(self) -> _Processor:
-        with self._lock:
-            if not self._processors:
-                raise RequestError("The engine is shutting down.")
-            return min(self._processors, key=lambda processor: processor.num_waiting)
-
-
-class _Processor:
-    """One process, and the thread that speaks to it: the process dies with the thread that started it."""
-
-    def __init__(self, start: ProcessorStart) -> None:
-        self._process = PipeProcess(_MODULE, start)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="item-processor")
-        self.num_waiting = 0
-
-    def run(self, job: ItemJob) -> ItemResult:
-        """Runs a job. Blocks.
-
-        Raises:
-            RequestError: It has failed.
-        """
-        self.num_waiting += 1
-        try:
-            result = self._thread.submit(self._run, job).result()
-        except (RuntimeError, CancelledError) as e:  # closed
-            raise RequestError("The engine is shutting down.") from e
-        finally:
-            self.num_waiting -= 1
-        if result.error is not None:
-            raise RequestError(result.error, parameter=result.parameter)
-        return result
-
-    def _run(self, job: ItemJob) -> ItemResult:
-        try:
-            result = self._process.run(job, ItemResult, WALL_SECONDS)
-        except PipeProcessError as e:
-            modality = job.source.modality
-            return ItemResult(error=_FAILURES[e.reason].format(modality), parameter="multi_modal_data")
-        if result.is_last:
-            self._process.kill()
-        return result
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        self._process.close()
-
-
-_FAILURES = {
-    "time": f"Decoding and processing the {{}} takes more than {ITEM_SECONDS:g} s.",
-    "memory": "The {} cannot be decoded: the decoder crashed, or needs more memory than allowed.",
-    "timeout": f"Decoding and processing the {{}} took longer than {WALL_SECONDS:g} s; try again.",
-    "killed": "The process that decodes the {} was killed twice while it worked on it; try again.",
-    "closed": "The engine is shutting down; the {} was not processed.",
-}
 
 
 def _start_message(model: ModelConfig, config: MultiModalConfig) -> ProcessorStart:

@@ -31,9 +31,11 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
             return transformers.AutoProcessor.from_pretrained(str(path), **arguments)
         return _without_video_processor(kind).from_pretrained(str(path), backend="pil", **arguments)
     except Exception as e:
+        hint = "The folder needs the model's preprocessor_config.json or processor_config.json."
+        if isinstance(e, ImportError):
+            hint = "Install the package where the engine runs."
         raise ModelError(
-            f"The processor of {path}, which prepares images and audio, cannot be loaded: {plain_reason(e)}. "
-            "The folder needs the model's preprocessor_config.json or processor_config.json."
+            f"The processor of {path}, which prepares images and audio, cannot be loaded: {plain_reason(e)}. {hint}"
         ) from e
 
 

@@ -5,7 +5,8 @@ the kernel enforces: a crash, a loop or a bomb ends this process and one request
 
     stdin   ProcessorStart, then ItemJobs, see pipe_process       stdout  an ItemResult for each job
 
-The process ends with its parent, at the end of stdin, or after a job that took too much memory.
+The process ends with its parent, at the end of stdin, after a job that took too much memory, or if the model's
+processor cannot be loaded.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ import msgspec
 
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.multimodal import MultiModalModel
-from mvllm.errors import MvllmError, RequestError
+from mvllm.errors import MvllmError, RequestError, plain_reason
 from mvllm.executor.process.pipe_process import read_message, write_message
 from mvllm.executor.process.process_utils import die_with_parent, limit_memory, limit_processor_time, set_process_name
 from mvllm.messages.multimodal import ArrayData
 from mvllm.multimodal.decoding import DecodingLimits, decode
 from mvllm.multimodal.frame_sampling import FrameSampling
 from mvllm.multimodal.media_source import MediaSource, check_embeddings
-from mvllm.multimodal.processor_messages import ItemJob, ItemResult, ProcessorStart
+from mvllm.multimodal.processor_messages import PLACEHOLDERS, ItemJob, ItemResult, ProcessorStart
+from mvllm.multimodal.requested_sizes import check_requested_sizes
 from mvllm.multimodal.torch_file import is_torch_file, read_tensor
 
 MEMORY_BYTES = 4 << 30
@@ -85,7 +87,6 @@ class JobServer:
         self._start = start
         self._limits = DecodingLimits(start.max_pixels, start.max_audio_seconds)
         self._processor: Any = None
-        self._error: ItemResult | None = None
         self._is_limited = False
         self._kept: list[tuple[MediaSource, Any]] = []
 
@@ -99,6 +100,8 @@ class JobServer:
                 self._lift_memory_limit()  # of earlier jobs with embeddings, which need no processor
                 if (failed := self._load()) is not None:
                     return failed
+            if job.source.modality == PLACEHOLDERS:
+                return ItemResult(placeholders=self._processor.placeholders())
             self._limit(job.seconds)
             return self._process(job)
         except MemoryError:
@@ -127,9 +130,7 @@ class JobServer:
             resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
     def _load(self) -> ItemResult | None:
-        """Loads the processor. Returns the error, which later jobs get, too."""
-        if self._error is not None:
-            return self._error
+        """Loads the processor. Returns the error, with which the process ends."""
         from mvllm.multimodal.item_processor import ItemProcessor
 
         start = self._start
@@ -143,9 +144,12 @@ class JobServer:
                 trust_remote_code=start.trust_remote_code,
             )
             _use_one_thread()
-        except MvllmError as e:
-            self._error = ItemResult(error=_shortened(str(e)), parameter="multi_modal_data")
-        return self._error
+        except Exception as e:  # noqa: BLE001  (code of the model's folder, or of transformers)
+            reason = str(e) if isinstance(e, MvllmError) else f"The model's processor fails: {plain_reason(e)}."
+            return ItemResult(
+                error=_shortened(reason), parameter="multi_modal_data", is_last=True, is_load_failure=True
+            )
+        return None
 
     def _process(self, job: ItemJob) -> ItemResult:
         kwargs: dict[str, Any] = json.loads(job.kwargs)
@@ -154,6 +158,9 @@ class JobServer:
         sampling = FrameSampling.from_settings(wanted or engine_kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in _SAMPLING}
         content = self._decoded(job.source, sampling, keeps=AUDIO_WINDOW in kwargs)
+        if kwargs and job.source.modality != "audio":
+            default_size = self._processor.default_size(job.source.modality)
+            check_requested_sizes(kwargs, content, self._start.max_pixels, default_size)
         uuid = job.uuid
         if uuid is not None and wanted:  # names the whole video, and other frames of it are another content
             uuid = json.dumps([uuid, wanted], sort_keys=True)

@@ -10,6 +10,9 @@ from mvllm.messages.multimodal import ArrayData
 from mvllm.multimodal.media_source import MediaSource
 from mvllm.multimodal.processed_item import ProcessedItem
 
+PLACEHOLDERS = "placeholders"
+"""The modality of a job that asks for `ItemResult.placeholders`."""
+
 
 class ProcessorStart(msgspec.Struct):
     """What a process is started with.
@@ -61,15 +64,19 @@ class ItemResult(msgspec.Struct):
     Attributes:
         item: The processed item.
         embeds: Ready embeddings.
+        placeholders: By modality, what stands for an item in the text of a prompt.
         depends_on_counts: The features of `item` depend on the other items of the prompt.
         error: Why there is none.
         parameter: The field of the request that caused the error.
         is_last: The process ends after this job, because it may keep too much memory.
+        is_load_failure: The model's processor cannot be loaded.
     """
 
     item: ProcessedItem | None = None
     embeds: ArrayData | None = None
+    placeholders: dict[str, str] = {}
     depends_on_counts: bool = False
     error: str | None = None
     parameter: str | None = None
     is_last: bool = False
+    is_load_failure: bool = False

@@ -10,6 +10,9 @@ with cross-attention read it in every step. A result that is used is not dropped
 in part, so a request that runs can always go on: the cache holds the largest item, and the other items in it belong to
 requests that can go on, too.
 
+A failed request may have failed because of an encoder. What it read is dropped, or encoded again for the next reader if
+other requests use it, so that one failure does not pass from request to request.
+
 Plans are executed in order. So a result that a step reads may be dropped by the next plan, also while that step is in
 flight.
 """
@@ -66,6 +69,7 @@ class EncoderPlanner:
         self._seconds = 0.0
         self._num_left = limits.step_tokens  # rows that the step may still encode
         self._used: dict[Request, dict[int, bytes]] = {}  # by request, and by the item's number in it
+        self._suspect: set[bytes] = set()  # results that a failed request has read
         self._passed: list[bytes] = []  # read to their end by the plan being made
 
     # ------------------------------------------------------------------------------------------------------ requests
@@ -114,7 +118,7 @@ class EncoderPlanner:
             raise _error(
                 f"An item of modality {item.modality!r} has {item.num_encoded} embeddings, but the encoder cache has "
                 f"room for {self._limits.cache_tokens}. Make it smaller, or start the engine with a larger "
-                "max_num_batched_tokens."
+                "max_num_batched_tokens or encoder_cache_size."
             )
         if self.keeps_spans_whole and not item.is_causal and span.length > self._max_num_batched_tokens:
             raise _error(
@@ -130,7 +134,8 @@ class EncoderPlanner:
         if num_rows > most:
             raise _error(
                 f"The items of the prompt have {num_rows} embeddings, which this engine needs in one step; it takes "
-                f"{most}. Send fewer items, or start the engine with a larger max_num_batched_tokens."
+                f"{most}. Send fewer items, or start the engine with a larger max_num_batched_tokens, "
+                "max_num_encoder_input_tokens or encoder_cache_size."
             )
 
     def release(self, request: Request) -> None:
@@ -141,19 +146,21 @@ class EncoderPlanner:
     def discard(self, request: Request) -> None:
         """A request has failed: drops its results, since its encoder may be what failed.
 
-        Those that others use stay. If they are missing on the workers, their users fail, too.
+        Those that others use stay, and are encoded again for whoever reads them next.
         """
         self.release(request)
-        self._drop_unused(item.span.content_hash for item in request.items)
+        self._distrust(item.span.content_hash for item in request.items)
 
     def discard_inputs(self, plan: SchedulerOutput) -> None:
         """A row of a plan has failed, and maybe the whole step: drops what it should have encoded, as `discard`."""
-        self._drop_unused(item.content_hash for item in plan.encoder_inputs)
+        self._distrust(item.content_hash for item in plan.encoder_inputs)
 
-    def _drop_unused(self, hashes: Iterable[bytes]) -> None:
+    def _distrust(self, hashes: Iterable[bytes]) -> None:
         for content_hash in hashes:
             if self.cache.is_unused(content_hash):
                 self.cache.drop(content_hash)
+            elif content_hash in self.cache:
+                self._suspect.add(content_hash)
 
     def clear(self) -> None:
         """Drops all results. Running requests have those that they still read encoded again.
@@ -162,6 +169,7 @@ class EncoderPlanner:
         """
         assert not (self.has_cross_attention and self._used), "running requests read results in every step"
         self._used.clear()
+        self._suspect.clear()
         self.cache.clear()
 
     # --------------------------------------------------------------------------------------------------------- plans
@@ -209,12 +217,12 @@ class EncoderPlanner:
         """Whether the cache and the step have room for these items. What exceeds the step's limit is encoded alone."""
         num_taken = num_encoded = num_items = 0
         for content_hash, item in needed.items():
-            if content_hash not in self.cache:
+            is_there = content_hash in self.cache
+            if not is_there or content_hash in self._suspect:
                 num_encoded += item.num_encoded
                 num_items += 1
-            elif not self.cache.is_unused(content_hash):
-                continue
-            num_taken += item.num_encoded
+            if not is_there or self.cache.is_unused(content_hash):
+                num_taken += item.num_encoded
         is_alone = self._num_left == self._limits.step_tokens and (num_items == 1 or self.has_cross_attention)
         return num_taken <= self.cache.num_available and (num_encoded <= self._num_left or is_alone or not num_encoded)
 
@@ -224,15 +232,16 @@ class EncoderPlanner:
         missing: list[tuple[int, MultiModalItem]] = []
         for number, item in self._items_between(request, start, end):
             content_hash = item.span.content_hash
-            if number in used:
-                continue
-            self._num_queries += 1
-            if content_hash in self.cache:
-                self._num_hits += 1
+            if number not in used:
+                self._num_queries += 1
+                if content_hash not in self.cache:
+                    missing.append((number, item))
+                    continue
+                self._num_hits += content_hash not in self._suspect
                 self.cache.acquire(content_hash)
                 used[number] = content_hash
-            else:
-                missing.append((number, item))
+            if content_hash in self._suspect:
+                self._encode(item, plan)
         for number, item in missing:  # behind the others: it may drop what is unused
             content_hash = used[number] = item.span.content_hash
             if content_hash in self.cache:
@@ -240,11 +249,16 @@ class EncoderPlanner:
                 self.cache.acquire(content_hash)
                 continue
             self.cache.add(content_hash, item.num_encoded)
-            self._num_left -= item.num_encoded
-            plan.encoder_inputs.append(EncoderInput(content_hash, item.modality, item.num_encoded, item.features))
+            self._encode(item, plan)
         if not self.has_cross_attention:
             for number in [number for number in used if request.items[number].span.stop <= end]:
                 self._passed.append(used.pop(number))
+
+    def _encode(self, item: MultiModalItem, plan: SchedulerOutput) -> None:
+        content_hash = item.span.content_hash
+        self._suspect.discard(content_hash)
+        self._num_left -= item.num_encoded
+        plan.encoder_inputs.append(EncoderInput(content_hash, item.modality, item.num_encoded, item.features))
 
     def pop_freed(self) -> list[bytes]:
         """See `EncoderCache.pop_freed`."""

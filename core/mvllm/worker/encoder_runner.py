@@ -69,7 +69,7 @@ class EncoderRunner:
         self._item_tokens = 0 if limits is None else limits.item_tokens
         num_rows = 0 if limits is None else limits.cache_tokens
         self.max_cache_bytes = num_rows * self._width * self._dtype.itemsize
-        # The last stage reports errors: of missing embeddings directly, of other stages when logits are NaN.
+        # With several stages NaN keeps the wrong keys and values from being used, should the report be overlooked.
         self._missing = 0.0 if pp.is_last else float("nan")
         self._results: dict[bytes, torch.Tensor] = {}
         self._failures: dict[bytes, str] = {}

@@ -454,6 +454,8 @@ class ModelRunner:
         inputs = computed.inputs
         assert computed.hidden is not None
         self._pipeline.send_hidden(computed.hidden)
+        if inputs.items is not None and self._pipeline.is_first:  # in the order in which the last stage receives
+            self._pipeline.send_item_report(inputs.items.errors, self._encoders.pop_seconds())
         self._pipeline.expect_output(plan.step, inputs.rows, inputs.sampling_positions)
         return ModelRunnerOutput(step=plan.step)
 
@@ -500,9 +502,10 @@ class ModelRunner:
         inputs, hidden = computed.inputs, computed.hidden
         positions = inputs.sampling_positions
         result = StepResult(plan.step, inputs.rows, positions, computed.sampled, draft_token_ids=plan.draft_token_ids)
-        if inputs.items is not None:
-            result.item_errors = inputs.items.errors
-            result.encoder_seconds = self._encoders.pop_seconds()
+        if inputs.items is not None and self._pipeline.is_first:
+            result.item_errors, result.encoder_seconds = inputs.items.errors, self._encoders.pop_seconds()
+        elif inputs.items is not None:
+            result.item_errors, result.encoder_seconds = self._pipeline.receive_item_report()
         if hidden is not None and self.rows.prompt_logprobs:
             result.prompt_logprobs_chunks = self._prompt_logprobs.compute(inputs, hidden, self._forward.prompt_logits)
         if hidden is not None and self.rows.pooling.params:

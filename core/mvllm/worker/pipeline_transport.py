@@ -94,6 +94,21 @@ class PipelineTransport:
             return None
         return torch.zeros((num_tokens, self._hidden_size), dtype=self._dtype, device=self._runtime.device)
 
+    def send_item_report(self, errors: dict[int, str], encoder_seconds: float) -> None:
+        """On the first stage, in a step that reads items: tells the last stage why embeddings are missing.
+
+        Args:
+            errors: By position in the batch.
+            encoder_seconds: As in ModelRunnerOutput.
+        """
+        payload = msgspec.msgpack.encode((errors, encoder_seconds))
+        self._group.cpu_group.send(payload, self._group.world_size - 1)
+
+    def receive_item_report(self) -> tuple[dict[int, str], float]:
+        """On the last stage, in a step that reads items: the arguments of `send_item_report`."""
+        payload = self._group.cpu_group.receive(0)
+        return msgspec.msgpack.decode(payload, type=tuple[dict[int, str], float])
+
     # --- back
 
     def send_output(self, output: ModelRunnerOutput, *, any_sampled: bool) -> None:

@@ -137,6 +137,13 @@ def test_the_openai_client_with_two_images_and_a_stream(server: ServerProcess) -
     assert other.choices[0].message.content != whole.choices[0].message.content
 
 
+def test_a_placeholder_in_the_text_is_text(client: httpx.Client) -> None:
+    one, two = chat(image_part(picture()), text_part("what")), chat(image_part(picture()), text_part("what <image>"))
+    counts = [client.post("/tokenize", json={"messages": each["messages"]}).json()["count"] for each in (one, two)]
+    assert counts[0] + 2 <= counts[1] <= counts[0] + len(" <image>")
+    assert content(client.post("/v1/chat/completions", json=two))
+
+
 def test_every_api_takes_the_image(client: httpx.Client) -> None:
     encoded = base64.b64encode(picture()).decode()
     expected = content(client.post("/v1/chat/completions", json=chat(image_part(picture()), text_part("what"))))
@@ -211,7 +218,6 @@ HOSTILE: dict[str, Callable[[str], list[dict[str, Any]]]] = {
     "a file elsewhere": lambda site: [image_part("file:///etc/passwd")],
     "a file above": lambda site: [image_part("../model/config.json")],
     "1,000 images": lambda site: [image_part(picture())] * 1000,
-    "a placeholder too many": lambda site: [image_part(picture()), text_part("<image>")],
     "an image without content": lambda site: [{"type": "image_url"}],
     "a bare place": lambda site: [{"type": "image"}],
     "audio": lambda site: [{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}],

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mvllm.config.engine_args import SERVER_MAX_QUEUED_REQUESTS, EngineArgs
+from mvllm.config.multimodal import MultiModalConfig
 from mvllm.entrypoints.cli import serve
 from mvllm.errors import ConfigError, ModelError
 from tests.unit.config.folders import write_folder
@@ -296,6 +297,13 @@ def test_settings_of_multimodal_inputs(tmp_path):
         mm_processor_kwargs={"num_frames": 4},
         mm_processor_cache_gb=0.5,
         enable_mm_embeds=True,
+        media_fetch_timeout=2,
+        max_media_bytes=1000,
+        max_media_pixels=2000,
+        max_audio_seconds=30,
+        mm_inflight_gb=0.5,
+        max_num_encoder_input_tokens=300,
+        encoder_cache_size=400,
     )
     found = args.create_engine_config().multimodal
     assert found.limit_per_prompt == {"image": 2, "video": 0}
@@ -303,7 +311,14 @@ def test_settings_of_multimodal_inputs(tmp_path):
     assert found.allowed_media_domains == ("a.test", "b.test")
     assert found.processor_kwargs == {"num_frames": 4}
     assert (found.processor_cache_bytes, found.enable_embeds) == (1 << 29, True)
-    assert EngineArgs.from_kwargs(model="demo").create_engine_config().multimodal.allowed_media_domains is None
+    assert (found.fetch_timeout, found.max_media_bytes, found.max_pixels, found.max_audio_seconds) == (
+        2,
+        1000,
+        2000,
+        30,
+    )
+    assert (found.max_encoder_tokens, found.encoder_cache_tokens, found.inflight_bytes) == (300, 400, 1 << 29)
+    assert EngineArgs.from_kwargs(model="demo").create_engine_config().multimodal == MultiModalConfig()
 
 
 @pytest.mark.parametrize(
@@ -315,6 +330,13 @@ def test_settings_of_multimodal_inputs(tmp_path):
         {"allowed_local_media_path": "/no/such/folder"},
         {"mm_processor_kwargs": {"size": {1, 2}}},
         {"mm_processor_cache_gb": -1},
+        {"media_fetch_timeout": 0},
+        {"max_media_bytes": 0},
+        {"max_media_pixels": 0},
+        {"max_audio_seconds": float("inf")},
+        {"mm_inflight_gb": 0},
+        {"max_num_encoder_input_tokens": 0},
+        {"encoder_cache_size": 0},
     ],
 )
 def test_settings_of_multimodal_inputs_that_are_refused(settings):

@@ -109,6 +109,6 @@ def test_a_request_with_an_image_is_refused_with_that_sentence() -> None:
     items = PromptItems(config, ProcessorClient(config.model, config.multimodal))
     prompt = {"prompt": "a", "multi_modal_data": {"image": b""}}
     assert items.submit({"prompt": "a"}) is None
-    for ask in (items.prepare, items.submit, lambda _: items.check_embeds_enabled()):
+    for ask in (items.check, items.submit, lambda _: items.check_embeds_enabled()):
         with pytest.raises(RequestError, match="runs models as graphs"):
             ask(prompt)

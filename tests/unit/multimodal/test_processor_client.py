@@ -7,6 +7,7 @@ import base64
 import io
 import os
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -23,7 +24,7 @@ from safetensors.numpy import save
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.multimodal import MultiModalConfig, MultiModalModel
 from mvllm.errors import RequestError
-from mvllm.multimodal import processor_client, processor_main
+from mvllm.multimodal import processor_client, processor_main, processor_pool
 from mvllm.multimodal.media_source import MediaSource, load_source
 from mvllm.multimodal.processed_item import ProcessedItem
 from mvllm.multimodal.processed_item_cache import ProcessedItemCache
@@ -53,7 +54,7 @@ def scripted() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def shared_client() -> Iterator[ProcessorClient]:
-    client = ProcessorClient(MODEL, MultiModalConfig(max_pixels=10_000))
+    client = ProcessorClient(MODEL, MultiModalConfig(max_pixels=10_000, num_processes=1))
     assert client.pids == []  # nothing is started before the first item
     yield client
     pids = client.pids
@@ -161,15 +162,49 @@ def test_a_process_that_is_killed_while_idle_is_replaced(client: ProcessorClient
     assert client.pids != [before]
 
 
-def test_several_processes() -> None:
-    client = ProcessorClient(MODEL, MultiModalConfig(num_processes=2))
-    try:
-        with ThreadPoolExecutor(2) as threads:
-            slow = [threads.submit(process, client, b"slow") for _ in range(2)]
-            assert all("none of PNG" in str(each.exception()) for each in slow)
-        assert len(client.pids) == 2
-    finally:
+def test_another_process_starts_for_an_image_that_waits_and_ends_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor_pool, "PATIENCE", 0.1)
+    monkeypatch.setattr(processor_pool, "IDLE_SECONDS", 0.5)
+    model = SimpleNamespace(**{**vars(MODEL), "multimodal": MultiModalModel(placeholders={"image": 4, "video": 5})})
+    with (
+        closing(ProcessorClient(model, MultiModalConfig(num_processes=2))) as client,  # type: ignore[arg-type]
+        ThreadPoolExecutor(2) as threads,
+    ):
+        process(client, image())
+        [first] = client.pids
+        videos = [threads.submit(client.process, {"multi_modal_data": {"video": b"very slow"}}) for _ in range(2)]
+        wait_until(lambda: any(each.running() for each in videos), 5, "a video is in work")
+        assert [size_of(process(client, image(i, 1))[0]) for i in (1, 2)] == [(1, 1), (2, 1)]
+        assert first in client.pids and len(client.pids) == 2
+        wait_until(lambda: client.pids == [first], 10, "the second process has ended")
         client.close()
+        assert all(isinstance(each.exception(timeout=10), RequestError) for each in videos)
+
+
+def test_a_processor_that_cannot_be_loaded_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "broken").touch()
+    model = SimpleNamespace(**{**vars(MODEL), "path": tmp_path})
+    with closing(ProcessorClient(model, MultiModalConfig())) as client:  # type: ignore[arg-type]
+        for _ in range(2):
+            with pytest.raises(RequestError, match=r"processor of the model's folder cannot be loaded.*again in 30 s"):
+                process(client, image())
+            assert client.pids == []  # the answer is known for a while, without a process
+        monkeypatch.setattr(processor_pool.time, "monotonic", lambda now=time.monotonic: now() + 31)
+        (tmp_path / "broken").unlink()
+        assert size_of(process(client, image(2, 3))[0]) == (2, 3)
+
+
+def test_the_program_ends_if_the_processor_cannot_be_loaded(
+    server: processor_main.JobServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*unused: Any, **settings: Any) -> None:
+        raise AttributeError("a processor of other code")
+
+    monkeypatch.setattr("mvllm.multimodal.item_processor.ItemProcessor", fail)
+    result = server.run(ItemJob(MediaSource("image", "encoded", b"x"), {}))
+    assert result.is_last and result.is_load_failure and "a processor of other code" in str(result.error)
 
 
 def test_no_event_loop_waits_for_an_item(client: ProcessorClient) -> None:

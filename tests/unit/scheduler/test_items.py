@@ -222,6 +222,22 @@ def test_a_failed_encoder_fails_its_request_and_is_tried_again_for_the_next_one(
     assert len(engine.runner.encoded) == 3
 
 
+def test_a_failure_does_not_pass_from_request_to_request() -> None:
+    engine = make_engine(depth=2, max_num_batched_tokens=8)
+    first, second, third = (
+        prompt_with(*parts, cache_salt=str(i))  # no block of one is another's
+        for i, parts in enumerate([(1, ("cat", 6), 1), (4, ("cat", 6), 2), (2, ("cat", 6), 2)])
+    )
+    engine.runner.steps_without_memory.add(engine.scheduler.next_step)
+    for request in (first, second, third):
+        engine.add(request)
+        engine.step()  # the second one reads a part of the result that the first one's step has lost
+    engine.run()
+    ends = [engine.results[each.request_id].finish_reason for each in (first, second)]
+    assert ends == [FinishReason.ERROR] * 2
+    assert engine.results[third.request_id].token_ids == expected(third)
+
+
 def test_all_results_are_dropped_with_the_prefix_cache_and_when_weights_change() -> None:
     engine = make_engine(max_num_batched_tokens=6)
     request = prompt_with(2, ("cat", 9), 1)

@@ -24,6 +24,7 @@ from mvllm.errors import ConfigError
 from mvllm.executor.process.process_utils import gc_paused
 from mvllm.logging import get_logger
 from mvllm.models.checkpoint_support import check_architecture, check_quantization
+from mvllm.multimodal.early_checks import processor_problems
 from mvllm.multimodal.processor_client import ProcessorClient
 from mvllm.ops.provider_plugins import check_providers
 from mvllm.platform.choose import ChosenPlatform, choose_platform
@@ -76,6 +77,9 @@ class EngineFrontend(Generic[Client]):
         self._startup_timer.finish(getattr(self._client, "start_seconds", {}))
         self.config = self._client.config
         runs_functions = getattr(self._client, "runs_functions", False)
+        if self.config.multimodal.refusal is None:
+            for problem in processor_problems(self.config.model):
+                logger.warning("%s", problem)
         self.item_client = ProcessorClient(self.config.model, self.config.multimodal)
         self.input_processor = InputProcessor(
             self.config, self._tokenizer, runs_functions=runs_functions, item_client=self.item_client

@@ -42,6 +42,7 @@ from mvllm.messages.pooling_params import PoolingParams
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.messages.sampling_params import SamplingParams, validate_for_model
 from mvllm.messages.thinking import DEFAULT_TAGS
+from mvllm.multimodal.item_memory import ItemLease
 from mvllm.multimodal.item_request import has_items
 from mvllm.multimodal.processed_item import ProcessedItem
 from mvllm.multimodal.processor_client import ProcessorClient
@@ -49,7 +50,7 @@ from mvllm.sampling.logits_processor import processor_classes, validate
 from mvllm.structured_output.llguidance_library import check_available
 
 KV_TRANSFER_PARAMS = "kv_transfer_params"
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "add_special_tokens", *ITEM_KEYS)
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "add_special_tokens", "cut_at", *ITEM_KEYS)
 _PRIORITY_LIMIT = 2**31
 _UTF8_CHECK_CHARS = 1 << 20  # checked at a time, so that other threads can run in between
 _MAX_TRUNCATED_TEXT_CHARS = 1 << 22  # limit for a text to truncate, which is tokenized as a whole
@@ -64,12 +65,14 @@ class ProcessedRequest:
         params: The validated parameters; `n` may be larger than 1.
         core: The request for the engine core; its `sampling_params` are `params`.
         space: The space of its output tokens; None for text.
+        item_lease: The memory of its items; None without.
     """
 
     prompt: str | None
     params: SamplingParams
     core: EngineCoreRequest
     space: TokenSpace | None = None
+    item_lease: ItemLease | None = None
 
 
 @dataclass(slots=True)
@@ -79,7 +82,8 @@ class _Prompt:
     Attributes:
         keep: Number of tokens to keep at the end; None for all.
         add_special_tokens: Whether the tokenizer adds its special tokens to the text.
-        expanded: The text with its placeholders replaced, if it has items.
+        expanded: The text to tokenize, if it is not `text`: with cuts, or with its placeholders replaced.
+        cut_at: Where it is cut.
         items: Items in the order of their places.
         placed: Items with their spans.
     """
@@ -90,6 +94,7 @@ class _Prompt:
     keep: int | None = None
     add_special_tokens: bool = True
     expanded: str | None = None
+    cut_at: str | None = None
     items: Sequence[ProcessedItem] = ()
     placed: list[MultiModalItem] = field(default_factory=list)
 
@@ -177,11 +182,9 @@ class InputProcessor:
             self._check_for_prompt(i, prompts, self._parse_prompt, prompt, params[i])
             for i, prompt in enumerate(prompts)
         ]
+        prepared = self.items.prepare_all(prompts, self._check_for_prompt) if items is None else items
         for i, part in enumerate(parts):
-            if items is None:
-                part.items = self._check_for_prompt(i, prompts, self.items.prepare, prompts[i])
-            else:
-                part.items = items[i]
+            part.items = prepared[i]
             if part.items:
                 self._check_for_prompt(i, prompts, self._expand, part)
         self._tokenize(parts)
@@ -329,7 +332,15 @@ class InputProcessor:
             return _Prompt(text, self._check_token_ids(ids, keep), salt, placed=check_placed(expanded or [], len(ids)))
         if text is None:
             raise RequestError("A prompt dict needs 'prompt' or 'prompt_token_ids'; found neither.", parameter="prompt")
-        return _Prompt(self.check_text(text), None, salt, keep, special)
+        if (cut_at := prompt.get("cut_at")) is None:
+            return _Prompt(self.check_text(text), None, salt, keep, special)
+        if not isinstance(cut_at, str) or not cut_at or special or keep is not None:
+            raise RequestError(
+                "cut_at must be a text, and needs add_special_tokens=False and no truncate_prompt_tokens.",
+                parameter="prompt",
+            )
+        self.check_text(text)
+        return _Prompt(text.replace(cut_at, ""), None, salt, None, special, expanded=text, cut_at=cut_at)
 
     def _check_token_ids(self, ids: Sequence[int], keep: int | None = None) -> list[int]:
         if not len(ids):
@@ -366,7 +377,7 @@ class InputProcessor:
         if part.keep is not None:
             refuse_truncation()
         if part.token_ids is None:
-            part.expanded, part.items = expand_prompt_text(part.text or "", part.items)
+            part.expanded, part.items = expand_prompt_text(part.expanded or part.text or "", part.items)
             return
         ids, part.items = expand_token_ids(part.token_ids, part.items)
         part.token_ids = self._check_token_ids(ids)
@@ -409,7 +420,9 @@ class InputProcessor:
         assert self._tokenizer is not None
         encoded: dict[int, list[int]] = {}
         for special in (True, False):
-            places = [at for at, (_, part) in enumerate(waiting) if part.add_special_tokens is special]
+            places = [
+                at for at, (_, part) in enumerate(waiting) if part.add_special_tokens is special and part.cut_at is None
+            ]
             if not places:
                 continue
             found = self._tokenizer.encode_batch(
@@ -418,6 +431,10 @@ class InputProcessor:
                 check_length=lambda at, length, places=places: check_length(places[at], length),  # type: ignore[misc]
             )
             encoded.update(zip(places, found, strict=True))
+        for at, (_, part) in enumerate(waiting):
+            if part.cut_at is not None:
+                encoded[at] = self._tokenizer.encode_pieces(texts[at].split(part.cut_at))
+                check_length(at, len(encoded[at]))
         return [encoded[at] for at in range(len(texts))]
 
     # --- settings

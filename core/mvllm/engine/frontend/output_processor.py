@@ -245,6 +245,8 @@ class OutputProcessor:
 
     def _remove_request(self, request: RequestState) -> None:
         request.is_tracked = False
+        if request.item_lease is not None:
+            request.item_lease.release()
         same_id = self._requests[request.request_id]
         same_id.remove(request)
         if not same_id:

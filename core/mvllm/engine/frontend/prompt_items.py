@@ -11,7 +11,8 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.errors import RequestError
 from mvllm.messages.multimodal import ArrayData, ItemSpan, MultiModalItem
 from mvllm.messages.sampling_params import SamplingParams
-from mvllm.multimodal.item_request import has_items
+from mvllm.multimodal.item_memory import ItemLease
+from mvllm.multimodal.item_request import count_contents, has_items
 from mvllm.multimodal.media_source import embeddings_source
 from mvllm.multimodal.processed_item import ProcessedItem
 from mvllm.multimodal.processor_client import ProcessorClient
@@ -38,27 +39,57 @@ class PromptItems:
         self._config = config
         self._client = client
 
-    def prepare(self, prompt: object) -> PreparedItems:
-        """The prepared items of a prompt; none for other prompts. Blocks.
+    def check(self, prompt: object) -> None:
+        """Checks the items of a prompt without reading their contents. Other prompts have none.
 
         Raises:
-            RequestError: An item is not acceptable.
+            RequestError: The model does not take them.
         """
-        if not has_items(prompt):
-            return ()
-        self._check_accepted()
-        return self._client.process(prompt)  # type: ignore[arg-type]
+        if has_items(prompt):
+            self._check_accepted()
+            self._client.check(prompt)  # type: ignore[arg-type]
+
+    def reserve(self, prompts: Sequence[object]) -> Future[ItemLease]:
+        """Memory for the items of prompts that are prepared together, see `ItemMemory.reserve`.
+
+        Raises:
+            RequestError: The engine is shutting down.
+        """
+        return self._client.memory.reserve(sum(map(count_contents, prompts)))
 
     def submit(self, prompt: object) -> Future[list[ProcessedItem]] | None:
-        """As `prepare`, in a thread; None for prompts without items.
+        """Prepares the items of a prompt in a thread; None for prompts without items.
 
         Raises:
-            RequestError: As `prepare`, if it is known at once.
+            RequestError: As `check`. The future has the errors of contents.
         """
         if not has_items(prompt):
             return None
         self._check_accepted()
         return self._client.submit(prompt)  # type: ignore[arg-type]
+
+    def prepare_all(self, prompts: Sequence[object], check_for_prompt: Callable[..., Any]) -> list[PreparedItems]:
+        """The prepared items of each prompt, several prompts at a time. Blocks.
+
+        Args:
+            check_for_prompt: Calls a function for a prompt: its position, the prompts, the function, its arguments. It
+                adds the position to errors.
+
+        Raises:
+            RequestError: The first one of a prompt.
+        """
+        futures: list[Future[list[ProcessedItem]] | None] = []
+        try:
+            for i, prompt in enumerate(prompts):
+                futures.append(check_for_prompt(i, prompts, self.submit, prompt))
+            return [
+                () if future is None else check_for_prompt(i, prompts, future.result)
+                for i, future in enumerate(futures)
+            ]
+        finally:
+            for future in futures:
+                if future is not None:
+                    future.cancel()
 
     def read_embeds(self, value: object, check_length: Callable[[int], None]) -> list[MultiModalItem]:
         """The item of a prompt that is ready embeddings.

@@ -39,6 +39,7 @@ class RequestState:
             OutputProcessor ends them (`finish_undecodable`).
         is_tracked: Whether the OutputProcessor still tracks the request.
         stream: The iterator to notify of new output; None in an LLMEngine.
+        item_lease: The memory of the prompt's items, released when the request ends; None without.
         final_only: Whether there is no output before the end.
         is_pooling: Whether it is a pooling request, which generates no tokens.
         priority_class: `high` for a priority below 0, `low` for one above; None for 0.
@@ -68,6 +69,7 @@ class RequestState:
         self.priority_class = ("high" if core.priority < 0 else "low") if core.priority else None
         self.search = search
         self.stream: RequestOutputStream | None = None
+        self.item_lease = request.item_lease
         self.is_tracked = True
         self.has_new_output = False
         self.undecodable_core_ids: list[str] = []

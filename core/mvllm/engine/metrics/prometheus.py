@@ -97,6 +97,7 @@ class EngineCollector(Collector):
             (counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
             (counter, "mm_cache_queries", "Images, audio and videos of prompts.", metrics.mm_cache_queries),
             (counter, "mm_cache_hits", "Of these, found processed.", metrics.mm_cache_hits),
+            (gauge, "mm_inflight_bytes", "Bytes of items of unfinished prompts.", metrics.mm_inflight_bytes),
             (counter, "requests_refused", "Requests rejected because the queue was full.", metrics.refused),
         ):
             family = kind(prefix + name, text, labels=("model_name",))

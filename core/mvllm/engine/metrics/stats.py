@@ -140,6 +140,7 @@ class EngineMetrics:
         refused: Requests rejected because too many were waiting.
         mm_cache_queries, mm_cache_hits: Images, audio and videos of prompts, and those found processed.
         mm_processing_time: Seconds to fetch, decode and process one that was not found.
+        mm_inflight_bytes: Bytes of those of unfinished prompts.
         by_priority: The latencies of requests whose priority is not 0, by `time_to_first_token/high` and so on; they
             are in the histograms of all requests, too.
     """
@@ -154,6 +155,7 @@ class EngineMetrics:
         self.refused = 0
         self.mm_cache_queries = 0
         self.mm_cache_hits = 0
+        self.mm_inflight_bytes = 0
         self.mm_processing_time = Histogram(REQUEST_SECONDS_BUCKETS)
         self._item_lock = threading.Lock()
         self.time_to_first_token = Histogram(TIME_TO_FIRST_TOKEN_BUCKETS)
@@ -229,6 +231,10 @@ class EngineMetrics:
                 self.mm_cache_hits += 1
             else:
                 self.mm_processing_time.observe(seconds)
+
+    def observe_item_memory(self, num_bytes: int) -> None:
+        """Sets `mm_inflight_bytes`. Callable in any thread."""
+        self.mm_inflight_bytes = num_bytes
 
     def latency_of_class(self, name: str, priority_class: str) -> Histogram:
         """A latency of the requests of a priority class, by the name of its attribute."""

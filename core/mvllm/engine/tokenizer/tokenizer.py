@@ -21,6 +21,7 @@ from mvllm.gguf.model_folder import is_derived_folder
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
 """A folder with a tokenizer has at least one of these files."""
 
+_GUARD = "\n"
 _LONG_TEXT = 1 << 16  # characters; shorter texts are tokenized quickly
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -98,6 +99,23 @@ class Tokenizer:
         for i, each in enumerate(encoded):
             check_length(i, len(each))
         return [each if isinstance(each, list) else each.ids for each in encoded]
+
+    def encode_pieces(self, pieces: Sequence[str]) -> list[int]:
+        """The token ids of a text in pieces, none of which reaches over two of them, without special tokens around it.
+
+        Raises:
+            RequestError: The tokenizer rejects a piece.
+        """
+        guard = self.encode(_GUARD, add_special_tokens=False)
+        ids: list[int] = []
+        for i, piece in enumerate(pieces):
+            if not piece:
+                continue
+            # Some tokenizers put a space in front of a text. A piece behind another one has a line break there.
+            guarded = self.encode(_GUARD + piece, add_special_tokens=False) if i else []
+            is_guarded = i > 0 and guarded[: len(guard)] == guard
+            ids += guarded[len(guard) :] if is_guarded else self.encode(piece, add_special_tokens=False)
+        return ids
 
     def encode_truncated(
         self, first: str, second: str | None = None, *, max_tokens: int | None = None

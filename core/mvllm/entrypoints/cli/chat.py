@@ -113,7 +113,9 @@ def _message_printer(engine: LLMEngine, params: SamplingParams, template: str | 
     from mvllm.entrypoints.cli.terminal import print_stream
 
     def print_message(messages: Messages, speed: ThroughputCounter) -> tuple[str, str | None]:
-        prompt = chat_prompt(engine.config, engine.tokenizer, messages, chat_template=template)
+        prompt = chat_prompt(
+            engine.config, engine.tokenizer, messages, item_client=engine.item_client, chat_template=template
+        )
         return print_stream(engine, prompt, params, speed)
 
     return print_message

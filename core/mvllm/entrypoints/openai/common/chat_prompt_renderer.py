@@ -10,10 +10,12 @@ from typing import Any
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.frontend.prompt_items import refuse_truncation
 from mvllm.entrypoints.chat_items import Items, placeholder_texts, take_items
+from mvllm.entrypoints.chat_template import RENDERED_SETTINGS
 from mvllm.entrypoints.openai.common.tokenizer_pool import MAX_TEMPLATE_LENGTH, TokenizerPool
 from mvllm.entrypoints.openai.protocol import REASONING_EFFORTS, ChatCompletionRequest, TokenizeRequest
 from mvllm.entrypoints.parsers.registry import reasoning_parser as find_reasoning_parser
 from mvllm.entrypoints.parsers.registry import tool_parser as find_tool_parser
+from mvllm.entrypoints.typed_placeholders import TypedPlaceholders
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import ExpandedPrompt, TextPrompt, TokensPrompt
 
@@ -93,9 +95,17 @@ class ChatPromptRenderer:
         render = self._tokenizer_pool.render_with_request_template if has_own_template else self._tokenizer_pool.render
         with _as_errors_of_messages():
             messages, items = take_items(request.messages, self._engine.config)
-        text = await render(messages, self._template_arguments(request))
-        if items:
-            return await self._expand(text, items, request)
+        arguments = self._template_arguments(request)
+        if not items:
+            text = await render(messages, arguments)
+        else:
+            with _as_errors_of_messages():
+                told = await self._engine.item_placeholders()
+            typed = TypedPlaceholders([*self._placeholders.values(), *told.values()])
+            arguments |= {name: typed.cut(arguments.get(name)) for name in RENDERED_SETTINGS}
+            arguments["placeholders"] = {**self._placeholders, **told}
+            text = await render(typed.cut(messages), arguments)
+            return await self._expand(text, items, request, typed.cut_at)
         return await self._tokenizer_pool.run(lambda: self._tokenize(text, request))
 
     async def render_user_message(self, text: str, without_template: str) -> str:
@@ -158,11 +168,13 @@ class ChatPromptRenderer:
         return placeholder_texts(self._engine.config, self._engine.tokenizer)
 
     async def _expand(
-        self, text: str, items: Items, request: ChatCompletionRequest | TokenizeRequest
+        self, text: str, items: Items, request: ChatCompletionRequest | TokenizeRequest, cut_at: str | None
     ) -> ExpandedPrompt:
         if getattr(request, "truncate_prompt_tokens", None) is not None:
             refuse_truncation()
         prompt = TextPrompt(prompt=text, add_special_tokens=False, multi_modal_data=items)
+        if cut_at is not None:
+            prompt["cut_at"] = cut_at
         if request.mm_processor_kwargs is not None:
             prompt["mm_processor_kwargs"] = request.mm_processor_kwargs
         with _as_errors_of_messages():
