@@ -30,6 +30,8 @@ class MultiModalModel:
         rope_interleaved: The frequencies of the three alternate (Qwen3-VL), instead of following each other.
         cross_attention: Layers attend to the encoder's result instead of taking it as embeddings (Whisper).
         max_encoded: Most rows of one item's result, as far as config.json says; None where the processor decides.
+        written_as: By modality, what stands for an item in the text of a prompt, where it is not the token of
+            `placeholders`.
     """
 
     placeholders: dict[str, int] = field(default_factory=dict)
@@ -39,6 +41,7 @@ class MultiModalModel:
     rope_interleaved: bool = False
     cross_attention: bool = False
     max_encoded: int | None = None
+    written_as: dict[str, str] = field(default_factory=dict)
 
     @property
     def modalities(self) -> tuple[str, ...]:
