@@ -47,9 +47,9 @@ class VideoRequest:
         return TextPrompt(prompt=self.prompt, multi_modal_data=data, mm_processor_kwargs={"num_frames": 100})
 
 
-def draw_video(size: tuple[int, int], count: int) -> VideoContent:
+def draw_video(size: tuple[int, int], count: int, seed: int = 20) -> VideoContent:
     """Frames of random colours."""
-    frames = np.stack([np.asarray(draw_image(size, 20 + i)) for i in range(count)])
+    frames = np.stack([np.asarray(draw_image(size, seed + i)) for i in range(count)])
     return VideoContent(frames, FPS, list(range(count)), count, count / FPS)
 
 
@@ -57,7 +57,7 @@ def draw_requests(expected: MultiModalOracle) -> list[VideoRequest]:
     """Two videos in a prompt, and an image and a video."""
     family, entry = expected.name.split("-")[0], expected.entry
     video, image = entry.video_placeholder, entry.placeholder
-    first = draw_video((60, 20), 3 if family == "gemma4" else 6)
+    first = draw_video((60, 20), 3 if family == "gemma4" else 6, seed=30 if family == "internvl" else 20)
     second = draw_video((24, 33), len(first.frames) if family in EQUAL_LENGTHS else 3)
     requests = [VideoRequest(f"some {video} words{video}end", [("video", first), ("video", second)])]
     if family not in IMAGES_OR_VIDEOS:
