@@ -119,8 +119,8 @@ class EncoderPlanner:
         longest = self._longest_run(item)
         if longest > self._max_num_batched_tokens:
             raise _error(
-                f"An item of modality {item.modality!r} has {longest} tokens in a row, which attend to each other in both "
-                f"directions and so must be in one step, but max_num_batched_tokens is "
+                f"An item of modality {item.modality!r} has {longest} tokens in a row, which attend to each other in "
+                f"both directions and so must be in one step, but max_num_batched_tokens is "
                 f"{self._max_num_batched_tokens}. Start the engine with a larger max_num_batched_tokens."
             )
 

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 
@@ -68,7 +68,7 @@ class FrameProcessor(ABC, Generic[Rules]):
         self.num_frames, self.fps, self.min_frames, self.max_frames = (settings.get(name) for name in names)
 
     @classmethod
-    def from_config(cls, config_path: str, rules: Rules) -> FrameProcessor[Rules]:
+    def from_config(cls, config_path: str, rules: Rules) -> Self:
         """With the settings of the folder of a config.json; those of images where it has none for videos."""
         values, source = video_settings(config_path)
         return cls(values, rules, source)
@@ -176,9 +176,10 @@ class SquareFrames(FrameProcessor[SquareRules]):
             return frames
         size = settings.get("size", {"height": self._rules.side, "width": self._rules.side})
         sides = [size.get("height"), size.get("width")] if isinstance(size, Mapping) else [size, size]
-        if not all(type(each) is int and each > 0 for each in sides):
+        height, width = (each if type(each) is int and each > 0 else None for each in sides)
+        if height is None or width is None:
             raise self.wrong_size("a height and a width in pixels", size)
-        return self.resized(frames, sides[0], sides[1], settings)
+        return self.resized(frames, height, width, settings)
 
 
 @dataclass(frozen=True)
