@@ -53,6 +53,8 @@ class MultiModalEntry:
         specials: Special tokens, with the ids from FIRST_SPECIAL_ID on, by the tokenizer's attribute for each.
         placeholder: The text that stands for an item in a prompt.
         modality: What its items are.
+        video_placeholder: The text that stands for a video; empty for models that take none.
+        video_settings: Of its video processor.
         sizes: Width and height of the images that tests draw.
         inputs: Arguments of the model beside token ids that transformers needs for `n` generated tokens, from those of
             the prompt.
@@ -70,6 +72,8 @@ class MultiModalEntry:
     specials: Mapping[str, str] = field(default_factory=lambda: {"image_token": "<image>"})
     placeholder: str = "<image>"
     modality: str = "image"
+    video_placeholder: str = ""
+    video_settings: Mapping[str, Any] = field(default_factory=dict)
     sizes: Sequence[tuple[int, int]] = ((40, 24), (19, 50), (64, 64))
     inputs: Callable[[dict[str, Any], int], dict[str, Any]] = lambda inputs, n: inputs
     rename: Callable[[str], str] | None = None
@@ -97,6 +101,8 @@ def make_checkpoint(name: str, folder: Path) -> Path:
     entry = zoo()[name]
     save_model(entry.config(), folder, entry.seed, entry.embedding_scale)
     save_processor(entry.processor(make_tokenizer(entry.specials)), folder)
+    if entry.video_settings:
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(dict(entry.video_settings)))
     if entry.rename is not None:
         _rename_tensors(folder, entry.rename)
     return folder

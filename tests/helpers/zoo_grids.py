@@ -19,6 +19,7 @@ from transformers import (
     Qwen3VLMoeConfig,
     Qwen3VLProcessor,
 )
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -85,12 +86,12 @@ def _qwen3(kind: Any = Qwen3VLConfig, vision: dict[str, Any] | None = None, *, t
     return kind(text_config=settings, vision_config=vision, tie_word_embeddings=tied, **_QWEN_IDS)
 
 
-def _glm(kind: Any = Glm4vConfig, vision: dict[str, Any] | None = None, **text: Any) -> Any:
+def _glm(kind: Any = Glm4vConfig, vision: dict[str, Any] | None = None, *, tied: bool = False, **text: Any) -> Any:
     vision = {**_VISION, "image_size": 20, **(vision or {})}
     settings = {**TEXT, **_rope([2, 1, 1], partial_rotary_factor=0.5), **text}
     ids = {"image_start_token_id": START_ID, "image_end_token_id": END_ID}
     videos = {"video_start_token_id": END_ID + 1, "video_end_token_id": END_ID + 2}
-    return kind(text_config=settings, vision_config=vision, **_IDS, **ids, **videos)
+    return kind(text_config=settings, vision_config=vision, tie_word_embeddings=tied, **_IDS, **ids, **videos)
 
 
 def _glm_moe(**settings: Any) -> Any:
@@ -116,9 +117,19 @@ _IMAGES: dict[str, Any] = {"patch_size": 4, "size": {"shortest_edge": 8 * 8, "lo
 _OF_QWEN: dict[str, Any] = {
     "specials": QWEN_TOKENS,
     "placeholder": "<|image_pad|>",
+    "video_placeholder": "<|vision_start|><|video_pad|><|vision_end|>",
+    "video_settings": {**_IMAGES, "image_mean": OPENAI_CLIP_MEAN, "image_std": OPENAI_CLIP_STD},
     "inputs": token_types("mm_token_type_ids"),
 }
-_OF_GLM: dict[str, Any] = {**_OF_QWEN, "specials": GLM_TOKENS, "placeholder": "<|image|>"}
+_OF_GLM: dict[str, Any] = {
+    **_OF_QWEN,
+    "specials": GLM_TOKENS,
+    "placeholder": "<|image|>",
+    "video_placeholder": "<|begin_of_video|><|video|><|end_of_video|>",
+    "video_settings": {"patch_size": 4, "size": {"shortest_edge": 2 * 8 * 8, "longest_edge": 2 * 48 * 48}},
+}
+_VIDEOS_OF_MOE = {**_OF_GLM["video_settings"], "video_processor_type": "Glm4vVideoProcessor"}
+_OF_GLM_MOE = {**_OF_GLM, "video_settings": _VIDEOS_OF_MOE}
 _QWEN2, _QWEN2_5, _QWEN3 = (_qwen_processor(kind) for kind in (Qwen2VLProcessor, Qwen2_5_VLProcessor, Qwen3VLProcessor))
 
 GRIDS: dict[str, MultiModalEntry] = {
@@ -157,8 +168,18 @@ GRIDS: dict[str, MultiModalEntry] = {
         lambda tokenizer: _glm_processor(tokenizer, Glm46VProcessor, Glm46VImageProcessorPil),
         **_OF_GLM,
     ),
-    "glm4v_moe": MultiModalEntry(_glm_moe, _glm_processor, **_OF_GLM),
+    "glm46v-tied": MultiModalEntry(
+        lambda: _glm(
+            Glm46VConfig,
+            vision={"num_heads": 4, "intermediate_size": 24, "image_size": 28, "attention_bias": True},
+            tied=True,
+            num_key_value_heads=4,
+        ),
+        lambda tokenizer: _glm_processor(tokenizer, Glm46VProcessor, Glm46VImageProcessorPil),
+        **_OF_GLM,
+    ),
+    "glm4v_moe": MultiModalEntry(_glm_moe, _glm_processor, **_OF_GLM_MOE),
     "glm4v_moe-no-biases": MultiModalEntry(
-        lambda: _glm_moe(attention_bias=False, norm_topk_prob=False), _glm_processor, **_OF_GLM
+        lambda: _glm_moe(attention_bias=False, norm_topk_prob=False), _glm_processor, **_OF_GLM_MOE
     ),
 }

@@ -41,6 +41,7 @@ _IDEFICS3_TOKENS = {
     "global_image_token": "<global-img>",
     **{f"row_{row}_{column}": f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2, 3)},
 }
+_SMOLVLM_TOKENS = {**_IDEFICS3_TOKENS, "video_token": "<video>"}
 """The tags of the third row are text of several tokens, as in a tokenizer that lacks them."""
 _INTERNVL_TOKENS = {
     "context_image_token": "<IMG_CONTEXT>",
@@ -66,6 +67,17 @@ class SmolVLMFiles(Idefics3Processor):
         path.write_text(json.dumps({**json.loads(path.read_text()), "processor_class": "SmolVLMProcessor"}))
 
 
+_SMOLVLM: dict[str, Any] = {
+    "specials": _SMOLVLM_TOKENS,
+    "video_placeholder": "<video>",
+    "video_settings": {"size": {"longest_edge": 2 * TILE}, "max_image_size": {"longest_edge": TILE}},
+}
+_OF_INTERNVL: dict[str, Any] = {
+    "specials": _INTERNVL_TOKENS,
+    "placeholder": "<IMG_CONTEXT>",
+    "video_placeholder": "<video>",
+    "video_settings": {"size": {"height": TILE, "width": TILE}},
+}
 _IDEFICS3_SIZES = {"size": {"longest_edge": 3 * TILE}, "max_image_size": {"longest_edge": TILE}}
 
 
@@ -91,9 +103,11 @@ def _lfm2_vl_processor(tokenizer: Any, factor: int = 2) -> Any:
     return Lfm2VlProcessor(images, tokenizer)
 
 
-def _idefics3(kind: Any = Idefics3Config, vision: dict[str, Any] | None = None, **settings: Any) -> Any:
+def _idefics3(
+    kind: Any = Idefics3Config, vision: dict[str, Any] | None = None, kv_heads: int = 2, **settings: Any
+) -> Any:
     return kind(
-        text_config=LlamaConfig(**TEXT).to_dict(),
+        text_config=LlamaConfig(**{**TEXT, "num_key_value_heads": kv_heads}).to_dict(),
         vision_config={**_SQUARE, **(vision or {})},
         image_token_id=FIRST_SPECIAL_ID,
         **{"tie_word_embeddings": False, **settings},
@@ -146,13 +160,22 @@ TILES: dict[str, MultiModalEntry] = {
     "smolvlm": MultiModalEntry(
         config=lambda: _idefics3(SmolVLMConfig, vision={"hidden_act": "gelu"}, tie_word_embeddings=True),
         processor=_smolvlm_processor,
-        specials=_IDEFICS3_TOKENS,
+        **_SMOLVLM,
+    ),
+    "smolvlm-small-tiles": MultiModalEntry(
+        config=lambda: _idefics3(
+            SmolVLMConfig,
+            vision={"image_size": 24, "patch_size": 2, "num_hidden_layers": 3, "num_attention_heads": 2},
+            scale_factor=4,
+            kv_heads=1,
+        ),
+        processor=_smolvlm_processor,
+        **_SMOLVLM,
     ),
     "internvl": MultiModalEntry(
         config=lambda: _internvl(Qwen2Config(**TEXT)),
         processor=_internvl_processor,
-        specials=_INTERNVL_TOKENS,
-        placeholder="<IMG_CONTEXT>",
+        **_OF_INTERNVL,
         gate=True,
     ),
     "internvl-norms-old": MultiModalEntry(
@@ -162,8 +185,7 @@ TILES: dict[str, MultiModalEntry] = {
             vision_feature_layer=-2,
         ),
         processor=_internvl_processor,
-        specials=_INTERNVL_TOKENS,
-        placeholder="<IMG_CONTEXT>",
+        **_OF_INTERNVL,
         rename=_old_internvl_name,
     ),
     "internvl-last-norm": MultiModalEntry(
@@ -175,8 +197,7 @@ TILES: dict[str, MultiModalEntry] = {
             tie_word_embeddings=True,
         ),
         processor=lambda tokenizer: _internvl_processor(tokenizer, 1, 12),
-        specials=_INTERNVL_TOKENS,
-        placeholder="<IMG_CONTEXT>",
+        **_OF_INTERNVL,
     ),
     "lfm2_vl": MultiModalEntry(
         config=_lfm2_vl, processor=_lfm2_vl_processor, specials=_LFM2_VL_TOKENS, has_states=True, gate=True

@@ -165,6 +165,20 @@ def name_in_modules(name: str) -> str:
     return name
 
 
+_OF_ONEVISION: dict[str, Any] = {
+    "specials": {"image_token": "<image>", "video_token": "<video>"},
+    "video_placeholder": "<video>",
+    "video_settings": {"size": {"height": 24, "width": 24}},
+}
+_OF_GEMMA4: dict[str, Any] = {
+    "specials": _GEMMA4_TOKENS,
+    "placeholder": "<|image|>",
+    "video_placeholder": "<|video|>",
+    "video_settings": {"patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 3},
+    "inputs": token_types("mm_token_type_ids"),
+    "embedding_scale": _GEMMA_EMBEDDINGS,
+}
+
 VISION: dict[str, MultiModalEntry] = {
     "llava": MultiModalEntry(
         config=lambda: LlavaConfig(
@@ -217,7 +231,7 @@ VISION: dict[str, MultiModalEntry] = {
             image_grid_pinpoints=_TILES,
         ),
         processor=_onevision_processor,
-        specials={"image_token": "<image>", "video_token": "<video>"},
+        **_OF_ONEVISION,
         gate=True,
     ),
     "llava_onevision-tied": MultiModalEntry(
@@ -230,7 +244,7 @@ VISION: dict[str, MultiModalEntry] = {
             image_grid_pinpoints=_TILES,
         ),
         processor=_onevision_processor,
-        specials={"image_token": "<image>", "video_token": "<video>"},
+        **_OF_ONEVISION,
     ),
     "mistral3": MultiModalEntry(
         config=lambda: Mistral3Config(
@@ -276,19 +290,13 @@ VISION: dict[str, MultiModalEntry] = {
     "gemma4-images": MultiModalEntry(
         config=_gemma4,
         processor=_gemma4_processor,
-        specials=_GEMMA4_TOKENS,
-        placeholder="<|image|>",
-        inputs=token_types("mm_token_type_ids"),
-        embedding_scale=_GEMMA_EMBEDDINGS,
+        **_OF_GEMMA4,
         gate=True,
     ),
     "gemma4-per-layer": MultiModalEntry(
         config=lambda: _gemma4(clips=True, both_ways=False, hidden_size_per_layer_input=8),
         processor=_gemma4_processor,
-        specials=_GEMMA4_TOKENS,
-        placeholder="<|image|>",
-        inputs=token_types("mm_token_type_ids"),
-        embedding_scale=_GEMMA_EMBEDDINGS,
+        **_OF_GEMMA4,
         has_stages=False,
     ),
 }

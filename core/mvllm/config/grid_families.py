@@ -35,6 +35,9 @@ def deepstack_layers(vision: HFConfig) -> tuple[int, ...]:
     return tuple(layers)
 
 
+_VIDEO_AS_IMAGES = "<|begin_of_video|><|video|><|end_of_video|>"
+
+
 def _family(
     image_id: int, video_id: int | None, sections: tuple[int, int, int], *, interleaved: bool = False
 ) -> Callable[[HFConfig], MultiModalModel | None]:
@@ -56,6 +59,7 @@ def _family(
             embedding_width=streams * hf_config.positive_int("hidden_size"),
             rope_sections=_sections(hf_config, sections),
             rope_interleaved=interleaved,
+            written_as={"video": _VIDEO_AS_IMAGES} if video_id is None else {},
         )
 
     return read

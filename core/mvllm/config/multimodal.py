@@ -31,6 +31,8 @@ class MultiModalModel:
         cross_attention: Layers attend to the encoder's result instead of taking it as embeddings (Whisper).
         max_encoded: Most rows of one item's result, as far as config.json says; None where the processor decides.
         by_transformers: The encoders are transformers' modules, which take the token ids of an item's span, too.
+        written_as: By modality, what stands for an item in the text of a prompt, where it is not the token of
+            `placeholders`.
     """
 
     placeholders: dict[str, int] = field(default_factory=dict)
@@ -41,6 +43,7 @@ class MultiModalModel:
     cross_attention: bool = False
     max_encoded: int | None = None
     by_transformers: bool = False
+    written_as: dict[str, str] = field(default_factory=dict)
 
     @property
     def modalities(self) -> tuple[str, ...]:

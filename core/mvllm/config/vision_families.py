@@ -32,6 +32,11 @@ def image_token_id(hf: HFConfig, default: int) -> int:
     return token_id(hf, ("image_token_id", "image_token_index"), default)
 
 
+def video_token_id(hf: HFConfig, default: int) -> int:
+    """As `image_token_id`, of a video."""
+    return token_id(hf, ("video_token_id", "video_token_index"), default)
+
+
 def token_id(hf: HFConfig, keys: tuple[str, ...], default: int) -> int:
     """The token id under the first of the keys that config.json has.
 
@@ -66,7 +71,8 @@ def _llava_onevision(hf: HFConfig) -> MultiModalModel | None:
     if vision_config(hf) is None:
         return None
     return MultiModalModel(
-        placeholders={"image": image_token_id(hf, 151_646)}, embedding_width=hf.positive_int("hidden_size")
+        placeholders={"image": image_token_id(hf, 151_646), "video": video_token_id(hf, 151_647)},
+        embedding_width=hf.positive_int("hidden_size"),
     )
 
 
@@ -84,8 +90,10 @@ def _gemma3(hf: HFConfig) -> MultiModalModel | None:
 def _gemma4(hf: HFConfig) -> MultiModalModel | None:
     if vision_config(hf) is None:
         return None
+    has_videos = hf.get("video_token_id", 0) is not None
+    videos = {"video": video_token_id(hf, 258_884)} if has_videos else {}
     return MultiModalModel(
-        placeholders={"image": image_token_id(hf, 258_880)},
+        placeholders={"image": image_token_id(hf, 258_880), **videos},
         embedding_width=hf.positive_int("hidden_size"),
         spans_attend_both_ways=hf.get("use_bidirectional_attention") == "vision",
     )

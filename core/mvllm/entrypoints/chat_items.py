@@ -65,7 +65,7 @@ def placeholder_texts(config: EngineConfig, tokenizer: Tokenizer) -> dict[str, s
     if model is None:
         return {}
     return {
-        modality: "" if token_id < 0 else tokenizer.token_text(token_id)
+        modality: model.written_as.get(modality) or ("" if token_id < 0 else tokenizer.token_text(token_id))
         for modality, token_id in model.placeholders.items()
     }
 

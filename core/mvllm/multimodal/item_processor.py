@@ -19,6 +19,7 @@ from mvllm.config.hf_config import HFConfig
 from mvllm.config.multimodal import MultiModalModel
 from mvllm.errors import ModelError, RequestError
 from mvllm.messages.multimodal import ArrayData
+from mvllm.multimodal import installed_packages
 from mvllm.multimodal.contents import ItemContent, hash_content
 from mvllm.multimodal.families import item_family
 from mvllm.multimodal.processed_item import ProcessedItem, embedded_ranges
@@ -196,9 +197,8 @@ def array_data(value: Any) -> ArrayData:
 def _fingerprint(path: Path, kwargs: Mapping[str, Any]) -> bytes:
     """Hash of what a processor is built from: files, settings, and the libraries that compute."""
     from transformers import __version__ as version
-    from transformers.utils import is_torchvision_available
 
-    built_from = [dict(kwargs), version, bool(is_torchvision_available())]
+    built_from = [dict(kwargs), version, installed_packages.is_installed("torchvision")]
     digest = hashlib.sha256(json.dumps(built_from, sort_keys=True, default=str).encode())
     for name in _FILES:
         try:

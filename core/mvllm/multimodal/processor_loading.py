@@ -1,19 +1,19 @@
 """Loads a model's processor of transformers.
 
 Without torchvision, image processors are those that compute with Pillow and numpy, and there are no video processors: a
-processor that has one is built without it, and takes images and audio only, unless its family processes frames itself.
+processor that has one is built without it, and the family of the model prepares frames itself (`families.frames`).
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mvllm.errors import ModelError, plain_reason
+from mvllm.multimodal import installed_packages
 
 
 def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
@@ -27,9 +27,15 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
     try:
         if (substitute := _substitute(path)) is not None:
             return substitute(path, arguments)
-        if _has_torchvision() or (kind := _processor_class(transformers, path)) is None:
+        kind = _class_with_videos(transformers, path)
+        if kind is not None and not installed_packages.is_installed(_TORCHVISION):
+            return _without_video_processor(kind).from_pretrained(str(path), backend="pil", **arguments)
+        try:
             return transformers.AutoProcessor.from_pretrained(str(path), **arguments)
-        return _without_video_processor(kind).from_pretrained(str(path), backend="pil", **arguments)
+        except (OSError, ValueError):  # for example: the folder says nothing of videos
+            if kind is None:
+                raise
+            return _without_video_processor(kind).from_pretrained(str(path), **arguments)
     except Exception as e:
         hint = "The folder needs the model's preprocessor_config.json or processor_config.json."
         if isinstance(e, ImportError):
@@ -39,13 +45,12 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
         ) from e
 
 
+_TORCHVISION = "torchvision"
+_MODULE = "mvllm.multimodal.families.substitute_processors"
 _SUBSTITUTES = {
-    "SmolVLMProcessor": (
-        ("torchvision", "num2words"),
-        "mvllm.multimodal.families.substitute_processors:smolvlm_processor",
-    ),
-    "PixtralProcessor": (("torchvision",), "mvllm.multimodal.families.substitute_processors:pixtral_processor"),
-    "Lfm2VlProcessor": (("torchvision",), "mvllm.multimodal.families.substitute_processors:lfm2_vl_processor"),
+    "SmolVLMProcessor": ((_TORCHVISION, "num2words"), f"{_MODULE}:smolvlm_processor"),
+    "PixtralProcessor": ((_TORCHVISION,), f"{_MODULE}:pixtral_processor"),
+    "Lfm2VlProcessor": ((_TORCHVISION,), f"{_MODULE}:lfm2_vl_processor"),
 }
 """By processor class: packages without which transformers cannot build it, and the function that builds it then, as
 `module:function`. It takes the folder and the arguments of `from_pretrained`."""
@@ -53,20 +58,14 @@ _SUBSTITUTES = {
 
 def _substitute(path: Path) -> Callable[[Path, dict[str, Any]], Any] | None:
     packages, function = _SUBSTITUTES.get(_class_name(path) or "", ((), ""))
-    if all(importlib.util.find_spec(package) is not None for package in packages):
+    if all(map(installed_packages.is_installed, packages)):
         return None
     module, name = function.split(":")
     found: Callable[[Path, dict[str, Any]], Any] = getattr(importlib.import_module(module), name)
     return found
 
 
-def _has_torchvision() -> bool:
-    from transformers.utils import is_torchvision_available
-
-    return bool(is_torchvision_available())
-
-
-def _processor_class(transformers: Any, path: Path) -> Any:
+def _class_with_videos(transformers: Any, path: Path) -> Any:
     """The class of transformers that the folder names, if it has a video processor; None otherwise."""
     name = _class_name(path)
     kind = None if name is None else getattr(transformers, name, None)

@@ -43,7 +43,7 @@ class EncoderPlanner:
         max_model_len: Longest sequence, and upper bound of rotary positions.
 
     Attributes:
-        keeps_spans_whole: No step may cut a span.
+        keeps_spans_whole: No step may cut a run of embeddings: an image, or a frame of a video.
         has_cross_attention: Requests read their items in every step.
         cache: What the workers hold.
     """
@@ -120,10 +120,11 @@ class EncoderPlanner:
                 f"room for {self._limits.cache_tokens}. Make it smaller, or start the engine with a larger "
                 "max_num_batched_tokens or encoder_cache_size."
             )
-        if self.keeps_spans_whole and not item.is_causal and span.length > self._max_num_batched_tokens:
+        longest = self._longest_run(item)
+        if longest > self._max_num_batched_tokens:
             raise _error(
-                f"An item of modality {item.modality!r} has {span.length} tokens, which attend to each other in both "
-                f"directions and so must be in one step, but max_num_batched_tokens is "
+                f"An item of modality {item.modality!r} has {longest} tokens in a row, which attend to each other in "
+                f"both directions and so must be in one step, but max_num_batched_tokens is "
                 f"{self._max_num_batched_tokens}. Start the engine with a larger max_num_batched_tokens."
             )
 
@@ -204,14 +205,31 @@ class EncoderPlanner:
                 continue
             if span.offset >= end:
                 break
-            if self.keeps_spans_whole and not item.is_causal and end < span.stop:
-                if span.stop - start > budget:
+            first, stop = self._run_around(item, end)
+            if stop - start > budget:
+                end = first
+                if end <= max(start, span.offset):
                     return max(0, span.offset - start)
-                end = span.stop
+            else:
+                end = stop
             needed[span.content_hash] = item
             if not self._fit(needed):
                 return max(0, span.offset - start)
         return end - start
+
+    def _longest_run(self, item: MultiModalItem) -> int:
+        """Tokens of the longest run that no step may cut."""
+        is_whole = self.keeps_spans_whole and not item.is_causal
+        return max((stop - first for first, stop in item.span.embedded), default=0) if is_whole else 0
+
+    def _run_around(self, item: MultiModalItem, end: int) -> tuple[int, int]:
+        """Bounds of the run of embeddings that a step up to `end` would cut; both are `end` if there is none."""
+        if self.keeps_spans_whole and not item.is_causal:
+            offset = item.span.offset
+            for first, stop in item.span.embedded:
+                if offset + first < end < offset + stop:
+                    return offset + first, offset + stop
+        return end, end
 
     def _fit(self, needed: Mapping[bytes, MultiModalItem]) -> bool:
         """Whether the cache and the step have room for these items. What exceeds the step's limit is encoded alone."""

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from mvllm.config.hf_config import HFConfig
+from mvllm.config.multimodal import MultiModalModel
 from mvllm.errors import ModelError, RequestError
 from mvllm.messages.multimodal import MultiModalItem
 from mvllm.multimodal.contents import VideoContent
-from mvllm.multimodal.families.frames import FrameProcessor, FrameRules
+from mvllm.multimodal.families.frames import video_settings
+from mvllm.multimodal.families.grid_frames import GridFrames, GridRules
 from mvllm.multimodal.families.grids import GridItems, positions_over_span
 from mvllm.multimodal.item_processor import ItemProcessor, as_arrays
 from mvllm.multimodal.prompt_expansion import process_prompt
@@ -137,16 +139,16 @@ def test_sizes_of_frames_are_those_of_transformers() -> None:
         count, height, width = (int(rng.integers(a, b)) for a, b in ((2, 40), (30, 900), (30, 900)))
         limits = int(rng.integers(1000, 50_000)), int(rng.integers(60_000, 900_000))
         bounds = {"min_pixels": limits[0], "max_pixels": limits[1]}
-        frames = FrameProcessor({}, FrameRules(*limits), "here")
+        frames = GridFrames({}, GridRules(smallest=limits[0], largest=limits[1]), "here")
         assert frames.frame_size(count, height, width) == of_frame(height, width, 28, **bounds)
-        whole = FrameProcessor({}, FrameRules(*limits, of_whole_video=True), "here")
+        whole = GridFrames({}, GridRules(smallest=limits[0], largest=limits[1], of_whole_video=True), "here")
         assert whole.frame_size(count, height, width) == of_whole(count, height, width, 2, 28, **bounds)
 
 
 def test_elongated_frames_and_wrong_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="too elongated"):
-        FrameProcessor({}, FrameRules(100, 10_000), "here").frame_size(2, 10, 2100)
-    wrong = FrameProcessor({"size": {"shortest_edge": "much"}}, FrameRules(100, 10_000), "here")
+        GridFrames({}, GridRules(smallest=100, largest=10_000), "here").frame_size(2, 10, 2100)
+    wrong = GridFrames({"size": {"shortest_edge": "much"}}, GridRules(smallest=100, largest=10_000), "here")
     with pytest.raises(ModelError, match="here: the size of videos should be two numbers of pixels"):
         wrong.frame_size(2, 100, 100)
 
@@ -155,18 +157,21 @@ def test_a_video_processor_of_transformers_is_kept(tmp_path: Path) -> None:
     class Processor:
         video_processor = "of torchvision"
 
-    config = HFConfig({}, str(tmp_path / "config.json"))
-    assert GridItems(Processor(), None, config).processor.video_processor == "of torchvision"  # type: ignore[arg-type]
+    config, model = HFConfig({}, str(tmp_path / "config.json")), MultiModalModel(placeholders={"video": 1})
+    assert GridItems(Processor(), model, config).processor.video_processor == "of torchvision"
 
 
 def test_settings_of_videos_are_read_from_the_folder(tmp_path: Path) -> None:
-    rules = FrameRules(1, 2)
-    (tmp_path / "preprocessor_config.json").write_text('{"patch_size": 3}')
-    assert FrameProcessor.from_config(str(tmp_path / "config.json"), rules).patch_size == 3
-    (tmp_path / "processor_config.json").write_text('{"image_processor": {"patch_size": 4}}')
-    assert FrameProcessor.from_config(str(tmp_path / "config.json"), rules).patch_size == 4
-    (tmp_path / "processor_config.json").write_text('{"video_processor": {"patch_size": 5}, "image_processor": {}}')
-    assert FrameProcessor.from_config(str(tmp_path / "config.json"), rules).patch_size == 5
-    (tmp_path / "video_preprocessor_config.json").write_text('{"patch_size": 6, "merge_size": 1}')
-    found = FrameProcessor.from_config(str(tmp_path / "config.json"), rules)
-    assert (found.patch_size, found.merge_size, found.temporal_patch_size) == (6, 1, 2)
+    """In transformers' order; those of images come last."""
+    config = str(tmp_path / "config.json")
+    for name, text in (
+        ("processor_config.json", '{"image_processor": {"patch_size": 3}}'),
+        ("preprocessor_config.json", '{"patch_size": 4}'),
+        ("video_preprocessor_config.json", '{"patch_size": 5, "merge_size": 1, "fps": 3, "num_frames": null}'),
+    ):
+        (tmp_path / name).write_text(text)
+        found = GridFrames.from_config(config, GridRules())
+        assert f'"patch_size": {found.patch_size}' in text
+    assert (found.merge_size, found.temporal_patch_size, found.fps, found.num_frames) == (1, 2, 3, None)
+    (tmp_path / "processor_config.json").write_text('{"video_processor": {"patch_size": 6}}')
+    assert video_settings(config) == ({"patch_size": 6}, str(tmp_path / "processor_config.json"))

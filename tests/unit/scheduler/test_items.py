@@ -135,6 +135,17 @@ def test_a_span_that_attends_both_ways_must_fit_into_a_step() -> None:
         engine.scheduler.add_request(prompt_with(6, ("cat", 8), 3))
 
 
+def test_frames_that_attend_both_ways_may_be_in_different_steps() -> None:
+    engine = make_engine(max_num_batched_tokens=6, encoders={"both_ways": True})
+    request = prompt_with(3, ("video", 12), 2)
+    item = request.items[0]
+    item.span.embedded, item.num_encoded = [(0, 4), (5, 11)], 10
+    engine.add(request)
+    assert [engine.step().num_scheduled_tokens for _ in range(4)] == [[3], [5], [6], [3]]
+    [result] = engine.run()
+    assert result.token_ids == expected(request)
+
+
 def test_ready_embeddings_are_causal_and_may_be_cut() -> None:
     engine = make_engine(max_num_batched_tokens=6, encoders={"both_ways": True})
     engine.runner.keeps_spans_whole = False

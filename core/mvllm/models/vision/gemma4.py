@@ -1,4 +1,4 @@
-"""Gemma 4 with images: a tower over images of any size, whose patches are averaged in squares.
+"""Gemma 4 with images and videos: a tower over images and frames of any size, whose patches are averaged in squares.
 
 Positions are learned vectors for columns and rows, and rotary: the first half of a head turns by the column, the second
 by the row. Queries, keys and values are normalised, and each block's result is normalised, too. The projections of some
@@ -7,6 +7,7 @@ models limit the range of their inputs and results.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -27,6 +28,8 @@ from mvllm.models.multimodal_model import MultiModalCausalLM
 from mvllm.models.vision.axial_rope import AxialAngles, AxialRope, rope_theta
 
 _TOWER = "vision_tower"
+_IMAGE_FEATURES = "pixel_values", "image_position_ids"
+_VIDEO_FEATURES = "pixel_values_videos", "video_position_ids"
 
 
 class Gemma4(MultiModalCausalLM):
@@ -75,12 +78,15 @@ class Gemma4Encoder(ItemEncoder):
         self.projection = ReplicatedLinear(ctx, projection, size, config.hidden_size, bias=False)
 
     def encode(self, modality: str, items: Sequence[Features]) -> list[torch.Tensor]:
+        pixels, places = _VIDEO_FEATURES if modality == "video" else _IMAGE_FEATURES
+        frames = [
+            list(zip(item[pixels].flatten(0, -3), item[places].flatten(0, -3).cpu(), strict=True)) for item in items
+        ]
         patches, positions, starts = [], [], [0]
-        for item in items:
-            of_item = item["image_position_ids"].flatten(0, -3)[0].cpu()
-            count = int((of_item[:, 0] >= 0).sum())  # padding follows
-            positions.append(of_item[:count])
-            patches.append(item["pixel_values"].flatten(0, -3)[0, :count])
+        for of_frame, places_of_frame in itertools.chain.from_iterable(frames):
+            count = int((places_of_frame[:, 0] >= 0).sum())  # padding follows
+            positions.append(places_of_frame[:count])
+            patches.append(of_frame[:count])
             starts.append(starts[-1] + count)
         where = torch.cat(positions)
         x = self.patches(2 * (torch.cat(patches) - 0.5))
@@ -94,7 +100,8 @@ class Gemma4Encoder(ItemEncoder):
             for part, each in zip(x.split([len(each) for each in positions]), positions, strict=True)
         ]
         projected = self.projection(self.norm(torch.cat(pooled)))
-        return list(projected.split([len(each) for each in pooled]))
+        lengths = iter(map(len, pooled))
+        return list(projected.split([sum(next(lengths) for _ in of_item) for of_item in frames]))
 
     def _pool(self, x: torch.Tensor, columns: int) -> torch.Tensor:
         """Averages over squares of patches: [patches, size] to [squares, size]. Computed in float32, because the result

@@ -4,7 +4,8 @@
     others     the image at one of the sizes of `image_grid_pinpoints`: the patches of all tiles as one picture, without
                the padding around the image, shrunk if they are too many; each row ends with the vector image_newline
 
-One of several images of a prompt has tile 0 alone, with one image_newline behind it.
+One of several images of a prompt has tile 0 alone, with one image_newline behind it. So has a video, whose frames are
+tiles that are shrunk to half of their rows and columns.
 """
 
 from __future__ import annotations
@@ -61,9 +62,12 @@ class LlavaOnevisionEncoder(ItemEncoder):
         self._most_tiles = most_tiles(hf)
 
     def encode(self, modality: str, items: Sequence[Features]) -> list[torch.Tensor]:
-        tiles = [item["pixel_values"].flatten(0, -4) for item in items]
+        pixels = "pixel_values_videos" if modality == "video" else "pixel_values"
+        tiles = [item[pixels].flatten(0, -4) for item in items]
         states = self.projector(self.tower(torch.cat(tiles)).flatten(0, 1)).unflatten(0, (sum(map(len, tiles)), -1))
         of_items = states.split([len(each) for each in tiles])
+        if modality == "video":
+            return [self._frames(each) for each in of_items]
         return [
             self._tiles(each, *item["image_sizes"].flatten().tolist())
             for each, item in zip(of_items, items, strict=True)
@@ -85,6 +89,14 @@ class LlavaOnevisionEncoder(ItemEncoder):
             picture = F.interpolate(picture.unsqueeze(0), size, mode="bilinear")[0]
         ends = newline.view(-1, 1, 1).expand(-1, picture.shape[1], 1)
         return torch.cat((states[0], torch.cat((picture, ends), dim=2).flatten(1).transpose(0, 1)))
+
+    def _frames(self, states: torch.Tensor) -> torch.Tensor:
+        """The embeddings of a video: [frames, patches, hidden_size] to [rows, hidden_size]."""
+        grid = self.tower.grid
+        pictures = states.unflatten(1, (grid, grid)).permute(0, 3, 1, 2)
+        half = math.ceil(grid / 2)
+        shrunk = F.interpolate(pictures, size=[half, half], mode="bilinear").flatten(2).transpose(1, 2)
+        return torch.cat((shrunk.flatten(0, 1), self.newline.weight.unsqueeze(0)))
 
     def ignores(self, name: str) -> bool:
         return self.tower.ignores(name)

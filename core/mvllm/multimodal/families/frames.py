@@ -1,25 +1,34 @@
-"""FrameProcessor: prepares the frames of videos for grids of patches where torchvision is not installed.
+"""FrameProcessor: prepares the frames of videos where torchvision, which transformers' video processors need, is not
+installed.
 
-It takes the place of transformers' video processor, with the settings of the model's folder. Frames are resized with
-Pillow, as transformers' image processors without torchvision do.
+It takes the place of a video processor, with the settings of the model's folder. Frames are resized with Pillow, as
+transformers' image processors without torchvision do. The subclass of a family decides the size of frames, and the
+features:
+
+    SquareFrames            frames of one size                                    LLaVA-OneVision, InternVL
+    TwiceResizedFrames      resized to the longer side, then to a square          SmolVLM
+    Gemma4Frames            patches of frames of any size, padded                 Gemma 4
+    GridFrames              grids of patches, see `grid_frames`                   Qwen-VL, GLM-4V
 """
 
 from __future__ import annotations
 
-import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 
 from mvllm.config.hf_config import HFConfig, read_json_object
 from mvllm.errors import ModelError
 
-_CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-_MOST_ELONGATED = 200
-"""Largest ratio of the sides of a frame."""
+Array = np.ndarray[Any, Any]
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+HALVES = (0.5, 0.5, 0.5)
+BICUBIC, LANCZOS = 3, 1
+"""Numbers of Pillow's filters."""
 
 
 @dataclass(frozen=True)
@@ -27,22 +36,20 @@ class FrameRules:
     """The defaults of a family's video processor.
 
     Attributes:
-        smallest, largest: Pixels of a frame after it is resized.
-        patch_size: Pixels along each side of a patch.
         mean, std: Of the values of each channel.
-        of_whole_video: `smallest` and `largest` are pixels of all frames together.
+        resample: Filter of Pillow.
     """
 
-    smallest: int
-    largest: int
-    patch_size: int = 14
-    mean: tuple[float, float, float] = _CLIP[0]
-    std: tuple[float, float, float] = _CLIP[1]
-    of_whole_video: bool = False
+    mean: tuple[float, float, float] = CLIP_MEAN
+    std: tuple[float, float, float] = CLIP_STD
+    resample: int = BICUBIC
 
 
-class FrameProcessor:
-    """Frames to patches.
+Rules = TypeVar("Rules", bound=FrameRules)
+
+
+class FrameProcessor(ABC, Generic[Rules]):
+    """Frames to features.
 
     Args:
         settings: The values of the video processor's config.
@@ -50,31 +57,23 @@ class FrameProcessor:
         source: The file of the settings, for messages.
 
     Attributes:
-        patch_size, merge_size, temporal_patch_size: As transformers' video processors have them.
+        num_frames, fps, min_frames, max_frames: Which frames are used, as in the settings. None: not given.
     """
 
-    def __init__(self, settings: Mapping[str, Any], rules: FrameRules, source: str) -> None:
-        values = HFConfig(settings, source)
-        self.patch_size = values.positive_int("patch_size", rules.patch_size)
-        self.merge_size = values.positive_int("merge_size", 2)
-        self.temporal_patch_size = values.positive_int("temporal_patch_size", 2)
-        self._rules, self._settings, self._source = rules, dict(settings), source
+    def __init__(self, settings: Mapping[str, Any], rules: Rules, source: str) -> None:
+        settings = {name: value for name, value in settings.items() if value is not None}
+        self._rules, self._settings, self._source = rules, settings, source
+        self._values = HFConfig(settings, source)
+        names = ("num_frames", "fps", "min_frames", "max_frames")
+        self.num_frames, self.fps, self.min_frames, self.max_frames = (settings.get(name) for name in names)
 
     @classmethod
-    def from_config(cls, config_path: str, rules: FrameRules) -> FrameProcessor:
+    def from_config(cls, config_path: str, rules: Rules) -> Self:
         """With the settings of the folder of a config.json; those of images where it has none for videos."""
-        folder = Path(config_path).parent
-        for name in ("video_preprocessor_config.json", "processor_config.json", "preprocessor_config.json"):
-            if not (folder / name).is_file():
-                continue
-            values = read_json_object(folder / name)
-            if name == "processor_config.json":
-                values = values.get("video_processor") or values.get("image_processor") or {}
-            if values:
-                return cls(values, rules, str(folder / name))
-        return cls({}, rules, config_path)
+        values, source = video_settings(config_path)
+        return cls(values, rules, source)
 
-    def __call__(self, videos: Sequence[np.ndarray[Any, Any]], video_metadata: Any = None, **settings: Any) -> Any:
+    def __call__(self, videos: Sequence[Array], video_metadata: Any = None, **settings: Any) -> dict[str, Any]:
         """Prepares videos.
 
         Args:
@@ -83,96 +82,184 @@ class FrameProcessor:
             settings: Over those of the folder.
 
         Returns:
-            `pixel_values_videos`: float32 [patches of all videos, elements of a patch]; `video_grid_thw`: int64
-            [videos, 3]; `video_metadata`.
+            The features, as transformers' video processor names them, and `video_metadata`.
 
         Raises:
-            ValueError: A frame is too elongated.
+            ValueError: A frame cannot be prepared.
         """
         given = {**self._settings, **{key: value for key, value in settings.items() if value is not None}}
-        patches, grids = zip(*(self._patches(np.asarray(frames), given) for frames in videos), strict=True)
-        return {
-            "pixel_values_videos": np.concatenate(patches),
-            "video_grid_thw": np.array(grids, dtype=np.int64),
-            "video_metadata": video_metadata,
-        }
+        features = self.features([np.asarray(frames) for frames in videos], given)
+        return {**features, "video_metadata": video_metadata}
 
-    def _patches(
-        self, frames: np.ndarray[Any, Any], settings: Mapping[str, Any]
-    ) -> tuple[np.ndarray[Any, Any], tuple[int, int, int]]:
-        """The patches of a video in the order of `grids.py` of the model, and its grid."""
-        pixels = self._normalized(self._resized(frames, settings), settings)
-        pad = -len(pixels) % self.temporal_patch_size
-        if pad:
-            pixels = np.concatenate((pixels, np.repeat(pixels[-1:], pad, axis=0)))
-        side, merge, depth = self.patch_size, self.merge_size, self.temporal_patch_size
-        count, height, width, channels = pixels.shape
-        frames_, rows, columns = count // depth, height // side, width // side
-        tiles = pixels.reshape(
-            frames_, depth, rows // merge, merge, side, columns // merge, merge, side, channels
-        ).transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
-        return tiles.reshape(frames_ * rows * columns, -1), (frames_, rows, columns)
+    @abstractmethod
+    def features(self, videos: Sequence[Array], settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The features of videos.
 
-    def _resized(self, frames: np.ndarray[Any, Any], settings: Mapping[str, Any]) -> np.ndarray[Any, Any]:
-        if settings.get("do_resize") is False:
+        Args:
+            videos: uint8 [frames, height, width, 3] each.
+            settings: Those of the folder and of the request.
+        """
+
+    def resized(self, frames: Array, height: int, width: int, settings: Mapping[str, Any]) -> Array:
+        """uint8 [frames, height, width, 3], resized with the filter of the settings."""
+        if frames.shape[1:3] == (height, width):
             return frames
         from PIL import Image
 
-        height, width = self.frame_size(len(frames), frames.shape[1], frames.shape[2], settings)
-        resample = int(settings.get("resample", Image.Resampling.BICUBIC))
-        resized = [np.asarray(Image.fromarray(frame).resize((width, height), resample)) for frame in frames]
-        return np.stack(resized)
+        resample = Image.Resampling(int(settings.get("resample", self._rules.resample)))
+        return np.stack([np.asarray(Image.fromarray(frame).resize((width, height), resample)) for frame in frames])
 
-    def _normalized(self, frames: np.ndarray[Any, Any], settings: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    def normalized(self, frames: Array, settings: Mapping[str, Any]) -> Array:
+        """float32 [frames, height, width, 3]: rescaled, and normalized for each channel, unless settings say no."""
         pixels = frames.astype(np.float32)
         if settings.get("do_rescale") is not False:
-            pixels = pixels * np.float32(settings.get("rescale_factor", 1 / 255))
+            pixels *= np.float32(settings.get("rescale_factor", 1 / 255))
         if settings.get("do_normalize") is not False:
             mean = np.array(settings.get("image_mean", self._rules.mean), dtype=np.float32)
             std = np.array(settings.get("image_std", self._rules.std), dtype=np.float32)
             pixels = (pixels - mean) / std
         return pixels
 
-    def frame_size(
-        self, count: int, height: int, width: int, settings: Mapping[str, Any] | None = None
-    ) -> tuple[int, int]:
-        """Height and width of resized frames: multiples of a square of patches, near the proportions of the video.
+    def channels_first(self, videos: Sequence[Array]) -> Array:
+        """Videos of one shape [frames, height, width, 3] as [videos, frames, 3, height, width]."""
+        return np.stack(videos).transpose(0, 1, 4, 2, 3)
 
-        Args:
-            count: Number of frames.
-            height, width: Of a frame.
-            settings: As those of the folder, which are used if it is None.
+    def wrong_size(self, wanted: str, found: object) -> ModelError:
+        """The error of a size in the settings."""
+        return ModelError(f"{self._source}: the size of videos should be {wanted}, found {found!r:.80}.")
 
-        Raises:
-            ValueError: A frame is too elongated.
-        """
-        smallest, largest = self._limits(self._settings if settings is None else settings)
-        factor, times, exact = self.patch_size * self.merge_size, 1, 1
-        if self._rules.of_whole_video:
-            depth = self.temporal_patch_size
-            count = max(count, depth)
-            times, exact = round(count / depth) * depth, count
-            if min(height, width) < factor:
-                scale = max(factor / height, factor / width)
-                height, width = int(height * scale), int(width * scale)
-        if max(height, width) > _MOST_ELONGATED * min(height, width):
-            raise ValueError(f"a frame of {width} x {height} pixels is too elongated")
-        tall, wide = round(height / factor) * factor, round(width / factor) * factor
-        if times * tall * wide > largest:
-            shrink = math.sqrt(exact * height * width / largest)
-            tall = max(factor, math.floor(height / shrink / factor) * factor)
-            wide = max(factor, math.floor(width / shrink / factor) * factor)
-        elif times * tall * wide < smallest:
-            grow = math.sqrt(smallest / (exact * height * width))
-            tall, wide = math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
-        return tall, wide
 
-    def _limits(self, settings: Mapping[str, Any]) -> tuple[int, int]:
-        size = settings.get("size") or {}
-        found = (
-            settings.get("min_pixels", size.get("shortest_edge", self._rules.smallest)),
-            settings.get("max_pixels", size.get("longest_edge", self._rules.largest)),
-        )
-        if not all(isinstance(each, int) and each > 0 for each in found):
-            raise ModelError(f"{self._source}: the size of videos should be two numbers of pixels, found {found}.")
-        return found
+def video_settings(config_path: str) -> tuple[dict[str, Any], str]:
+    """The settings of videos in the folder of a config.json, and the file that has them: the first that exists of
+
+    - `video_processor` in processor_config.json,
+    - video_preprocessor_config.json,
+    - the settings of images: preprocessor_config.json, or `image_processor` in processor_config.json.
+    """
+    folder = Path(config_path).parent
+
+    def read(name: str) -> dict[str, Any]:
+        return read_json_object(folder / name) if (folder / name).is_file() else {}
+
+    processor = read("processor_config.json")
+    for name, values in (
+        ("processor_config.json", processor.get("video_processor")),
+        ("video_preprocessor_config.json", read("video_preprocessor_config.json")),
+        ("preprocessor_config.json", read("preprocessor_config.json")),
+        ("processor_config.json", processor.get("image_processor")),
+    ):
+        if values and isinstance(values, dict):
+            return values, str(folder / name)
+    return {}, config_path
+
+
+@dataclass(frozen=True)
+class SquareRules(FrameRules):
+    """Defaults of SquareFrames.
+
+    Attributes:
+        side: Pixels along each side of a frame.
+    """
+
+    side: int = 384
+
+
+class SquareFrames(FrameProcessor[SquareRules]):
+    """Frames of one size: `pixel_values_videos`, float32 [videos, frames, 3, height, width]."""
+
+    def features(self, videos: Sequence[Array], settings: Mapping[str, Any]) -> dict[str, Any]:
+        parts = [self.normalized(self._sized(frames, settings), settings) for frames in videos]
+        return {"pixel_values_videos": self.channels_first(parts)}
+
+    def _sized(self, frames: Array, settings: Mapping[str, Any]) -> Array:
+        if settings.get("do_resize") is False:
+            return frames
+        size = settings.get("size", {"height": self._rules.side, "width": self._rules.side})
+        sides = [size.get("height"), size.get("width")] if isinstance(size, Mapping) else [size, size]
+        height, width = (each if type(each) is int and each > 0 else None for each in sides)
+        if height is None or width is None:
+            raise self.wrong_size("a height and a width in pixels", size)
+        return self.resized(frames, height, width, settings)
+
+
+@dataclass(frozen=True)
+class TwiceResizedRules(FrameRules):
+    """Defaults of TwiceResizedFrames.
+
+    Attributes:
+        longest: Pixels of the longer side after the first time.
+        side: Pixels along each side of a frame after the second time.
+    """
+
+    longest: int = 4 * 364
+    side: int = 364
+
+
+_MOST_PIXELS_OF_SIDE = 4096
+
+
+class TwiceResizedFrames(FrameProcessor[TwiceResizedRules]):
+    """Frames that are resized in proportion, and then to a square: `pixel_values`, float32 [videos, frames, 3, side,
+    side]. `video_sampling` of the settings names the number, the rate and the size of frames."""
+
+    def __init__(self, settings: Mapping[str, Any], rules: TwiceResizedRules, source: str) -> None:
+        super().__init__(settings, rules, source)
+        sampling = settings.get("video_sampling")
+        if isinstance(sampling, dict):
+            self.num_frames, self.fps = sampling.get("max_frames"), sampling.get("fps")
+            self._settings.setdefault("size", sampling.get("video_size"))
+
+    def features(self, videos: Sequence[Array], settings: Mapping[str, Any]) -> dict[str, Any]:
+        parts = [self.normalized(self._sized(frames, settings), settings) for frames in videos]
+        return {"pixel_values": self.channels_first(parts)}
+
+    def _sized(self, frames: Array, settings: Mapping[str, Any]) -> Array:
+        if settings.get("do_resize") is False:
+            return frames
+        longest = self._longest("size", settings, self._rules.longest)
+        side = self._longest("max_image_size", self._settings, self._rules.side)
+        height, width = proportional_size(frames.shape[1], frames.shape[2], min(longest, _MOST_PIXELS_OF_SIDE))
+        return self.resized(self.resized(frames, height, width, settings), side, side, settings)
+
+    def _longest(self, name: str, settings: Mapping[str, Any], default: int) -> int:
+        size = settings.get(name)
+        value = size.get("longest_edge") if isinstance(size, Mapping) else size
+        value = default if value is None else value
+        if type(value) is not int or value < 1:
+            raise self.wrong_size(f"{name!r} with a 'longest_edge' in pixels", size)
+        return value
+
+
+def proportional_size(height: int, width: int, longest: int) -> tuple[int, int]:
+    """Height and width of a frame whose longer side is `longest`; the shorter side is even."""
+    if width >= height:
+        short = int(longest / (width / height))
+        return max(short + short % 2, 1), longest
+    short = int(longest * (width / height))
+    return longest, max(short + short % 2, 1)
+
+
+class Gemma4Frames(FrameProcessor[FrameRules]):
+    """Frames that transformers' image processor of Gemma 4 prepares, with the settings of videos.
+
+    `pixel_values_videos`: float32 [frames of all videos, patches, elements of a patch], padded with zeros;
+    `video_position_ids`: int64 [frames of all videos, patches, 2], padded with -1.
+    """
+
+    most_embeddings = 70
+    """Default of `max_soft_tokens`: of a frame."""
+
+    def features(self, videos: Sequence[Array], settings: Mapping[str, Any]) -> dict[str, Any]:
+        from PIL import Image
+        from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+        known = Gemma4ImageProcessorPil.valid_kwargs.__annotations__
+        given = {"max_soft_tokens": self.most_embeddings, "resample": self._rules.resample, **settings}
+        images = Gemma4ImageProcessorPil(**{name: value for name, value in given.items() if name in known})
+        parts = [images([Image.fromarray(frame) for frame in frames], return_tensors="np") for frames in videos]
+        return {
+            "pixel_values_videos": np.concatenate([part["pixel_values"] for part in parts]),
+            "video_position_ids": np.concatenate([part["image_position_ids"] for part in parts]),
+            "num_frames_per_video": np.array([len(frames) for frames in videos]),
+            "num_soft_tokens_per_video": [int(part["num_soft_tokens_per_image"][0]) for part in parts],
+        }

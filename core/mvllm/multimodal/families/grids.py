@@ -13,6 +13,8 @@ says the time of each frame.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -21,8 +23,11 @@ import numpy as np
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.multimodal import MultiModalModel
 from mvllm.errors import RequestError
-from mvllm.multimodal.families.frames import FrameProcessor, FrameRules
+from mvllm.multimodal.contents import VideoContent
+from mvllm.multimodal.families.frames import HALVES
+from mvllm.multimodal.families.grid_frames import GridFrames, GridRules
 from mvllm.multimodal.families.interface import Features, ItemFamily
+from mvllm.multimodal.frame_sampling import FrameDefaults
 
 Positions = np.ndarray[Any, Any]
 Block = tuple[int, int, int]
@@ -32,22 +37,29 @@ Block = tuple[int, int, int]
 class GridItems(ItemFamily):
     """Items of Qwen2-VL.
 
-    Without torchvision, which transformers' video processors need, frames are prepared by FrameProcessor.
-
     Attributes:
         frame_rules: How the family's video processor chooses the size of frames.
     """
 
     unused_features = frozenset({"second_per_grid_ts"})
-    frame_rules: ClassVar[FrameRules] = FrameRules(smallest=128 * 28 * 28, largest=768 * 28 * 28)
+    frame_rules: ClassVar[GridRules] = GridRules()
+    default_frames = FrameDefaults(fewest=4, most=768)
 
     def __init__(self, processor: Any, model: MultiModalModel, hf_config: HFConfig) -> None:
         super().__init__(processor, model, hf_config)
         vision = hf_config.get("vision_config", {})
         self._vision = HFConfig(vision if isinstance(vision, dict) else {}, f"{hf_config.source}: 'vision_config'")
         self._merge = self._vision.positive_int("spatial_merge_size", 2)
-        if getattr(processor, "video_processor", None) is None:
-            processor.video_processor = FrameProcessor.from_config(hf_config.source, self.frame_rules)
+
+    def frame_processor(self) -> GridFrames:
+        return GridFrames.from_config(self.hf_config.source, self.frame_rules)
+
+    def process_video(self, video: VideoContent, settings: dict[str, Any]) -> tuple[Features, str]:
+        missing = self.processor.video_processor.temporal_patch_size - len(video.frames)
+        if self.frame_rules.of_whole_video and missing > 0:  # transformers' video processors refuse less than a patch
+            frames = np.concatenate((video.frames, video.frames[-1:].repeat(missing, axis=0)))
+            video = dataclasses.replace(video, frames=frames, indices=[*video.indices, *video.indices[-1:] * missing])
+        return super().process_video(video, settings)
 
     def rope_positions(
         self, modality: str, features: Features, span_ids: Sequence[int], embedded: Sequence[tuple[int, int]]
@@ -81,20 +93,33 @@ class Qwen2_5Items(GridItems):
 class Qwen3Items(GridItems):
     """Items of Qwen3-VL, whose videos have text between frames."""
 
-    frame_rules = FrameRules(
+    frame_rules = GridRules(
+        mean=HALVES,
+        std=HALVES,
         smallest=128 * 32 * 32,
         largest=768 * 32 * 32,
         patch_size=16,
-        mean=(0.5, 0.5, 0.5),
-        std=(0.5, 0.5, 0.5),
         of_whole_video=True,
     )
+    default_frames = FrameDefaults(fps=2.0, fewest=4, most=768)
 
 
 class GlmItems(GridItems):
     """Items of GLM-4V, whose videos have text between frames."""
 
-    frame_rules = FrameRules(smallest=112 * 112, largest=2 * 30_000 * 28 * 28, of_whole_video=True)
+    frame_rules = GridRules(smallest=112 * 112, largest=2 * 30_000 * 28 * 28, of_whole_video=True)
+    default_frames = FrameDefaults(fps=2.0, most=600, placement="starts")
+
+    def frame_defaults(self) -> FrameDefaults:
+        """As the video processors, which do not use their `num_frames`."""
+        if type(self.processor).__name__ == "Glm46VProcessor":
+            return _FRAMES_OF_GLM_46V
+        return dataclasses.replace(super().frame_defaults(), num_frames=None)
+
+
+_FRAMES_OF_GLM_46V = FrameDefaults(
+    most=640, fps_by_duration=((30.0, 6.0), (300.0, 2.0), (math.inf, 1.0)), placement="starts"
+)
 
 
 def positions_over_span(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -11,20 +12,31 @@ from mvllm.config.hf_config import HFConfig
 from mvllm.config.multimodal import MultiModalModel
 from mvllm.errors import RequestError
 from mvllm.multimodal.contents import AudioContent, ItemContent, VideoContent
+from mvllm.multimodal.frame_sampling import FrameDefaults
 
 Features = dict[str, Any]
 """Arrays of numpy or torch by name, as a processor returns them for a batch of one item: with the dimension of the
 batch, if the processor gives it one."""
 
+_FRAME_SETTINGS = {"num_frames": "num_frames", "fps": "fps", "min_frames": "fewest", "max_frames": "most"}
+"""Settings of video processors, and the fields of FrameDefaults."""
+
 
 class ItemFamily:
     """Processes the items of one model, one at a time.
+
+    Without torchvision, which transformers' video processors need, `frame_processor` prepares the frames of videos.
 
     Args:
         processor: The model's processor, of transformers.
         model: What the model takes beside text.
         hf_config: The model's config.json.
+
+    Attributes:
+        default_frames: Which frames of videos are used; the settings of the model's video processor take precedence.
     """
+
+    default_frames: ClassVar[FrameDefaults] = FrameDefaults()
 
     unused_features: frozenset[str] = frozenset()
     """Names that the encoder does not take, beside those that the processor itself lists (`unused_input_names`)."""
@@ -35,6 +47,21 @@ class ItemFamily:
         self.processor = processor
         self.model = model
         self.hf_config = hf_config
+        if "video" in model.placeholders and getattr(processor, "video_processor", None) is None:
+            processor.video_processor = self.frame_processor()
+
+    def frame_processor(self) -> Any:
+        """What takes the place of transformers' video processor without torchvision; None: videos are refused."""
+        return None
+
+    def frame_defaults(self) -> FrameDefaults:
+        """Which frames of a video are used, where a request does not say."""
+        found = {
+            name: getattr(getattr(self.processor, "video_processor", None), setting, None)
+            for setting, name in _FRAME_SETTINGS.items()
+        }
+        given = {name: value for name, value in found.items() if isinstance(value, int | float) and value > 0}
+        return dataclasses.replace(self.default_frames, **given)  # type: ignore[arg-type]
 
     def placeholder(self, modality: str) -> str:
         """What stands for an item in the text of a prompt: what the model's chat template writes."""

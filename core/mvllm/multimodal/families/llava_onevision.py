@@ -1,10 +1,11 @@
-"""LLaVA-OneVision: one of several images of a prompt is not cut into tiles."""
+"""LLaVA-OneVision: one of several images of a prompt is not cut into tiles. Frames of videos have one size."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from mvllm.multimodal.families.frames import SquareFrames, SquareRules
 from mvllm.multimodal.families.interface import Features, ItemFamily
 
 _SEVERAL = "is_one_of_several"
@@ -14,6 +15,9 @@ class LlavaOnevisionItems(ItemFamily):
     """The processor sees an image alone, so it gets it twice to learn that it is one of several."""
 
     unused_features = frozenset({"batch_num_images"})
+
+    def frame_processor(self) -> SquareFrames:
+        return SquareFrames.from_config(self.hf_config.source, SquareRules())
 
     def arguments(self, modality: str, counts: Mapping[str, int]) -> dict[str, Any]:
         return {_SEVERAL: counts.get("image", 0) > 1} if modality == "image" else {}

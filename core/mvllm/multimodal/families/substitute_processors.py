@@ -1,7 +1,7 @@
 """Processors that transformers cannot build without packages that images do not need.
 
 The modules of Pixtral's processor and of LFM2-VL's image processor import torchvision. SmolVLM's processor needs
-num2words, for the text before a video.
+num2words, for the text before a video, and torchvision.
 """
 
 from __future__ import annotations
@@ -9,12 +9,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from mvllm.multimodal import installed_packages
+
 
 def smolvlm_processor(path: Path, arguments: dict[str, Any]) -> Any:
-    """The processor of Idefics3, which makes the same of images."""
-    from transformers import Idefics3Processor
+    """The processor of SmolVLM, without num2words; images and videos are prepared by torchvision if it is installed."""
+    from transformers import AutoVideoProcessor
 
-    return Idefics3Processor.from_pretrained(str(path), backend="pil", **arguments)
+    from mvllm.multimodal.families.smolvlm_processor import SmolVLMProcessor
+
+    if not installed_packages.is_installed("torchvision"):
+        return SmolVLMProcessor.from_pretrained(str(path), backend="pil", **arguments)
+    processor = SmolVLMProcessor.from_pretrained(str(path), **arguments)
+    processor.video_processor = AutoVideoProcessor.from_pretrained(str(path), **arguments)
+    return processor
 
 
 def pixtral_processor(path: Path, arguments: dict[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """Models that cut images into tiles: Idefics3, SmolVLM, InternVL and LFM2-VL.
 
 The text that replaces an image has tokens between the placeholders of its tiles, so its span has several parts that
-take embeddings.
+take embeddings. A frame of a video is one tile.
 """
 
 from __future__ import annotations
@@ -11,7 +11,16 @@ from typing import Any
 import numpy as np
 
 from mvllm.errors import RequestError
+from mvllm.multimodal.families.frames import (
+    HALVES,
+    LANCZOS,
+    SquareFrames,
+    SquareRules,
+    TwiceResizedFrames,
+    TwiceResizedRules,
+)
 from mvllm.multimodal.families.interface import Features, ItemFamily
+from mvllm.multimodal.frame_sampling import FrameDefaults
 
 
 class Idefics3Items(ItemFamily):
@@ -31,10 +40,27 @@ class Idefics3Items(ItemFamily):
         return features, replacement
 
 
+class SmolVLMItems(Idefics3Items):
+    """SmolVLM. Each frame of a video has its time before it."""
+
+    def frame_processor(self) -> TwiceResizedFrames:
+        rules = TwiceResizedRules(mean=HALVES, std=HALVES, resample=LANCZOS)
+        return TwiceResizedFrames.from_config(self.hf_config.source, rules)
+
+
 class InternVLItems(ItemFamily):
     """InternVL."""
 
     unused_features = frozenset({"num_patches"})
+    default_frames = FrameDefaults(placement="middles")
+
+    def frame_processor(self) -> SquareFrames:
+        return SquareFrames.from_config(self.hf_config.source, SquareRules())
+
+    def features_to_keep(self, modality: str, features: Features) -> Features:
+        """Frames have the name of tiles, as transformers' model takes them."""
+        kept = super().features_to_keep(modality, features)
+        return {"pixel_values": kept["pixel_values_videos"][0]} if modality == "video" else kept
 
 
 class Lfm2VlItems(ItemFamily):
