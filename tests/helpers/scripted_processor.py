@@ -14,6 +14,7 @@ from typing import Any
 from mvllm.messages.multimodal import ArrayData
 from mvllm.multimodal import processor_main
 from mvllm.multimodal.contents import AudioContent, VideoContent, hash_content
+from mvllm.multimodal.frame_sampling import FrameDefaults
 from mvllm.multimodal.processed_item import ProcessedItem
 from mvllm.multimodal.processor_messages import ItemJob, ItemResult
 
@@ -24,6 +25,9 @@ class Family:
 
     def sampling_rate(self) -> int:
         return 8000
+
+    def frame_defaults(self) -> FrameDefaults:
+        return FrameDefaults()
 
 
 class Processor:
