@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,14 @@ from mvllm.config.image_families import SPACES, shorten_vocabulary_map, text_def
 from mvllm.config.key_aliases import with_read_names
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_kind import ModelKind
+from mvllm.config.multimodal import MultiModalModel
 from mvllm.config.multimodal_families import multimodal_model
 from mvllm.config.pooler_config import check_pooler_config
 from mvllm.config.quantization import resolve_quantization
 from mvllm.config.sentence_transformers_config import max_seq_length
 from mvllm.config.text_part_defaults import is_tied_by_text, text_part_values
 from mvllm.config.token_spaces import token_spaces_of
+from mvllm.config.transformers_families import read_composite_config, takes_items_through_transformers
 from mvllm.errors import ConfigError, ModelError
 from mvllm.logging import get_logger
 
@@ -204,17 +206,26 @@ def build_model_config(
         ConfigError: A setting exceeds the model's limits.
     """
     hf_config = load_hf_config(folder, hf_overrides)
+    architecture = architecture_of(hf_config)
+    composite = None
+    if takes_items_through_transformers(architecture, model_impl, _ARCHITECTURE_OF_TYPE.values()):
+        composite = read_composite_config(HFConfig.load(folder, hf_overrides))
+        if composite is not None:
+            hf_config = load_hf_config(folder, hf_overrides, composite.text_values)
     shape = transformer_shape(hf_config)
     if max_logprobs > shape.vocab_size:
         if max_logprobs != DEFAULT_MAX_LOGPROBS:
             raise ConfigError(f"max_logprobs is {max_logprobs}, but the vocabulary has only {shape.vocab_size} tokens.")
         max_logprobs = shape.vocab_size  # the default is clipped to a small vocabulary
     own_generation = load_generation_config(folder)
-    architecture = architecture_of(hf_config)
-    multimodal, language = None, ""
-    if model_impl != "transformers":
+    if composite is not None:
+        multimodal = MultiModalModel(composite.placeholders, shape.hidden_size, by_transformers=True)
+    else:
         multimodal = multimodal_model(architecture, hf_config)
-        language = _ARCHITECTURE_OF_TYPE.get(str(hf_config.get("model_type")), "")
+        if multimodal is not None and model_impl == "transformers":
+            multimodal = replace(multimodal, by_transformers=True)
+    by_type = _ARCHITECTURE_OF_TYPE.get(str(hf_config.get("model_type")), "")
+    language = "" if model_impl == "transformers" else by_type
     if multimodal is None and architecture in _TEXT_MODELS and language:
         architecture = language
     kind = ModelKind.of(architecture, hf_config)
@@ -255,10 +266,15 @@ def build_model_config(
     )
 
 
-def load_hf_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> HFConfig:
+def load_hf_config(
+    folder: Path, overrides: Mapping[str, Any] | None = None, absent: Mapping[str, Any] | None = None
+) -> HFConfig:
     """`folder/config.json`, merged with `text_config` of a composite config and then with `overrides`.
 
     Keys with a second name (key_aliases.py) have the name that model classes read.
+
+    Args:
+        absent: Values of keys that `text_config` leaves out.
 
     Raises:
         ModelError: The file is missing or invalid.
@@ -271,9 +287,8 @@ def load_hf_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> 
     flat.pop("text_config", None)
     shorten_vocabulary_map(flat, outer.source)
     # The outer config is that of the whole checkpoint, with its head.
-    inner = {
-        key: value for key, value in text_part_values(outer, text).items() if key not in _OUTER_KEYS or key not in outer
-    }
+    of_text = {**(absent or {}), **text_part_values(outer, text)}
+    inner = {key: value for key, value in of_text.items() if key not in _OUTER_KEYS or key not in outer}
     if is_tied_by_text(outer, text):
         inner["tie_word_embeddings"] = True
     values = {**flat, **text_defaults(outer, text), **inner, **(overrides or {})}

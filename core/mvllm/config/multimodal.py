@@ -30,6 +30,7 @@ class MultiModalModel:
         rope_interleaved: The frequencies of the three alternate (Qwen3-VL), instead of following each other.
         cross_attention: Layers attend to the encoder's result instead of taking it as embeddings (Whisper).
         max_encoded: Most rows of one item's result, as far as config.json says; None where the processor decides.
+        by_transformers: The encoders are transformers' modules, which take the token ids of an item's span, too.
     """
 
     placeholders: dict[str, int] = field(default_factory=dict)
@@ -39,6 +40,7 @@ class MultiModalModel:
     rope_interleaved: bool = False
     cross_attention: bool = False
     max_encoded: int | None = None
+    by_transformers: bool = False
 
     @property
     def modalities(self) -> tuple[str, ...]:

@@ -204,7 +204,7 @@ def _base_paths(architecture: str, language: str) -> tuple[str, ...]:
 
 
 def _fallback(architecture: str) -> type[CausalLM]:
-    from mvllm.models.transformers_backend.supported_classes import unsupported_reason
+    from mvllm.models.transformers_backend.supported_classes import has_encoders, unsupported_reason
 
     reason = unsupported_reason(architecture)
     if reason is not None:
@@ -212,6 +212,10 @@ def _fallback(architecture: str) -> type[CausalLM]:
             f"The architecture {architecture!r} is not supported. Supported: {', '.join(supported_architectures())}. "
             f"As for others: {reason}"
         )
+    if has_encoders(architecture):
+        from mvllm.models.transformers_backend.multimodal import TransformersMultiModalForCausalLM
+
+        return TransformersMultiModalForCausalLM
     from mvllm.models.transformers_backend.model import TransformersForCausalLM
 
     return TransformersForCausalLM

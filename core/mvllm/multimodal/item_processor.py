@@ -123,7 +123,7 @@ class ItemProcessor:
                 "Processor, tokenizer and config.json do not belong together."
             )
         rope = family.rope_positions(modality, features, token_ids[start:stop], embedded)
-        kept = family.features_to_keep(modality, features)
+        kept = family.encoder_inputs(modality, features, token_ids[start:stop])
         placeholder = family.placeholder(modality)
         return ProcessedItem(
             modality=modality,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mvllm.config.engine_config import EngineConfig
+from mvllm.config.engine_config import EngineConfig, replace_field
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ConfigError
 from mvllm.models.checkpoint_support import runs_natively
@@ -33,6 +33,13 @@ def required_config_changes(config: EngineConfig, capabilities: Capabilities, pl
     _check_batch_invariant(config, capabilities, platform)
     _check_kv_transfer(config, capabilities, platform)
     cache, scheduler = config.cache, config.scheduler
+    if (
+        (multimodal := config.model.multimodal) is not None
+        and multimodal.by_transformers
+        and runs_natively(config.model)
+    ):
+        config = replace_field(config, "model.multimodal", None)
+        yield ConfigChange("model.multimodal", None, "the plugin's class of the architecture takes text alone")
     refusal = refusal_of_items(config, capabilities)
     if refusal is not None:
         yield ConfigChange("multimodal.refusal", refusal, "the platform or the settings do not allow it")
@@ -71,7 +78,7 @@ def refusal_of_items(config: EngineConfig, capabilities: Capabilities) -> str | 
         why = "the platform compiles every shape, and the number of their rows differs in each step"
     elif config.model.kind.is_encoder:
         why = "the model is a text encoder"
-    elif not runs_natively(config.model):
+    elif not runs_natively(config.model) and (model is None or not model.by_transformers):
         why = "the model runs through transformers, where it takes token ids only"
     elif model is None:
         return None

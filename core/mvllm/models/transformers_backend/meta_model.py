@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,7 +68,8 @@ class MetaModel:
         tp: The ranks that share each layer.
 
     Attributes:
-        causal: The language model, with PrecomputedHiddenStates in place of its layers.
+        causal: The language model, with `precomputed` in place of what its head reads.
+        precomputed: Returns the hidden states that the head reads.
         layers: The removed layers: everything up to the last hidden state.
         layers_name: Their module name.
         cuts: The tensor-parallel plan.
@@ -90,10 +91,10 @@ class MetaModel:
         register_attention()
         with _building:
             self.causal = self._built(chosen, dtype)
+            self._split()
             self._check_modules()
             self._check_rope()
             self.renaming = self._renaming()
-            self._split()
             self.cuts = self._cuts()
             self._replace_linear()
             self.attention = self._run_dry()
@@ -102,28 +103,42 @@ class MetaModel:
         """The error for an unsupported model."""
         return ModelError(f"{self._where} is not supported: {reason}. Take an architecture that is supported natively.")
 
+    def _config_values(self) -> dict[str, Any]:
+        """The values of config.json for transformers' config class."""
+        return self._config.hf_config.as_dict()
+
+    def _attention_setting(self, config: Any) -> str | dict[str, str]:
+        """`attn_implementation` of the model, or of parts of its config."""
+        return NAME
+
+    def _language_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules that compute tokens of text, by name."""
+        yield from self.causal.named_modules()
+
     def _built(self, chosen: Any, dtype: torch.dtype) -> Any:
-        values = self._config.hf_config.as_dict()
+        values = self._config_values()
         for key in _NOT_MODEL_SETTINGS:
             values.pop(key, None)
         try:
             with torch.device("meta"):
                 config = chosen.config_class.from_dict(values)
-                built = chosen._from_config(config, attn_implementation=NAME, dtype=dtype)
+                attention = self._attention_setting(config)
+                built = chosen._from_config(config, attn_implementation=attention, dtype=dtype)
         except Exception as e:
             raise ModelError(f"{self._where} cannot be built: {type(e).__name__}: {e}") from e
         return built.eval()
 
     def _check_modules(self) -> None:
-        for name, module in self.causal.named_modules():
+        for name, module in self._language_modules():
             if isinstance(module, nn.RNNBase | nn.modules.conv._ConvNd):
                 raise self.refusal(f"{name} is a {type(module).__name__}, which keeps more than keys and values")
+        for name, module in self.causal.named_modules():
             loose = [key for key, value in vars(module).items() if isinstance(value, torch.Tensor) and value.is_meta]
             if loose:
                 raise self.refusal(f"{name} keeps a tensor ({', '.join(loose)}) that is neither weight nor buffer")
 
     def _check_rope(self) -> None:
-        for module, rope_type in _scaled_ropes(self.causal):
+        for module, rope_type in _scaled_ropes(module for _, module in self._language_modules()):
             native = _native_len(getattr(module, "config", self.causal.config), rope_type)
             if self._config.max_model_len > native:
                 raise ConfigError(
@@ -144,15 +159,20 @@ class MetaModel:
     def _split(self) -> None:
         causal = self.causal
         head, embedding = causal.get_output_embeddings(), causal.get_input_embeddings()
-        self.layers_name = self._find_layers()
+        self._read_by_head = self._find_layers()
+        self.layers_name = self._find_language_model()
         if not self.layers_name or not isinstance(head, nn.Linear) or not isinstance(embedding, nn.Embedding):
             raise self.refusal("its layers, embedding and head cannot be told apart")
         self.layers: nn.Module = causal.get_submodule(self.layers_name)
         names = {id(module): name for name, module in causal.named_modules()}
         self.head_name, self.embedding_name = names[id(head)], names[id(embedding)]
-        if self.head_name.startswith(f"{self.layers_name}."):
+        if self.head_name.startswith(f"{self._read_by_head}."):
             raise self.refusal("its head is a part of its layers")
         self.is_tied = head.weight is embedding.weight
+
+    def _find_language_model(self) -> str:
+        """Name of the layers within the module that the head reads."""
+        return self._read_by_head
 
     def _find_layers(self) -> str:
         """Name of the module that computes the hidden states: the one that the language model's forward calls.
@@ -182,10 +202,10 @@ class MetaModel:
         return TPPlan(layers, self._tp.world_size, self._config.architecture)
 
     def _replace_linear(self) -> None:
-        for name, module in list(self.causal.named_modules()):
+        for name, module in list(self._language_modules()):
             if type(module) is nn.Linear and name != self.head_name:
                 set_module(self.causal, name, self._dry_linear(name, module))
-        for module_name, module in self.causal.named_modules():
+        for module_name, module in self._language_modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 cut = self.cuts.style_of(f"{module_name}.{name}" if module_name else name)
                 if cut is ParallelStyle.COLWISE and parameter.dim() == 1:
@@ -215,15 +235,15 @@ class MetaModel:
         positions = torch.zeros((1, num_tokens), dtype=torch.int32, device="meta")
         detector = CrossTokenOpDetector(num_tokens, positions)
         try:
-            with torch.inference_mode(), run.active(self.causal.config), _plain_rope(self.layers):
+            with torch.inference_mode(), run.active(self.layers.config), _plain_rope(self.layers):
                 ones = torch.ones((1, num_tokens), dtype=torch.bool, device="meta")
                 with detector:
                     hidden = self.layers(
                         input_ids=inputs, position_ids=positions, attention_mask=ones, use_cache=False
                     ).last_hidden_state
-                precomputed = PrecomputedHiddenStates()
-                set_module(self.causal, self.layers_name, precomputed)
-                precomputed.hidden = hidden
+                self.precomputed = PrecomputedHiddenStates()
+                set_module(self.causal, self._read_by_head, self.precomputed)
+                self.precomputed.hidden = hidden
                 logits = self.causal(input_ids=inputs, attention_mask=ones, use_cache=False).logits
         except UnsupportedModelError as e:
             raise self._unsupported(str(e)) from e
@@ -261,9 +281,9 @@ def set_module(root: nn.Module, name: str, module: nn.Module) -> None:
     root.get_submodule(parent)._modules[attribute] = module
 
 
-def _scaled_ropes(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+def _scaled_ropes(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
     """Modules whose RoPE scaling depends on the longest sequence of a call, and the scaling."""
-    for module in root.modules():
+    for module in modules:
         types = getattr(module, "rope_type", None)
         for rope_type in types.values() if isinstance(types, dict) else (types,):
             if isinstance(rope_type, str) and ("dynamic" in rope_type or rope_type == "longrope"):
@@ -285,7 +305,7 @@ def _native_len(config: Any, rope_type: str) -> int:
 @contextmanager
 def _plain_rope(layers: nn.Module) -> Iterator[None]:
     """Disables length-dependent RoPE scalings inside the context, since they read positions, which have no data."""
-    scaled = {module: module.rope_type for module, _ in _scaled_ropes(layers)}
+    scaled = {module: module.rope_type for module, _ in _scaled_ropes(layers.modules())}
     for module, types in scaled.items():
         plain = dict.fromkeys(types, "default") if isinstance(types, dict) else "default"
         module.rope_type = plain  # type: ignore[assignment]

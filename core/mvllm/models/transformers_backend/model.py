@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,7 +31,6 @@ from mvllm.models.transformers_backend.replacement_modules import (
     LinearReplacement,
     LMHeadReplacement,
     PagedAttention,
-    PrecomputedHiddenStates,
     RecordingLinear,
 )
 from mvllm.models.transformers_backend.tp_plan import ParallelStyle
@@ -66,17 +66,15 @@ class TransformersForCausalLM(CausalLM):
                 "devices that one worker drives here. Use tensor_parallel_size=1, with data_parallel_size for more "
                 "devices."
             )
-        skeleton = MetaModel(config, ctx.dtype, ctx.tp)
-        precomputed = skeleton.causal.get_submodule(skeleton.layers_name)
-        assert isinstance(precomputed, PrecomputedHiddenStates), "the dry run leaves it there"
-        self._precomputed = [precomputed]  # in a list: it is a submodule of the head
+        skeleton = self.make_skeleton(config, ctx)
+        self._precomputed = [skeleton.precomputed]  # in a list: it is a submodule of the head
         self._now = CurrentStep()
         self._renaming = skeleton.renaming
         self._unexpected = [re.compile(p) for p in skeleton.causal._keys_to_ignore_on_load_unexpected or ()]
         self._own_targets: list[tuple[str, WeightTarget]] = []
         self._aliases: set[str] = set()
         self.layers, self.head = skeleton.layers, skeleton.causal
-        roots = ((f"{skeleton.layers_name}.", self.layers), ("", self.head))
+        roots = [(f"{skeleton.layers_name}.", self.layers), ("", self.head), *self.build_encoders(skeleton)]
         _replace_embedding_and_head(skeleton, ctx)
         for prefix, root in roots:
             _replace_linear_layers(skeleton, ctx, prefix, root)
@@ -85,6 +83,14 @@ class TransformersForCausalLM(CausalLM):
             self._make_weights(skeleton, ctx, prefix, root, made)
             _make_buffers(skeleton, root, ctx.device)
         self._replace_attention(skeleton, ctx)
+
+    def make_skeleton(self, config: ModelConfig, ctx: BuildContext) -> MetaModel:
+        """The model without weights."""
+        return MetaModel(config, ctx.dtype, ctx.tp)
+
+    def build_encoders(self, skeleton: MetaModel) -> list[tuple[str, nn.Module]]:
+        """The encoders of items: modules whose weights have a prefix, and the prefix."""
+        return []
 
     def forward(
         self,
@@ -150,6 +156,7 @@ class TransformersForCausalLM(CausalLM):
                 facts.scale,
                 sliding_window=facts.window,
                 soft_cap=facts.soft_cap,
+                non_causal_spans=self.config.has_non_causal_spans,
                 sinks=None if facts.sinks is None else module.get_parameter(facts.sinks),
             )
             module.paged_attention = PagedAttention(attention, facts, self._now)
@@ -254,9 +261,18 @@ def _make_buffers(skeleton: MetaModel, root: nn.Module, device: torch.device) ->
             unset = float("nan") if buffer.is_floating_point() else _UNSET
             module._buffers[name] = torch.full(buffer.shape, unset, dtype=buffer.dtype, device=device)
         with torch.no_grad():
-            skeleton.causal._init_weights(module)
+            _initialiser(root, module_name, skeleton.causal)(module)
         for name in names:
             buffer = module._buffers[name]
             assert buffer is not None
             if bool((buffer.isnan() if buffer.is_floating_point() else buffer == _UNSET).any()):
                 raise skeleton.refusal(f"the contents of the buffer {module_name}.{name} are unknown")
+
+
+def _initialiser(root: nn.Module, module_name: str, causal: Any) -> Callable[[nn.Module], None]:
+    """The `_init_weights` that transformers uses for a module: that of the closest model around it."""
+    found, module = getattr(root, "_init_weights", causal._init_weights), root
+    for part in module_name.split(".") if module_name else ():
+        module = module.get_submodule(part)
+        found = getattr(module, "_init_weights", found)
+    return found

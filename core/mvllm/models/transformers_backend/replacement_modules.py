@@ -169,6 +169,69 @@ class PrecomputedHiddenStates(nn.Module):
         return LastHiddenStateOutput(self.hidden)
 
 
+class EmbeddingStub(nn.Module):
+    """Replaces the token embedding where encoders' results are merged: embeddings of tokens are not read there.
+
+    Args:
+        hidden_size: Elements of an embedding.
+        dtype: Their dtype.
+
+    Attributes:
+        result: The last result.
+    """
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._hidden_size, self._dtype = hidden_size, dtype
+        self.result: torch.Tensor | None = None
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """[...] to zeros [..., hidden_size]."""
+        self.result = torch.zeros((*ids.shape, self._hidden_size), dtype=self._dtype, device=ids.device)
+        return self.result
+
+
+class LanguageModelStub(nn.Module):
+    """Replaces the language model in transformers' class of encoders and language model; records its arguments.
+
+    Args:
+        hidden_size, dtype: Of embeddings.
+
+    Attributes:
+        embed_tokens: Replaces the token embedding.
+        arguments: The arguments of the last call.
+    """
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embed_tokens = EmbeddingStub(hidden_size, dtype)
+        self.arguments: dict[str, Any] = {}
+
+    def get_input_embeddings(self) -> nn.Module:
+        """As that of transformers' models."""
+        return self.embed_tokens
+
+    def forward(self, **arguments: Any) -> LastHiddenStateOutput:
+        """The embeddings as hidden states."""
+        self.arguments = arguments
+        return LastHiddenStateOutput(arguments.get("inputs_embeds"))
+
+    def clear(self) -> None:
+        """Drops the tensors of the last call."""
+        self.arguments, self.embed_tokens.result = {}, None
+
+    def unknown_arguments(self) -> list[str]:
+        """Names of arguments of the last call beside embeddings, mask, positions, cache and settings."""
+        known = {name for name in _LANGUAGE_MODEL_ARGUMENTS if name != "input_ids" or self.arguments.get(name) is None}
+        return sorted(self.arguments.keys() - known)
+
+
+_LANGUAGE_MODEL_ARGUMENTS = (
+    *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache"),
+    *("cache_position", "output_attentions", "output_hidden_states", "return_dict"),
+)
+
+
 class ModuleCalled(Exception):
     """Raised by CallDetector when its module is called.
 

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 from typing import Any
 
+from mvllm.config.image_families import SPACES
 from mvllm.errors import ModelError
 
 
@@ -18,6 +19,8 @@ def unsupported_reason(architecture: str) -> str | None:
         return "transformers cannot run it either without torch."
     if not _is_offered(architecture):
         return "transformers has no causal language model of that name."
+    if architecture in SPACES:
+        return "transformers' class does not generate images here, which this model is for."
     try:
         found = _class(architecture)
     except (ImportError, RuntimeError) as e:  # for instance a missing dependency
@@ -29,10 +32,14 @@ def unsupported_reason(architecture: str) -> str | None:
             "transformers' class computes its attention itself, instead of through transformers' attention interface, "
             "so that it cannot use the paged KV cache."
         )
-    config_class = found.config_class
-    if "text_config" in (getattr(config_class, "sub_configs", None) or {}):
-        return "transformers' class is for more than text; only language models can be run through it."
+    if found.config_class.is_encoder_decoder or not hasattr(found, "get_output_embeddings"):
+        return "transformers' class is an encoder and a decoder that attends to it, which is not supported."
     return None
+
+
+def has_encoders(architecture: str) -> bool:
+    """Whether transformers' class of that name, which is supported, has a language model and encoders of items."""
+    return "text_config" in (getattr(_class(architecture).config_class, "sub_configs", None) or {})
 
 
 def model_class(architecture: str) -> Any:
@@ -49,14 +56,16 @@ def model_class(architecture: str) -> Any:
 
 @functools.cache
 def _is_offered(architecture: str) -> bool:
-    """Whether transformers has a causal language model of that name. Imports no torch for unknown names."""
+    """Whether transformers has a causal language model of that name, alone or with encoders. Imports no torch for
+    unknown names."""
     import transformers
 
     if architecture not in dir(transformers):
         return False
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto as names
 
-    return architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    offered = (names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, names.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
+    return any(architecture in mapping.values() for mapping in offered)
 
 
 def _class(architecture: str) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.multimodal import MultiModalModel
 from mvllm.multimodal.families.interface import ItemFamily
+from mvllm.multimodal.families.through_transformers import ItemsOfTransformers
 
 _GRIDS = "mvllm.multimodal.families.grids"
 
@@ -41,9 +42,10 @@ FAMILIES: Mapping[str, str] = {
 
 def item_family(architecture: str, processor: Any, model: MultiModalModel, hf_config: HFConfig) -> ItemFamily:
     """The family of an architecture."""
-    path = FAMILIES.get(architecture)
-    if path is None:
-        return ItemFamily(processor, model, hf_config)
-    module, name = path.split(":")
-    kind: type[ItemFamily] = getattr(importlib.import_module(module), name)
+    kind: type[ItemFamily] = ItemFamily
+    if (path := FAMILIES.get(architecture)) is not None:
+        module, name = path.split(":")
+        kind = getattr(importlib.import_module(module), name)
+    if model.by_transformers:
+        kind = type(kind.__name__, (ItemsOfTransformers, kind), {})
     return kind(processor, model, hf_config)

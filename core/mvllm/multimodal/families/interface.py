@@ -113,6 +113,14 @@ class ItemFamily:
         unused = {*self.processor.unused_input_names, "video_metadata", *self.unused_features}
         return {name: value for name, value in features.items() if name not in unused}
 
+    def encoder_inputs(self, modality: str, features: Features, span_ids: Sequence[int]) -> Features:
+        """What the encoder is given.
+
+        Args:
+            span_ids: The token ids of the span.
+        """
+        return self.features_to_keep(modality, features)
+
     def num_encoded(self, modality: str, features: Features, num_placeholders: int) -> int:
         """Rows of the encoder's result. With cross-attention it has no placeholders."""
         return num_placeholders
