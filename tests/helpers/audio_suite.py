@@ -70,8 +70,10 @@ class AudioOracle(MultiModalOracle):
         sounds = list(request.images)
         if not sounds:
             return dict(self.processor.tokenizer([request.prompt], return_tensors="pt"))
+        settings = {"sampling_rate": SAMPLING_RATE, "return_tensors": "pt"}
+        if self.name.startswith("glmasr"):
+            return self._one_by_one(request, settings)
         if not self.name.startswith("voxtral"):
-            settings = {"sampling_rate": SAMPLING_RATE, "return_tensors": "pt"}
             return dict(self.processor(text=[request.prompt], audio=sounds, **settings))
         # transformers' processor takes sounds in chats alone, which need the tokenizer of mistral_common.
         arguments = {**self.processor.audio_kwargs}
@@ -80,6 +82,18 @@ class AudioOracle(MultiModalOracle):
         parts = [self.entry.placeholder * VOXTRAL_LENGTH * len(each) for each in windows]
         text = first + "".join(part + other for part, other in zip(parts, others, strict=True))
         return {**self.processor.tokenizer([text], return_tensors="pt"), "input_features": torch.cat(windows)}
+
+    def _one_by_one(self, request: MultiModalRequest, settings: dict[str, Any]) -> dict[str, Any]:
+        """For processors that take one sound of a text, though the model takes several."""
+        at, text = self.entry.placeholder, request.prompt
+        each = [self.processor(text=[at], audio=[sound], **settings) for sound in request.images]
+        first, *others = text.split(at)
+        parts = [at * int(one["input_ids"].shape[1]) for one in each]
+        text = first + "".join(part + other for part, other in zip(parts, others, strict=True))
+        features = {
+            name: torch.cat([one[name] for one in each]) for name in each[0] if name.startswith("input_features")
+        }
+        return {**self.processor.tokenizer([text], return_tensors="pt"), **features}
 
 
 @functools.cache

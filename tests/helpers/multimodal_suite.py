@@ -137,7 +137,12 @@ class MultiModalOracle:
     @functools.cached_property
     def config(self) -> ModelConfig:
         """The engine's config of the checkpoint."""
-        return read_config(self.folder)
+        return read_config(self.folder, **self.settings)
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """Settings of each engine of the checkpoint."""
+        return {"model_impl": self.entry.model_impl}
 
     def span_of_image(self, index: int) -> tuple[int, int]:
         """First and behind the last position that takes an embedding in the prompt of a request with one image."""
@@ -203,10 +208,16 @@ def oracle(name: str) -> MultiModalOracle:
     return MultiModalOracle(name, entry, folder, draw_requests(entry))
 
 
-def names_of(*families: str, gate: bool | None = None) -> list[str]:
-    """Entries of some families: the name up to the first dash. With `gate` only those with that value of `gate`."""
+def names_of(*families: str, gate: bool | None = None, model_impl: str = "auto") -> list[str]:
+    """Entries of some families: the name up to the first dash. With `gate` only those with that value of `gate`.
+
+    Args:
+        model_impl: That of the entries.
+    """
     return [
-        name for name, entry in zoo().items() if name.split("-")[0] in families and (gate is None or entry.gate is gate)
+        name
+        for name, entry in zoo().items()
+        if name.split("-")[0] in families and entry.model_impl == model_impl and (gate is None or entry.gate is gate)
     ]
 
 
@@ -285,7 +296,7 @@ class MultiModalSuite:
         return oracle(checkpoint)
 
     def test_alone_in_a_batch_and_after_prefix_hits(self, expected: MultiModalOracle) -> None:
-        with engine(expected.folder) as llm:
+        with engine(expected.folder, **expected.settings) as llm:
             for index in (1, 3, 4):
                 (output,) = generate(llm, [expected.requests[index]])
                 check(expected, [output], [index])
@@ -302,7 +313,7 @@ class MultiModalSuite:
     def test_prefix_hits_end_before_in_and_after_an_image(self, expected: MultiModalOracle) -> None:
         """Requests 1, 5 and 6 have the same text before an image; 1 and 6 have the same image, 5 has another one."""
         settings = {"state_snapshot_interval": BLOCK_SIZE} if expected.entry.has_states else {}
-        with engine(expected.folder, **settings) as llm:
+        with engine(expected.folder, **expected.settings, **settings) as llm:
             for index in (1, 5, 6, 1):
                 (output,) = generate(llm, [expected.requests[index]])
                 check(expected, [output], [index])
@@ -320,13 +331,13 @@ class MultiModalSuite:
         budget = 11
         if expected.config.has_non_causal_spans:  # a step must hold a whole image
             budget = max(stop - start for start, stop in map(expected.span_of_image, (1, 5, 7))) + 8
-        with engine(expected.folder, max_num_batched_tokens=max(budget, 8)) as llm:
+        with engine(expected.folder, **expected.settings, max_num_batched_tokens=max(budget, 8)) as llm:
             check(expected, generate(llm, expected.requests))
 
     def test_preempted_and_recomputed(self, expected: MultiModalOracle) -> None:
         lengths = [len(expected.prompt_ids(request)) for request in expected.requests]
         longest = max(lengths) + NUM_TOKENS
-        with engine(expected.folder, max_model_len=longest) as llm:
+        with engine(expected.folder, **expected.settings, max_model_len=longest) as llm:
             summary = llm.llm_engine.cache_summary
 
         def blocks_for(num_tokens: int, most_in_step: int) -> int:
@@ -340,7 +351,8 @@ class MultiModalSuite:
         num_preemptions = 0
         for num_blocks in sizes:
             memory = summary.total_bytes // summary.num_blocks * num_blocks
-            with engine(expected.folder, kv_cache_memory_bytes=memory, max_model_len=longest) as llm:
+            sizes_of = {"kv_cache_memory_bytes": memory, "max_model_len": longest}
+            with engine(expected.folder, **expected.settings, **sizes_of) as llm:
                 check(expected, generate(llm, expected.requests))
                 stats = llm.llm_engine.stats
                 num_preemptions += 0 if stats is None else stats.num_preemptions
@@ -352,7 +364,7 @@ class MultiModalSuite:
     @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
     def test_on_two_ranks(self, expected: MultiModalOracle, tensor: int, pipeline: int) -> None:
         sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
-        settings = {"distributed_executor_backend": THREADS, **sizes}
+        settings = {"distributed_executor_backend": THREADS, **sizes, **expected.settings}
         if pipeline > 1 and not expected.entry.has_stages:
             with pytest.raises(ConfigError, match="pipeline_parallel_size=1"), engine(expected.folder, **settings):
                 pass

@@ -59,6 +59,7 @@ class MultiModalEntry:
         rename: Changes the names of the saved tensors, as older checkpoints have them.
         has_states: The language model has sequence states, so cached prefixes end at their snapshots.
         has_stages: Whether pipeline stages can share the model.
+        model_impl: As in ModelConfig.
         gate: Whether the tests of every change use it.
         seed: Of the weights.
         embedding_scale: Standard deviation of token embeddings.
@@ -74,6 +75,7 @@ class MultiModalEntry:
     rename: Callable[[str], str] | None = None
     has_states: bool = False
     has_stages: bool = True
+    model_impl: str = "auto"
     gate: bool = False
     seed: int = 0
     embedding_scale: float = 0.4
@@ -84,9 +86,10 @@ def zoo() -> dict[str, MultiModalEntry]:
     from tests.helpers.zoo_audio import AUDIO
     from tests.helpers.zoo_grids import GRIDS
     from tests.helpers.zoo_tiles import TILES
+    from tests.helpers.zoo_transformers import TRANSFORMERS
     from tests.helpers.zoo_vision import VISION
 
-    return {**VISION, **GRIDS, **TILES, **AUDIO}
+    return {**VISION, **GRIDS, **TILES, **AUDIO, **TRANSFORMERS}
 
 
 def make_checkpoint(name: str, folder: Path) -> Path:

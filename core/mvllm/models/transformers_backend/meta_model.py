@@ -101,7 +101,12 @@ class MetaModel:
 
     def refusal(self, reason: str) -> ModelError:
         """The error for an unsupported model."""
-        return ModelError(f"{self._where} is not supported: {reason}. Take an architecture that is supported natively.")
+        from mvllm.models.registry import is_native  # it imports this package's classes
+
+        remedy = "Take an architecture that is supported natively."
+        if is_native(self._config.architecture):
+            remedy = "Use model_impl='auto', with which the native class runs it."
+        return ModelError(f"{self._where} is not supported: {reason}. {remedy}")
 
     def _config_values(self) -> dict[str, Any]:
         """The values of config.json for transformers' config class."""

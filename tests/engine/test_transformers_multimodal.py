@@ -1,0 +1,63 @@
+"""Models that run through transformers with its encoders give the tokens of transformers in the engine."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+
+from mvllm import SamplingParams
+from tests.helpers.audio_suite import AudioSuite
+from tests.helpers.multimodal_suite import (
+    THREADS,
+    MultiModalOracle,
+    MultiModalRequest,
+    MultiModalSuite,
+    check,
+    engine,
+    generate,
+    names_of,
+    oracle,
+)
+
+NUM_TOKENS = 12
+IMAGES = ("llava", "llava_next", "aya_vision", "vipllava")
+
+
+@pytest.mark.shows("tokens", impl="transformers")
+@pytest.mark.parametrize("name", names_of(*IMAGES, gate=True, model_impl="transformers"))
+def test_requests_with_images_and_without_in_one_batch_and_a_chat(name: str) -> None:
+    expected = oracle(name)
+    request = expected.requests[1]
+    text, image = {"type": "text", "text": "What is this?"}, {"type": "image_pil", "image_pil": request.images[0]}
+    with engine(expected.folder, **expected.settings) as llm:
+        (alone,) = generate(llm, [expected.requests[2]], NUM_TOKENS)
+        check(expected, [alone], [2])
+        check(expected, generate(llm, expected.requests[:3], NUM_TOKENS))
+        params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        (chat,) = llm.chat([{"role": "user", "content": [text, image]}], params, use_tqdm=False)
+        assert chat.prompt is not None and chat.prompt_token_ids is not None
+        asked = MultiModalRequest(chat.prompt, request.images)
+        start, stop = expected.span_of_image(1)
+        assert list(chat.prompt_token_ids).count(expected.prompt_ids(request)[start]) == stop - start
+        assert list(chat.outputs[0].token_ids) == expected.generate(asked, NUM_TOKENS)
+
+
+class ThroughTransformers(MultiModalSuite):
+    shown_impl: ClassVar[str] = "transformers"
+
+    @pytest.mark.shows("tp")
+    def test_on_two_ranks(self, expected: MultiModalOracle) -> None:  # type: ignore[override]
+        settings = {"distributed_executor_backend": THREADS, "tensor_parallel_size": 2, **expected.settings}
+        with engine(expected.folder, **settings) as llm:
+            check(expected, generate(llm, expected.requests))
+
+
+@pytest.mark.exhaustive
+class TestImages(ThroughTransformers):
+    names: ClassVar[list[str]] = names_of(*IMAGES, model_impl="transformers")
+
+
+@pytest.mark.exhaustive
+class TestSounds(ThroughTransformers, AudioSuite):
+    names: ClassVar[list[str]] = names_of("glmasr", model_impl="transformers")

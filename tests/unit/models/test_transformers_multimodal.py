@@ -1,0 +1,143 @@
+"""What the transformers backend does with models that take more than text, before any weight is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from mvllm.config.multimodal import MultiModalModel
+from mvllm.config.multimodal_families import FAMILIES
+from mvllm.config.transformers_families import TEXT_ONLY
+from mvllm.errors import ConfigError, ModelError
+from mvllm.models.registry import is_native, resolve_model_class, supported_architectures
+from mvllm.models.transformers_backend.multimodal import TransformersMultiModalForCausalLM
+from tests.helpers.multimodal_zoo import FIRST_SPECIAL_ID, TEXT, make_checkpoint, save_model, zoo
+from tests.helpers.paged_driver import load_model, make_context, read_config
+from tests.helpers.thread_ranks import fake_group
+
+_VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_GRID_TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 64}
+
+
+def save_config(folder: Path, config: Any, architecture: str) -> Path:
+    """A model folder without weights."""
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
+    return folder
+
+
+def refusal(folder: Path, **settings: Any) -> str:
+    with pytest.raises((ModelError, ConfigError)) as caught:
+        load_model(folder, model_impl="transformers", **settings)
+    return str(caught.value)
+
+
+def qwen3_vl() -> Any:
+    return transformers.Qwen3VLConfig(
+        text_config={**TEXT, "head_dim": 16, "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2]}},
+        vision_config={**_GRID_TOWER, "deepstack_visual_indexes": [0]},
+        image_token_id=FIRST_SPECIAL_ID,
+    )
+
+
+def paligemma() -> Any:
+    return transformers.PaliGemmaConfig(
+        text_config=transformers.GemmaConfig(**{**TEXT, "head_dim": 16, "pad_token_id": 0}),
+        vision_config=transformers.SiglipVisionConfig(**_VISION, image_size=24, patch_size=8),
+        image_token_index=FIRST_SPECIAL_ID,
+        projection_dim=64,
+    )
+
+
+def glm_ocr() -> Any:
+    return transformers.GlmOcrConfig(
+        text_config={**TEXT, "head_dim": 16, "rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2]}},
+        vision_config=_GRID_TOWER,
+        image_token_id=FIRST_SPECIAL_ID,
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "architecture", "reason", "remedy"),
+    [
+        (qwen3_vl, "Qwen3VLForConditionalGeneration", "more than embeddings (deepstack_visual", "model_impl='auto'"),
+        (paligemma, "PaliGemmaForConditionalGeneration", "attention masks of its own", "supported natively"),
+        (glm_ocr, "GlmOcrForConditionalGeneration", "positions of its own", "supported natively"),
+    ],
+)
+def test_models_that_need_more_than_merged_embeddings_are_refused(
+    make: Any, architecture: str, reason: str, remedy: str, tmp_path: Path
+) -> None:
+    text = refusal(save_config(tmp_path, make(), architecture))
+    assert reason in text and remedy in text
+
+
+def test_stages_are_refused(tmp_path: Path) -> None:
+    folder = save_config(tmp_path, zoo()["llava_next-through"].config(), "LlavaNextForConditionalGeneration")
+    assert "not cut into stages here. Use pipeline_parallel_size=1" in refusal(
+        folder, ctx=make_context(pp=fake_group("pp", 0, 2))
+    )
+
+
+def test_text_alone_needs_no_encoders(tmp_path: Path) -> None:
+    save_model(zoo()["llava_next-through"].config(), tmp_path)
+    config = read_config(tmp_path, language_model_only=True)
+    assert config.multimodal is None
+    kind = resolve_model_class(config.architecture, config.model_impl)
+    assert kind is TransformersMultiModalForCausalLM
+    model = kind(config, make_context())
+    assert model.item_encoder is None
+    names = {
+        model.given_name(f"{name}.weight") for name in ("vision_tower.post_layernorm", "language_model.model.norm")
+    }
+    assert {name for name in names if model.ignores(name)} == {"model.vision_tower.post_layernorm.weight"}
+    assert "model.language_model.norm.weight" in model.weight_targets()
+
+
+def test_values_that_a_config_leaves_out_are_those_of_transformers(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["LlavaNextForConditionalGeneration"],
+                "model_type": "llava_next",
+                "text_config": {"model_type": "mistral", "num_hidden_layers": 2},
+            }
+        )
+    )
+    config = read_config(tmp_path, max_model_len=64, hf_overrides={"num_hidden_layers": 3})
+    assert config.multimodal == MultiModalModel({"image": 32_000}, embedding_width=4096, by_transformers=True)
+    assert (config.hidden_size, config.num_layers, config.num_kv_heads, config.vocab_size) == (4096, 3, 8, 32_000)
+
+
+@pytest.mark.parametrize("architecture", ["MllamaForConditionalGeneration", "T5Gemma2ForConditionalGeneration"])
+def test_attention_to_encoders_is_refused(architecture: str, tmp_path: Path) -> None:
+    sizes = {**TEXT, "pad_token_id": 0}
+    if architecture.startswith("Mllama"):
+        text = {**sizes, "cross_attention_layers": [1], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+        config = transformers.MllamaConfig(text_config=text, vision_config={"image_size": 28})
+    else:
+        config = transformers.T5Gemma2Config()
+    assert "is not supported" in refusal(save_config(tmp_path, config, architecture))
+
+
+def test_native_classes_of_checkpoints_with_encoders_are_known() -> None:
+    """Otherwise an engine would take their items through transformers' encoders, which these classes do not have."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES as OFFERED
+
+    native = {name for name in supported_architectures() if name in OFFERED.values() and is_native(name)}
+    with_text_part = {name for name in native if "text_config" in _config_class(name).sub_configs}
+    assert with_text_part <= {*FAMILIES, *TEXT_ONLY}
+
+
+def _config_class(architecture: str) -> Any:
+    return getattr(transformers, architecture).config_class
+
+
+def test_a_forced_model_has_transformers_encoders(tmp_path: Path) -> None:
+    folder = make_checkpoint("llava", tmp_path)
+    assert not read_config(folder).multimodal.by_transformers  # type: ignore[union-attr]
+    assert read_config(folder, model_impl="transformers").multimodal.by_transformers  # type: ignore[union-attr]
