@@ -279,6 +279,7 @@ def check(expected: MultiModalOracle, outputs: Sequence[RequestOutput], which: S
     """Asserts that the outputs have the prompts and the greedy tokens of transformers."""
     for index, output in zip(which or range(len(outputs)), outputs, strict=True):
         assert list(output.prompt_token_ids or ()) == expected.prompt_ids(expected.requests[index]), f"prompt {index}"
+        assert output.outputs[0].token_ids, f"request {index} has failed"
         expected.check(index, output.outputs[0].token_ids)
 
 

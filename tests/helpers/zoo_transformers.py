@@ -57,14 +57,14 @@ def _aya_processor(tokenizer: Any) -> AyaVisionProcessor:
 
 
 def _glmasr_processor(tokenizer: Any) -> GlmAsrProcessor:
-    sounds = WhisperFeatureExtractor(feature_size=_MEL_BINS, chunk_length=1)
+    sounds = WhisperFeatureExtractor(feature_size=_MEL_BINS, chunk_length=2)
     return GlmAsrProcessor(sounds, tokenizer, audio_token="<|pad|>")
 
 
 def _glmasr(**settings: Any) -> GlmAsrConfig:
     audio = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     return GlmAsrConfig(
-        audio_config=GlmAsrEncoderConfig(**audio, num_mel_bins=_MEL_BINS, max_position_embeddings=50),
+        audio_config=GlmAsrEncoderConfig(**audio, num_mel_bins=_MEL_BINS, max_position_embeddings=100),
         text_config=LlamaConfig(**TEXT),
         audio_token_id=FIRST_SPECIAL_ID,
         **{"tie_word_embeddings": False, **settings},
@@ -115,7 +115,7 @@ TRANSFORMERS: dict[str, MultiModalEntry] = {
         specials=_GLMASR_TOKENS,
         placeholder="<|pad|>",
         modality="audio",
-        sizes=((3, 0), (14, 0), (6, 0)),
+        sizes=((3, 0), (24, 0), (6, 0)),
         model_impl=THROUGH,
     ),
 }

@@ -32,7 +32,7 @@ def unsupported_reason(architecture: str) -> str | None:
             "transformers' class computes its attention itself, instead of through transformers' attention interface, "
             "so that it cannot use the paged KV cache."
         )
-    if found.config_class.is_encoder_decoder or not hasattr(found, "get_output_embeddings"):
+    if found.config_class.is_encoder_decoder:
         return "transformers' class is an encoder and a decoder that attends to it, which is not supported."
     return None
 
