@@ -225,7 +225,7 @@ class LanguageModelStub(nn.Module):
         return {
             name: value
             for name, value in sorted(self.arguments.items())
-            if name not in _LANGUAGE_MODEL_ARGUMENTS and (name, value) != ("input_ids", None)
+            if name not in _LANGUAGE_MODEL_ARGUMENTS and not (name == "input_ids" and value is None)
         }
 
 
