@@ -21,7 +21,7 @@ from tests.helpers.multimodal_suite import (
 )
 
 NUM_TOKENS = 12
-IMAGES = ("llava", "llava_next", "aya_vision", "vipllava")
+IMAGES = ("llava", "qwen2_5_vl", "gemma3", "llava_next", "aya_vision", "vipllava")
 
 
 @pytest.mark.shows("tokens", impl="transformers")

@@ -1,6 +1,7 @@
-"""Entries of the multimodal zoo that run through transformers: LLaVA, and families without a native class.
+"""Entries of the multimodal zoo that run through transformers: native families, and others.
 
-LLaVA-NeXT and Aya Vision cut images into tiles, VipLLaVA reads several layers of its tower, GLM-ASR takes sounds.
+Qwen2.5-VL has three-dimensional positions; in Gemma 3 the tokens of an image see later ones. LLaVA-NeXT and Aya Vision
+cut images into tiles, VipLLaVA reads several layers of its tower, GLM-ASR takes sounds.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 
 from tests.helpers.multimodal_zoo import FIRST_SPECIAL_ID, TEXT, MultiModalEntry
+from tests.helpers.zoo_grids import GRIDS
 from tests.helpers.zoo_vision import TOWER, VISION, _clip_processor, name_before_4_52
 
 THROUGH = "transformers"
@@ -73,6 +75,8 @@ def _glmasr(**settings: Any) -> GlmAsrConfig:
 
 TRANSFORMERS: dict[str, MultiModalEntry] = {
     "llava-through": replace(VISION["llava"], model_impl=THROUGH, gate=False),
+    "qwen2_5_vl-through": replace(GRIDS["qwen2_5_vl"], model_impl=THROUGH, gate=False),
+    "gemma3-through": replace(VISION["gemma3-images"], model_impl=THROUGH, gate=False),
     "llava_next-through": MultiModalEntry(
         config=lambda: LlavaNextConfig(
             vision_config=CLIPVisionConfig(**TOWER),

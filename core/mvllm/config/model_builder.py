@@ -218,6 +218,7 @@ def build_model_config(
             raise ConfigError(f"max_logprobs is {max_logprobs}, but the vocabulary has only {shape.vocab_size} tokens.")
         max_logprobs = shape.vocab_size  # the default is clipped to a small vocabulary
     own_generation = load_generation_config(folder)
+    multimodal: MultiModalModel | None
     if composite is not None:
         multimodal = MultiModalModel(composite.placeholders, shape.hidden_size, by_transformers=True)
     else:

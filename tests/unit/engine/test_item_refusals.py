@@ -56,10 +56,20 @@ def test_spans_that_attend_both_ways_need_their_capability() -> None:
     assert "non_causal_spans" in str(refusal_of_items(config, without))
 
 
-def test_models_that_run_through_transformers_take_text_only() -> None:
+def test_models_that_run_through_transformers_take_items_with_its_encoders_only() -> None:
     config = config_of()
     through = replace(config, model=replace(config.model, model_impl="transformers"))
     assert "through transformers" in str(refusal_of_items(through, ABLE))
+    config = config_of(by_transformers=True)
+    through = replace(config, model=replace(config.model, model_impl="transformers"))
+    assert refusal_of_items(through, ABLE) is None
+
+
+def test_a_plugins_class_does_not_have_transformers_encoders() -> None:
+    platform = FakePlatform()
+    platform.capabilities = ABLE
+    resolved = resolve_config(config_of(by_transformers=True), platform)  # for a native class
+    assert resolved.model.multimodal is None and resolved.multimodal.refusal is None
 
 
 def test_cross_attention_is_refused_with_pipeline_stages() -> None:

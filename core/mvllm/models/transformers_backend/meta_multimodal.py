@@ -44,6 +44,8 @@ class MetaMultiModalModel(MetaModel):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, tp: GroupCoordinator) -> None:
         super().__init__(config, dtype, tp)
+        if config.multimodal is not None and config.hf_config.get("has_lora_adapter"):  # Granite Speech
+            raise self.refusal("its checkpoint has an adapter that applies only to prompts with items")
         self.stub = LanguageModelStub(config.hidden_size, dtype)
         set_module(self.encoders, self.layers_name.removeprefix(f"{self.encoders_name}."), self.stub)
         self._check_call()
@@ -85,10 +87,12 @@ class MetaMultiModalModel(MetaModel):
                 self.encoders(input_ids=ids, attention_mask=ones, use_cache=False)
         except Exception as e:
             raise self.refusal(f"a run of its encoders' class without data fails ({type(e).__name__}: {e})") from e
+        given, multimodal = self.stub.arguments, self._config.multimodal
         unknown = self.stub.unknown_arguments()
+        if multimodal is None:  # None for text, and something with items
+            unknown = {name: value for name, value in unknown.items() if value is not None}
         if unknown:
             raise self.refusal(f"it gives its language model more than embeddings ({', '.join(unknown)})")
-        given, multimodal = self.stub.arguments, self._config.multimodal
         if given.get("inputs_embeds") is not self.stub.embed_tokens.result:
             raise self.refusal("it changes the embeddings of tokens outside of its language model")
         sees_both_ways = multimodal is not None and multimodal.spans_attend_both_ways

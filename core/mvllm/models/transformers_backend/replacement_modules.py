@@ -220,14 +220,17 @@ class LanguageModelStub(nn.Module):
         """Drops the tensors of the last call."""
         self.arguments, self.embed_tokens.result = {}, None
 
-    def unknown_arguments(self) -> list[str]:
-        """Names of arguments of the last call beside embeddings, mask, positions, cache and settings."""
-        known = {name for name in _LANGUAGE_MODEL_ARGUMENTS if name != "input_ids" or self.arguments.get(name) is None}
-        return sorted(self.arguments.keys() - known)
+    def unknown_arguments(self) -> dict[str, Any]:
+        """Arguments of the last call beside embeddings, mask, positions, cache and settings."""
+        return {
+            name: value
+            for name, value in sorted(self.arguments.items())
+            if name not in _LANGUAGE_MODEL_ARGUMENTS and not (name == "input_ids" and value is None)
+        }
 
 
 _LANGUAGE_MODEL_ARGUMENTS = (
-    *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache"),
+    *("inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache"),
     *("cache_position", "output_attentions", "output_hidden_states", "return_dict"),
 )
 
