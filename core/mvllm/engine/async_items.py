@@ -14,7 +14,7 @@ from mvllm.engine.frontend.input_processor import InputProcessor, ProcessedReque
 from mvllm.engine.frontend.prompt_items import PreparedItems, PromptItems
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import EmbedsPrompt, ExpandedPrompt, PromptType
-from mvllm.multimodal.item_memory import ItemLease, LeasedItems, lease_of
+from mvllm.multimodal.item_memory import ItemLease, LeasedArray, LeasedItems, lease_of
 from mvllm.multimodal.item_request import has_items
 from mvllm.multimodal.processed_item import ProcessedItem
 from mvllm.multimodal.processor_client import ProcessorClient
@@ -61,18 +61,22 @@ class AsyncItems(ABC):
         """
         return await asyncio.to_thread(self.item_client.placeholders)
 
-    async def read_prompt_embeds(self, file: str) -> EmbedsPrompt:
-        """The prompt in a file with embeddings: of numpy (`.npy`) or safetensors. Another process reads it.
+    async def read_prompt_embeds(self, files: Sequence[str]) -> list[EmbedsPrompt]:
+        """The prompts in files with embeddings: of numpy (`.npy`), safetensors or torch. Another process reads them,
+        when there is memory for them.
 
         Args:
-            file: Its content, base64.
+            files: Their contents, base64.
 
         Raises:
-            RequestError: The engine takes none, or the file is not acceptable.
+            RequestError: The engine takes none, or a file is not acceptable.
         """
         self.input_processor.items.check_embeds_enabled()
-        with self._admission.tokenizing(1):
-            return {"prompt_embeds": await asyncio.to_thread(self.item_client.read_embeddings, file)}
+        with self._admission.tokenizing(len(files)):
+            lease = await asyncio.wrap_future(self.item_client.memory.reserve(len(files)))
+            arrays = [await asyncio.to_thread(self.item_client.read_embeddings, file) for file in files]
+        leases = lease.split([[len(array.data)] for array in arrays])
+        return [{"prompt_embeds": LeasedArray(*each)} for each in zip(arrays, leases, strict=True)]
 
 
 @dataclass(frozen=True)

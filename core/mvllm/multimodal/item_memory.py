@@ -14,10 +14,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from mvllm.errors import RequestError
-from mvllm.messages.multimodal import MultiModalItem
+from mvllm.messages.multimodal import ArrayData, MultiModalItem
 
 FIRST_ESTIMATE = 4 << 20
 """Bytes of an item before any was seen."""
@@ -148,10 +149,21 @@ class LeasedItems(list[MultiModalItem]):
         self.lease = lease
 
 
+@dataclass(frozen=True)
+class LeasedArray:
+    """Ready embeddings, with the lease of their memory."""
+
+    array: ArrayData
+    lease: ItemLease
+
+
 def lease_of(prompt: Any) -> ItemLease | None:
-    """The lease of a prompt that the engine has expanded; None for others."""
-    items = prompt.get("multi_modal_items") if isinstance(prompt, dict) else None
-    return items.lease if isinstance(items, LeasedItems) else None
+    """The lease of a prompt that the engine has expanded or read; None for others."""
+    for key in ("multi_modal_items", "prompt_embeds"):
+        value = prompt.get(key) if isinstance(prompt, dict) else None
+        if isinstance(value, LeasedItems | LeasedArray):
+            return value.lease
+    return None
 
 
 def _closed() -> RequestError:

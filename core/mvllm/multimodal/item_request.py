@@ -122,7 +122,7 @@ def _uuids(value: object, modality: str, count: int) -> Sequence[str | None]:
     return names
 
 
-def _kwargs(value: object, largest_number: int) -> bytes:
+def _kwargs(value: object, max_pixels: int) -> bytes:
     if value is None:
         return b"{}"
     if not isinstance(value, Mapping):
@@ -143,7 +143,7 @@ def _kwargs(value: object, largest_number: int) -> bytes:
         raise RequestError(
             f"mm_processor_kwargs must hold JSON values only: {e}.", parameter="mm_processor_kwargs"
         ) from e
-    check_numbers(value, largest_number)
+    check_numbers(value, max_pixels)
     if len(encoded) > _MAX_KWARGS_LENGTH:
         raise RequestError(
             f"mm_processor_kwargs may have {_MAX_KWARGS_LENGTH} characters of JSON.", parameter="mm_processor_kwargs"

@@ -22,16 +22,19 @@ from mvllm.multimodal.contents import ItemContent, VideoContent
 
 _LARGEST_SIDE = 1 << 15
 """Larger numbers in the processor's own `size` are pixels of a whole image."""
+_LARGEST_NUMBER = 1 << 24
+"""Permitted whatever `max_pixels` is, for numbers that are no pixels, such as samples of audio."""
 _SIZES = ("size", "crop_size", "max_image_size")
 _EDGES = ("shortest_edge", "longest_edge")
 
 
-def check_numbers(kwargs: Mapping[str, Any], most: int) -> None:
+def check_numbers(kwargs: Mapping[str, Any], max_pixels: int) -> None:
     """Checks that no number is beyond any use, whatever it means. Needs neither the content nor the processor.
 
     Raises:
         RequestError: One is.
     """
+    most = max(max_pixels, _LARGEST_NUMBER)
     for name, value in _leaves(kwargs):
         if isinstance(value, int | float) and not abs(value) <= most:
             raise _error(f"{name} is {value!r:.40}; numbers may be up to {most}")
@@ -76,7 +79,7 @@ def _pixels_of(size: Any, height: int, width: int, *, counts_pixels: bool) -> fl
         return float(tall) * float(wide)
     shortest, longest = (float(size[edge]) if _is_number(size.get(edge)) else None for edge in _EDGES)
     if counts_pixels:
-        return 0.0  # at most `max_pixels` themselves, see check_numbers
+        return shortest or 0.0  # `longest_edge` is only a limit
     ratio = max(height, width) / max(1, min(height, width))
     by_shortest = float("inf") if shortest is None else shortest * shortest * ratio
     by_longest = float("inf") if longest is None else longest * longest / ratio

@@ -18,6 +18,7 @@ from mvllm.messages.requests import (
     PositionLogprobs,
 )
 from mvllm.messages.sampling_params import RequestOutputKind
+from mvllm.multimodal.item_memory import ItemMemory
 from tests.unit.engine.tokenizers import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -382,3 +383,19 @@ def test_kv_transfer_params_are_in_the_last_output(kind):
     assert first is None or first.kv_transfer_params is None
     last = run.step([6], FinishReason.LENGTH, kv_transfer_params={"remote_request_id": "r"})
     assert last is not None and last.kv_transfer_params == {"remote_request_id": "r"}
+
+
+@pytest.mark.parametrize("how", ["finished", "aborted", "removed"])
+def test_the_memory_of_items_is_given_back_when_the_request_ends(how):
+    memory = ItemMemory(1 << 30)
+    run = Run(n=2)
+    run.state.item_lease = memory.reserve(1).result(0)
+    run.steps({0: (ids_of("a"), FinishReason.STOP)})
+    assert memory.num_bytes > 0  # the other sequence may be preempted
+    if how == "finished":
+        run.steps({1: (ids_of("b"), FinishReason.STOP)})
+    elif how == "aborted":
+        run.processor.finish_requests([run.state])
+    else:
+        run.processor.remove_requests([run.state])
+    assert memory.num_bytes == 0

@@ -35,6 +35,7 @@ MOST = 1_000_000
         ({"size": {"longest_edge": 9000}}, WIDE, SIDES, True),
         ({"size": {"longest_edge": 100_000}}, WIDE, SIDES, False),
         ({"size": {"longest_edge": 900_000}}, WIDE, AREA, True),  # pixels of the whole image
+        ({"size": {"shortest_edge": 1_100_000, "longest_edge": 2_000_000}}, WIDE, AREA, False),
         ({"size": {"height": 300, "width": 300}}, VIDEO, SIDES, False),
         ({"size": {"height": 200, "width": 200}}, VIDEO, SIDES, True),
         ({"size": {"height": "tall", "width": None}, "do_resize": True}, WIDE, None, True),  # the processor refuses it

@@ -11,7 +11,7 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.errors import RequestError
 from mvllm.messages.multimodal import ArrayData, ItemSpan, MultiModalItem
 from mvllm.messages.sampling_params import SamplingParams
-from mvllm.multimodal.item_memory import ItemLease
+from mvllm.multimodal.item_memory import ItemLease, LeasedArray
 from mvllm.multimodal.item_request import count_contents, has_items
 from mvllm.multimodal.media_source import embeddings_source
 from mvllm.multimodal.processed_item import ProcessedItem
@@ -102,6 +102,8 @@ class PromptItems:
             RequestError: The engine takes none, or these have another shape.
         """
         self.check_embeds_enabled()
+        if isinstance(value, LeasedArray):
+            value = value.array
         if not isinstance(value, ArrayData):
             shape = tuple(getattr(value, "shape", ()))
             if len(shape) in (2, 3):

@@ -82,10 +82,7 @@ class CompletionHandler(ChoicesHandler):
                 f"prompt_embeds may have {MAX_EMBEDS} entries; found {len(files)}.", parameter="prompt_embeds"
             )
         salt = {} if self._request.cache_salt is None else {"cache_salt": self._request.cache_salt}
-        prompts: list[PromptType] = []
-        for file in files:
-            prompts.append(cast(PromptType, {**await self._engine.read_prompt_embeds(file), **salt}))
-        return prompts
+        return [cast(PromptType, {**prompt, **salt}) for prompt in await self._engine.read_prompt_embeds(files)]
 
     def _encode_response(self, outputs: Sequence[RequestOutput]) -> bytes:
         choices = [
