@@ -23,6 +23,7 @@ from tests.helpers.multimodal_zoo import FIRST_SPECIAL_ID, TEXT, MultiModalEntry
 from tests.helpers.zoo_vision import OF_GEMMA4, gemma4_config, gemma4_processor
 
 MEL_BINS = 8
+GEMMA4_BINS = 32
 QWEN2_AUDIO_POSITIONS = 50
 """Positions of the encoder for the longest audio, which has one second."""
 VOXTRAL_AUDIO_ID = 24
@@ -97,12 +98,12 @@ def _voxtral(audio: dict[str, Any] | None = None, **settings: Any) -> Any:
 def _gemma4_audio(*, both_ways: bool = True, **audio: Any) -> Any:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "output_proj_dims": 24}
     config = gemma4_config(clips=not both_ways, both_ways=both_ways)
-    config.audio_config = Gemma4AudioConfig(**sizes, subsampling_conv_channels=[32, 4], **audio)
+    config.audio_config = Gemma4AudioConfig(**sizes, subsampling_conv_channels=[GEMMA4_BINS, 4], **audio)
     return config
 
 
 _GEMMA4_AUDIO: dict[str, Any] = {
-    "processor": lambda tokenizer: gemma4_processor(tokenizer, Gemma4AudioFeatureExtractor(feature_size=32)),
+    "processor": lambda tokenizer: gemma4_processor(tokenizer, Gemma4AudioFeatureExtractor(feature_size=GEMMA4_BINS)),
     **OF_GEMMA4,
     "placeholder": "<|audio|>",
     "modality": "audio",
