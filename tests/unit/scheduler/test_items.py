@@ -146,11 +146,12 @@ def test_frames_that_attend_both_ways_may_be_in_different_steps() -> None:
     assert engine.results[request.request_id].token_ids == expected(request)
 
 
-def test_ready_embeddings_are_causal_and_may_be_cut() -> None:
+@pytest.mark.parametrize("modality", ["embeds", "audio"])
+def test_ready_embeddings_and_audio_are_causal_and_may_be_cut(modality: str) -> None:
     engine = make_engine(max_num_batched_tokens=6, encoders={"both_ways": True})
     engine.runner.keeps_spans_whole = False
     request = prompt_with(2, ("cat", 8), 3)
-    request.items[0].modality = "embeds"
+    request.items[0].modality = modality
     engine.add(request)
     first = engine.step()
     assert first.num_scheduled_tokens == [6]
