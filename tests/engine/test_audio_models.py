@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.audio_suite import AudioSuite, audio_oracle
 from tests.helpers.multimodal_suite import check, engine, generate, names_of
 
-FAMILIES = ("qwen2_audio", "voxtral")
+FAMILIES = ("qwen2_audio", "voxtral", "gemma4_audio")
 
 
 # Voxtral, whose windows have 1,500 positions, is in the exhaustive tests, and in the gate with its encoder alone.

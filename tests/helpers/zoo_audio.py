@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import (
+    Gemma4AudioConfig,
     LlamaConfig,
     PreTrainedTokenizerFast,
     Qwen2AudioConfig,
@@ -16,10 +17,13 @@ from transformers import (
     VoxtralProcessor,
     WhisperFeatureExtractor,
 )
+from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
 
 from tests.helpers.multimodal_zoo import FIRST_SPECIAL_ID, TEXT, MultiModalEntry
+from tests.helpers.zoo_vision import OF_GEMMA4, gemma4_config, gemma4_processor
 
 MEL_BINS = 8
+GEMMA4_BINS = 32
 QWEN2_AUDIO_POSITIONS = 50
 """Positions of the encoder for the longest audio, which has one second."""
 VOXTRAL_AUDIO_ID = 24
@@ -91,7 +95,35 @@ def _voxtral(audio: dict[str, Any] | None = None, **settings: Any) -> Any:
     )
 
 
+def _gemma4_audio(*, both_ways: bool = True, **audio: Any) -> Any:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "output_proj_dims": 24}
+    config = gemma4_config(clips=not both_ways, both_ways=both_ways)
+    config.audio_config = Gemma4AudioConfig(**sizes, subsampling_conv_channels=[GEMMA4_BINS, 4], **audio)
+    return config
+
+
+_GEMMA4_AUDIO: dict[str, Any] = {
+    "processor": lambda tokenizer: gemma4_processor(tokenizer, Gemma4AudioFeatureExtractor(feature_size=GEMMA4_BINS)),
+    **OF_GEMMA4,
+    "placeholder": "<|audio|>",
+    "modality": "audio",
+    "sizes": _LENGTHS,
+}
+
 AUDIO: dict[str, MultiModalEntry] = {
+    "gemma4_audio": MultiModalEntry(config=_gemma4_audio, **_GEMMA4_AUDIO),
+    "gemma4_audio-narrow": MultiModalEntry(
+        config=lambda: _gemma4_audio(
+            both_ways=False,
+            attention_context_left=4,
+            attention_context_right=2,
+            attention_chunk_size=3,
+            use_clipped_linears=False,
+            conv_kernel_size=3,
+            residual_weight=0.3,
+        ),
+        **_GEMMA4_AUDIO,
+    ),
     "qwen2_audio": MultiModalEntry(
         config=_qwen2_audio,
         processor=_qwen2_audio_processor,

@@ -90,13 +90,15 @@ def _gemma3_processor(tokenizer: Any) -> Gemma3Processor:
     return Gemma3Processor(images, tokenizer, image_seq_length=4)
 
 
-def _gemma4_processor(tokenizer: Any) -> Any:
+def gemma4_processor(tokenizer: Any, audio: Any = None) -> Any:
+    """The processor of Gemma 4 with a feature extractor of audio."""
     images = Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70, pooling_kernel_size=3)
     kind = without_video_processor(Gemma4Processor)
-    return kind(Gemma4AudioFeatureExtractor(), images, tokenizer, None, image_seq_length=70)
+    return kind(audio or Gemma4AudioFeatureExtractor(), images, tokenizer, None, image_seq_length=70)
 
 
-def _gemma4(*, clips: bool = False, both_ways: bool = True, **text: Any) -> Gemma4Config:
+def gemma4_config(*, clips: bool = False, both_ways: bool = True, **text: Any) -> Gemma4Config:
+    """A config of Gemma 4 without audio."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8, "patch_size": 4}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     return Gemma4Config(
@@ -170,7 +172,7 @@ _OF_ONEVISION: dict[str, Any] = {
     "video_placeholder": "<video>",
     "video_settings": {"size": {"height": 24, "width": 24}},
 }
-_OF_GEMMA4: dict[str, Any] = {
+OF_GEMMA4: dict[str, Any] = {
     "specials": _GEMMA4_TOKENS,
     "placeholder": "<|image|>",
     "video_placeholder": "<|video|>",
@@ -288,15 +290,15 @@ VISION: dict[str, MultiModalEntry] = {
         embedding_scale=_GEMMA_EMBEDDINGS,
     ),
     "gemma4-images": MultiModalEntry(
-        config=_gemma4,
-        processor=_gemma4_processor,
-        **_OF_GEMMA4,
+        config=gemma4_config,
+        processor=gemma4_processor,
+        **OF_GEMMA4,
         gate=True,
     ),
     "gemma4-per-layer": MultiModalEntry(
-        config=lambda: _gemma4(clips=True, both_ways=False, hidden_size_per_layer_input=8),
-        processor=_gemma4_processor,
-        **_OF_GEMMA4,
+        config=lambda: gemma4_config(clips=True, both_ways=False, hidden_size_per_layer_input=8),
+        processor=gemma4_processor,
+        **OF_GEMMA4,
         has_stages=False,
     ),
 }

@@ -92,8 +92,9 @@ def _gemma4(hf: HFConfig) -> MultiModalModel | None:
         return None
     has_videos = hf.get("video_token_id", 0) is not None
     videos = {"video": video_token_id(hf, 258_884)} if has_videos else {}
+    audio = {"audio": token_id(hf, ("audio_token_id",), 258_881)} if part_config(hf, "audio_config") else {}
     return MultiModalModel(
-        placeholders={"image": image_token_id(hf, 258_880), **videos},
+        placeholders={"image": image_token_id(hf, 258_880), **videos, **audio},
         embedding_width=hf.positive_int("hidden_size"),
         spans_attend_both_ways=hf.get("use_bidirectional_attention") == "vision",
     )

@@ -48,7 +48,7 @@ class ItemSpan(msgspec.Struct, array_like=True, omit_defaults=True):
         rope_length: How far positions advance over the span: the first token behind it has the position of its start
             plus this. None for `length`.
         is_causal: Its positions see earlier ones only, also in models whose images attend in both directions: ready
-            embeddings.
+            embeddings and audio.
     """
 
     content_hash: bytes
@@ -90,7 +90,7 @@ class MultiModalItem(msgspec.Struct, array_like=True, omit_defaults=True):
     @property
     def is_causal(self) -> bool:
         """Whether its positions see earlier ones only in every model."""
-        return self.modality == "embeds"
+        return self.modality in ("embeds", "audio")
 
 
 def omit_sent_features(items: Sequence[MultiModalItem], sent: set[bytes]) -> list[MultiModalItem]:

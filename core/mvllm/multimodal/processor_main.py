@@ -155,7 +155,8 @@ class JobServer:
         kwargs: dict[str, Any] = json.loads(job.kwargs)
         wanted = {name: value for name, value in kwargs.items() if name in _SAMPLING}
         engine_kwargs = json.loads(self._start.processor_kwargs)
-        sampling = FrameSampling.from_settings(wanted or engine_kwargs, self._processor.family.frame_defaults())
+        defaults = self._processor.family.frame_defaults() if job.source.modality == "video" else None
+        sampling = FrameSampling.from_settings(wanted or engine_kwargs, defaults)
         kwargs = {name: value for name, value in kwargs.items() if name not in _SAMPLING}
         content = self._decoded(job.source, sampling, keeps=AUDIO_WINDOW in kwargs)
         if kwargs and job.source.modality != "audio":

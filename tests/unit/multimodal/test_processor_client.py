@@ -25,6 +25,7 @@ from mvllm.config.hf_config import HFConfig
 from mvllm.config.multimodal import MultiModalConfig, MultiModalModel
 from mvllm.errors import RequestError
 from mvllm.multimodal import processor_client, processor_main, processor_pool
+from mvllm.multimodal.frame_sampling import FrameDefaults
 from mvllm.multimodal.media_source import MediaSource, load_source
 from mvllm.multimodal.processed_item import ProcessedItem
 from mvllm.multimodal.processed_item_cache import ProcessedItemCache
@@ -300,7 +301,8 @@ def test_other_frames_of_a_named_video_have_another_name(server: processor_main.
         seen.append((content.indices, uuid))
         raise RequestError("seen")
 
-    server._processor = SimpleNamespace(process=process)
+    family = SimpleNamespace(frame_defaults=FrameDefaults)
+    server._processor = SimpleNamespace(process=process, family=family)
     frames = load_source("video", np.zeros((9, 2, 2, 3), np.uint8), MultiModalConfig())
     for kwargs in (b"{}", b'{"num_frames": 2}', b'{"num_frames": 9}', b'{"fps": 12}'):
         assert server.run(ItemJob(frames, {"video": 1}, kwargs, uuid="a")).error == "seen"

@@ -142,15 +142,16 @@ def test_frames_that_attend_both_ways_may_be_in_different_steps() -> None:
     item.span.embedded, item.num_encoded = [(0, 4), (5, 11)], 10
     engine.add(request)
     assert [engine.step().num_scheduled_tokens for _ in range(4)] == [[3], [5], [6], [3]]
-    [result] = engine.run()
-    assert result.token_ids == expected(request)
+    engine.run()
+    assert engine.results[request.request_id].token_ids == expected(request)
 
 
-def test_ready_embeddings_are_causal_and_may_be_cut() -> None:
+@pytest.mark.parametrize("modality", ["embeds", "audio"])
+def test_ready_embeddings_and_audio_are_causal_and_may_be_cut(modality: str) -> None:
     engine = make_engine(max_num_batched_tokens=6, encoders={"both_ways": True})
     engine.runner.keeps_spans_whole = False
     request = prompt_with(2, ("cat", 8), 3)
-    request.items[0].modality = "embeds"
+    request.items[0].modality = modality
     engine.add(request)
     first = engine.step()
     assert first.num_scheduled_tokens == [6]

@@ -20,9 +20,11 @@ from mvllm.layers.activation import gated_activation
 from mvllm.layers.checkpoint_tensor import CheckpointTensor
 from mvllm.layers.context import BuildContext
 from mvllm.layers.encoder_attention import PackedAttention
-from mvllm.layers.linear import ColumnParallelLinear, ReplicatedLinear
+from mvllm.layers.linear import ReplicatedLinear
 from mvllm.layers.norm import RMSNorm
 from mvllm.layers.patch_embedding import PatchEmbedding
+from mvllm.models.audio.gemma4_audio import Gemma4AudioTower
+from mvllm.models.gemma4_encoder_layers import ClippedProjection, PlainNorm
 from mvllm.models.item_encoder import Features, ItemEncoder
 from mvllm.models.multimodal_model import MultiModalCausalLM
 from mvllm.models.vision.axial_rope import AxialAngles, AxialRope, rope_theta
@@ -33,27 +35,28 @@ _VIDEO_FEATURES = "pixel_values_videos", "video_position_ids"
 
 
 class Gemma4(MultiModalCausalLM):
-    """`Gemma4ForConditionalGeneration` of Hugging Face checkpoints, before the class of its language model. Audio is
-    not supported: its tower is not loaded."""
+    """`Gemma4ForConditionalGeneration` of Hugging Face checkpoints, before the class of its language model."""
 
     encoder_modules = (_TOWER, "embed_vision", "audio_tower", "embed_audio", "vision_embedder", "multi_modal_projector")
-    ignored_encoder_names = re.compile(r"^(audio_tower|embed_audio)\.|\.rotary_emb\.")
+    ignored_encoder_names = re.compile(r"\.rotary_emb\.")
 
     def build_item_encoder(self, ctx: BuildContext) -> ItemEncoder:
-        return Gemma4Encoder(ctx, self.config, self.part_config("vision_config"))
+        audio = self.part_config("audio_config") if self.config.hf_config.get("audio_config") else None
+        return Gemma4Encoder(ctx, self.config, self.part_config("vision_config"), audio)
 
 
 class Gemma4Encoder(ItemEncoder):
-    """Tower, average over squares of patches, norm and projection.
+    """Tower, average over squares of patches, norm and projection; and the tower of audio.
 
     Args:
         ctx: Build context of a tower.
         config: Of the model.
-        vision: The object `vision_config`.
+        vision, audio: The objects `vision_config` and `audio_config`; None for a model without audio.
     """
 
-    def __init__(self, ctx: BuildContext, config: ModelConfig, vision: HFConfig) -> None:
+    def __init__(self, ctx: BuildContext, config: ModelConfig, vision: HFConfig, audio: HFConfig | None) -> None:
         super().__init__()
+        self.audio = None if audio is None else Gemma4AudioTower(ctx, audio, config.hidden_size)
         size = vision.positive_int("hidden_size", 768)
         patch, self._kernel = vision.positive_int("patch_size", 16), vision.positive_int("pooling_kernel_size", 3)
         self.size, self._dtype = size, ctx.dtype
@@ -73,11 +76,14 @@ class Gemma4Encoder(ItemEncoder):
             CheckpointTensor(ctx, f"{_TOWER}.{name}", size) if vision.get("standardize", False) else None
             for name in ("std_bias", "std_scale")
         )
-        self.norm = _PlainNorm(ctx, size, vision.positive_number("rms_norm_eps", 1e-6))
+        self.norm = PlainNorm(ctx, size, vision.positive_number("rms_norm_eps", 1e-6))
         projection = "embed_vision.embedding_projection"
         self.projection = ReplicatedLinear(ctx, projection, size, config.hidden_size, bias=False)
 
     def encode(self, modality: str, items: Sequence[Features]) -> list[torch.Tensor]:
+        if modality == "audio":
+            assert self.audio is not None
+            return [self.audio(item["input_features"]) for item in items]
         pixels, places = _VIDEO_FEATURES if modality == "video" else _IMAGE_FEATURES
         frames = [
             list(zip(item[pixels].flatten(0, -3), item[places].flatten(0, -3).cpu(), strict=True)) for item in items
@@ -103,6 +109,9 @@ class Gemma4Encoder(ItemEncoder):
         lengths = iter(map(len, pooled))
         return list(projected.split([sum(next(lengths) for _ in of_item) for of_item in frames]))
 
+    def ignores(self, name: str) -> bool:
+        return self.audio is None and name.removeprefix("model.").startswith(("audio_tower.", "embed_audio."))
+
     def _pool(self, x: torch.Tensor, columns: int) -> torch.Tensor:
         """Averages over squares of patches: [patches, size] to [squares, size]. Computed in float32, because the result
         is large."""
@@ -121,44 +130,6 @@ class _Patches(PatchEmbedding):
         super().__init__(ctx, f"{_TOWER}.patch_embedder.input_proj", (elements,), size, bias=False)
 
 
-class _PlainNorm(nn.Module):
-    """An RMS norm without weight."""
-
-    def __init__(self, ctx: BuildContext, size: int, eps: float) -> None:
-        super().__init__()
-        self._norm, self._eps = ctx.op("rms_norm", hidden_size=size).function, eps
-        self._ones = torch.ones(size, dtype=ctx.dtype, device=ctx.device)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., size], normalised."""
-        return self._norm(x, self._ones, self._eps)
-
-
-class _Projection(nn.Module):
-    """Linear layers over the same input, [in] to [out] each: in one product, or each with limits of its own."""
-
-    def __init__(self, ctx: BuildContext, names: Sequence[str], size: int, outs: Sequence[int], clips: bool) -> None:
-        super().__init__()
-        self._outs = tuple(outs)
-        bands = [(f"{name}.linear", out) for name, out in zip(names, outs, strict=True)]
-        groups = [[band] for band in bands] if clips else [bands]
-        self.linears = nn.ModuleList(ColumnParallelLinear(ctx, group, size, bias=False) for group in groups)
-        limits = ("input_min", "input_max", "output_min", "output_max") if clips else ()
-        of_all = [[CheckpointTensor(ctx, f"{name}.{limit}") for limit in limits] for name in names]
-        self.limits = nn.ModuleList(nn.ModuleList(each) for each in of_all)
-        self._limits = of_all  # the same, typed
-
-    def forward(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """[T, in] to [T, out] of each layer."""
-        if not self._limits[0]:
-            return self.linears[0](x).split(self._outs, dim=-1)
-        results = []
-        for linear, limits in zip(self.linears, self._limits, strict=True):
-            lowest, highest, lowest_result, highest_result = (each.weight for each in limits)
-            results.append(linear(x.clamp(lowest, highest)).clamp(lowest_result, highest_result))
-        return results
-
-
 class _Layer(nn.Module):
     def __init__(self, ctx: BuildContext, name: str, vision: HFConfig) -> None:
         super().__init__()
@@ -175,15 +146,15 @@ class _Layer(nn.Module):
         self.input_norm, self.attention_norm = norm("input_layernorm"), norm("post_attention_layernorm")
         self.mlp_norm, self.mlp_result_norm = norm("pre_feedforward_layernorm"), norm("post_feedforward_layernorm")
         self.q_norm, self.k_norm = norm("self_attn.q_norm", head_size), norm("self_attn.k_norm", head_size)
-        self.v_norm = _PlainNorm(ctx, head_size, eps)
+        self.v_norm = PlainNorm(ctx, head_size, eps)
         names = [f"{name}.self_attn.{each}_proj" for each in "qkv"]
         widths = [count * head_size for count in (heads, kv_heads, kv_heads)]
-        self.qkv = _Projection(ctx, names, size, widths, clips)
-        self.output = _Projection(ctx, [f"{name}.self_attn.o_proj"], widths[0], [size], clips)
+        self.qkv = ClippedProjection(ctx, names, size, widths, clips)
+        self.output = ClippedProjection(ctx, [f"{name}.self_attn.o_proj"], widths[0], [size], clips)
         self.attention = PackedAttention(ctx, heads, head_size, 1.0, num_kv_heads=kv_heads)
         gates = [f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"]
-        self.gate_up = _Projection(ctx, gates, size, [inner, inner], clips)
-        self.down = _Projection(ctx, [f"{name}.mlp.down_proj"], inner, [size], clips)
+        self.gate_up = ClippedProjection(ctx, gates, size, [inner, inner], clips)
+        self.down = ClippedProjection(ctx, [f"{name}.mlp.down_proj"], inner, [size], clips)
         self._act = gated_activation(ctx, vision.get("hidden_activation", "gelu_pytorch_tanh"), inner)
 
     def forward(self, x: torch.Tensor, starts: Sequence[int], angles: AxialAngles) -> torch.Tensor:

@@ -1,17 +1,48 @@
-"""Gemma 4: videos are frames with their times between them."""
+"""Gemma 4: videos are frames with their times between them; audio has at most 30 seconds."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
+from mvllm.errors import RequestError
+from mvllm.multimodal.contents import AudioContent
 from mvllm.multimodal.families.frames import FrameRules, Gemma4Frames
-from mvllm.multimodal.families.interface import ItemFamily
+from mvllm.multimodal.families.interface import Features, ItemFamily
 from mvllm.multimodal.frame_sampling import FrameDefaults
+
+_MOST_SAMPLES = 480_000
+"""The default of `max_length` of the feature extractor, which cuts longer audio off."""
 
 
 class Gemma4Items(ItemFamily):
     """Items of Gemma 4."""
 
-    unused_features = frozenset({"num_frames_per_video"})
+    unused_features = frozenset({"num_frames_per_video", "input_features_mask"})
     default_frames = FrameDefaults(num_frames=32, placement="starts")
 
     def frame_processor(self) -> Gemma4Frames:
         return Gemma4Frames.from_config(self.hf_config.source, FrameRules())
+
+    def process_audio(self, audio: AudioContent, settings: dict[str, Any]) -> tuple[Features, str]:
+        most = settings.get("max_length") or _MOST_SAMPLES
+        if len(audio.samples) > most:
+            raise RequestError(
+                f"The audio has {len(audio.samples) / audio.sampling_rate:.1f} s; this model takes at most "
+                f"{most / audio.sampling_rate:g} s of each. Send it in parts.",
+                parameter="multi_modal_data",
+            )
+        features, replacement = super().process_audio(audio, settings)
+        if not np.asarray(features["input_features_mask"]).any():
+            raise RequestError(
+                "The audio is too short for this model. Send a longer one.", parameter="multi_modal_data"
+            )
+        return features, replacement
+
+    def features_to_keep(self, modality: str, features: Features) -> Features:
+        """Spectrograms [frames, bins] without padding."""
+        kept = super().features_to_keep(modality, features)
+        if modality != "audio":
+            return kept
+        return {"input_features": kept["input_features"][0][np.asarray(features["input_features_mask"])[0]]}
