@@ -29,6 +29,7 @@ from mvllm.config.multimodal import MultiModalModel
 from mvllm.config.multimodal_families import multimodal_model
 from mvllm.config.pooler_config import check_pooler_config
 from mvllm.config.quantization import resolve_quantization
+from mvllm.config.retrieval_families import with_inner_config
 from mvllm.config.sentence_transformers_config import max_seq_length
 from mvllm.config.text_part_defaults import is_tied_by_text, text_part_values
 from mvllm.config.token_spaces import token_spaces_of
@@ -270,7 +271,7 @@ def build_model_config(
 def load_hf_config(
     folder: Path, overrides: Mapping[str, Any] | None = None, absent: Mapping[str, Any] | None = None
 ) -> HFConfig:
-    """`folder/config.json`, merged with `text_config` of a composite config and then with `overrides`.
+    """`folder/config.json`, merged with `vlm_config` and `text_config` of composite configs, then with `overrides`.
 
     Keys with a second name (key_aliases.py) have the name that model classes read.
 
@@ -280,7 +281,7 @@ def load_hf_config(
     Raises:
         ModelError: The file is missing or invalid.
     """
-    outer = HFConfig.load(folder)
+    outer = with_inner_config(HFConfig.load(folder))
     text = outer.get("text_config", {})
     if not isinstance(text, dict):
         raise ModelError(f"{outer.source}: 'text_config' should be a JSON object, found {text!r}.")

@@ -5,6 +5,7 @@ LlamaModel                        embeds: a decoder without its head
 LlamaForSequenceClassification    classifies: a decoder with another head
 BertModel                         embeds: an encoder
 BertForSequenceClassification     classifies: an encoder with a head
+ColQwen2ForRetrieval              gives a vector for each token: a decoder with a projection
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ _HEADLESS = ("Model", "ForMaskedLM")
 
 HEADLESS_DECODERS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "Qwen3NextModel")
 
+RETRIEVAL_ARCHITECTURES = ("ColQwen2ForRetrieval",)
+"""Architectures with a vector for each token, for late interaction."""
+
 _MAX_LABELS = 1 << 20
+_MAX_VECTOR = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -34,22 +39,27 @@ class ModelKind:
         generates: Whether it has a language-model head.
         is_encoder: Whether its attention is bidirectional, which excludes generation, KV caching and chunked prefill.
         num_labels: Number of class scores; 0 if it does not classify.
+        token_vector_size: Components of the vector of each token, of models for late interaction; 0 for others.
     """
 
     generates: bool = True
     is_encoder: bool = False
     num_labels: int = 0
+    token_vector_size: int = 0
 
     @classmethod
     def of(cls, architecture: str, hf_config: HFConfig) -> ModelKind:
         """The kind of an architecture.
 
         Raises:
-            ModelError: It classifies, and the number of labels in the config is invalid.
+            ModelError: The number of labels or the size of vectors in the config is invalid.
         """
         is_encoder = _is_encoder(architecture)
         if architecture.endswith(_CLASSIFIER):
             return cls(generates=False, is_encoder=is_encoder, num_labels=_num_labels(hf_config))
+        if architecture in RETRIEVAL_ARCHITECTURES:
+            size = hf_config.positive_int("embedding_dim", 128, at_most=_MAX_VECTOR)
+            return cls(generates=False, token_vector_size=size)
         return cls(generates=not is_encoder and architecture not in HEADLESS_DECODERS, is_encoder=is_encoder)
 
 

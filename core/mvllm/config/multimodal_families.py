@@ -12,6 +12,7 @@ from mvllm.config.audio_families import AUDIO_FAMILIES
 from mvllm.config.grid_families import GRID_FAMILIES
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.multimodal import MultiModalModel
+from mvllm.config.retrieval_families import RETRIEVAL_FAMILIES
 from mvllm.config.tile_families import TILE_FAMILIES
 from mvllm.config.vision_families import VISION_FAMILIES
 
@@ -19,7 +20,13 @@ ReadFamily = Callable[[HFConfig], MultiModalModel | None]
 """Takes config.json, with the values of `text_config` at the top level (see `load_hf_config`). None: the checkpoint has
 no vision or audio part."""
 
-FAMILIES: Mapping[str, ReadFamily] = {**VISION_FAMILIES, **GRID_FAMILIES, **TILE_FAMILIES, **AUDIO_FAMILIES}
+FAMILIES: Mapping[str, ReadFamily] = {
+    **VISION_FAMILIES,
+    **GRID_FAMILIES,
+    **TILE_FAMILIES,
+    **AUDIO_FAMILIES,
+    **RETRIEVAL_FAMILIES,
+}
 """By architecture."""
 
 

@@ -15,6 +15,7 @@ from mvllm.config.sentence_transformers_config import (
 from mvllm.errors import ConfigError, ModelError, RequestError
 from mvllm.messages.pooling_params import Activation, PoolingParams, PoolingTask, PoolingType
 
+_TYPE = "pooling_type"
 _ACTIVATIONS = {
     "Identity": Activation.IDENTITY,
     "Sigmoid": Activation.SIGMOID,
@@ -48,7 +49,7 @@ class PoolerConfig:
     """Pooling defaults and limits of a model.
 
     Attributes:
-        pooling_type: Default pooling type.
+        pooling_type: Default pooling type. `all`: the model is for late interaction, and gives vectors of tokens only.
         normalize: Whether vectors are normalised to length 1 by default.
         max_dimensions: Components of an untruncated vector.
         dimensions: Permitted truncated sizes (Matryoshka); if empty, every size is permitted.
@@ -76,7 +77,11 @@ class PoolerConfig:
         """
         kind, hf, settings = model.kind, model.hf_config, PoolingParams(**model.pooler_config)
         pooling_type, normalize = PoolingType.CLS if kind.is_encoder else PoolingType.LAST, True
-        if has_sentence_transformers_modules(model.path) and not kind.num_labels:
+        if kind.token_vector_size:
+            if settings.pooling_type is not None:
+                raise ModelError(f"it gives a vector for each token, so pooler_config takes no {_TYPE}.")
+            pooling_type = PoolingType.ALL
+        elif has_sentence_transformers_modules(model.path) and not kind.num_labels:
             pooling_type, normalize = read_sentence_transformers_modules(model.path)
         sizes = hf.get("matryoshka_dimensions", [])
         if not isinstance(sizes, list) or not all(isinstance(size, int) and size > 0 for size in sizes):
@@ -92,6 +97,11 @@ class PoolerConfig:
             settings.use_activation is not False,
         )
 
+    @property
+    def is_multi_vector(self) -> bool:
+        """Whether the model gives a vector for each token, for late interaction."""
+        return self.pooling_type is PoolingType.ALL
+
     def resolve_params(self, params: PoolingParams) -> PoolingParams:
         """`params` with all defaults filled in.
 
@@ -105,6 +115,7 @@ class PoolerConfig:
             raise RequestError("The model classifies prompts: it gives no embeddings.", parameter="task")
         if params.use_activation is not None:
             raise RequestError("use_activation is for models that classify prompts.", parameter="use_activation")
+        self._check_vectors_of_tokens(params)
         dimensions = self.default_dimensions if params.dimensions is None else params.dimensions
         if dimensions is not None:
             if dimensions > self.max_dimensions:
@@ -125,6 +136,16 @@ class PoolerConfig:
             dimensions=dimensions,
             task=task,
         )
+
+    def _check_vectors_of_tokens(self, params: PoolingParams) -> None:
+        """Refuses requests for one vector of a prompt, if the model is for late interaction."""
+        wants_one = params.task is PoolingTask.EMBED and params.pooling_type is None
+        if self.is_multi_vector and (wants_one or params.pooling_type not in (None, PoolingType.ALL)):
+            raise RequestError(
+                "The model gives a vector for each token, and none for a whole prompt: use LLM.encode, /pooling or "
+                "/score, with pooling_type 'all' or none.",
+                parameter="task" if wants_one else _TYPE,
+            )
 
     def _resolve_score_params(self, params: PoolingParams) -> PoolingParams:
         if not self.num_labels:
@@ -152,6 +173,8 @@ class PoolerConfig:
 
 def _output_size(model: ModelConfig) -> int:
     """Components of the last hidden state, after an output projection if there is one."""
+    if model.kind.token_vector_size:
+        return model.kind.token_vector_size
     size = model.hf_config.get("word_embed_proj_dim", model.hidden_size)
     return size if isinstance(size, int) and size > 0 else model.hidden_size
 

@@ -16,6 +16,7 @@ from typing import Any
 from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.tokenizer.tokenizer import Tokenizer
 from mvllm.errors import RequestError
+from mvllm.messages.inputs import TextPrompt
 from mvllm.multimodal.item_request import check_modality
 
 Items = dict[str, list[Any]]
@@ -50,10 +51,46 @@ def take_items(messages: Sequence[Any], config: EngineConfig) -> tuple[Sequence[
     if config.model.multimodal is None or not isinstance(messages, list | tuple):
         return messages, {}
     items: Items = {}
-    found = [_take_from(i, message, items) for i, message in enumerate(messages)]
+    found = [_take_from(f"Message {i}", message, items) for i, message in enumerate(messages)]
+    _check_numbers(items, config)
+    return (found, items) if items else (messages, {})
+
+
+def content_prompt(content: object, config: EngineConfig, placeholders: Mapping[str, str], where: str) -> TextPrompt:
+    """The prompt of a list of parts that is not a message: its texts, joined by line feeds.
+
+    If the texts have a placeholder for each item, these are the places of the items; otherwise a placeholder is written
+    where each item is.
+
+    Args:
+        content: Parts of the chat completions API: texts and items.
+        placeholders: See `placeholder_texts`.
+        where: What has the content, for errors.
+
+    Raises:
+        RequestError: A part is not acceptable, the model does not take it, or there are too many.
+    """
+    if not isinstance(content, list | tuple) or not content:
+        raise RequestError(f"{where}: content must be a list of parts, such as {_EXAMPLES['image']}.")
+    items: Items = {}
+    parts = _take_from(where, {"content": content}, items)["content"]
+    _check_numbers(items, config)
+    unknown = next((part for part in parts if not (is_place(part) or _is_text(part))), None)
+    if unknown is not None:
+        kind = unknown.get("type") if isinstance(unknown, Mapping) else type(unknown).__name__
+        raise RequestError(f"{where}: a part of content is a text or an item; found {str(kind)[:40]!r}.")
+    text = "\n".join(part["text"] for part in parts if _is_text(part))
+    if any(text.count(placeholders[modality] or "\0") != len(values) for modality, values in items.items()):
+        text = "\n".join(part["text"] if _is_text(part) else placeholders[part["type"]] for part in parts)
+    prompt = TextPrompt(prompt=text)
+    if items:
+        prompt["multi_modal_data"] = items
+    return prompt
+
+
+def _check_numbers(items: Items, config: EngineConfig) -> None:
     for modality, values in items.items():
         check_modality(modality, len(values), config.model, config.multimodal)
-    return (found, items) if items else (messages, {})
 
 
 def placeholder_texts(config: EngineConfig, tokenizer: Tokenizer) -> dict[str, str]:
@@ -87,7 +124,7 @@ def places_to_text(content: list[Any], template: str, placeholders: Mapping[str,
     return "\n".join(placeholders.get(part["type"], "") if is_place(part) else part["text"] for part in content)
 
 
-def _take_from(i: int, message: Any, items: Items) -> Any:
+def _take_from(where: str, message: Any, items: Items) -> Any:
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, list | tuple):
         return message
@@ -99,7 +136,7 @@ def _take_from(i: int, message: Any, items: Items) -> Any:
         if modality is None:
             parts.append({"type": "text", "text": part["text"]} if _is_text(part) else part)
             continue
-        items.setdefault(modality, []).append(_content_of(i, str(kind), modality, part))
+        items.setdefault(modality, []).append(_content_of(where, str(kind), modality, part))
         parts.append({"type": modality})
         has_items = True
     return {**message, "content": parts} if has_items else message
@@ -111,7 +148,7 @@ def _is_text(part: object) -> bool:
     )
 
 
-def _content_of(i: int, kind: str, modality: str, part: Mapping[str, Any]) -> Any:
+def _content_of(where: str, kind: str, modality: str, part: Mapping[str, Any]) -> Any:
     value = part.get(kind)
     if value is None:  # the form of transformers: {"type": "image", "url": ...}
         value = next((part[key] for key in (f"{modality}_url", *_CONTENT_KEYS) if part.get(key) is not None), None)
@@ -119,7 +156,7 @@ def _content_of(i: int, kind: str, modality: str, part: Mapping[str, Any]) -> An
         value = _audio_url(value) if kind == "input_audio" else value.get("url")
     if value is None or value == "":
         raise RequestError(
-            f"Message {i} has a part of type {kind!r} without content: send {_EXAMPLES[modality]}.",
+            f"{where} has a part of type {kind!r} without content: send {_EXAMPLES[modality]}.",
             parameter="messages",
         )
     return value

@@ -20,7 +20,7 @@ from mvllm.engine.frontend.pooling_outputs import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from mvllm.engine.frontend.scoring import ScoringRequests
+from mvllm.engine.frontend.scoring import ScoringInput, ScoringRequests
 from mvllm.engine.llm_engine import LLMEngine
 from mvllm.engine.metrics.profiler import Profiler
 from mvllm.entrypoints.chat_prompt import chat_prompt
@@ -29,6 +29,7 @@ from mvllm.entrypoints.generate_progress import GenerateProgress
 from mvllm.entrypoints.llm_images import LLMImages
 from mvllm.entrypoints.llm_rollouts import LLMRollouts
 from mvllm.entrypoints.prompt_lists import as_prompt_list, one_per_prompt
+from mvllm.entrypoints.score_inputs import ContentInput, score_inputs
 from mvllm.entrypoints.step_loop import step_until_finished
 from mvllm.errors import EngineDeadError, RequestError
 from mvllm.logging import configure_logging
@@ -401,35 +402,37 @@ class LLM(LLMRollouts, LLMImages):
 
     def score(
         self,
-        data_1: str | Sequence[str],
-        data_2: str | Sequence[str],
+        data_1: ScoringInput | ContentInput | Sequence[ScoringInput | ContentInput],
+        data_2: ScoringInput | ContentInput | Sequence[ScoringInput | ContentInput],
         pooling_params: PoolingParams | None = None,
         *,
         use_tqdm: UseTqdm = True,
     ) -> list[ScoringRequestOutput]:
-        """Scores the similarity of pairs of texts.
+        """Scores the similarity of pairs of texts, or of prompts with images.
 
         A cross-encoder (a classifier with one label) scores each pair. With other models the score is the cosine
-        similarity of the two embeddings.
+        similarity of the two embeddings; with a vector for each token (a model for late interaction, or the pooling
+        type `all`) it is MaxSim: for each token of the first the largest dot product with one of the second, summed up.
 
         Args:
-            data_1: One text, or one for each text of `data_2`.
-            data_2: One text or several.
-            pooling_params: For all texts.
+            data_1: One input, or one for each input of `data_2`. An input is a text, a prompt dict as for `generate`,
+                or `{"content": parts}` with parts of the chat completions API.
+            data_2: One input or several.
+            pooling_params: For all inputs.
             use_tqdm: As for `generate`.
 
         Returns:
-            One output per text of `data_2`, in order, with the score in `outputs.score`.
+            One output per input of `data_2`, in order, with the score in `outputs.score`.
 
         Raises:
-            RequestError: A text or parameter is invalid, or the classifier has several labels.
+            RequestError: An input or parameter is invalid, or the classifier has several labels.
             PlatformError, EngineDeadError: As `encode`.
         """
         engine = self.llm_engine
         if pooling_params is not None and not isinstance(pooling_params, PoolingParams):
             raise RequestError("pooling_params must be PoolingParams.", parameter="pooling_params")
-        first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
-        scoring = ScoringRequests.from_texts(
+        first, second = (score_inputs(data, name, engine) for name, data in (("data_1", data_1), ("data_2", data_2)))
+        scoring = ScoringRequests.from_inputs(
             engine.pooling_input_processor, first, second, pooling_params or PoolingParams()
         )
         answers = self.encode(scoring.prompts, scoring.params, use_tqdm=use_tqdm)

@@ -90,6 +90,7 @@ _MODELS = {
     "Glm46VForConditionalGeneration": "mvllm.models.glm4v:Glm46VForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration": "mvllm.models.glm4v:Glm4vMoeForConditionalGeneration",
     "WhisperForConditionalGeneration": "mvllm.models.audio.whisper:WhisperForConditionalGeneration",
+    "ColQwen2ForRetrieval": "mvllm.models.colqwen2:ColQwen2ForRetrieval",
 }
 
 _MULTIMODAL = {

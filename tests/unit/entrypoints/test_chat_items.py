@@ -11,7 +11,7 @@ import pytest
 
 from mvllm.config.multimodal import MultiModalConfig, MultiModalModel
 from mvllm.engine.tokenizer.folder_template import FolderTemplate, read_folder_template
-from mvllm.entrypoints.chat_items import placeholder_texts, take_items
+from mvllm.entrypoints.chat_items import content_prompt, placeholder_texts, take_items
 from mvllm.entrypoints.chat_template import render_chat
 from mvllm.errors import RequestError
 
@@ -127,3 +127,34 @@ def test_models_for_text() -> None:
         with pytest.raises(RequestError, match="accepts only text parts"):
             render([user(text("x"), part)], PARTS_TEMPLATE, {})
     assert render([user(text("x"), text("y"))], PARTS_TEMPLATE, {}) == "user: x\ny;"
+
+
+@pytest.mark.parametrize(
+    ("parts", "wanted"),
+    [
+        ([text("a"), url("x"), text("b")], "a\n<pad>\nb"),
+        ([url("x"), text("a <pad> b")], "a <pad> b"),
+        ([url("x"), url("y"), text("a <pad> b")], "<pad>\n<pad>\na <pad> b"),  # the number of placeholders is wrong
+        ([text("a"), text("b")], "a\nb"),
+    ],
+)
+def test_a_content_without_message_is_a_prompt(parts: list[Any], wanted: str) -> None:
+    found = content_prompt(parts, config("image"), {"image": "<pad>"}, "documents[0]")
+    assert found["prompt"] == wanted
+    assert found.get("multi_modal_data", {}).get("image", []) == [
+        part["image_url"]["url"] for part in parts if "image_url" in part
+    ]
+
+
+@pytest.mark.parametrize(
+    ("parts", "takes", "message"),
+    [
+        ([], ("image",), r"documents\[0\]: content must be a list of parts"),
+        ([{"type": "file"}], ("image",), r"documents\[0\]: a part of content is a text or an item; found 'file'"),
+        ([{"type": "image_url"}], ("image",), r"documents\[0\] has a part of type 'image_url' without content"),
+        ([url("x")], (), "takes only text"),
+    ],
+)
+def test_a_content_that_is_no_prompt_is_refused(parts: list[Any], takes: tuple[str, ...], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        content_prompt(parts, config(*takes), {"image": "<pad>"}, "documents[0]")

@@ -220,14 +220,25 @@ class TranscriptionRequest(ModelRequest, kw_only=True):
 
 
 class InputListRequest(ClientRequest, kw_only=True):
-    """Fields of pooling requests with a list of inputs.
+    """Fields of pooling requests with a list of inputs, or with a conversation.
 
     Attributes:
         input: A text, a list of texts, a list of token ids, or a list of those.
+        messages: A conversation in place of `input`, as of `POST /v1/chat/completions`: one prompt.
+        add_generation_prompt: End the prompt of a conversation with the header of an assistant message; false by
+            default.
+        add_special_tokens: Whether the tokenizer adds its special tokens: by default to inputs, and not to prompts of
+            conversations, which have those of the chat template.
         truncate_prompt_tokens: Truncate longer inputs to this many tokens; -1 for the model's limit.
     """
 
     input: str | list[str | int | list[int]] | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     truncate_prompt_tokens: int | None = None
     add_special_tokens: bool | None = None
     priority: int | None = None
@@ -285,37 +296,47 @@ class TextPairRequest(ClientRequest, kw_only=True):
     priority: int | None = None
 
 
+class ContentParts(msgspec.Struct, kw_only=True):
+    """An input with images: parts, as of a message."""
+
+    content: list[dict[str, Any]]
+
+
+ScoreField = str | ContentParts | list[str | ContentParts] | None
+
+
 class ScoreRequest(TextPairRequest, kw_only=True):
     """Body of `POST /score`.
 
     Attributes:
-        text_1, queries: A text, or one text for each of `text_2`. Aliases of one field.
-        text_2, documents: A text or a list of texts. Aliases of one field.
+        text_1, queries: A text or an object with `content`, or one for each of `text_2`. Aliases of one field.
+        text_2, documents: A text or an object with `content`, or a list of these. Aliases of one field.
     """
 
-    text_1: str | list[str] | None = None
-    text_2: str | list[str] | None = None
-    queries: str | list[str] | None = None
-    documents: str | list[str] | None = None
+    text_1: ScoreField = None
+    text_2: ScoreField = None
+    queries: ScoreField = None
+    documents: ScoreField = None
 
 
 class Document(msgspec.Struct, kw_only=True):
-    """A document, as Cohere's clients send it."""
+    """A document: its text, as Cohere's clients send it, or parts, as of a message."""
 
-    text: str
+    text: str | None = None
+    content: list[dict[str, Any]] | None = None
 
 
 class RerankRequest(TextPairRequest, kw_only=True):
     """Body of `POST /rerank`.
 
     Attributes:
-        query: The text that documents are compared with.
-        documents: Texts, or objects with a text.
+        query: The text that documents are compared with, or an object with `content`.
+        documents: Texts, or objects with a text or `content`.
         top_n: Number of results; 0 or null for all.
         return_documents: Repeat the documents in the results; true by default.
     """
 
-    query: str | None = None
+    query: str | ContentParts | None = None
     documents: list[str | Document] | None = None
     top_n: int | None = None
     return_documents: bool | None = None

@@ -24,6 +24,7 @@ _GRIDS = "mvllm.multimodal.families.grids"
 FAMILIES: Mapping[str, str] = {
     "Qwen2VLForConditionalGeneration": f"{_GRIDS}:GridItems",
     "Qwen2_5_VLForConditionalGeneration": f"{_GRIDS}:Qwen2_5Items",
+    "ColQwen2ForRetrieval": f"{_GRIDS}:ColQwen2Items",
     "Qwen3VLForConditionalGeneration": f"{_GRIDS}:Qwen3Items",
     "Qwen3VLMoeForConditionalGeneration": f"{_GRIDS}:Qwen3Items",
     "Glm4vForConditionalGeneration": f"{_GRIDS}:GlmItems",

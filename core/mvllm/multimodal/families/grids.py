@@ -90,6 +90,17 @@ class Qwen2_5Items(GridItems):
         return self._vision.positive_int("tokens_per_second", 4) * seconds
 
 
+class ColQwen2Items(GridItems):
+    """Items of ColQwen2, whose positions may be those of the sequence."""
+
+    def rope_positions(
+        self, modality: str, features: Features, span_ids: Sequence[int], embedded: Sequence[tuple[int, int]]
+    ) -> tuple[Positions, int] | None:
+        if self.model.rope_sections is None:
+            return None
+        return super().rope_positions(modality, features, span_ids, embedded)
+
+
 class Qwen3Items(GridItems):
     """Items of Qwen3-VL, whose videos have text between frames."""
 

@@ -12,7 +12,12 @@ from mvllm.engine.frontend.prompt_items import refuse_truncation
 from mvllm.entrypoints.chat_items import Items, placeholder_texts, take_items
 from mvllm.entrypoints.chat_template import RENDERED_SETTINGS
 from mvllm.entrypoints.openai.common.tokenizer_pool import MAX_TEMPLATE_LENGTH, TokenizerPool
-from mvllm.entrypoints.openai.protocol import REASONING_EFFORTS, ChatCompletionRequest, TokenizeRequest
+from mvllm.entrypoints.openai.protocol import (
+    REASONING_EFFORTS,
+    ChatCompletionRequest,
+    InputListRequest,
+    TokenizeRequest,
+)
 from mvllm.entrypoints.parsers.registry import reasoning_parser as find_reasoning_parser
 from mvllm.entrypoints.parsers.registry import tool_parser as find_tool_parser
 from mvllm.entrypoints.typed_placeholders import TypedPlaceholders
@@ -27,6 +32,10 @@ MAX_TEMPLATE_VARIABLES = 256
 
 _THINKING_SWITCHES = frozenset({"enable_thinking", "thinking"})
 """Variables by which chat templates switch the reasoning on and off; each template knows one of them."""
+
+
+ConversationRequest = ChatCompletionRequest | TokenizeRequest | InputListRequest
+"""Requests with `messages`."""
 
 
 class ChatPromptRenderer:
@@ -80,6 +89,33 @@ class ChatPromptRenderer:
         Raises:
             RequestError: The conversation or the template is not acceptable.
         """
+        text, items, cut_at = await self._render_text(request)
+        if items:
+            return await self._expand(text, items, request, cut_at)
+        return await self._tokenizer_pool.run(lambda: self._tokenize(text, request))
+
+    async def render_for_pooling(self, request: InputListRequest) -> TextPrompt | TokensPrompt:
+        """The prompt of the conversation of a pooling request, with its images, audio and videos.
+
+        The generation prompt and the tokenizer's special tokens are added only if the request says so.
+
+        Raises:
+            RequestError: The conversation or the template is not acceptable.
+        """
+        text, items, cut_at = await self._render_text(request)
+        if not items and not request.add_special_tokens:
+            return await self._tokenizer_pool.run(lambda: self._tokenize(text, request))
+        prompt = TextPrompt(prompt=text, add_special_tokens=bool(request.add_special_tokens))
+        if items:
+            prompt["multi_modal_data"] = items
+            if cut_at is not None:
+                prompt["cut_at"] = cut_at
+            if request.mm_processor_kwargs is not None:
+                prompt["mm_processor_kwargs"] = request.mm_processor_kwargs
+        return prompt
+
+    async def _render_text(self, request: ConversationRequest) -> tuple[str, Items, str | None]:
+        """The rendered conversation, with the places of its items, these, and where texts of users are cut in it."""
         if request.messages is None:
             raise RequestError("messages is missing.", parameter="messages")
         self._check_length(request)
@@ -97,16 +133,13 @@ class ChatPromptRenderer:
             messages, items = take_items(request.messages, self._engine.config)
         arguments = self._template_arguments(request)
         if not items:
-            text = await render(messages, arguments)
-        else:
-            with _as_errors_of_messages():
-                told = await self._engine.item_placeholders()
-            typed = TypedPlaceholders([*self._placeholders.values(), *told.values()])
-            arguments |= {name: typed.cut(arguments.get(name)) for name in RENDERED_SETTINGS}
-            arguments["placeholders"] = {**self._placeholders, **told}
-            text = await render(typed.cut(messages), arguments)
-            return await self._expand(text, items, request, typed.cut_at)
-        return await self._tokenizer_pool.run(lambda: self._tokenize(text, request))
+            return await render(messages, arguments), items, None
+        with _as_errors_of_messages():
+            told = await self._engine.item_placeholders()
+        typed = TypedPlaceholders([*self._placeholders.values(), *told.values()])
+        arguments |= {name: typed.cut(arguments.get(name)) for name in RENDERED_SETTINGS}
+        arguments["placeholders"] = {**self._placeholders, **told}
+        return await render(typed.cut(messages), arguments), items, typed.cut_at
 
     async def render_user_message(self, text: str, without_template: str) -> str:
         """A conversation of one message, as text that ends with the header of the answer.
@@ -122,7 +155,7 @@ class ChatPromptRenderer:
         settings = {"chat_template": self._chat_template, "add_generation_prompt": True}
         return await self._tokenizer_pool.render([{"role": "user", "content": text}], settings)
 
-    def _check_length(self, request: ChatCompletionRequest | TokenizeRequest) -> None:
+    def _check_length(self, request: ConversationRequest) -> None:
         """Checks that the conversation may fit into the model's context, before its messages are processed."""
         max_messages = self._engine.model_config.max_model_len
         if getattr(request, "truncate_prompt_tokens", None) is not None:
@@ -136,13 +169,13 @@ class ChatPromptRenderer:
                 f"and output together may have {max_messages} (max_model_len). Shorten the conversation.",
                 parameter="messages",
             )
-        check_tools(request.tools)
+        check_tools(getattr(request, "tools", None))
         if len(request.chat_template_kwargs or ()) > MAX_TEMPLATE_VARIABLES:
             raise RequestError(
                 f"chat_template_kwargs may have {MAX_TEMPLATE_VARIABLES} entries.", parameter="chat_template_kwargs"
             )
 
-    def _template_arguments(self, request: ChatCompletionRequest | TokenizeRequest) -> dict[str, Any]:
+    def _template_arguments(self, request: ConversationRequest) -> dict[str, Any]:
         """The keyword arguments of `render_chat`."""
         continues = bool(request.continue_final_message)
         extra = dict(request.chat_template_kwargs or {})
@@ -154,11 +187,11 @@ class ChatPromptRenderer:
                 extra.update(dict.fromkeys(_THINKING_SWITCHES, effort != "none"))
         return {
             "chat_template": request.chat_template or self._chat_template,
-            "add_generation_prompt": not continues
+            "add_generation_prompt": not continues and not isinstance(request, InputListRequest)
             if request.add_generation_prompt is None
             else request.add_generation_prompt,
             "continue_final_message": continues,
-            "tools": request.tools,
+            "tools": getattr(request, "tools", None),
             "chat_template_kwargs": extra,
             "placeholders": self._placeholders,
         }
@@ -180,7 +213,7 @@ class ChatPromptRenderer:
         with _as_errors_of_messages():
             return await self._engine.expand_prompt(prompt)
 
-    def _tokenize(self, text: str, request: ChatCompletionRequest | TokenizeRequest) -> TokensPrompt:
+    def _tokenize(self, text: str, request: ConversationRequest) -> TokensPrompt:
         self._engine.input_processor.check_text(text)
         # The template has added the special tokens.
         truncated = getattr(request, "truncate_prompt_tokens", None) is not None

@@ -48,7 +48,7 @@ class BasePoolingHandler(RequestHandler):
         try:
             await super().start()
         except RequestError as e:
-            if e.parameter != "prompt":
+            if e.parameter not in ("prompt", "multi_modal_data"):
                 raise
             error = to_api_error(e)
             error.param = self.field
@@ -78,13 +78,18 @@ _Request = TypeVar("_Request", bound=InputListRequest)
 
 
 class InputListHandler(BasePoolingHandler, Generic[_Request]):
-    """Answers a request whose inputs, texts or token ids, have the same parameters. Subclasses set both attributes."""
+    """Answers a request whose inputs, texts or token ids, have the same parameters, or which has one conversation.
+
+    Subclasses set both attributes.
+    """
 
     _request: _Request
     _params: PoolingParams
 
     async def _build_engine_inputs(self) -> tuple[Sequence[PromptType], Sequence[PoolingParams]]:
         request = self._request
+        if request.messages is not None:
+            return [await self._build_conversation(request)], [self._params]
         prompts = await build_prompts(
             self._context.tokenizer_pool,
             check_num_inputs(split_prompts(request.input, self.field), self.field),
@@ -92,6 +97,16 @@ class InputListHandler(BasePoolingHandler, Generic[_Request]):
             cache_salt=request.cache_salt,
         )
         return prompts, [self._params] * len(prompts)
+
+    async def _build_conversation(self, request: InputListRequest) -> PromptType:
+        """The prompt of `messages`."""
+        self.field = "messages"
+        if request.input is not None:
+            raise RequestError("Send either input or messages.", parameter="messages")
+        prompt = await self._context.prompt_renderer.render_for_pooling(request)
+        if request.cache_salt is not None:
+            prompt["cache_salt"] = request.cache_salt
+        return prompt
 
 
 def check_num_inputs(inputs: Sequence[Any], field: str) -> Sequence[Any]:

@@ -1,4 +1,4 @@
-"""`POST /classify`, `/score` and `/rerank`: classes of texts, similarity of pairs, documents sorted for a query."""
+"""`POST /classify`, `/score` and `/rerank`: classes of inputs, similarity of pairs, documents sorted for a query."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ from mvllm.entrypoints.openai.pooling.serving_base import (
     check_num_inputs,
     pooling_usage,
 )
-from mvllm.entrypoints.openai.protocol import ClassificationRequest, RerankRequest, ScoreRequest, TextPairRequest
+from mvllm.entrypoints.openai.protocol import (
+    ClassificationRequest,
+    ContentParts,
+    Document,
+    RerankRequest,
+    ScoreRequest,
+    TextPairRequest,
+)
+from mvllm.entrypoints.score_inputs import score_inputs
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.pooling_params import PoolingParams, PoolingTask
@@ -54,14 +62,18 @@ class ClassificationHandler(InputListHandler[ClassificationRequest]):
         return self._encode_list(data, outputs)
 
 
+ScoreInputs = Sequence[str | dict[str, Any]]
+"""Texts, and objects with `content`."""
+
+
 class _TextPairHandler(BasePoolingHandler):
-    """Answers a request that compares texts.
+    """Answers a request that compares texts, or contents with images.
 
     Args:
         context, model: As for RequestHandler.
         request: The body of the HTTP request.
-        first, second: The texts of the pairs.
-        names: The fields of the texts in the request, for errors.
+        first, second: The inputs of the pairs.
+        names: Their fields in the request, for errors.
     """
 
     def __init__(
@@ -69,8 +81,8 @@ class _TextPairHandler(BasePoolingHandler):
         context: ServingContext,
         model: str,
         request: TextPairRequest,
-        first: Sequence[str],
-        second: Sequence[str],
+        first: ScoreInputs,
+        second: ScoreInputs,
         names: tuple[str, str],
     ) -> None:
         super().__init__(context, model, request.priority)
@@ -84,10 +96,13 @@ class _TextPairHandler(BasePoolingHandler):
         self._scoring: ScoringRequests | None = None
 
     async def _build_engine_inputs(self) -> tuple[Sequence[PromptType], Sequence[PoolingParams]]:
-        processor = self._engine.pooling_input_processor
-        scoring = self._scoring = await self._context.tokenizer_pool.run(
-            lambda: ScoringRequests.from_texts(processor, self._first, self._second, self._settings, self._names)
-        )
+        engine, names = self._engine, self._names
+
+        def build() -> ScoringRequests:
+            first, second = score_inputs(self._first, names[0], engine), score_inputs(self._second, names[1], engine)
+            return ScoringRequests.from_inputs(engine.pooling_input_processor, first, second, self._settings, names)
+
+        scoring = self._scoring = await self._context.tokenizer_pool.run(build)
         return scoring.prompts, scoring.params
 
     def _scores(self, outputs: Sequence[PoolingRequestOutput]) -> list[float]:
@@ -123,9 +138,10 @@ class RerankHandler(_TextPairHandler):
             raise RequestError("documents is missing or empty.", parameter="documents")
         if request.top_n is not None and request.top_n < 0:
             raise RequestError("top_n must be at least 1, or 0 for all.", parameter="top_n")
-        texts = [each if isinstance(each, str) else each.text for each in request.documents]
-        super().__init__(context, model, request, [request.query], texts, ("query", "documents"))
-        self._top_n = request.top_n or len(texts)
+        documents = [_as_input(each, "documents") for each in request.documents]
+        query = _as_input(request.query, "query")
+        super().__init__(context, model, request, [query], documents, ("query", "documents"))
+        self._top_n = request.top_n or len(documents)
         self._return_documents = request.return_documents is not False
 
     def _encode_response(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
@@ -135,12 +151,29 @@ class RerankHandler(_TextPairHandler):
         return encode_json({"id": self._id, "model": self._model, "usage": pooling_usage(outputs), "results": results})
 
     def _result(self, index: int, score: float) -> dict[str, Any]:
-        document = {"document": {"text": self._second[index]}} if self._return_documents else {}
-        return {"index": index, **document, "relevance_score": score}
+        given = self._second[index]
+        document = {"text": given} if isinstance(given, str) else {"multi_modal": given["content"]}
+        returned = {"document": document} if self._return_documents else {}
+        return {"index": index, **returned, "relevance_score": score}
 
 
-def _exactly_one_of(request: ScoreRequest, name: str, other: str) -> tuple[Sequence[str], str]:
-    """The texts of a field with two names, and the name that the request uses.
+def _as_input(value: str | ContentParts | Document, field: str) -> str | dict[str, Any]:
+    """A text, or an object with `content`.
+
+    Raises:
+        RequestError: A document has neither or both.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, ContentParts):
+        return {"content": value.content}
+    if (value.text is None) == (value.content is None):
+        raise RequestError(f"{field}: a document has either text or content.", parameter=field)
+    return {"content": value.content} if value.text is None else value.text
+
+
+def _exactly_one_of(request: ScoreRequest, name: str, other: str) -> tuple[ScoreInputs, str]:
+    """The inputs of a field with two names, and the name that the request uses.
 
     Raises:
         RequestError: The request has neither or both.
@@ -148,7 +181,7 @@ def _exactly_one_of(request: ScoreRequest, name: str, other: str) -> tuple[Seque
     given = [each for each in (name, other) if getattr(request, each) is not None]
     if len(given) != 1:
         raise RequestError(f"Give either {name} or {other}.", parameter=name)
-    texts: str | list[str] = getattr(request, given[0])
-    if not texts and not isinstance(texts, str):
+    found: str | ContentParts | list[str | ContentParts] = getattr(request, given[0])
+    if isinstance(found, list) and not found:
         raise RequestError(f"{given[0]} is an empty list.", parameter=given[0])
-    return ([texts] if isinstance(texts, str) else texts), given[0]
+    return [_as_input(each, given[0]) for each in (found if isinstance(found, list) else [found])], given[0]
