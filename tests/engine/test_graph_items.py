@@ -14,6 +14,7 @@ from mvllm.errors import RequestError
 from mvllm.plugin_api import Capabilities, ShapePolicy
 from tests.helpers import multimodal_suite, parity
 from tests.helpers.graph_platform import InterpreterPlatform
+from tests.helpers.model_zoo import load_reference
 from tests.helpers.multimodal_suite import MultiModalSuite, check, generate, names_of, oracle
 from tests.helpers.plugins import graph_platform_path, prepend
 
@@ -53,8 +54,7 @@ def test_other_families(name: str) -> None:
 @pytest.mark.parametrize("is_static", [False, True])
 def test_steps_and_rows_are_padded(name: str, is_static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = ShapePolicy(tokens=(8, 32, 128), requests=(2, 8), pages=(4, 32))
-    able = InterpreterPlatform.capabilities.fget
-    assert able is not None
+    able = vars(InterpreterPlatform)["capabilities"].fget
 
     def capabilities(platform: InterpreterPlatform) -> Capabilities:
         found: Capabilities = able(platform)
@@ -82,7 +82,7 @@ def test_encoders_are_loaded_again_after_a_deep_sleep() -> None:
 )
 def test_ready_embeddings(name: str) -> None:
     expected = parity.oracle(name, (3, 8), 12)
-    embedding = parity.load_reference(expected.folder).get_input_embeddings()
+    embedding = load_reference(expected.folder).get_input_embeddings()
     rows = [embedding(torch.tensor(prompt)).detach() for prompt in expected.prompts]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
     settings = {"platform": "graph-interpreter", "enable_prompt_embeds": True, "max_num_batched_tokens": 24}
@@ -95,7 +95,7 @@ def test_ready_embeddings(name: str) -> None:
 
 @pytest.mark.exhaustive
 def test_images_that_see_later_tokens_are_refused_and_text_is_not() -> None:
-    expected = oracle("gemma3")
+    expected = oracle(names_of("gemma3")[0])
     with engine(expected.folder) as llm:
         check(expected, generate(llm, expected.requests[:1]))
         with pytest.raises(RequestError, match="whose attention is causal"):
