@@ -11,8 +11,11 @@ import torch
 
 from mvllm import SamplingParams
 from mvllm.errors import RequestError
+from mvllm.models.vision.grid_tower import GridTower
 from mvllm.plugin_api import Capabilities, ShapePolicy
 from tests.helpers import multimodal_suite, parity
+from tests.helpers.audio_suite import audio_oracle
+from tests.helpers.changed_weights import changed_copy
 from tests.helpers.graph_platform import InterpreterPlatform
 from tests.helpers.model_zoo import load_reference
 from tests.helpers.multimodal_suite import MultiModalSuite, check, generate, names_of, oracle
@@ -50,6 +53,31 @@ def test_other_families(name: str) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["qwen2_audio", "voxtral"])
+def test_sounds(name: str) -> None:
+    expected = audio_oracle(name)
+    length = max(map(len, map(expected.prompt_ids, expected.requests))) + multimodal_suite.NUM_TOKENS
+    with engine(expected.folder, max_model_len=max(length, multimodal_suite.MAX_LEN)) as llm:
+        check(expected, generate(llm, expected.requests[:5]))
+
+
+@pytest.mark.exhaustive
+def test_an_encoder_that_fails_fails_its_requests_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = oracle("qwen3_vl")
+
+    def fail(*args: object) -> list[torch.Tensor]:
+        raise ValueError("the picture is empty")
+
+    with engine(expected.folder) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(GridTower, "encode", fail)
+            text, image = generate(llm, expected.requests[:2])
+        check(expected, [text])
+        assert image.outputs[0].finish_reason == "error" and "the picture is empty" in (image.outputs[0].error or "")
+        check(expected, generate(llm, expected.requests[:3]))
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl"])
 @pytest.mark.parametrize("is_static", [False, True])
 def test_steps_and_rows_are_padded(name: str, is_static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,6 +102,20 @@ def test_encoders_are_loaded_again_after_a_deep_sleep() -> None:
         check(expected, generate(llm, expected.requests[:2]))
         llm.sleep(level=2)
         llm.wake_up()
+        check(expected, generate(llm, expected.requests[:3]))
+
+
+@pytest.mark.exhaustive
+def test_updated_weights_are_those_of_encoders_as_well(tmp_path: Path) -> None:
+    expected = oracle("qwen3_vl")
+    changed = changed_copy(expected.folder, tmp_path / "changed")
+    with engine(changed) as llm:
+        new = [output.outputs[0].token_ids for output in generate(llm, expected.requests[:3])]
+    with engine(expected.folder) as llm:
+        check(expected, generate(llm, expected.requests[:3]))
+        llm.update_weights(path=changed)
+        assert [output.outputs[0].token_ids for output in generate(llm, expected.requests[:3])] == new
+        llm.update_weights(path=expected.folder)
         check(expected, generate(llm, expected.requests[:3]))
 
 
