@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.graph_platform import FAULT
 from tests.helpers.plugins import graph_platform_path
 
-CLAUSES = ("GRA-01", "GRA-02", "GRA-03", "GRA-04", "GRA-05", "GRA-06")
+CLAUSES = ("GRA-01", "GRA-02", "GRA-03", "GRA-04", "GRA-05", "GRA-06", "GRA-07")
 
 
 def run_suite(folder: Path, fault: str | None, only: str) -> dict[str, str]:

@@ -97,6 +97,8 @@ class FaultyProgram(GraphProgram):
             slots = inputs["slot_mapping.0"]
             first = slots.min(initial=2**30, where=slots >= 0)
             inputs = {**inputs, "slot_mapping.0": np.where(slots < 0, -1, slots - first % 16).astype(np.int32)}
+        if self._fault == "GRA-07" and "item_index" in inputs:  # the rows are left out
+            inputs = {**inputs, "item_index": np.full_like(inputs["item_index"], -1)}
         outputs = self._program.run(graph, inputs, sizes)
         if self._fault == "GRA-01" and sizes.requests > 2:
             outputs = [output + 0.01 * output.abs().max() for output in outputs]

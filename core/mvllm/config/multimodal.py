@@ -50,6 +50,11 @@ class MultiModalModel:
         """The modalities, in the order of MODALITIES."""
         return tuple(name for name in MODALITIES if name in self.placeholders)
 
+    @property
+    def takes_rows_only(self) -> bool:
+        """Items change the embeddings and rotary positions of tokens, and nothing else in the language model."""
+        return not self.spans_attend_both_ways and not self.cross_attention
+
 
 @dataclass(frozen=True)
 class MultiModalConfig:

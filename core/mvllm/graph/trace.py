@@ -1,8 +1,8 @@
 """Traces a model: one step as StepGraphs.
 
-The model runs once on arrays without data whose sizes T, R, P and L are symbols. Its own operations are recorded as one
-node each (recorded_calls.py), torch's as array operations (aten.py). The model's tensors become weights and constants,
-named by their place in the module tree.
+The model runs once on arrays without data whose sizes T, R, P, L and N are symbols. Its own operations are recorded as
+one node each (recorded_calls.py), torch's as array operations (aten.py). The model's tensors become weights and
+constants, named by their place in the module tree.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
+from mvllm.config.multimodal import MultiModalModel
 from mvllm.config.token_spaces import TokenSpace
 from mvllm.errors import ConfigError, PlatformError
 from mvllm.graph.aten import ArrayOperationWriter
@@ -43,10 +44,10 @@ def head_of(space: TokenSpace) -> str:
 _ONE_TRACE = threading.Lock()
 """torch's tracer has state of the process, and workers may be threads."""
 
-_HINTS = {"T": 1009, "R": 503, "R+1": 504, "P": 211, "L": 307}
+_HINTS = {"T": 1009, "R": 503, "R+1": 504, "P": 211, "L": 307, "N": 401}
 """Sizes with which the model is traced. No size of a model may be equal to one of them by chance."""
 
-_INT_INPUTS: dict[str, tuple[str, ...]] = {
+_INT_INPUTS: dict[str, tuple[Dim, ...]] = {
     "token_ids": ("T",),
     "positions": ("T",),
     "prompt_lens": ("T",),
@@ -58,6 +59,8 @@ _INT_INPUTS: dict[str, tuple[str, ...]] = {
     "write_slots": ("R",),
     "adapter_slots": ("T",),
     "token_types": ("T",),
+    "item_index": ("T",),
+    "rope_positions": ("T", 3),
     "logits_indices": ("L",),
 }
 
@@ -81,6 +84,24 @@ class TracedModel:
 
 
 @dataclass(frozen=True)
+class GraphItems:
+    """The items that a model's prompts may have, whose rows take the places of embeddings.
+
+    Attributes:
+        width: Elements of a row of `item_embeds`.
+        has_rope_positions: Tokens have three rotary positions.
+    """
+
+    width: int
+    has_rope_positions: bool
+
+    @classmethod
+    def of(cls, model: MultiModalModel | None) -> GraphItems | None:
+        """Those of a model, as `items_of` gives it; None for text alone."""
+        return None if model is None else cls(model.embedding_width, model.rope_sections is not None)
+
+
+@dataclass(frozen=True)
 class GraphAdapters:
     """The LoRA slots of a model, whose layers are wrapped.
 
@@ -100,6 +121,7 @@ def trace_model(
     collectives: Collection[str] = (),
     operations: Collection[str] | None = None,
     adapters: GraphAdapters | None = None,
+    items: GraphItems | None = None,
 ) -> TracedModel:
     """The graphs of a loaded model, built with the providers and backends of recorded_calls.py.
 
@@ -108,12 +130,13 @@ def trace_model(
         collectives: Collectives of the compiler. Graphs are cut at others.
         operations: Operations of the compiler. Other activations are array operations. None: all activations are named.
         adapters: LoRA slots, which use `add_lora_by_slot`.
+        items: Items of prompts; None for text alone.
 
     Raises:
         ConfigError: The model has a feature that graphs do not have.
         PlatformError: The model uses a torch operation that is no array operation.
     """
-    tracer = _Tracer(model, adapters, operations)
+    tracer = _Tracer(model, adapters, operations, items)
     graphs = [tracer.trace_model()]
     if computes_logits and model.lm_head is not None:
         graphs.append(tracer.trace_head())
@@ -128,12 +151,16 @@ def trace_model(
 
 class _Tracer:
     def __init__(
-        self, model: CausalLM, adapters: GraphAdapters | None = None, operations: Collection[str] | None = None
+        self,
+        model: CausalLM,
+        adapters: GraphAdapters | None = None,
+        operations: Collection[str] | None = None,
+        items: GraphItems | None = None,
     ) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-        self._model, self._adapters, self._operations = model, adapters, operations
+        self._model, self._adapters, self._operations, self._items = model, adapters, operations, items
         # Each size of a model is a number; each of a step is a symbol.
         self._shape_env = ShapeEnv(specialize_zero_one=False)
         self._mode = FakeTensorMode(shape_env=self._shape_env, allow_non_fake_inputs=True)
@@ -172,6 +199,7 @@ class _Tracer:
         names += ["seq_lens", "block_table.0", "slot_mapping.0"] if attention else []
         names += ["read_slots", "write_slots"] if states else []
         names += ["adapter_slots"] if self._adapters is not None else []
+        names += self._item_inputs()
 
         def run(*arrays: torch.Tensor) -> torch.Tensor:
             given = dict(zip(names, arrays, strict=True))
@@ -190,6 +218,9 @@ class _Tracer:
                 prompt_starts_array=given["query_start_loc"] if is_encoder else None,
                 token_types=given.get("token_types"),
                 state_metadata=slots,
+                item_index=given.get("item_index"),
+                item_embeds=given.get("item_embeds"),
+                rope_positions=given["rope_positions"].t() if "rope_positions" in given else None,
             )
             tokens = given.get("token_ids", given["positions"])
             with self._active_adapters(given.get("adapter_slots")):
@@ -210,6 +241,13 @@ class _Tracer:
             return self._model.compute_logits(rows)
 
         return self._trace(HEAD if space is None else head_of(space), ["hidden", "logits_indices"], run)
+
+    def _item_inputs(self) -> list[str]:
+        """Rows are read by the first pipeline stage, rotary positions by each."""
+        if self._items is None:
+            return []
+        names = ["item_index", "item_embeds"] if self._model.stage.is_first else []
+        return [*names, "rope_positions"] if self._items.has_rope_positions else names
 
     def _active_adapters(self, slots: torch.Tensor | None) -> AbstractContextManager[None]:
         """The adapters of a step's tokens, inside the context."""
@@ -240,6 +278,9 @@ class _Tracer:
         from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
         shape: tuple[Dim, ...] = _INT_INPUTS.get(name, ("T", self._hidden_size(name)))
+        if name == "item_embeds":
+            assert self._items is not None
+            shape = ("N", self._items.width)
         dtype = torch.int32 if name in _INT_INPUTS else self._dtype
         sizes = [dim if isinstance(dim, int) else _HINTS[dim] for dim in shape]
         dynamic = [DimDynamic.STATIC if isinstance(dim, int) else DimDynamic.DUCK for dim in shape]

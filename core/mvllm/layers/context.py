@@ -147,6 +147,8 @@ class ForwardStep:
             which later layers without an indexer read; None before the first.
         item_indices: [n], int64, device: the tokens of the step that take a row of `item_embeds` instead of the
             embedding of their id; None in steps without images, audio or embeddings.
+        item_index: [T], int32, device: the row of `item_embeds` that each token takes, -1 for none. Models that are
+            traced read it instead of `item_indices`, see `layers/item_rows.py`.
         item_embeds: [n, embedding_width], compute dtype, device.
         rope_positions: [3, T], int32, device: temporal position, height and width of each token; None in steps in which
             the three are equal, and are the `positions` of the model.
@@ -163,6 +165,7 @@ class ForwardStep:
     state_metadata: StateArguments | None = None
     selected_positions: torch.Tensor | None = None
     item_indices: torch.Tensor | None = None
+    item_index: torch.Tensor | None = None
     item_embeds: torch.Tensor | None = None
     rope_positions: torch.Tensor | None = None
     cross_inputs: Sequence[torch.Tensor | None] | None = None

@@ -18,6 +18,7 @@ from mvllm.errors import ModelError
 from mvllm.layers.attention import Attention
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.embedding import LMHead, VocabEmbedding
+from mvllm.layers.item_rows import replace_rows
 from mvllm.layers.pipeline_stage import PipelineStage
 from mvllm.layers.state import SequenceState
 from mvllm.layers.weight_target import WeightTarget
@@ -139,9 +140,7 @@ class CausalLM(nn.Module, ABC):
         """First stage only: the embeddings of a step's tokens [T, hidden_size], with those of items in their places."""
         if step.item_embeds is None:
             return embeddings
-        assert step.item_indices is not None, "embeddings of items have places"
-        rows = step.item_embeds[:, : embeddings.shape[1]]
-        return embeddings.index_copy(0, step.item_indices, rows.to(embeddings.dtype))
+        return replace_rows(embeddings, step.item_embeds[:, : embeddings.shape[1]], step)
 
     def attention_layers(self) -> list[Attention]:
         """The attention of each layer on this rank, in layer order."""

@@ -22,6 +22,7 @@ from mvllm.config.model import ModelConfig
 from mvllm.config.rope_parameters import RopeParameters, is_per_layer_type, rope_settings
 from mvllm.errors import ConfigError, ModelError
 from mvllm.layers.context import BuildContext, ForwardStep
+from mvllm.layers.item_rows import replace_ids
 from mvllm.layers.mlp import GatedMLP
 from mvllm.layers.rotary import CosSinRows, RotaryEmbedding
 from mvllm.models.gemma2 import GEMMA_NORMS, number_or_default
@@ -152,9 +153,7 @@ class Gemma4ForCausalLM(TextPart):
 
     def _without_placeholders(self, input_ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """Token ids in which the positions of items are padding, whose per-layer embedding they have."""
-        if step.item_indices is None:
-            return input_ids
-        return input_ids.index_fill(0, step.item_indices, int(self.config.hf_config.get("pad_token_id", 0)))
+        return replace_ids(input_ids, int(self.config.hf_config.get("pad_token_id", 0)), step)
 
     def ignores(self, name: str) -> bool:
         """Checkpoints may have key and value projections of layers that do not use them."""

@@ -17,6 +17,7 @@ from mvllm.config.grid_families import deepstack_layers
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ConfigError
 from mvllm.layers.context import BuildContext, ForwardStep
+from mvllm.layers.item_rows import add_rows
 from mvllm.layers.routing import Routing
 from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from mvllm.layers.transposed_moe import TransposedMoE
@@ -53,10 +54,8 @@ class DeepStackModel(GridModel, LlamaForCausalLM):
     def add_behind_layer(self, layer: int, residual: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         if layer >= self._num_added or step.item_embeds is None:
             return residual
-        assert step.item_indices is not None, "embeddings of items have places"
         size = residual.shape[1]
-        rows = step.item_embeds[:, (layer + 1) * size : (layer + 2) * size]
-        return residual.index_add(0, step.item_indices, rows.to(residual.dtype))
+        return add_rows(residual, step.item_embeds[:, (layer + 1) * size : (layer + 2) * size], step)
 
 
 class Qwen3VLForConditionalGeneration(DeepStackModel, Qwen3ForCausalLM):

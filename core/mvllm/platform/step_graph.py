@@ -28,7 +28,7 @@ Dim = int | str
 """A size: a number, or an expression of one symbol such as `T`, `R+1`, `8*T` or `2*T-1`.
 
 Symbols: T tokens of the step, R requests, P blocks per request (columns of the block table), L rows whose logits are
-computed. All after padding.
+computed, N rows of embeddings of items. All after padding.
 """
 
 Kind = Literal["weight", "constant", "cache", "state", "step", "result"]
@@ -115,8 +115,10 @@ class StepGraph:
             token_ids [T]; positions [T]; prompt_lens [T]; intermediate [T, hidden_size], compute dtype, on later
             pipeline stages; query_start_loc [R+1]; seq_lens [R]; block_table.<g> [R, P] and slot_mapping.<g> [T] of
             KV cache group g; read_slots [R] and write_slots [R] of sequence states; adapter_slots [T] with LoRA;
-            token_types [T] of encoders; for `head` hidden
-            [T, hidden_size], compute dtype, and logits_indices [L]. Padding is that of BatchLayout and StateLayout.
+            token_types [T] of encoders. Of models that take images, audio or embeddings: item_embeds [N, width],
+            compute dtype; item_index [T], the row of it that each token takes, -1 for none and for padding; and with
+            three-dimensional positions rope_positions [T, 3]. For `head` hidden [T, hidden_size], compute dtype, and
+            logits_indices [L]. Padding is that of BatchLayout and StateLayout.
         nodes: The operations, in an order of execution.
         outputs: Names of the results.
     """
@@ -200,6 +202,7 @@ class StepSizes:
     Attributes:
         tokens, requests, pages, logits_rows: The values of T, R, P and L in this run.
         max_query_len, max_seq_len, num_decodes, kind: As in BatchLayout.
+        item_rows: The value of N in this run; at least 1 for a graph with `item_embeds`.
     """
 
     tokens: int
@@ -210,10 +213,11 @@ class StepSizes:
     max_seq_len: int
     num_decodes: int = 0
     kind: StepKind = StepKind.MIXED
+    item_rows: int = 0
 
     def symbols(self) -> dict[str, int]:
         """The numbers by symbol."""
-        return {"T": self.tokens, "R": self.requests, "P": self.pages, "L": self.logits_rows}
+        return {"T": self.tokens, "R": self.requests, "P": self.pages, "L": self.logits_rows, "N": self.item_rows}
 
 
 def substitute(dim: Dim, sizes: Mapping[str, int]) -> Dim:

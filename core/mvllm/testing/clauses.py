@@ -488,6 +488,13 @@ _ALL = (
         since=(1, 1),
     ),
     Clause(
+        "GRA-07",
+        "A graph of a model that takes images, audio or embeddings gives the logits of the definitions: for tokens "
+        "that take a row of `item_embeds`, for steps without rows, and for three rotary positions of each token.",
+        "graph_compiler",
+        since=(1, 1),
+    ),
+    Clause(
         "RUN-01",
         "A model of each family gives the log-probabilities of the oracle, within the suite's tolerance for the dtype.",
         "torch_device",

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 
 from mvllm.config.engine_args import EngineArgs
+from mvllm.config.multimodal import MultiModalModel
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.graph.arrays import to_numpy, to_torch
 from mvllm.graph.recorded_calls import RecordedAttention, RecordedGroup, recording_providers
 from mvllm.graph.run_parts import run_parts
-from mvllm.graph.trace import HEAD, MODEL, TracedModel, trace_model
+from mvllm.graph.trace import HEAD, MODEL, GraphItems, TracedModel, trace_model
 from mvllm.layers.context import BuildContext
 from mvllm.models.registry import resolve_model_class
 from mvllm.models.weight_loader import load_weights
@@ -28,14 +29,21 @@ from mvllm.plugin_api.graph import CacheValue, GraphCompiler, GraphProgram, Step
 
 
 def trace_checkpoint(
-    folder: Path, dtype: str, operations: Sequence[str], *, rank: int = 0, world_size: int = 1
+    folder: Path,
+    dtype: str,
+    operations: Sequence[str],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    multimodal: MultiModalModel | None = None,
 ) -> TracedModel:
     """A checkpoint's graphs with these operations; other operations are their definitions.
 
-    With several ranks they are the graphs of one tensor-parallel rank, cut at all collectives.
+    With several ranks they are the graphs of one tensor-parallel rank, cut at all collectives. With `multimodal` the
+    model takes items.
     """
     args = EngineArgs(model=str(folder), skip_tokenizer_init=True, dtype=dtype)
-    config = replace(args.create_engine_config().model, multimodal=None)  # graphs take token ids only
+    config = replace(args.create_engine_config().model, multimodal=multimodal)
     backends: dict[AttentionSpec, RecordedAttention] = {}
     context = BuildContext(
         dtype=torch_dtype(dtype),
@@ -49,7 +57,39 @@ def trace_checkpoint(
     model = resolve_model_class(config.architecture, config.model_impl, config.language_architecture)(config, context)
     load_weights(model, folder, use_tqdm=False)
     model.after_load()
-    return trace_model(model, operations=operations)
+    return trace_model(model, operations=operations, items=GraphItems.of(multimodal))
+
+
+@dataclass(frozen=True)
+class ItemUnderTest:
+    """An item whose rows the positions of one request take, one after the other.
+
+    Attributes:
+        rows: [n, width], elements as NumPy arrays of graphs have them.
+        request: Number of the request.
+        start: Its first position that takes a row.
+    """
+
+    rows: np.ndarray
+    request: int
+    start: int
+
+    def step_inputs(self, owners: np.ndarray, positions: np.ndarray, padding: int) -> dict[str, np.ndarray]:
+        """The inputs of a step over these tokens, with so many tokens and rows of padding.
+
+        Its rotary positions are those of an image three columns wide.
+        """
+        place = positions - self.start
+        takes = (owners == self.request) & (place >= 0) & (place < len(self.rows))
+        index = np.full(len(positions) + padding, -1, np.int32)
+        index[: len(positions)][takes] = np.arange(takes.sum())
+        rows = np.zeros((max(1, int(takes.sum())) + padding, self.rows.shape[1]), self.rows.dtype)
+        rows[: takes.sum()] = self.rows[place[takes]]
+        rope = np.zeros((len(positions) + padding, 3), np.int32)
+        rope[: len(positions)] = positions[:, None]
+        offsets = np.stack([np.zeros_like(place), place // 3, place % 3], axis=1)
+        rope[: len(positions)][takes] = self.start + offsets[takes]
+        return {"item_index": index, "item_embeds": rows, "rope_positions": rope}
 
 
 @dataclass
@@ -64,6 +104,7 @@ class GraphModelUnderTest:
         token_ids: The tokens of each request.
         block_size: Tokens per block.
         order: 1 gives weights in the order of the graphs, -1 in the reversed one.
+        item: An item of the requests; None for text alone.
         computed: Computed tokens of each request.
     """
 
@@ -72,6 +113,7 @@ class GraphModelUnderTest:
     token_ids: Sequence[Sequence[int]]
     block_size: int = 16
     order: int = 1
+    item: ItemUnderTest | None = None
     computed: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -152,7 +194,11 @@ class GraphModelUnderTest:
             self.computed[r] += lengths[r]
         tokens = len(token_ids) + padding
         sizes = StepSizes(tokens, len(chosen) + padding, width, tokens, max(counts), max(seq_lens))
-        return {name: np.ascontiguousarray(array, dtype=np.int32) for name, array in arrays.items()}, sizes
+        given = {name: np.ascontiguousarray(array, dtype=np.int32) for name, array in arrays.items()}
+        if self.item is not None:
+            given |= self.item.step_inputs(owners, positions, padding)
+            sizes = replace(sizes, item_rows=len(given["item_embeds"]))
+        return given, sizes
 
     def run(self, arrays: dict[str, np.ndarray], sizes: StepSizes) -> torch.Tensor:
         """Logits of all tokens of a step, padding included."""

@@ -11,7 +11,7 @@ import torch
 from mvllm.config.model import ModelConfig
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.graph.recorded_calls import RecordedAttention, recording_providers
-from mvllm.graph.trace import trace_model
+from mvllm.graph.trace import GraphItems, trace_model
 from mvllm.layers.context import BuildContext
 from mvllm.layers.quantization.registry import quantization_method
 from mvllm.models.registry import resolve_model_class
@@ -57,9 +57,10 @@ def operations_of_model(config: ModelConfig, compiler: GraphCompiler) -> ModelOp
         kv_dtype=config.dtype,
         quantization=quantization_method(config),
     )
-    config = replace(config, multimodal=None)  # graphs take token ids only
+    if config.multimodal is not None and not config.multimodal.takes_rows_only:
+        config = replace(config, multimodal=None)  # as in an engine, which refuses its items
     model_class = resolve_model_class(config.architecture, config.model_impl, config.language_architecture)
     model = weightless_model(model_class, config, context)
-    graphs = trace_model(model, computes_logits=config.kind.generates).graphs
+    graphs = trace_model(model, computes_logits=config.kind.generates, items=GraphItems.of(config.multimodal)).graphs
     reasons = dict.fromkeys(reason for graph in graphs for reason in compiler.unsupported(graph))
     return ModelOperations(Counter(node.op for graph in graphs for node in graph.nodes), tuple(reasons))

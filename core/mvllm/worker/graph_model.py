@@ -19,12 +19,16 @@ from mvllm.errors import ModelError
 from mvllm.graph.arrays import largest_of_rows, to_numpy, to_torch
 from mvllm.graph.missing_operations import check_translated
 from mvllm.graph.run_parts import run_graph
-from mvllm.graph.trace import HEAD, MODEL, GraphAdapters, head_of, trace_model
+from mvllm.graph.trace import HEAD, MODEL, GraphAdapters, GraphItems, head_of, trace_model
 from mvllm.layers.lora import LoRAMapping
+from mvllm.ops.dtypes import torch_dtype
 from mvllm.platform.graph_compiler import DeviceArray, GraphCompiler, GraphProgram
 from mvllm.platform.graphs import CompileBackend
+from mvllm.platform.shapes import ShapePolicy
 from mvllm.platform.step_graph import StepSizes, distinct_inputs
+from mvllm.worker.encoder_runner import StepItemTensors
 from mvllm.worker.graph_adapters import AdapterArrays, adapter_slots
+from mvllm.worker.graph_items import ItemInputs
 from mvllm.worker.graph_weights import release
 from mvllm.worker.lora_model_manager import LoRAModelManager
 from mvllm.worker.out_of_memory import out_of_memory_as
@@ -47,6 +51,9 @@ class GraphModel:
         generates: Whether logits are computed.
         tp: The tensor-parallel ranks.
         lora: The model's LoRA adapters; None without LoRA.
+        items: The items that prompts may have; None for text alone.
+        shapes: The platform's buckets.
+        is_static: Whether the platform has static shapes.
         load: Loads a model without weights, when the program can take them; None for a loaded one.
 
     Attributes:
@@ -68,11 +75,16 @@ class GraphModel:
         lora: LoRAModelManager | None = None,
         *,
         generates: bool,
+        items: GraphItems | None = None,
+        shapes: ShapePolicy | None = None,
+        is_static: bool = False,
         load: Callable[[GraphModel], None] | None = None,
     ) -> None:
         adapters = None if lora is None else GraphAdapters(lora.step, lora.arrays)
         known = compiler.operations()
-        traced = trace_model(model, computes_logits=generates, collectives=known, operations=known, adapters=adapters)
+        traced = trace_model(
+            model, computes_logits=generates, collectives=known, operations=known, adapters=adapters, items=items
+        )
         check_translated(traced.graphs, compiler, type(model).__name__)
         self.graphs, self.arrays = traced.graphs, traced.arrays
         self._kept_arrays: dict[str, np.ndarray] = {}
@@ -80,6 +92,15 @@ class GraphModel:
         self._dtype_of = {name: whole.outputs[0].dtype for name, whole in traced.whole.items()}
         self._head_steps: dict[int, tuple[np.ndarray, StepSizes]] = {}
         self._reads_token_types = model.uses_token_types
+        self._items = None
+        if items is not None:
+            self._items = ItemInputs(
+                items,
+                torch_dtype(model.config.dtype),
+                shapes or ShapePolicy(),
+                is_static=is_static,
+                has_rows=model.stage.is_first,
+            )
         remedy = "Choose a smaller dtype or a quantized model, or a larger pipeline_parallel_size."
         with out_of_memory_as(ModelError, "The weights", remedy):
             self.program: GraphProgram = compiler.program(traced.graphs)
@@ -112,6 +133,7 @@ class GraphModel:
         intermediate: torch.Tensor | None,
         lora: LoRAMapping | None = None,
         token_types: torch.Tensor | None = None,
+        items: StepItemTensors | None = None,
     ) -> torch.Tensor:
         """Hidden states of a step on the host: [T, hidden_size].
 
@@ -119,23 +141,28 @@ class GraphModel:
             intermediate: Hidden states of the previous pipeline stage; None on the first.
             lora: LoRA adapters of the step's tokens.
             token_types: As in ForwardStep, for models that read them.
+            items: Images, audio and embeddings in the step; None without any.
         """
-        return to_torch(self._run(MODEL, *self._step(inputs, intermediate, lora, token_types)), self._dtype_of[MODEL])
+        given, sizes = self._step(inputs, intermediate, lora, token_types, items)
+        return to_torch(self._run(MODEL, given, sizes), self._dtype_of[MODEL])
 
     def largest_logits(
-        self, inputs: StepInputs, intermediate: torch.Tensor | None, lora: LoRAMapping | None = None
+        self,
+        inputs: StepInputs,
+        intermediate: torch.Tensor | None,
+        lora: LoRAMapping | None = None,
+        items: StepItemTensors | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """The largest logit of each of a step's rows of logits, and its token; by few calls on the host.
 
         Args:
-            inputs, intermediate, lora: As for `run`.
+            inputs, intermediate, lora, items: As for `run`.
 
         Returns:
             float32 [L], and int64 [L], without padding: as from the reference of the operation `argmax`.
         """
-        (hidden,) = run_graph(
-            self._whole[MODEL], self.program, *self._step(inputs, intermediate, lora), self._tp, to_host=False
-        )
+        given, sizes = self._step(inputs, intermediate, lora, items=items)
+        (hidden,) = run_graph(self._whole[MODEL], self.program, given, sizes, self._tp, to_host=False)
         num_rows = inputs.num_logits
         if not inputs.selects_all:
             indices = inputs.logits_indices.numpy()
@@ -152,6 +179,7 @@ class GraphModel:
         intermediate: torch.Tensor | None,
         lora: LoRAMapping | None,
         token_types: torch.Tensor | None = None,
+        items: StepItemTensors | None = None,
     ) -> tuple[dict[str, np.ndarray], StepSizes]:
         """The inputs and sizes of the graph `model`. Arguments as for `run`."""
         layout, states = inputs.layout, inputs.state_layout
@@ -175,6 +203,8 @@ class GraphModel:
             given["token_types"] = types if token_types is None else token_types.numpy()
         if self._adapters.arrays:
             given["adapter_slots"] = adapter_slots(lora, layout.num_tokens)
+        if self._items is not None:
+            given |= self._items.arrays(items, positions)
         sizes = StepSizes(
             tokens=layout.num_tokens,
             requests=layout.num_requests,
@@ -184,6 +214,7 @@ class GraphModel:
             max_seq_len=layout.max_seq_len,
             num_decodes=layout.num_decodes,
             kind=layout.kind,
+            item_rows=len(given.get("item_embeds", ())),
         )
         return given, sizes
 
@@ -237,9 +268,10 @@ class GraphForward:
         inputs: StepInputs,
         intermediate: torch.Tensor | None = None,
         adapters: LoRAMapping | None = None,
+        items: StepItemTensors | None = None,
     ) -> torch.Tensor:
         """As DecoderForward.run; the result is on the host."""
-        return self._graph.run(inputs, intermediate, adapters)
+        return self._graph.run(inputs, intermediate, adapters, items=items)
 
     def compile(self, compiler: CompileBackend) -> None:
         """Never called: the model is compiled already."""

@@ -184,11 +184,15 @@ class ModelForward:
         return hidden, states
 
     def sample_on_host(
-        self, inputs: StepInputs, intermediate: torch.Tensor | None, adapters: LoRAMapping | None = None
+        self,
+        inputs: StepInputs,
+        intermediate: torch.Tensor | None,
+        adapters: LoRAMapping | None = None,
+        items: StepItemTensors | None = None,
     ) -> HostSamplerOutput:
         """Runs the model and samples each row of logits greedily, where `samples_on_host`. Arguments as for `run`."""
         assert self.loader.graph is not None
-        max_logits, token_ids = self.loader.graph.largest_logits(inputs, intermediate, adapters)
+        max_logits, token_ids = self.loader.graph.largest_logits(inputs, intermediate, adapters, items)
         self.runtime.step_mark()
         return HostSamplerOutput(token_ids, max_logits)
 
@@ -219,9 +223,6 @@ class ModelForward:
         if self.config.model.kind.is_encoder:
             return self._run_encoder(inputs, intermediate, pooling)
         assert self.decoder is not None, "the model is not loaded"
-        if items is None:
-            return self.decoder.run(inputs, intermediate, adapters)
-        assert isinstance(self.decoder, DecoderForward), "a program takes token ids only"
         return self.decoder.run(inputs, intermediate, adapters, items)
 
     def logits(self, states: torch.Tensor, num_rows: int, spaces: np.ndarray | None = None) -> torch.Tensor:

@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from mvllm.config.encoder_limits import items_of
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.model import ModelConfig
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import ConfigError, ModelError
 from mvllm.graph.recorded_calls import RecordedGroup, recording_providers
+from mvllm.graph.trace import GraphItems
 from mvllm.layers.context import BuildContext
 from mvllm.layers.quantization.registry import quantization_method
 from mvllm.logging import get_logger
@@ -25,6 +27,7 @@ from mvllm.platform.graph_compiler import GraphCompiler
 from mvllm.platform.interface import Platform
 from mvllm.platform.op_provider import OpProvider
 from mvllm.platform.runtime import DeviceRuntime
+from mvllm.platform.shapes import ShapePolicy
 from mvllm.worker.graph_layers import GraphKVCacheLayers
 from mvllm.worker.graph_model import GraphModel
 from mvllm.worker.graph_weights import GraphWeightUpdate, ValuesInStructure, weightless_model
@@ -145,7 +148,15 @@ class ModelLoader:
             assert self._graph_compiler is not None
             load = self._load_graph if weightless else None
             self.graph = GraphModel(
-                model, self._graph_compiler, self._tp, self._adapters, generates=config.kind.generates, load=load
+                model,
+                self._graph_compiler,
+                self._tp,
+                self._adapters,
+                generates=config.kind.generates,
+                items=GraphItems.of(items_of(self._config)),
+                shapes=call_checked(self._platform, "shapes", returns=ShapePolicy),
+                is_static=self._platform.capabilities.static_shapes,
+                load=load,
             )
             graphs = [self.graph]
             if self.draft is not None:

@@ -434,7 +434,7 @@ class ModelRunner:
         if self._forward.samples_on_host and self.rows.give_only_greedy_tokens(
             plan, inputs.rows[inputs.sampling_positions]
         ):
-            computed.sampled = self._forward.sample_on_host(inputs, intermediate, adapters)
+            computed.sampled = self._forward.sample_on_host(inputs, intermediate, adapters, items)
         else:
             found = self._forward.compute(inputs, intermediate, adapters, self.rows.pooling, items)
             computed.hidden, computed.states = found

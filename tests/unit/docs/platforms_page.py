@@ -49,7 +49,7 @@ CLAUSES_OF: dict[str, tuple[str, ...]] = {
     "state": tuple(f"STA-{number:02}" for number in range(1, 8)),
     "sparse_attention": ("ATT-15", "ATT-16"),
     "non_causal_spans": ("ATT-17",),
-    "graph_compiler": tuple(f"GRA-{number:02}" for number in range(1, 7)),
+    "graph_compiler": tuple(f"GRA-{number:02}" for number in range(1, 8)),
     "stores_by_block_table": ("KVL-03",),
     "kv_transfer": tuple(f"KVT-{number:02}" for number in range(1, 5)),
 }

@@ -22,6 +22,7 @@ from tests.unit.worker.fake_platform import FakePlatform
 ABLE = Capabilities(
     dtypes=("float32",), kv_dtypes=("float32",), prefix_caching=True, chunked_prefill=True, sliding_window=True
 )
+AS_GRAPHS = replace(ABLE, graph_compiler=True)
 
 
 def config_of(**model: object) -> EngineConfig:
@@ -33,12 +34,15 @@ def config_of(**model: object) -> EngineConfig:
 def test_a_causal_model_with_images_is_accepted() -> None:
     assert refusal_of_items(config_of(), ABLE) is None
     assert make_encoder_planner(config_of()) is not None
+    assert refusal_of_items(config_of(), AS_GRAPHS) is None
+    assert refusal_of_items(config_of(), replace(AS_GRAPHS, static_shapes=True)) is None
 
 
 @pytest.mark.parametrize(
     ("config", "capabilities", "why"),
     [
-        (config_of(), replace(ABLE, graph_compiler=True), "graphs"),
+        (config_of(spans_attend_both_ways=True), replace(AS_GRAPHS, non_causal_spans=True), "attention is causal"),
+        (config_of(cross_attention=True), AS_GRAPHS, "no cross-attention"),
         (config_of(), replace(ABLE, static_shapes=True), "compiles every shape"),
         (config_of(), replace(ABLE, torch_device=False), "its own worker"),
     ],
@@ -114,11 +118,11 @@ def test_limits(model: dict, settings: dict, expected: tuple[int, int, int]) -> 
 
 
 def test_a_request_with_an_image_is_refused_with_that_sentence() -> None:
-    refusal = refusal_of_items(config_of(), replace(ABLE, graph_compiler=True))
+    refusal = refusal_of_items(config_of(), replace(ABLE, torch_device=False))
     config = replace(config_of(), multimodal=MultiModalConfig(refusal=refusal, enable_embeds=True))
     items = PromptItems(config, ProcessorClient(config.model, config.multimodal))
     prompt = {"prompt": "a", "multi_modal_data": {"image": b""}}
     assert items.submit({"prompt": "a"}) is None
     for ask in (items.check, items.submit, lambda _: items.check_embeds_enabled()):
-        with pytest.raises(RequestError, match="runs models as graphs"):
+        with pytest.raises(RequestError, match="has its own worker"):
             ask(prompt)

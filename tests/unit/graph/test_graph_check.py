@@ -8,6 +8,7 @@ import pytest
 
 from mvllm.entrypoints.cli.main import main
 from mvllm.graph.interpreter import Interpreter
+from tests.helpers import multimodal_zoo
 from tests.helpers.model_zoo import ZOO, make_checkpoint
 from tests.helpers.plugins import graph_platform_path, prepend
 
@@ -56,6 +57,11 @@ def test_models_of_all_families_are_traced_without_weights(
 ) -> None:
     firsts = {name.partition("-")[0]: name for name in sorted(ZOO, reverse=True)}
     folders = [make_checkpoint(name, tmp_path / name, tokenizer=False) for name in firsts.values()]
+    for name, entry in multimodal_zoo.zoo().items():
+        if (family := name.partition("-")[0]) == name or family.startswith("gemma"):
+            firsts[name] = name
+            folders.append(tmp_path / name)
+            multimodal_zoo.save_model(entry.config(), folders[-1], entry.seed, entry.embedding_scale)
     check(*folders)
     printed = capsys.readouterr().out
     reports = dict(zip(firsts, printed.split(str(tmp_path))[1:], strict=True))

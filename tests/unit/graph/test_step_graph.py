@@ -45,7 +45,7 @@ def test_a_graph_with_sizes_has_numbers() -> None:
     assert graph.inputs[0].shape == (3, 64)
     assert graph.nodes[0].attributes == {"shape": (3, 4, 16)} and graph.nodes[0].outputs[0].shape == (3, 4, 16)
     assert graph.nodes[1].attributes["stop"] == 5
-    assert StepSizes(3, 2, 4, 1, max_query_len=2, max_seq_len=9).symbols() == {"T": 3, "R": 2, "P": 4, "L": 1}
+    assert StepSizes(3, 2, 4, 1, max_query_len=2, max_seq_len=9).symbols() == {"T": 3, "R": 2, "P": 4, "L": 1, "N": 0}
 
 
 def test_a_graph_crosses_a_process_as_bytes() -> None:

@@ -70,11 +70,9 @@ def refusal_of_items(config: EngineConfig, capabilities: Capabilities) -> str | 
     model = config.model.multimodal
     if model is None and not config.multimodal.enable_embeds:
         return None
-    if capabilities.graph_compiler:
-        why = "the platform runs models as graphs, which take token ids only"
-    elif not capabilities.torch_device:
+    if not capabilities.torch_device:
         why = "the platform has its own worker, which takes token ids only"
-    elif capabilities.static_shapes:
+    elif capabilities.static_shapes and not capabilities.graph_compiler:
         why = "the platform compiles every shape, and the number of their rows differs in each step"
     elif config.model.kind.is_encoder:
         why = "the model is a text encoder"
@@ -82,6 +80,10 @@ def refusal_of_items(config: EngineConfig, capabilities: Capabilities) -> str | 
         why = "the model runs through transformers, where it takes token ids only"
     elif model is None:
         return None
+    elif capabilities.graph_compiler and model.spans_attend_both_ways:
+        why = "the platform runs models as graphs, whose attention is causal, and the tokens of an image see later ones"
+    elif capabilities.graph_compiler and model.cross_attention:
+        why = "the platform runs models as graphs, which have no cross-attention"
     elif model.spans_attend_both_ways and not capabilities.non_causal_spans:
         why = "the platform does not claim non_causal_spans, and the tokens of an image attend to later ones"
     elif model.cross_attention and config.parallel.pipeline_parallel_size > 1:

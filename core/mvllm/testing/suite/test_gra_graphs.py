@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 
@@ -9,13 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from mvllm.config.multimodal import MultiModalModel
 from mvllm.graph.arrays import to_numpy
 from mvllm.graph.interpreter import Interpreter
 from mvllm.graph.operations import GRAPH_OPERATIONS
 from mvllm.graph.parts import COLLECTIVES
+from mvllm.ops.dtypes import torch_dtype
 from mvllm.plugin_api import DeviceRuntime
 from mvllm.plugin_api.graph import GraphCompiler, Node, StepGraph, Value
-from mvllm.testing.graph_models import GraphModelUnderTest, step_of_ranks, trace_checkpoint
+from mvllm.testing.graph_models import GraphModelUnderTest, ItemUnderTest, step_of_ranks, trace_checkpoint
 from mvllm.testing.markers import clause, exhaustive, skip_not_claimed
 from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.tensor_assertions import assert_equal
@@ -162,3 +165,27 @@ def test_parts_between_collectives_give_the_logits_of_the_whole(
             assert_close(subject, logits, exact, f"{family}, rank {rank} of 2, step of {lengths} tokens")
     for each in ranks:
         each.program.close()
+
+
+@clause("GRA-07")
+def test_tokens_take_rows_of_items_and_three_rotary_positions(
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, zoo: Zoo
+) -> None:
+    compiler, dtype, folder = compiler_of(subject), main_dtype(subject.capabilities), zoo.checkpoint("llama")
+    hf = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    hidden, frequencies = hf["hidden_size"], hf["hidden_size"] // hf["num_attention_heads"] // 2
+    third = frequencies // 3
+    taken = MultiModalModel(embedding_width=2 * hidden, rope_sections=(frequencies - 2 * third, third, third))
+    traced = trace_checkpoint(folder, dtype, list(compiler.operations()), multimodal=taken)
+    random_rows = torch.randn((14, 2 * hidden), generator=torch.Generator().manual_seed(7))
+    # The item begins in the first step and ends in the second one; the third one has none.
+    item = ItemUnderTest(to_numpy(random_rows.to(torch_dtype(dtype))), request=0, start=10)
+    rng = random.Random("items")
+    token_ids = [[rng.randrange(2, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
+    for padding in (0, 2):
+        model = GraphModelUnderTest(traced, compiler, token_ids, item=item)
+        exact = replace(model, compiler=Interpreter())
+        for lengths in STEPS:
+            where = f"an item in a step of {lengths} tokens and {padding} of padding"
+            assert_close(subject, model.step(lengths, padding=padding), exact.step(lengths), where)
+        model.program.close()
