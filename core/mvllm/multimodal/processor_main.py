@@ -140,6 +140,7 @@ class JobServer:
                 HFConfig(json.loads(start.hf_config), f"{start.path}/config.json"),
                 json.loads(start.processor_kwargs),
                 trust_remote_code=start.trust_remote_code,
+                float_dtype=start.float_dtype,
             )
             _use_one_thread()
         except MvllmError as e:
