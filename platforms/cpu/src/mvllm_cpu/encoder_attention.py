@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from mvllm.plugin_api import OpCase, OpProvider
-from mvllm_cpu import workspace
+from mvllm_cpu import recording, workspace
 from mvllm_cpu.ops import PROVIDER, supports
 from mvllm_cpu.paged_attention import (
     DTYPE_CODES,
@@ -120,11 +120,10 @@ class EncoderAttention:
             return out
         # Undefined contents: no dimension of a key is padding, and those of values do not affect other dimensions.
         padded = -(-size // VALUE_ALIGNMENT) * VALUE_ALIGNMENT
-        stored = [
-            workspace.empty((layout.num_blocks, num_kv_heads, each, BLOCK_SIZE), query.dtype) for each in (size, padded)
-        ]
-        cache = PagedCache.of(stored, [])
+        shapes = [(layout.num_blocks, num_kv_heads, each, BLOCK_SIZE) for each in (size, padded)]
+        cache = PagedCache.of([workspace.empty(shape, query.dtype) for shape in shapes], [])
         step = self._plan(layout, (num_heads, num_kv_heads, size, DTYPE_CODES[query.dtype], scale, batch_invariant))
+        recording.hold(step, cache)  # a replay writes the same memory
         self._write_kv(step.handle, key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0), cache.address)
         self._attention(step.handle, query.data_ptr(), query.stride(0), cache.address, None, 0, out.data_ptr())
         return out
