@@ -1,7 +1,7 @@
 """Runs the encoders of a step's items, keeps their results, and gathers the rows that the step's tokens take.
 
-The scheduler decides what is encoded, and when a result is dropped. Encoders are not compiled: the shapes of items
-differ. An item whose encoder fails fails the requests that read it, and nothing else.
+The scheduler decides what is encoded, and when a result is dropped. Only towers whose items have one shape are compiled
+(`FixedShapeTower`). An item whose encoder fails fails the requests that read it, and nothing else.
 """
 
 from __future__ import annotations
