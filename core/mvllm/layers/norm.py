@@ -165,14 +165,19 @@ class LayerNorm(nn.Module):
         if affine and not bias:
             # A vector, because the operation has either both weight and bias or none.
             self.bias = ctx.place(torch.zeros(hidden_size, dtype=ctx.dtype, device=ctx.device), None)
-        self._norm = ctx.op("layer_norm", hidden_size=hidden_size, affine=affine).function
+        norm = ctx.op("layer_norm", hidden_size=hidden_size, affine=affine)
+        fused = ctx.op("fused_add_layer_norm", hidden_size=hidden_size, affine=affine)
+        self._norm = norm.function
+        self._add_norm = fused.function if fused.may_replace(norm) else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size], normalised."""
         return self._norm(x, self.weight, self.bias, self.eps)
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """As RMSNorm.add_norm, without reusing storage."""
+        """As RMSNorm.add_norm."""
+        if residual is not None and self._add_norm is not None:
+            return self._add_norm(x, residual, self.weight, self.bias, self.eps)
         total = x if residual is None else residual + x
         return self.forward(total), total
 

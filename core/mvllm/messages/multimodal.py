@@ -23,7 +23,7 @@ class ArrayData(msgspec.Struct, array_like=True):
     """An array as bytes. Phase: any.
 
     Attributes:
-        dtype: Its name, as numpy's: `float32`, `int64`, `bool`.
+        dtype: Its name, as numpy's: `float32`, `int64`, `bool`; or `bfloat16`.
         shape: Its shape.
         data: Its elements in C order, little-endian.
     """

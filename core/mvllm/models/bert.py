@@ -122,8 +122,9 @@ class EncoderLayer(nn.Module):
     def forward(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
         query, key, value = self.qkv.split(x)
-        x = self.attention_norm(x + self.output(self.attention(query, key, value, step)))
-        return self.mlp_norm(x + self.mlp(x))
+        x, _ = self.attention_norm.add_norm(self.output(self.attention(query, key, value, step)), x)
+        x, _ = self.mlp_norm.add_norm(self.mlp(x), x)
+        return x
 
 
 class EncoderHead(nn.Module):

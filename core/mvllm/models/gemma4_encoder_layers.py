@@ -39,6 +39,10 @@ class ClippedProjection(nn.Module):
         self.limits = nn.ModuleList(nn.ModuleList(each) for each in of_all)
         self._limits = of_all  # the same, typed
 
+    def joined(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in] to [T, sum of outs]."""
+        return torch.cat(list(self(x)), dim=-1) if self._limits[0] else self.linears[0](x)
+
     def forward(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """[T, in] to [T, out] of each layer."""
         if not self._limits[0]:

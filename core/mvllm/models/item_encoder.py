@@ -9,13 +9,38 @@ the first pipeline stage only. Adapters (LoRA) do not apply to it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
+from mvllm.platform.graphs import CompileBackend
+
 Features = Mapping[str, torch.Tensor]
 """The processor's arrays of one item, on the device. Floats have the compute dtype."""
+
+
+class FixedShapeTower(nn.Module, ABC):
+    """A tower over items of one shape, which a platform may compile for each number of items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._compiled: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    @abstractmethod
+    def compute(self, patches: torch.Tensor) -> torch.Tensor:
+        """The states of all patches [n * rows, size], of items [n, patches, elements], compute dtype.
+
+        It depends on weights and this tensor only.
+        """
+
+    def run(self, patches: torch.Tensor) -> torch.Tensor:
+        """The result of `compute`, compiled where that is done."""
+        return self.compute(patches) if self._compiled is None else self._compiled(patches)
+
+    def compile_tower(self, compiler: CompileBackend | None) -> None:
+        """As ItemEncoder.compile_towers."""
+        self._compiled = None if compiler is None else compiler.compile_encoder(self.compute)
 
 
 class ItemEncoder(nn.Module, ABC):
@@ -42,6 +67,13 @@ class ItemEncoder(nn.Module, ABC):
         Returns:
             For each item [rows, embedding_width], compute dtype.
         """
+
+    def compile_towers(self, compiler: CompileBackend | None) -> None:
+        """Compiles the towers whose items have one shape, where the platform does that. None drops what is compiled,
+        which refers to weights."""
+        for module in self.modules():
+            if isinstance(module, FixedShapeTower):
+                module.compile_tower(compiler)
 
     def ignores(self, name: str) -> bool:
         """Whether a tensor of the encoders' modules in the checkpoint is not used, as layers behind the last one that

@@ -46,6 +46,8 @@ class ItemProcessor:
         hf_config: Its config.json.
         processor_kwargs: The user's arguments of the processor (`mm_processor_kwargs`).
         trust_remote_code: Whether code from the model folder may run.
+        float_dtype: Dtype of the features that are floats: that of the encoder, to which they would be rounded later.
+            They then take half of the bytes on their way.
 
     Raises:
         ModelError: The folder's processor cannot be loaded.
@@ -60,8 +62,10 @@ class ItemProcessor:
         processor_kwargs: Mapping[str, Any] | None = None,
         *,
         trust_remote_code: bool = False,
+        float_dtype: str = "float32",
     ) -> None:
         self._model = model
+        self._float_dtype = float_dtype
         self._kwargs = dict(processor_kwargs or {})
         self.processor = load_processor(path, trust_remote_code=trust_remote_code)
         self.family = item_family(architecture, self.processor, model, hf_config)
@@ -139,7 +143,7 @@ class ItemProcessor:
             embedded=embedded,
             embedded_id=embedded_id,
             num_encoded=family.num_encoded(modality, features, sum(b - a for a, b in embedded)),
-            features={name: array_data(value) for name, value in kept.items()},
+            features={name: array_data(value, self._float_dtype) for name, value in kept.items()},
             rope_positions=None if rope is None else array_data(rope[0].astype(np.int32)),
             rope_length=None if rope is None else rope[1],
         )
@@ -179,19 +183,34 @@ class ItemProcessor:
         return dict(merged[_SETTINGS[modality]])
 
 
-def array_data(value: Any) -> ArrayData:
-    """An array of numpy or torch, a number, or nested lists of them, as a message."""
+def array_data(value: Any, float_dtype: str = "float32") -> ArrayData:
+    """An array of numpy or torch, a number, or nested lists of them, as a message.
+
+    Args:
+        float_dtype: Dtype of floats.
+    """
     if hasattr(value, "detach"):
         value = value.detach().cpu().numpy()
     elif isinstance(value, list | tuple):
         value = np.asarray([np.asarray(each) for each in value])
     array = np.ascontiguousarray(value)
     array = array.reshape(np.shape(value))  # ascontiguousarray makes a number a row
-    if array.dtype == np.float64:
-        array = array.astype(np.float32)
     if array.dtype.kind not in "fiub":
         raise ModelError(f"The processor returned a feature of dtype {array.dtype}, which no encoder takes.")
+    if array.dtype.kind == "f":
+        return _rounded(array.astype(np.float32, copy=False), float_dtype)
     return ArrayData(array.dtype.name, list(array.shape), array.tobytes())
+
+
+def _rounded(array: np.ndarray[Any, Any], dtype: str) -> ArrayData:
+    """Floats in a dtype that numpy may not have; torch rounds, as the worker would."""
+    shape = list(array.shape)
+    if dtype == "float32":
+        return ArrayData(dtype, shape, array.tobytes())
+    import torch
+
+    rounded = torch.from_numpy(array).to(getattr(torch, dtype))
+    return ArrayData(dtype, shape, rounded.view(torch.int16).numpy().tobytes())
 
 
 def _fingerprint(path: Path, kwargs: Mapping[str, Any]) -> bytes:

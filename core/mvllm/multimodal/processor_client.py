@@ -218,4 +218,5 @@ def _start_message(model: ModelConfig, config: MultiModalConfig) -> ProcessorSta
         max_audio_seconds=config.max_audio_seconds,
         hidden_size=model.hidden_size,
         max_embeddings=model.max_model_len,
+        float_dtype="float32" if model.dtype == "auto" else model.dtype,
     )

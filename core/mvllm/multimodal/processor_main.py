@@ -142,6 +142,7 @@ class JobServer:
                 HFConfig(json.loads(start.hf_config), f"{start.path}/config.json"),
                 json.loads(start.processor_kwargs),
                 trust_remote_code=start.trust_remote_code,
+                float_dtype=start.float_dtype,
             )
             _use_one_thread()
         except Exception as e:  # noqa: BLE001  (code of the model's folder, or of transformers)

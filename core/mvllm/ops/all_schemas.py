@@ -18,7 +18,7 @@ from mvllm.ops.log_decay import LOG_DECAY
 from mvllm.ops.logsumexp import LOGSUMEXP
 from mvllm.ops.lora import ADD_LORA, ADD_LORA_BY_SLOT
 from mvllm.ops.moe import CLAMPED_MOE, GELU_TANH_MOE, MOE, UNGATED_MOE
-from mvllm.ops.norm import FUSED_ADD_RMS_NORM, LAYER_NORM, RMS_NORM
+from mvllm.ops.norm import FUSED_ADD_LAYER_NORM, FUSED_ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from mvllm.ops.quantized_linear import QUANTIZED_LINEAR, QUANTIZED_LINEAR_SILU_AND_MUL
 from mvllm.ops.quantized_moe import QUANTIZED_MOE, QUANTIZED_UNGATED_MOE
 from mvllm.ops.rotary import ROTARY_EMBEDDING
@@ -42,6 +42,7 @@ SCHEMAS: dict[str, OpSchema] = {
         RMS_NORM,
         FUSED_ADD_RMS_NORM,
         LAYER_NORM,
+        FUSED_ADD_LAYER_NORM,
         GATED_RMS_NORM,
         ROTARY_EMBEDDING,
         MOE,

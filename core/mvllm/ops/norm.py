@@ -1,4 +1,4 @@
-"""The operations `rms_norm`, `fused_add_rms_norm` and `layer_norm` over the last dimension, computed in float32."""
+"""The operations `rms_norm`, `layer_norm`, and both behind a sum, over the last dimension, computed in float32."""
 
 from __future__ import annotations
 
@@ -55,8 +55,31 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor 
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
+def fused_add_layer_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adds x to the residual stream and normalises the sum, as `layer_norm` does.
+
+    Layers call it instead of a sum and `layer_norm` if a provider other than this reference implements it.
+
+    Args:
+        x, residual: [T, hidden_size], compute dtype, contiguous.
+        weight, bias: [hidden_size], compute dtype, or None for a norm without them.
+        eps: Added to the variance.
+
+    Returns:
+        The normalised sum, and the sum itself rounded to the compute dtype; both [T, hidden_size].
+    """
+    residual = residual + x
+    return layer_norm(residual, weight, bias, eps), residual
+
+
 _HIDDEN_SIZE = {"hidden_size": "size of the last dimension"}
 
 RMS_NORM = OpSchema(rms_norm, facts=_HIDDEN_SIZE)
 FUSED_ADD_RMS_NORM = OpSchema(fused_add_rms_norm, facts=_HIDDEN_SIZE, may_overwrite=("x", "residual"))
-LAYER_NORM = OpSchema(layer_norm, facts={**_HIDDEN_SIZE, "affine": "whether weight and bias are given"})
+_OF_LAYER_NORM = {**_HIDDEN_SIZE, "affine": "whether weight and bias are given"}
+LAYER_NORM = OpSchema(layer_norm, facts=_OF_LAYER_NORM)
+FUSED_ADD_LAYER_NORM = OpSchema(
+    fused_add_layer_norm, facts=_OF_LAYER_NORM, may_overwrite=("x", "residual"), replaces_others=True
+)

@@ -67,6 +67,16 @@ class CompileBackend(ABC):
         """
         return None
 
+    def compile_encoder(self, function: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Compiles the layers of an encoder whose items have one shape. Since contract 1.1.
+
+        Optional; by default None, and core calls the function as it is. It takes one tensor, whose first dimension is
+        the number of items, reads the weights, changes nothing, and returns one tensor. The number of items differs
+        from call to call; the other dimensions do not. Core reads the result before it calls a function of the same
+        backend again.
+        """
+        return None
+
     def cache_key(self) -> str:
         """Changes whenever compiled results from before must not be reused (compiler, plugin or device changed).
 

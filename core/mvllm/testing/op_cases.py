@@ -140,7 +140,8 @@ def _norms(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
                 yield OpCall(op, facts, partial(_rms_norm_arguments, dtype, rows, size, residual=True))
             else:
                 for affine in (False, True):
-                    make = partial(_layer_norm_arguments, dtype, rows, size, affine)
+                    has_residual = op == "fused_add_layer_norm"
+                    make = partial(_layer_norm_arguments, dtype, rows, size, affine, residual=has_residual)
                     yield OpCall(op, {**facts, "affine": affine}, make)
 
 
@@ -156,9 +157,12 @@ def _rms_norm_arguments(
     return (x, *residuals, random_tensor(dtype, size, seed=1), 1e-5)
 
 
-def _layer_norm_arguments(dtype: torch.dtype, rows: int, size: int, affine: bool) -> tuple[Any, ...]:
+def _layer_norm_arguments(
+    dtype: torch.dtype, rows: int, size: int, affine: bool, *, residual: bool = False
+) -> tuple[Any, ...]:
     weights = (random_tensor(dtype, size, seed=1), random_tensor(dtype, size, seed=2)) if affine else (None, None)
-    return (random_tensor(dtype, rows, size), *weights, 1e-5)
+    residuals = (random_tensor(dtype, rows, size, seed=3),) if residual else ()
+    return (random_tensor(dtype, rows, size), *residuals, *weights, 1e-5)
 
 
 def _rotary(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
@@ -448,6 +452,7 @@ _MAKERS: dict[str, Callable[[str, torch.dtype], Iterator[OpCall]]] = {
     "rms_norm": _norms,
     "fused_add_rms_norm": _norms,
     "layer_norm": _norms,
+    "fused_add_layer_norm": _norms,
     "rotary_embedding": _rotary,
     "moe": _moe,
     "quantized_moe": quantized_moe_cases,

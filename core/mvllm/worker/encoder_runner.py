@@ -1,7 +1,7 @@
 """Runs the encoders of a step's items, keeps their results, and gathers the rows that the step's tokens take.
 
-The scheduler decides what is encoded, and when a result is dropped. Encoders are not compiled: the shapes of items
-differ. An item whose encoder fails fails the requests that read it, and nothing else.
+The scheduler decides what is encoded, and when a result is dropped. Only towers whose items have one shape are compiled
+(`FixedShapeTower`). An item whose encoder fails fails the requests that read it, and nothing else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import StepMemoryError
 from mvllm.logging import get_logger
-from mvllm.messages.multimodal import EncoderInput
+from mvllm.messages.multimodal import ArrayData, EncoderInput
 from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.models.item_encoder import Features, ItemEncoder
 from mvllm.ops.dtypes import torch_dtype
@@ -193,7 +193,7 @@ class EncoderRunner:
         return True
 
     def _upload(self, item: EncoderInput) -> Features:
-        tensors = {name: self._runtime.from_numpy(array_of(data).copy()) for name, data in item.features.items()}
+        tensors = {name: self._runtime.to_device(_tensor_of(data)) for name, data in item.features.items()}
         return {name: each.to(self._dtype) if each.is_floating_point() else each for name, each in tensors.items()}
 
     def _check(self, items: Sequence[EncoderInput], results: Sequence[torch.Tensor]) -> None:
@@ -205,3 +205,10 @@ class EncoderRunner:
                     f"the encoder returned embeddings of shape {tuple(result.shape)}, where the prompt has a place for "
                     f"({item.num_encoded}, {self._width})"
                 )
+
+
+def _tensor_of(data: ArrayData) -> torch.Tensor:
+    """A copy on the host."""
+    if data.dtype == "bfloat16":  # numpy does not have it
+        return torch.from_numpy(array_of(ArrayData("int16", data.shape, data.data)).copy()).view(torch.bfloat16)
+    return torch.from_numpy(array_of(data).copy())

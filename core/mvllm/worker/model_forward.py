@@ -14,6 +14,7 @@ import torch
 from mvllm.config.engine_config import EngineConfig
 from mvllm.layers.context import ForwardStep
 from mvllm.layers.lora import LoRAMapping
+from mvllm.models.item_encoder import ItemEncoder
 from mvllm.ops.argmax import argmax as reference_argmax
 from mvllm.platform.checked_calls import call_checked
 from mvllm.platform.graphs import CompileBackend
@@ -97,6 +98,8 @@ class ModelForward:
         if self.decoder is not None:
             self.decoder.drop_compiled()
             self.decoder.token_buffer = None
+        if (encoder := self._item_encoder) is not None:
+            encoder.compile_towers(None)
         if self.head is not None:
             self.head.drop_compiled()
         self.head = None
@@ -139,6 +142,8 @@ class ModelForward:
             self.samples_on_host = is_plain and self._computes_logits
             return
         compiler = self.compile(self.decoder)
+        if compiler is not None and (encoder := self._item_encoder) is not None:
+            encoder.compile_towers(compiler)
         if compiler is None or self.shapes().capture is None or not self._computes_logits:
             return
         head = GreedyHead(self.loader.model, argmax, buffer)
@@ -151,6 +156,11 @@ class ModelForward:
         shapes: ShapePolicy = call_checked(self.platform, "shapes", returns=ShapePolicy)
         is_captured = self.is_compiled and self.platform.capabilities.graphs and not self.is_static
         return shapes if is_captured else replace(shapes, capture=None)
+
+    @property
+    def _item_encoder(self) -> ItemEncoder | None:
+        """The encoders of the model's items, if it is loaded and has any."""
+        return self.loader.model.item_encoder if self.loader.is_loaded and self.loader.graph is None else None
 
     @property
     def _logits_model(self) -> LogitsModel:

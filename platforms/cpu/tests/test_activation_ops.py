@@ -57,6 +57,15 @@ def test_layer_norms_of_shifted_rows(ops):
     torch.testing.assert_close(ops["layer_norm"](x, None, None, 1e-5).double(), expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms_of_sums_are_those_of_a_sum_and_a_norm(ops, dtype):
+    for case in op_calls("fused_add_layer_norm", str(dtype).removeprefix("torch.")):
+        x, residual, *rest = case.make()
+        total = residual + x
+        normed, stream = ops["fused_add_layer_norm"](x, residual, *rest)
+        assert torch.equal(stream, total) and torch.equal(normed, ops["layer_norm"](total, *rest))
+
+
 def test_decays_of_small_and_of_large_arguments(ops):
     x = torch.tensor([[-100.0, -30.0, -5.0, 0.0, 5.0, 19.0, 21.0, 100.0] * 3])
     factors, bias = torch.full((24,), -0.5), torch.zeros(24)

@@ -14,7 +14,7 @@ from mvllm.ops.dtypes import torch_dtype
 from mvllm.plugin_api import OpCase
 from mvllm.testing.attention_cases import expected, make_case, make_spec, run, tolerance
 from mvllm_cpu import kernels
-from mvllm_cpu.encoder_attention import EncoderAttention
+from mvllm_cpu.encoder_attention import LAYOUTS, EncoderAttention
 from mvllm_cpu.paged_attention import PagedAttention
 
 pytestmark = pytest.mark.skipif(kernels.load().library is None, reason=f"no kernels: {kernels.load().reason}")
@@ -113,6 +113,20 @@ def test_a_sequence_has_the_same_bits_among_others_with_batch_invariance(threads
             mine = slice(start, stop)
             alone = provider.function(query[mine], key[mine], value[mine], (0, stop - start), scale)
             assert torch.equal(alone, whole[mine])
+
+
+def test_plans_are_kept_by_layout_and_settings():
+    """Layers with the same sequences share one; others of the same call do not."""
+    op = EncoderAttention(kernels.load().library)
+    for dtype, lens, scale in (("float32", (9, 40), 0.5), ("float32", (9, 40), 0.1), ("bfloat16", (9, 40), 0.5)) * 2:
+        arguments = [*make_arguments(dtype, lens, (4, 2), 64)]
+        arguments[4] = scale
+        found = op.encoder_attention(*arguments)
+        torch.testing.assert_close(found.double(), exact(arguments), atol=TOLERANCE[dtype], rtol=0)
+    assert len(op._plans) == 3
+    for length in range(1, 20):
+        op.encoder_attention(*make_arguments("float32", (length,), (2, 2), 64))
+    assert len(op._plans) == LAYOUTS
 
 
 def test_tokens_of_no_sequence_get_zeros():

@@ -102,7 +102,7 @@ def test_free_memory_is_returned_to_the_system():
 def test_small_and_recorded_tensors_are_allocated_by_torch():
     before = workspace.process_workspace.bytes_in_use()
     small = workspace.empty((SMALLEST - 1,), torch.uint8)
-    recorded, _, _ = recording.record(lambda: workspace.empty((SMALLEST,), torch.uint8))
+    recorded, *_ = recording.record(lambda: workspace.empty((SMALLEST,), torch.uint8))
     assert workspace.process_workspace.bytes_in_use() == before
     large = workspace.empty((SMALLEST,), torch.uint8)
     assert workspace.process_workspace.bytes_in_use() - before == SMALLEST

@@ -1,12 +1,13 @@
 """Time to the first token of a prompt with an image, beside transformers and llama.cpp (mtmd):
 
-    python -m tests.perf.images_first_token [--peers FOLDER] [--models FOLDER] [--images 12] [--rounds 3]
+    python -m tests.perf.images_first_token [--peers FOLDER] [--models FOLDER] [--images 12] [--rounds 3] [--breakdown]
 
 Every engine gets the same pictures, which it has not seen before, each in a prompt of 32 text tokens, one at a time:
 decoding of the file, preprocessing, vision tower, projector, prompt and the first token. The model is LLaVA: a CLIP
 tower of 11 layers of width 768 on 224 x 224 pixels in patches of 16, 196 embeddings, and the language model S of `bench
 cpu`, in bfloat16 with random weights. `--peers` is the folder in which `bench cpu` finds llama.cpp. The engines take
-turns; the medians of all pictures of all rounds are compared. An idle machine is needed.
+turns; the medians of all pictures of all rounds are compared. An idle machine is needed. `--breakdown` prints what the
+parts of mvllm take instead.
 """
 
 from __future__ import annotations
@@ -27,14 +28,13 @@ HERE = Path(__file__).parent
 OURS = "mvllm"
 
 
-def run(command: Sequence[str | Path], pictures: Sequence[Path]) -> list[float]:
-    """Seconds of each picture that a runner prints as JSON in its last line."""
+def output_of(command: Sequence[str | Path], pictures: Sequence[Path]) -> list[str]:
+    """The lines that a runner prints: the last one is the seconds of each picture as JSON."""
     names = [str(picture) for picture in pictures]
     done = subprocess.run([*map(str, command), *names], capture_output=True, text=True, timeout=600, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(map(str, command))} failed:\n{done.stderr[-3000:]}")
-    seconds: list[float] = json.loads(done.stdout.strip().splitlines()[-1])
-    return seconds
+    return done.stdout.strip().splitlines()
 
 
 def main() -> None:
@@ -45,14 +45,19 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=12, help="pictures of each round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--breakdown", action="store_true", help="what the parts of mvllm take; no other engine runs")
     args = parser.parse_args()
 
     folder = llava_checkpoint(args.models, hf_model(args.models, "S"))
     settings = ["--threads", str(args.threads)]
     runners: dict[str, Callable[[], list[str | Path]]] = {
-        OURS: lambda: [sys.executable, HERE / "run_mvllm.py", folder, *settings],
+        OURS: lambda: [sys.executable, "-m", f"{__package__}.run_mvllm", folder, *settings],
         "transformers": lambda: [sys.executable, HERE / "run_transformers.py", folder, *settings],
     }
+    if args.breakdown:
+        pictures = write_pictures(args.models / "pictures", args.images, seed=0)
+        print(*output_of([*runners[OURS](), "--breakdown"], pictures)[:-1], sep="\n")
+        return
     if args.peers is not None:
         python = args.peers / "v_lcpp" / "bin" / "python"
         text = gguf_model(args.models, "S", "bf16", python)
@@ -62,7 +67,7 @@ def main() -> None:
     for i in range(args.rounds):
         pictures = write_pictures(args.models / "pictures", args.images, seed=i)
         for name, command in runners.items():
-            seconds[name] += run(command(), pictures)
+            seconds[name] += json.loads(output_of(command(), pictures)[-1])
     ours = statistics.median(seconds[OURS])
     for name, found in seconds.items():
         median = statistics.median(found)

@@ -15,6 +15,7 @@ from mvllm.errors import ConfigError, ModelError
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.vision.grids import Grid, interpolated, window_order
 from tests.helpers.multimodal_zoo import edit_config, save_model
+from tests.helpers.overwriting_ops import overwriting_providers
 from tests.helpers.paged_driver import load_model, make_context, read_config
 from tests.helpers.thread_ranks import fake_group
 from tests.helpers.zoo_grids import GRIDS
@@ -56,11 +57,15 @@ def encoded(model: CausalLM, modality: str, of_items: list[dict[str, torch.Tenso
 
 
 def assert_equal_embeddings(reference: Any, model: CausalLM) -> None:
-    """Fails unless images and videos of different sizes, together and alone, have transformers' embeddings."""
+    """Fails unless images and videos of different sizes, together and alone, have transformers' embeddings.
+
+    Together with operations that overwrite their arguments, alone with those of core.
+    """
     assert model.config.multimodal is not None
+    overwriting = load_model(model.config.path, make_context(providers=overwriting_providers()))
     for modality, grids in (("image", OF_IMAGES), ("video", OF_VIDEOS)):
         of_items = items(grids, modality)
-        for item, found in zip(of_items, encoded(model, modality, of_items), strict=True):
+        for item, found in zip(of_items, encoded(overwriting, modality, of_items), strict=True):
             wanted = expected(reference, modality, item)
             assert found.shape == wanted.shape and found.shape[1] == model.config.multimodal.embedding_width
             assert (found - wanted).abs().max() < TOLERANCE * wanted.abs().max()
@@ -172,6 +177,7 @@ def test_windows_are_cut_at_the_edges_of_each_frame() -> None:
     order, starts = window_order([Grid(1, 6, 4), Grid(2, 2, 6)], merge=2, window=2)
     assert order.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
     assert starts == (0, 16, 24, 32, 36, 44, 48)
+    assert window_order([Grid(2, 2, 6)], merge=2, window=2)[0].tolist() == [0, 1, 2, 3, 4, 5]  # from its own first one
 
 
 @pytest.mark.parametrize(("bicubic", "align_corners"), [(False, True), (False, False), (True, False), (True, True)])

@@ -10,7 +10,8 @@ import torch
 
 from mvllm.models.causal_lm import CausalLM
 from tests.helpers.multimodal_zoo import MultiModalEntry, save_model
-from tests.helpers.paged_driver import load_model
+from tests.helpers.overwriting_ops import overwriting_providers
+from tests.helpers.paged_driver import load_model, make_context
 from tests.helpers.zoo_audio import (
     AUDIO,
     GEMMA4_BINS,
@@ -61,6 +62,10 @@ def _encoded(model: CausalLM, modality: str, items: list[dict[str, torch.Tensor]
         return model.item_encoder.encode(modality, items)
 
 
+def _overwriting(folder: Path) -> CausalLM:
+    return load_model(folder, make_context(providers=overwriting_providers()))
+
+
 def _close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert found.shape == wanted.shape
     assert (found - wanted).abs().max() < TOLERANCE * wanted.abs().max()
@@ -70,7 +75,7 @@ def _close(found: torch.Tensor, wanted: torch.Tensor) -> None:
 def test_images_have_the_embeddings_of_transformers(name: str, tmp_path: Path) -> None:
     reference = save_model(TILES[name].config(), tmp_path)
     model, images = load_model(tmp_path), _images(name)
-    together = _encoded(model, "image", images)
+    together = _encoded(_overwriting(tmp_path), "image", images)
     for image, found in zip(images, together, strict=True):
         with torch.inference_mode():
             _close(found, _image_embeddings(reference, image))
@@ -117,7 +122,7 @@ def _audio_embeddings(model: Any, sound: dict[str, torch.Tensor]) -> torch.Tenso
 def test_sounds_have_the_embeddings_of_transformers(name: str, tmp_path: Path) -> None:
     reference = save_model(AUDIO[name].config(), tmp_path)
     model, sounds = load_model(tmp_path), _spectrograms(name)
-    together = _encoded(model, "audio", sounds)
+    together = _encoded(_overwriting(tmp_path), "audio", sounds)
     for sound, found in zip(sounds, together, strict=True):
         with torch.inference_mode():
             _close(found, _audio_embeddings(reference, sound))

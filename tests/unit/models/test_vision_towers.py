@@ -30,7 +30,8 @@ from transformers import (
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.vision.llava_onevision import best_size
 from tests.helpers.multimodal_zoo import TEXT, save_model
-from tests.helpers.paged_driver import load_model
+from tests.helpers.overwriting_ops import overwriting_providers
+from tests.helpers.paged_driver import load_model, make_context
 
 TOLERANCE = 2e-5
 _TOWER = {
@@ -175,7 +176,7 @@ def _encoded(model: CausalLM, images: list[dict[str, torch.Tensor]]) -> list[tor
 def test_images_have_the_embeddings_of_transformers(name: str, tmp_path: Path) -> None:
     reference = save_model(CONFIGS[name](), tmp_path)
     model, images = load_model(tmp_path), _images(name)
-    together = _encoded(model, images)
+    together = _encoded(load_model(tmp_path, make_context(providers=overwriting_providers())), images)
     for image, found in zip(images, together, strict=True):
         wanted = _expected(reference, image)
         assert found.shape == wanted.shape

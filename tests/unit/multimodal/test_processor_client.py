@@ -43,6 +43,7 @@ MODEL: Any = SimpleNamespace(
     hf_config=HFConfig({}, "config.json"),
     hidden_size=3,
     max_model_len=10,
+    dtype="float32",
 )
 
 

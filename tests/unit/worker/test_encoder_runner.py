@@ -14,6 +14,8 @@ from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.messages.multimodal import ArrayData, EncoderInput
 from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.models.item_encoder import Features, ItemEncoder
+from mvllm.multimodal.item_processor import array_data
+from mvllm.ops.dtypes import dtype_name
 from mvllm.worker.encoder_runner import EncoderRunner
 from mvllm.worker.item_rows import EmbeddingRows, StepItems
 from tests.unit.engine.builders import make_config
@@ -112,3 +114,17 @@ def test_models_with_cross_attention_get_the_results_of_each_request() -> None:
 
 def test_the_cache_counts_its_largest_size() -> None:
     assert make_runner(encoder_cache_tokens=1000).max_cache_bytes == 1000 * 3 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_features_that_the_processor_has_rounded_are_those_that_the_worker_would_round(dtype: torch.dtype) -> None:
+    runner = make_runner()
+    runner._dtype = dtype
+    values = 300 * torch.randn(2, 7, 3, generator=torch.Generator().manual_seed(1))
+    sent = {name: array_data(values, name) for name in (dtype_name(dtype), "float32")}
+    rounded, whole = (
+        runner._upload(EncoderInput(b"", "image", 7, {"x": data, "n": array_data([3])})) for data in sent.values()
+    )
+    assert torch.equal(rounded["x"], values.to(dtype)) and torch.equal(whole["x"], rounded["x"])
+    assert rounded["n"].tolist() == [3]
+    assert len(sent[dtype_name(dtype)].data) == values.numel() * dtype.itemsize

@@ -135,15 +135,26 @@ class WhisperEncoderLayer(nn.Module):
         self.down = ReplicatedLinear(ctx, f"{name}.fc2", inner, size, bias=True)
         self._act = activation(ctx, sizes.hidden_act, inner)
 
-    def forward(self, x: torch.Tensor, starts: Sequence[int]) -> torch.Tensor:
-        """[T, size] to [T, size]; sequence i has the positions starts[i] to starts[i + 1]."""
-        query, key, value = self.qkv.split(self.attention_norm(x))
-        x = x + self.output(self.attention(query, key, value, starts))
-        x = x + self.down(self._act(self.up(self.mlp_norm(x))))
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, starts: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Computes both blocks; sequence i has the positions starts[i] to starts[i + 1].
+
+        Args:
+            x: [T, size]: what is added to the stream next.
+            residual: [T, size]: the stream; None for `x` alone. The storage of both may be reused.
+
+        Returns:
+            Likewise for the next layer.
+        """
+        x, residual = self.attention_norm.add_norm(x, residual)
+        query, key, value = self.qkv.split(x)
+        x, residual = self.mlp_norm.add_norm(self.output(self.attention(query, key, value, starts)), residual)
+        x = self.down(self._act(self.up(x)))
         if x.dtype == torch.float16:  # as in transformers, against infinity
             largest = torch.finfo(x.dtype).max - 1000
-            x = x.clamp(-largest, largest)
-        return x
+            return (residual + x).clamp(-largest, largest), None
+        return x, residual
 
 
 class WhisperEncoder(nn.Module):
@@ -184,6 +195,7 @@ class WhisperEncoder(nn.Module):
             x = x.flatten(0, 1)
         else:
             x = torch.cat([each[:length] for each, length in zip(x, lengths, strict=True)])
+        residual: torch.Tensor | None = None
         for layer in self.layers:
-            x = layer(x, starts)
-        return x
+            x, residual = layer(x, residual, starts)
+        return x if residual is None else residual + x

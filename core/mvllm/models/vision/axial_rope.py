@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,13 @@ from mvllm.layers.context import BuildContext
 Rotate = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """The operation `rotary_embedding`."""
 
+Size = tuple[int, int]
+"""Rows and columns of patches."""
+
+
+CACHED_ROWS = 1 << 15
+"""Most patches whose angles a tower keeps, besides those of the last image."""
+
 
 @dataclass(frozen=True)
 class AxialAngles:
@@ -22,23 +30,34 @@ class AxialAngles:
         index: int32 [T]: each patch's row of `cos_sin`.
         cos_sin: [rows, head_size] float32: cosines, then sines, of half a head's elements.
         function: The operation `rotary_embedding`.
-        order: int64 [head_size]: the elements of a head in the order in which element i is rotated with element
-            i + head_size / 2; None if they are in this order.
+        in_halves: Each half of a head is rotated on its own.
     """
 
     index: torch.Tensor
     cos_sin: torch.Tensor
     function: Rotate
-    order: torch.Tensor | None = None
+    in_halves: bool = False
 
     def rotate(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotates query and key [T, heads, head_size]. The order of their elements may change, alike for both."""
-        if self.order is not None:
-            query, key = query.index_select(-1, self.order), key.index_select(-1, self.order)
-        return self.function(self.index, query.contiguous(), key.contiguous(), self.cos_sin)
+        """Rotates query and key [T, heads, head_size]. The order of their elements may change, alike for both.
+
+        Their storage may be reused; rows may be strided.
+        """
+        if self.in_halves:
+            query, key = _first_quarters_first(query), _first_quarters_first(key)
+        return self.function(self.index, query, key, self.cos_sin)
 
 
-def patch_positions(grids: Sequence[tuple[int, int]]) -> torch.Tensor:
+def _first_quarters_first(x: torch.Tensor) -> torch.Tensor:
+    """A copy, in which element i is rotated with element i + head_size / 2.
+
+    before    a0 b0 | a1 b1        a rotates with b, in each half of a head
+    after     a0 a1 | b0 b1
+    """
+    return x.unflatten(-1, (2, 2, -1)).transpose(-2, -3).flatten(-3)
+
+
+def patch_positions(grids: Sequence[Size]) -> torch.Tensor:
     """Row and column of each patch of images with these numbers of rows and columns: float32 [T, 2], on the host."""
     parts = []
     for rows, columns in grids:
@@ -60,25 +79,56 @@ def rope_theta(vision: HFConfig, default: float) -> float:
 
 
 class AxialRope:
-    """Makes the angles of patches.
+    """Makes the angles of patches, and keeps those of recent sizes of images.
 
     Args:
         ctx: Build context of the tower.
         head_size: Elements per head, a multiple of 4.
         frequencies: float32 [2, head_size / 4]: those of rows, and those of columns.
-        order: As in AxialAngles.
+        in_halves: As in AxialAngles.
     """
 
     def __init__(
-        self, ctx: BuildContext, head_size: int, frequencies: torch.Tensor, order: Sequence[int] | None = None
+        self, ctx: BuildContext, head_size: int, frequencies: torch.Tensor, *, in_halves: bool = False
     ) -> None:
         self._function = ctx.op("rotary_embedding", head_size=head_size, rotary_dim=head_size).function
-        self._frequencies, self._device = frequencies, ctx.device
-        self._order = None if order is None else torch.tensor(order, device=ctx.device)
+        self._frequencies, self._device, self._in_halves = frequencies, ctx.device, in_halves
+        self._kept: OrderedDict[Size, torch.Tensor] = OrderedDict()
 
     def angles(self, positions: torch.Tensor) -> AxialAngles:
         """The angles of patches at these positions, float32 [T, 2] on the host: row and column."""
-        turned = torch.cat([positions[:, i : i + 1] * self._frequencies[i] for i in range(2)], dim=-1)
-        cos_sin = torch.cat((turned.cos(), turned.sin()), dim=-1).to(self._device)
         index = torch.arange(len(positions), dtype=torch.int32, device=self._device)
-        return AxialAngles(index, cos_sin, self._function, self._order)
+        return AxialAngles(index, self._cos_sin(positions), self._function, self._in_halves)
+
+    def angles_of_images(
+        self, sizes: Sequence[Size], positions: Callable[[Size], torch.Tensor], order: torch.Tensor | None = None
+    ) -> AxialAngles:
+        """The angles of the patches of several images or frames.
+
+        Args:
+            sizes: Of each.
+            positions: The positions in an image of this size, as `angles` takes them.
+            order: int64 [T], host: the patch of all of them that stands at each place; None for their own order.
+        """
+        firsts: dict[Size, int] = {}
+        tables, count = [], 0
+        for size in dict.fromkeys(sizes):
+            tables.append(self._table(size, positions))
+            firsts[size], count = count, count + len(tables[-1])
+        places = [torch.arange(first := firsts[size], first + size[0] * size[1], dtype=torch.int32) for size in sizes]
+        index = places[0] if len(places) == 1 else torch.cat(places)
+        index = index if order is None else index[order]
+        cos_sin = tables[0] if len(tables) == 1 else torch.cat(tables)
+        return AxialAngles(index.to(self._device), cos_sin, self._function, self._in_halves)
+
+    def _table(self, size: Size, positions: Callable[[Size], torch.Tensor]) -> torch.Tensor:
+        found = self._kept.pop(size, None)
+        self._kept[size] = found = self._cos_sin(positions(size)) if found is None else found
+        excess = sum(map(len, self._kept.values())) - CACHED_ROWS
+        while excess > 0 and len(self._kept) > 1:
+            excess -= len(self._kept.popitem(last=False)[1])
+        return found
+
+    def _cos_sin(self, positions: torch.Tensor) -> torch.Tensor:
+        turned = torch.cat([positions[:, i : i + 1] * self._frequencies[i] for i in range(2)], dim=-1)
+        return torch.cat((turned.cos(), turned.sin()), dim=-1).to(self._device)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 
 import torch
-from torch import nn
 
 from mvllm.config.hf_config import HFConfig
 from mvllm.errors import ModelError
@@ -21,6 +20,7 @@ from mvllm.layers.context import BuildContext
 from mvllm.layers.embedding import Embedding
 from mvllm.layers.norm import LayerNorm
 from mvllm.layers.patch_embedding import PatchEmbedding, image_patches
+from mvllm.models.item_encoder import FixedShapeTower
 from mvllm.models.vision.encoder_layers import EncoderLayers, EncoderOptions, equal_starts
 from mvllm.models.vision.feature_layers import FeatureLayers
 
@@ -28,7 +28,7 @@ CLIP_TYPES = ("clip_vision_model", "clip")
 SIGLIP_TYPES = ("siglip_vision_model", "siglip")
 
 
-class ClipTower(nn.Module):
+class ClipTower(FixedShapeTower):
     """A CLIP or SigLIP tower over images of its one size.
 
     Args:
@@ -95,18 +95,19 @@ class ClipTower(nn.Module):
                 f"{pixels.shape[-2]} x {pixels.shape[-1]}. Check that the checkpoint's preprocessor_config.json and "
                 "config.json belong together."
             )
-        n = pixels.shape[0]
-        x = self.patches(image_patches(pixels, self._patch_size).flatten(0, 1)).unflatten(0, (n, -1))
+        x = self.run(image_patches(pixels, self._patch_size)).unflatten(0, (len(pixels), self._length))
+        return x[:, 1:] if self._drops_first else x
+
+    def compute(self, patches: torch.Tensor) -> torch.Tensor:
+        n = patches.shape[0]
+        x = self.patches(patches.flatten(0, 1)).unflatten(0, (n, -1))
         if self.class_embedding is not None:
             x = torch.cat((self.class_embedding.weight.expand(n, 1, -1), x), dim=1)
         x = (x + self.positions.weight).flatten(0, 1)
         if self.first_norm is not None:
             x = self.first_norm(x)
         x = self.layers(x, equal_starts(n, self._length), keep=self._keep)
-        if self.last_norm is not None:
-            x = self.last_norm(x)
-        x = x.unflatten(0, (n, self._length))
-        return x[:, 1:] if self._drops_first else x
+        return x if self.last_norm is None else self.last_norm(x)
 
     def ignores(self, name: str) -> bool:
         """Whether a tensor of the tower's checkpoint module is not needed for its result."""

@@ -6,7 +6,7 @@ images, and `starts` says where each image begins. Every rank holds the whole to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,10 +172,24 @@ class EncoderLayer(nn.Module):
             for scale in (names.attention_scale, names.mlp_scale)
         )
 
-    def forward(self, x: torch.Tensor, starts: Sequence[int], angles: AxialAngles | None = None) -> torch.Tensor:
-        """[T, hidden_size] to [T, hidden_size]; `starts` as in PackedAttention."""
-        x = x + _scaled(self.attention(self.attention_norm(x), starts, angles), self.attention_scale)
-        return x + _scaled(self.mlp(self.mlp_norm(x)), self.mlp_scale)
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, starts: Sequence[int], angles: AxialAngles | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes both blocks. The sums of the stream belong to the norms behind them, which may do both at once.
+
+        Args:
+            x: [T, hidden_size]: what is added to the stream next.
+            residual: [T, hidden_size]: the stream; None for `x` alone. The storage of both may be reused.
+            starts: As in PackedAttention.
+            angles: Of the patches, for towers with rotary positions.
+
+        Returns:
+            The MLP's result, and the stream to which it is to be added.
+        """
+        x, residual = self.attention_norm.add_norm(x, residual)
+        x = _scaled(self.attention(x, starts, angles), self.attention_scale)
+        x, residual = self.mlp_norm.add_norm(x, residual)
+        return _scaled(self.mlp(x), self.mlp_scale), residual
 
 
 def _scaled(x: torch.Tensor, scale: CheckpointTensor | None) -> torch.Tensor:
@@ -206,7 +220,7 @@ class EncoderLayers(nn.Module):
         """Computes all layers.
 
         Args:
-            x: [T, hidden_size].
+            x: [T, hidden_size]. Its storage may be reused.
             starts: As in PackedAttention.
             angles: Of the patches, for towers with rotary positions.
             keep: Numbers of layers: the inputs of these layers are the result, one after the other in each row; the
@@ -215,15 +229,32 @@ class EncoderLayers(nn.Module):
         Returns:
             [T, hidden_size * number of kept ones].
         """
+        count = len(self.layers)
+        wanted = (count,) if keep is None else tuple(keep)
+        found = self.states(x, [starts] * count, angles, wanted)
+        return found[wanted[0]] if len(wanted) == 1 else torch.cat([found[number] for number in wanted], dim=-1)
+
+    def states(
+        self,
+        x: torch.Tensor,
+        starts: Sequence[Sequence[int]],
+        angles: AxialAngles | None,
+        keep: Collection[int],
+    ) -> dict[int, torch.Tensor]:
+        """The kept states by their numbers, [T, hidden_size] each. Arguments as of `forward`.
+
+        Args:
+            starts: Those of each layer.
+        """
         kept: dict[int, torch.Tensor] = {}
-        wanted = (len(self.layers),) if keep is None else tuple(keep)
+        residual: torch.Tensor | None = None
         for number, layer in enumerate(self.layers):
-            if number in wanted:
-                kept[number] = x
-            x = layer(x, starts, angles)
-        kept[len(self.layers)] = x
-        parts = [kept[number] for number in wanted]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+            if number in keep:
+                kept[number] = x.clone() if residual is None else residual + x
+            x, residual = layer(x, residual, starts[number], angles)
+        if len(self.layers) in keep:
+            kept[len(self.layers)] = x if residual is None else residual + x
+        return kept
 
 
 def equal_starts(count: int, length: int) -> tuple[int, ...]:

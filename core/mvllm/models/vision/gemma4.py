@@ -70,8 +70,7 @@ class Gemma4Encoder(ItemEncoder):
         head_size = vision.positive_int("head_dim", 64)
         quarter = head_size // 4
         frequencies = rope_theta(vision, 100.0) ** -(torch.arange(quarter, dtype=torch.float32) / quarter)
-        order = torch.arange(head_size).view(4, quarter)[[0, 2, 1, 3]].flatten().tolist()
-        self._rope = AxialRope(ctx, head_size, frequencies.expand(2, -1), order)
+        self._rope = AxialRope(ctx, head_size, frequencies.expand(2, -1), in_halves=True)
         self.bias, self.scale = (
             CheckpointTensor(ctx, f"{_TOWER}.{name}", size) if vision.get("standardize", False) else None
             for name in ("std_bias", "std_scale")
@@ -99,8 +98,10 @@ class Gemma4Encoder(ItemEncoder):
         columns, rows = where.to(x.device).unbind(-1)
         x = x + (self.positions.weight[0, columns] + self.positions.weight[1, rows])
         angles = self._rope.angles(where.float())
+        residual: torch.Tensor | None = None
         for layer in self.layers:
-            x = layer(x, starts, angles)
+            x, residual = layer(x, residual, starts, angles)
+        x = x if residual is None else residual + x
         pooled = [
             self._pool(part, int(each[:, 0].max()) + 1)
             for part, each in zip(x.split([len(each) for each in positions]), positions, strict=True)
@@ -157,11 +158,14 @@ class _Layer(nn.Module):
         self.down = ClippedProjection(ctx, [f"{name}.mlp.down_proj"], inner, [size], clips)
         self._act = gated_activation(ctx, vision.get("hidden_activation", "gelu_pytorch_tanh"), inner)
 
-    def forward(self, x: torch.Tensor, starts: Sequence[int], angles: AxialAngles) -> torch.Tensor:
-        """[T, hidden_size] to [T, hidden_size]."""
-        query, key, value = (part.unflatten(-1, (-1, self._head_size)) for part in self.qkv(self.input_norm(x)))
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, starts: Sequence[int], angles: AxialAngles
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As EncoderLayer.forward."""
+        x, residual = self.input_norm.add_norm(x, residual)
+        query, key, value = (part.unflatten(-1, (-1, self._head_size)) for part in self.qkv(x))
         query, key = angles.rotate(self.q_norm(query), self.k_norm(key))
         (attended,) = self.output(self.attention(query, key, self.v_norm(value), starts))
-        x = x + self.attention_norm(attended)
-        (result,) = self.down(self._act(torch.cat(list(self.gate_up(self.mlp_norm(x))), dim=-1)))
-        return x + self.mlp_result_norm(result)
+        x, residual = self.mlp_norm.add_norm(self.attention_norm(attended), residual)
+        (result,) = self.down(self._act(self.gate_up.joined(x)))
+        return self.mlp_result_norm(result), residual

@@ -19,7 +19,7 @@ from mvllm.errors import ModelError
 from mvllm.layers.context import BuildContext
 from mvllm.layers.patch_embedding import PatchEmbedding
 from mvllm.models.item_encoder import Features, ItemEncoder
-from mvllm.models.vision.axial_rope import AxialAngles, AxialRope, rope_theta
+from mvllm.models.vision.axial_rope import AxialAngles, AxialRope, Size, rope_theta
 from mvllm.models.vision.encoder_layers import EncoderLayers, EncoderOptions
 from mvllm.models.vision.grids import Grid, patch_positions
 
@@ -132,5 +132,8 @@ class GridTower(ItemEncoder):
 
     def angles(self, grids: Sequence[Grid], order: torch.Tensor | None = None) -> AxialAngles:
         """The rotary embedding of all patches, in the given order of them if there is one."""
-        positions = patch_positions(grids, self.sizes.merge).float()
-        return self._rope.angles(positions if order is None else positions[order])
+        frames = [(grid.rows, grid.columns) for grid in grids for _ in range(grid.frames)]
+        return self._rope.angles_of_images(frames, self._positions, order)
+
+    def _positions(self, size: Size) -> torch.Tensor:
+        return patch_positions([Grid(1, *size)], self.sizes.merge).float()

@@ -12,9 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
+
+CACHED_GRIDS = 64
+"""Grids whose windows and weights are kept: images of one source have few sizes."""
 
 
 @dataclass(frozen=True)
@@ -69,17 +73,30 @@ def window_order(grids: Sequence[Grid], merge: int, window: int) -> tuple[torch.
         The squares in that order [patches / merge ** 2], int64, host; and the first patch of each window in it, with
         the end of the last one.
     """
-    order, sizes, first = [], [], 0
+    order: list[torch.Tensor] = []
+    sizes: list[int] = []
+    first = 0
     for grid in grids:
-        rows, columns = grid.rows // merge, grid.columns // merge
-        for _ in range(grid.frames):
-            squares = torch.arange(first, first + rows * columns).view(rows, columns)
-            for band in squares.split(window):
-                for part in band.split(window, dim=1):
-                    order.append(part.flatten())
-                    sizes.append(part.numel() * merge * merge)
-            first += rows * columns
+        squares, of_windows = _window_order(grid, merge, window)
+        order.append(squares + first)
+        sizes += of_windows
+        first += len(squares)
     return torch.cat(order), tuple(accumulate(sizes, initial=0))
+
+
+@lru_cache(CACHED_GRIDS)
+def _window_order(grid: Grid, merge: int, window: int) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """The squares of one grid, and the number of patches of each window. The tensor must not be changed."""
+    order, sizes, first = [], [], 0
+    rows, columns = grid.rows // merge, grid.columns // merge
+    for _ in range(grid.frames):
+        squares = torch.arange(first, first + rows * columns).view(rows, columns)
+        for band in squares.split(window):
+            for part in band.split(window, dim=1):
+                order.append(part.flatten())
+                sizes.append(part.numel() * merge * merge)
+        first += rows * columns
+    return torch.cat(order), tuple(sizes)
 
 
 def interpolated(
@@ -112,8 +129,9 @@ def interpolated(
     return torch.cat([found[grid.rows, grid.columns].repeat(grid.frames, 1) for grid in grids])
 
 
+@lru_cache(2 * CACHED_GRIDS)
 def _axis_weights(length: int, side: int, *, bicubic: bool, align_corners: bool) -> torch.Tensor:
-    """[length, side], float32: the weights of the source values for each of `length` places."""
+    """[length, side], float32, host, read-only: the weights of the source values for each of `length` places."""
     places = torch.arange(length, dtype=torch.float32)
     if align_corners:
         source = places * ((side - 1) / max(length - 1, 1))

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
@@ -16,7 +15,7 @@ from mvllm.layers.checkpoint_tensor import CheckpointTensor
 from mvllm.layers.context import BuildContext
 from mvllm.layers.norm import LayerNorm, Norm, RMSNorm
 from mvllm.layers.patch_embedding import PatchEmbedding, image_patches
-from mvllm.models.item_encoder import Features, ItemEncoder
+from mvllm.models.item_encoder import Features, FixedShapeTower, ItemEncoder
 from mvllm.models.multimodal_model import MultiModalCausalLM
 from mvllm.models.vision.encoder_layers import EncoderLayers, EncoderOptions, LayerNames, equal_starts
 from mvllm.models.vision.feature_layers import FeatureLayers
@@ -96,7 +95,7 @@ class InternVLEncoder(ItemEncoder):
         return self.tower.ignores(name)
 
 
-class InternVLTower(nn.Module):
+class InternVLTower(FixedShapeTower):
     """InternViT: a class embedding before the patches, and a factor for each element of every block's result.
 
     Args:
@@ -153,15 +152,21 @@ class InternVLTower(nn.Module):
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         """Images [n, channels, height, width] to features [n, patches, size]."""
-        n = pixels.shape[0]
-        patches = self.patches(image_patches(pixels, self._patch_size).flatten(0, 1)).unflatten(0, (n, -1))
-        x = torch.cat((self.class_embedding.weight.expand(n, 1, -1), patches), dim=1)
+        patches, grid = image_patches(pixels, self._patch_size), self.grid(pixels)
+        x = self.run(patches) if grid == (self._grid, self._grid) else self._compute(patches, *grid)
+        return x.unflatten(0, (len(pixels), -1))[:, 1:]
+
+    def compute(self, patches: torch.Tensor) -> torch.Tensor:
+        return self._compute(patches, self._grid, self._grid)
+
+    def _compute(self, patches: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        n = patches.shape[0]
+        x = self.patches(patches.flatten(0, 1)).unflatten(0, (n, -1))
+        x = torch.cat((self.class_embedding.weight.expand(n, 1, -1), x), dim=1)
         if self.positions is not None:
-            x = x + self._positions_of(*self.grid(pixels))
-        length = x.shape[1]
-        x = self.layers(x.flatten(0, 1), equal_starts(n, length))
-        x = x if self.norm is None else self.norm(x)
-        return x.unflatten(0, (n, length))[:, 1:]
+            x = x + self._positions_of(rows, columns)
+        x = self.layers(x.flatten(0, 1), equal_starts(n, x.shape[1]))
+        return x if self.norm is None else self.norm(x)
 
     def _positions_of(self, rows: int, columns: int) -> torch.Tensor:
         """[1, 1 + rows * columns, size]: the checkpoint's positions, interpolated for images of another size."""

@@ -93,7 +93,7 @@ class PixtralTower(nn.Module):
         starts = [0]
         for rows, columns in grids:
             starts.append(starts[-1] + rows * columns)
-        angles = self._rope.angles(patch_positions(grids))
+        angles = self._rope.angles_of_images(grids, lambda grid: patch_positions([grid]))
         return self.layers(self.first_norm(self.patches(x)), starts, angles, self._keep), grids
 
     def ignores(self, name: str) -> bool:

@@ -110,8 +110,9 @@ class Qwen2_5_VLTower(GridTower):
         patches = (squares.unsqueeze(1) * in_square + torch.arange(in_square)).flatten()
         angles, frames = self.angles(grids, patches), frame_starts(grids)
         x = self.patch_embed(pixels).index_select(0, patches.to(pixels.device))
-        for number, layer in enumerate(self.layers.layers):
-            x = layer(x, frames if number in self._full_layers else windows, angles)
+        count = self.sizes.num_layers
+        starts = [frames if number in self._full_layers else windows for number in range(count)]
+        x = self.layers.states(x, starts, angles, (count,))[count]
         return self.merger(x).index_select(0, squares.argsort().to(pixels.device))
 
 
@@ -134,23 +135,22 @@ class Qwen3VLTower(GridTower):
             return Merger(ctx, names, sizes, LayerNorm, norm_of_square=norm_of_square)
 
         self.merger = merger(f"{self.name}.merger", norm_of_square=False)
-        self._mergers_of_layers = {layer: i for i, layer in enumerate(deepstack_layers(vision))}
+        layers = deepstack_layers(vision)
         self.deepstack_mergers = nn.ModuleList(
-            merger(f"{self.name}.deepstack_merger_list.{i}", norm_of_square=True)
-            for i in self._mergers_of_layers.values()
+            merger(f"{self.name}.deepstack_merger_list.{i}", norm_of_square=True) for i in range(len(layers))
         )
+        # By the number of the state that each of them reads, as EncoderLayers.states counts.
+        self._deepstack = sorted((layer + 1, i) for i, layer in enumerate(layers))
 
     def run(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         table = self.positions.weight.view(self._side, self._side, -1)
         positions = interpolated(table, grids, self.sizes.merge, bicubic=False, align_corners=True)
         x = self.patch_embed(pixels) + positions.to(pixels.dtype)
-        starts, angles = frame_starts(grids), self.angles(grids)
-        added = []
-        for number, layer in enumerate(self.layers.layers):
-            x = layer(x, starts, angles)
-            if number in self._mergers_of_layers:
-                added.append(self.deepstack_mergers[self._mergers_of_layers[number]](x))
-        return torch.cat([self.merger(x), *added], dim=-1)
+        count = self.sizes.num_layers
+        keep = {count, *(number for number, _ in self._deepstack)}
+        states = self.layers.states(x, [frame_starts(grids)] * count, self.angles(grids), keep)
+        added = [self.deepstack_mergers[i](states[number]) for number, i in self._deepstack]
+        return torch.cat([self.merger(states[count]), *added], dim=-1)
 
 
 def _merger_names(tower: str) -> tuple[str, str, str]:

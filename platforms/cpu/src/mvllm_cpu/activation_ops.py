@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -33,6 +34,7 @@ class ActivationOps:
         self._activate = Kernel(library, "mvllm_cpu_activate", activate)
         norm = (*rows, pointer, pointer, pointer, length, length, ctypes.c_float, number)
         self._layer_norm = Kernel(library, "mvllm_cpu_layer_norm", norm)
+        self._add = Kernel(library, "mvllm_cpu_add", (pointer, pointer, pointer, length, number))
         decay = (*rows, pointer, pointer, pointer, length, length, length, number)
         self._log_decay = Kernel(library, "mvllm_cpu_log_decay", decay)
         product = (*rows, length, pointer, *(length,) * 3, pointer, *(length,) * 4, number)
@@ -40,10 +42,11 @@ class ActivationOps:
 
     def providers(self) -> Sequence[OpProvider]:
         """One per operation."""
-        functions: dict[str, Callable[..., torch.Tensor]] = {
+        functions: dict[str, Callable[..., Any]] = {
             **{name: self._activation(code) for code, name in enumerate(FUNCTIONS)},
             "gelu_and_mul": self.gelu_and_mul,
             "layer_norm": self.layer_norm,
+            "fused_add_layer_norm": self.fused_add_layer_norm,
             "log_decay": self.log_decay,
         }
         return [
@@ -98,6 +101,23 @@ class ActivationOps:
             DTYPE_CODES[x.dtype],
         )
         return out
+
+    def fused_add_layer_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds x to the residual stream, in place, and normalizes the sum.
+
+        Two kernels. They save the threads of torch's sum, which would wait where the team's threads run next.
+        """
+        x, residual = x.contiguous(), residual.contiguous()
+        at = residual.data_ptr()
+        self._add(at, x.data_ptr(), at, x.numel(), DTYPE_CODES[x.dtype])
+        return self.layer_norm(residual, weight, bias, eps), residual
 
     def log_decay(self, x: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         """factors · softplus(x + bias), float32."""

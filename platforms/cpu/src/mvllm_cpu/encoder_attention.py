@@ -11,15 +11,17 @@ the layout that the kernels read, and each query sees all keys of its sequence:
 from __future__ import annotations
 
 import ctypes
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from mvllm.plugin_api import OpCase, OpProvider
-from mvllm_cpu import workspace
+from mvllm_cpu import recording, workspace
 from mvllm_cpu.ops import PROVIDER, supports
 from mvllm_cpu.paged_attention import (
     DTYPE_CODES,
@@ -37,7 +39,7 @@ LAYOUTS = 8
 """Layouts that are kept: the layers of an encoder alternate between a few, such as all patches and windows of them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Layout:
     """The requests of a call.
 
@@ -75,6 +77,7 @@ class EncoderAttention:
     def __init__(self, library: ctypes.CDLL) -> None:
         declare(library)
         self._library = library
+        self._plans: OrderedDict[tuple[Any, ...], PagedMetadata] = OrderedDict()
         pointer, length = ctypes.c_void_p, ctypes.c_int64
         self._write_kv = Kernel(library, "mvllm_cpu_write_kv", (pointer, pointer, length, pointer, length, pointer))
         attends = (pointer, pointer, length, pointer, pointer, ctypes.c_int, pointer)
@@ -115,27 +118,41 @@ class EncoderAttention:
             out[starts[-1] :].zero_()
         if starts[0] == starts[-1]:
             return out
-        dtype = DTYPE_CODES[query.dtype]
-        spec = KernelSpec(
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_size=size,
-            value_size=size,
-            dtype=dtype,
-            kv_dtype=dtype,
-            scale=scale,
-            batch_invariant=batch_invariant,
-        )
         # Undefined contents: no dimension of a key is padding, and those of values do not affect other dimensions.
         padded = -(-size // VALUE_ALIGNMENT) * VALUE_ALIGNMENT
-        stored = [
-            workspace.empty((layout.num_blocks, num_kv_heads, each, BLOCK_SIZE), query.dtype) for each in (size, padded)
-        ]
-        cache = PagedCache.of(stored, [])
-        step = PagedMetadata(self._library, spec, layout.arrays, BLOCK_SIZE)
+        shapes = [(layout.num_blocks, num_kv_heads, each, BLOCK_SIZE) for each in (size, padded)]
+        cache = PagedCache.of([workspace.empty(shape, query.dtype) for shape in shapes], [])
+        step = self._plan(layout, (num_heads, num_kv_heads, size, DTYPE_CODES[query.dtype], scale, batch_invariant))
+        recording.hold(step, cache)  # a replay writes the same memory
         self._write_kv(step.handle, key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0), cache.address)
         self._attention(step.handle, query.data_ptr(), query.stride(0), cache.address, None, 0, out.data_ptr())
         return out
+
+    def _plan(self, layout: _Layout, settings: tuple[int, int, int, int, float, bool]) -> PagedMetadata:
+        """The plan of a call, which is that of the layer before it.
+
+        Args:
+            settings: Query heads, key/value heads, elements per head, code of the dtype, scale, batch invariance.
+        """
+        key = (layout, torch.get_num_threads(), *settings)
+        found = self._plans.pop(key, None)
+        if found is None:
+            num_heads, num_kv_heads, size, dtype, scale, batch_invariant = settings
+            spec = KernelSpec(
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_size=size,
+                value_size=size,
+                dtype=dtype,
+                kv_dtype=dtype,
+                scale=scale,
+                batch_invariant=batch_invariant,
+            )
+            found = PagedMetadata(self._library, spec, layout.arrays, BLOCK_SIZE)
+        self._plans[key] = found
+        if len(self._plans) > LAYOUTS:
+            self._plans.popitem(last=False)
+        return found
 
 
 def _supports(case: OpCase) -> list[str]:

@@ -16,9 +16,10 @@ Call = tuple["Kernel", tuple[Any, ...]]
 
 
 class _ThreadState(threading.local):
-    """The recording of this thread: its calls so far, and why it is incomplete."""
+    """The recording of this thread: its calls so far, the objects that they need, and why it is incomplete."""
 
     calls: list[Call] | None = None
+    held: list[Any] | None = None
     refusal: str | None = None
 
 
@@ -95,19 +96,26 @@ class BlockingKernel(Kernel):
         self._record(args)
 
 
-def record(run: Callable[[], Any]) -> tuple[Any, list[Call], str | None]:
+def record(run: Callable[[], Any]) -> tuple[Any, list[Call], list[Any], str | None]:
     """Runs `run` on this thread and records its kernel calls.
 
     Returns:
-        The result, the calls in order, and why the record is incomplete (None if `refuse` was not called).
+        The result, the calls in order, the objects that must live as long as the record (`hold`), and why the record is
+        incomplete (None if `refuse` was not called).
     """
     assert _thread_state.calls is None, "recordings do not nest"
-    _thread_state.calls, _thread_state.refusal = [], None
+    _thread_state.calls, _thread_state.held, _thread_state.refusal = [], [], None
     try:
         result = run()
-        return result, _thread_state.calls, _thread_state.refusal
+        return result, _thread_state.calls, _thread_state.held, _thread_state.refusal
     finally:
-        _thread_state.calls = None
+        _thread_state.calls = _thread_state.held = None
+
+
+def hold(*owners: Any) -> None:
+    """Keeps the owners of memory that recorded calls refer to, besides tensors of the step, as long as the record."""
+    if _thread_state.held is not None:
+        _thread_state.held += owners
 
 
 def is_recording() -> bool:

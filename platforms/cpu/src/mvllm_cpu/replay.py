@@ -28,6 +28,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import struct
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -44,6 +45,11 @@ logger = get_logger("mvllm.cpu.replay")
 
 MOST_ROWS = 64
 """Steps with more rows are not recorded: their Python overhead is negligible."""
+
+MOST_PATCHES = 1024
+"""Likewise for encoders."""
+MOST_ENCODER_SHAPES = 8
+"""Recordings of an encoder that are kept: those used last."""
 
 ALIGNMENT = 64
 ARENA, RESULT, FIRST_ARGUMENT = 0, 1, 2
@@ -159,6 +165,10 @@ class Replay(CompileBackend):
         """A callable that replays `function` if possible. Each shape is recorded separately, dynamic or not."""
         return function if self._run is None else _Compiled(self, function)
 
+    def compile_encoder(self, function: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Replays `function` for the numbers of items that occur more than once, if the items are small."""
+        return None if self._run is None else _CompiledEncoder(self, function)
+
     def needs_warm_up(self) -> bool:
         """False: recording costs two runs per shape, and most shapes of a warm-up never occur."""
         return False
@@ -219,12 +229,13 @@ class _Compiled:
         before = _copies(args)  # the function may modify its arguments
         has_slots, trial = any(map(_has_slots, args)), _without_state_writes(args)
         with _OperationRecorder(self._backend.torch_ops) as recorder:
-            result, calls, refusal = recording.record(lambda: self._function(*trial))
+            result, calls, held, refusal = recording.record(lambda: self._function(*trial))
         self._programs[key] = None
         try:
             if refusal is not None:
                 raise _NotReplayable(refusal)
             program = _program(calls, recorder.allocated, result, trial)
+            program.held += held
             self._backend.arena(program.arena_bytes)
             self._backend.poison_arena()
             again = self._backend.run(program, _without_state_writes(_copies(before)))
@@ -238,6 +249,30 @@ class _Compiled:
         else:
             self._programs[key] = program
         return self(*before) if has_slots else result
+
+
+class _CompiledEncoder:
+    """An encoder and its recordings, by the number of items: those of the numbers used last."""
+
+    def __init__(self, backend: Replay, function: Callable[..., Any]) -> None:
+        self._backend, self._function = backend, function
+        self._recordings: OrderedDict[int, _Compiled | None] = OrderedDict()
+
+    def __call__(self, items: torch.Tensor) -> Any:
+        """Calls or replays the function for items [n, rows of an item, ...]."""
+        count = len(items)
+        if items.shape[0] * items.shape[1] > MOST_PATCHES:
+            return self._function(items)
+        if count not in self._recordings:  # a number that occurs once would only be slower
+            self._recordings[count] = None
+            if len(self._recordings) > MOST_ENCODER_SHAPES:
+                self._recordings.popitem(last=False)
+            return self._function(items)
+        self._recordings.move_to_end(count)
+        found = self._recordings[count]
+        if found is None:
+            found = self._recordings[count] = _Compiled(self._backend, self._function)
+        return found(items)
 
 
 def _copies(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
