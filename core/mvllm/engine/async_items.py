@@ -11,6 +11,7 @@ from typing import TypeVar
 from mvllm.engine.frontend.admission import AdmissionControl
 from mvllm.engine.frontend.input_processor import InputProcessor
 from mvllm.engine.frontend.prompt_items import PreparedItems, PromptItems
+from mvllm.engine.process.async_core_client import AsyncEngineCoreClient
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import EmbedsPrompt, ExpandedPrompt, PromptType
 from mvllm.multimodal.item_request import has_items
@@ -26,6 +27,11 @@ class AsyncItems(ABC):
     input_processor: InputProcessor
     item_client: ProcessorClient
     _admission: AdmissionControl
+    _client: AsyncEngineCoreClient
+
+    @abstractmethod
+    def _require_alive(self) -> None:
+        """Raises if the engine has stopped."""
 
     @abstractmethod
     def _require_ready(self) -> None:
@@ -48,6 +54,16 @@ class AsyncItems(ABC):
             items = await prepare_items(self.input_processor.items, [prompt])
             found = () if items is None else items[0]
             return await self._run_in_thread(lambda: self.input_processor.expand(prompt, found))
+
+    async def reset_mm_cache(self) -> bool:
+        """Drops prepared items of this front end, and the encoder cache. The prefix cache stays.
+
+        Returns:
+            False if running requests use some results of encoders, which are kept.
+        """
+        self._require_alive()
+        self.item_client.cache.clear()
+        return bool(await self._client.call_utility("reset_encoder_cache"))
 
     async def read_prompt_embeds(self, file: str) -> EmbedsPrompt:
         """The prompt in a file with embeddings: of numpy (`.npy`) or safetensors. Another process reads it.
