@@ -192,7 +192,9 @@ def test_sleep_and_a_reset_drop_results(folder: Path, oracle: dict[str, list[int
         run(llm, [request("without prefix hits", ONE, cache_salt="a")])
         assert num_encoded(llm) == 6
         assert llm.reset_mm_cache()
-        assert run(llm, [request("without encoder hits", ONE, cache_salt="b")]) == {"without encoder hits": oracle["one"]}
+        assert run(llm, [request("without encoder hits", ONE, cache_salt="b")]) == {
+            "without encoder hits": oracle["one"]
+        }
         assert num_encoded(llm) == 7
 
 

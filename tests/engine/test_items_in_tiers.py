@@ -80,7 +80,13 @@ def test_preempted_requests_go_on_without_their_encoders(name: str, mode: str) -
     the other layers."""
     expected = oracle(name)
     lengths = [len(expected.prompt_ids(request)) for request in expected.requests]
-    settings: dict[str, Any] = {"max_model_len": max(lengths) + NUM_TOKENS, "max_num_batched_tokens": 32}
+    settings: dict[str, Any] = {
+        "max_model_len": max(lengths) + NUM_TOKENS,
+        "max_num_batched_tokens": 32,
+        "encoder_cache_tokens": 512,
+    }
+    if expected.entry.has_states:
+        settings["state_snapshot_interval"] = BLOCK_SIZE
     with engine(expected.folder, **settings) as llm:
         core = llm.llm_engine._client._core  # type: ignore[attr-defined]
         needs, summary = core._executor.kv_cache_needs(), core.cache_summary

@@ -40,18 +40,18 @@ def run(llm: LLM, expected: MultiModalOracle, params: SamplingParams) -> list[Re
 def reference_logprobs(expected: MultiModalOracle, index: int, tokens: list[int]) -> torch.Tensor:
     """float32 [prompt + output - 1, vocabulary]: row i predicts token i + 1 of a request's prompt and output."""
     inputs = expected.inputs(expected.requests[index])
-    ids = torch.cat((inputs["input_ids"], torch.tensor([tokens[:-1]])), dim=1)
+    ids = torch.cat((inputs["input_ids"], torch.tensor([tokens[:-1]], dtype=torch.int64)), dim=1)
     whole = {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
     logits = expected.model(**expected.entry.inputs(whole, len(tokens) - 1)).logits[0]
     return torch.log_softmax(logits.float(), dim=-1)
 
 
-def check_logprobs(expected: MultiModalOracle, index: int, output: RequestOutput) -> None:
-    """Log-probabilities of the output, and of the prompt if the request has asked for them."""
-    tokens = list(output.outputs[0].token_ids)
+def check_logprobs(expected: MultiModalOracle, index: int, output: RequestOutput, number: int = 0) -> None:
+    """Log-probabilities of one sequence, and of the prompt if the request has asked for them."""
+    tokens = list(output.outputs[number].token_ids)
     reference = reference_logprobs(expected, index, tokens)
     ids = list(output.prompt_token_ids or ())
-    found = output.outputs[0].logprobs
+    found = output.outputs[number].logprobs
     assert found is not None and len(found) == len(tokens)
     by_position = list(enumerate(found, len(ids)))
     if output.prompt_logprobs is not None:
@@ -111,10 +111,11 @@ def bits(output: RequestOutput) -> list[list[float]]:
 def test_several_sequences_beams_and_constrained_outputs(name: str) -> None:
     expected = oracle(name)
     with engine(expected.folder) as llm:
-        several = SamplingParams(n=3, temperature=0, max_tokens=12, ignore_eos=True)
+        several = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=12, ignore_eos=True, logprobs=1)
         for index, output in enumerate(run(llm, expected, several)):
-            for sequence in output.outputs:
-                expected.check(index, sequence.token_ids)
+            assert len({tuple(sequence.token_ids) for sequence in output.outputs}) == 3
+            for number in range(3):
+                check_logprobs(expected, index, output, number)
         assert num_encoded(llm) == NUM_IMAGES
         for index in (1, 2):
             check_beams(expected, llm, index)
