@@ -111,7 +111,7 @@ def bits(output: RequestOutput) -> list[list[float]]:
 def test_several_sequences_beams_and_constrained_outputs(name: str) -> None:
     expected = oracle(name)
     with engine(expected.folder) as llm:
-        several = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=12, ignore_eos=True, logprobs=1)
+        several = SamplingParams(n=3, temperature=1.0, top_k=8, seed=5, max_tokens=12, ignore_eos=True, logprobs=1)
         for index, output in enumerate(run(llm, expected, several)):
             assert len({tuple(sequence.token_ids) for sequence in output.outputs}) == 3
             for number in range(3):
@@ -124,27 +124,21 @@ def test_several_sequences_beams_and_constrained_outputs(name: str) -> None:
         assert num_encoded(llm) == NUM_IMAGES
 
 
-def check_beams(expected: MultiModalOracle, llm: LLM, index: int) -> None:
-    """The sequences and scores of transformers' beam search."""
-    request = expected.requests[index]
-    [output] = llm.beam_search([request.as_prompt()], BeamSearchParams(beam_width=3, max_tokens=10, ignore_eos=True))
-    inputs = expected.inputs(request)
-    length = inputs["input_ids"].shape[1]
-    with torch.inference_mode():
-        found = expected.model.generate(
-            **inputs,
-            max_new_tokens=10,
-            num_beams=3,
-            num_return_sequences=3,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_scores=True,
-        )
-    assert [each.tokens[length:] for each in output.sequences] == found.sequences[:, length:].tolist()
-    for each, score in zip(output.sequences, found.sequences_scores.tolist(), strict=True):
-        assert abs(each.score - score) < TOLERANCE
+def check_beams(expected: MultiModalOracle, llm: LLM, index: int, width: int = 3, num_tokens: int = 10) -> None:
+    """The sequences and scores of a beam search over the logits of transformers."""
+    params = BeamSearchParams(beam_width=width, max_tokens=num_tokens, ignore_eos=True)
+    [output] = llm.beam_search([expected.requests[index].as_prompt()], params)
+    beams: list[tuple[float, list[int]]] = [(0.0, [])]
+    for _ in range(num_tokens):
+        candidates = []
+        for total, tokens in beams:
+            best = reference_logprobs(expected, index, [*tokens, 0])[-1].topk(width)
+            pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+            candidates += [(total + logprob, [*tokens, token]) for logprob, token in pairs]
+        beams = sorted(candidates, reverse=True)[:width]
+    assert [each.tokens[-num_tokens:] for each in output.sequences] == [tokens for _, tokens in beams]
+    for each, (total, _) in zip(output.sequences, beams, strict=True):
+        assert abs(each.score - total / num_tokens) < TOLERANCE
 
 
 def check_constrained(expected: MultiModalOracle, llm: LLM, index: int, length: int = 12) -> None:

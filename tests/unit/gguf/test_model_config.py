@@ -123,11 +123,6 @@ def test_values_that_are_derived_from_the_tensors() -> None:
         ),
         ("qwen2vl", {"rope.dimension_sections": [2, 3, 3, 0]}, {"model_type": "qwen2"}),
         ("qwen3vl", {"rope.dimension_sections": [2, 3, 3, 0]}, {"model_type": "qwen3"}),
-        (
-            "qwen3vlmoe",
-            {"rope.dimension_sections": [2, 3, 3, 0], "expert_count": 4, "expert_used_count": 2},
-            {"model_type": "qwen3_moe", "num_experts": 4},
-        ),
         ("granite", {"logit_scale": 4.0}, {"attention_multiplier": 0.25, "logits_scaling": 4.0}),
         (
             "granitemoe",
