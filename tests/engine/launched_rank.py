@@ -3,6 +3,7 @@
     python -m torch.distributed.run --standalone --nproc-per-node 2 launched_rank.py job.json out
 
 `job.json` holds {"engines": [{"settings": ..., "blocks": ..., "prompts": ...}, ...]}; rank r writes `out/r.json`.
+Prompts are token ids, or as `LLM.generate` takes them.
 Imports only the package, so that ranks start quickly.
 """
 
@@ -37,7 +38,7 @@ def describe(outputs: list[RequestOutput]) -> list[dict[str, Any]]:
 def run_engine(job: dict[str, Any]) -> dict[str, Any]:
     """Generates greedily, again from the prefix cache, and with and without seeds."""
     settings = dict(job["settings"])
-    prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+    prompts = [prompt if isinstance(prompt, dict) else {"prompt_token_ids": prompt} for prompt in job["prompts"]]
     if "blocks" in job:  # the same number of blocks on each rank, whatever its KV bytes per token
         with LLM(**settings) as llm:
             summary = llm.llm_engine.cache_summary

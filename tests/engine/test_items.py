@@ -182,13 +182,20 @@ def test_an_encoder_that_fails_fails_its_request_only(folder: Path, oracle: dict
             assert run(llm, [request("again", ONE)]) == {"again": oracle["one"]}
 
 
-def test_sleep_drops_results_and_wakes_up(folder: Path, oracle: dict[str, list[int]]) -> None:
+def test_sleep_and_a_reset_drop_results(folder: Path, oracle: dict[str, list[int]]) -> None:
     with toy_engine(folder) as llm:
         run(llm, [request("before", ONE)])
         llm.sleep(level=1)
         llm.wake_up()
         assert run(llm, requests()) == oracle
         assert num_encoded(llm) == 6
+        run(llm, [request("without prefix hits", ONE, cache_salt="a")])
+        assert num_encoded(llm) == 6
+        assert llm.reset_mm_cache()
+        assert run(llm, [request("without encoder hits", ONE, cache_salt="b")]) == {
+            "without encoder hits": oracle["one"]
+        }
+        assert num_encoded(llm) == 7
 
 
 @MORE

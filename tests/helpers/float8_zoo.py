@@ -96,8 +96,12 @@ FLOAT8_SCHEMES: dict[str, Float8Scheme] = {
 
 def make_float8(scheme: str, folder: Path, name: str = "llama-gqa") -> QuantizedCheckpoint:
     """Writes checkpoint `name` of the zoo, quantized by `scheme` and as floats, into `folder`."""
-    how = FLOAT8_SCHEMES[scheme]
-    plain, quantized = make_checkpoint(name, folder / "plain", tokenizer=False), folder / "quantized"
+    return quantize_to_float8(FLOAT8_SCHEMES[scheme], folder, make_checkpoint(name, folder / "plain", tokenizer=False))
+
+
+def quantize_to_float8(how: Float8Scheme, folder: Path, plain: Path) -> QuantizedCheckpoint:
+    """Writes the checkpoint in `plain` into `folder`, quantized, and gives the one in `plain` the rounded weights."""
+    quantized = folder / "quantized"
     quantized.mkdir()
     for path in plain.glob("*.json"):
         shutil.copy(path, quantized)

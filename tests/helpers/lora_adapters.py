@@ -31,7 +31,7 @@ def linears(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and name.rsplit(".", 1)[-1] in targets
+        if isinstance(module, nn.Linear | Conv1D) and f".{name}".endswith(tuple(f".{target}" for target in targets))
     }
 
 
@@ -46,18 +46,20 @@ def write_adapter(
     size: float = 0.5,
     ranks: dict[str, int] | None = None,
     dtype: torch.dtype = torch.float32,
+    model: PreTrainedModel | None = None,
     **config: Any,
 ) -> Path:
     """Writes an adapter as PEFT saves it.
 
     Args:
         ranks: LoRA ranks by module name suffix, if they differ.
+        model: The checkpoint's model; None loads it.
         size: Scale of the weight delta: about this times a random matrix of the layer's shape.
         config: Further keys of its configuration.
     """
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, module in linears(load_reference(checkpoint), targets).items():
+    for name, module in linears(model or load_reference(checkpoint), targets).items():
         out_features, in_features = module.weight.shape if isinstance(module, nn.Linear) else module.weight.shape[::-1]
         r = (ranks or {}).get(name.rsplit(".", 1)[-1], rank)
         down = torch.randn(r, in_features, generator=generator) * in_features**-0.5
@@ -95,9 +97,9 @@ def edit_config(folder: Path, **settings: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
-def merged(checkpoint: Path, adapter: Path | None) -> PreTrainedModel:
-    """The checkpoint's model with the adapter merged into its weights: W + scale · B · A."""
-    model = load_reference(checkpoint)
+def merged(checkpoint: Path, adapter: Path | None, model: PreTrainedModel | None = None) -> PreTrainedModel:
+    """The checkpoint's model, or a given one, with the adapter merged into its weights: W + scale · B · A."""
+    model = load_reference(checkpoint) if model is None else model
     if adapter is None:
         return model
     config = json.loads((adapter / "adapter_config.json").read_text())

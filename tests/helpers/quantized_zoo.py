@@ -276,8 +276,11 @@ class QuantizedCheckpoint:
 
 def make_quantized(scheme: str, folder: Path, name: str = "llama-gqa") -> QuantizedCheckpoint:
     """Writes checkpoint `name` of the zoo, quantized by `scheme` and as floats, into `folder`."""
-    how = SCHEMES[scheme]
-    plain = make_checkpoint(name, folder / "plain", tokenizer=False)
+    return quantize(SCHEMES[scheme], folder, make_checkpoint(name, folder / "plain", tokenizer=False), scheme)
+
+
+def quantize(how: Scheme, folder: Path, plain: Path, scheme: str = "") -> QuantizedCheckpoint:
+    """Writes the checkpoint in `plain` into `folder`, quantized, and gives the one in `plain` the rounded weights."""
     quantized = folder / "quantized"
     quantized.mkdir()
     for path in plain.glob("*.json"):

@@ -12,6 +12,7 @@ from typing import TypeVar
 from mvllm.engine.frontend.admission import AdmissionControl
 from mvllm.engine.frontend.input_processor import InputProcessor, ProcessedRequest
 from mvllm.engine.frontend.prompt_items import PreparedItems, PromptItems
+from mvllm.engine.process.async_core_client import AsyncEngineCoreClient
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import EmbedsPrompt, ExpandedPrompt, PromptType
 from mvllm.multimodal.item_memory import ItemLease, LeasedArray, LeasedItems, lease_of
@@ -28,6 +29,11 @@ class AsyncItems(ABC):
     input_processor: InputProcessor
     item_client: ProcessorClient
     _admission: AdmissionControl
+    _client: AsyncEngineCoreClient
+
+    @abstractmethod
+    def _require_alive(self) -> None:
+        """Raises if the engine has stopped."""
 
     @abstractmethod
     def _require_ready(self) -> None:
@@ -52,6 +58,16 @@ class AsyncItems(ABC):
             found = await self._run_in_thread(lambda: self.input_processor.expand(prompt, items))
             found["multi_modal_items"] = LeasedItems(found["multi_modal_items"], prepared.leases[0])
             return found
+
+    async def reset_mm_cache(self) -> bool:
+        """Drops prepared items of this front end, and the encoder cache. The prefix cache stays.
+
+        Returns:
+            False if running requests use some results of encoders, which are kept.
+        """
+        self._require_alive()
+        self.item_client.cache.clear()
+        return bool(await self._client.call_utility("reset_encoder_cache"))
 
     async def item_placeholders(self) -> dict[str, str]:
         """By modality, what stands for an item in the text of a prompt, as the model's processor tells.

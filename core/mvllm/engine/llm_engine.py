@@ -287,6 +287,16 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
         self._require_alive()
         return self._client.call_utility("reset_prefix_cache")
 
+    def reset_mm_cache(self) -> bool:
+        """Drops prepared items of this front end, and the encoder cache. The prefix cache stays.
+
+        Returns:
+            False if running requests use some results of encoders, which are kept.
+        """
+        self._require_alive()
+        self.item_client.cache.clear()
+        return bool(self._client.call_utility("reset_encoder_cache"))
+
     def sleep(self, level: int = 1) -> None:
         """Aborts all requests, frees memory, and rejects requests until `wake_up`.
 

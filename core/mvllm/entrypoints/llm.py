@@ -119,6 +119,10 @@ class LLM(LLMRollouts, LLMImages):
         """Drops all cached prefixes. Returns whether the cache was reset."""
         return self.llm_engine.reset_prefix_cache()
 
+    def reset_mm_cache(self) -> bool:
+        """Drops prepared images, audio and videos, and results of encoders. Returns whether none is left."""
+        return self.llm_engine.reset_mm_cache()
+
     def sleep(self, level: int = 1) -> None:
         """Frees device memory. Requests are rejected until `wake_up`.
 

@@ -34,6 +34,9 @@ from mvllm.gguf.rope_config import rope_config
 
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _GATING_SOFTMAX = 1  # number of llama.cpp's expert_gating_func
+_PROJECTOR = "clip"
+_OF_VISION = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
+"""Language parts of models whose rotary positions have three dimensions. They are equal for text."""
 _OVERFLOW_IN_FLOAT16 = ("gemma2", "gemma3", "gemma4", "glm4")
 _GRANITE = ("granite", "granitehybrid", "granitemoe")
 _LATENT = ("deepseek2", "mistral4")
@@ -52,7 +55,7 @@ _UNUSED_SETTINGS: tuple[tuple[str, object, tuple[str, ...]], ...] = (
     ("logit_scale", 1.0, (*_GRANITE, "cohere2")),
     ("pooling_type", 0, ()),
     ("residual_scale", 1.0, _GRANITE),
-    ("rope.dimension_sections", None, ("chatglm", "glm4", "qwen35", "qwen35moe")),
+    ("rope.dimension_sections", None, ("chatglm", "glm4", "qwen35", "qwen35moe", *_OF_VISION)),
     ("rope.scaling.yarn_log_multiplier", 0.0, (*_LATENT, "mistral3")),
 )
 """Keys that change results, their neutral values, and the architectures for which they are supported."""
@@ -78,6 +81,11 @@ def model_config(model: GGUFModel) -> dict[str, Any]:
     """
     values = Metadata(model)
     family = _FAMILIES.get(values.architecture)
+    if values.architecture == _PROJECTOR:
+        raise ModelError(
+            f"{values.file}: it is the encoder of a multimodal model (mmproj), and GGUF files are read for text only. "
+            "Name the file of its language model, or use a safetensors checkpoint, which has both."
+        )
     if family is None:
         raise ModelError(
             f"{values.file}: the architecture {values.architecture!r:.100} is not supported in GGUF files. Supported: "
@@ -470,8 +478,11 @@ _FAMILIES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen2moe": _qwen2_moe,
+    "qwen2vl": _qwen2,
     "qwen3": _qwen3,
     "qwen3moe": _qwen3_moe,
+    "qwen3vl": _qwen3,
+    "qwen3vlmoe": _qwen3_moe,
     "seed_oss": _seed_oss,
     "smollm3": _smollm3,
     "starcoder2": _starcoder2,

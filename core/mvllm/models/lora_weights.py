@@ -107,5 +107,5 @@ def _unknown(name: str, adapter: PeftAdapter, shapes: Mapping[str, tuple[int, in
     hint = f" The nearest that it has is {nearest[0]!r}." if nearest else ""
     return (
         f"{adapter.path} adapts {name[:200]!r}, which is not a linear layer of this model that supports LoRA "
-        f"(embeddings, heads and fused experts do not).{hint}"
+        f"(embeddings, heads, fused experts and encoders do not).{hint}"
     )

@@ -59,6 +59,12 @@ class ProcessedItemCache:
                 _, oldest = self._items.popitem(last=False)
                 self.num_bytes -= oldest.num_bytes
 
+    def clear(self) -> None:
+        """Drops all items."""
+        with self._lock:
+            self._items.clear()
+            self.num_bytes = 0
+
 
 def digest_source(source: MediaSource, kwargs: bytes, uuid: str | None) -> bytes:
     """A hash of all that the processed item depends on, beside the other items of the prompt.

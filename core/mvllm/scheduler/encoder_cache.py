@@ -75,6 +75,12 @@ class EncoderCache:
         """Drops an unused result."""
         self._remove(content_hash)
 
+    def drop_unused(self) -> bool:
+        """Drops all unused results. Returns whether none is left."""
+        for content_hash in list(self._unused):
+            self._remove(content_hash)
+        return not self._rows
+
     def clear(self) -> None:
         """Drops all results. Nobody uses any after that, and must not release them."""
         self._freed += self._rows

@@ -163,6 +163,10 @@ class EncoderPlanner:
             elif content_hash in self.cache:
                 self._suspect.add(content_hash)
 
+    def drop_unused(self) -> bool:
+        """Drops all results that no running request uses. Returns whether none is left."""
+        return self.cache.drop_unused()
+
     def clear(self) -> None:
         """Drops all results. Running requests have those that they still read encoded again.
 

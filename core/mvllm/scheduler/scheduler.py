@@ -323,19 +323,15 @@ class Scheduler:
         return {request.lora_int_id for request in self.requests.running if request.lora_int_id}
 
     def masks_for(self, plan: SchedulerOutput) -> tuple[list[int], bytes]:
-        """`mask_rows` and `token_masks` of a plan that said `masks_follow`.
-
-        Call it after `update_from_output` of all earlier plans, and before the next plan is made.
-        """
+        """`mask_rows` and `token_masks` of a plan that said `masks_follow`. Call it after `update_from_output` of all
+        earlier plans, and before the next plan is made."""
         return masks_of_batch(self._batches[plan.step])
 
     def reset_prefix_cache(self, *, keeps_tiers: bool = False) -> bool:
         """Evicts all cached prefixes and encoder results. Does nothing and returns False while requests hold blocks.
 
-        What connectors have stored before is not found any more.
-
         Args:
-            keeps_tiers: Only the device loses its contents.
+            keeps_tiers: Only the device loses its contents. Otherwise nothing is found that connectors have stored.
         """
         is_reset = self._kv_cache.reset_prefix_cache(keeps_tiers=keeps_tiers)
         if is_reset and not keeps_tiers:
@@ -343,6 +339,10 @@ class Scheduler:
         if is_reset and self._encoders is not None:
             self._encoders.clear()
         return is_reset
+
+    def reset_encoder_cache(self) -> bool:
+        """Drops encoder results that no running request uses. Returns whether none is left."""
+        return self._encoders is None or self._encoders.drop_unused()
 
     def make_stats(self) -> SchedulerStats:
         """Gauges as of now, counters since start."""

@@ -5,11 +5,16 @@ sanitizer's runtime preloaded. By default only this processor's instruction set 
 without optimization, and with the address sanitizer only, which compiles four times faster. The address sanitizer does
 not see the accesses of AMX tiles. So on a processor whose vectors are those beside the tiles this library has emulated
 tiles, too, and a second test runs kernels with them.
+
+Compiling takes most of the time, so the library of the default tests is kept in `build/sanitized` under a hash of its
+sources, and built when they change.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -21,6 +26,7 @@ from platforms.cpu.tests.instruction_sets import NEEDS, features, skip_unless_su
 from platforms.cpu.tests.test_other_instruction_sets import TESTS_WITH_ISA
 
 from mvllm_cpu import kernels
+from tests.helpers.plugins import ROOT
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parent / "csrc"
@@ -74,8 +80,26 @@ def small_tiles(tmp_path_factory) -> Path:
     """The library with small register tiles, of `VECTORS` and emulated AMX tiles if this processor's vectors are those;
     else of its own instruction set.
     """
-    folder = tmp_path_factory.mktemp("small-tiles")
-    return build(compiler_with_sanitizer(), ISA, folder, whole=False, emulated=ISA == VECTORS)
+    compiler, kept = compiler_with_sanitizer(), ROOT / "build" / "sanitized"
+    library = kept / f"{hash_of_sources(compiler)}.so"
+    if not library.exists():
+        built = build(compiler, ISA, tmp_path_factory.mktemp("small-tiles"), whole=False, emulated=ISA == VECTORS)
+        shutil.rmtree(kept, ignore_errors=True)
+        kept.mkdir(parents=True, exist_ok=True)
+        partial = library.with_suffix(f".{os.getpid()}")
+        shutil.copy(built, partial)
+        partial.replace(library)
+    return library
+
+
+def hash_of_sources(compiler: str) -> str:
+    """A hash of all that the library depends on: sources, this file with its flags, compiler and instruction set."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True)
+    digest = hashlib.sha256(version.stdout + f"{platform.machine()} {ISA}".encode())
+    for path in (Path(__file__), *sorted(CSRC.rglob("*"))):
+        if path.is_file():
+            digest.update(f"{path.name} ".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def run(library: Path, isa: str, request, *command: object) -> str:

@@ -121,6 +121,8 @@ def test_values_that_are_derived_from_the_tensors() -> None:
                 },
             },
         ),
+        ("qwen2vl", {"rope.dimension_sections": [2, 3, 3, 0]}, {"model_type": "qwen2"}),
+        ("qwen3vl", {"rope.dimension_sections": [2, 3, 3, 0]}, {"model_type": "qwen3"}),
         ("granite", {"logit_scale": 4.0}, {"attention_multiplier": 0.25, "logits_scaling": 4.0}),
         (
             "granitemoe",
@@ -455,6 +457,8 @@ def test_long_texts_are_truncated_in_errors() -> None:
 def test_unsupported_architectures_and_incomplete_files_are_refused() -> None:
     with pytest.raises(ModelError, match=r"architecture 'rwkv7' is not supported in GGUF files. Supported: .*qwen3moe"):
         model_config(make_model("rwkv7"))
+    with pytest.raises(ModelError, match=r"encoder of a multimodal model \(mmproj\).*language model"):
+        model_config(make_model("clip"))
     with pytest.raises(ModelError, match=r"lacks the key 'general\.architecture'"):
         model_config(GGUFModel((FILE,), {}, {}))
     with pytest.raises(ModelError, match=r"lacks the tensor 'token_embd\.weight'"):

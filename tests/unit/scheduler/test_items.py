@@ -7,6 +7,7 @@ import random
 import pytest
 
 from mvllm.errors import RequestError
+from mvllm.kv_cache.host_tier import HostTier
 from mvllm.messages.multimodal import ItemSpan, MultiModalItem
 from mvllm.messages.requests import EngineCoreRequest, FinishReason
 from tests.unit.scheduler.builders import Engine, make_encoders, make_request, make_scheduler
@@ -88,6 +89,21 @@ def test_the_least_recently_used_result_is_dropped() -> None:
     assert len(engine.runner.encoded) == 4
 
 
+def test_a_reset_keeps_the_results_that_requests_read() -> None:
+    engine = make_engine(max_num_batched_tokens=6)
+    engine.run(prompt_with(2, ("dog", 6), 1))
+    reading = prompt_with(2, ("cat", 9), 1)
+    engine.add(reading)
+    engine.step()
+    assert not engine.scheduler.reset_encoder_cache()
+    assert engine.scheduler.make_stats().encoder_cache_rows == 9
+    engine.run()
+    assert engine.results[reading.request_id].token_ids == expected(reading)
+    assert engine.scheduler.reset_encoder_cache() and not engine.scheduler.make_stats().encoder_cache_rows
+    engine.run(prompt_with(2, ("dog", 6), 1, cache_salt="again"))
+    assert len(engine.runner.encoded) == 3
+
+
 @pytest.mark.parametrize("shared", [3, 7, 12])
 def test_a_cached_prefix_may_end_before_in_and_after_an_item(shared: int) -> None:
     engine = make_engine(block_size=1)
@@ -119,6 +135,33 @@ def test_a_preempted_request_encodes_again_what_was_dropped() -> None:
     requests = [prompt_with(1, ("cat", 8), 1, max_tokens=8), prompt_with(1, ("dog", 8), 1, max_tokens=8)]
     results = engine.run(*requests)
     assert [result.token_ids for result in results] == list(map(expected, requests))
+    assert engine.scheduler.make_stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("both_ways", [False, True])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_swapped_request_encodes_only_what_it_still_reads(depth: int, both_ways: bool) -> None:
+    """Of `b`, the last to come, the blocks of the first image are in host memory, and those of the second are not."""
+    engine = make_engine(
+        depth,
+        num_blocks=15,
+        max_num_batched_tokens=14,
+        encoders={"cache_tokens": 9, "both_ways": both_ways},
+        host_tier=HostTier(32),
+        preemption_mode="swap",
+    )
+    first = prompt_with(6, ("cow", 5), 3, request_id="a", max_tokens=26)
+    second = prompt_with(3, ("cat", 6), 2, ("dog", 6), 5, request_id="b", max_tokens=12)
+    engine.add(first, second)
+    names = {item.span.content_hash: name for item, name in zip([*first.items, *second.items], ("cow", "cat", "dog"))}
+    while not engine.scheduler.make_stats().num_swapped:
+        engine.step()
+    before = [names[each] for each in engine.runner.encoded]
+    engine.run()
+    assert before == ["cow", "cat", "dog"]
+    assert [names[each] for each in engine.runner.encoded] == before
+    for request in (first, second):
+        assert engine.results[request.request_id].token_ids == expected(request)
     assert engine.scheduler.make_stats().num_preemptions > 0
 
 
@@ -302,6 +345,7 @@ def test_random_items_budgets_and_caches(seed: int) -> None:
         windows=dice.choice([(None,), (None,), (4,), (None, 6)]),
         long_prefill_token_threshold=dice.choice([None, None, 3]),
         max_num_partial_prefills=dice.choice([None, None, 1]),
+        **(_tiers(random.Random(-seed)) if seed % 2 else {}),
     )
     added: dict[str, EngineCoreRequest] = {}
     aborted: set[str] = set()
@@ -348,6 +392,12 @@ def test_random_items_budgets_and_caches(seed: int) -> None:
         [result] = engine.run(request)
         if "room for" not in (result.outputs[-1].error or ""):
             assert result.token_ids == expected(request), name
+
+
+def _tiers(dice: random.Random) -> dict:
+    """A host tier, and preemption by swapping."""
+    tier = HostTier(dice.choice([1, 8, 40]), saves_evicted=dice.random() < 0.5)
+    return {"host_tier": tier, "preemption_mode": dice.choice(["swap", "swap", "recompute"])}
 
 
 def _random_request(dice: random.Random, name: str, kind: str, longest: int) -> EngineCoreRequest:

@@ -68,6 +68,7 @@ UTILITY_METHODS = frozenset(
         "is_scheduler_running",
         "pause_scheduler",
         "remove_lora",
+        "reset_encoder_cache",
         "reset_prefix_cache",
         "resume_scheduler",
         "sleep",
@@ -333,6 +334,10 @@ class EngineCore(CoreAdapters):
         is_reset = self.scheduler.reset_prefix_cache()
         self._kv_events.publish()
         return is_reset
+
+    def reset_encoder_cache(self) -> bool:
+        """Drops encoder results that no running request uses. Returns whether none is left."""
+        return self.scheduler.reset_encoder_cache()
 
     def sleep(self, level: int) -> None:
         """Releases memory on all workers: at level 1 the KV cache, at level 2 the weights as well.

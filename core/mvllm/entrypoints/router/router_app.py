@@ -40,7 +40,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 _OF_ALL_OR_ONE = ("/metrics", "/load", "/server_info")
 """Own routes that are forwarded if the query names a model."""
-_OF_A_LOADED_MODEL = ("/sleep", "/wake_up", "/reset_prefix_cache")
+_OF_A_LOADED_MODEL = ("/sleep", "/wake_up", "/reset_mm_cache", "/reset_prefix_cache")
 _LORA_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _STORED_RESPONSES = "/v1/responses/"
 _CONVERSATIONS = "/v1/conversations"

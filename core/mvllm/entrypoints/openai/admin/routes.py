@@ -45,6 +45,7 @@ class AdminRoutes:
         """Adds the routes to a router."""
         add, add_body = router.add_api_route, self._body_routes.add
         add("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"], summary="Clear the prefix cache.")
+        add("/reset_mm_cache", self.reset_mm_cache, methods=["POST"], summary="Clear the caches of images and others.")
         add("/sleep", self.sleep, methods=["POST"], summary="Free device memory and accept no requests.")
         add("/wake_up", self.wake_up, methods=["POST"], summary="Allocate the memory and accept requests again.")
         add("/is_sleeping", self.is_sleeping, methods=["GET"], summary="Whether the engine sleeps.")
@@ -57,6 +58,12 @@ class AdminRoutes:
         require_admin(request)
         self._body_routes.reader.check_query(request)
         return json_response({"reset": await self._state.engine.reset_prefix_cache()})
+
+    async def reset_mm_cache(self, request: Request) -> Response:
+        """Drops prepared items, and results of encoders; `reset` is false if running requests use some."""
+        require_admin(request)
+        self._body_routes.reader.check_query(request)
+        return json_response({"reset": await self._state.engine.reset_mm_cache()})
 
     async def sleep(self, request: Request, level: int = 1) -> Response:
         """Aborts running requests and puts the engine to sleep."""
