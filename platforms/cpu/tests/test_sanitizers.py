@@ -155,10 +155,20 @@ EVERY_NTH = "24"
 OFTEN_WITHOUT_AMX = pytest.mark.exhaustive if NEEDS["amx_int8"] <= features() else pytest.mark.slow
 
 
+SLOWEST = ("prompts_of_many_tiles", "cache_of_another_dtype", "values_that_are_the_first", "long_latent_context")
+"""Tests with many tiles: half of the time. `edge_shapes.attention` has the same kinds of caches and tiles."""
+
+
 @pytest.mark.slow
 @OFTEN_WITHOUT_AMX
 def test_kernels_with_emulated_tiles_are_correct_and_stay_in_bounds(small_tiles, tmp_path, request):
-    run_with_emulated_tiles(small_tiles, tmp_path, request, EDGES, EMULATED_TESTS)
+    run_with_emulated_tiles(small_tiles, tmp_path, request, EDGES, EMULATED_TESTS, without=SLOWEST)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_kernels_with_emulated_tiles_are_correct_for_many_tiles(small_tiles, tmp_path, request):
+    run_with_emulated_tiles(small_tiles, tmp_path, request, (), EMULATED_TESTS, only=SLOWEST)
 
 
 @pytest.mark.slow
@@ -167,11 +177,14 @@ def test_emulated_tiles_attend_in_both_directions(small_tiles, tmp_path, request
     run_with_emulated_tiles(small_tiles, tmp_path, request, ("both_directions",), ("test_encoder_attention.py",))
 
 
-def run_with_emulated_tiles(library, tmp_path, request, edges, files):
+def run_with_emulated_tiles(library, tmp_path, request, edges, files, *, without=(), only=()):
     skip_unless_supported(VECTORS)
     if ISA != VECTORS:  # a processor with AMX: its own library has no emulated tiles
         library = build(compiler_with_sanitizer(), VECTORS, tmp_path, whole=False, emulated=True)
     tests = [str(HERE / name) for name in files]
-    without = ["-k", "not instruction_sets_agree and not no_thread_can_be_started"]
-    lines = run(library, "amx_bf16", request, "-c", edges_and_tests(edges), EVERY_NTH, *tests, *without).splitlines()
+    chosen = " and ".join(f"not {name}" for name in ("instruction_sets_agree", "no_thread_can_be_started", *without))
+    if only:
+        chosen += f" and ({' or '.join(only)})"
+    program = edges_and_tests(edges)
+    lines = run(library, "amx_bf16", request, "-c", program, EVERY_NTH, *tests, "-k", chosen).splitlines()
     assert lines[0] == "amx_bf16 amx_int8"

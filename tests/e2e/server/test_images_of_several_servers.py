@@ -66,13 +66,13 @@ def test_a_router_sends_images_to_both_servers(
             for role in ("producer", "consumer")
         )
         urls = ("--prefill", prefill.url, "--decode", decode.url)
-        router = stack.enter_context(RouterProcess(tmp_path, *urls, "--port", "0"))
+        router = stack.enter_context(RouterProcess(tmp_path, *urls, "--port", "0", "--prefill-timeout", "60"))
         for server in (prefill, decode, router):
             server.wait_ready()
         with router.client() as client:
             for colour in COLOURS:
                 assert ask(client, colour) == answers[colour]
-            wait_until(lambda: num_transferred(decode) > 0, 5, lambda: decode.log[-3000:])
+            wait_until(lambda: num_transferred(decode) > 0, 5, lambda: f"{prefill.log[-3000:]}{router.log[-3000:]}")
             url = chat(image_part("http://127.0.0.1:9/none.png"), text_part("what"))
             refused = client.post("/v1/chat/completions", json=url)
             assert refused.status_code == 400, refused.text

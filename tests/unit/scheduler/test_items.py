@@ -347,13 +347,14 @@ def test_random_items_budgets_and_caches(seed: int) -> None:
         max_num_partial_prefills=dice.choice([None, None, 1]),
         **(_tiers(random.Random(-seed)) if seed % 2 else {}),
     )
+    most_tokens = 24 if seed % 2 else 6  # so that requests are preempted
     added: dict[str, EngineCoreRequest] = {}
     aborted: set[str] = set()
     loses = False
     for _ in range(dice.randrange(5, 40)):
         action = dice.choice(["add", "add", "step", "step", "abort", "forget", "break", "lose"])
         if action == "add":
-            request = _random_request(dice, f"r{len(added)}", kind, longest)
+            request = _random_request(dice, f"r{len(added)}", kind, longest, most_tokens)
             added[request.request_id] = request
             engine.add(request)
         elif action == "abort" and added:
@@ -400,8 +401,8 @@ def _tiers(dice: random.Random) -> dict:
     return {"host_tier": tier, "preemption_mode": dice.choice(["swap", "swap", "recompute"])}
 
 
-def _random_request(dice: random.Random, name: str, kind: str, longest: int) -> EngineCoreRequest:
-    fields = {"request_id": name, "max_tokens": dice.randrange(1, 6)}
+def _random_request(dice: random.Random, name: str, kind: str, longest: int, most_tokens: int) -> EngineCoreRequest:
+    fields = {"request_id": name, "max_tokens": dice.randrange(1, most_tokens)}
     if kind == "cross_attention":
         items = [make_item(dice.choice("abcd"), 0, 0, 1 + longest // 2) for _ in range(dice.randrange(3))]
         return make_request([dice.randrange(1, 3) for _ in range(dice.randrange(1, 12))], items=items, **fields)
