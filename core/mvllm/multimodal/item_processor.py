@@ -209,7 +209,7 @@ def _rounded(array: np.ndarray[Any, Any], dtype: str) -> ArrayData:
         return ArrayData(dtype, shape, array.tobytes())
     import torch
 
-    rounded = torch.from_numpy(array).to(getattr(torch, dtype))
+    rounded = torch.from_numpy(array).to({"float16": torch.float16, "bfloat16": torch.bfloat16}[dtype])
     return ArrayData(dtype, shape, rounded.view(torch.int16).numpy().tobytes())
 
 
