@@ -412,4 +412,9 @@ def _random_request(dice: random.Random, name: str, kind: str, longest: int, mos
         if dice.random() < 0.7:
             item = dice.randrange(4)
             parts.append(("abcd"[item], 1 + (7 * item) % longest))
-    return prompt_with(*parts, 1, **fields)
+    request = prompt_with(*parts, 1, **fields)
+    for placed in request.items:
+        length = placed.span.length
+        if length % 3 == 0:  # two frames with a token between them
+            placed.span.embedded, placed.num_encoded = [(0, 1), (2, length)], length - 1
+    return request

@@ -60,7 +60,11 @@ class ItemFamily:
             name: getattr(getattr(self.processor, "video_processor", None), setting, None)
             for setting, name in _FRAME_SETTINGS.items()
         }
-        given = {name: value for name, value in found.items() if isinstance(value, int | float) and value > 0}
+        given = {
+            name: float(value) if name == "fps" else int(value)
+            for name, value in found.items()
+            if isinstance(value, int | float) and value > 0
+        }
         return dataclasses.replace(self.default_frames, **given)  # type: ignore[arg-type]
 
     def placeholder(self, modality: str) -> str:
