@@ -321,6 +321,10 @@ def makespan(times: StepTimes, count: int, prompt: int, output: int) -> float:
     return float(np.max(outcome.ttft + np.nan_to_num(outcome.tpot) * (output - 1)))
 
 
+NUM_STEPS = 128
+"""Decode steps of a measurement."""
+
+
 def measure(path: Path, model: str) -> StepTimes:
     """Measures steps of an engine on this machine, the fastest of some equal ones, and writes them to `path`."""
     from mvllm import LLM, SamplingParams
@@ -336,7 +340,7 @@ def measure(path: Path, model: str) -> StepTimes:
             ]
             params = SamplingParams(max_tokens=num_output, temperature=0, ignore_eos=True, detokenize=False)
             best = float("inf")
-            for _ in range(3):
+            for _ in range(5):
                 begun = time.perf_counter()
                 llm.generate(prompts, params, use_tqdm=False)
                 best = min(best, time.perf_counter() - begun)
@@ -346,8 +350,9 @@ def measure(path: Path, model: str) -> StepTimes:
         for count in (1, 4, 16, 64):
             for length in (16, 256):
                 prefill = seconds(count, length, 1)
-                both = seconds(count, length, 17)
-                rows.append((count, count * (length + 8.5), 0, max(1e-6, (both - prefill) / 16)))
+                # Many steps: the difference of two prompts' times is a large part of that of few steps.
+                steps = seconds(count, length, 1 + NUM_STEPS) - prefill
+                rows.append((count, count * (length + NUM_STEPS / 2 + 0.5), 0, max(1e-6, steps / NUM_STEPS)))
                 if count == 1:
                     rows.append((0, 0, length, prefill))
         rows += [(0, 0, length, seconds(1, length, 1)) for length in (64, 768)]

@@ -30,6 +30,7 @@ from mvllm.multimodal.decoding import DecodingLimits, decode
 from mvllm.multimodal.frame_sampling import FrameSampling
 from mvllm.multimodal.media_source import MediaSource, check_embeddings
 from mvllm.multimodal.processor_messages import ItemJob, ItemResult, ProcessorStart
+from mvllm.multimodal.torch_file import is_torch_file, read_tensor
 
 MEMORY_BYTES = 4 << 30
 """Address space that jobs may add to the process."""
@@ -203,7 +204,7 @@ class JobServer:
 
 
 def read_array(data: bytes) -> Any:
-    """The array in a file of numpy (`.npy`), or of safetensors with one tensor. Neither can run code.
+    """The array in a file of numpy (`.npy`), of `torch.save`, or of safetensors with one tensor. None can run code.
 
     Raises:
         RequestError: It is none of them, or damaged.
@@ -213,14 +214,16 @@ def read_array(data: bytes) -> Any:
     try:
         if data.startswith(b"\x93NUMPY"):
             found = np.load(io.BytesIO(data), allow_pickle=False)
+        elif is_torch_file(data):
+            found = read_tensor(data)
         else:
             (found,) = _read_safetensors(data).values()
     except MemoryError:
         raise
     except Exception as e:
         raise RequestError(
-            "prompt_embeds must be the base64 of a .npy file, or of a safetensors file with one tensor (torch.save "
-            f"writes pickles, which are not read); it cannot be read: {type(e).__name__}.",
+            "prompt_embeds must be the base64 of a file of torch.save with one tensor, of a .npy file, or of a "
+            f"safetensors file with one tensor; it cannot be read: {str(e) or type(e).__name__:.200}.",
             parameter="prompt_embeds",
         ) from e
     if found.dtype.kind != "f" or found.ndim not in (2, 3):

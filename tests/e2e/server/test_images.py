@@ -20,6 +20,7 @@ import numpy as np
 import openai
 import psutil
 import pytest
+import torch
 from PIL import Image
 from safetensors.numpy import save
 
@@ -173,12 +174,15 @@ def test_embeddings_as_a_prompt(client: httpx.Client) -> None:
     values = np.random.default_rng(0).normal(size=(5, TEXT["hidden_size"])).astype(np.float32)
     file = io.BytesIO()
     np.save(file, values)
-    files = [base64.b64encode(each).decode() for each in (file.getvalue(), save({"x": values}))]
+    of_torch = io.BytesIO()
+    torch.save(torch.from_numpy(values), of_torch)
+    contents = (file.getvalue(), save({"x": values}), of_torch.getvalue())
+    files = [base64.b64encode(each).decode() for each in contents]
     body = {"model": "eyes", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
     answer = client.post("/v1/completions", json={**body, "prompt_embeds": files, "prompt": "hello"})
     assert answer.status_code == 200, answer.text
     texts = [choice["text"] for choice in answer.json()["choices"]]
-    assert texts[0] == texts[1] != texts[2]
+    assert texts[0] == texts[1] == texts[2] != texts[3]
     for bad, field in (("AAAA", "prompt_embeds"), (base64.b64encode(b"\x80\x02}q\x00.").decode(), "prompt_embeds")):
         refused = client.post("/v1/completions", json={**body, "prompt_embeds": bad})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
