@@ -35,7 +35,7 @@ from mvllm.gguf.rope_config import rope_config
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _GATING_SOFTMAX = 1  # number of llama.cpp's expert_gating_func
 _PROJECTOR = "clip"
-_OF_VISION = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
+_OF_VISION = ("qwen2vl", "qwen3vl")
 """Language parts of models whose rotary positions have three dimensions. They are equal for text."""
 _OVERFLOW_IN_FLOAT16 = ("gemma2", "gemma3", "gemma4", "glm4")
 _GRANITE = ("granite", "granitehybrid", "granitemoe")
@@ -482,7 +482,6 @@ _FAMILIES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "qwen3": _qwen3,
     "qwen3moe": _qwen3_moe,
     "qwen3vl": _qwen3,
-    "qwen3vlmoe": _qwen3_moe,
     "seed_oss": _seed_oss,
     "smollm3": _smollm3,
     "starcoder2": _starcoder2,

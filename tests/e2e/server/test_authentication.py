@@ -167,6 +167,7 @@ def test_each_key_permits_its_routes(guarded: ServerProcess) -> None:
             assert client.get("/v1/models", headers=headers).status_code == models
             assert client.get("/server_info", headers=headers).status_code == admin
             assert client.post("/reset_prefix_cache", headers=headers).status_code == admin
+            assert client.post("/reset_mm_cache", headers=headers).status_code == admin
         assert client.get("/health").status_code == 200
         headers = {"Authorization": f"bearer {USER}"}
         assert client.post("/v1/completions", headers=headers, json={"prompt": "x", "max_tokens": 1}).status_code == 200
