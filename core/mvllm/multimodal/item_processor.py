@@ -195,7 +195,9 @@ def _rounded(array: np.ndarray[Any, Any], dtype: str) -> ArrayData:
         return ArrayData(dtype, shape, array.tobytes())
     import torch
 
-    rounded = torch.from_numpy(array).to(getattr(torch, dtype))
+    from mvllm.ops.dtypes import torch_dtype
+
+    rounded = torch.from_numpy(array).to(torch_dtype(dtype))
     return ArrayData(dtype, shape, rounded.view(torch.int16).numpy().tobytes())
 
 
