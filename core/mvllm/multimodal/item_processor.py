@@ -209,13 +209,9 @@ def _rounded(array: np.ndarray[Any, Any], dtype: str) -> ArrayData:
         return ArrayData(dtype, shape, array.tobytes())
     import torch
 
-<<<<<<< HEAD
-    rounded = torch.from_numpy(array).to({"float16": torch.float16, "bfloat16": torch.bfloat16}[dtype])
-=======
     from mvllm.ops.dtypes import torch_dtype
 
     rounded = torch.from_numpy(array).to(torch_dtype(dtype))
->>>>>>> h/towers
     return ArrayData(dtype, shape, rounded.view(torch.int16).numpy().tobytes())
 
 
