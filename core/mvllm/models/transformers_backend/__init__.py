@@ -8,4 +8,8 @@
 
 The dry run is independent of model families: the model runs once without data, and each attention call is recorded with
 its heads, scale, mask, soft cap and sinks.
+
+Of models with encoders of items (`MetaMultiModalModel`), the language model is taken so. The encoders stay those of
+transformers: its class merges the embeddings of an item, with a stub in place of the language model
+(`TransformersEncoders`).
 """
