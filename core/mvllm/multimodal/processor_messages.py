@@ -26,6 +26,7 @@ class ProcessorStart(msgspec.Struct):
         max_pixels, max_audio_seconds: As in MultiModalConfig.
         hidden_size: Elements of a row of embeddings.
         max_embeddings: Most rows of ready embeddings, and most tokens of an item.
+        num_processes: Most processes with this message.
     """
 
     path: str
@@ -38,6 +39,7 @@ class ProcessorStart(msgspec.Struct):
     max_audio_seconds: float
     hidden_size: int
     max_embeddings: int
+    num_processes: int = 1
 
 
 class ItemJob(msgspec.Struct):
