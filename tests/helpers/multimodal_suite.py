@@ -237,8 +237,7 @@ def _job_server(path: str, start: bytes) -> _JobServerHere:
 class ProcessorHere:
     """Stands for a processor's process, whose start takes longer than a test: runs its jobs in this process."""
 
-    num_waiting = 0
-    pid = None
+    pids: Sequence[int] = ()
 
     def __init__(self, start: ProcessorStart) -> None:
         self._server = _job_server(start.path, msgspec.msgpack.encode(start))

@@ -149,10 +149,7 @@ class ProcessorClient:
             if self._is_closed:
                 raise RequestError("The engine is shutting down.")
             if self._pool is None:
-                start = _start_message(self._model, self._config)
-                takes = set(() if self._model.multimodal is None else self._model.multimodal.modalities)
-                mixed = "image" in takes and len(takes) > 1
-                self._pool = ProcessorPool(_MODULE, start, self._config.num_processes, keeps_one_for_images=mixed)
+                self._pool = _Processor(_start_message(self._model, self._config))
                 weakref.finalize(self, self._pool.close)  # of who forgets `close`
                 self._prompt_threads = ThreadPoolExecutor(_NUM_PROMPT_THREADS, thread_name_prefix="items")
                 self._fetch_threads = ThreadPoolExecutor(_NUM_FETCH_THREADS, thread_name_prefix="media")
@@ -206,6 +203,15 @@ class ProcessorClient:
         return result.item
 
 
+class _Processor(ProcessorPool):
+    """The processes of one client."""
+
+    def __init__(self, start: ProcessorStart) -> None:
+        takes = start.model.get("placeholders", {})
+        mixed = "image" in takes and len(takes) > 1
+        super().__init__(_MODULE, start, start.num_processes, keeps_one_for_images=mixed)
+
+
 def _start_message(model: ModelConfig, config: MultiModalConfig) -> ProcessorStart:
     return ProcessorStart(
         path=str(model.path),
@@ -219,4 +225,5 @@ def _start_message(model: ModelConfig, config: MultiModalConfig) -> ProcessorSta
         hidden_size=model.hidden_size,
         max_embeddings=model.max_model_len,
         float_dtype="float32" if model.dtype == "auto" else model.dtype,
+        num_processes=config.num_processes,
     )

@@ -27,6 +27,7 @@ class ProcessorStart(msgspec.Struct):
         hidden_size: Elements of a row of embeddings.
         max_embeddings: Most rows of ready embeddings, and most tokens of an item.
         float_dtype: As of ItemProcessor.
+        num_processes: Most processes with this message.
     """
 
     path: str
@@ -40,6 +41,7 @@ class ProcessorStart(msgspec.Struct):
     hidden_size: int
     max_embeddings: int
     float_dtype: str = "float32"
+    num_processes: int = 1
 
 
 class ItemJob(msgspec.Struct):
