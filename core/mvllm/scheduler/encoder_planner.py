@@ -284,7 +284,9 @@ class EncoderPlanner:
 
     def pop_freed(self) -> list[bytes]:
         """See `EncoderCache.pop_freed`."""
-        return self.cache.pop_freed()
+        freed = self.cache.pop_freed()
+        self._suspect.difference_update(freed)
+        return freed
 
     def _items_between(self, request: Request, start: int, end: int) -> list[tuple[int, MultiModalItem]]:
         return [

@@ -366,7 +366,7 @@ class StepPlanner:
             self._start(requests.run_next(), num_computed, num_new, plan)
             if request.items and self._encoders is not None:
                 self._encoders.reserve(request, num_computed, num_computed + num_new, plan)
-            if is_held_back:
+            if is_held_back and num_computed + num_new < num_tokens:  # items may have made it longer
                 long_prefills.held_back.append((request, len(batch)))
             batch.append(request)
             budget -= num_new

@@ -80,6 +80,8 @@ def refusal_of_items(config: EngineConfig, capabilities: Capabilities) -> str | 
         why = "the model runs through transformers, where it takes token ids only"
     elif model is None:
         return None
+    elif capabilities.graph_compiler and model.by_transformers:
+        why = "the model runs through transformers, and the platform runs models as graphs"
     elif capabilities.graph_compiler and model.spans_attend_both_ways:
         why = "the platform runs models as graphs, whose attention is causal, and the tokens of an image see later ones"
     elif capabilities.graph_compiler and model.cross_attention:

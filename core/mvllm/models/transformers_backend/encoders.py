@@ -55,14 +55,16 @@ class TransformersEncoders(ItemEncoder):
             raise ModelError(f"{type(self.model).__name__} takes none of the features {', '.join(features)}")
         if "position_ids" in self._arguments:  # otherwise families with positions of their own compute them
             given["position_ids"] = torch.arange(ids.shape[1], device=ids.device)[None]
-        self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **given)
         (stub,) = self._stub
-        merged, unknown = stub.arguments["inputs_embeds"], stub.unknown_arguments()
-        is_merged = merged is not stub.embed_tokens.result
-        stub.clear()
+        try:
+            self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **given)
+            merged, unknown = stub.arguments.get("inputs_embeds"), stub.unknown_arguments()
+            is_merged = merged is not stub.embed_tokens.result
+        finally:
+            stub.clear()
         if unknown:
             raise ModelError(f"{type(self.model).__name__} gives its language model {', '.join(unknown)}")
-        if not is_merged:
+        if merged is None or not is_merged:
             raise ModelError(f"{type(self.model).__name__} does not use the features {', '.join(given)}")
         rows: torch.Tensor = merged[0][ids[0] == self._placeholders[modality]]
         return rows

@@ -139,8 +139,7 @@ class TransformersForCausalLM(CausalLM):
                 if id(tensor) in made:
                     self._aliases.add(whole)
                 else:
-                    parameter = torch.empty(tensor.shape, dtype=tensor.dtype, device=ctx.device)
-                    made[id(tensor)] = nn.Parameter(parameter, requires_grad=False)
+                    made[id(tensor)] = _parameter(ctx, tensor)
                     self._own_targets += _targets(whole, made[id(tensor)], skeleton, ctx)
                 module._buffers.pop(name, None)
                 module.register_parameter(name, made[id(tensor)])
@@ -236,6 +235,13 @@ def _targets(
         return [(name, WeightTarget(parameter, tuple(parameter.shape), whole, whole))]
     size = parameter.shape[0] * ctx.tp.world_size  # a vector with an element per output, see MetaModel
     return [(name, WeightTarget(parameter, (size,), (shard_slice(size, ctx.shares, "elements"),), whole))]
+
+
+def _parameter(ctx: BuildContext, tensor: torch.Tensor) -> nn.Parameter:
+    """An uninitialised parameter like `tensor`; of floats it is the context's, which may not allocate it yet."""
+    if tensor.is_floating_point():
+        return ctx.floats(tensor.dtype).parameter(*tensor.shape)
+    return nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype, device=ctx.device), requires_grad=False)
 
 
 def _stored_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:

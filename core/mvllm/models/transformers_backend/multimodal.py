@@ -10,6 +10,7 @@ from torch import nn
 
 from mvllm.config.model import ModelConfig
 from mvllm.layers.context import BuildContext, ForwardStep
+from mvllm.layers.item_rows import replace_ids
 from mvllm.models.transformers_backend.encoders import TransformersEncoders
 from mvllm.models.transformers_backend.meta_model import MetaModel
 from mvllm.models.transformers_backend.meta_multimodal import MetaMultiModalModel
@@ -56,8 +57,7 @@ class TransformersMultiModalForCausalLM(TransformersForCausalLM):
         if step.item_embeds is None and step.rope_positions is None:
             return super().forward(input_ids, positions, step, intermediate)
         self._now.step = step
-        if step.item_indices is not None:  # placeholders may be ids without an embedding
-            input_ids = input_ids.index_fill(0, step.item_indices, 0)
+        input_ids = replace_ids(input_ids, 0, step)  # placeholders may be ids without an embedding
         embeddings: torch.Tensor = self.layers.get_input_embeddings()(input_ids[None])[0]  # type: ignore[operator]
         rotary = positions[None] if step.rope_positions is None else step.rope_positions[:, None]
         output: Any = self.layers(

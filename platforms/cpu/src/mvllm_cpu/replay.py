@@ -46,8 +46,8 @@ logger = get_logger("mvllm.cpu.replay")
 MOST_ROWS = 64
 """Steps with more rows are not recorded: their Python overhead is negligible."""
 
-MOST_PATCHES = 1024
-"""Likewise for encoders."""
+MOST_PATCHES = 256
+"""Likewise for encoders. Recording keeps the intermediates of all layers until the program is built."""
 MOST_ENCODER_SHAPES = 8
 """Recordings of an encoder that are kept: those used last."""
 
