@@ -35,6 +35,7 @@ MODEL: Any = SimpleNamespace(
     model="model",
     path=Path("/nowhere"),
     architecture="SomeModel",
+    dtype="float32",
     trust_remote_code=False,
     multimodal=MultiModalModel(placeholders={"image": 4, "video": 5, "audio": 6}),
     hf_config=HFConfig({}, "config.json"),

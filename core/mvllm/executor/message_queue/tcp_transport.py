@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1000, 5000  # detects a machine that vanished
 _MAX_REPORT_BYTES = 4096  # the handshake must fit as well
 _REPORT = struct.Struct("!QQ")
-_LAST_MESSAGE_SECONDS = 2.0
+_LAST_MESSAGE_SECONDS = 5.0
 """How long a reader waits for the last message after the end of the connection. ZeroMQ reports the end just before it
 delivers the message; on a busy machine its thread may wait for a core in between."""
 
