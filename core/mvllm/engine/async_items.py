@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from mvllm.engine.frontend.admission import AdmissionControl
 from mvllm.engine.frontend.input_processor import InputProcessor, ProcessedRequest
-from mvllm.engine.frontend.prompt_items import PreparedItems, PromptItems
+from mvllm.engine.frontend.prompt_items import EMBEDS, PreparedItems, PromptItems
 from mvllm.engine.process.async_core_client import AsyncEngineCoreClient
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import EmbedsPrompt, ExpandedPrompt, PromptType
@@ -21,6 +21,9 @@ from mvllm.multimodal.processed_item import ProcessedItem
 from mvllm.multimodal.processor_client import ProcessorClient
 
 _T = TypeVar("_T")
+
+_MAX_AHEAD = 32
+"""Prompts of one call that are prepared at the same time."""
 
 
 class AsyncItems(ABC):
@@ -52,15 +55,14 @@ class AsyncItems(ABC):
         """
         self._require_ready()
         self._admission.check_capacity(1, 0)
-        with self._admission.tokenizing(1):
-            prepared = await prepare_items(self.input_processor.items, [prompt])
+        with self._admission.tokenizing(1), await prepare_items(self.input_processor.items, [prompt]) as prepared:
             items = () if prepared.items is None else prepared.items[0]
             found = await self._run_in_thread(lambda: self.input_processor.expand(prompt, items))
             found["multi_modal_items"] = LeasedItems(found["multi_modal_items"], prepared.leases[0])
             return found
 
     async def reset_mm_cache(self) -> bool:
-        """Drops prepared items of this front end, and the encoder cache. The prefix cache stays.
+        """Drops prepared items of this front end, also those in work, and the encoder cache. The prefix cache stays.
 
         Returns:
             False if running requests use some results of encoders, which are kept.
@@ -75,7 +77,9 @@ class AsyncItems(ABC):
         Raises:
             RequestError: The processor cannot be loaded.
         """
-        return await asyncio.to_thread(self.item_client.placeholders)
+        known = self.item_client.known_placeholders
+        # The threads may be busy with files for minutes.
+        return await asyncio.to_thread(self.item_client.placeholders) if known is None else known
 
     async def read_prompt_embeds(self, files: Sequence[str]) -> list[EmbedsPrompt]:
         """The prompts in files with embeddings: of numpy (`.npy`), safetensors or torch. Another process reads them,
@@ -89,15 +93,19 @@ class AsyncItems(ABC):
         """
         self.input_processor.items.check_embeds_enabled()
         with self._admission.tokenizing(len(files)):
-            lease = await asyncio.wrap_future(self.item_client.memory.reserve(len(files)))
-            arrays = [await asyncio.to_thread(self.item_client.read_embeddings, file) for file in files]
-        leases = lease.split([[len(array.data)] for array in arrays])
+            lease = await asyncio.wrap_future(self.item_client.memory.reserve({EMBEDS: len(files)}))
+            try:
+                arrays = [await asyncio.to_thread(self.item_client.read_embeddings, file) for file in files]
+                leases = lease.split([[(EMBEDS, len(array.data))] for array in arrays])
+            finally:
+                lease.release()  # if it was not split
         return [{"prompt_embeds": LeasedArray(*each)} for each in zip(arrays, leases, strict=True)]
 
 
 @dataclass(frozen=True)
 class PreparedPrompts:
-    """The items of the prompts of one call.
+    """The items of the prompts of one call. As a context, it releases the leases if an error leaves it: nobody knows
+    how long the frames live to which an error refers.
 
     Attributes:
         items: Those of each prompt; None if no prompt has any to prepare.
@@ -113,34 +121,52 @@ class PreparedPrompts:
             request.item_lease = lease
         return requests
 
+    def __enter__(self) -> PreparedPrompts:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is not None:
+            for lease in self.leases:
+                if lease is not None:
+                    lease.release()
+
 
 async def prepare_items(items: PromptItems, prompts: Sequence[object]) -> PreparedPrompts:
     """Prepares the items of prompts, when there is memory for them.
 
     Raises:
-        RequestError: An item is not acceptable. With several prompts, the message has the position of its prompt.
+        RequestError: An item is not acceptable, or the items of several prompts take more than all of the memory. With
+            several prompts, the message has the position of the prompt.
     """
     if not any(map(has_items, prompts)):
         return PreparedPrompts(None, list(map(lease_of, prompts)))
     futures: list[Future[list[ProcessedItem]] | None] = []
     found: list[PreparedItems] = []
     lease: ItemLease | None = None
-    position = 0
+    position = num_bytes = num_prompts = 0
     try:
         for position in range(len(prompts)):
             items.check(prompts[position])
         # Together: prompts of one call that waited for each other's memory would wait for ever.
         lease = await asyncio.wrap_future(items.reserve(prompts))
         for position in range(len(prompts)):
-            futures.append(items.submit(prompts[position]))
-        for position in range(len(futures)):
+            # Few at a time: what is prepared behind a slow one is not counted yet.
+            futures += map(items.submit, prompts[len(futures) : position + _MAX_AHEAD])
             future = futures[position]
             if future is None:
                 found.append(())
-            else:
-                prepared: list[ProcessedItem] = await asyncio.wrap_future(future)
-                found.append(prepared)
-        leases = lease.split([[item.num_bytes for item in each] for each in found])
+                continue
+            prepared: list[ProcessedItem] = await asyncio.wrap_future(future)
+            found.append(prepared)
+            num_bytes += sum(item.num_bytes for item in prepared)
+            num_prompts += 1
+            if num_prompts > 1 and num_bytes > items.max_bytes:
+                raise RequestError(
+                    f"The items of the first {num_prompts} prompts with items take {num_bytes} bytes, but those of one "
+                    f"request may take {items.max_bytes} (mm_inflight_gb). Send several requests.",
+                    parameter="multi_modal_data",
+                )
+        leases = lease.split([[(item.modality, item.num_bytes) for item in each] for each in found])
         return PreparedPrompts(found, [lease_of(prompt) or leases[i] for i, prompt in enumerate(prompts)])
     except RequestError as e:
         if len(prompts) == 1:
@@ -152,3 +178,4 @@ async def prepare_items(items: PromptItems, prompts: Sequence[object]) -> Prepar
         for future in futures:
             if future is not None:
                 future.cancel()
+        futures, future = [], None  # the error of one refers to this frame, which would live on with all features

@@ -228,37 +228,37 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
         if request_id is None:
             request_id = str(next(self._request_ids))
         ids = [request_id] * len(prompts)
-        priorities = [priority] * len(prompts)
-
         processor = self.pooling_input_processor if pooling else self.input_processor
         with self._admission.tokenizing(len(prompts)):
             prepared = await prepare_items(processor.items, prompts)
-        self._require_ready()
 
         def process() -> list[ProcessedRequest]:
             return processor.process_batch(
                 ids,
                 prompts,
                 params,
-                priorities=priorities,
+                priorities=[priority] * len(ids),
                 arrival_time=arrived,
                 lora_requests=[lora_request] * len(ids),
                 items=prepared.items or [()] * len(ids),  # none, so that they are not prepared in this thread
             )
 
-        if prepared.items is None and total_cost(prompts, params) <= 1.0:
-            requests = process()
-        else:
-            with self._admission.tokenizing(len(prompts)):
-                requests = await self._run_in_thread(process)
-            self._require_ready()  # the state may have changed while a thread tokenized
-        if lora_request is not None and not self._lora_validator.is_loaded(self._lora_validator.validate(lora_request)):
-            await self.add_lora(lora_request)
+        with prepared:
             self._require_ready()
-        self._admission.check_capacity(
-            sum(r.params.num_sequences for r in requests), sum(len(r.core.prompt_token_ids) for r in requests)
-        )
-        return [self._start_request(request) for request in prepared.with_leases(requests)]
+            if prepared.items is None and total_cost(prompts, params) <= 1.0:
+                requests = process()
+            else:
+                with self._admission.tokenizing(len(prompts)):
+                    requests = await self._run_in_thread(process)
+                self._require_ready()  # the state may have changed while a thread tokenized
+            adapters = self._lora_validator
+            if lora_request is not None and not adapters.is_loaded(adapters.validate(lora_request)):
+                await self.add_lora(lora_request)
+                self._require_ready()
+            self._admission.check_capacity(
+                sum(r.params.num_sequences for r in requests), sum(len(r.core.prompt_token_ids) for r in requests)
+            )
+            return [self._start_request(request) for request in prepared.with_leases(requests)]
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """Aborts requests by id, in any state. Their callers get the outputs so far, with `finish_reason` "abort".

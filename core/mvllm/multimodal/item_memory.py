@@ -5,14 +5,15 @@ preemption. So prompts wait here, in their order, before anything of them is fet
 
     reserve(items) ──wait──▶ ItemLease of an estimate ──decoded──▶ split ──request ends──▶ release
 
-The estimate of an item follows the largest ones seen. A prompt that needs more than the limit waits until it is alone.
+The estimate of an item follows the largest ones seen of its modality. A prompt that needs more than the limit waits
+until it is alone.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,11 @@ from mvllm.errors import RequestError
 from mvllm.messages.multimodal import ArrayData, MultiModalItem
 
 FIRST_ESTIMATE = 4 << 20
-"""Bytes of an item before any was seen."""
+"""Bytes of an item before any of its modality was seen."""
 _DECAY = 0.9
+
+ItemSizes = Sequence[tuple[str, int]]
+"""The (modality, bytes) of each item of a prompt."""
 
 
 class ItemMemory:
@@ -32,24 +36,28 @@ class ItemMemory:
         max_bytes: Most bytes of all leases together, unless there is only one.
 
     Attributes:
+        max_bytes: The argument.
         num_bytes: Bytes of all leases.
         on_change: Called with `num_bytes` when it changes.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._lock = threading.RLock()  # a lease may be collected, and so released, in any line
-        self._waiting: deque[tuple[Future[ItemLease], int]] = deque()
-        self._estimate = float(FIRST_ESTIMATE)
+        self._waiting: deque[tuple[Future[ItemLease], Mapping[str, int]]] = deque()
+        self._estimates: dict[str, float] = {}
         self._num_leases = 0
         self._is_closed = False
         self.num_bytes = 0
         self.on_change: Callable[[int], None] = lambda num_bytes: None
 
-    def reserve(self, num_items: int) -> Future[ItemLease]:
-        """A lease for prompts with so many items that are prepared together; done when there is room.
+    def reserve(self, counts: Mapping[str, int]) -> Future[ItemLease]:
+        """A lease for prompts that are prepared together; done when there is room.
 
         Cancel the future to give up. A lease that nobody takes is released when it is collected.
+
+        Args:
+            counts: Number of their items by modality.
 
         Raises:
             RequestError: After `close`. The future has the same error then.
@@ -58,7 +66,7 @@ class ItemMemory:
         with self._lock:
             if self._is_closed:
                 raise _closed()
-            self._waiting.append((future, num_items))
+            self._waiting.append((future, counts))
             self._admit()
         return future
 
@@ -79,22 +87,26 @@ class ItemMemory:
 
     def _admit(self) -> None:
         while self._waiting:
-            future, num_items = self._waiting[0]
-            size = int(num_items * self._estimate)
-            if self._num_leases and self.num_bytes + size > self._max_bytes and not future.cancelled():
+            future, counts = self._waiting[0]
+            size = int(sum(self._estimate(modality) * count for modality, count in counts.items()))
+            if self._num_leases and self.num_bytes + size > self.max_bytes and not future.cancelled():
                 return
             self._waiting.popleft()
             if future.set_running_or_notify_cancel():
                 future.set_result(ItemLease(self, size))
 
-    def _replace(self, num_bytes: int, item_sizes: Sequence[Sequence[int]]) -> list[ItemLease]:
+    def _estimate(self, modality: str) -> float:
+        return self._estimates.get(modality, FIRST_ESTIMATE)
+
+    def _replace(self, num_bytes: int, item_sizes: Sequence[ItemSizes]) -> list[ItemLease]:
         """Leases for prompts with items of these sizes, in place of one of `num_bytes`."""
         with self._lock:
-            for size in (size for sizes in item_sizes for size in sizes):
-                self._estimate = max(size, _DECAY * self._estimate + (1 - _DECAY) * size)
+            for modality, size in (each for sizes in item_sizes for each in sizes):
+                decayed = _DECAY * self._estimate(modality) + (1 - _DECAY) * size
+                self._estimates[modality] = max(size, decayed)
             self.num_bytes -= num_bytes
             self._num_leases -= 1
-            found = [ItemLease(self, sum(sizes)) for sizes in item_sizes]
+            found = [ItemLease(self, sum(size for _, size in sizes)) for sizes in item_sizes]
             self._admit()
         return found
 
@@ -121,11 +133,11 @@ class ItemLease:
         self.num_bytes = num_bytes
         memory._add(num_bytes, 1)
 
-    def split(self, item_sizes: Sequence[Sequence[int]]) -> list[ItemLease]:
+    def split(self, item_sizes: Sequence[ItemSizes]) -> list[ItemLease]:
         """A lease for each prompt, in place of this one.
 
         Args:
-            item_sizes: By prompt, the bytes of its items.
+            item_sizes: Those of each prompt.
         """
         memory, self._memory = self._memory, None
         assert memory is not None, "a released lease"

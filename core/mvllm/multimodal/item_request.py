@@ -39,11 +39,14 @@ def has_items(prompt: object) -> bool:
     return isinstance(prompt, Mapping) and bool(prompt.get("multi_modal_data"))
 
 
-def count_contents(prompt: object) -> int:
-    """About how many items a prompt has, which need not be valid."""
+def count_contents(prompt: object) -> dict[str, int]:
+    """About how many items a prompt has, by modality. It need not be valid."""
     data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
-    values = data.values() if isinstance(data, Mapping) else ()
-    return sum(min(len(value), 64) if isinstance(value, list) else value is not None for value in values)
+    values = data.items() if isinstance(data, Mapping) else ()
+    return {
+        str(modality): min(len(value), 64) if isinstance(value, list) else int(value is not None)
+        for modality, value in values
+    }
 
 
 def read_item_request(prompt: Mapping[str, Any], model: ModelConfig, config: MultiModalConfig) -> ItemRequest:

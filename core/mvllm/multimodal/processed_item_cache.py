@@ -20,6 +20,10 @@ class ProcessedItemCache:
 
     Args:
         max_bytes: Most bytes of their features; 0 keeps none.
+
+    Attributes:
+        num_bytes: Bytes of their features.
+        generation: Number of `clear` calls so far.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -27,6 +31,7 @@ class ProcessedItemCache:
         self._items: OrderedDict[Key, ProcessedItem] = OrderedDict()
         self._lock = threading.Lock()
         self.num_bytes = 0
+        self.generation = 0
 
     def __len__(self) -> int:
         return len(self._items)
@@ -45,12 +50,29 @@ class ProcessedItemCache:
                     return item
         return None
 
-    def put(self, digest: bytes, counts: Mapping[str, int], item: ProcessedItem, *, depends_on_counts: bool) -> None:
-        """Adds an item, and drops the least recently used ones beyond the limit. Arguments as for `get`."""
+    def put(
+        self,
+        digest: bytes,
+        counts: Mapping[str, int],
+        item: ProcessedItem,
+        *,
+        depends_on_counts: bool,
+        generation: int,
+    ) -> None:
+        """Adds an item, and drops the least recently used ones beyond the limit.
+
+        Args:
+            digest, counts: As for `get`.
+            item: The item.
+            depends_on_counts: It is found with these counts only.
+            generation: The cache's when work on the item began. Nothing is added if `clear` was called since.
+        """
         if item.num_bytes > self._max_bytes:
             return
         key = digest, _shown(counts) if depends_on_counts else ""
         with self._lock:
+            if generation != self.generation:
+                return
             if key in self._items:
                 self.num_bytes -= self._items.pop(key).num_bytes
             self._items[key] = item
@@ -60,8 +82,9 @@ class ProcessedItemCache:
                 self.num_bytes -= oldest.num_bytes
 
     def clear(self) -> None:
-        """Drops all items."""
+        """Drops all items, and those that are in work when they are added."""
         with self._lock:
+            self.generation += 1
             self._items.clear()
             self.num_bytes = 0
 

@@ -53,6 +53,7 @@ class ProcessorClient:
         cache: What is kept.
         memory: The memory of unfinished prompts. Callers that take prompts without end reserve some for each.
         on_processed: Called for each item, from any thread.
+        known_placeholders: The result of `placeholders`, after its first call.
     """
 
     def __init__(self, model: ModelConfig, config: MultiModalConfig) -> None:
@@ -63,7 +64,7 @@ class ProcessorClient:
         self.memory = ItemMemory(config.inflight_bytes)
         self._lock = threading.Lock()
         self._pool: ProcessorPool | None = None
-        self._placeholders: dict[str, str] | None = None
+        self.known_placeholders: dict[str, str] | None = None
         self._prompt_threads: ThreadPoolExecutor | None = None
         self._fetch_threads: ThreadPoolExecutor | None = None
         self._is_closed = False
@@ -122,9 +123,9 @@ class ProcessorClient:
         Raises:
             RequestError: The model's processor cannot be loaded.
         """
-        if self._placeholders is None:
-            self._placeholders = self._start().run(ItemJob(MediaSource(PLACEHOLDERS, "", b""), {})).placeholders
-        return self._placeholders
+        if self.known_placeholders is None:
+            self.known_placeholders = self._start().run(ItemJob(MediaSource(PLACEHOLDERS, "", b""), {})).placeholders
+        return self.known_placeholders
 
     @property
     def pids(self) -> list[int]:
@@ -176,6 +177,7 @@ class ProcessorClient:
         except BaseException:
             for future in futures:
                 future.cancel()
+            del futures, future  # the error of one refers to this frame, which would live on with all features
             raise
 
     def _check_length(self, num_tokens: int, num_items: int) -> None:
@@ -189,7 +191,7 @@ class ProcessorClient:
             )
 
     def _process_item(self, request: ItemRequest, modality: str, value: Any, uuid: str | None) -> ProcessedItem:
-        started = time.monotonic()
+        started, generation = time.monotonic(), self.cache.generation
         source = load_source(modality, value, self._config)
         digest = digest_source(source, request.kwargs, uuid)
         found = self.cache.get(digest, request.counts)
@@ -198,7 +200,9 @@ class ProcessorClient:
             return found
         result = self._start().run(ItemJob(source, request.counts, request.kwargs, uuid, ITEM_SECONDS))
         assert result.item is not None
-        self.cache.put(digest, request.counts, result.item, depends_on_counts=result.depends_on_counts)
+        self.cache.put(
+            digest, request.counts, result.item, depends_on_counts=result.depends_on_counts, generation=generation
+        )
         self.on_processed(False, time.monotonic() - started)
         return result.item
 

@@ -5,6 +5,7 @@
     last of several    takes images and embeddings only, if the model takes videos or audio, too
 
 One queue feeds all of them. A video may take a minute; images behind it wait for PATIENCE and the start of a process.
+A process that cannot load the model's processor takes no items for RETRY_SECONDS. Others take them if one has worked.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class ProcessorPool:
         self._queue: deque[_QueuedJob] = deque()
         self._first_answer: float | None = None
         self._load_failure: tuple[ItemResult, float] | None = None  # and until when it is the answer
+        self._has_worked = False
+        self._off_until = [0.0] * num_processes
         self._is_closed = False
         # Each process dies with the thread that started it, so every process has one.
         for number in range(num_processes):
@@ -102,7 +105,12 @@ class ProcessorPool:
         process = self._processes[number]
         while (queued := self._take(number, process)) is not None:
             try:
-                queued.result.set_result(self._run(process, queued.job))
+                result = self._run(process, queued.job)
+                if result.is_load_failure:
+                    if self._pass_on(number, queued, result):
+                        continue
+                    result = self._note_load_failure(result)
+                queued.result.set_result(result)
             except BaseException as e:  # noqa: BLE001  (raised where the job was sent)
                 queued.result.set_exception(e)
             with self._changed:
@@ -119,7 +127,8 @@ class ProcessorPool:
                 queued = self._next_job(number)
                 wait: float | None = None
                 if queued is not None:
-                    wait = 0.0 if runs else self._starts_process_at(queued) - now
+                    starts_at = now if runs else self._starts_process_at(queued)
+                    wait = max(starts_at, self._off_until[number]) - now
                     if wait <= 0:
                         self._queue.remove(queued)
                         return queued
@@ -132,9 +141,11 @@ class ProcessorPool:
         return None
 
     def _next_job(self, number: int) -> _QueuedJob | None:
-        if self._keeps_one_for_images and number == len(self._processes) - 1:
-            return next((each for each in self._queue if each.job.source.modality in _QUICK), None)
-        return self._queue[0] if self._queue else None
+        return next((each for each in self._queue if self._takes(number, each.job)), None)
+
+    def _takes(self, number: int, job: ItemJob) -> bool:
+        is_for_images = self._keeps_one_for_images and number == len(self._processes) - 1
+        return not is_for_images or job.source.modality in _QUICK
 
     def _starts_process_at(self, queued: _QueuedJob) -> float:
         if self._first_answer is None:
@@ -153,7 +164,9 @@ class ProcessorPool:
             return ItemResult(error=_FAILURES[e.reason].format(modality), parameter="multi_modal_data")
         if result.is_last:
             process.kill()
-        return self._note_load_failure(result) if result.is_load_failure else result
+        if result.error is None and job.source.modality != "embeds":
+            self._has_worked = True
+        return result
 
     def _known_failure(self, job: ItemJob) -> ItemResult | None:
         """The answer to a job while the model's processor is known not to load."""
@@ -161,6 +174,20 @@ class ProcessorPool:
             return None
         failure, until = self._load_failure
         return failure if time.monotonic() < until else None
+
+    def _pass_on(self, number: int, queued: _QueuedJob, result: ItemResult) -> bool:
+        """Leaves a job to another process if the processor could be loaded once; False if no other may take it."""
+        with self._changed:
+            now = time.monotonic()
+            self._off_until[number] = now + RETRY_SECONDS
+            others = (until <= now and self._takes(i, queued.job) for i, until in enumerate(self._off_until))
+            if self._is_closed or not self._has_worked or not any(others):
+                self._off_until = [0.0] * len(self._processes)  # the caller refuses items, but not embeddings
+                return False
+            self._queue.appendleft(queued)
+            self._changed.notify_all()
+        logger.warning("%s Other processes have loaded it, and take the items.", result.error)
+        return True
 
     def _note_load_failure(self, result: ItemResult) -> ItemResult:
         """Remembers for a while that the model's processor cannot be loaded, which takes seconds to find out.

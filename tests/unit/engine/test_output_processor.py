@@ -389,7 +389,7 @@ def test_kv_transfer_params_are_in_the_last_output(kind):
 def test_the_memory_of_items_is_given_back_when_the_request_ends(how):
     memory = ItemMemory(1 << 30)
     run = Run(n=2)
-    run.state.item_lease = memory.reserve(1).result(0)
+    run.state.item_lease = memory.reserve({"image": 1}).result(0)
     run.steps({0: (ids_of("a"), FinishReason.STOP)})
     assert memory.num_bytes > 0  # the other sequence may be preempted
     if how == "finished":

@@ -124,13 +124,29 @@ def test_names_of_users_stand_for_contents(client: ProcessorClient) -> None:
 def test_a_cache_of_a_few_bytes_keeps_the_items_used_last(client: ProcessorClient) -> None:
     items = process(client, *(image(i + 1, 1) for i in range(2)))
     cache = ProcessedItemCache(items[0].num_bytes + 1)
-    cache.put(b"a", {}, items[0], depends_on_counts=False)
-    cache.put(b"b", {}, items[1], depends_on_counts=False)
+    cache.put(b"a", {}, items[0], depends_on_counts=False, generation=0)
+    cache.put(b"b", {}, items[1], depends_on_counts=False, generation=0)
     assert cache.get(b"a", {}) is None and cache.get(b"b", {}) is items[1]
     assert (len(cache), cache.num_bytes) == (1, items[1].num_bytes)
     none = ProcessedItemCache(0)
-    none.put(b"a", {}, items[0], depends_on_counts=False)
+    none.put(b"a", {}, items[0], depends_on_counts=False, generation=0)
     assert len(none) == 0
+
+
+def test_an_item_that_was_in_work_when_the_cache_was_cleared_is_not_kept(client: ProcessorClient) -> None:
+    pool = client._start()
+    run = pool.run
+
+    def clear_meanwhile(job: ItemJob) -> ItemResult:
+        client.cache.clear()
+        return run(job)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "run", clear_meanwhile)
+        process(client, image(3, 4))
+    assert len(client.cache) == 0
+    process(client, image(3, 4))
+    assert len(client.cache) == 1
 
 
 @pytest.mark.parametrize(
@@ -196,6 +212,24 @@ def test_a_processor_that_cannot_be_loaded_is_tried_again(
         monkeypatch.setattr(processor_pool.time, "monotonic", lambda now=time.monotonic: now() + 31)
         (tmp_path / "broken").unlink()
         assert size_of(process(client, image(2, 3))[0]) == (2, 3)
+
+
+def test_a_process_that_cannot_load_the_processor_leaves_its_items_to_one_that_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor_pool, "PATIENCE", 0.05)
+    model = SimpleNamespace(**{**vars(MODEL), "path": tmp_path})
+    with (
+        closing(ProcessorClient(model, MultiModalConfig(num_processes=2))) as client,  # type: ignore[arg-type]
+        ThreadPoolExecutor(3) as threads,
+    ):
+        process(client, image())
+        (tmp_path / "broken").touch()
+        slow = [threads.submit(process, client, b"slow") for _ in range(3)]  # the second process starts for one
+        assert all("cannot be loaded" not in str(each.exception()) for each in slow)
+        wait_until(lambda: client._start()._off_until[1] > 0, 10, "the second process has failed")
+        assert size_of(process(client, image(2, 3))[0]) == (2, 3)
+        assert len(client.pids) == 1
 
 
 def test_the_program_ends_if_the_processor_cannot_be_loaded(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -55,7 +56,15 @@ class PromptItems:
         Raises:
             RequestError: The engine is shutting down.
         """
-        return self._client.memory.reserve(sum(map(count_contents, prompts)))
+        counts: Counter[str] = Counter()
+        for prompt in prompts:
+            counts.update(count_contents(prompt))
+        return self._client.memory.reserve(counts)
+
+    @property
+    def max_bytes(self) -> int:
+        """Most bytes of the items of several prompts that are prepared together."""
+        return self._client.memory.max_bytes
 
     def submit(self, prompt: object) -> Future[list[ProcessedItem]] | None:
         """Prepares the items of a prompt in a thread; None for prompts without items.

@@ -27,6 +27,9 @@ from mvllm.messages.pooling_params import PoolingParams
 ScoringInput = str | TextPrompt | TokensPrompt | EmbedsPrompt
 """A text, or a prompt dict."""
 
+_BLOCK_ROWS = 1024
+"""Tokens of the first prompt that are compared at once, which bounds the memory."""
+
 
 @dataclass
 class ScoringRequests:
@@ -125,7 +128,8 @@ def similarity(one: np.ndarray, other: np.ndarray) -> float:
     """
     if one.ndim == 1:
         return float(np.dot(one.astype(np.float64), other.astype(np.float64)))
-    return float((one @ other.T).max(axis=1).sum(dtype=np.float64))
+    blocks = (one[start : start + _BLOCK_ROWS] for start in range(0, len(one), _BLOCK_ROWS))
+    return sum(float((block @ other.T).max(axis=1).sum(dtype=np.float64)) for block in blocks)
 
 
 def _key(value: ScoringInput) -> str | int:

@@ -52,7 +52,10 @@ class BasePoolingHandler(RequestHandler):
                 raise
             error = to_api_error(e)
             error.param = self.field
-            raise error from e
+            try:
+                raise error from e
+            finally:
+                del error  # it refers to this frame, which would live with all features until garbage collection
 
     async def full_response(self) -> bytes:
         """The body of the response. See RequestHandler.
