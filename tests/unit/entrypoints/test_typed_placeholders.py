@@ -1,0 +1,113 @@
+"""Texts of users that look like the placeholder of an item are cut, whatever the template makes of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mvllm.engine.tokenizer.folder_template import FolderTemplate
+from mvllm.entrypoints.chat_template import render_chat
+from mvllm.entrypoints.typed_placeholders import TypedPlaceholders
+from mvllm.errors import RequestError
+
+IMAGE = {"type": "image"}
+PARTS = "{% for m in messages %}{% for p in m.content %}{{ '<image>' if p.type == 'image' else p.text }}{% endfor %}"
+"""One part follows the other without anything between them."""
+
+
+def text(value: str) -> dict[str, Any]:
+    return {"type": "text", "text": value}
+
+
+def pieces(template: str, *parts: Any, placeholders: tuple[str, ...] = ("<image>",), **settings: Any) -> list[str]:
+    """The pieces of a conversation of one message, to which a template adds the others of its keys."""
+    typed = TypedPlaceholders(placeholders, 100)
+    message = {"role": "user", "content": list(parts), **settings}
+    tokenizer: Any = SimpleNamespace(template_renderer=FolderTemplate(template + "{% endfor %}", {}))
+    given = {"image": placeholders[0]}
+    rendered, cut_at = typed.cut_prompt(render_chat(tokenizer, typed.cut_messages([message]), placeholders=given))
+    assert not re.search(r"\d{30}", rendered.replace(cut_at or "\0", ""))
+    return rendered.split(cut_at) if cut_at else [rendered]
+
+
+@pytest.mark.parametrize(
+    ("parts", "wanted"),
+    [
+        ((IMAGE, text("a <image> b")), ["<image>a <", "image> b"]),
+        ((text("<ima"), text("ge>"), IMAGE), ["<ima", "ge><image>"]),
+        ((text("<im"), text("a"), text("ge>"), IMAGE), ["<im", "age><image>"]),
+        ((text("2 <"), IMAGE, text("is 3 <i")), ["2 <<image>is 3 <i"]),  # as without cuts
+    ],
+)
+def test_parts_of_a_message(parts: Any, wanted: list[str]) -> None:
+    assert pieces(PARTS, *parts) == wanted
+
+
+def test_a_placeholder_inside_of_another_one() -> None:
+    video = "<|begin|><|video|><|end|>"
+    assert pieces(PARTS, text(f"a {video}"), IMAGE, placeholders=(video, "<|video|>")) == [
+        "a <",
+        "|begin|><",
+        "|video|><|end|><image>",
+    ]
+
+
+@pytest.mark.parametrize("filters", ["upper", "tojson(ensure_ascii=true)", "trim"])
+def test_filters_of_templates(filters: str) -> None:
+    found = pieces(
+        "{% for m in messages %}{% for p in m.content %}{{ (p.text or '') | FILTER }}{% endfor %}".replace(
+            "FILTER", filters
+        ),
+        IMAGE,
+        text("a <image> b"),
+    )
+    assert len(found) == 2 and found[1].lower().startswith("image> b")
+
+
+def test_a_template_that_shortens_texts_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"the chat template shortens this text\. Send it without <image>"):
+        shortens = "{% for m in messages %}{% for p in m.content %}{{ (p.text or '')[:30] }}{% endfor %}"
+        typed = TypedPlaceholders(["<image>"], 100)
+        tokenizer: Any = SimpleNamespace(template_renderer=FolderTemplate(shortens + "{% endfor %}", {}))
+        messages = typed.cut_messages([{"role": "user", "content": [IMAGE, text("a <image>")]}])
+        typed.cut_prompt(render_chat(tokenizer, messages, placeholders={"image": "<image>"}))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"x": "\\u003cimage\\u003e"}',
+        {"x": "<image>"},
+        {"<image>": 1},
+        '{"\\u003cimage\\u003e": NaN, "y": 18446744073709551617}',
+    ],
+)
+def test_arguments_of_tool_calls_are_cut_in_their_values_and_keys(arguments: Any) -> None:
+    calls = [{"function": {"name": "f", "arguments": arguments}}]
+    template = "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}"
+    found = pieces(template, IMAGE, tool_calls=calls)
+    assert len(found) == 2
+    shown = json.loads(arguments) if isinstance(arguments, str) else arguments
+    assert "".join(found) == json.dumps(shown)
+
+
+def test_what_has_none_is_left_as_it_is() -> None:
+    typed = TypedPlaceholders(["<image>"], 100)
+    calls = [{"function": {"name": "f", "arguments": '{"a":\t"\\u003cb"}'}}]
+    messages = [{"role": "user", "content": [IMAGE, text("a <b>")]}, {"role": "assistant", "tool_calls": calls}]
+    assert typed.cut_messages(messages) == messages
+    assert typed.cut_prompt("<image>a <b>") == ("<image>a <b>", None)
+
+
+def test_too_many_and_too_deep() -> None:
+    with pytest.raises(RequestError, match="at least as many tokens"):
+        TypedPlaceholders(["<image>"], 100).cut(["<image>" * 99, "<image>"])
+    deep: Any = "<image>"
+    for _ in range(2000):
+        deep = [deep]
+    with pytest.raises(RequestError, match="nested too deeply"):
+        TypedPlaceholders(["<image>"], 100).cut(deep)
