@@ -111,3 +111,24 @@ def test_too_many_and_too_deep() -> None:
         deep = [deep]
     with pytest.raises(RequestError, match="nested too deeply"):
         TypedPlaceholders(["<image>"], 100).cut(deep)
+
+
+def test_the_pieces_of_earlier_turns_stay() -> None:
+    template = "{% for m in messages %}{{ m.role }}: {% for p in m.content %}{{ '<image>' if p.type == 'image' else "
+    tokenizer: Any = SimpleNamespace(
+        template_renderer=FolderTemplate(template + "p.text }}{% endfor %};{% endfor %}", {})
+    )
+    turns = [
+        {"role": "user", "content": [text("2 <"), IMAGE, text("an <image>")]},
+        {"role": "assistant", "content": [text("it is <")]},
+        {"role": "user", "content": [text("<image> again")]},
+    ]
+    found = []
+    for count in (1, 2, 3):
+        typed = TypedPlaceholders(["<image>"], 100)
+        places = typed.cut_messages(turns[:count])
+        rendered, cut_at = typed.cut_prompt(render_chat(tokenizer, places, placeholders={"image": "<image>"}))
+        found.append(rendered.split(cut_at))
+    assert found[0] == ["user: 2 <<image>an <", "image>;"]
+    assert found[1] == ["user: 2 <<image>an <", "image>;assistant: it is <;"]
+    assert found[2] == ["user: 2 <<image>an <", "image>;assistant: it is <;user: <", "image> again;"]
