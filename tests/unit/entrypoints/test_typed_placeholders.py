@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import re
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mvllm.config.multimodal import MultiModalConfig, MultiModalModel
+from mvllm.engine.frontend.input_processor import InputProcessor
 from mvllm.engine.tokenizer.folder_template import FolderTemplate
 from mvllm.entrypoints.chat_template import render_chat
+from mvllm.entrypoints.openai.common.chat_prompt_renderer import ChatPromptRenderer
+from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
+from mvllm.entrypoints.openai.protocol import InputListRequest
 from mvllm.entrypoints.typed_placeholders import TypedPlaceholders
 from mvllm.errors import RequestError
+from tests.unit.engine.builders import make_config
+from tests.unit.engine.tokenizers import make_tokenizer
 
 IMAGE = {"type": "image"}
 PARTS = "{% for m in messages %}{% for p in m.content %}{{ '<image>' if p.type == 'image' else p.text }}{% endfor %}"
@@ -132,3 +142,33 @@ def test_the_pieces_of_earlier_turns_stay() -> None:
     assert found[0] == ["user: 2 <<image>an <", "image>;"]
     assert found[1] == ["user: 2 <<image>an <", "image>;assistant: it is <;"]
     assert found[2] == ["user: 2 <<image>an <", "image>;assistant: it is <;user: <", "image> again;"]
+
+
+def test_a_server_cuts_in_a_thread_and_takes_special_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    cut = TypedPlaceholders.cut
+
+    def cut_and_tell(self: TypedPlaceholders, value: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return cut(self, value)
+
+    async def told() -> dict[str, str]:
+        return {"image": "<image>"}
+
+    monkeypatch.setattr(TypedPlaceholders, "cut", cut_and_tell)
+    template = PARTS + "{% endfor %}{# 'image' #}"
+    tokenizer: Any = SimpleNamespace(
+        template_renderer=FolderTemplate(template, {}), special_ids=(), token_text=lambda token_id: f"<{token_id}>"
+    )
+    takes = SimpleNamespace(multimodal=MultiModalModel(placeholders={"image": 7}), max_model_len=100)
+    config = SimpleNamespace(model=takes, multimodal=MultiModalConfig())
+    engine: Any = SimpleNamespace(tokenizer=tokenizer, config=config, model_config=takes, item_placeholders=told)
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    content = [text("<image>"), image]
+    request = InputListRequest(messages=[{"role": "user", "content": content}], add_special_tokens=True)
+    with contextlib.closing(TokenizerPool(tokenizer, 100)) as pool:
+        prompt: Any = asyncio.run(ChatPromptRenderer(engine, pool).render_for_pooling(request))
+    assert threads and all(name.startswith("text") for name in threads)
+    assert prompt["prompt"].split(prompt["cut_at"]) == ["<", "image><image>"]
+    del prompt["multi_modal_data"]
+    assert InputProcessor(make_config(), make_tokenizer()).process("r", prompt).prompt == "<image><image>"
