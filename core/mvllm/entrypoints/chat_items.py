@@ -10,7 +10,8 @@ Chat templates write the placeholder of the model at each place.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from mvllm.config.engine_config import EngineConfig
@@ -56,7 +57,9 @@ def take_items(messages: Sequence[Any], config: EngineConfig) -> tuple[Sequence[
     return (found, items) if items else (messages, {})
 
 
-def content_prompt(content: object, config: EngineConfig, placeholders: Mapping[str, str], where: str) -> TextPrompt:
+def content_prompt(
+    content: object, config: EngineConfig, find_placeholders: Callable[[], Mapping[str, str]], where: str
+) -> TextPrompt:
     """The prompt of a list of parts that is not a message: its texts, joined by line feeds.
 
     If the texts have a placeholder for each item, these are the places of the items; otherwise a placeholder is written
@@ -64,7 +67,7 @@ def content_prompt(content: object, config: EngineConfig, placeholders: Mapping[
 
     Args:
         content: Parts of the chat completions API: texts and items.
-        placeholders: See `placeholder_texts`.
+        find_placeholders: Returns those of `placeholder_texts`; called if there are items.
         where: What has the content, for errors.
 
     Raises:
@@ -79,6 +82,7 @@ def content_prompt(content: object, config: EngineConfig, placeholders: Mapping[
     if unknown is not None:
         kind = unknown.get("type") if isinstance(unknown, Mapping) else type(unknown).__name__
         raise RequestError(f"{where}: a part of content is a text or an item; found {str(kind)[:40]!r}.")
+    placeholders = find_placeholders() if items else {}
     text = "\n".join(part["text"] for part in parts if _is_text(part))
     if any(text.count(placeholders[modality] or "\0") != len(values) for modality, values in items.items()):
         text = "\n".join(part["text"] if _is_text(part) else placeholders[part["type"]] for part in parts)
@@ -93,18 +97,25 @@ def _check_numbers(items: Items, config: EngineConfig) -> None:
         check_modality(modality, len(values), config.model, config.multimodal)
 
 
-def placeholder_texts(config: EngineConfig, tokenizer: Tokenizer) -> dict[str, str]:
+def placeholder_texts(
+    config: EngineConfig, tokenizer: Tokenizer, told: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str]:
     """By modality, the text that stands for an item where the chat template does not write it.
 
     Items of models with cross-attention have no token: no text stands for them.
+
+    Args:
+        told: The placeholders of the model's processor, in place of the tokens that take embeddings.
     """
     model = config.model.multimodal
     if model is None:
         return {}
-    return {
+    found = {
         modality: model.written_as.get(modality) or ("" if token_id < 0 else tokenizer.token_text(token_id))
         for modality, token_id in model.placeholders.items()
     }
+    # What is written may be more than the placeholder: marks of its begin and end.
+    return found | {name: text for name, text in told.items() if text not in model.written_as.get(name, "")}
 
 
 def is_place(part: object) -> bool:

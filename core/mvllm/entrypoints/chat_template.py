@@ -272,12 +272,12 @@ def _check_calls(i: int, calls: object) -> list[dict[str, Any]]:
                 f"Message {i} has a tool call without a function, which is an object with 'name' and 'arguments'.",
                 parameter="messages",
             )
-        arguments = _as_object(function.get("arguments"))
+        arguments = as_object(function.get("arguments"))
         checked.append({**call, "function": {**function, "arguments": arguments}})
     return checked
 
 
-def _as_object(arguments: object) -> object:
+def as_object(arguments: object) -> object:
     """The arguments of a tool call as an object. A text that is not a JSON object is returned unchanged."""
     if arguments is None or arguments == "":
         return {}

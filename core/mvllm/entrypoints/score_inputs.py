@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypedDict, cast
 
 from mvllm.config.engine_config import EngineConfig
@@ -10,6 +10,7 @@ from mvllm.engine.frontend.scoring import ScoringInput
 from mvllm.engine.tokenizer.tokenizer import Tokenizer
 from mvllm.entrypoints.chat_items import content_prompt, placeholder_texts
 from mvllm.errors import RequestError
+from mvllm.multimodal.processor_client import ProcessorClient
 
 
 class ContentInput(TypedDict):
@@ -22,13 +23,20 @@ class EngineWithTokenizer(Protocol):
     """What is read of an engine."""
 
     config: EngineConfig
+    item_client: ProcessorClient
 
     @property
     def tokenizer(self) -> Tokenizer: ...
 
 
+def has_item(value: object) -> bool:
+    """Whether an input is a content with an image, audio or a video."""
+    content = value.get("content") if isinstance(value, dict) else None
+    return isinstance(content, list) and any(isinstance(part, dict) and part.get("type") != "text" for part in content)
+
+
 def score_inputs(data: object, name: str, engine: EngineWithTokenizer) -> list[ScoringInput]:
-    """The inputs, with prompts in place of contents.
+    """The inputs, with prompts in place of contents. May block until the model's processor is loaded.
 
     Args:
         data: A text, a dict, or a list of these.
@@ -38,14 +46,15 @@ def score_inputs(data: object, name: str, engine: EngineWithTokenizer) -> list[S
         RequestError: A content is not acceptable.
     """
     values: Sequence[object] = [data] if isinstance(data, str | dict) else list(cast(Sequence[object], data))
-    placeholders: dict[str, str] | None = None
+
+    def find_placeholders() -> Mapping[str, str]:
+        return placeholder_texts(engine.config, engine.tokenizer, engine.item_client.placeholders())
+
     found: list[Any] = []
     for i, value in enumerate(values):
         if isinstance(value, dict) and "content" in value:
-            if placeholders is None:
-                placeholders = placeholder_texts(engine.config, engine.tokenizer)
             try:
-                value = content_prompt(value["content"], engine.config, placeholders, f"{name}[{i}]")
+                value = content_prompt(value["content"], engine.config, find_placeholders, f"{name}[{i}]")
             except RequestError as e:
                 raise RequestError(str(e), parameter=name) from e
         found.append(value)

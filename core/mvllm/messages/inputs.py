@@ -28,7 +28,7 @@ class TextPrompt(ItemFields):
     Attributes:
         add_special_tokens: Whether the tokenizer adds its special tokens; a rendered chat template has them.
         cut_at: A text at which the prompt is cut. The pieces are tokenized one by one, so that no token, nor the
-            placeholder of an item, reaches from one to the next. Needs `add_special_tokens=False`.
+            placeholder of an item, reaches from one to the next.
     """
 
     prompt: str

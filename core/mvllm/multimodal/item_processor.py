@@ -157,8 +157,11 @@ class ItemProcessor:
         return found
 
     def default_size(self, modality: str) -> Any:
-        """The setting `size` of the processor of images or videos; None if it has none."""
-        return getattr(getattr(self.processor, f"{modality}_processor", None), "size", None)
+        """The setting `size` of the processor of images or videos; that of images where there is none for videos."""
+        sizes = (
+            getattr(getattr(self.processor, f"{name}_processor", None), "size", None) for name in (modality, "image")
+        )
+        return next((size for size in sizes if size is not None), None)
 
     def token_ids(self, text: str) -> list[int]:
         """The token ids of a text, without special tokens around it."""

@@ -5,10 +5,12 @@ and minutes. What it makes of an image has the limit that images have themselves
 
 What the numbers of a size mean depends on the family:
 
-    {"height": h, "width": w}                  pixels along the sides
+    {"height": h, "width": w}, [h, w]          pixels along the sides
+    {"max_height": h, "max_width": w}          pixels along the sides of what an image is fitted into
     {"shortest_edge": s, "longest_edge": l}    pixels along the sides; or pixels of the whole image, if the processor's
                                                own numbers are that large (Qwen2-VL and later)
     s                                          the shorter side
+    min_pixels: p                              pixels of the whole image, which smaller ones get
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ _LARGEST_NUMBER = 1 << 24
 """Permitted whatever `max_pixels` is, for numbers that are no pixels, such as samples of audio."""
 _SIZES = ("size", "crop_size", "max_image_size")
 _EDGES = ("shortest_edge", "longest_edge")
+_SIDES = (("height", "width"), ("max_height", "max_width"))
+_FEWEST = "min_pixels"
 
 
 def check_numbers(kwargs: Mapping[str, Any], max_pixels: int) -> None:
@@ -62,7 +66,8 @@ def check_requested_sizes(kwargs: Mapping[str, Any], content: ItemContent, max_p
     of_default = default_size.get if isinstance(default_size, Mapping) else partial(getattr, default_size)
     counts_pixels = max(of_default(edge, None) or 0 for edge in _EDGES) > _LARGEST_SIDE
     for name, size in _sizes(kwargs):
-        pixels = num_frames * _pixels_of(size, height, width, counts_pixels=counts_pixels)
+        each = float(size) if name == _FEWEST else _pixels_of(size, height, width, counts_pixels=counts_pixels)
+        pixels = num_frames * each
         if pixels > max_pixels:
             what = "image" if num_frames == 1 else "video"
             raise _error(
@@ -74,9 +79,9 @@ def _pixels_of(size: Any, height: int, width: int, *, counts_pixels: bool) -> fl
     """Pixels of an image of `height` x `width` after it is resized, as far as `size` says."""
     if _is_number(size):
         size = {"shortest_edge": size}
-    tall, wide = size.get("height"), size.get("width")
-    if _is_number(tall) and _is_number(wide):
-        return float(tall) * float(wide)
+    for tall, wide in ((size.get(first), size.get(second)) for first, second in _SIDES):
+        if _is_number(tall) and _is_number(wide):
+            return float(tall) * float(wide)
     shortest, longest = (float(size[edge]) if _is_number(size.get(edge)) else None for edge in _EDGES)
     if counts_pixels:
         return shortest or 0.0  # `longest_edge` is only a limit
@@ -87,14 +92,16 @@ def _pixels_of(size: Any, height: int, width: int, *, counts_pixels: bool) -> fl
     return 0.0 if found == float("inf") else found
 
 
-def _sizes(kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _sizes(kwargs: Mapping[str, Any], of: str = "size") -> Iterator[tuple[str, Any]]:
+    if any(kwargs.keys() >= set(sides) for sides in _SIDES) or not kwargs.keys().isdisjoint(_EDGES):
+        yield of, kwargs
     for name, value in kwargs.items():
         if isinstance(value, Mapping):
-            if {"height", "width"} <= value.keys() or not value.keys().isdisjoint(_EDGES):
-                yield name, value
-            yield from _sizes(value)
-        elif name in _SIZES and _is_number(value):
+            yield from _sizes(value, name)
+        elif _is_number(value) and (name in _SIZES or name == _FEWEST):
             yield name, value
+        elif name in _SIZES and isinstance(value, list | tuple) and value and all(map(_is_number, value)):
+            yield name, value[0] if len(value) == 1 else {"height": value[0], "width": value[1]}
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -55,6 +55,14 @@ def test_a_text_that_is_much_too_long_is_not_tokenized(monkeypatch):
         make_processor().process_batch(["a", "b"], ["x", "x" * 10_000_000], [None, None])
 
 
+def test_a_text_in_too_many_pieces_is_not_tokenized(monkeypatch):
+    made = make_tokenizer()
+    found = process({"prompt": "the |cat", "cut_at": "|"})
+    assert found.prompt == "the cat" and found.core.prompt_token_ids == made.encode_pieces(["the ", "cat"])
+    monkeypatch.setattr(type(made), "encode_batch", None)
+    assert "has at least 5000 tokens" in str(refusal({"prompt": "|x" * 5000, "cut_at": "|"}))
+
+
 def test_a_lone_surrogate_is_rejected_at_any_position():
     text = "é" * (1 << 20) + "a" * 77 + "\udc00"
     assert f"character {(1 << 20) + 77} is a lone surrogate U+DC00" in str(refusal(text))

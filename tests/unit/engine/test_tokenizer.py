@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mvllm import ModelError
@@ -386,3 +387,15 @@ def test_grammars_and_log_probabilities_do_not_need_transformers(tmp_path):
     assert pieces == [*loaded.hf.convert_ids_to_tokens(range(loaded.length)), None]
     assert alone == loaded.hf.backend_tokenizer.to_str()
     assert loaded.backend is loaded.hf.backend_tokenizer
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
+def test_special_tokens_stand_around_all_pieces(kind):
+    hf = make_hf_tokenizer(kind)
+    around = [("[A]", 1), ("[B]", 2)]
+    hf.backend_tokenizer.post_processor = processors.TemplateProcessing("[A] $A [B] [A]", special_tokens=around)
+    made, pieces = Tokenizer(lambda: hf), ["the c", "at sat"]
+    ids = made.encode_pieces(pieces)
+    assert made.encode_pieces(pieces, add_special_tokens=True) == [1, *ids, 2, 1]
+    assert ids[: len(made.encode(pieces[0])) - 3] == made.encode(pieces[0])[1:-2]
+    assert made.decode(ids) == "the cat sat"

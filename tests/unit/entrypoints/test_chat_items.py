@@ -13,6 +13,7 @@ from mvllm.config.multimodal import MultiModalConfig, MultiModalModel
 from mvllm.engine.tokenizer.folder_template import FolderTemplate, read_folder_template
 from mvllm.entrypoints.chat_items import content_prompt, placeholder_texts, take_items
 from mvllm.entrypoints.chat_template import render_chat
+from mvllm.entrypoints.score_inputs import score_inputs
 from mvllm.errors import RequestError
 
 PARTS_TEMPLATE = (
@@ -139,11 +140,29 @@ def test_models_for_text() -> None:
     ],
 )
 def test_a_content_without_message_is_a_prompt(parts: list[Any], wanted: str) -> None:
-    found = content_prompt(parts, config("image"), {"image": "<pad>"}, "documents[0]")
+    found = content_prompt(parts, config("image"), lambda: {"image": "<pad>"}, "documents[0]")
     assert found["prompt"] == wanted
     assert found.get("multi_modal_data", {}).get("image", []) == [
         part["image_url"]["url"] for part in parts if "image_url" in part
     ]
+
+
+def test_a_content_has_the_placeholder_of_the_processor() -> None:
+    told = {"image": "<start_of_image>", "video": "<video>"}
+    client = SimpleNamespace(placeholders=lambda: told)
+    tokenizer = SimpleNamespace(token_text=lambda token_id: f"<{token_id}>")
+    engine: Any = SimpleNamespace(config=config("image", "video"), tokenizer=tokenizer, item_client=client)
+    [found] = score_inputs({"content": [url("x"), text("a <7>")]}, "queries", engine)
+    assert found["prompt"] == "<start_of_image>\na <7>"
+    engine.config.model.multimodal = MultiModalModel(
+        placeholders={"image": 7, "video": 7}, written_as={"video": "<begin><video><end>"}
+    )
+    assert placeholder_texts(engine.config, tokenizer, told) == {  # type: ignore[arg-type]
+        "image": "<start_of_image>",
+        "video": "<begin><video><end>",
+    }
+    client.placeholders = None  # not asked without items
+    assert score_inputs([{"content": [text("a")]}, "b"], "queries", engine) == [{"prompt": "a"}, "b"]
 
 
 @pytest.mark.parametrize(
@@ -157,4 +176,4 @@ def test_a_content_without_message_is_a_prompt(parts: list[Any], wanted: str) ->
 )
 def test_a_content_that_is_no_prompt_is_refused(parts: list[Any], takes: tuple[str, ...], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        content_prompt(parts, config(*takes), {"image": "<pad>"}, "documents[0]")
+        content_prompt(parts, config(*takes), lambda: {"image": "<pad>"}, "documents[0]")

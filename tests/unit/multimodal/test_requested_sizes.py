@@ -12,6 +12,8 @@ from PIL import Image
 from mvllm.config.multimodal import MultiModalConfig, MultiModalModel
 from mvllm.errors import RequestError
 from mvllm.multimodal.contents import AudioContent, VideoContent
+from mvllm.multimodal.families.grid_frames import GridFrames, GridRules
+from mvllm.multimodal.item_processor import ItemProcessor
 from mvllm.multimodal.item_request import read_item_request
 from mvllm.multimodal.requested_sizes import check_requested_sizes
 
@@ -39,6 +41,13 @@ MOST = 1_000_000
         ({"size": {"height": 300, "width": 300}}, VIDEO, SIDES, False),
         ({"size": {"height": 200, "width": 200}}, VIDEO, SIDES, True),
         ({"size": {"height": "tall", "width": None}, "do_resize": True}, WIDE, None, True),  # the processor refuses it
+        ({"size": [1000, 1001]}, WIDE, SIDES, False),
+        ({"size": [1000, 1000], "image_mean": [0.5, 0.5, 0.5]}, WIDE, SIDES, True),
+        ({"size": {"max_height": 1000, "max_width": 1001}}, WIDE, SIDES, False),
+        ({"images_kwargs": {"max_height": 1000, "max_width": 1001}}, WIDE, SIDES, False),
+        ({"min_pixels": 1_000_001}, WIDE, AREA, False),
+        ({"min_pixels": 50_001, "max_pixels": 900_000}, VIDEO, AREA, False),
+        ({"min_pixels": 50_000, "max_pixels": 900_000}, VIDEO, AREA, True),
         ({"size": 100_000}, AudioContent(np.zeros(3, np.float32), 16000), None, True),
     ],
 )
@@ -49,6 +58,15 @@ def test_sizes(kwargs: dict[str, Any], content: Any, default: Any, fits: bool) -
     with pytest.raises(RequestError, match=rf"pixels of this (image|video); {MOST} are allowed") as caught:
         check_requested_sizes(kwargs, content, MOST, default)
     assert caught.value.parameter == "mm_processor_kwargs"
+
+
+def test_frames_without_torchvision_have_a_size_as_processors_of_transformers_do() -> None:
+    processor: Any = ItemProcessor.__new__(ItemProcessor)
+    processor.processor = SimpleNamespace(video_processor=GridFrames({}, GridRules(), "config.json"))
+    asked = {"size": {"shortest_edge": 12_544, "longest_edge": 12_845_056}}
+    check_requested_sizes(asked, VIDEO, MOST, processor.default_size("video"))
+    processor.processor = SimpleNamespace(video_processor=None, image_processor=SimpleNamespace(size=AREA))
+    assert processor.default_size("video") is AREA
 
 
 @pytest.mark.parametrize("kwargs", [{"max_pixels": 10**12}, {"size": {"longest_edge": -(10**9)}}, {"a": [[1e300]]}])

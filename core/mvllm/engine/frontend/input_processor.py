@@ -334,11 +334,8 @@ class InputProcessor:
             raise RequestError("A prompt dict needs 'prompt' or 'prompt_token_ids'; found neither.", parameter="prompt")
         if (cut_at := prompt.get("cut_at")) is None:
             return _Prompt(self.check_text(text), None, salt, keep, special)
-        if not isinstance(cut_at, str) or not cut_at or special or keep is not None:
-            raise RequestError(
-                "cut_at must be a text, and needs add_special_tokens=False and no truncate_prompt_tokens.",
-                parameter="prompt",
-            )
+        if not isinstance(cut_at, str) or not cut_at or keep is not None:
+            raise RequestError("cut_at must be a text, and needs no truncate_prompt_tokens.", parameter="prompt")
         self.check_text(text)
         return _Prompt(text.replace(cut_at, ""), None, salt, None, special, expanded=text, cut_at=cut_at)
 
@@ -397,9 +394,10 @@ class InputProcessor:
 
         for at, text in enumerate(texts):  # reject texts that are much too long without tokenizing them
             if waiting[at][1].keep is None:
-                self._check_for_prompt(
-                    waiting[at][0], parts, self._check_length, self._tokenizer.num_tokens_lower_bound(text), "at least "
-                )
+                cut_at = waiting[at][1].cut_at
+                pieces = [text] if cut_at is None else _pieces(text, cut_at)
+                fewest = max(len(pieces), self._tokenizer.num_tokens_lower_bound("".join(pieces)))
+                self._check_for_prompt(waiting[at][0], parts, self._check_length, fewest, "at least ")
             else:
                 self._check_for_prompt(waiting[at][0], parts, check_text_to_truncate, text)
         for (i, part), ids in zip(waiting, self._encode(waiting, texts, check_length), strict=True):
@@ -433,7 +431,9 @@ class InputProcessor:
             encoded.update(zip(places, found, strict=True))
         for at, (_, part) in enumerate(waiting):
             if part.cut_at is not None:
-                encoded[at] = self._tokenizer.encode_pieces(texts[at].split(part.cut_at))
+                encoded[at] = self._tokenizer.encode_pieces(
+                    _pieces(texts[at], part.cut_at), add_special_tokens=part.add_special_tokens
+                )
                 check_length(at, len(encoded[at]))
         return [encoded[at] for at in range(len(texts))]
 
@@ -565,6 +565,10 @@ def check_text_to_truncate(text: str) -> None:
             f"{_MAX_TRUNCATED_TEXT_CHARS}. Shorten the prompt.",
             parameter="prompt",
         )
+
+
+def _pieces(text: str, cut_at: str) -> list[str]:
+    return [piece for piece in text.split(cut_at) if piece] or [""]
 
 
 def _prompt_label(i: int, prompts: Sequence[Any]) -> str:

@@ -100,22 +100,37 @@ class Tokenizer:
             check_length(i, len(each))
         return [each if isinstance(each, list) else each.ids for each in encoded]
 
-    def encode_pieces(self, pieces: Sequence[str]) -> list[int]:
-        """The token ids of a text in pieces, none of which reaches over two of them, without special tokens around it.
+    def encode_pieces(self, pieces: Sequence[str], *, add_special_tokens: bool = False) -> list[int]:
+        """The token ids of a text in pieces, none of which reaches over two of them.
+
+        Args:
+            pieces: At least one; none is empty.
+            add_special_tokens: Whether to add the tokenizer's special tokens around all of them.
 
         Raises:
             RequestError: The tokenizer rejects a piece.
         """
+        first, others = pieces[0], pieces[1:]
+        plain = self.encode(first, add_special_tokens=False)
+        ids = list(plain)
+        # Some tokenizers put a space in front of a text. A piece behind another one has a line break there.
         guard = self.encode(_GUARD, add_special_tokens=False)
-        ids: list[int] = []
-        for i, piece in enumerate(pieces):
-            if not piece:
-                continue
-            # Some tokenizers put a space in front of a text. A piece behind another one has a line break there.
-            guarded = self.encode(_GUARD + piece, add_special_tokens=False) if i else []
-            is_guarded = i > 0 and guarded[: len(guard)] == guard
-            ids += guarded[len(guard) :] if is_guarded else self.encode(piece, add_special_tokens=False)
-        return ids
+        guarded = self.encode_batch([_GUARD + piece for piece in others], add_special_tokens=False) if others else []
+        for piece, found in zip(others, guarded, strict=True):
+            is_guarded = found[: len(guard)] == guard
+            ids += found[len(guard) :] if is_guarded else self.encode(piece, add_special_tokens=False)
+        if not add_special_tokens:
+            return ids
+        special = self.encode(first)
+        size = len(plain)
+        for start in range(len(special) - size + 1):
+            if special[start : start + size] == plain:
+                return [*special[:start], *ids, *special[start + size :]]
+        raise RequestError(
+            "add_special_tokens cannot be used for a conversation with a text like the placeholder of an item: this "
+            "tokenizer's special tokens change the text itself. Send add_special_tokens: false.",
+            parameter="add_special_tokens",
+        )
 
     def encode_truncated(
         self, first: str, second: str | None = None, *, max_tokens: int | None = None

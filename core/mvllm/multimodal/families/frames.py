@@ -91,6 +91,11 @@ class FrameProcessor(ABC, Generic[Rules]):
         features = self.features([np.asarray(frames) for frames in videos], given)
         return {**features, "video_metadata": video_metadata}
 
+    @property
+    def size(self) -> Any:
+        """The setting `size`; None if there is none."""
+        return self._settings.get("size")
+
     @abstractmethod
     def features(self, videos: Sequence[Array], settings: Mapping[str, Any]) -> dict[str, Any]:
         """The features of videos.

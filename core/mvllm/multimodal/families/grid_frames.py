@@ -45,6 +45,12 @@ class GridFrames(FrameProcessor[GridRules]):
         self.merge_size = self._values.positive_int("merge_size", 2)
         self.temporal_patch_size = self._values.positive_int("temporal_patch_size", 2)
 
+    @property
+    def size(self) -> dict[str, int]:
+        """The fewest and most pixels, under the names that transformers' processors have for them."""
+        smallest, largest = self._limits(self._settings)
+        return {"shortest_edge": smallest, "longest_edge": largest}
+
     def features(self, videos: Sequence[Array], settings: Mapping[str, Any]) -> dict[str, Any]:
         patches, grids = zip(*(self._patches(frames, settings) for frames in videos), strict=True)
         return {"pixel_values_videos": np.concatenate(patches), "video_grid_thw": np.array(grids, dtype=np.int64)}

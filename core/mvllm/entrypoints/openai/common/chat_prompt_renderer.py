@@ -136,10 +136,18 @@ class ChatPromptRenderer:
             return await render(messages, arguments), items, None
         with _as_errors_of_messages():
             told = await self._engine.item_placeholders()
-        typed = TypedPlaceholders([*self._placeholders.values(), *told.values()])
-        arguments |= {name: typed.cut(arguments.get(name)) for name in RENDERED_SETTINGS}
-        arguments["placeholders"] = {**self._placeholders, **told}
-        return await render(typed.cut(messages), arguments), items, typed.cut_at
+        typed = TypedPlaceholders(
+            [*self._placeholders.values(), *told.values()], self._engine.model_config.max_model_len
+        )
+        arguments["placeholders"] = placeholder_texts(self._engine.config, self._engine.tokenizer, told)
+
+        def cut() -> tuple[Any, dict[str, Any]]:
+            return typed.cut_messages(messages), {name: typed.cut(arguments.get(name)) for name in RENDERED_SETTINGS}
+
+        places, settings = await self._tokenizer_pool.run(cut)
+        rendered = await render(places, arguments | settings)
+        text, cut_at = await self._tokenizer_pool.run(lambda: typed.cut_prompt(rendered))
+        return text, items, cut_at
 
     async def render_user_message(self, text: str, without_template: str) -> str:
         """A conversation of one message, as text that ends with the header of the answer.

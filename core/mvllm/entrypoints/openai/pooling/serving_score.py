@@ -23,7 +23,7 @@ from mvllm.entrypoints.openai.protocol import (
     ScoreRequest,
     TextPairRequest,
 )
-from mvllm.entrypoints.score_inputs import score_inputs
+from mvllm.entrypoints.score_inputs import has_item, score_inputs
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.pooling_params import PoolingParams, PoolingTask
@@ -102,6 +102,8 @@ class _TextPairHandler(BasePoolingHandler):
             first, second = score_inputs(self._first, names[0], engine), score_inputs(self._second, names[1], engine)
             return ScoringRequests.from_inputs(engine.pooling_input_processor, first, second, self._settings, names)
 
+        if engine.config.model.multimodal is not None and any(map(has_item, (*self._first, *self._second))):
+            await engine.item_placeholders()  # may wait for the model's processor: not in the threads for texts
         scoring = self._scoring = await self._context.tokenizer_pool.run(build)
         return scoring.prompts, scoring.params
 
