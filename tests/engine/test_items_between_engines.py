@@ -103,7 +103,7 @@ def test_replicas_get_the_requests_with_their_images(name: str) -> None:
         return await last(llm.generate(prompt, wanted))  # type: ignore[attr-defined]
 
     with (
-        patch.object(processor_client, "_Processor", ProcessorHere),
+        patch.object(processor_client, "_make_pool", ProcessorHere),
         async_engine(expected.folder, data_parallel_size=2, max_model_len=MAX_LEN) as llm,
     ):
 

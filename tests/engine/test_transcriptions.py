@@ -45,7 +45,7 @@ def wav(samples: Any) -> bytes:
 
 async def _ask(folder: str, forms: list[Form]) -> list[httpx.Response]:
     settings = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 2**24, "seed": 0}
-    with patch.object(processor_client, "_Processor", ProcessorHere):
+    with patch.object(processor_client, "_make_pool", ProcessorHere):
         engine = AsyncLLM.from_engine_args(EngineArgs(model=folder, **settings, use_tqdm_on_load=False))
         try:
             pool = TokenizerPool(engine.tokenizer, engine.model_config.max_model_len)

@@ -261,7 +261,7 @@ def engine(folder: Path, **settings: object) -> Iterator[LLM]:
     """An engine for float32 on the platform under test, which processes items in this process."""
     defaults: dict[str, object] = {"max_model_len": MAX_LEN, "max_num_seqs": 8, "max_num_batched_tokens": MAX_LEN}
     with (
-        patch.object(processor_client, "_Processor", ProcessorHere),
+        patch.object(processor_client, "_make_pool", ProcessorHere),
         parity.engine(folder, **(defaults | settings)) as llm,
     ):
         yield llm

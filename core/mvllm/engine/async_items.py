@@ -11,10 +11,11 @@ from typing import TypeVar
 
 from mvllm.engine.frontend.admission import AdmissionControl
 from mvllm.engine.frontend.input_processor import InputProcessor, ProcessedRequest
-from mvllm.engine.frontend.prompt_items import EMBEDS, PreparedItems, PromptItems
+from mvllm.engine.frontend.prompt_items import PreparedItems, PromptItems
 from mvllm.engine.process.async_core_client import AsyncEngineCoreClient
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import EmbedsPrompt, ExpandedPrompt, PromptType
+from mvllm.messages.multimodal import EMBEDS
 from mvllm.multimodal.item_memory import ItemLease, LeasedArray, LeasedItems, lease_of
 from mvllm.multimodal.item_request import has_items
 from mvllm.multimodal.processed_item import ProcessedItem

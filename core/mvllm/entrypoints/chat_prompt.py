@@ -35,14 +35,16 @@ def chat_prompt(
         RequestError: The conversation or a setting is not valid, or the model does not take its items.
     """
     places, items = take_items(messages, config)
-    placeholders, typed = placeholder_texts(config, tokenizer), TypedPlaceholders((), config.model.max_model_len)
+    placeholders, cut_at = placeholder_texts(config, tokenizer), None
     if items and item_client is not None:
         told = item_client.placeholders()
         typed = TypedPlaceholders([*placeholders.values(), *told.values()], config.model.max_model_len)
         placeholders = placeholder_texts(config, tokenizer, told)
         settings = {name: typed.cut(value) if name in RENDERED_SETTINGS else value for name, value in settings.items()}
-    rendered = render_chat(tokenizer, typed.cut_messages(places), placeholders=placeholders, **settings)
-    text, cut_at = typed.cut_prompt(rendered)
+        rendered = render_chat(tokenizer, typed.cut_messages(places), placeholders=placeholders, **settings)
+        text, cut_at = typed.cut_prompt(rendered)
+    else:
+        text = render_chat(tokenizer, places, placeholders=placeholders, **settings)
     prompt = TextPrompt(prompt=text, add_special_tokens=False)  # the template has written them
     if cut_at is not None:
         prompt["cut_at"] = cut_at

@@ -18,6 +18,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+EMBEDS = "embeds"
+"""The modality of ready embeddings."""
+
 
 class ArrayData(msgspec.Struct, array_like=True):
     """An array as bytes. Phase: any.
@@ -90,7 +93,7 @@ class MultiModalItem(msgspec.Struct, array_like=True, omit_defaults=True):
     @property
     def is_causal(self) -> bool:
         """Whether its positions see earlier ones only in every model."""
-        return self.modality in ("embeds", "audio")
+        return self.modality in (EMBEDS, "audio")
 
 
 def omit_sent_features(items: Sequence[MultiModalItem], sent: set[bytes]) -> list[MultiModalItem]:

@@ -25,7 +25,7 @@ import msgspec
 from mvllm.config.model import ModelConfig
 from mvllm.config.multimodal import MultiModalConfig
 from mvllm.errors import RequestError
-from mvllm.messages.multimodal import ArrayData
+from mvllm.messages.multimodal import EMBEDS, ArrayData
 from mvllm.multimodal.item_memory import ItemMemory
 from mvllm.multimodal.item_request import ItemRequest, read_item_request
 from mvllm.multimodal.media_source import MediaSource, decode_base64, load_source
@@ -113,7 +113,7 @@ class ProcessorClient:
             RequestError: The file is not acceptable.
         """
         data = decode_base64(file, self._config, parameter="prompt_embeds")
-        result = self._start().run(ItemJob(MediaSource("embeds", "encoded", data), {}, seconds=ITEM_SECONDS))
+        result = self._start().run(ItemJob(MediaSource(EMBEDS, "encoded", data), {}, seconds=ITEM_SECONDS))
         assert result.embeds is not None
         return result.embeds
 
@@ -136,21 +136,21 @@ class ProcessorClient:
         """Ends threads and processes. Idempotent."""
         with self._lock:
             self._is_closed = True
-            processes, self._pool = self._pool, None
-            pools = [self._prompt_threads, self._fetch_threads]
+            pool, self._pool = self._pool, None
+            threads = [self._prompt_threads, self._fetch_threads]
         self.memory.close()
-        if processes is not None:
-            processes.close()
-        for pool in pools:
-            if pool is not None:  # queued work raises an error; callers would mistake a cancellation for their own
-                pool.shutdown(wait=False)
+        if pool is not None:
+            pool.close()
+        for each in threads:
+            if each is not None:  # queued work raises an error; callers would mistake a cancellation for their own
+                each.shutdown(wait=False)
 
     def _start(self) -> ProcessorPool:
         with self._lock:
             if self._is_closed:
                 raise RequestError("The engine is shutting down.")
             if self._pool is None:
-                self._pool = _Processor(_start_message(self._model, self._config))
+                self._pool = _make_pool(_start_message(self._model, self._config))
                 weakref.finalize(self, self._pool.close)  # of who forgets `close`
                 self._prompt_threads = ThreadPoolExecutor(_NUM_PROMPT_THREADS, thread_name_prefix="items")
                 self._fetch_threads = ThreadPoolExecutor(_NUM_FETCH_THREADS, thread_name_prefix="media")
@@ -207,13 +207,10 @@ class ProcessorClient:
         return result.item
 
 
-class _Processor(ProcessorPool):
-    """The processes of one client."""
-
-    def __init__(self, start: ProcessorStart) -> None:
-        takes = start.model.get("placeholders", {})
-        mixed = "image" in takes and len(takes) > 1
-        super().__init__(_MODULE, start, start.num_processes, keeps_one_for_images=mixed)
+def _make_pool(start: ProcessorStart) -> ProcessorPool:
+    takes = start.model.get("placeholders", {})
+    mixed = "image" in takes and len(takes) > 1
+    return ProcessorPool(_MODULE, start, start.num_processes, keeps_one_for_images=mixed)
 
 
 def _start_message(model: ModelConfig, config: MultiModalConfig) -> ProcessorStart:

@@ -26,7 +26,7 @@ from mvllm.config.multimodal import MultiModalModel
 from mvllm.errors import MvllmError, RequestError, plain_reason
 from mvllm.executor.process.pipe_process import read_message, write_message
 from mvllm.executor.process.process_utils import die_with_parent, limit_memory, limit_processor_time, set_process_name
-from mvllm.messages.multimodal import ArrayData
+from mvllm.messages.multimodal import EMBEDS, ArrayData
 from mvllm.multimodal.decoding import DecodingLimits, decode
 from mvllm.multimodal.frame_sampling import FrameSampling
 from mvllm.multimodal.media_source import MediaSource, check_embeddings
@@ -93,7 +93,7 @@ class JobServer:
     def run(self, job: ItemJob) -> ItemResult:
         """Runs one job. Errors are results."""
         try:
-            if job.source.modality == "embeds":
+            if job.source.modality == EMBEDS:
                 self._limit(job.seconds)
                 return ItemResult(embeds=self._read_embeddings(job.source.data))
             if self._processor is None:

@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from mvllm.errors import RequestError
 from mvllm.executor.process.pipe_process import PipeProcess, PipeProcessError
 from mvllm.logging import get_logger
+from mvllm.messages.multimodal import EMBEDS
 from mvllm.multimodal.processor_messages import PLACEHOLDERS, ItemJob, ItemResult, ProcessorStart
 
 logger = get_logger(__name__)
@@ -35,7 +36,7 @@ IDLE_SECONDS = 60.0
 RETRY_SECONDS = 30.0
 """Seconds for which items are refused after the model's processor could not be loaded."""
 
-_QUICK = ("image", "embeds", PLACEHOLDERS)
+_QUICK = ("image", EMBEDS, PLACEHOLDERS)
 
 
 class ProcessorPool:
@@ -164,13 +165,13 @@ class ProcessorPool:
             return ItemResult(error=_FAILURES[e.reason].format(modality), parameter="multi_modal_data")
         if result.is_last:
             process.kill()
-        if result.error is None and job.source.modality != "embeds":
+        if result.error is None and job.source.modality != EMBEDS:
             self._has_worked = True
         return result
 
     def _known_failure(self, job: ItemJob) -> ItemResult | None:
         """The answer to a job while the model's processor is known not to load."""
-        if self._load_failure is None or job.source.modality == "embeds":
+        if self._load_failure is None or job.source.modality == EMBEDS:
             return None
         failure, until = self._load_failure
         return failure if time.monotonic() < until else None

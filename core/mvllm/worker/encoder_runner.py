@@ -19,7 +19,7 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import StepMemoryError
 from mvllm.logging import get_logger
-from mvllm.messages.multimodal import ArrayData, EncoderInput
+from mvllm.messages.multimodal import EMBEDS, ArrayData, EncoderInput
 from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.models.item_encoder import Features, ItemEncoder
 from mvllm.ops.dtypes import torch_dtype
@@ -29,7 +29,6 @@ from mvllm.worker.step_inputs import StepInputs
 
 logger = get_logger(__name__)
 
-_EMBEDS = "embeds"
 _MISSING = "The embeddings of an item of the prompt are missing."
 
 
@@ -165,9 +164,9 @@ class EncoderRunner:
         """Encodes items together. Returns False if that fails; a single item's failure is stored."""
         try:
             features = [self._upload(item) for item in items]
-            if modality == _EMBEDS:
+            if modality == EMBEDS:
                 # Other parts of rows are added behind layers (DeepStack), to tokens of images only.
-                results = [F.pad(each["embeds"], (0, self._width - each["embeds"].shape[1])) for each in features]
+                results = [F.pad(each[EMBEDS], (0, self._width - each[EMBEDS].shape[1])) for each in features]
             else:
                 assert encoder is not None, "the model has no encoder"
                 results = encoder.encode(modality, features)

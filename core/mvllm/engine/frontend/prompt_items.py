@@ -10,7 +10,7 @@ from typing import Any
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.errors import RequestError
-from mvllm.messages.multimodal import ArrayData, ItemSpan, MultiModalItem
+from mvllm.messages.multimodal import EMBEDS, ArrayData, ItemSpan, MultiModalItem
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.multimodal.item_memory import ItemLease, LeasedArray
 from mvllm.multimodal.item_request import count_contents, has_items
@@ -21,8 +21,6 @@ from mvllm.multimodal.prompt_expansion import expand_text, expand_token_ids, ord
 
 ITEM_KEYS = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids", "prompt_embeds", "multi_modal_items")
 """Keys of a prompt dict that concern items."""
-
-EMBEDS = "embeds"
 
 PreparedItems = Sequence[ProcessedItem]
 """The items of one prompt: those of each modality in their order."""

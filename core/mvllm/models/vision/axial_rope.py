@@ -57,13 +57,11 @@ def _first_quarters_first(x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(-1, (2, 2, -1)).transpose(-2, -3).flatten(-3)
 
 
-def patch_positions(grids: Sequence[Size]) -> torch.Tensor:
-    """Row and column of each patch of images with these numbers of rows and columns: float32 [T, 2], on the host."""
-    parts = []
-    for rows, columns in grids:
-        row, column = torch.arange(rows).repeat_interleave(columns), torch.arange(columns).repeat(rows)
-        parts.append(torch.stack((row, column), dim=-1))
-    return torch.cat(parts).float()
+def positions_of_image(size: Size) -> torch.Tensor:
+    """Row and column of each patch of an image: float32 [rows * columns, 2], on the host."""
+    rows, columns = size
+    row, column = torch.arange(rows).repeat_interleave(columns), torch.arange(columns).repeat(rows)
+    return torch.stack((row, column), dim=-1).float()
 
 
 def rope_theta(vision: HFConfig, default: float) -> float:

@@ -57,11 +57,11 @@ class ClipTower(FixedShapeTower):
         is_clip = kind in CLIP_TYPES
         options = EncoderOptions.read(
             vision,
-            768,
-            3072,
-            12,
-            1e-5 if is_clip else 1e-6,
-            "quick_gelu" if is_clip else "gelu_pytorch_tanh",
+            hidden_size=768,
+            intermediate_size=3072,
+            num_heads=12,
+            eps=1e-5 if is_clip else 1e-6,
+            act="quick_gelu" if is_clip else "gelu_pytorch_tanh",
         )
         self._name, size = name, options.hidden_size
         self._patch_size = vision.positive_int("patch_size", 32 if is_clip else 16)

@@ -89,6 +89,7 @@ class EncoderOptions:
     def read(
         cls,
         vision: HFConfig,
+        *,
         hidden_size: int,
         intermediate_size: int,
         num_heads: int,

@@ -7,6 +7,7 @@ with text between them.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -61,12 +62,11 @@ class Idefics3Encoder(ItemEncoder):
 
     def encode(self, modality: str, items: Sequence[Features]) -> list[torch.Tensor]:
         tiles = [item["pixel_values"].flatten(0, -4) for item in items]
-        grids = [self.tower.grid(each) for each in tiles for _ in each]
-        shuffled = torch.cat(shuffle_images(self.tower(tiles), grids, self._factor))
-        counts = [
-            rows * columns // self._factor**2 * len(each) for each in tiles for rows, columns in [self.tower.grid(each)]
-        ]
-        return list(self.projection(shuffled).split(counts))
+        counts, grids = [len(each) for each in tiles], [self.tower.grid(each) for each in tiles]
+        of_tiles = [grid for grid, count in zip(grids, counts, strict=True) for _ in range(count)]
+        shuffled = torch.cat(shuffle_images(self.tower(tiles), of_tiles, self._factor))
+        rows = [math.prod(grid) // self._factor**2 * count for grid, count in zip(grids, counts, strict=True)]
+        return list(self.projection(shuffled).split(rows))
 
 
 class Idefics3Tower(nn.Module):
@@ -85,11 +85,11 @@ class Idefics3Tower(nn.Module):
         super().__init__()
         options = EncoderOptions.read(
             vision,
-            1152,
-            3072,
-            16,
-            1e-6,
-            "gelu_pytorch_tanh",
+            hidden_size=1152,
+            intermediate_size=3072,
+            num_heads=16,
+            eps=1e-6,
+            act="gelu_pytorch_tanh",
         )
         self.size = size = options.hidden_size
         self._patch_size = square_size(vision, "patch_size", 32)

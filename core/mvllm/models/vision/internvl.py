@@ -120,11 +120,11 @@ class InternVLTower(FixedShapeTower):
             )
         options = EncoderOptions.read(
             vision,
-            1024,
-            4096,
-            16,
-            1e-6,
-            "gelu",
+            hidden_size=1024,
+            intermediate_size=4096,
+            num_heads=16,
+            eps=1e-6,
+            act="gelu",
             norm=_NORMS[norm],
             qkv_bias=bool(vision.get("attention_bias", False)),
             qk_norm=_qk_norm if vision.get("use_qk_norm", False) else None,

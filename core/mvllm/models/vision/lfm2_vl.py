@@ -94,11 +94,11 @@ class Siglip2Tower(nn.Module):
         super().__init__()
         options = EncoderOptions.read(
             vision,
-            768,
-            3072,
-            12,
-            1e-6,
-            "gelu_pytorch_tanh",
+            hidden_size=768,
+            intermediate_size=3072,
+            num_heads=12,
+            eps=1e-6,
+            act="gelu_pytorch_tanh",
         )
         self.size = size = options.hidden_size
         num_positions = vision.positive_int("num_patches", 256)

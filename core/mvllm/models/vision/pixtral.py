@@ -13,7 +13,7 @@ from mvllm.layers.context import BuildContext
 from mvllm.layers.norm import RMSNorm
 from mvllm.layers.patch_embedding import PatchEmbedding, image_patches
 from mvllm.models.item_encoder import Features
-from mvllm.models.vision.axial_rope import AxialRope, patch_positions, rope_theta
+from mvllm.models.vision.axial_rope import AxialRope, positions_of_image, rope_theta
 from mvllm.models.vision.encoder_layers import EncoderLayers, EncoderOptions, LayerNames
 from mvllm.models.vision.feature_layers import FeatureLayers
 
@@ -93,7 +93,7 @@ class PixtralTower(nn.Module):
         starts = [0]
         for rows, columns in grids:
             starts.append(starts[-1] + rows * columns)
-        angles = self._rope.angles_of_images(grids, lambda grid: patch_positions([grid]))
+        angles = self._rope.angles_of_images(grids, positions_of_image)
         return self.layers(self.first_norm(self.patches(x)), starts, angles, self._keep), grids
 
     def ignores(self, name: str) -> bool:
