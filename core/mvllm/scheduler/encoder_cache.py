@@ -10,6 +10,7 @@ hold the same.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Collection
 
 
 class EncoderCache:
@@ -94,8 +95,10 @@ class EncoderCache:
         freed, self._freed = self._freed, []
         return freed
 
-    def check_integrity(self, users: Counter[bytes]) -> None:
-        """Raises AssertionError unless counts and sizes agree, and `users` are those of each result."""
+    def check_integrity(self, users: Counter[bytes], named: Collection[bytes] = ()) -> None:
+        """Raises AssertionError unless counts and sizes agree, `users` are those of each result, and those `named` are
+        here or freed."""
+        assert set(named) <= self._rows.keys() | set(self._freed)
         assert self._num_users == dict(users), f"users {dict(users)}, counted {self._num_users}"
         assert self._rows.keys() == self._num_users.keys() | self._unused.keys()
         assert not self._num_users.keys() & self._unused.keys()

@@ -309,10 +309,10 @@ class EncoderPlanner:
         stats.encoder_steps, stats.encoder_seconds = self._num_steps.copy(), self._seconds
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless the users of results are those known here."""
+        """Raises AssertionError unless the users of results are those known here, and suspects are results."""
         users = Counter(each for used in self._used.values() for each in used.values())
         assert not self._passed, "between two plans"
-        self.cache.check_integrity(users)
+        self.cache.check_integrity(users, self._suspect)
 
 
 def check_items(encoders: EncoderPlanner | None, request: EngineCoreRequest) -> None:

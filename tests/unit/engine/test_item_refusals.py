@@ -43,6 +43,7 @@ def test_a_causal_model_with_images_is_accepted() -> None:
     [
         (config_of(spans_attend_both_ways=True), replace(AS_GRAPHS, non_causal_spans=True), "attention is causal"),
         (config_of(cross_attention=True), AS_GRAPHS, "no cross-attention"),
+        (config_of(by_transformers=True), AS_GRAPHS, "runs through transformers"),
         (config_of(), replace(ABLE, static_shapes=True), "compiles every shape"),
         (config_of(), replace(ABLE, torch_device=False), "its own worker"),
     ],

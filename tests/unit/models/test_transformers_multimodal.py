@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from mvllm.config.multimodal import MultiModalModel
@@ -14,8 +15,11 @@ from mvllm.config.multimodal_families import FAMILIES
 from mvllm.config.transformers_families import TEXT_ONLY
 from mvllm.errors import ConfigError, ModelError
 from mvllm.models.registry import is_native, resolve_model_class, supported_architectures
+from mvllm.models.transformers_backend.encoders import TransformersEncoders
 from mvllm.models.transformers_backend.multimodal import TransformersMultiModalForCausalLM
+from mvllm.models.transformers_backend.replacement_modules import LanguageModelStub
 from mvllm.models.transformers_backend.supported_classes import unsupported_reason
+from mvllm.models.weight_update import UnallocatedContext
 from tests.helpers.multimodal_zoo import FIRST_SPECIAL_ID, TEXT, make_checkpoint, save_model, zoo
 from tests.helpers.paged_driver import load_model, make_context, read_config
 from tests.helpers.thread_ranks import fake_group
@@ -112,6 +116,36 @@ def test_values_that_a_config_leaves_out_are_those_of_transformers(tmp_path: Pat
     config = read_config(tmp_path, max_model_len=64, hf_overrides={"num_hidden_layers": 3})
     assert config.multimodal == MultiModalModel({"image": 32_000}, embedding_width=4096, by_transformers=True)
     assert (config.hidden_size, config.num_layers, config.num_kv_heads, config.vocab_size) == (4096, 3, 8, 32_000)
+
+
+def test_the_empty_model_of_a_weight_update_has_encoders_without_memory(tmp_path: Path) -> None:
+    folder = make_checkpoint("llava", tmp_path)
+    config = read_config(folder, model_impl="transformers")
+    model = TransformersMultiModalForCausalLM(config, UnallocatedContext.of(make_context()))
+    assert model.item_encoder is not None
+    assert not any(p.untyped_storage().nbytes() for p in model.item_encoder.parameters())
+
+
+class _FailsLate(torch.nn.Module):
+    """A model of encoders and language model that fails behind the latter."""
+
+    def __init__(self, stub: LanguageModelStub) -> None:
+        super().__init__()
+        self.language_model = stub
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, use_cache: bool, pixel_values: torch.Tensor
+    ) -> None:
+        self.language_model(inputs_embeds=self.language_model.embed_tokens(input_ids) + pixel_values)
+        raise ValueError("late")
+
+
+def test_an_encoder_that_fails_keeps_no_tensors() -> None:
+    stub = LanguageModelStub(4, torch.float32)
+    encoders = TransformersEncoders(_FailsLate(stub), stub, {"image": 1})
+    with pytest.raises(ValueError, match="late"):
+        encoders.encode("image", [{"input_ids": torch.ones(3, dtype=torch.int64), "pixel_values": torch.ones(4)}])
+    assert not stub.arguments and stub.embed_tokens.result is None
 
 
 def test_attention_to_encoders_is_refused(tmp_path: Path) -> None:

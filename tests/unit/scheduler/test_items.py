@@ -293,6 +293,30 @@ def test_a_failure_does_not_pass_from_request_to_request() -> None:
     assert engine.results[third.request_id].token_ids == expected(third)
 
 
+def test_what_has_failed_is_forgotten_with_its_result() -> None:
+    engine = make_engine(depth=2, max_num_batched_tokens=8)
+    requests = [
+        prompt_with(*parts, cache_salt=str(i)) for i, parts in enumerate([(1, ("cat", 6), 1), (4, ("cat", 6), 2)])
+    ]
+    engine.runner.steps_without_memory.add(engine.scheduler.next_step)
+    for request in requests:
+        engine.add(request)
+        engine.step()  # the second one reads a part of the result that the first one's step has lost
+    engine.run()
+    other = prompt_with(9)
+    assert engine.run(other)[0].token_ids == expected(other)
+    engine.scheduler.check_integrity()
+
+
+def test_a_prompt_that_ends_with_a_span_is_not_held_back_behind_it() -> None:
+    engine = make_engine(long_prefill_token_threshold=5, max_num_batched_tokens=16, encoders={"both_ways": True})
+    request = prompt_with(3, ("cat", 8))
+    engine.add(request)
+    assert engine.step().num_scheduled_tokens == [11]  # the threshold is in the span, which is never cut
+    engine.run()
+    assert engine.results[request.request_id].token_ids == expected(request)
+
+
 def test_all_results_are_dropped_with_the_prefix_cache_and_when_weights_change() -> None:
     engine = make_engine(max_num_batched_tokens=6)
     request = prompt_with(2, ("cat", 9), 1)

@@ -259,7 +259,7 @@ def _make_buffers(skeleton: MetaModel, root: nn.Module, device: torch.device) ->
         names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         if not names:
             continue
-        for parameter in module.parameters(recurse=False):
+        for parameter in module.parameters():
             parameter._is_hf_initialized = True  # the checkpoint fills it
         for name in names:
             buffer = module._buffers[name]
