@@ -1,6 +1,6 @@
 """Time to the first token of a prompt with an image, beside transformers and llama.cpp (mtmd):
 
-    python -m tests.perf.images_first_token [--peers FOLDER] [--models FOLDER] [--images 12] [--rounds 3] [--breakdown]
+    python -m tests.perf.images_first_token [--peers FOLDER] [--images 12] [--rounds 3] [--breakdown] [--enforce-eager]
 
 Every engine gets the same pictures, which it has not seen before, each in a prompt of 32 text tokens, one at a time:
 decoding of the file, preprocessing, vision tower, projector, prompt and the first token. The model is LLaVA: a CLIP
@@ -46,12 +46,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--breakdown", action="store_true", help="what the parts of mvllm take; no other engine runs")
+    parser.add_argument("--enforce-eager", action="store_true", help="mvllm records neither towers nor steps")
     args = parser.parse_args()
 
     folder = llava_checkpoint(args.models, hf_model(args.models, "S"))
-    settings = ["--threads", str(args.threads)]
+    settings, eager = ["--threads", str(args.threads)], ["--enforce-eager"] * args.enforce_eager
     runners: dict[str, Callable[[], list[str | Path]]] = {
-        OURS: lambda: [sys.executable, "-m", f"{__package__}.run_mvllm", folder, *settings],
+        OURS: lambda: [sys.executable, "-m", f"{__package__}.run_mvllm", folder, *settings, *eager],
         "transformers": lambda: [sys.executable, HERE / "run_transformers.py", folder, *settings],
     }
     if args.breakdown:

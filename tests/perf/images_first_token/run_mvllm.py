@@ -13,6 +13,7 @@ if __name__ == "__main__":
     parser.add_argument("folder")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--breakdown", action="store_true", help="print what the parts take")
+    parser.add_argument("--enforce-eager", action="store_true", help="record nothing")
     parser.add_argument("pictures", nargs="+")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
@@ -23,7 +24,14 @@ if __name__ == "__main__":
         from tests.perf.images_first_token.breakdown import Breakdown, time_processor
 
         breakdown = Breakdown()
-    llm = LLM(args.folder, platform="cpu", dtype="bfloat16", max_model_len=1024, kv_cache_memory_bytes=256 << 20)
+    llm = LLM(
+        args.folder,
+        platform="cpu",
+        dtype="bfloat16",
+        max_model_len=1024,
+        kv_cache_memory_bytes=256 << 20,
+        enforce_eager=args.enforce_eager,
+    )
     image_id = llm.llm_engine.config.model.multimodal.placeholders["image"]
     params = SamplingParams(temperature=0, max_tokens=1)
     seconds = []
