@@ -35,6 +35,7 @@ _GROUP_TITLES = {
 _NOT_SAMPLING_OPTIONS = {
     "output_kind",
     "detokenize",
+    "flat_logprobs",
     "logprobs",
     "logits_processors",  # the engine's setting has this name
     "prompt_logprobs",
