@@ -164,6 +164,14 @@ def test_embeddings_are_normalized_and_truncated_as_requested(make_llm: MakeLLM)
     np.testing.assert_allclose(cut.outputs.embedding, expected.vector(1, LAST, normalize=True, dimensions=8), atol=1e-5)
     np.testing.assert_allclose(as_it_is.outputs.embedding, expected.vector(2, CLS, dimensions=3), atol=TOLERANCE)
     assert cut.outputs.hidden_size == 8 and isinstance(cut.outputs.embedding[0], float)
+    [named] = llm.encode(expected.prompts[1], pooling_task="embed", use_tqdm=False)
+    np.testing.assert_array_equal(named.outputs.data, by_default.outputs.data)
+    [of_tokens] = llm.encode(expected.prompts[1], each[0], pooling_task="token_embed", use_tqdm=False)
+    assert of_tokens.outputs.data.shape == (len(of_tokens.prompt_token_ids), 8)
+    np.testing.assert_allclose(of_tokens.outputs.data[-1], cut.outputs.embedding, atol=1e-5)
+    for wrong, message in (("classify", "classif"), ("score", "must be one of 'embed', 'classify', 'token_embed'")):
+        with pytest.raises(RequestError, match=message):
+            llm.encode(expected.prompts[1], pooling_task=wrong)
 
 
 def test_the_models_files_give_the_pooling_defaults(make_llm: MakeLLM, checkpoint: Path) -> None:

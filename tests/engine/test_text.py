@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
 from mvllm import LLM, SamplingParams
 from mvllm.entrypoints.step_loop import stream_request
+from mvllm.logprobs import FlatLogprobs
 from mvllm.messages.sampling_params import RequestOutputKind
 from tests.engine.conftest import MakeLLM
 
@@ -82,3 +85,20 @@ def test_logprobs_and_prompt_logprobs_have_one_entry_per_token(llm: LLM) -> None
         assert next(iter(entry)) == token
         assert entry[token].rank == 1
         assert entry[token].decoded_token == llm.get_tokenizer().decode([token])
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 2, "temperature": 1.0, "seed": 5}, {"best_of": 3, "temperature": 1.0}])
+def test_flat_logprobs_read_as_the_dicts_that_they_replace(llm: LLM, more: dict[str, Any]) -> None:
+    params = SamplingParams(
+        **{"temperature": 0, "max_tokens": 5, "logprobs": 2, "prompt_logprobs": 1, "seed": 1, **more}
+    )
+    (dicts,) = llm.generate(["The capital of"], params, use_tqdm=False)
+    flat_params = msgspec.structs.replace(params, flat_logprobs=True)
+    (flat,) = llm.generate(["The capital of"], flat_params, use_tqdm=False)
+    assert isinstance(flat.prompt_logprobs, FlatLogprobs) and dicts.prompt_logprobs is not None
+    assert list(flat.prompt_logprobs) == [{}, *dicts.prompt_logprobs[1:]]
+    for one, other in zip(dicts.outputs, flat.outputs, strict=True):
+        found = other.logprobs
+        assert isinstance(found, FlatLogprobs) and list(found) == one.logprobs and other.text == one.text
+        assert found[-1] == one.logprobs[-1] and list(found[1:3]) == one.logprobs[1:3] and not found[5:]
+        assert len(found.token_ids) == len(found.logprobs) == found.end_indices[-1]

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.engine_config_builder import build_engine_config
-from mvllm.config.foreign_keywords import FOREIGN_KEYWORDS
+from mvllm.config.foreign_keywords import find_foreign
 from mvllm.config.generation_config import find_generation_folder
 from mvllm.config.hub import find_model, find_tokenizer
 from mvllm.config.keyword_arguments import accepts_every_name, class_path
@@ -453,8 +453,9 @@ class EngineArgs(MultiModalArgs):
         Raises:
             ConfigError: A value is not permitted, or no model is given.
         """
-        names = {setting.name for setting in cls.options()} | FOREIGN_KEYWORDS.keys()
-        return cls.from_kwargs(**{name: value for name, value in vars(args).items() if name in names})
+        names = {setting.name for setting in cls.options()}
+        given = {name: value for name, value in vars(args).items() if name in names or find_foreign(name)}
+        return cls.from_kwargs(**given)
 
     @classmethod
     @functools.cache

@@ -5,26 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from mvllm.config.foreign_keywords import FOREIGN_KEYWORDS
+from mvllm.config.foreign_keywords import FOREIGN_KEYWORDS, ForeignKeyword, find_foreign
 from mvllm.config.human_readable_int import human_readable_int
 from mvllm.config.option import Option
 from mvllm.errors import ConfigError
-
-_FLAG_PREFIXES = (
-    "enable_",
-    "disable_",
-    "use_",
-    "calculate_",
-    "fully_",
-    "skip_",
-    "interleave_",
-    "multi_step_",
-    "worker_use",
-)
-"""Beginnings of the names of foreign keywords that are switches."""
 
 
 def option_flags(setting: Option) -> list[str]:
@@ -52,7 +39,7 @@ def add_option(group: Any, setting: Option, default: Any = argparse.SUPPRESS) ->
     if setting.kind is bool:
         group.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)
     elif setting.kind is dict:
-        group.add_argument(*flags, type=_json_object_or_pairs, metavar="JSON", **common)
+        group.add_argument(*flags, type=json_object_or_pairs, metavar="JSON", **common)
     else:
         group.add_argument(
             *flags,
@@ -64,22 +51,43 @@ def add_option(group: Any, setting: Option, default: Any = argparse.SUPPRESS) ->
 
 
 def add_foreign_options(
-    parser: argparse.ArgumentParser | argparse._ArgumentGroup, *, except_for: Collection[str] = ()
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
+    table: Mapping[str, ForeignKeyword] = FOREIGN_KEYWORDS,
+    *,
+    except_for: Collection[str] = (),
 ) -> None:
     """Adds the keywords of other engines as hidden options, except those that the parser has already.
 
     Args:
         except_for: Keywords that are options of the command itself.
     """
-    for name in FOREIGN_KEYWORDS.keys() - set(except_for):
-        flag = f"--{name.replace('_', '-')}"
-        common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-        if flag in parser._option_string_actions:
-            continue
-        if name.startswith(_FLAG_PREFIXES):
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
-        else:
-            parser.add_argument(flag, type=_json_or_text, **common)
+    for name in table.keys() - set(except_for):
+        if "*" not in name:
+            _add_foreign_option(parser, name, table[name])
+
+
+def add_named_option(parser: argparse.ArgumentParser, name: str) -> bool:
+    """Adds the hidden option of a keyword that matches a pattern of the table; returns whether there is one."""
+    keyword = find_foreign(name)
+    if keyword is None:
+        return False
+    _add_foreign_option(parser, name, keyword)
+    return True
+
+
+def _add_foreign_option(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup, name: str, keyword: ForeignKeyword
+) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    if flag in parser._option_string_actions:
+        return
+    if keyword.kind == "flag":
+        parser.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+    elif keyword.kind == "list":
+        parser.add_argument(flag, nargs="+", type=json_or_text, **common)
+    else:
+        parser.add_argument(flag, type=json_or_text, **common)
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -97,7 +105,7 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _json_object_or_pairs(text: str) -> dict[str, Any]:
+def json_object_or_pairs(text: str) -> dict[str, Any]:
     """A JSON object, or numbers by name: `image=2,audio=1`."""
     if _PAIRS.fullmatch(text):
         return {name.strip(): int(number) for name, number in (pair.split("=") for pair in text.split(","))}
@@ -107,7 +115,8 @@ def _json_object_or_pairs(text: str) -> dict[str, Any]:
 _PAIRS = re.compile(r"\s*\w+=\d{1,9}(\s*,\s*\w+=\d{1,9})*\s*")
 
 
-def _json_or_text(text: str) -> Any:
+def json_or_text(text: str) -> Any:
+    """JSON as its value; another text as it is."""
     try:
         return json.loads(text)
     except ValueError:

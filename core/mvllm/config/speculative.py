@@ -16,6 +16,7 @@ from mvllm.config.model import ModelConfig
 from mvllm.errors import ConfigError
 
 NGRAM, DRAFT_MODEL = "ngram", "draft_model"
+_NGRAM_MODELS = ("ngram", "[ngram]")
 
 MAX_SPECULATIVE_TOKENS = 64
 _LONGEST_NGRAM = 64
@@ -63,6 +64,8 @@ def read_speculative_config(
     """
     if not target.kind.generates:
         raise ConfigError("speculative_config is set, but the model generates no tokens. Leave it out.")
+    if settings.get("model") in _NGRAM_MODELS:  # vLLM's earlier name of the method
+        settings = {"method": NGRAM} | {key: value for key, value in settings.items() if key != "model"}
     method = settings.get("method", DRAFT_MODEL if "model" in settings else NGRAM)
     keys = {
         NGRAM: ("prompt_lookup_min", "prompt_lookup_max"),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,11 @@ Conversation = Sequence[Mapping[str, Any]]
 
 Assistant messages may have `tool_calls` and `reasoning` (or `reasoning_content`), tool messages a `tool_call_id`.
 """
+
+
+def reserved_variables(names: Iterable[str]) -> list[str]:
+    """Those of the names that a template gets from the conversation, and that nobody else may set."""
+    return [name for name in names if name in _RESERVED]
 
 
 def render_chat(
@@ -92,8 +97,7 @@ def render_chat(
             parameter="chat_template_kwargs",
         )
     extra = dict(chat_template_kwargs or {})
-    reserved = [name for name in extra if name in _RESERVED]
-    if reserved:
+    if reserved := reserved_variables(extra):
         raise RequestError(f"chat_template_kwargs may not set {', '.join(reserved)}.", parameter="chat_template_kwargs")
     for name, value in (("tools", tools), ("documents", documents)):
         _check_objects(name, value)

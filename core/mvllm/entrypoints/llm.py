@@ -28,6 +28,7 @@ from mvllm.entrypoints.chat_template import Conversation, is_conversation
 from mvllm.entrypoints.generate_progress import GenerateProgress
 from mvllm.entrypoints.llm_images import LLMImages
 from mvllm.entrypoints.llm_rollouts import LLMRollouts
+from mvllm.entrypoints.pooling_tasks import PoolingArgument, for_named_task, for_one_vector, for_task
 from mvllm.entrypoints.prompt_lists import as_prompt_list, one_per_prompt
 from mvllm.entrypoints.score_inputs import ContentInput, score_inputs
 from mvllm.entrypoints.step_loop import step_until_finished
@@ -36,10 +37,11 @@ from mvllm.logging import configure_logging
 from mvllm.messages.beam_search_params import BeamSearchParams
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.lora import LoRARequest
-from mvllm.messages.pooling_params import PoolingParams, PoolingTask, PoolingType
+from mvllm.messages.pooling_params import PoolingParams, PoolingTask
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
+    from mvllm.config.model import ModelConfig
     from mvllm.engine.metrics.reader import Metric
 
 _T = TypeVar("_T")
@@ -47,7 +49,6 @@ _T = TypeVar("_T")
 UseTqdm = bool | Callable[..., Any]
 ParamsArgument = SamplingParams | Sequence[SamplingParams] | None
 LoRAArgument = LoRARequest | Sequence[LoRARequest | None] | None
-PoolingArgument = PoolingParams | Sequence[PoolingParams] | None
 
 
 class LLM(LLMRollouts, LLMImages):
@@ -106,6 +107,11 @@ class LLM(LLMRollouts, LLMImages):
         engine, self._engine = getattr(self, "_engine", None), None
         if engine is not None:
             engine.shutdown()
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The settings of the model, such as `max_model_len`."""
+        return self.llm_engine.model_config
 
     def get_tokenizer(self) -> Any:
         """The model's Hugging Face tokenizer."""
@@ -310,6 +316,7 @@ class LLM(LLMRollouts, LLMImages):
         *,
         use_tqdm: UseTqdm = True,
         priority: int | Sequence[int] | None = None,
+        pooling_task: str | None = None,
     ) -> list[PoolingRequestOutput]:
         """Pools the last hidden states of each prompt to an embedding, or to class scores if the model classifies.
 
@@ -317,6 +324,8 @@ class LLM(LLMRollouts, LLMImages):
             prompts: As for `generate`; a prompt may be as long as `max_model_len`.
             pooling_params: For all prompts, or one per prompt; None uses the model's defaults.
             use_tqdm, priority: As for `generate`.
+            pooling_task: `embed`, `classify`, or `token_embed` for a vector of each token; by default the model's
+                task, or that of `pooling_params`.
 
         Returns:
             One output per prompt, in the order of the prompts; its `outputs.data` is the pooled vector, float32.
@@ -330,6 +339,8 @@ class LLM(LLMRollouts, LLMImages):
         each = as_prompt_list(prompts)
         if not each:
             return []
+        if pooling_task is not None:
+            pooling_params = for_named_task(pooling_params, pooling_task)
         requests = engine.pooling_input_processor.process_batch(
             [str(next(self._request_ids)) for _ in each],
             each,
@@ -355,7 +366,7 @@ class LLM(LLMRollouts, LLMImages):
             RequestError: As `encode`; the model is a classifier; or an embedding of each token is requested, which
                 only `encode` supports.
         """
-        asked = _for_task(pooling_params, PoolingTask.EMBED)
+        asked = for_one_vector(pooling_params)
         encoded = self.encode(prompts, asked, use_tqdm=use_tqdm, priority=priority)
         return [EmbeddingRequestOutput.from_base(output) for output in encoded]
 
@@ -380,7 +391,7 @@ class LLM(LLMRollouts, LLMImages):
             RequestError: As `encode`; or the model is not a classifier.
             PlatformError, EngineDeadError: As `encode`.
         """
-        asked = _for_task(pooling_params, PoolingTask.CLASSIFY)
+        asked = for_task(pooling_params, PoolingTask.CLASSIFY)
         encoded = self.encode(prompts, asked, use_tqdm=use_tqdm, priority=priority)
         return [ClassificationRequestOutput.from_base(output) for output in encoded]
 
@@ -401,7 +412,7 @@ class LLM(LLMRollouts, LLMImages):
         Raises:
             RequestError, PlatformError, EngineDeadError: As `classify`.
         """
-        asked = _for_task(pooling_params or PoolingParams(use_activation=False), PoolingTask.CLASSIFY)
+        asked = for_task(pooling_params or PoolingParams(use_activation=False), PoolingTask.CLASSIFY)
         return self.encode(prompts, asked, use_tqdm=use_tqdm, priority=priority)
 
     def score(
@@ -480,25 +491,6 @@ class LLM(LLMRollouts, LLMImages):
                         outputs[output.request_id] = output
                         progress.update(output)
         return [outputs[i] for i in ids]
-
-
-def _for_task(params: PoolingArgument, task: PoolingTask) -> PoolingArgument:
-    """Copies with `task` set where it is None. `encode` rejects values that are not PoolingParams."""
-    if isinstance(params, list | tuple):
-        return [cast(PoolingParams, _for_task(each, task)) for each in params]
-    if params is None:
-        return PoolingParams(task=task)
-    if not isinstance(params, PoolingParams):
-        return params
-    if params.task not in (None, task):
-        raise RequestError(
-            f"pooling_params.task is {params.task}; this method allows {task} only. Use encode().", parameter="task"
-        )
-    if task is PoolingTask.EMBED and params.pooling_type == PoolingType.ALL:
-        raise RequestError(
-            "embed() returns one vector per prompt. Use encode() for a vector per token.", parameter="pooling_type"
-        )
-    return msgspec.structs.replace(params, task=task)
 
 
 def _as_beam_search_output(output: RequestOutput, length_penalty: float) -> BeamSearchOutput:

@@ -80,6 +80,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         min_tokens: No end-of-sequence token (unless `ignore_eos`) and no stop token before this many tokens.
         logprobs: Return the log-probabilities of the sampled token and of this many most probable ones; -1 for all.
         prompt_logprobs: Likewise for each prompt token. Such a request does not read the prefix cache.
+        flat_logprobs: Return both as `FlatLogprobs`, a few long lists, instead of a dict for each token.
         detokenize: Turn the output into text.
         skip_special_tokens: Leave special tokens out of the text.
         spaces_between_special_tokens: Put spaces between special tokens in the text. No effect with tokenizers of the
@@ -149,6 +150,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    flat_logprobs: bool = False
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -367,6 +369,7 @@ FIELD_CHECKS: dict[str, Check] = {
     "min_tokens": integer(0, INT64_MAX),
     "logprobs": integer(-1, INT64_MAX, optional=True),
     "prompt_logprobs": integer(-1, INT64_MAX, optional=True),
+    "flat_logprobs": boolean,
     "detokenize": boolean,
     "skip_special_tokens": boolean,
     "spaces_between_special_tokens": boolean,

@@ -63,6 +63,8 @@ def test_speculative_decoding_is_off_by_default(target: Path) -> None:
     [
         ({}, (2, 4)),
         ({"method": "ngram"}, (2, 4)),
+        ({"model": "[ngram]"}, (2, 4)),
+        ({"model": "ngram", "method": "ngram", "prompt_lookup_max": 5}, (2, 5)),
         ({"prompt_lookup_max": 1}, (1, 1)),
         ({"prompt_lookup_min": 3}, (3, 4)),
         ({"prompt_lookup_min": 64, "prompt_lookup_max": 64}, (64, 64)),

@@ -88,6 +88,7 @@ class Server:
         self.core = ScriptedCore(EngineArgs.from_kwargs(model=folder).create_engine_config(), text, reason)
         self.parsers = {"tool_parser": "hermes", "reasoning_parser": "qwen3", **parsers}
         self.settings = ServerSettings()
+        self.force_include_usage = False
 
     def exchange(
         self,
@@ -154,7 +155,7 @@ class Server:
         tokenizer_pool = TokenizerPool(engine.tokenizer, engine.model_config.max_model_len)
         state = ServerState(60)
         renderer = ChatPromptRenderer(engine, tokenizer_pool, **self.parsers)
-        state.set_ready(ServingContext(engine, tokenizer_pool, renderer))
+        state.set_ready(ServingContext(engine, tokenizer_pool, renderer, self.force_include_usage))
         try:
             yield build_app(state, OpenAIServingModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), self.settings)
         finally:

@@ -267,7 +267,7 @@ class TestRecovery:
 
 
 def test_attributes_that_evaluation_tools_read(llm):
-    assert llm.llm_engine.model_config.max_model_len == 256
+    assert llm.llm_engine.model_config.max_model_len == llm.model_config.max_model_len == 256
     assert llm.get_tokenizer().encode("Hello") == TOKENIZER.encode("Hello")
     assert llm.reset_prefix_cache()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,9 @@ from mvllm.messages.lora import LoRARequest
 
 PositionLogprobMap = dict[int, "Logprob"]
 """Token id to log-probability at one position; the token at the position comes first."""
+
+Positions = Sequence[PositionLogprobMap]
+"""A list, or `FlatLogprobs` if the request has `flat_logprobs`."""
 
 
 @dataclass(slots=True)
@@ -51,7 +55,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[PositionLogprobMap] | None = None
+    logprobs: Positions | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -118,7 +122,7 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: list[PositionLogprobMap | None] | None = None
+    prompt_logprobs: Sequence[PositionLogprobMap | None] | None = None
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     metrics: RequestMetrics | None = None
@@ -148,7 +152,7 @@ class BeamSearchSequence:
     text: str
     cum_logprob: float
     score: float
-    logprobs: list[PositionLogprobMap] | None = None
+    logprobs: Positions | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mvllm.engine.frontend.beam_search import BeamSearch
+from mvllm.engine.frontend.flat_logprobs import FlatLogprobs
 from mvllm.engine.frontend.input_processor import ProcessedRequest
 from mvllm.engine.frontend.outputs import CompletionOutput, Logprob, PositionLogprobMap, RequestMetrics, RequestOutput
 from mvllm.engine.frontend.sequence_detokenizer import LazyDetokenizer, make_sequence_detokenizer
@@ -80,7 +81,8 @@ class RequestState:
         self._prompt_token_ids = core.prompt_token_ids
         self._tokenizer = tokenizer if params.detokenize else None
         self._returns_prompt_logprobs = params.prompt_logprobs is not None
-        self._prompt_logprobs: list[PositionLogprobMap | None] | None = None
+        self._flattens_logprobs = params.flat_logprobs
+        self._prompt_logprobs: Sequence[PositionLogprobMap | None] | None = None
         self._prompt_logprobs_returned = False
         self._num_cached_tokens: int | None = None
         self._pooling_output: bytes | None = None
@@ -119,7 +121,8 @@ class RequestState:
             self._num_cached_tokens = output.num_cached_tokens
             metrics.first_scheduled_time = output.scheduled_time or None
         if output.prompt_logprobs is not None and self._returns_prompt_logprobs:
-            self._prompt_logprobs = [None, *(_to_logprob_map(p, self._tokenizer) for p in output.prompt_logprobs)]
+            found = [None, *(_to_logprob_map(p, self._tokenizer) for p in output.prompt_logprobs)]
+            self._prompt_logprobs = _flattened(found) if self._flattens_logprobs else found
         if output.pooling_output is not None:
             self._pooling_output = output.pooling_output
         if output.kv_transfer_params is not None:
@@ -194,7 +197,7 @@ class RequestState:
             self._kv_transfer_params,
         )
 
-    def _next_prompt_logprobs(self) -> list[PositionLogprobMap | None] | None:
+    def _next_prompt_logprobs(self) -> Sequence[PositionLogprobMap | None] | None:
         """The prompt's log-probabilities; in the first output only, if the kind is DELTA."""
         if self.kind == RequestOutputKind.DELTA and self._prompt_logprobs_returned:
             return None
@@ -229,7 +232,7 @@ class SequenceState:
         self._tokenizer = tokenizer if params.detokenize else None
         self._returns_logprobs = params.logprobs is not None
         self._sums_logprobs = self._returns_logprobs or params.is_ranked
-        self._logprobs: list[PositionLogprobMap] = []
+        self._logprobs: list[PositionLogprobMap] | FlatLogprobs = FlatLogprobs() if params.flat_logprobs else []
         self._conditional_logprobs: list[float] | None = [] if self._returns_logprobs and params.is_guided else None
         self._text = make_sequence_detokenizer(params, self._tokenizer, request.final_only, self.token_ids)
         self.uses_fast_path = not self._sums_logprobs and (
@@ -300,7 +303,7 @@ class SequenceState:
     def make_full_output(self) -> CompletionOutput:
         """Everything so far. Later steps do not change a returned output."""
         text = self._decode(new=False)
-        logprobs = list(self._logprobs) if self._returns_logprobs else None
+        logprobs = self._logprobs[:] if self._returns_logprobs else None
         return self._make_completion_output(text, 0, logprobs)
 
     def make_delta_output(self) -> CompletionOutput:
@@ -331,7 +334,7 @@ class SequenceState:
             return ""
 
     def _make_completion_output(
-        self, text: str, start: int, logprobs: list[PositionLogprobMap] | None
+        self, text: str, start: int, logprobs: list[PositionLogprobMap] | FlatLogprobs | None
     ) -> CompletionOutput:
         """The output with the tokens from `start` on."""
         token_ids, space, conditional = self.token_ids[start:], self.request.space, self._conditional_logprobs
@@ -385,6 +388,13 @@ def _to_logprob_map(position: PositionLogprobs, tokenizer: Tokenizer | None) -> 
         if token_id != first:
             result[token_id] = Logprob(logprob, rank, text(token_id))
     return result
+
+
+def _flattened(positions: Sequence[PositionLogprobMap | None]) -> FlatLogprobs:
+    found = FlatLogprobs()
+    for position in positions:
+        found.append(position)
+    return found
 
 
 def _no_text(token_id: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from mvllm.config.engine_args import EngineArgs
-from mvllm.config.foreign_keywords import FOREIGN_KEYWORDS
+from mvllm.config.foreign_keywords import find_foreign
 from mvllm.config.human_readable_int import human_readable_int
 from mvllm.config.option import Option
 from mvllm.config.option_arguments import add_foreign_options, add_option, option_flags, option_help
@@ -35,6 +35,7 @@ _GROUP_TITLES = {
 _NOT_SAMPLING_OPTIONS = {
     "output_kind",
     "detokenize",
+    "flat_logprobs",
     "logprobs",
     "logits_processors",  # the engine's setting has this name
     "prompt_logprobs",
@@ -79,8 +80,12 @@ def engine_args(args: argparse.Namespace) -> EngineArgs:
     Raises:
         ConfigError: A value is invalid.
     """
-    names = {setting.name for setting in EngineArgs.options()} | FOREIGN_KEYWORDS.keys() - _OPTIONS_OF_COMMANDS
-    given = {name: value for name, value in vars(args).items() if name in names}
+    names = {setting.name for setting in EngineArgs.options()}
+    given = {
+        name: value
+        for name, value in vars(args).items()
+        if name in names or (name not in _OPTIONS_OF_COMMANDS and find_foreign(name))
+    }
     if args.own_seed and given.get("seed", 0) < 0:  # valid for requests, invalid for the engine
         del given["seed"]
     return EngineArgs.from_kwargs(**given)

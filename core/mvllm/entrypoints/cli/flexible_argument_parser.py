@@ -1,6 +1,7 @@
 """FlexibleArgumentParser: an argument parser for scripts with engine settings.
 
-`--max_model_len` and `--max-model-len` are the same option, and `--config FILE` reads options from a YAML file.
+`--max_model_len` and `--max-model-len` are the same option (see `option_spellings`), and `--config FILE` reads options
+from a YAML file.
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from mvllm.entrypoints.cli.argument_parser import CommandLineParser
 from mvllm.entrypoints.cli.config_file import FLAG, add_config_argument, expand_config
+from mvllm.entrypoints.cli.option_spellings import as_declared
 from mvllm.errors import ConfigError
 
 
@@ -26,29 +27,20 @@ class FlexibleArgumentParser(CommandLineParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """As ArgumentParser. Exits with status 2 if the file of `--config` is not usable."""
-        arguments = [self._as_declared(each) for each in (sys.argv[1:] if args is None else args)]
+        arguments = list(sys.argv[1:] if args is None else args)
         is_own = FLAG not in self._option_string_actions or getattr(self, "_reads_config", False)
         if is_own:
             if not getattr(self, "_reads_config", False):
                 add_config_argument(self)
                 self._reads_config = True
-            try:
+        try:
+            arguments = as_declared(self, arguments)
+            if is_own:
                 arguments = expand_config(self, arguments)
-            except ConfigError as e:
-                self.error(str(e))
+        except ConfigError as e:
+            self.error(str(e))
         self.arguments = arguments
         found, rest = super().parse_known_args(arguments, namespace)
         if is_own and hasattr(found, "config"):
             del found.config
         return found, rest
-
-    def _as_declared(self, argument: Any) -> Any:
-        """An option with the dashes or underscores of its declaration."""
-        if not isinstance(argument, str) or not argument.startswith("--"):
-            return argument
-        name, equals, value = argument.partition("=")
-        words = name[2:]
-        for spelling in (words, words.replace("_", "-"), words.replace("-", "_")):
-            if f"--{spelling}" in self._option_string_actions:
-                return f"--{spelling}{equals}{value}"
-        return argument

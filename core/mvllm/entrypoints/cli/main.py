@@ -13,6 +13,7 @@ from mvllm.config.env import describe_unknown, unknown_variables
 from mvllm.entrypoints.cli.argument_parser import CommandLineParser, check_model, find_subcommand, shorten_usage
 from mvllm.entrypoints.cli.config_file import expand_config
 from mvllm.entrypoints.cli.help import add_help_about, expand_help, list_groups
+from mvllm.entrypoints.cli.option_spellings import as_declared
 from mvllm.entrypoints.shutdown_signals import exit_on_signals, exit_program
 from mvllm.errors import ConfigError, MvllmError
 from mvllm.logging import configure_logging, get_logger
@@ -78,9 +79,11 @@ def _run(name: str | None, arguments: list[str]) -> int:
             installed = _installed_commands()
             module = _load_installed(name) if name in installed else None
         parser = _make_parser(name, module, installed)
+        command, rest = find_subcommand(parser, arguments)
+        arguments = [*arguments[: len(arguments) - len(rest)], *as_declared(command, expand_help(rest))]
         parser.arguments = arguments
-        args = parser.parse_args(expand_config(parser, expand_help(arguments)))
-        check_model(find_subcommand(parser, arguments)[0], args)
+        args = parser.parse_args(expand_config(parser, arguments))
+        check_model(command, args)
         configure_logging()
         _warn_about_environment()
         assert module is not None

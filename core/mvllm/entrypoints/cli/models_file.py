@@ -40,6 +40,7 @@ SERVER_OPTIONS_OF_A_MODEL = frozenset(
         *("lora_modules", "chat_template", "tool_call_parser", "reasoning_parser", "trust_request_chat_template"),
         *("max_stored_responses", "max_stored_bytes", "max_stored_age"),
         *("unknown_fields", "http_plugins", "send_timeout"),
+        *("default_chat_template_kwargs", "enable_force_include_usage"),
     )
 )
 """Options of the server that an entry may have; all others concern the whole server."""

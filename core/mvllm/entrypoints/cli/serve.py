@@ -15,12 +15,14 @@ from typing import Any, get_args
 
 from mvllm.config.engine_args import SERVER_LONG_PREFILL_SLOWDOWN, SERVER_MAX_QUEUED_REQUESTS, EngineArgs
 from mvllm.config.human_readable_int import human_readable_int
+from mvllm.config.option_arguments import json_object, json_or_text
 from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
 from mvllm.entrypoints.cli.chat_arguments import (
     add_chat_template_argument,
     add_parser_arguments,
     load_chat_template,
 )
+from mvllm.entrypoints.cli.foreign_server_options import add_foreign_server_options, apply_foreign_server_options
 from mvllm.entrypoints.cli.number_arguments import positive_int, seconds
 from mvllm.entrypoints.cli.responses_arguments import add_responses_arguments, responses_settings
 from mvllm.entrypoints.cli.serve_models import add_models_arguments, router
@@ -68,7 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="NAME=PATH",
-        help="LoRA adapters to serve under these model names, from their folders; needs --enable-lora.",
+        help="LoRA adapters to serve under these model names, from their folders; needs --enable-lora. Also as JSON, "
+        '{"name": NAME, "path": PATH}, or a list of such objects.',
     )
     server.add_argument(
         "--api-server-count",
@@ -132,7 +135,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="ORIGIN",
-        help="Origins that may send requests from a browser (CORS); * for all. Default: none.",
+        help="Origins that may send requests from a browser (CORS); * for all. Also as a JSON list. Default: none.",
+    )
+
+    server.add_argument(
+        "--enable-force-include-usage",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="End every stream with the usage, as if requests had stream_options.include_usage. Default: off.",
     )
 
     limits = parser.add_argument_group("limits")
@@ -161,6 +171,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     chat = parser.add_argument_group("chat")
     add_chat_template_argument(chat)
+    chat.add_argument(
+        "--default-chat-template-kwargs",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help="Variables of the chat template for requests that do not set them in chat_template_kwargs, such as "
+        '{"enable_thinking": false}.',
+    )
     add_parser_arguments(chat)
     chat.add_argument(
         "--trust-request-chat-template",
@@ -168,9 +186,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=False,
         help="Allow templates in requests. They run in a sandbox with a time limit. Default: off.",
     )
-    chat.add_argument("--enable-auto-tool-choice", action="store_true", help=argparse.SUPPRESS)  # vLLM's; no effect
     add_models_arguments(parser)
     add_engine_arguments(parser, model_required=False)
+    add_foreign_server_options(parser)
 
 
 def _add_seconds(group: Any, option: str, what: str) -> None:
@@ -198,6 +216,7 @@ def _add_keys(group: Any, option: str, what: str, variable: str) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the server until a signal ends it. The port is bound first, so that a used port is reported at once."""
     hide_keys(sys.argv)
+    apply_foreign_server_options(args)
     serve: Callable[[socket.socket], int]
     if args.models is not None or args.models_dir is not None:
         settings = _settings(args)
@@ -313,7 +332,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         key_limits=limits,
         limits_of_keys=limits_of_keys,
         served_model_names=tuple(args.served_model_name),
-        allowed_origins=tuple(args.allowed_origins),
+        allowed_origins=tuple(_texts("--allowed-origins", args.allowed_origins)),
         max_body_bytes=args.max_body_bytes,
         send_timeout=args.send_timeout,
         heartbeat_timeout=args.heartbeat_timeout,
@@ -333,6 +352,8 @@ def _settings_of_model(args: argparse.Namespace) -> dict[str, Any]:
         plugin_groups.require(plugin_groups.HTTP, name)  # checked before a process is started
     return {
         "chat_template": load_chat_template(args.chat_template),
+        "default_chat_template_kwargs": _template_variables(args),
+        "force_include_usage": args.enable_force_include_usage,
         "trust_request_chat_template": args.trust_request_chat_template,
         "tool_call_parser": args.tool_call_parser,
         "reasoning_parser": args.reasoning_parser,
@@ -340,15 +361,49 @@ def _settings_of_model(args: argparse.Namespace) -> dict[str, Any]:
         "send_timeout": args.send_timeout,
         **responses_settings(args),
         "http_plugins": tuple(args.http_plugins),
-        "lora_modules": tuple(_adapter(text) for text in args.lora_modules),
+        "lora_modules": tuple(adapter for text in args.lora_modules for adapter in _adapters(text)),
     }
 
 
-def _adapter(text: str) -> tuple[str, str]:
+def _template_variables(args: argparse.Namespace) -> dict[str, Any]:
+    from mvllm.entrypoints.chat_template import reserved_variables  # imports NumPy
+
+    given: dict[str, Any] = args.default_chat_template_kwargs
+    if reserved := reserved_variables(given):
+        raise ConfigError(f"--default-chat-template-kwargs may not set {', '.join(reserved)}.")
+    return given
+
+
+def _adapters(text: str) -> list[tuple[str, str]]:
+    """The adapters of one value of `--lora-modules`: NAME=PATH, a JSON object, or a list of such objects."""
+    if text.lstrip().startswith(("{", "[")):
+        given = json_or_text(text)
+        entries = given if isinstance(given, list) else [given]
+        if not all(isinstance(entry, dict) and _is_adapter(entry) for entry in entries):
+            raise ConfigError(
+                f'--lora-modules takes JSON objects such as {{"name": "NAME", "path": "PATH"}}, not {text!r}.'
+            )
+        return [(entry["name"], entry["path"]) for entry in entries]
     name, equals, path = text.partition("=")
     if not name or not equals or not path:
         raise ConfigError(f"--lora-modules must be NAME=PATH, not {text!r}.")
-    return name, path
+    return [(name, path)]
+
+
+def _is_adapter(entry: dict[str, Any]) -> bool:
+    known = entry.keys() <= {"name", "path", "base_model_name"}  # the base is the model that is served
+    return known and all(isinstance(entry.get(key), str) and entry[key] for key in ("name", "path"))
+
+
+def _texts(option: str, words: Sequence[str]) -> list[str]:
+    """The words of an option, each of which may be a JSON list of texts."""
+    found: list[str] = []
+    for word in words:
+        given = json_or_text(word) if word.startswith("[") else [word]
+        if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
+            raise ConfigError(f"{option} takes texts, or a JSON list of texts, not {word!r}.")
+        found += given
+    return found
 
 
 def _keys(given: Sequence[str], files: Sequence[str], variable: str) -> list[str]:

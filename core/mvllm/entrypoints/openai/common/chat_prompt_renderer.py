@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from mvllm.engine.async_llm import AsyncLLM
@@ -62,6 +63,7 @@ class ChatPromptRenderer:
         tokenizer_pool: TokenizerPool,
         *,
         chat_template: str | None = None,
+        default_template_variables: Mapping[str, Any] = MappingProxyType({}),
         trust_request_chat_template: bool = False,
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
@@ -72,6 +74,7 @@ class ChatPromptRenderer:
         self._tokenizer_pool = tokenizer_pool
         self._engine = engine
         self._chat_template = chat_template
+        self._default_variables = default_template_variables
         self._trust_request_template = trust_request_chat_template
 
     def template_text(self) -> str:
@@ -200,7 +203,7 @@ class ChatPromptRenderer:
             else request.add_generation_prompt,
             "continue_final_message": continues,
             "tools": getattr(request, "tools", None),
-            "chat_template_kwargs": extra,
+            "chat_template_kwargs": {**self._default_variables, **extra},
             "placeholders": self._placeholders,
         }
 

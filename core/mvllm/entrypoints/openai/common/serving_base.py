@@ -15,6 +15,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
+import msgspec
+
 from mvllm.engine.frontend.outputs import CompletionOutput, RequestOutput
 from mvllm.entrypoints.openai.common.engine_requests import EngineRequests
 from mvllm.entrypoints.openai.common.errors import to_api_error
@@ -24,7 +26,7 @@ from mvllm.entrypoints.openai.common.server_sent_events import ChunkEncoder, err
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.streaming_response import SERVER_SENT_EVENTS, RequestConnection, StreamFormat
 from mvllm.entrypoints.openai.common.usage import UsageCounter
-from mvllm.entrypoints.openai.protocol import GenerationRequest
+from mvllm.entrypoints.openai.protocol import GenerationRequest, StreamOptions
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams
@@ -217,7 +219,10 @@ class ChoicesHandler(GenerationHandler):
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The response as server-sent events. See GenerationHandler."""
         requests = self._engine_requests
-        chunks = ChunkEncoder(self._common_fields(self.chunk_object), self._usage, self._request.stream_options)
+        options = self._request.stream_options
+        if self._context.force_include_usage:
+            options = msgspec.structs.replace(options or StreamOptions(), include_usage=True)
+        chunks = ChunkEncoder(self._common_fields(self.chunk_object), self._usage, options)
         encoders: dict[int, ChoiceEncoder] = {}
         run_in_thread = self._context.tokenizer_pool.run  # for the log-probabilities of a prompt, which may be many
         num_sequences = self._params.n

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.entrypoints.openai.common.chat_prompt_renderer import ChatPromptRenderer
@@ -20,11 +23,13 @@ class ServingContext:
         engine: Runs the requests.
         tokenizer_pool: Threads for tokenizing and for encoding large responses.
         prompt_renderer: Turns conversations into prompts, and has the parsers of the model's output.
+        force_include_usage: Whether every stream ends with the usage, also if the request does not ask for it.
     """
 
     engine: AsyncLLM
     tokenizer_pool: TokenizerPool
     prompt_renderer: ChatPromptRenderer
+    force_include_usage: bool = False
 
     @classmethod
     def create(
@@ -35,7 +40,9 @@ class ServingContext:
         tool_call_parser: str,
         reasoning_parser: str,
         chat_template: str | None,
+        default_template_variables: Mapping[str, Any] = MappingProxyType({}),
         trust_request_chat_template: bool = False,
+        force_include_usage: bool = False,
     ) -> ServingContext:
         """The context of an engine.
 
@@ -43,7 +50,9 @@ class ServingContext:
             template_renderer: Process that renders the model's chat template. The caller closes it.
             tool_call_parser, reasoning_parser: A parser's name, `auto` to detect it from the chat template, or `none`.
             chat_template: Template in place of the tokenizer's own.
+            default_template_variables: Variables of the template for requests that do not set them.
             trust_request_chat_template: Whether requests may send templates.
+            force_include_usage: See the attribute.
 
         Raises:
             ConfigError: No parser has the name.
@@ -55,11 +64,12 @@ class ServingContext:
             engine,
             pool,
             chat_template=chat_template,
+            default_template_variables=default_template_variables,
             trust_request_chat_template=trust_request_chat_template,
             tool_parser=parsers.tool,
             reasoning_parser=parsers.reasoning,
         )
-        return cls(engine, pool, renderer)
+        return cls(engine, pool, renderer, force_include_usage)
 
     def close(self) -> None:
         """Ends the threads when their current work is done."""

@@ -340,7 +340,9 @@ class APIServer:
             tool_call_parser=settings.tool_call_parser,
             reasoning_parser=settings.reasoning_parser,
             chat_template=settings.chat_template,
+            default_template_variables=settings.default_chat_template_kwargs,
             trust_request_chat_template=settings.trust_request_chat_template,
+            force_include_usage=settings.force_include_usage,
         )
         self._registry.register(
             EngineCollector(engine, model_name=self._models.name, prefixes=settings.metrics_prefixes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from mvllm.entrypoints.openai.server.authentication import KeyLimits
 
@@ -71,7 +71,9 @@ class ServerSettings:
         limits_of_keys: The limits of user keys that have others.
         served_model_names: Names of the model in requests; by default the name it was started with.
         chat_template: Template in place of the tokenizer's own.
+        default_chat_template_kwargs: Variables of the template for requests that do not set them.
         trust_request_chat_template: Whether requests may send a template.
+        force_include_usage: Whether every stream ends with the usage.
         tool_call_parser: Name of the parser of tool calls; `auto` detects it from the chat template, `none` is none.
         reasoning_parser: Name of the parser of reasoning; `auto` and `none` likewise.
         allowed_origins: Origins whose pages may send requests from a browser (CORS).
@@ -107,7 +109,9 @@ class ServerSettings:
     limits_of_keys: dict[str, KeyLimits] = field(default_factory=dict, repr=False)
     served_model_names: tuple[str, ...] = ()
     chat_template: str | None = None
+    default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     trust_request_chat_template: bool = False
+    force_include_usage: bool = False
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     allowed_origins: tuple[str, ...] = ()
