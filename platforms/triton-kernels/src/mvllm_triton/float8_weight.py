@@ -10,7 +10,6 @@ import torch
 from mvllm_triton import scaled_mm
 from mvllm_triton.float8_linear import float8_linear, float8_rows
 
-
 _CODES_AT_ONCE = 1 << 26
 """Codes of a weight that are searched for NaN together."""
 

@@ -10,7 +10,6 @@ import torch
 from mvllm_triton.kernels import moe as kernels
 from mvllm_triton.tiles import ProductTiles, expert_tiles, power_of_two, routed_entries
 
-
 _SUMMED_EXPERTS, _SUMMED_PIECES = 16, 256
 """Experts of a program that sums counts, 64 bytes of a row, and the pieces that it reads at once."""
 
