@@ -282,8 +282,8 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "int8-experts-prefill": lambda: _packed_experts(8192, INT8, rounded=True),
 }
 
-_OCP = frozenset({"sm_89", "sm_90", "sm_100", "sm_120", "gfx950", "gfx1201"})
-_LARGE = frozenset({"sm_80", "sm_90", "sm_100", "gfx950"})
+_OCP = frozenset({"sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx950", "gfx1201"})
+_LARGE = frozenset({"sm_80", "sm_90", "sm_100", "sm_103", "gfx950"})
 TAKEN_BY = {
     "few-rows-8": _LARGE,
     "few-rows-16": _LARGE,
@@ -310,6 +310,7 @@ def launches_for(name: str, target: str) -> list[Any]:
         torch.device("meta"),  # tensors without content
         mock.patch.object(attention, "shared_memory", lambda _: compiled.SHARED_MEMORY[target]),
         mock.patch.object(attention, "warp_size", lambda _: compiled.TARGETS[target].warp_size),
+        mock.patch.object(attention, "has_tensor_memory", lambda _: target in ("sm_100", "sm_103")),
         mock.patch.object(attention, "processors", lambda _: 132),
         compiled.device_like(target),
     ):
