@@ -45,7 +45,7 @@ def warp_size(device: torch.device) -> int:
 
 @cache
 def has_tensor_memory(device: torch.device) -> bool:
-    """Whether products of 64 rows and more are summed in a memory of their own instead of registers (sm_100, sm_103)."""
+    """Whether products of 64 rows are summed in a memory of their own instead of registers (sm_100, sm_103)."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return int(torch.get_device_module(device).get_device_properties(device).major) == 10
