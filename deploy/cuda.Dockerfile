@@ -6,9 +6,14 @@
 #       -p 127.0.0.1:8000:8000 -v mvllm-models:/models mvllm:cuda
 #
 # `conformance --platform cuda` at the end of the second command runs the conformance suite instead of the server.
-FROM nvidia/cuda:12.8.1-devel-ubuntu24.04
+#
+# torch brings the CUDA libraries, and the container runtime the driver's, so no CUDA image is needed. Triton compiles
+# its launchers with gcc. FlashInfer, an extra that is not installed here, compiles with nvcc: for it, begin with a
+# `-devel` image of the CUDA that torch was built for.
+FROM ubuntu:24.04
 LABEL mvllm.tested-on-hardware="no"
-RUN apt-get update && apt-get install -y --no-install-recommends g++ python3-dev python3-pip python3-venv \
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev python3-dev python3-pip python3-venv \
     && rm -rf /var/lib/apt/lists/*
 RUN python3 -m venv /opt/mvllm
 ENV PATH=/opt/mvllm/bin:$PATH VIRTUAL_ENV=/opt/mvllm

@@ -10,6 +10,7 @@
  *     mig|NAME|UUID|TOTAL|INSTANCE|COMPUTE               a compute instance of the device before; an empty NAME is an
  *                                                        unused index
  *     process|PID|BYTES                                  a process on the device before
+ *     nvlink|UUID|UUID                                   two devices that NVLink connects
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -39,7 +40,8 @@ typedef struct {
 
 static Thing things[64];
 static int num_things, devices[MOST], num_devices, is_open, init_code, cuda_version;
-static char driver[96];
+static char driver[96], links[MOST][2][96];
+static int num_links;
 
 static char *field(char **at) {
     char *start = *at ? *at : "";
@@ -52,7 +54,7 @@ static char *field(char **at) {
 int nvmlInit_v2(void) {
     char line[512], *path = getenv("NVML_STAND_IN");
     FILE *file = path ? fopen(path, "r") : NULL;
-    num_things = num_devices = init_code = 0;
+    num_things = num_devices = init_code = num_links = 0;
     memset(things, 0, sizeof things);
     while (file && fgets(line, sizeof line, file)) {
         char *at = line, *kind;
@@ -84,6 +86,10 @@ int nvmlInit_v2(void) {
             new->is_mig = 1;
             last->mig[last->num_mig++] = new->name[0] ? num_things : -1;
             num_things++;
+        }
+        if (!strcmp(kind, "nvlink")) {
+            snprintf(links[num_links][0], 96, "%s", field(&at));
+            snprintf(links[num_links++][1], 96, "%s", field(&at));
         }
         if (!strcmp(kind, "process") && last) {
             last->pids[last->num_processes] = atoi(field(&at));
@@ -127,6 +133,16 @@ int nvmlDeviceGetHandleByUUID(const char *uuid, Thing **to) {
     for (int i = 0; i < num_things; i++)
         if (!strcmp(things[i].uuid, uuid)) return (*to = &things[i], 0);
     return NOT_FOUND;
+}
+
+int nvmlDeviceGetP2PStatus(Thing *one, Thing *other, int capability, int *status) {
+    if (!is_open) return UNINITIALIZED;
+    if (capability != 2) return ARGUMENT; /* NVML_P2P_CAPS_INDEX_NVLINK */
+    *status = 5;                          /* NVML_P2P_STATUS_NOT_SUPPORTED */
+    for (int i = 0; i < num_links; i++)
+        for (int side = 0; side < 2; side++)
+            if (!strcmp(links[i][side], one->uuid) && !strcmp(links[i][!side], other->uuid)) *status = 0;
+    return 0;
 }
 
 int nvmlDeviceGetName(Thing *it, char *to, unsigned length) { return text(it->name, to, length); }

@@ -102,6 +102,16 @@ def test_small_sums_are_tried_without_nccl_unless_the_user_names_it(platform, mo
     assert not platform.settings.custom_all_reduce()
 
 
+def test_devices_that_nvlink_does_not_connect_are_named(platform, machine):
+    lines = [fake_nvml.A100.format(n=n) for n in range(3)]
+    names = [fake_nvml.uuid_of(line) for line in lines]
+    machine(*lines, f"nvlink|{names[0]}|{names[1]}", f"nvlink|{names[2]}|{names[1]}")
+    assert platform.unlinked_devices(1, [0, 2]) is None
+    assert platform.unlinked_devices(0, [1, 2]) == "NVLink does not connect the device 0 with [2]."
+    machine("init|9")
+    assert platform.unlinked_devices(0, [1]).startswith("NVML does not say what connects the devices: ")
+
+
 def test_topology_limits_workers_by_the_variable_that_cuda_reads(platform, monkeypatch):
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     topology = platform.topology(ParallelConfig(tensor_parallel_size=2))

@@ -37,13 +37,14 @@ class FakeSmallAllReduce:
         self.closed = False
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        return tensor.numel() <= 4096
+        return tensor.numel() <= 4096 or self._kind == "wrong in two shots"
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         self.summed_sizes.append(tensor.numel())
         tensor = tensor.clone()
         dist.all_reduce(tensor)
-        if self._kind == f"wrong on rank {self._rank}":
+        two_shots = tensor.nbytes > custom_all_reduce.ONE_SHOT_BYTES
+        if self._kind == f"wrong on rank {self._rank}" or (self._kind == "wrong in two shots" and two_shots):
             tensor += 1
         if self._kind == f"other bits on rank {self._rank}":
             tensor[0] = torch.nextafter(tensor[0], torch.tensor(torch.inf, dtype=tensor.dtype))
@@ -66,7 +67,7 @@ def check_all_reduce(rank: int, address: str, kind: str) -> None:
         return made[0]
 
     communicator._direct = make
-    communicator._problem_of = lambda num_ranks, device: "no peer access" if kind == f"cannot on rank {rank}" else None
+    communicator.problem_of = lambda *_: "no peer access" if kind == f"cannot on rank {rank}" else None
     if kind == "several machines":
         communicator.platform.node = lambda: f"host-{rank}"
     spec = GroupSpec("tp", (0, 1), rank, init_method=address)
@@ -106,6 +107,7 @@ def test_all_ranks_may_send_before_they_receive():
         "right",
         "wrong on rank 1",
         "other bits on rank 1",
+        "wrong in two shots",
         "raises on rank 1",
         "fails on rank 0",
         "cannot on rank 1",
@@ -139,14 +141,31 @@ def test_tensors_that_the_small_all_reduce_supports(shape, dtype, expected):
 
 
 def test_a_rank_says_why_it_cannot_take_part():
-    assert custom_all_reduce.problem_of(2, torch.device("cuda", 0)).startswith("2 ranks do not all have a device")
+    problem = custom_all_reduce.problem_of([0, 1], torch.device("cuda", 0), None)
+    assert problem == "The ranks' processes see different devices: theirs are numbered [0, 1], and this one sees 0."
 
 
 def test_devices_without_peer_access_are_named():
-    custom_all_reduce.check_peer_access(4, 4, 1, lambda device, other: True)
+    custom_all_reduce.check_peer_access([0, 1, 2, 3], 4, 1, lambda device, other: True)
     with pytest.raises(PlatformError, match=r"device 1 cannot read the memory of \[3\]"):
-        custom_all_reduce.check_peer_access(4, 4, 1, lambda device, other: other != 3)
-    with pytest.raises(PlatformError, match="16 ranks do not all have a device among the 8"):
-        custom_all_reduce.check_peer_access(16, 8, 0, lambda device, other: True)
-    with pytest.raises(PlatformError, match="2 ranks"):
-        custom_all_reduce.check_peer_access(2, 1, 0, lambda device, other: True)
+        custom_all_reduce.check_peer_access([0, 1, 2, 3], 4, 1, lambda device, other: other != 3)
+    with pytest.raises(PlatformError, match="9 ranks are more than 8"):
+        custom_all_reduce.check_peer_access(range(9), 16, 0, lambda device, other: True)
+    for devices in ([0, 1], [0, 0]):
+        with pytest.raises(PlatformError, match="see different devices"):
+            custom_all_reduce.check_peer_access(devices, 1, 0, lambda device, other: True)
+
+
+def test_the_devices_of_the_group_are_asked_and_no_others():
+    """The second of two groups has the devices 2 and 3."""
+    asked = []
+    custom_all_reduce.check_peer_access([2, 3], 4, 3, lambda *pair: asked.append(pair) or True)
+    assert asked == [(3, 2)]
+
+
+def test_ranks_without_a_link_between_their_devices_use_the_library(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, other: True)
+    device = torch.device("cuda", 3)
+    assert custom_all_reduce.problem_of([2, 3], device, lambda mine, others: f"{mine} to {others}") == "3 to [2]"
+    assert custom_all_reduce.problem_of([2, 3], device, lambda mine, others: None) is None

@@ -30,6 +30,7 @@ def test_all_operations_of_a_layer_have_a_provider():
         "rotary_embedding",
         "silu_and_mul",
         "argmax",
+        "select_experts",
     } <= PROVIDERS.keys()
 
 
@@ -60,7 +61,8 @@ def test_a_provider_gives_the_results_of_the_reference(op):
 
 @pytest.mark.parametrize("op", PROVIDERS)
 def test_dtypes_without_a_kernel_are_declined(op):
-    facts = {"in_features": 64, "group_size": 64, "bits": 8, "block_columns": 64}
+    facts = {"in_features": 64, "group_size": 64, "bits": 8, "block_columns": 64, "num_experts": 8, "top_k": 2}
+    facts |= {"num_groups": 1}
     facts |= {"hidden_size": 64, "intermediate_size": 64, "linear": "quantized_linear"}
     facts |= dict.fromkeys(("gate_up", "down"), (("bits", 8), ("group_size", 64)))
     [reason] = PROVIDERS[op].supports(OpCase(op, "float64", facts))

@@ -27,9 +27,11 @@ from mvllm_triton import float8_linear, quantized_linear, quantized_moe
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_86": GPUTarget("cuda", 86, 32),
     "sm_89": GPUTarget("cuda", 89, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_103": GPUTarget("cuda", 103, 32),
     "sm_120": GPUTarget("cuda", 120, 32),
     "gfx90a": GPUTarget("hip", "gfx90a", 64),
     "gfx942": GPUTarget("hip", "gfx942", 64),
@@ -39,9 +41,11 @@ TARGETS = {
 }
 SHARED_MEMORY = {
     "sm_80": 163 << 10,
+    "sm_86": 99 << 10,
     "sm_89": 99 << 10,
     "sm_90": 227 << 10,
     "sm_100": 227 << 10,
+    "sm_103": 227 << 10,
     "sm_120": 99 << 10,
     "gfx90a": 64 << 10,
     "gfx942": 64 << 10,

@@ -32,6 +32,7 @@ from mvllm_triton.quantized_linear import PackedIntegers, quantized_linear
 from mvllm_triton.quantized_moe import quantized_moe
 from mvllm_triton.rotary import rotary
 from mvllm_triton.rotary_write import rotary_write_kv
+from mvllm_triton.routing import select_experts
 from mvllm_triton.sampling import sample
 from mvllm_triton.state import causal_conv1d, gated_delta_rule, gated_rms_norm, kda, ssd
 from mvllm_triton.tiles import few_rows_gated_tiles, few_rows_tiles
@@ -127,6 +128,11 @@ def _experts(tokens: int, dtype: torch.dtype = BF16) -> None:
         torch.ones(tokens, 8),
     )
     moe(x, torch.empty(64, 1536, 2048, dtype=dtype), torch.empty(64, 2048, 768, dtype=dtype), ids, shares)
+
+
+def _selection(experts: int, top_k: int, scores: str, groups: tuple[int, int]) -> None:
+    logits, correction = torch.empty(64, experts), torch.empty(experts) if scores == "sigmoid" else None
+    select_experts(logits, correction, top_k, scores, True, 2.5, *groups, "best_two")
 
 
 def _clamped_experts(tokens: int) -> None:
@@ -241,6 +247,9 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "experts-decode": lambda: _experts(8),
     "experts-prefill": lambda: _experts(2048),
     "experts-float32": lambda: _experts(64, F32),
+    "selection-groups": lambda: _selection(256, 8, "sigmoid", (8, 4)),
+    "selection-512": lambda: _selection(512, 10, "softmax", (1, 1)),
+    "selection-of-chosen": lambda: _selection(128, 4, "softmax_of_chosen", (1, 1)),
     "clamped-experts": lambda: _clamped_experts(16),
     "few-rows-1": lambda: _few_rows(1),
     "few-rows-8": lambda: _few_rows(8),
@@ -282,8 +291,8 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "int8-experts-prefill": lambda: _packed_experts(8192, INT8, rounded=True),
 }
 
-_OCP = frozenset({"sm_89", "sm_90", "sm_100", "sm_120", "gfx950", "gfx1201"})
-_LARGE = frozenset({"sm_80", "sm_90", "sm_100", "gfx950"})
+_OCP = frozenset({"sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx950", "gfx1201"})
+_LARGE = frozenset({"sm_80", "sm_90", "sm_100", "sm_103", "gfx950"})
 TAKEN_BY = {
     "few-rows-8": _LARGE,
     "few-rows-16": _LARGE,
@@ -310,6 +319,7 @@ def launches_for(name: str, target: str) -> list[Any]:
         torch.device("meta"),  # tensors without content
         mock.patch.object(attention, "shared_memory", lambda _: compiled.SHARED_MEMORY[target]),
         mock.patch.object(attention, "warp_size", lambda _: compiled.TARGETS[target].warp_size),
+        mock.patch.object(attention, "has_tensor_memory", lambda _: target in ("sm_100", "sm_103")),
         mock.patch.object(attention, "processors", lambda _: 132),
         compiled.device_like(target),
     ):

@@ -139,7 +139,13 @@ def test_packed_weights_are_loaded_16_bytes_at_a_time_and_stay_in_registers(requ
         assert int(found["wide"]) > 0 and found["spilled"] == "0", line
 
 
+def test_latents_fit_where_products_are_summed_in_tensor_memory_and_nothing_is_spilled(tmp_path):
+    lines = compile_launches(tmp_path, "sm_100", "latent-decode", "latent-prefill").splitlines()
+    numbers = [dict(pairwise(line.split()[3:])) for line in lines if line.split()[1] == "attend"]
+    assert len(numbers) == 2 and all(each["spilled"] == "0" and int(each["buffers"]) >= 2 for each in numbers)
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("target", [*(f"sm_{n}" for n in (80, 89, 90, 100, 120)), *(f"gfx{n}" for n in GFX)])
+@pytest.mark.parametrize("target", [*(f"sm_{n}" for n in (80, 86, 89, 90, 100, 103, 120)), *(f"gfx{n}" for n in GFX)])
 def test_every_launch_compiles(tmp_path, target):
     assert compile_launches(tmp_path, target)

@@ -6,13 +6,14 @@ import importlib
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mvllm.ops.float8_linear import Float8Weight
 from mvllm.testing import op_cases
 
 importlib.import_module("platforms.triton-kernels.tests.interpreted")
 
-from mvllm_triton import kv_write  # noqa: E402  once Triton is imported with its interpreter
+from mvllm_triton import float8_weight, kv_write  # noqa: E402  once Triton is imported with its interpreter
 from mvllm_triton.attention import paged_attention  # noqa: E402
 from mvllm_triton.float8 import LARGEST  # noqa: E402
 from mvllm_triton.float8_linear import float8_linear, float8_rows  # noqa: E402
@@ -174,6 +175,27 @@ def test_packing_keeps_every_number_and_nan(format_):
     assert whole.scale.view(16).isnan().tolist() == (~lines).tolist() == [False] * 7 + [True] + [False] * 7 + [True]
     halves = torch.cat((codes[:2].view(1, 32), codes[7:8].repeat(1, 2)), dim=1)
     assert pack(Float8Weight(halves, torch.ones(1, 2), 1, 32), format_).scale.isnan().tolist() == [[False, True]]
+
+
+def test_packing_takes_a_few_operations_whatever_the_number_of_scales(monkeypatch):
+    class Counted(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.number += 1
+            return function(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(float8_weight, "_CODES_AT_ONCE", 64 * 40)
+    found = []
+    for rows, block in ((64, (1, 40)), (640, (1, 40)), (300, (128, 32))):
+        codes = torch.randint(0, 127, (rows, 40), dtype=torch.uint8)
+        codes[rows - 1, 39] = 0xFF
+        shape = -(-rows // block[0]), -(-40 // block[1])
+        with Counted() as counted:
+            scales = pack(Float8Weight(codes, torch.ones(shape), *block)).scale
+        assert scales.isnan().sum() == 1 and scales.flatten()[-1].isnan()
+        found.append(counted.number)
+    assert max(found) < 150  # six of each row were thousands
 
 
 def test_weights_with_unsupported_blocks_are_rejected():

@@ -12,7 +12,7 @@ from mvllm.testing import op_cases
 
 importlib.import_module("platforms.triton-kernels.tests.interpreted")
 
-from mvllm_triton import moe  # noqa: E402  once Triton is imported with its interpreter
+from mvllm_triton import moe, routing  # noqa: E402  once Triton is imported with its interpreter
 from mvllm_triton.tiles import expert_tiles, power_of_two, routed_entries  # noqa: E402
 
 
@@ -68,3 +68,37 @@ def test_experts_keep_the_order_of_their_entries_across_pieces(num_experts):
         )
         row += num_rows
     assert (experts[row // tiles.rows :] == -1).all()
+
+
+def test_counts_of_pieces_become_sums_of_earlier_pieces():
+    """Each count is read once, whatever the number of pieces."""
+    counts = torch.randint(0, 9, (600 + 1, 21), dtype=torch.int32)
+    expected = torch.cat((torch.zeros(1, 21, dtype=torch.int32), counts[:-1].cumsum(0, dtype=torch.int32)))
+    moe.kernels.add_earlier_pieces[(2,)](counts, 600, NUM_EXPERTS=21, EXPERTS=16, PIECES=256)
+    assert torch.equal(counts, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_are_selected_as_in_every_case_of_core(dtype):
+    for trial in op_cases.op_calls("select_experts", dtype):
+        arguments = trial.make()
+        weights, ids = routing.select_experts(*arguments)
+        expected_weights, expected_ids = SCHEMAS["select_experts"].reference(*arguments)
+        assert torch.equal(ids, expected_ids) and ids.dtype == torch.int64, trial
+        torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7, msg=str(trial))
+
+
+def test_a_selection_of_odd_numbers_is_distinct_and_takes_nan_first():
+    logits = torch.tensor([[torch.nan, 1.0, -torch.inf, torch.inf, 0.0, -0.0], [-torch.inf] * 6, [2.0] * 6])
+    for scores in ("sigmoid", "softmax_of_chosen"):
+        _, ids = routing.select_experts(logits, None, 4, scores, False, 1.0, 1, 1, "best")
+        assert ids[0, :3].tolist() == [0, 3, 1]
+        assert all(len(set(row)) == 4 for row in ids.tolist())
+        assert ids[2].tolist() == [0, 1, 2, 3]
+    _, ids = routing.select_experts(logits, None, 4, "sigmoid", True, 1.0, 3, 2, "best_two")
+    assert all(len(set(row)) == 4 for row in ids.tolist())
+    assert routing.select_experts(logits[:0], None, 4, "sigmoid", True, 1.0, 1, 1, "best")[1].shape == (0, 4)
+
+
+def test_too_many_experts_are_refused():
+    assert routing.refusals(256, 8, 8) == [] and len(routing.refusals(5000, 40, 64)) == 3

@@ -27,6 +27,7 @@ _MISMATCH = 18
 _UNKNOWN_BYTES = 2**64 - 1
 _TEXT = 96
 _MOST_PROCESSES = 256
+_P2P_NVLINK, _P2P_OK = 2, 0  # nvmlGpuP2PCapsIndex_t, nvmlGpuP2PStatus_t
 
 _REMEDIES = {
     _NO_PERMISSION: "Give this user access to /dev/nvidia* (in a container: start it with access to the devices).",
@@ -176,6 +177,15 @@ class Nvml:
             raise
         used = [entry.used for entry in found[: count.value] if entry.pid == pid and entry.used != _UNKNOWN_BYTES]
         return sum(used) if used else None
+
+    def is_linked(self, uuid: str, other: str) -> bool:
+        """Whether NVLink connects two devices, directly or through switches."""
+        handles = (ctypes.c_void_p(), ctypes.c_void_p())
+        for name, handle in zip((uuid, other), handles, strict=True):
+            self.call("nvmlDeviceGetHandleByUUID", name.encode(), ctypes.byref(handle))
+        status = ctypes.c_int(-1)
+        self.call("nvmlDeviceGetP2PStatus", *handles, ctypes.c_int(_P2P_NVLINK), ctypes.byref(status))
+        return status.value == _P2P_OK
 
     def _device(self, index: int) -> NvmlDevice:
         handle = ctypes.c_void_p()

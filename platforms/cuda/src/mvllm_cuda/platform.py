@@ -52,6 +52,11 @@ class CUDAPlatform(TorchGpuPlatform):
 
         return CudaRuntime(ctx, unified=self.uses_host_memory)
 
+    def unlinked_devices(self, device: int, others: Sequence[int]) -> str | None:
+        from mvllm_cuda.runtime import unlinked_devices
+
+        return unlinked_devices(device, others)
+
     def doctor(self) -> Sequence[Check]:
         from mvllm_cuda import doctor
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from mvllm.plugin_api import PlatformError, get_logger
 from mvllm_cuda import visible
 from mvllm_cuda.driver_memory import NvmlDriverMemory
-from mvllm_cuda.nvml import NvmlError, read_inventory
+from mvllm_cuda.nvml import NvmlError, opened, read_inventory
 from mvllm_cuda.probe import MIN_CAPABILITY, dotted
 from mvllm_torch_gpu.runtime import TorchGpuRuntime
 
@@ -67,3 +68,15 @@ def nvml_uuid(index: int) -> str | None:
     if index >= len(devices) or visible.order_is_uncertain(inventory, os.environ):
         return None
     return devices[index].uuid
+
+
+def unlinked_devices(device: int, others: Sequence[int]) -> str | None:
+    """Why this device is not known to be connected with all others by NVLink, in CUDA's numbers; None if it is."""
+    names = {index: nvml_uuid(index) for index in (device, *others)}
+    try:
+        with opened() as nvml:
+            mine = names[device]
+            unlinked = [n for n in others if mine is None or (o := names[n]) is None or not nvml.is_linked(mine, o)]
+    except NvmlError as e:
+        return f"NVML does not say what connects the devices: {e}."
+    return f"NVLink does not connect the device {device} with {unlinked}." if unlinked else None

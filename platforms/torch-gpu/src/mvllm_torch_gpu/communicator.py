@@ -7,8 +7,8 @@ A decode step all-reduces a few kilobytes twice per layer, which the latency of 
 that can map each other's memory use `custom_all_reduce.py`, a `SmallAllReduce`, instead, if all ranks can and a trial
 gives the right sums; NCCL adds the tensors that it does not support.
 
-    every rank     one machine? ── peer access? ── map memory ── trial: NCCL's sums, equal bits? ── used
-                        └──────────────┴───────────────┴─────────────────┴── any no on any rank: NCCL on all ranks
+    every rank     one machine? ── peer access? ── linked? ── map memory ── trial: NCCL's sums, equal bits? ── used
+                        └──────────────┴───────────────┴───────────┴─────────────┴── any no on any rank: NCCL on all
 
 Not run on hardware.
 """
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from mvllm.plugin_api import GroupSpec, PlatformError, TorchCommunicator, get_logger
+from mvllm_torch_gpu.custom_all_reduce import TRIAL_ELEMENTS, CustomAllReduce, LinkCheck, problem_of
 
 logger = get_logger("mvllm.torch_gpu.communicator")
 
@@ -101,6 +102,7 @@ class NcclCommunicator(DeviceCommunicator):
     Args:
         spec, device, timeout: As above.
         custom_all_reduce: Add small tensors without NCCL, if that works.
+        unlinked_devices: Says why it would not pay between this rank's device and others; None for no such check.
         backend: Name of torch's backend; tests use another one than NCCL.
     """
 
@@ -110,13 +112,14 @@ class NcclCommunicator(DeviceCommunicator):
         device: torch.device,
         *,
         custom_all_reduce: bool = False,
+        unlinked_devices: LinkCheck | None = None,
         backend: str = "nccl",
         timeout: float = 600.0,
     ) -> None:
         super().__init__(spec, device, backend=backend, advice=_ADVICE, timeout=timeout)
         self._small_sums: SmallAllReduce | None = None
         if custom_all_reduce:
-            self._small_sums = self._create_if_all_ranks_can(device)
+            self._small_sums = self._create_if_all_ranks_can(device, unlinked_devices)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._small_sums is not None and self._small_sums.takes(tensor):
@@ -129,9 +132,12 @@ class NcclCommunicator(DeviceCommunicator):
             self._small_sums = None
         super().close()
 
-    def _create_if_all_ranks_can(self, device: torch.device) -> SmallAllReduce | None:
+    def _create_if_all_ranks_can(
+        self, device: torch.device, unlinked_devices: LinkCheck | None
+    ) -> SmallAllReduce | None:
         """A SmallAllReduce if it works with correct sums on every rank; else None on all ranks."""
-        problem = self._problem_of_hosts() or _problem_of(self.world_size, device)
+        devices = self._devices_of_ranks(device)
+        problem = self._problem_of_hosts() or problem_of(devices, device, unlinked_devices)
         if not self._all(problem is None):
             # Common on machines without a direct connection between devices; not a fault.
             logger.info("NCCL adds small tensors, too: %s", problem or "another rank cannot read the others' memory.")
@@ -158,10 +164,15 @@ class NcclCommunicator(DeviceCommunicator):
         names = super().all_gather(mine.unsqueeze(0), 0)
         return None if bool((names == mine).all()) else "The ranks are on several machines."
 
+    def _devices_of_ranks(self, device: torch.device) -> list[int]:
+        """The index of each rank's device."""
+        index = torch.tensor([device.index or 0], dtype=torch.int32, device=self._device)
+        return [int(each) for each in super().all_gather(index, 0).tolist()]
+
     def _sums_are_correct(self, sums: SmallAllReduce) -> bool:
         """Whether the results of `sums` are NCCL's, with equal bits on all ranks. All ranks call it together."""
         generator = torch.Generator(device="cpu").manual_seed(self.rank)
-        for size in (8, 4096, 100_000):
+        for size in TRIAL_ELEMENTS:
             tensor = torch.randn(size, generator=generator).to(self._device, torch.bfloat16)
             if not sums.takes(tensor):
                 continue
@@ -183,15 +194,7 @@ class NcclCommunicator(DeviceCommunicator):
         return int(votes) == self.world_size
 
 
-def _problem_of(num_ranks: int, device: torch.device) -> str | None:
-    from mvllm_torch_gpu.custom_all_reduce import problem_of
-
-    return problem_of(num_ranks, device)
-
-
 def _direct(communicator: NcclCommunicator, device: torch.device) -> SmallAllReduce:
-    from mvllm_torch_gpu.custom_all_reduce import CustomAllReduce
-
     group = communicator._group
     assert group is not None
     return CustomAllReduce(group, device)

@@ -7,6 +7,9 @@ all ranks read the sums of all shards, with two exchanges and fewer bytes.
     rank 0   buffer [ a ]      one-shot: every rank reads a b c d and stores a + b + c + d
     rank 1   buffer [ b ]
 
+It pays where devices have a fast connection of their own; over the host's bus NCCL is faster, so a platform that can
+tell asks for the connection first.
+
 Mapping, signals and both kernels are torch's symmetric memory. They work within captured graphs.
 
 `NcclCommunicator` first asks every rank for `problem_of`, because a rank that does not take part would leave the others
@@ -15,6 +18,8 @@ from NCCL's or, in any bit, from another rank's. Not run on hardware.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,6 +31,11 @@ ONE_SHOT_BYTES = 256 << 10
 
 MOST_BYTES = 2 << 20
 """Largest tensor for two-shot; NCCL adds larger ones."""
+
+TRIAL_ELEMENTS = (8, 4096, 100_000, 300_000)
+"""Sizes of the trial's bfloat16 tensors: the last one is summed in two shots."""
+
+LinkCheck = Callable[[int, Sequence[int]], str | None]
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _ALIGNMENT = 16
@@ -75,39 +85,47 @@ def fits(tensor: torch.Tensor) -> bool:
     return tensor.dtype in _DTYPES and 0 < tensor.nbytes <= MOST_BYTES and tensor.nbytes % _ALIGNMENT == 0
 
 
-def problem_of(num_ranks: int, device: torch.device) -> str | None:
+def problem_of(devices: Sequence[int], device: torch.device, unlinked_devices: LinkCheck | None) -> str | None:
     """Why this rank cannot take part, or None. Does not communicate.
 
     Args:
-        num_ranks: Ranks of the group.
+        devices: The index of each rank's device, as that rank's process numbers it.
         device: This rank's device.
+        unlinked_devices: Says why the devices are too far from each other; None for no such check.
     """
     try:
         from torch.distributed import _symmetric_memory  # noqa: F401
 
         for operation in ("one_shot_all_reduce", "two_shot_all_reduce_"):
             getattr(torch.ops.symm_mem, operation)  # raises if this torch has none
-        check_peer_access(num_ranks, torch.cuda.device_count(), device.index, torch.cuda.can_device_access_peer)
+        check_peer_access(devices, torch.cuda.device_count(), device.index, torch.cuda.can_device_access_peer)
     except (ImportError, AttributeError, RuntimeError, PlatformError) as e:
         return str(e).partition("\n")[0]
-    return None
+    others = [each for each in devices if each != device.index]
+    return None if unlinked_devices is None else unlinked_devices(device.index, others)
 
 
-def check_peer_access(num_ranks: int, num_devices: int, device: int, can_access_peer: object) -> None:
+def check_peer_access(
+    devices: Sequence[int], num_devices: int, device: int, can_access_peer: Callable[[int, int], bool]
+) -> None:
     """Checks that this rank's device can read the memory of the other ranks' devices.
 
     Args:
-        num_ranks: Ranks of the group.
-        num_devices: Devices that this process sees. Ranks on another machine have no device here.
+        devices: The index of each rank's device, as that rank's process numbers it.
+        num_devices: Devices that this process sees.
         device: This rank's device.
         can_access_peer: Returns whether a device (first argument) can read the memory of another (second argument).
 
     Raises:
-        PlatformError: This rank's device cannot read the memory of every other rank.
+        PlatformError: This rank's device cannot read the memory of every other rank, or does not see it.
     """
-    assert callable(can_access_peer)
-    if num_ranks > min(num_devices, _MOST_RANKS):
-        raise PlatformError(f"{num_ranks} ranks do not all have a device among the {num_devices} of this machine.")
-    unreadable = [other for other in range(num_ranks) if other != device and not can_access_peer(device, other)]
+    if len(devices) > _MOST_RANKS:
+        raise PlatformError(f"{len(devices)} ranks are more than {_MOST_RANKS}.")
+    if len(set(devices)) < len(devices) or max(devices) >= num_devices:
+        raise PlatformError(
+            f"The ranks' processes see different devices: theirs are numbered {list(devices)}, and this one sees "
+            f"{num_devices}."
+        )
+    unreadable = [other for other in devices if other != device and not can_access_peer(device, other)]
     if unreadable:
         raise PlatformError(f"The device {device} cannot read the memory of {unreadable}.")

@@ -25,6 +25,7 @@ from mvllm_triton import (
     quantized_linear,
     quantized_moe,
     rotary,
+    routing,
     sampling,
     state,
 )
@@ -40,6 +41,11 @@ def supports(case: OpCase) -> list[str]:
     if case.dtype not in DTYPES:
         return [f"dtype {case.dtype} has no kernel (there are kernels for {', '.join(DTYPES)})"]
     return []
+
+
+def supports_selection(case: OpCase) -> list[str]:
+    """Reasons why the kernel that selects experts does not support a case."""
+    return supports(case) + routing.refusals(*(case.facts[name] for name in ("num_experts", "top_k", "num_groups")))
 
 
 def supports_quantized(case: OpCase) -> list[str]:
@@ -129,4 +135,5 @@ def providers(
         rounds_inputs=False,
     )
     plain = [OpProvider(op, PROVIDER, function, supports) for op, function in functions.items()]
-    return [*plain, quantized, narrow, experts]
+    selection = OpProvider("select_experts", PROVIDER, routing.select_experts, supports_selection)
+    return [*plain, selection, quantized, narrow, experts]

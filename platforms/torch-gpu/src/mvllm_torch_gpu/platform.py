@@ -151,7 +151,19 @@ class TorchGpuPlatform(Platform):
     def communicator(self, group: GroupSpec, device: torch.device) -> Communicator:
         from mvllm_torch_gpu.communicator import NcclCommunicator
 
-        return NcclCommunicator(group, device, custom_all_reduce=self.settings.custom_all_reduce())
+        check = None if self.settings.custom_all_reduce_is_named() else self.unlinked_devices
+        return NcclCommunicator(
+            group, device, custom_all_reduce=self.settings.custom_all_reduce(), unlinked_devices=check
+        )
+
+    def unlinked_devices(self, device: int, others: Sequence[int]) -> str | None:
+        """Why direct all-reduce would be slower than the library's on these devices; None if it is not known to be.
+
+        Args:
+            device: This rank's device, by its index.
+            others: The devices of the other ranks.
+        """
+        return None
 
     def attention_backend(self, spec: AttentionSpec) -> AttentionBackend:
         none = f"The {self.title} platform has no attention for this model"

@@ -82,6 +82,10 @@ class Settings:
         values = ("direct", self.library) if self.direct_by_default else (self.library, "direct")
         return _one_of(f"{self.prefix}_SUMS", values) == "direct"
 
+    def custom_all_reduce_is_named(self) -> bool:
+        """Whether the user asks for CustomAllReduce, whatever connects the devices."""
+        return os.environ.get(f"{self.prefix}_SUMS") == "direct"
+
 
 def _one_of(variable: str, values: tuple[str, ...]) -> str:
     value = os.environ.get(variable) or values[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from mvllm_triton.device import processors, reads_float8, shared_memory, warp_size
+from mvllm_triton.device import has_tensor_memory, processors, reads_float8, shared_memory, warp_size
 from mvllm_triton.float8 import read_as
 from mvllm_triton.kernels.attention import attend, combine
 from mvllm_triton.tiles import (
@@ -188,7 +188,7 @@ def _launch(
         return attention_tiles(
             max(main_size, value_size), block_size, q.element_size(), group, query_len, latent=latent,
             narrow=keys.element_size() == 1, shared_memory=shared_memory(q.device),
-            warp_size=warp_size(q.device),
+            warp_size=warp_size(q.device), tensor_memory=has_tensor_memory(q.device),
         )  # fmt: skip
 
     def launch(tiles: AttentionTiles, work: AttentionWork, *, short: bool, skipped: int, padding: bool) -> None:

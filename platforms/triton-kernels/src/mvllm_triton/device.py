@@ -44,6 +44,14 @@ def warp_size(device: torch.device) -> int:
 
 
 @cache
+def has_tensor_memory(device: torch.device) -> bool:
+    """Whether products of 64 rows are summed in a memory of their own instead of registers (sm_100, sm_103)."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return int(torch.get_device_module(device).get_device_properties(device).major) == 10
+
+
+@cache
 def reads_float8(device: torch.device, float8: torch.dtype) -> bool:
     """Whether the device converts numbers of a float8 format with instructions of its own."""
     if device.type != "cuda":  # HIP devices have this name, too

@@ -10,6 +10,9 @@ import torch
 from mvllm_triton import scaled_mm
 from mvllm_triton.float8_linear import float8_linear, float8_rows
 
+_CODES_AT_ONCE = 1 << 26
+"""Codes of a weight that are searched for NaN together."""
+
 
 class Float8Weight(Protocol):
     """E4M3 codes with scales. Core's `Float8Weight` implements it."""
@@ -149,9 +152,11 @@ def float8_product(x: torch.Tensor, weight: PackedFloat8, bias: torch.Tensor | N
 
 def _with_nan(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """The scales, with NaN for each block that has a NaN code, because not every conversion of codes keeps NaN."""
-    bad = torch.zeros_like(scales, dtype=torch.bool)
-    for index, rows in enumerate(codes.split(block[0])):
-        in_columns = ((rows & 0x7F) == 0x7F).any(dim=0)
-        padded = torch.nn.functional.pad(in_columns, (0, -codes.shape[1] % block[1]))
-        bad[index] = padded.view(-1, block[1]).any(dim=1)
-    return scales.masked_fill(bad, torch.nan)
+    num_columns, (block_rows, block_columns) = codes.shape[1], block
+    step = block_rows * max(1, _CODES_AT_ONCE // (block_rows * num_columns))  # rows; bounds the memory of the masks
+    bad = []
+    for rows in codes.split(step):
+        is_nan = (rows & 0x7F) == 0x7F
+        padded = torch.nn.functional.pad(is_nan, (0, -num_columns % block_columns, 0, -len(rows) % block_rows))
+        bad.append(padded.view(-1, block_rows, padded.shape[1] // block_columns, block_columns).any(3).any(1))
+    return scales.masked_fill(torch.cat(bad), torch.nan)

@@ -10,6 +10,9 @@ import torch
 from mvllm_triton.kernels import moe as kernels
 from mvllm_triton.tiles import ProductTiles, expert_tiles, power_of_two, routed_entries
 
+_SUMMED_EXPERTS, _SUMMED_PIECES = 16, 256
+"""Experts of a program that sums counts, 64 bytes of a row, and the pieces that it reads at once."""
+
 
 def moe(
     x: torch.Tensor,
@@ -120,15 +123,17 @@ def ordered(
     experts_pad = power_of_two(num_experts)
     block = routed_entries(experts_pad)
     num_pieces = -(-num_entries // block)
-    counts = torch.empty((num_pieces, num_experts), dtype=torch.int32, device=device)
+    counts = torch.empty((num_pieces + 1, num_experts), dtype=torch.int32, device=device)
     order = torch.empty(max_tiles * tiles.rows, dtype=torch.int32, device=device)
     experts = torch.empty(max_tiles, dtype=torch.int32, device=device)
     sizes = {"NUM_EXPERTS": num_experts, "EXPERTS_PAD": experts_pad, "BLOCK": block}
     kernels.count[(num_pieces,)](counts, expert_ids, num_entries, **sizes)
+    kernels.add_earlier_pieces[(-(-num_experts // _SUMMED_EXPERTS),)](
+        counts, num_pieces, NUM_EXPERTS=num_experts, EXPERTS=_SUMMED_EXPERTS, PIECES=_SUMMED_PIECES
+    )
     kernels.arrange[(num_pieces + num_experts,)](
         order, experts, counts, expert_ids, num_entries, num_pieces, max_tiles,
         BLOCK_M=tiles.rows,
-        PIECES=block,
         **sizes,
     )  # fmt: skip
     return order, experts

@@ -69,6 +69,7 @@ def attention_tiles(
     narrow: bool = False,
     shared_memory: int = LEAST_SHARED_MEMORY,
     warp_size: int = 32,
+    tensor_memory: bool = False,
 ) -> AttentionTiles:
     """Tiles of attention.
 
@@ -82,11 +83,16 @@ def attention_tiles(
         narrow: Whether the cache has 8-bit elements; widening them takes registers.
         shared_memory: Bytes of shared memory of a program at most.
         warp_size: Threads of a warp.
+        tensor_memory: Whether the device sums products of 64 rows in a memory of its own. Sums of latents are scaled
+            after each tile of keys; from there they pass through registers, which spills 1.1 KiB per thread, and
+            shared memory of 245 KiB. Tiles of fewer rows do neither.
     """
     size = power_of_two(head_size, 16)
     row_bytes = size * itemsize
     large = shared_memory >= LARGE_SHARED_MEMORY and itemsize == 2
     most_rows = max(16, min(128, (2 if itemsize == 2 else 1) * (2 if large else 1) * TILE_BYTES // row_bytes))
+    if latent and tensor_memory:
+        most_rows = min(most_rows, 32)
     rows = min(most_rows, power_of_two(group * max_query_len, 16))
     short = rows < 64 and not latent
     # Two tiles of keys and two of values fit, with those of queries, and in a short launch several times.

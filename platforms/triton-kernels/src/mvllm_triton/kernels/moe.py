@@ -26,28 +26,29 @@ def count(counts, expert_ids, num_entries, NUM_EXPERTS: tl.constexpr, EXPERTS_PA
     tl.store(counts + piece * NUM_EXPERTS + each, found, mask=each < NUM_EXPERTS)
 
 
-@triton.jit
-def sums_of_pieces(
-    counts, piece, num_pieces, NUM_EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, PIECES: tl.constexpr
-):
-    """Each expert's entries in the pieces before `piece`, and in all pieces: both [EXPERTS_PAD] int32."""
-    each = tl.arange(0, EXPERTS_PAD)
-    earlier = tl.zeros([EXPERTS_PAD], dtype=tl.int32)
-    total = tl.zeros([EXPERTS_PAD], dtype=tl.int32)
+@triton.jit(do_not_specialize=["num_pieces"])
+def add_earlier_pieces(counts, num_pieces, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, PIECES: tl.constexpr):
+    """Replaces each piece's counts by the sums of the pieces before it, and stores the sums of all after the last.
+
+    Each program does EXPERTS experts, PIECES pieces at a time, so that every count is read once.
+    """
+    each = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    before = tl.zeros([EXPERTS], dtype=tl.int32)
     for start in tl.range(0, num_pieces, PIECES):
-        other = start + tl.arange(0, PIECES)
-        mask = (other < num_pieces)[:, None] & (each < NUM_EXPERTS)[None, :]
-        found = tl.load(counts + other[:, None] * NUM_EXPERTS + each[None, :], mask=mask, other=0)
-        total += tl.sum(found, 0)
-        earlier += tl.sum(tl.where((other < piece)[:, None], found, 0), 0)
-    return earlier, total
+        piece = start + tl.arange(0, PIECES)
+        place = counts + piece[:, None] * NUM_EXPERTS + each[None, :]
+        mask = (piece < num_pieces)[:, None] & (each < NUM_EXPERTS)[None, :]
+        found = tl.load(place, mask=mask, other=0)
+        tl.store(place, before[None, :] + tl.cumsum(found, 0) - found, mask=mask)
+        before += tl.sum(found, 0)
+    tl.store(counts + num_pieces * NUM_EXPERTS + each, before, mask=each < NUM_EXPERTS)
 
 
 @triton.jit(do_not_specialize=["num_entries", "num_pieces", "max_tiles"])
 def arrange(
     order,  # [max_tiles * BLOCK_M] int32: entries; `num_entries` for padding
     tiles,  # [max_tiles] int32
-    counts,  # [pieces, NUM_EXPERTS] int32
+    earlier,  # [pieces + 1, NUM_EXPERTS] int32, from add_earlier_pieces
     expert_ids,
     num_entries,
     num_pieces,
@@ -56,7 +57,6 @@ def arrange(
     EXPERTS_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
-    PIECES: tl.constexpr,
 ):
     """Orders entries by expert, and an expert's entries as they were.
 
@@ -65,14 +65,16 @@ def arrange(
     """
     program = tl.program_id(0)
     each = tl.arange(0, EXPERTS_PAD)
-    earlier, total = sums_of_pieces(counts, program, num_pieces, NUM_EXPERTS, EXPERTS_PAD, PIECES)
+    is_expert = each < NUM_EXPERTS
+    total = tl.load(earlier + num_pieces * NUM_EXPERTS + each, mask=is_expert, other=0)
     tiles_of_each = (total + BLOCK_M - 1) // BLOCK_M
     first_of_each = tl.cumsum(tiles_of_each, 0) - tiles_of_each
     if program < num_pieces:
         entry = program * BLOCK + tl.arange(0, BLOCK)
         chosen = tl.load(expert_ids + entry, mask=entry < num_entries, other=-1).to(tl.int32)
         is_own = chosen[:, None] == each[None, :]
-        rank = tl.cumsum(is_own.to(tl.int32), 0) - 1 + (first_of_each * BLOCK_M + earlier)[None, :]
+        before = tl.load(earlier + program * NUM_EXPERTS + each, mask=is_expert, other=0)
+        rank = tl.cumsum(is_own.to(tl.int32), 0) - 1 + (first_of_each * BLOCK_M + before)[None, :]
         place = tl.sum(tl.where(is_own, rank, 0), 1)
         is_placed = (entry < num_entries) & (chosen >= 0) & (chosen < NUM_EXPERTS)
         tl.store(order + place, entry, mask=is_placed)
