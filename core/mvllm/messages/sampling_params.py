@@ -92,7 +92,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             log-probabilities, best first. None means `n`. With more than `n`, there is no output before the end.
         logit_bias: Token id to the bias added to its logit, clamped to [-100, 100]; before penalties and temperature.
         allowed_token_ids: Only these tokens can be sampled, also instead of tokens that end the sequence.
-        bad_words: Texts that must not occur. Each is tokenized as at the beginning of a text and as after a space; its
+        bad_words: Texts that must not occur. Each is tokenized as within a text and as after a space; its
             last token cannot be sampled after its other tokens, whether these are in the prompt or in the output.
         bad_words_token_ids: The same as lists of token ids. The engine adds the token ids of `bad_words`.
         truncate_prompt_tokens: Keep only the last tokens of the prompt, this many; -1 as many as the context holds.

@@ -131,10 +131,7 @@ class TestTextAfterThePrompt:
 
     def test_log_probabilities_have_the_same_text(self, decoder):
         run, ids = self.run_of(decoder, FINAL_ONLY, logprobs=0)
-        (output,) = [
-            run.step([i], FinishReason.LENGTH if i == ids[-1] else None, logprobs=[PositionLogprobs([i], [-1.0], 1)])
-            for i in ids
-        ][-1:]
+        output = run.step(ids, FinishReason.LENGTH, logprobs=[PositionLogprobs([i], [-1.0], 1) for i in ids])
         texts = [position[i].decoded_token for i, position in zip(ids, output.outputs[0].logprobs, strict=True)]
         assert "".join(texts) == output.outputs[0].text == " a small text"
 

@@ -18,7 +18,6 @@ belongs to the output.
 
 from __future__ import annotations
 
-import os.path
 from collections.abc import Sequence
 
 from mvllm.engine.tokenizer.tokenizer import Tokenizer
@@ -132,7 +131,9 @@ class IncrementalDetokenizer:
         else:  # bytes of the context and of the window, which are no character together
             piece = self._decode(self._pending)
         if self._prompt_part:
-            piece = piece[len(os.path.commonprefix((piece, self._prompt_part))) :]
+            pairs = enumerate(zip(piece, self._prompt_part, strict=False))
+            common = min(len(piece), len(self._prompt_part))
+            piece = piece[next((i for i, (mine, prompts) in pairs if mine != prompts), common) :]
             self._prompt_part = ""
         return piece
 

@@ -76,12 +76,15 @@ def _ends_with(token_ids: Sequence[int], marker: list[int]) -> bool:
 
 
 def _tokenizations(tag: str, tokenizer: Tokenizer) -> list[list[int]]:
-    """The tag's token ids; if they are several, also those at the end of a line."""
-    plain, *others = _encode([tag, *(tag + after for after in _LINE_BREAKS)], tokenizer)
-    found = [plain]
-    if len(plain) > 1:
-        found += [ids for ids in others if ids[: len(plain)] != plain]
-    return found
+    """The tag's token ids; if they are several, also those at the end of a line, and of the first word of a text."""
+    texts = [tag, *(tag + after for after in _LINE_BREAKS)]
+    found, *others = _encode(texts, tokenizer)
+    known = [found]
+    if len(found) > 1:
+        for ids in [*others, *tokenizer.encode_batch(texts, add_special_tokens=False)]:
+            if not any(ids[: len(each)] == each for each in known):
+                known.append(ids)
+    return known
 
 
 def _beginning(text: str, tokenizer: Tokenizer) -> list[int]:
@@ -92,7 +95,7 @@ def _beginning(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def _encode(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
-    encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
+    encoded = tokenizer.encode_within(texts)
     for text, ids in zip(texts, encoded, strict=True):
         if not ids:
             raise RequestError(f"thinking_tags: {ascii(text)[:60]} has no token ids.", parameter="thinking_tags")

@@ -110,15 +110,11 @@ class Tokenizer:
         Raises:
             RequestError: The tokenizer rejects a piece.
         """
-        first, others = pieces[0], pieces[1:]
+        first = pieces[0]
         plain = self.encode(first, add_special_tokens=False)
         ids = list(plain)
-        # Some tokenizers put a space in front of a text. A piece behind another one has a line break there.
-        guard = self.encode(_GUARD, add_special_tokens=False)
-        guarded = self.encode_batch([_GUARD + piece for piece in others], add_special_tokens=False) if others else []
-        for piece, found in zip(others, guarded, strict=True):
-            is_guarded = found[: len(guard)] == guard
-            ids += found[len(guard) :] if is_guarded else self.encode(piece, add_special_tokens=False)
+        for piece in self.encode_within(pieces[1:]):
+            ids += piece
         if not add_special_tokens:
             return ids
         special = self.encode(first)
@@ -131,6 +127,21 @@ class Tokenizer:
             "tokenizer's special tokens change the text itself. Send add_special_tokens: false.",
             parameter="add_special_tokens",
         )
+
+    def encode_within(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token ids of each text as within another one, where no tokenizer puts a space before its first word.
+
+        Raises:
+            RequestError: The tokenizer rejects a text.
+        """
+        if not texts:
+            return []
+        guard, *guarded = self.encode_batch([_GUARD, *(_GUARD + text for text in texts)], add_special_tokens=False)
+        size = len(guard)
+        return [
+            found[size:] if found[:size] == guard else self.encode(text, add_special_tokens=False)
+            for text, found in zip(texts, guarded, strict=True)
+        ]
 
     def encode_truncated(
         self, first: str, second: str | None = None, *, max_tokens: int | None = None
