@@ -32,6 +32,7 @@ from mvllm.entrypoints.llm_rollouts import LLMRollouts
 from mvllm.entrypoints.prompt_lists import as_prompt_list, one_per_prompt
 from mvllm.entrypoints.score_inputs import ContentInput, score_inputs
 from mvllm.entrypoints.step_loop import step_until_finished
+from mvllm.entrypoints.thinking_defaults import with_thinking_tags
 from mvllm.errors import EngineDeadError, RequestError
 from mvllm.logging import configure_logging
 from mvllm.messages.beam_search_params import BeamSearchParams
@@ -471,7 +472,7 @@ class LLM(LLMRollouts, LLMImages):
         requests = engine.input_processor.process_batch(
             ids,
             prompts,
-            _final_only(one_per_prompt(chosen, len(prompts), "sampling_params")),
+            _final_only(one_per_prompt(chosen, len(prompts), "sampling_params"), engine),
             priorities=None if priority is None else one_per_prompt(priority, len(prompts), "priority"),
             lora_requests=None if lora_request is None else one_per_prompt(lora_request, len(prompts), "lora_request"),
         )
@@ -542,12 +543,17 @@ def _as_beam_search_output(output: RequestOutput, length_penalty: float) -> Beam
     return BeamSearchOutput(sequences)
 
 
-def _final_only(params: Sequence[Any]) -> list[Any]:
-    """Copies that request final outputs only. Parameters that several prompts share are copied once."""
+def _final_only(params: Sequence[Any], engine: LLMEngine) -> list[Any]:
+    """Copies that request final outputs only, and have the tags of the model's thoughts if they limit them. Parameters
+    that several prompts share are copied once."""
     copies: dict[int, Any] = {}
     for each in params:
         if id(each) not in copies:
             is_params = isinstance(each, SamplingParams)  # the input processor rejects other types
             final = RequestOutputKind.FINAL_ONLY
-            copies[id(each)] = msgspec.structs.replace(each, output_kind=final) if is_params else each
+            copies[id(each)] = (
+                with_thinking_tags(msgspec.structs.replace(each, output_kind=final), engine.config.model)
+                if is_params
+                else each
+            )
     return [copies[id(each)] for each in params]
