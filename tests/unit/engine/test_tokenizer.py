@@ -414,9 +414,9 @@ def test_words_and_tags_are_found_within_a_text_and_at_its_beginning(kind):
     (spaced,) = made.encode_within([" mat"])
     assert bad_word_token_ids(["mat"], made) == ([word] if spaced[-len(word) :] == word else [word, spaced])
 
-    tokens = thinking_tokens_of(["[think]", "[done]"], made)
-    assert made.decode([*made.encode("x"), *tokens.forced]).endswith("x[done]")
-    for markers, tag in ((tokens.starts, "[think]"), (tokens.ends, "[done]")):
+    tokens = thinking_tokens_of(["(think)", "(mat)"], made)
+    assert made.decode([*made.encode("x"), *tokens.forced]).endswith("x(mat)")
+    for markers, tag in ((tokens.starts, "(think)"), (tokens.ends, "(mat)")):
         for whole in (tag, "x" + tag, "x\n" + tag):
             ids = made.encode(whole, add_special_tokens=False)
             assert any(ids[at : at + len(marker)] == marker for marker in markers for at in range(len(ids)))

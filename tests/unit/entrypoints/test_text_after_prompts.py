@@ -124,3 +124,7 @@ def test_log_probabilities_of_a_chat_have_the_text_of_its_content(folder: str) -
     entries = choice["logprobs"]["content"]
     assert "".join(entry["token"] for entry in entries) == choice["message"]["content"] == " a small text"
     assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == " a small text"
+    asked = {"input": "What is it?", "include": ["message.output_text.logprobs"]}
+    [item] = make_server(folder).post(asked, RESPONSES).json()["output"]
+    [part] = item["content"]
+    assert "".join(entry["token"] for entry in part["logprobs"]) == part["text"] == " a small text"
