@@ -165,6 +165,11 @@ def test_a_search_whose_every_candidate_is_forbidden_is_an_error(llm: LLM) -> No
     with pytest.raises(RequestError, match="every candidate token"):
         llm.beam_search([5, 6], params)
     assert not llm.llm_engine.has_unfinished_requests()
+    with pytest.raises(RequestError, match=r"Prompt 0 of 2: .*every candidate token"):
+        llm.beam_search([[5, 6], [7, 8]], params)
+    [output] = llm.beam_search([5, 6], params, raise_on_error=False)
+    assert [each.finish_reason for each in output.sequences] == ["error"]
+    assert "every candidate token" in (output.sequences[0].error or "")
 
 
 def test_async_searches_run_concurrently_and_end_with_their_callers(checkpoint: Path, reference: Any) -> None:

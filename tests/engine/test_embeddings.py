@@ -17,6 +17,7 @@ from mvllm.errors import PlatformError
 from mvllm.messages.pooling_params import PoolingType
 from tests.engine.conftest import MakeLLM
 from tests.helpers import parity
+from tests.helpers.changed_weights import copy_without_head
 from tests.helpers.model_zoo import VOCAB_SIZE, load_reference, make_checkpoint
 from tests.helpers.thread_executor import ThreadExecutor
 
@@ -228,3 +229,30 @@ def test_nan_embeddings_fail_the_prompt_and_not_the_engine(make_llm: MakeLLM, mo
         with pytest.raises(PlatformError, match="not finite"):
             llm.encode([[5, 6]], use_tqdm=False)
     assert np.isfinite(llm.encode([[5, 6]], use_tqdm=False)[0].outputs.data).all()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"distributed_executor_backend": THREADS, "tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+        {"model_impl": "transformers"},
+        {"enable_lora": True},
+    ],
+    ids=["alone", "ranks", "transformers", "lora"],
+)
+def test_a_checkpoint_without_head_makes_embeddings_and_says_why_it_generates_nothing(
+    tmp_path: Path, settings: dict[str, object]
+) -> None:
+    expected = reference("llama-gqa")
+    folder = copy_without_head(expected.folder, tmp_path / "headless")
+    with parity.engine(folder, **settings, **CHUNKS) as llm:
+        check(expected, encode(llm, expected.prompts, normalize=False), LAST)
+        message = "no language-model head .lm_head.*use a checkpoint with the head"
+        with pytest.raises(RequestError, match=message):
+            llm.generate(expected.prompts, use_tqdm=False)
+        with pytest.raises(RequestError, match=message):
+            llm.chat([{"role": "user", "content": "Hello"}], use_tqdm=False)
+        if not settings:  # new weights may have a head, and are not used for more than embeddings
+            llm.update_weights(path=expected.folder)
+            check(expected, encode(llm, expected.prompts, normalize=False), LAST)

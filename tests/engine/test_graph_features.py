@@ -13,6 +13,7 @@ from mvllm.graph.interpreter import Interpreter
 from tests.engine import test_encoders as encoders
 from tests.engine import test_token_spaces as spaces
 from tests.helpers import encoder_zoo, parity
+from tests.helpers.changed_weights import copy_without_head
 from tests.helpers.graph_engine import start
 from tests.helpers.image_zoo import make_janus
 from tests.helpers.lora_adapters import check_against, merged, write_adapter
@@ -193,3 +194,14 @@ def test_images_and_text_have_heads_of_their_own(stack: ExitStack, tmp_path: Pat
     image, words = llm.generate(given, [spaces.image_params(), text], use_tqdm=False)
     assert image.outputs[0].image_codes == wanted.codes(prompts[2], prompts[2], 1.0)
     assert list(words.outputs[0].token_ids) == wanted.text(prompts[3], 10)
+
+
+def test_a_checkpoint_without_head_makes_embeddings(stack: ExitStack, tmp_path: Path) -> None:
+    found = oracle()
+    whole, headless = (
+        start(stack, folder) for folder in (found.folder, copy_without_head(found.folder, tmp_path / "x"))
+    )
+    vectors = [
+        [each.outputs.embedding for each in llm.embed(found.prompts, use_tqdm=False)] for llm in (whole, headless)
+    ]
+    assert vectors[0] == vectors[1]

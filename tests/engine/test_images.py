@@ -302,7 +302,10 @@ def test_an_image_that_fails_does_not_affect_the_others(janus: Janus, tmp_path: 
     bad = {"prompt_token_ids": [5, 7, BEGIN_OF_IMAGE_ID]}
     with LLM(str(folder), **SETTINGS) as llm:
         good = {"prompt_token_ids": [5, 8, BEGIN_OF_IMAGE_ID]}
-        first, failed, second = llm.generate_images([good, bad, good], GREEDY, use_tqdm=False)
+        with pytest.raises(RequestError, match=r"Prompt 1 of 3: .*NaN"):
+            llm.generate_images([good, bad, good], GREEDY, use_tqdm=False)
+        outputs = llm.generate_images([good, bad, good], GREEDY, use_tqdm=False, raise_on_error=False)
+        first, failed, second = outputs
     for output in (first, second):
         assert output.images[0].codes == wanted_codes(janus, output.prompt_token_ids)
         check_pixels(output.images[0].pixels, janus.pixels(output.images[0].codes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from PIL import Image
 from mvllm import LLM, PoolingParams, PoolingRequestOutput, RequestError, SamplingParams
 from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.async_llm import AsyncLLM
+from tests.helpers.changed_weights import copy_without_head
 from tests.helpers.multimodal_suite import NUM_TOKENS, THREADS, MultiModalOracle, draw_image, engine, oracle
 from tests.helpers.parity import bytes_of_blocks
 from tests.helpers.zoo_retrieval import IMAGE_PROMPT, RETRIEVAL, RetrievalOracle, prompt_of, retrieval_oracle
@@ -102,6 +104,23 @@ def states_of(expected: MultiModalOracle) -> list[np.ndarray[Any, Any]]:
             expected.model.model(**expected.inputs(request)).last_hidden_state[0].double().numpy()
             for request in expected.requests
         ]
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_vl", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("qwen2_vl", "llava"))]
+)
+def test_a_checkpoint_without_head_embeds_images(name: str, tmp_path: Path) -> None:
+    """As Qwen3-VL-Embedding is published."""
+    expected = oracle(name)
+    folder = copy_without_head(expected.folder, tmp_path / "headless")
+    requests = expected.requests[:3]
+    last = [each[-1] / np.linalg.norm(each[-1]) for each in states_of(expected)[:3]]
+    with engine(folder) as llm:
+        outputs = llm.embed([request.as_prompt() for request in requests], use_tqdm=False)
+        for output, vector in zip(outputs, last, strict=True):
+            np.testing.assert_allclose(output.outputs.embedding, vector, **CLOSE)
+        with pytest.raises(RequestError, match="no language-model head"):
+            llm.generate(requests[0].as_prompt(), use_tqdm=False)
 
 
 @pytest.mark.exhaustive

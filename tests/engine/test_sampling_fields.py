@@ -156,7 +156,8 @@ def test_functions_of_a_request_change_its_logits(llm: LLM, reference: Any) -> N
 
 def test_a_function_that_fails_fails_its_request(plain: LLM) -> None:
     params = [SamplingParams(max_tokens=4, logits_processors=[lambda ids, logits: None]), SamplingParams(max_tokens=4)]
-    failed, other = plain.generate([{"prompt_token_ids": PROMPTS[0]}] * 2, params, use_tqdm=False)
+    prompts = [{"prompt_token_ids": PROMPTS[0]}] * 2
+    failed, other = plain.generate(prompts, params, use_tqdm=False, raise_on_error=False)
     assert "it must return the logits" in (failed.outputs[0].error or "")
     assert len(other.outputs[0].token_ids) == 4
     with pytest.raises(RequestError, match="give classes to the engine's setting"):
@@ -212,7 +213,8 @@ def test_random_rows_sample_only_allowed_tokens(plain: LLM) -> None:
 
 def test_a_request_without_an_allowed_token_fails_alone(plain: LLM) -> None:
     params = [greedy(allowed_token_ids=[5], bad_words_token_ids=[[5]]), greedy()]
-    bad, good = plain.generate([{"prompt_token_ids": PROMPTS[0]}] * 2, params, use_tqdm=False)
+    prompts = [{"prompt_token_ids": PROMPTS[0]}] * 2
+    bad, good = plain.generate(prompts, params, use_tqdm=False, raise_on_error=False)
     assert bad.outputs[0].finish_reason == "error" and "masked out" in (bad.outputs[0].error or "")
     assert good.outputs[0].finish_reason == "length"
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 
 from mvllm import LLM, RequestError, SamplingParams, StructuredOutputsParams
@@ -57,7 +58,7 @@ def wanted(max_tokens: int = 60, seed: int = 0, temperature: float = 1.0, **form
 
 def run(llm: LLM, params: list[SamplingParams]) -> list[CompletionOutput]:
     prompts = [{"prompt_token_ids": PROMPT} for _ in params]
-    return [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+    return [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False, raise_on_error=False)]
 
 
 def assert_prefix(llm: LLM, params: SamplingParams, output: CompletionOutput) -> None:
@@ -248,6 +249,24 @@ def test_a_schema_that_cannot_be_compiled_fails_alone_with_the_error_position(ll
     assert {each.finish_reason for each in (schema, pattern, grammar)} == {"error"}
     jsonschema.validate(json.loads(fine.text), POINT)
     assert len(free.token_ids) == 4
+
+
+def test_a_refused_schema_is_raised_and_nothing_of_the_call_is_left(llm: LLM) -> None:
+    bad, free = wanted(json={"type": "strng"}), SamplingParams(max_tokens=40, ignore_eos=True)
+    prompts = [{"prompt_token_ids": PROMPT}] * 3
+    message = "Prompt 1 of 3: .*strng"
+    with pytest.raises(RequestError, match=message) as caught:
+        llm.generate(prompts, [free, bad, msgspec.structs.replace(free, n=2)], use_tqdm=False)
+    assert caught.value.parameter == "structured_outputs"
+    talk = [{"role": "user", "content": "Hello"}]
+    with pytest.raises(RequestError, match=message):
+        llm.chat([talk] * 3, [free, bad, free], use_tqdm=False)
+    with pytest.raises(RequestError, match=r"^[^P].*strng"):
+        llm.chat(talk, bad, use_tqdm=False)
+    assert not llm.llm_engine.has_unfinished_requests() and llm.reset_prefix_cache()
+    outputs = llm.chat([talk] * 3, [free, bad, free], use_tqdm=False, raise_on_error=False)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
+    assert outputs[1].outputs[0].error_parameter == "structured_outputs"
 
 
 @pytest.fixture

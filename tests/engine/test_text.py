@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,6 +14,7 @@ from mvllm.entrypoints.step_loop import stream_request
 from mvllm.logprobs import FlatLogprobs
 from mvllm.messages.sampling_params import RequestOutputKind
 from tests.engine.conftest import MakeLLM
+from tests.unit.engine.tokenizers import KINDS, make_tokenizer, save_tokenizer
 
 PROMPTS = ["Hello world", "The capital of", [5, 6, 7, 8], "x"]
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -102,3 +105,36 @@ def test_flat_logprobs_read_as_the_dicts_that_they_replace(llm: LLM, more: dict[
         assert isinstance(found, FlatLogprobs) and list(found) == one.logprobs and other.text == one.text
         assert found[-1] == one.logprobs[-1] and list(found[1:3]) == one.logprobs[1:3] and not found[5:]
         assert len(found.token_ids) == len(found.logprobs) == found.end_indices[-1]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "byte_fallback",
+        *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in KINDS if kind != "byte_fallback"),
+    ],
+)
+def test_the_text_is_what_follows_that_of_the_prompt(make_llm: MakeLLM, tmp_path: Path, kind: str) -> None:
+    """As in the text of prompt and output together, with every kind of decoder."""
+    save_tokenizer(tmp_path, kind)
+    llm = make_llm(tokenizer=str(tmp_path), load_format="dummy", hf_overrides={"vocab_size": 512})
+    decode = partial(llm.get_tokenizer().decode, clean_up_tokenization_spaces=False)
+    prompts = ["Hello world", "def f(x):\n    return", "The cat sat on", [5, 6, 7, 8]]
+    # Tokens of whole characters: the text of a run of bytes is known at its end.
+    known = [i for i in range(make_tokenizer(kind).length) if "\ufffd" not in make_tokenizer(kind).token_text(i)]
+    greedy = msgspec.structs.replace(GREEDY, allowed_token_ids=known)
+    settings = [
+        greedy,
+        msgspec.structs.replace(greedy, skip_special_tokens=False),
+        msgspec.structs.replace(greedy, n=2, temperature=1.0, seed=1),
+        msgspec.structs.replace(greedy, stop=["never occurs"]),
+        msgspec.structs.replace(GREEDY, use_beam_search=True, beam_width=2, n=2, max_tokens=4),
+    ]
+    for params in settings:
+        for output in llm.generate(prompts, params, use_tqdm=False):
+            for sequence in output.outputs:
+                options = {"skip_special_tokens": params.skip_special_tokens}
+                before = decode(output.prompt_token_ids, **options)
+                whole = decode([*output.prompt_token_ids, *sequence.token_ids], **options)
+                if "\ufffd" not in whole:
+                    assert before + sequence.text == whole

@@ -118,8 +118,10 @@ def test_tags_of_a_text_model(make_llm: MakeLLM) -> None:
 
     opened = tokens("Once upon <a>\n", params)
     assert opened[7 : 7 + len(end)] == end
+    within = tokens("Once upon <a> a time there was", params)
+    assert within[7 : 7 + len(end)] == end
     free = SamplingParams(temperature=0, max_tokens=30)
-    for prompt in ("Once upon <a>b</a>\n", "Once upon"):  # closed, or not begun
+    for prompt in ("Once upon <a>b</a>\n", "Once upon", "<a>b</a> Once upon"):  # closed, or not begun
         assert tokens(prompt, params) == tokens(prompt, free)
     with pytest.raises(RequestError, match="thinking_tags"):
         SamplingParams(thinking_tags=["<a>"])

@@ -220,7 +220,7 @@ def test_a_request_with_nan_logits_ends_with_an_error_and_the_engine_goes_on(mak
     llm = make(executor, "nan@execute:rank=-1,step=3")
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     prompt = {"prompt_token_ids": [5, 6, 7]}
-    [failed] = llm.generate(prompt, params, use_tqdm=False)
+    [failed] = llm.generate(prompt, params, use_tqdm=False, raise_on_error=False)
     assert failed.outputs[0].finish_reason == "error"
     assert len(failed.outputs[0].token_ids) == 3
     [good] = llm.generate(prompt, params, use_tqdm=False)
@@ -241,7 +241,7 @@ def test_a_step_without_memory_fails_its_requests_while_the_next_is_in_flight(
     llm = make("uni", "oom@execute:step=3")
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, structured_outputs=form)
     prompts = [{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": [8, 9]}]
-    failed = [each.outputs[0] for each in llm.generate(prompts, params, use_tqdm=False)]
+    failed = [each.outputs[0] for each in llm.generate(prompts, params, use_tqdm=False, raise_on_error=False)]
     assert [(each.finish_reason, len(each.token_ids)) for each in failed] == [("error", 3)] * 2
     good = [each.outputs[0] for each in llm.generate(prompts, params, use_tqdm=False)]
     for one, other in zip(good, failed, strict=True):
@@ -260,7 +260,8 @@ def test_requests_that_share_blocks_of_a_failed_step_give_correct_tokens(
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
     def run(llm: LLM) -> list[tuple[object, list[int]]]:
-        outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+        found = llm.generate(prompts, params, use_tqdm=False, raise_on_error=False)
+        outputs = [output.outputs[0] for output in found]
         return [(each.finish_reason, list(each.token_ids)) for each in outputs]
 
     expected = run(make("uni", max_num_batched_tokens=48))

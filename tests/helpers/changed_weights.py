@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -26,3 +27,16 @@ def changed_copy(folder: Path, copy: Path, seed: int = 1) -> Path:
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint."""
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def copy_without_head(source: Path, folder: Path) -> Path:
+    """A copy of a checkpoint without language-model head, as embedding models are published. Returns `folder`."""
+    shutil.copytree(source, folder)
+    for file in folder.glob("*.safetensors"):
+        kept = {name: tensor for name, tensor in load_file(file).items() if "lm_head." not in name}
+        save_file(kept, file, metadata={"format": "pt"})
+    if (index := folder / "model.safetensors.index.json").is_file():
+        values = json.loads(index.read_text())
+        values["weight_map"] = {name: file for name, file in values["weight_map"].items() if "lm_head." not in name}
+        index.write_text(json.dumps(values))
+    return folder

@@ -151,7 +151,8 @@ def generate(llm: LLM, prompts: list[list[int]], **settings: object) -> list[Req
             | settings
         )
     )
-    return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return llm.generate(asked, params, use_tqdm=False, raise_on_error=False)
 
 
 def check_tokens_without_logprobs(checkpoint: str = "llama-gqa") -> None:

@@ -230,7 +230,7 @@ def build_model_config(
     language = "" if model_impl == "transformers" else by_type
     if multimodal is None and architecture in _TEXT_MODELS and language:
         architecture = language
-    kind = ModelKind.of(architecture, hf_config)
+    kind = ModelKind.of(architecture, hf_config, folder)
     if max_model_len is None and not kind.generates:
         longest = resolve_max_model_len(hf_config, None)
         max_model_len = min(longest, max_seq_length(folder) or longest)

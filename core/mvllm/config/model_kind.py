@@ -2,6 +2,7 @@
 
 LlamaForCausalLM                  generates; embeds, too
 LlamaModel                        embeds: a decoder without its head
+LlamaForCausalLM, without head    embeds: its checkpoint has no head, and the embedding is not the head
 LlamaForSequenceClassification    classifies: a decoder with another head
 BertModel                         embeds: an encoder
 BertForSequenceClassification     classifies: an encoder with a head
@@ -11,7 +12,9 @@ ColQwen2ForRetrieval              gives a vector for each token: a decoder with 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from mvllm.config.checkpoint_head import lacks_head
 from mvllm.config.hf_config import HFConfig
 from mvllm.errors import ModelError
 
@@ -40,16 +43,21 @@ class ModelKind:
         is_encoder: Whether its attention is bidirectional, which excludes generation, KV caching and chunked prefill.
         num_labels: Number of class scores; 0 if it does not classify.
         token_vector_size: Components of the vector of each token, of models for late interaction; 0 for others.
+        lacks_head: Whether the architecture generates, but the checkpoint has no language-model head.
     """
 
     generates: bool = True
     is_encoder: bool = False
     num_labels: int = 0
     token_vector_size: int = 0
+    lacks_head: bool = False
 
     @classmethod
-    def of(cls, architecture: str, hf_config: HFConfig) -> ModelKind:
+    def of(cls, architecture: str, hf_config: HFConfig, folder: Path | None = None) -> ModelKind:
         """The kind of an architecture.
+
+        Args:
+            folder: The model folder with the checkpoint, which may lack the head; None if that does not matter.
 
         Raises:
             ModelError: The number of labels or the size of vectors in the config is invalid.
@@ -60,7 +68,10 @@ class ModelKind:
         if architecture in RETRIEVAL_ARCHITECTURES:
             size = hf_config.positive_int("embedding_dim", 128, at_most=_MAX_VECTOR)
             return cls(generates=False, token_vector_size=size)
-        return cls(generates=not is_encoder and architecture not in HEADLESS_DECODERS, is_encoder=is_encoder)
+        if is_encoder or architecture in HEADLESS_DECODERS:
+            return cls(generates=False, is_encoder=is_encoder)
+        without = folder is not None and lacks_head(folder, hf_config)
+        return cls(generates=not without, lacks_head=without)
 
 
 def _is_encoder(architecture: str) -> bool:

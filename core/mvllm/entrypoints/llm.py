@@ -25,6 +25,7 @@ from mvllm.engine.llm_engine import LLMEngine
 from mvllm.engine.metrics.profiler import Profiler
 from mvllm.entrypoints.chat_prompt import chat_prompt
 from mvllm.entrypoints.chat_template import Conversation, is_conversation
+from mvllm.entrypoints.failed_outputs import raise_failure
 from mvllm.entrypoints.generate_progress import GenerateProgress
 from mvllm.entrypoints.llm_images import LLMImages
 from mvllm.entrypoints.llm_rollouts import LLMRollouts
@@ -32,6 +33,7 @@ from mvllm.entrypoints.pooling_tasks import PoolingArgument, for_named_task, for
 from mvllm.entrypoints.prompt_lists import as_prompt_list, one_per_prompt
 from mvllm.entrypoints.score_inputs import ContentInput, score_inputs
 from mvllm.entrypoints.step_loop import step_until_finished
+from mvllm.entrypoints.thinking_defaults import with_thinking_tags
 from mvllm.errors import EngineDeadError, RequestError
 from mvllm.logging import configure_logging
 from mvllm.messages.beam_search_params import BeamSearchParams
@@ -202,6 +204,7 @@ class LLM(LLMRollouts, LLMImages):
         use_tqdm: UseTqdm = True,
         priority: int | Sequence[int] | None = None,
         lora_request: LoRAArgument = None,
+        raise_on_error: bool = True,
     ) -> list[RequestOutput]:
         """Generates text from each prompt.
 
@@ -212,16 +215,20 @@ class LLM(LLMRollouts, LLMImages):
             use_tqdm: Show a progress bar; a function replaces `tqdm.tqdm`.
             priority: For all prompts, or one per prompt; lower values are scheduled first.
             lora_request: The adapter for all prompts, or one (or None) per prompt; needs `enable_lora`.
+            raise_on_error: Raise the error of the first prompt that fails while it is processed, such as a schema that
+                cannot be enforced or logits that are NaN, and abort the others. If False, its output has the finish
+                reason `error` and an `error`, and the others are complete.
 
         Returns:
             One output per prompt, in the order of the prompts.
 
         Raises:
-            RequestError: A prompt, parameter or adapter is invalid. No prompt was processed.
+            RequestError: A prompt, parameter or adapter is invalid, and no prompt was processed; or see
+                `raise_on_error`.
             EngineDeadError: The engine has failed or was closed.
         """
-        engine = self.llm_engine
-        return self._generate(engine, as_prompt_list(prompts), sampling_params, use_tqdm, priority, lora_request)
+        engine, each = self.llm_engine, as_prompt_list(prompts)
+        return self._generate(engine, each, sampling_params, use_tqdm, priority, lora_request, raise_on_error)
 
     def chat(
         self,
@@ -237,6 +244,7 @@ class LLM(LLMRollouts, LLMImages):
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         priority: int | Sequence[int] | None = None,
         lora_request: LoRAArgument = None,
+        raise_on_error: bool = True,
     ) -> list[RequestOutput]:
         """Generates the next message of each conversation.
 
@@ -244,7 +252,7 @@ class LLM(LLMRollouts, LLMImages):
             messages: A conversation, which is a list of `{"role": ..., "content": ...}`, or a list of conversations. A
                 content is a text, or a list of parts as in the chat completions API (`text`, `image_url`,
                 `input_audio`, `video_url`, and `image_pil` with an image of Pillow).
-            sampling_params, use_tqdm, priority, lora_request: As for `generate`.
+            sampling_params, use_tqdm, priority, lora_request, raise_on_error: As for `generate`.
             chat_template: A Jinja template in place of the tokenizer's own.
             add_generation_prompt: End the prompt with the header of an assistant message.
             continue_final_message: Continue the last message; needs `add_generation_prompt=False`.
@@ -256,7 +264,8 @@ class LLM(LLMRollouts, LLMImages):
             One output per conversation, in order.
 
         Raises:
-            RequestError: A conversation is invalid, or the model has no chat template. No conversation was processed.
+            RequestError: A conversation is invalid, or the model has no chat template, and no conversation was
+                processed; or see `raise_on_error`.
         """
         engine = self.llm_engine
         if not isinstance(messages, list | tuple) or not messages:
@@ -280,7 +289,7 @@ class LLM(LLMRollouts, LLMImages):
             )
             for conversation in conversations
         ]
-        return self._generate(engine, prompts, sampling_params, use_tqdm, priority, lora_request)
+        return self._generate(engine, prompts, sampling_params, use_tqdm, priority, lora_request, raise_on_error)
 
     def beam_search(
         self,
@@ -289,24 +298,27 @@ class LLM(LLMRollouts, LLMImages):
         *,
         use_tqdm: UseTqdm = False,
         priority: int | Sequence[int] | None = None,
+        raise_on_error: bool = True,
     ) -> list[BeamSearchOutput]:
         """Searches the most probable continuations of each prompt with beam search.
 
         Args:
-            prompts, use_tqdm, priority: As for `generate`.
+            prompts, use_tqdm, priority, raise_on_error: As for `generate`.
             params: The same for all prompts.
 
         Returns:
             One output per prompt, in the order of the prompts, with up to `beam_width` sequences, best first.
 
         Raises:
-            RequestError: A prompt or parameter is invalid, or no sequence can end.
+            RequestError: A prompt or parameter is invalid; or a search failed, for instance because no sequence can
+                end, see `raise_on_error`.
             EngineDeadError: The engine has failed or was closed.
         """
         engine = self.llm_engine
         settings = params.as_sampling_params()
         settings.detokenize = engine.has_tokenizer
-        outputs = self._generate(engine, as_prompt_list(prompts), settings, use_tqdm, priority)
+        each = as_prompt_list(prompts)
+        outputs = self._generate(engine, each, settings, use_tqdm, priority, raise_on_error=raise_on_error)
         return [_as_beam_search_output(output, settings.length_penalty) for output in outputs]
 
     def encode(
@@ -461,6 +473,7 @@ class LLM(LLMRollouts, LLMImages):
         use_tqdm: UseTqdm,
         priority: int | Sequence[int] | None,
         lora_request: LoRAArgument = None,
+        raise_on_error: bool = True,
     ) -> list[RequestOutput]:
         """Validates all prompts and parameters, then generates."""
         if not prompts:
@@ -470,16 +483,23 @@ class LLM(LLMRollouts, LLMImages):
         requests = engine.input_processor.process_batch(
             ids,
             prompts,
-            _final_only(one_per_prompt(chosen, len(prompts), "sampling_params")),
+            _final_only(one_per_prompt(chosen, len(prompts), "sampling_params"), engine),
             priorities=None if priority is None else one_per_prompt(priority, len(prompts), "priority"),
             lora_requests=None if lora_request is None else one_per_prompt(lora_request, len(prompts), "lora_request"),
         )
-        return self._run_requests(engine, requests, use_tqdm)
+        return self._run_requests(engine, requests, use_tqdm, raise_on_error)
 
     def _run_requests(
-        self, engine: LLMEngine, requests: Sequence[ProcessedRequest], use_tqdm: UseTqdm
+        self,
+        engine: LLMEngine,
+        requests: Sequence[ProcessedRequest],
+        use_tqdm: UseTqdm,
+        raise_on_error: bool = False,
     ) -> list[RequestOutput]:
-        """Adds the requests to the engine and steps it until all have finished; returns their outputs in order."""
+        """Adds the requests to the engine and steps it until all have finished; returns their outputs in order.
+
+        With `raise_on_error` the first request that fails ends the call: the others are aborted.
+        """
         engine.require_not_paused()
         ids = [request.core.request_id for request in requests]
         outputs: dict[str, RequestOutput] = {}
@@ -488,6 +508,8 @@ class LLM(LLMRollouts, LLMImages):
             with closing(step_until_finished(engine, ids)) as steps:
                 for output in steps:
                     if output.finished:
+                        if raise_on_error:
+                            raise_failure(output, ids)
                         outputs[output.request_id] = output
                         progress.update(output)
         return [outputs[i] for i in ids]
@@ -496,8 +518,6 @@ class LLM(LLMRollouts, LLMImages):
 def _as_beam_search_output(output: RequestOutput, length_penalty: float) -> BeamSearchOutput:
     sequences = []
     for found in output.outputs:
-        if found.finish_reason == "error":
-            raise RequestError(f"The beam search failed: {found.error}", parameter=found.error_parameter)
         cum_logprob = found.cumulative_logprob or 0.0
         sequences.append(
             BeamSearchSequence(
@@ -505,21 +525,27 @@ def _as_beam_search_output(output: RequestOutput, length_penalty: float) -> Beam
                 num_prompt_tokens=len(output.prompt_token_ids),
                 text=found.text,
                 cum_logprob=cum_logprob,
-                score=cum_logprob / len(found.token_ids) ** length_penalty,
+                score=cum_logprob / max(len(found.token_ids), 1) ** length_penalty,
                 logprobs=found.logprobs,
                 finish_reason=found.finish_reason,
                 stop_reason=found.stop_reason,
+                error=found.error,
             )
         )
     return BeamSearchOutput(sequences)
 
 
-def _final_only(params: Sequence[Any]) -> list[Any]:
-    """Copies that request final outputs only. Parameters that several prompts share are copied once."""
+def _final_only(params: Sequence[Any], engine: LLMEngine) -> list[Any]:
+    """Copies that request final outputs only, and have the tags of the model's thoughts if they limit them. Parameters
+    that several prompts share are copied once."""
     copies: dict[int, Any] = {}
     for each in params:
         if id(each) not in copies:
             is_params = isinstance(each, SamplingParams)  # the input processor rejects other types
             final = RequestOutputKind.FINAL_ONLY
-            copies[id(each)] = msgspec.structs.replace(each, output_kind=final) if is_params else each
+            copies[id(each)] = (
+                with_thinking_tags(msgspec.structs.replace(each, output_kind=final), engine.config.model)
+                if is_params
+                else each
+            )
     return [copies[id(each)] for each in params]

@@ -39,6 +39,7 @@ class LLMImages(ABC):
         use_tqdm: bool | Callable[..., Any],
         priority: int | Sequence[int] | None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        raise_on_error: bool = True,
     ) -> list[RequestOutput]:
         """Validates all prompts and parameters, then generates."""
 
@@ -50,6 +51,7 @@ class LLMImages(ABC):
         use_tqdm: bool | Callable[..., Any] = True,
         priority: int | Sequence[int] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        raise_on_error: bool = True,
     ) -> list[ImageRequestOutput]:
         """Generates images from each prompt, with a model that does (Janus, Emu3).
 
@@ -57,14 +59,14 @@ class LLMImages(ABC):
             prompts: A prompt or a list of prompts. A text is formatted as the model expects it; token ids
                 (`{"prompt_token_ids": ids}`) are used as they are.
             params: For all prompts, or one per prompt; None is `ImageParams()`.
-            use_tqdm, priority, lora_request: As for `generate`.
+            use_tqdm, priority, lora_request, raise_on_error: As for `generate`.
 
         Returns:
-            One output per prompt, in the order of the prompts. An image that failed while it was generated has the
-            finish reason `error` and an `error`, and the others are complete.
+            One output per prompt, in the order of the prompts.
 
         Raises:
-            RequestError: The model generates no images, or a prompt or parameter is invalid. No prompt was processed.
+            RequestError: The model generates no images, or a prompt or parameter is invalid, and no prompt was
+                processed; or see `raise_on_error`.
             EngineDeadError: The engine has failed or was closed.
         """
         engine = self.llm_engine
@@ -73,7 +75,7 @@ class LLMImages(ABC):
         chosen = one_per_prompt(ImageParams() if params is None else params, len(each), "params")
         settings = [images.sampling_params(one) for one in chosen]
         formatted = [images.prompt(prompt, one) for prompt, one in zip(each, chosen, strict=True)]
-        finished = self._generate(engine, formatted, settings, use_tqdm, priority, lora_request)
+        finished = self._generate(engine, formatted, settings, use_tqdm, priority, lora_request, raise_on_error)
         outputs = [images.output(output, one) for output, one in zip(finished, chosen, strict=True)]
         wanted = [image for output, one in zip(outputs, chosen, strict=True) if one.decode for image in output.images]
         for batch in decode_batches(wanted):

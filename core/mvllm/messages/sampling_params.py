@@ -93,7 +93,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             log-probabilities, best first. None means `n`. With more than `n`, there is no output before the end.
         logit_bias: Token id to the bias added to its logit, clamped to [-100, 100]; before penalties and temperature.
         allowed_token_ids: Only these tokens can be sampled, also instead of tokens that end the sequence.
-        bad_words: Texts that must not occur. Each is tokenized as at the beginning of a text and as after a space; its
+        bad_words: Texts that must not occur. Each is tokenized as within a text and as after a space; its
             last token cannot be sampled after its other tokens, whether these are in the prompt or in the output.
         bad_words_token_ids: The same as lists of token ids. The engine adds the token ids of `bad_words`.
         truncate_prompt_tokens: Keep only the last tokens of the prompt, this many; -1 as many as the context holds.
@@ -108,11 +108,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         extra_args: Arguments for plugins such as logits processors: names to JSON values.
         thinking_token_budget: Most tokens of the model's thoughts (its reasoning). After so many the end of the
             thoughts is generated in place of what the model would sample. Thoughts begin where the prompt ends with
-            the opening tag, or where the output begins with it; other outputs are not affected.
-        thinking_tags: The texts that open and close the thoughts, by default the `think` tags of Qwen3 and DeepSeek-R1.
-            With an empty opening text the output begins within the thoughts. A third text is generated in place of the
-            closing one when the budget is spent; it should contain that one. Further texts, such as the beginning of a
-            tool call, end the thoughts without a closing tag.
+            the opening tag or within thoughts, or where the output begins with the tag; other outputs are not affected.
+        thinking_tags: The texts that open and close the thoughts, by default in `LLM` those of the format that the chat
+            template shows, and otherwise the `think` tags of Qwen3 and DeepSeek-R1. With an empty opening text the
+            output begins within the thoughts. A third text is generated in place of the closing one when the budget is
+            spent; it should contain that one. Further texts, such as the beginning of a tool call, end the thoughts
+            without a closing tag.
         thinking_tokens: The same as token ids. The engine adds those of `thinking_tags`.
         logits_processors: Functions that change the logits before a token is sampled, `f(output_ids, logits)` or
             `f(prompt_ids, output_ids, logits)`, with lists of token ids and float32 [vocab]; each returns the new

@@ -47,7 +47,7 @@ class CausalLM(nn.Module, ABC):
         reads_per_layer_config: Whether the model reads `per_layer_config`, settings of single layers. Models that do
             not read it refuse it.
         module_names: Names of modules in checkpoints that differ from those of this class.
-        lm_head: The language-model head on the last stage, else None.
+        lm_head: The language-model head on the last stage, else None; None if the checkpoint has none.
         tied_names: The tensors of a tied head and of the embedding, on one rank of the last stage, else None. A
             checkpoint that has both must have equal ones.
         pixel_decoder: Decoder of image codes, on one rank of the last stage of models that generate images; else None.
@@ -203,6 +203,8 @@ class CausalLM(nn.Module, ABC):
             return number < self.config.num_layers and not self.stage.first <= number < self.stage.stop
         if self.ties_head and name == f"{self.head_name}.weight":
             return True
+        if self.config.kind.lacks_head and name.startswith(f"{self.head_name}."):
+            return True  # of an update of the weights
         return (not self.stage.is_first and name.startswith(self.first_stage_names)) or (
             not self.stage.is_last and name.startswith((*self.last_stage_names, self.head_name))
         )
@@ -242,7 +244,7 @@ class CausalLM(nn.Module, ABC):
     def _build_head(
         self, ctx: BuildContext, embedding_name: str, size: int, embedding: VocabEmbedding | None
     ) -> LMHead | None:
-        if not self.stage.is_last:
+        if not self.stage.is_last or self.config.kind.lacks_head:
             return None
         if self.ties_head:
             if ctx.tp.is_first:

@@ -166,7 +166,7 @@ def match_names(
     missing = [] if allow_missing else [name for name in targets if name not in matched]
     check_quantized_stacks(unknown, [(entry, targets[name]) for name, entry in matched.items()])
     if unknown or missing:
-        raise ModelError(_mismatch(type(model).__name__, unknown, missing, targets, folder))
+        raise ModelError(_mismatch(model, unknown, missing, targets, folder))
     return matched
 
 
@@ -176,9 +176,14 @@ def _prefixes(targets: Iterable[str]) -> list[str]:
 
 
 def _mismatch(
-    model: str, unknown: list[TensorEntry], missing: list[str], targets: Iterable[str], folder: Path, most: int = 5
+    model: LoadableModel,
+    unknown: list[TensorEntry],
+    missing: list[str],
+    targets: Iterable[str],
+    folder: Path,
+    most: int = 5,
 ) -> str:
-    lines = [f"The weights in {folder} are not those of {model}:"]
+    lines = [f"The weights in {folder} are not those of {type(model).__name__}:"]
     for entry in unknown[:most]:
         nearest = difflib.get_close_matches(entry.name[:200], missing or list(targets), n=1, cutoff=0.6)
         hint = f"; the nearest that it has is {nearest[0]!r}" if nearest else ""
@@ -190,7 +195,15 @@ def _mismatch(
     lines.extend(f"  missing tensor {name!r}, which no file holds" for name in missing[:most])
     if len(missing) > most:
         lines.append(f"  and {len(missing) - most} more missing tensors")
-    lines.append("Check that config.json and the weights belong together, or download the model again.")
+    hf_config = getattr(getattr(model, "config", None), "hf_config", {})
+    of_head = missing and not unknown and all(name.startswith("lm_head.") for name in missing)
+    if of_head and "tie_word_embeddings" not in hf_config:
+        lines.append(
+            "The checkpoint has no language-model head, and config.json does not say whether the token embedding is "
+            "it. Pass hf_overrides={'tie_word_embeddings': True} if it is, or False to make embeddings without a head."
+        )
+    else:
+        lines.append("Check that config.json and the weights belong together, and that no file is missing.")
     return "\n".join(lines)
 
 

@@ -321,3 +321,54 @@ def test_the_default_values_of_transformers_v4_files_are_understood(tmp_path):
 def test_the_default_logprobs_limit_fits_a_vocabulary_smaller_than_it(tmp_path):
     folder = write_folder(tmp_path, {**LLAMA, "vocab_size": 8, "eos_token_id": 2})
     assert build_model_config(model="m", folder=folder, tokenizer=None).max_logprobs == 8
+
+
+# ------------------------------------------------------------------------------------------ checkpoints without a head
+
+
+def write_names(folder, names, *, file="model.safetensors") -> None:
+    """A safetensors file of empty tensors."""
+    header = json.dumps({name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}).encode()
+    (folder / file).write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+BODY = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight")
+
+
+@pytest.mark.parametrize(
+    ("names", "lacks"),
+    [
+        (BODY, True),
+        ([name.removeprefix("model.") for name in BODY], True),
+        (["model.language_model.norm.weight", "model.visual.blocks.0.head.weight"], True),
+        (["model.norm.weight", "vision_tower.vision_model.head.probe"], True),
+        (["model.layers.0.self_attn.head.weight", "model.norm.weight"], True),
+        ([*BODY, "lm_head.weight"], False),
+        ([*BODY, "lm_head.weight_packed"], False),
+        ([*BODY, "language_model.lm_head.weight"], False),
+        ([*BODY, "embed_out.weight"], False),
+        ([*BODY, "output.weight"], False),
+        ([*BODY, "generation_head.weight"], False),
+        ([], False),
+    ],
+)
+def test_a_checkpoint_that_has_no_head_makes_embeddings(tmp_path, names, lacks):
+    write_names(tmp_path, names)
+    found = build(tmp_path, tie_word_embeddings=False).kind
+    assert (found.lacks_head, found.generates) == (lacks, not lacks)
+    for changes in ({"tie_word_embeddings": True}, {}):  # the embedding is the head, or may be
+        assert build(tmp_path, **changes).kind.generates
+    (tmp_path / "model.safetensors").unlink()
+    index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert build(tmp_path, tie_word_embeddings=False).kind.lacks_head == lacks
+    (tmp_path / "model.safetensors.index.json").unlink()
+    write_names(tmp_path, names[:1], file="model-00001-of-00002.safetensors")
+    write_names(tmp_path, names[1:], file="model-00002-of-00002.safetensors")
+    assert build(tmp_path, tie_word_embeddings=False).kind.lacks_head == lacks
+
+
+def test_damaged_files_are_left_to_the_loader(tmp_path):
+    for data in (b"", b"\xff" * 100, b"\x02" + b"\0" * 7 + b"[]"):
+        (tmp_path / "model.safetensors").write_bytes(data)
+        assert build(tmp_path, tie_word_embeddings=False).kind.generates

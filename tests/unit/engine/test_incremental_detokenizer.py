@@ -13,8 +13,8 @@ from tests.unit.engine.tokenizers import KINDS, make_tokenizer
 kinds = pytest.mark.parametrize("kind", list(KINDS))
 
 
-def deltas_of(tokenizer, chunks, **options):
-    detokenizer = IncrementalDetokenizer(tokenizer, **options)
+def deltas_of(tokenizer, chunks, prompt=(), **options):
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt, **options)
     return [*(detokenizer.append(chunk) for chunk in chunks), detokenizer.finish()]
 
 
@@ -30,6 +30,93 @@ def test_deltas_add_up_to_the_text_decoded_at_once(kind, data, skip):
         start += size
     pieces = deltas_of(tokenizer, chunks, skip_special_tokens=skip)
     assert "".join(pieces) == tokenizer.hf.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+
+
+@kinds
+@given(data=st.data(), skip=st.booleans())
+def test_the_text_is_what_follows_the_text_of_the_prompt(kind, data, skip):
+    tokenizer = make_tokenizer(kind)
+    ids = st.integers(0, tokenizer.length - 1)
+    prompt = data.draw(st.lists(ids, max_size=14))
+    output = data.draw(st.lists(ids, max_size=14))
+    options = {"skip_special_tokens": skip}
+    before = tokenizer.hf.decode(prompt, clean_up_tokenization_spaces=False, **options)
+    whole = tokenizer.hf.decode(prompt + output, clean_up_tokenization_spaces=False, **options)
+    expected = whole[len(before) :]
+    if "\ufffd" in whole or not whole.startswith(before):
+        return  # no character or run of bytes is split: see below
+    assert "".join(deltas_of(tokenizer, [[i] for i in output], prompt, **options)) == expected
+    assert IncrementalDetokenizer(tokenizer, prompt, **options).finish(output) == expected
+
+
+@pytest.mark.parametrize("kind", ["byte_fallback", "marks_first", "metaspace", "wordpiece", "word_suffix"])
+@pytest.mark.parametrize("prompt", ["The cat", "def f(x):"])
+def test_the_first_word_keeps_its_space(kind, prompt):
+    tokenizer = make_tokenizer(kind)
+    before, word = (tokenizer.encode(text, add_special_tokens=False) for text in (prompt, "small"))
+    pieces = deltas_of(tokenizer, [[i] for i in word], before)
+    assert "".join(pieces) == " small"
+    assert tokenizer.decode(before) + "".join(pieces) == tokenizer.decode([*before, *word])
+
+
+@pytest.mark.parametrize("kind", ["byte_fallback", "marks_first", "metaspace"])
+def test_without_a_visible_prompt_the_first_word_has_no_space(kind):
+    tokenizer = make_tokenizer(kind)
+    words = tokenizer.encode("The cat", add_special_tokens=False)
+    special = sorted(tokenizer.special_ids)
+    for prompt in ([], special, [-1, tokenizer.length + 5]):
+        assert "".join(deltas_of(tokenizer, [[i] for i in words], prompt)) == "The cat"
+    kept = deltas_of(tokenizer, [[i] for i in words], special, skip_special_tokens=False)
+    assert "".join(kept) == " The cat"
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "marks_first", "gemma", "qwen2"])
+@pytest.mark.parametrize("before", ["", "on the ", "🎉🎉🎉 ", "🎉🎉🎉\n"])
+@pytest.mark.parametrize("num_bytes", [1, 2, 3])
+def test_a_character_that_begins_in_the_prompt_belongs_to_the_text(kind, before, num_bytes):
+    tokenizer = make_tokenizer(kind)
+    start = tokenizer.encode(before, add_special_tokens=False) if before else []
+    bird = [i for i in tokenizer.encode("🦜", add_special_tokens=False) if "\ufffd" in tokenizer.token_text(i)]
+    if len(bird) <= num_bytes:
+        num_bytes = len(bird) - 1
+    rest = [*bird[num_bytes:], *tokenizer.encode("on the", add_special_tokens=False)]
+    whole = tokenizer.decode([*start, *bird, *rest[len(bird) - num_bytes :]])
+    expected = whole[len(tokenizer.decode(start)) :]
+    assert expected.startswith("🦜")
+    prompt = [*start, *bird[:num_bytes]]
+    assert "".join(deltas_of(tokenizer, [[i] for i in rest], prompt)) == expected
+    assert IncrementalDetokenizer(tokenizer, prompt).finish(rest) == expected
+    # Bytes of the prompt that never become a character are no text of the output.
+    word = tokenizer.encode("mat", add_special_tokens=False)
+    for pieces in (deltas_of(tokenizer, [[i] for i in word], prompt), deltas_of(tokenizer, [word], prompt)):
+        assert "".join(pieces).strip() == "mat"
+    assert deltas_of(tokenizer, [], prompt) == [""]
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "gemma"])
+def test_an_incomplete_character_of_the_output_changes_nothing_of_the_prompt(kind):
+    tokenizer = make_tokenizer(kind)
+    prompt = tokenizer.encode("on the\nü", add_special_tokens=False)
+    bird = [i for i in tokenizer.encode("🦜", add_special_tokens=False) if "\ufffd" in tokenizer.token_text(i)]
+    assert set("".join(deltas_of(tokenizer, [[bird[0]]], prompt))) == {"\ufffd"}
+
+
+@kinds
+def test_texts_of_tokens_add_up_to_the_text(kind):
+    tokenizer = make_tokenizer(kind)
+    ids = tokenizer.encode("The cat sat on the mat", add_special_tokens=False)
+    assert "".join(map(tokenizer.token_text, ids)).strip() == tokenizer.decode(ids)
+    assert b"".join(map(tokenizer.token_bytes, ids)).strip() == tokenizer.decode(ids).encode()
+
+
+def test_two_tokens_that_differ_in_the_space_have_different_texts():
+    for kind in ("byte_fallback", "marks_first", "metaspace"):
+        tokenizer = make_tokenizer(kind)
+        vocab = tokenizer.backend.get_vocab()
+        pairs = [(i, vocab["▁" + name]) for name, i in vocab.items() if "▁" + name in vocab and "▁" not in name]
+        assert pairs
+        for plain, spaced in pairs:
+            assert tokenizer.token_text(spaced) == " " + tokenizer.token_text(plain)
 
 
 @kinds

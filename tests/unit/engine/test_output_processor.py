@@ -100,6 +100,42 @@ def test_outputs_that_are_not_requested_accumulate(kind):
     assert (output.outputs[0].text, output.outputs[0].token_ids) == ("The cat sat on the 🎉 mat.", ids)
 
 
+@pytest.mark.parametrize("decoder", ["byte_fallback", "marks_first", "metaspace"])
+class TestTextAfterThePrompt:
+    """The text is what follows that of the prompt, with decoders that drop the space of the first word."""
+
+    @staticmethod
+    def run_of(decoder, kind, prompt="the cat is", **params):
+        tokenizer = make_tokenizer(decoder)
+        run = Run(kind, tokenizer, tokenizer.encode(prompt), **params)
+        return run, tokenizer.encode("a small text", add_special_tokens=False)
+
+    @kinds
+    @pytest.mark.parametrize("n", [1, 2])
+    def test_the_first_word_has_its_space_in_all_sequences(self, decoder, kind, n):
+        run, ids = self.run_of(decoder, kind, n=n, temperature=1.0)
+        outputs = []
+        for at, token in enumerate(ids):
+            end = FinishReason.LENGTH if at == len(ids) - 1 else None
+            outputs.append(run.steps({child: ([token], end) for child in range(n)}))
+        outputs = [output for output in outputs if output is not None]
+        for index in range(n):
+            texts = [output.outputs[index].text for output in outputs]
+            assert ("".join(texts) if kind == DELTA else texts[-1]) == " a small text"
+
+    @kinds
+    def test_a_stop_string_may_begin_with_the_space(self, decoder, kind):
+        run, ids = self.run_of(decoder, kind, stop=[" a small"])
+        outputs = run.feed(ids, None)
+        assert text_of(outputs, kind) == "" and outputs[-1].outputs[0].stop_reason == " a small"
+
+    def test_log_probabilities_have_the_same_text(self, decoder):
+        run, ids = self.run_of(decoder, FINAL_ONLY, logprobs=0)
+        output = run.step(ids, FinishReason.LENGTH, logprobs=[PositionLogprobs([i], [-1.0], 1) for i in ids])
+        texts = [position[i].decoded_token for i, position in zip(ids, output.outputs[0].logprobs, strict=True)]
+        assert "".join(texts) == output.outputs[0].text == " a small text"
+
+
 def test_an_aborted_request_returns_its_output_so_far():
     run = Run(DELTA, n=2, temperature=1.0)
     shown = run.steps({0: (ids_of("The cat"), None), 1: (ids_of("A dog"), FinishReason.STOP)})
@@ -345,6 +381,7 @@ class _Picky:
 
     special_ids = byte_ids = frozenset()
     decodes_bytewise = True
+    length = 100
 
     def decode(self, token_ids, **options):
         if 13 in token_ids:

@@ -12,6 +12,8 @@ from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mvllm import ModelError
+from mvllm.engine.frontend.bad_words import bad_word_token_ids
+from mvllm.engine.frontend.thinking_tags import thinking_tokens_of
 from mvllm.engine.tokenizer import tokenizer_json
 from mvllm.engine.tokenizer.tokenizer import Tokenizer, check_supports_grammars, load_tokenizer
 from tests.helpers.plugins import write_metadata
@@ -399,3 +401,22 @@ def test_special_tokens_stand_around_all_pieces(kind):
     assert made.encode_pieces(pieces, add_special_tokens=True) == [1, *ids, 2, 1]
     assert ids[: len(made.encode(pieces[0])) - 3] == made.encode(pieces[0])[1:-2]
     assert made.decode(ids) == "the cat sat"
+
+
+@pytest.mark.parametrize("kind", ["byte_fallback", "marks_first", "metaspace"])
+def test_words_and_tags_are_found_within_a_text_and_at_its_beginning(kind):
+    """A word after a bracket or a line break has no mark before it, the first word of a text has one."""
+    made = make_tokenizer(kind)
+    (word,) = made.encode_within(["mat"])
+    assert word != made.encode("mat", add_special_tokens=False)
+    text = made.encode("x=mat", add_special_tokens=False)
+    assert any(text[at : at + len(word)] == word for at in range(len(text)))
+    (spaced,) = made.encode_within([" mat"])
+    assert bad_word_token_ids(["mat"], made) == ([word] if spaced[-len(word) :] == word else [word, spaced])
+
+    tokens = thinking_tokens_of(["(think)", "(mat)"], made)
+    assert made.decode([*made.encode("x"), *tokens.forced]).endswith("x(mat)")
+    for markers, tag in ((tokens.starts, "(think)"), (tokens.ends, "(mat)")):
+        for whole in (tag, "x" + tag, "x\n" + tag):
+            ids = made.encode(whole, add_special_tokens=False)
+            assert any(ids[at : at + len(marker)] == marker for marker in markers for at in range(len(ids)))

@@ -38,9 +38,15 @@ def byte_level(vocab_size: int = 500) -> Tokenizer:
     return tokenizer
 
 
-def byte_fallback(vocab_size: int = 500) -> Tokenizer:
-    """Like Llama 2 and Mistral: words begin with a mark, unknown characters are sequences of byte tokens."""
+def byte_fallback(vocab_size: int = 500, *, split: bool = False) -> Tokenizer:
+    """Like Llama 2 and Mistral: words begin with a mark, unknown characters are sequences of byte tokens.
+
+    Args:
+        split: Whether tokens are within words.
+    """
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    if split:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -92,6 +98,39 @@ def metaspace(vocab_size: int = 300) -> Tokenizer:
     return tokenizer
 
 
+def marks_first(vocab_size: int = 500) -> Tokenizer:
+    """Like newer conversions of Llama 2: the pre-tokenizer puts a mark before the first word of the text alone."""
+    state = json.loads(byte_fallback(vocab_size, split=True).to_str())
+    state["normalizer"] = None
+    state["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+    bos = state["model"]["vocab"]["<s>"]
+    state["post_processor"] = json.loads(
+        processors.TemplateProcessing(single="<s>:0 $A:0", special_tokens=[("<s>", bos)]).__getstate__()
+    )
+    return Tokenizer.from_str(json.dumps(state))
+
+
+def marks_never(vocab_size: int = 300) -> Tokenizer:
+    """Unigram without a mark before the first word: the decoder keeps the space of the first token."""
+    tokenizer = metaspace(vocab_size)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
+    return tokenizer
+
+
+def wordpiece(vocab_size: int = 300) -> Tokenizer:
+    """Like BERT: tokens within words begin with ##, and the decoder puts spaces between the other ones."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size, special_tokens=["[UNK]", "[CLS]", "[SEP]"], show_progress=False
+    )
+    tokenizer.train_from_iterator(_TEXTS, trainer)
+    return tokenizer
+
+
 def word_suffix(vocab_size: int = 300) -> Tokenizer:
     """Like GPT-1: a mark ends each word, and becomes a space only when another token follows."""
     tokenizer = Tokenizer(models.BPE(end_of_word_suffix="</w>", unk_token="<unk>"))
@@ -130,12 +169,28 @@ def qwen2(vocab_size: int = 500) -> Tokenizer:
     return tokenizer
 
 
-KINDS = {f.__name__: f for f in (byte_level, byte_fallback, metaspace, word_suffix, gemma, qwen2)}
+KINDS = {
+    f.__name__: f
+    for f in (
+        byte_level,
+        byte_fallback,
+        marks_first,
+        metaspace,
+        marks_never,
+        wordpiece,
+        word_suffix,
+        gemma,
+        qwen2,
+    )
+}
 
 _SPECIAL = {
     "byte_level": {"eos_token": "<|end|>"},
     "byte_fallback": {"eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"},
+    "marks_first": {"eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"},
     "metaspace": {"eos_token": "</s>", "unk_token": "<unk>"},
+    "marks_never": {"eos_token": "</s>", "unk_token": "<unk>"},
+    "wordpiece": {"eos_token": "[SEP]", "unk_token": "[UNK]"},
     "word_suffix": {"unk_token": "<unk>"},
     "qwen2": {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
     "gemma": {f"{name}_token": f"<{name}>" for name in ("pad", "eos", "bos", "unk", "mask")},

@@ -13,20 +13,21 @@ ANSWER_TEXT = "The cat sat on the mat."
 ANSWER = TOKENIZER.encode(ANSWER_TEXT)
 
 
-def save_model_folder(folder: Path, chat_template: str | None = TEMPLATE) -> str:
-    """Writes a model folder without weights."""
-    save_tokenizer(folder, chat_template=chat_template)
+def save_model_folder(folder: Path, chat_template: str | None = TEMPLATE, kind: str = "byte_level") -> str:
+    """Writes a model folder without weights. Its tokenizer is of a kind of `tests.unit.engine.tokenizers`."""
+    save_tokenizer(folder, kind, chat_template)
+    tokenizer = TOKENIZER if kind == "byte_level" else make_tokenizer(kind)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": TOKENIZER.length,
+        "vocab_size": tokenizer.length,
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 1,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 256,
-        "eos_token_id": TOKENIZER.eos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
         "torch_dtype": "float32",
     }
     (folder / "config.json").write_text(json.dumps(config))

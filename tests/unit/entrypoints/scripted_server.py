@@ -45,6 +45,7 @@ class ScriptedCore:
 
     def __init__(self, config: Any, text: str, reason: FinishReason) -> None:
         self.config, self.text, self.reason = config, text, reason
+        self.tokenizer = TOKENIZER
         self.prompts: list[str] = []
         self.requests: list[EngineCoreRequest] = []
 
@@ -57,16 +58,20 @@ class ScriptedCore:
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
         for request in requests:
             self.requests.append(request)
-            self.prompts.append(TOKENIZER.decode(request.prompt_token_ids))
-            self.loop.call_soon(self.write, request.request_id, TOKENIZER.encode(self.text, add_special_tokens=False))
+            self.prompts.append(self.tokenizer.decode(request.prompt_token_ids))
+            ids = self.tokenizer.encode(self.text, add_special_tokens=False)
+            self.loop.call_soon(self.write, request.request_id, ids)
 
     def write(self, request_id: str, ids: list[int]) -> None:
         if not ids:
-            ids = [TOKENIZER.eos_token_id or 0] if self.reason is FinishReason.STOP else []
-            self.on_outputs(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id, ids, self.reason)]))
+            ids = [self.tokenizer.eos_token_id or 0] if self.reason is FinishReason.STOP else []
+            self.send(EngineCoreOutput(request_id, ids, self.reason))
             return
-        self.on_outputs(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id, ids[:1])]))
+        self.send(EngineCoreOutput(request_id, ids[:1]))
         self.loop.call_later(0, self.write, request_id, ids[1:])
+
+    def send(self, output: EngineCoreOutput) -> None:
+        self.on_outputs(EngineCoreOutputs(outputs=[output]))
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         pass

@@ -94,10 +94,12 @@ def test_a_stream_has_the_events_of_the_same_message_in_the_order_of_the_api(fol
             assert "".join(delta["text"] for delta in deltas) == block["text"]
 
 
-def test_a_thinking_budget_is_ignored_where_the_server_cannot_tell_thoughts(folder: str) -> None:
+def test_a_thinking_budget_is_that_of_the_usual_tags_where_the_server_cannot_tell_thoughts(folder: str) -> None:
     server = Server(folder, "It rains.", reasoning_parser=None)
     assert server.post(ASK, PATH).json()["content"] == [{"type": "text", "text": "It rains."}]
-    assert server.core.requests[-1].sampling_params.thinking_token_budget is None
+    params = server.core.requests[-1].sampling_params
+    assert params.thinking_token_budget == 1024
+    assert params.thinking_tokens.starts == [TOKENIZER.encode("<think>", add_special_tokens=False)]
 
 
 @pytest.mark.parametrize("thinking", [None, {"type": "disabled"}, {"type": "adaptive", "display": "omitted"}])

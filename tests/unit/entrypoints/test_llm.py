@@ -123,6 +123,22 @@ class TestParams:
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
+def test_a_thinking_budget_has_the_tags_that_the_template_shows(clients, tmp_path):
+    """The outputs of Kimi K2 begin within the thoughts, without a tag."""
+    template = "{# <|im_middle|> <think> </think> #}{% for m in messages %}{{ m.content }}{% endfor %}"
+    folder = save_model_folder(tmp_path, template)
+    with LLM(folder) as llm:
+        limited = SamplingParams(max_tokens=None, thinking_token_budget=5)
+        llm.chat(HELLO, limited, use_tqdm=False)
+        generate(llm, ["a", "b"], [limited, SamplingParams(max_tokens=None)])
+        generate(llm, "a", SamplingParams(max_tokens=None, thinking_token_budget=5, thinking_tags=["<a>", "</a>"]))
+    chat, first, second, named = (request.sampling_params for request in clients[0].requests)
+    for params in (chat, first):
+        assert params.thinking_token_budget == 5 and not params.thinking_tokens.starts
+        assert params.thinking_tokens.ends == [TOKENIZER.encode("</think>")]
+    assert second.thinking_tokens is None and named.thinking_tokens.starts
+
+
 class TestChat:
     def test_one_conversation(self, llm):
         (output,) = llm.chat(HELLO, ALL, use_tqdm=False)

@@ -116,10 +116,78 @@ def test_thoughts_that_no_tag_opens_have_a_budget_if_the_format_always_reasons(f
     assert server.core.requests[1].sampling_params.thinking_token_budget is None
 
 
+def test_thoughts_that_stay_in_the_content_have_a_budget(folder: str) -> None:
+    server = Server(folder, "x", reasoning_parser="minimax_m2_append_think")
+    assert server.post({**ASK, "thinking_token_budget": 5}).status_code == 200
+    params = server.core.requests[0].sampling_params
+    assert params.thinking_token_budget == 5 and not params.thinking_tokens.starts
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize("parser", ["qwen3", "deepseek_r1", "kimi_k2"])
+@pytest.mark.parametrize(
+    ("begun", "is_thought"),
+    [
+        ("<think>I add", True),
+        ("<think>\nI add two", True),
+        ("<think>I add.</think>Four", False),
+        ("Four", False),
+    ],
+)
+def test_a_continued_message_has_a_budget_if_it_ends_within_thoughts(
+    folder: str, parser: str, path: str, begun: str, is_thought: bool
+) -> None:
+    """No tag opens the thoughts in the output: the prefilled message has done so."""
+    server = Server(folder, " and two.</think>It is four." if is_thought else " is the sum.", reasoning_parser=parser)
+    messages = [*ASK["messages"], {"role": "assistant", "content": begun}]
+    settings: dict[str, Any] = {"thinking_token_budget": 1024, "continue_final_message": True}
+    if path == "/v1/messages":
+        settings = {"model": "m", "max_tokens": 50, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    answer = server.post({**settings, "messages": messages}, path).json()
+    assert server.core.prompts[0] == "2 + 2?" + begun
+    params = server.core.requests[0].sampling_params
+    if is_thought:
+        assert params.thinking_token_budget == 1024 and not params.thinking_tokens.starts
+    else:
+        assert params.thinking_token_budget is None
+    expected = ("and two.", "It is four.") if is_thought else (None, " is the sum.")
+    if path == "/v1/messages":
+        texts = {block["type"]: block.get("thinking") or block.get("text") for block in answer["content"]}
+        assert (texts.get("thinking"), texts["text"]) == expected
+    else:
+        message = answer["choices"][0]["message"]
+        assert (message.get("reasoning_content") or message.get("reasoning"), message["content"]) == expected
+
+
+def test_a_budget_applies_with_a_constraint_and_several_choices_of_a_continued_message(folder: str) -> None:
+    server = Server(folder, " and two.</think>4")
+    messages = [*ASK["messages"], {"role": "assistant", "content": [{"type": "text", "text": "<think>I add"}]}]
+    constraint = {"structured_outputs": {"choice": ["4"]}, "n": 2, "temperature": 1}
+    body = {**constraint, "messages": messages, "continue_final_message": True, "thinking_token_budget": 3}
+    assert server.post(body).status_code == 200
+    for request in server.core.requests:
+        params = request.sampling_params
+        assert params.thinking_token_budget == 3 and not params.thinking_tokens.starts
+        assert params.structured_outputs.thoughts_end == "</think>"
+        assert params.structured_outputs.thoughts_start is None
+
+
+def test_a_prompt_that_ends_within_thoughts_leaves_them_open(folder: str) -> None:
+    for prompt, is_open in (
+        ("2 + 2?<think>I add", True),
+        ("2 + 2?<think>I add.</think> and", False),
+        ("<think>?<|im_end|>2 + 2", False),
+        ("2 + 2", False),
+    ):
+        server = Server(folder, "x")
+        assert server.post({"prompt": prompt, "thinking_token_budget": 5}, COMPLETIONS).status_code == 200
+        params = server.core.requests[0].sampling_params
+        assert params.thinking_token_budget == 5 and bool(params.thinking_tokens.starts) is not is_open
+
+
 def test_a_budget_without_known_tags_is_rejected(folder: str) -> None:
-    for parser in (None, "minimax_m2_append_think"):
-        error = Server(folder, "x", reasoning_parser=parser).post({**ASK, "thinking_token_budget": 5})
-        assert error.status_code == 400 and error.json()["error"]["param"] == "thinking_token_budget"
-        assert "--reasoning-parser" in error.json()["error"]["message"]
+    error = Server(folder, "x", reasoning_parser=None).post({**ASK, "thinking_token_budget": 5})
+    assert error.status_code == 400 and error.json()["error"]["param"] == "thinking_token_budget"
+    assert "--reasoning-parser" in error.json()["error"]["message"]
     error = Server(folder, "x").post({**ASK, "thinking_token_budget": -1})
     assert error.status_code == 400 and error.json()["error"]["param"] == "thinking_token_budget"

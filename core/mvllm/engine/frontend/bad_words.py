@@ -10,7 +10,7 @@ from mvllm.messages.sampling_param_checks import MAX_BAD_WORD_TOKENS
 
 
 def bad_word_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Tokenizes each word as at the beginning of a text, and as after a space.
+    """Tokenizes each word as it is within a text, and as after a space.
 
     The second tokenization is omitted if it ends with the first one, which then blocks it as well.
 
@@ -18,7 +18,7 @@ def bad_word_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> list[list[
         RequestError: A word has no tokens, or all words together have too many.
     """
     spaced = [" " + word.lstrip() for word in words]
-    encoded = tokenizer.encode_batch([*words, *spaced], add_special_tokens=False)
+    encoded = tokenizer.encode_within([*words, *spaced])
     found: list[list[int]] = []
     for word, plain, after_space in zip(words, encoded[: len(words)], encoded[len(words) :], strict=True):
         if not plain:

@@ -30,7 +30,13 @@ from mvllm.engine.frontend.prompt_items import (
     place_items,
     refuse_truncation,
 )
-from mvllm.engine.frontend.request_checks import as_token_id, check_arrival_time, check_cache_salt, check_request_id
+from mvllm.engine.frontend.request_checks import (
+    as_token_id,
+    check_arrival_time,
+    check_cache_salt,
+    check_generates,
+    check_request_id,
+)
 from mvllm.engine.frontend.thinking_tags import fit_thinking_to_prompt, thinking_tokens_of
 from mvllm.engine.tokenizer.tokenizer import Tokenizer, check_supports_grammars
 from mvllm.errors import RequestError
@@ -444,12 +450,7 @@ class InputProcessor:
             raise RequestError(
                 f"sampling_params must be SamplingParams; found {describe_value(params)}.", parameter="sampling_params"
             )
-        if not self._model.kind.generates:
-            task = "classifies prompts" if self._model.kind.num_labels else "makes embeddings of prompts"
-            raise RequestError(
-                f"The model {self._model.model} ({self._model.architecture}) {task}; it generates nothing.",
-                parameter="model",
-            )
+        check_generates(self._model)
         if self._tokenizer is None and params.stop:
             raise RequestError(
                 "Stop strings need a tokenizer, but the engine was started with skip_tokenizer_init. "

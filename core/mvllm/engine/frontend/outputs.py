@@ -144,7 +144,7 @@ class BeamSearchSequence:
         cum_logprob: The sum of the log-probabilities of the generated tokens.
         score: The ranking score: that sum, divided by the number of generated tokens to the power of
             `length_penalty`.
-        logprobs, finish_reason, stop_reason: As in CompletionOutput.
+        logprobs, finish_reason, stop_reason, error: As in CompletionOutput.
     """
 
     tokens: list[int]
@@ -155,6 +155,7 @@ class BeamSearchSequence:
     logprobs: Positions | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
 
 
 @dataclass(slots=True)

@@ -6,10 +6,31 @@ import math
 import operator
 from typing import Any
 
+from mvllm.config.model import ModelConfig
 from mvllm.errors import RequestError
 from mvllm.messages.field_checks import describe_value, is_unicode
 
 MAX_CACHE_SALT_LENGTH = 256
+
+
+def check_generates(model: ModelConfig) -> None:
+    """Checks that the model generates.
+
+    Raises:
+        RequestError: It does not.
+    """
+    if model.kind.lacks_head:
+        raise RequestError(
+            f"The model {model.model} makes embeddings of prompts; it generates nothing: its checkpoint has no "
+            "language-model head (lm_head), and by config.json (tie_word_embeddings is false) the token embedding is "
+            "not the head. To generate, use a checkpoint with the head.",
+            parameter="model",
+        )
+    if not model.kind.generates:
+        task = "classifies prompts" if model.kind.num_labels else "makes embeddings of prompts"
+        raise RequestError(
+            f"The model {model.model} ({model.architecture}) {task}; it generates nothing.", parameter="model"
+        )
 
 
 def as_token_id(value: Any, position: int) -> int:

@@ -64,6 +64,7 @@ class RequestState:
         self.final_only = self.kind == RequestOutputKind.FINAL_ONLY
         if search is not None:
             core_ids = [""] * params.n  # its requests are BeamRequests
+        self._prompt_token_ids = core.prompt_token_ids
         self.sequences = [SequenceState(self, index, core_id, tokenizer) for index, core_id in enumerate(core_ids)]
         self.num_unfinished = len(self.sequences)
         self.num_sequences = params.num_sequences
@@ -78,7 +79,6 @@ class RequestState:
         self.is_pooling = pooling is not None
         self._pools_each_token = pooling is not None and pooling.pooling_type is PoolingType.ALL
         self._prompt = request.prompt
-        self._prompt_token_ids = core.prompt_token_ids
         self._tokenizer = tokenizer if params.detokenize else None
         self._returns_prompt_logprobs = params.prompt_logprobs is not None
         self._flattens_logprobs = params.flat_logprobs
@@ -234,7 +234,9 @@ class SequenceState:
         self._sums_logprobs = self._returns_logprobs or params.is_ranked
         self._logprobs: list[PositionLogprobMap] | FlatLogprobs = FlatLogprobs() if params.flat_logprobs else []
         self._conditional_logprobs: list[float] | None = [] if self._returns_logprobs and params.is_guided else None
-        self._text = make_sequence_detokenizer(params, self._tokenizer, request.final_only, self.token_ids)
+        self._text = make_sequence_detokenizer(
+            params, self._tokenizer, request.final_only, self.token_ids, request._prompt_token_ids
+        )
         self.uses_fast_path = not self._sums_logprobs and (
             self._text is None or isinstance(self._text, LazyDetokenizer)
         )

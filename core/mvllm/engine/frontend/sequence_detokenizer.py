@@ -16,8 +16,8 @@ from mvllm.messages.sampling_params import SamplingParams
 class StopStringDetokenizer:
     """Decodes every token at once and searches the text for stop strings."""
 
-    def __init__(self, params: SamplingParams, tokenizer: Tokenizer) -> None:
-        self._detokenizer = _make_incremental_detokenizer(params, tokenizer)
+    def __init__(self, params: SamplingParams, detokenizer: IncrementalDetokenizer) -> None:
+        self._detokenizer = detokenizer
         self._include_stop = params.include_stop_str_in_output
         self._stop = StopStringFinder(params.stop or (), self._include_stop)
         self._min_tokens = params.min_tokens
@@ -78,8 +78,8 @@ class LazyDetokenizer:
         token_ids: The token ids of the sequence; the caller appends to this list.
     """
 
-    def __init__(self, params: SamplingParams, tokenizer: Tokenizer, token_ids: list[int]) -> None:
-        self._detokenizer = _make_incremental_detokenizer(params, tokenizer)
+    def __init__(self, params: SamplingParams, detokenizer: IncrementalDetokenizer, token_ids: list[int]) -> None:
+        self._detokenizer = detokenizer
         self._include_stop = params.include_stop_str_in_output
         self._token_ids = token_ids
         self._num_decoded = 0
@@ -107,9 +107,8 @@ class LazyDetokenizer:
 class FinalOnlyDetokenizer:
     """Decodes the whole sequence in one call, after its end. For output kind FINAL_ONLY."""
 
-    def __init__(self, params: SamplingParams, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._params = params
+    def __init__(self, params: SamplingParams, detokenizer: IncrementalDetokenizer) -> None:
+        self._detokenizer = detokenizer
         self._token_ids: list[int] = []
         self._include_stop = params.include_stop_str_in_output
 
@@ -123,19 +122,19 @@ class FinalOnlyDetokenizer:
         return self.full_text(ended=ended)
 
     def full_text(self, *, ended: bool) -> str:
-        """The whole text."""
-        return self._tokenizer.decode(
-            self._token_ids,
-            skip_special_tokens=self._params.skip_special_tokens,
-            spaces_between_special_tokens=self._params.spaces_between_special_tokens,
-        )
+        """The whole text; called once."""
+        return self._detokenizer.finish(self._token_ids)
 
 
 SequenceDetokenizer = StopStringDetokenizer | LazyDetokenizer | FinalOnlyDetokenizer
 
 
 def make_sequence_detokenizer(
-    params: SamplingParams, tokenizer: Tokenizer | None, final_only: bool, token_ids: list[int]
+    params: SamplingParams,
+    tokenizer: Tokenizer | None,
+    final_only: bool,
+    token_ids: list[int],
+    prompt_token_ids: Sequence[int] = (),
 ) -> SequenceDetokenizer | None:
     """The detokenizer of a sequence; None if it is not detokenized.
 
@@ -143,20 +142,19 @@ def make_sequence_detokenizer(
         tokenizer: None if the sequence is not detokenized.
         final_only: Whether there is no output before the end.
         token_ids: The token ids of the sequence; the caller appends to this list.
+        prompt_token_ids: The tokens before the sequence.
     """
     if tokenizer is None:
         return None
-    if params.stop:
-        return StopStringDetokenizer(params, tokenizer)
-    return FinalOnlyDetokenizer(params, tokenizer) if final_only else LazyDetokenizer(params, tokenizer, token_ids)
-
-
-def _make_incremental_detokenizer(params: SamplingParams, tokenizer: Tokenizer) -> IncrementalDetokenizer:
-    return IncrementalDetokenizer(
+    detokenizer = IncrementalDetokenizer(
         tokenizer,
+        prompt_token_ids,
         skip_special_tokens=params.skip_special_tokens,
         spaces_between_special_tokens=params.spaces_between_special_tokens,
     )
+    if params.stop:
+        return StopStringDetokenizer(params, detokenizer)
+    return FinalOnlyDetokenizer(params, detokenizer) if final_only else LazyDetokenizer(params, detokenizer, token_ids)
 
 
 def _without_end_token(new: Sequence[int], ended: FinishReason | None, include: bool) -> Sequence[int]:

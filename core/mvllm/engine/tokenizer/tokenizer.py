@@ -110,15 +110,11 @@ class Tokenizer:
         Raises:
             RequestError: The tokenizer rejects a piece.
         """
-        first, others = pieces[0], pieces[1:]
+        first = pieces[0]
         plain = self.encode(first, add_special_tokens=False)
         ids = list(plain)
-        # Some tokenizers put a space in front of a text. A piece behind another one has a line break there.
-        guard = self.encode(_GUARD, add_special_tokens=False)
-        guarded = self.encode_batch([_GUARD + piece for piece in others], add_special_tokens=False) if others else []
-        for piece, found in zip(others, guarded, strict=True):
-            is_guarded = found[: len(guard)] == guard
-            ids += found[len(guard) :] if is_guarded else self.encode(piece, add_special_tokens=False)
+        for piece in self.encode_within(pieces[1:]):
+            ids += piece
         if not add_special_tokens:
             return ids
         special = self.encode(first)
@@ -131,6 +127,21 @@ class Tokenizer:
             "tokenizer's special tokens change the text itself. Send add_special_tokens: false.",
             parameter="add_special_tokens",
         )
+
+    def encode_within(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token ids of each text as within another one, where no tokenizer puts a space before its first word.
+
+        Raises:
+            RequestError: The tokenizer rejects a text.
+        """
+        if not texts:
+            return []
+        guard, *guarded = self.encode_batch([_GUARD, *(_GUARD + text for text in texts)], add_special_tokens=False)
+        size = len(guard)
+        return [
+            found[size:] if found[:size] == guard else self.encode(text, add_special_tokens=False)
+            for text, found in zip(texts, guarded, strict=True)
+        ]
 
     def encode_truncated(
         self, first: str, second: str | None = None, *, max_tokens: int | None = None
@@ -251,11 +262,46 @@ class Tokenizer:
         )
 
     def token_text(self, token_id: int) -> str:
-        """One token as text; incomplete characters become U+FFFD."""
+        """One token as text, as within a text: with the space of a word; incomplete characters become U+FFFD."""
         text = self._token_texts.get(token_id)
         if text is None:
-            text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+            text = self._token_texts[token_id] = self._decode_token(token_id)
         return text
+
+    def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes:
+        """The bytes of a token, which may be a part of a character.
+
+        Args:
+            is_first: Whether the token begins a text; otherwise it is as in `token_text`.
+        """
+        name = None if token_id in self.special_ids else self.token_name(token_id)
+        if name is not None:
+            if self.decodes_bytewise and all(c in _BYTE_OF_CHARACTER for c in name):
+                return bytes(_BYTE_OF_CHARACTER[c] for c in name)
+            if token_id in self.byte_ids:
+                return bytes([int(name[3:5], 16)])
+        text = self.decode([token_id], skip_special_tokens=False) if is_first else self.token_text(token_id)
+        return text.encode()
+
+    def _decode_token(self, token_id: int) -> str:
+        alone = self.decode([token_id], skip_special_tokens=False)
+        if self.decodes_bytewise or token_id in self.special_ids:
+            return alone
+        before, text = self._text_before
+        if not before:
+            return alone
+        together = self.decode([*before, token_id], skip_special_tokens=False)
+        return (together[len(text) :] if together.startswith(text) else "") or alone
+
+    @cached_property
+    def _text_before(self) -> tuple[list[int], str]:
+        """Tokens, and their text, to decode before another token: decoders change the first token of a text."""
+        for word in ("a", "e", "1"):
+            ids = self.encode(word, add_special_tokens=False)
+            text = self.decode(ids, skip_special_tokens=False)
+            if text.strip() == word:
+                return ids, text
+        return [], ""
 
     def token_name(self, token_id: int) -> str | None:
         """The token's name in the vocabulary; None if no token has the id."""
@@ -299,6 +345,16 @@ class Tokenizer:
             return plain.eos_token_id
         value = self.hf.eos_token_id
         return value if isinstance(value, int) else None
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """The bytes of the characters of byte-level vocabularies: printable ones are themselves, others start at U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)) - set(printable))
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _bytes_of_characters()
 
 
 def _truncated_lengths(first: int, second: int, room: int) -> list[int]:

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
                 print_error(error)
         else:
             start = time.perf_counter()
-            outputs = llm.generate(prompts, params)
+            outputs = llm.generate(prompts, params, raise_on_error=False)
             speed.seconds = time.perf_counter() - start
             for output in outputs:
                 for sequence in output.outputs:

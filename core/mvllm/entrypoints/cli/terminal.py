@@ -12,6 +12,7 @@ from mvllm.engine.llm_engine import LLMEngine
 from mvllm.entrypoints.cli.arguments import engine_args, sampling_params
 from mvllm.entrypoints.llm import LLM
 from mvllm.entrypoints.step_loop import stream_request
+from mvllm.entrypoints.thinking_defaults import with_thinking_tags
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.sampling_params import SamplingParams
@@ -29,7 +30,8 @@ def open_llm(args: argparse.Namespace) -> Iterator[tuple[LLM, SamplingParams]]:
     settings = engine_args(args)
     sampling_params(args, SamplingParams())  # rejects invalid values before the model is loaded
     with LLM.from_engine_args(settings) as llm:
-        yield llm, sampling_params(args, llm.get_default_sampling_params())
+        params = sampling_params(args, llm.get_default_sampling_params())
+        yield llm, with_thinking_tags(params, llm.llm_engine.config.model)
 
 
 class ThroughputCounter:

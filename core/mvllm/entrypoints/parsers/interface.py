@@ -226,6 +226,15 @@ class ReasoningParser(ABC):
         start, end, *forced = tags
         return [start, end, *(forced or [end]), *cls.implicit_ends]
 
+    def continued_prompt(self, prompt: str, message: str) -> str:
+        """What `stream` gets in place of a prompt whose last message is continued; by default the prompt.
+
+        Args:
+            prompt: It ends within the message.
+            message: The text of the message. Reasoning may begin or end in it.
+        """
+        return prompt
+
     @abstractmethod
     def stream(self, prompt: str | None = None) -> ReasoningStream:
         """Creates an incremental parser for one sequence.

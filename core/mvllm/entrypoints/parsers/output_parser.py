@@ -91,6 +91,22 @@ class OutputParser:
         stream.feed(start)
         return (start, end) if stream.in_reasoning else None  # the prompt has closed the reasoning
 
+    def continued_prompt(self, prompt: str, message: str) -> str:
+        """The prompt that the other methods get if its last message, `message`, is continued."""
+        return prompt if self._reasoning is None else self._reasoning.continued_prompt(prompt, message)
+
+    def thinking_tags_for(self, prompt: str | None) -> list[str] | None:
+        """`thinking_tags`, without the opening tag if the output begins inside the reasoning; None if the prompt has
+        closed the reasoning."""
+        tags = self.thinking_tags
+        if tags is None or self._reasoning is None or self._reasoning.tags is None:
+            return tags
+        stream = self._reasoning.stream(prompt)
+        if stream.in_reasoning:
+            return ["", *tags[1:]]
+        stream.feed(self._reasoning.tags[0])
+        return tags if stream.in_reasoning else None
+
     @property
     def has_reasoning(self) -> bool:
         """Whether reasoning is separated."""

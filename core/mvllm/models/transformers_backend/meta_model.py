@@ -75,6 +75,7 @@ class MetaModel:
         cuts: The tensor-parallel plan.
         head_name, embedding_name: Names of the language-model head and of the token embedding.
         is_tied: Whether the two share their weight.
+        lacks_head: Whether the checkpoint has no head, so that the model makes embeddings only.
         renaming: Maps checkpoint names to the model's names.
         attention: Parameters of the attention modules.
 
@@ -85,6 +86,7 @@ class MetaModel:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, tp: GroupCoordinator) -> None:
         self._config, self._tp = config, tp
+        self.lacks_head = config.kind.lacks_head
         self._shares = [ShardIndex(tp.rank_in_group, tp.world_size)]
         self._where = f"{config.hf_config.source}: {config.architecture}, run through transformers,"
         chosen = model_class(config.architecture)

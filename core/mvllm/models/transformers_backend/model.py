@@ -167,11 +167,15 @@ def _replace_embedding_and_head(skeleton: MetaModel, ctx: BuildContext) -> None:
     head: Any = causal.get_submodule(skeleton.head_name)  # its bias may be None
     name = skeleton.embedding_name
     assert name.startswith(prefix), "the token embedding is a submodule of the layers"
+    if skeleton.lacks_head:
+        set_module(causal, skeleton.head_name, nn.Identity())
     original: nn.Embedding = skeleton.layers.get_submodule(name.removeprefix(prefix))  # type: ignore[assignment]
     table = None
     if type(original) is nn.Embedding and not (skeleton.is_tied and head.bias is not None):
         table = VocabEmbedding(ctx, name, original.num_embeddings, original.embedding_dim)
         set_module(skeleton.layers, name.removeprefix(prefix), EmbeddingReplacement(table))
+    if skeleton.lacks_head:
+        return
     if head.bias is not None and not skeleton.is_tied:
         whole = ReplicatedLinear(ctx, skeleton.head_name, head.in_features, head.out_features, bias=True)
         set_module(causal, skeleton.head_name, LinearReplacement(whole, head, ctx.tp))

@@ -39,8 +39,8 @@ class ChatHandler(GenerationHandler):
     Attributes:
         field_names: Fields of a chat completion request, with the corresponding fields of the API that the handler
             serves. Errors of `start` have these names.
-        requires_thinking_tags: Whether a budget of thinking tokens is an error, instead of ignored, if the server does
-            not know the tags of the model's thoughts.
+        requires_thinking_tags: Whether a budget of thinking tokens is an error if the server does not know the tags of
+            the model's thoughts. Otherwise those of `DEFAULT_TAGS` are assumed.
     """
 
     field_names: ClassVar[Mapping[str, str]] = {}
@@ -61,11 +61,8 @@ class ChatHandler(GenerationHandler):
         )
         if self._output_parser.needs_special_tokens(renderer.special_tokens):
             params = msgspec.structs.replace(params, skip_special_tokens=False)
-        if params.thinking_token_budget is not None:
-            if self._output_parser.thinking_tags is None and not self.requires_thinking_tags:
-                params = msgspec.structs.replace(params, thinking_token_budget=None)
-            else:
-                params = msgspec.structs.replace(params, thinking_tags=_thinking_tags(self._output_parser))
+        if params.thinking_token_budget is not None and self.requires_thinking_tags:
+            _check_thinking_tags(self._output_parser)
         super().__init__(context, model, id_prefix, request, params, constraint)
 
     async def start(self) -> None:
@@ -99,8 +96,17 @@ class ChatHandler(GenerationHandler):
         prompt = await self._context.prompt_renderer.render(self._request)
         if self._request.cache_salt is not None:
             prompt["cache_salt"] = self._request.cache_salt
+        if self._params.thinking_token_budget is not None and self._output_parser.thinking_tags is not None:
+            thinking_tags = self._output_parser.thinking_tags_for(self._parser_prompt(prompt.get("prompt")))
+            self._params = (
+                msgspec.structs.replace(self._params, thinking_token_budget=None)
+                if thinking_tags is None
+                else msgspec.structs.replace(self._params, thinking_tags=thinking_tags)
+            )
         constraint = self._params.structured_outputs
-        tags = None if constraint is None else self._output_parser.reasoning_tags_for(prompt.get("prompt"))
+        tags = None
+        if constraint is not None:
+            tags = self._output_parser.reasoning_tags_for(self._parser_prompt(prompt.get("prompt")))
         if isinstance(constraint, StructuredOutputsParams) and tags is not None:
             start, end = tags
             after_reasoning = msgspec.structs.replace(constraint, thoughts_start=start, thoughts_end=end)
@@ -109,7 +115,16 @@ class ChatHandler(GenerationHandler):
 
     def _make_parser_stream(self, output: RequestOutput) -> OutputParserStream:
         """Parses the text of one sequence."""
-        return self._output_parser.stream(output.prompt, self._tool_choice.stream())
+        return self._output_parser.stream(self._parser_prompt(output.prompt), self._tool_choice.stream())
+
+    def _parser_prompt(self, prompt: str | None) -> str | None:
+        """The prompt, as the output parser gets it."""
+        if prompt is None or not self._request.continue_final_message or not self._request.messages:
+            return prompt
+        content = self._request.messages[-1].get("content") or ""
+        if not isinstance(content, str):
+            content = "".join(str(part.get("text") or "") if isinstance(part, dict) else str(part) for part in content)
+        return self._output_parser.continued_prompt(prompt, content)
 
     def _count_reasoning_tokens(self, token_ids: Sequence[int], prompt: str | None, at_least: int = 0) -> int:
         """The number of tokens up to the end of the reasoning. Only if the output parser separates it.
@@ -120,25 +135,23 @@ class ChatHandler(GenerationHandler):
             at_least: A lower bound that is known.
         """
         decode = partial(self._engine.tokenizer.decode, skip_special_tokens=self._params.skip_special_tokens)
-        stream = partial(self._output_parser.reasoning_stream, prompt)
+        stream = partial(self._output_parser.reasoning_stream, self._parser_prompt(prompt))
         return count_reasoning_tokens(stream, decode, token_ids, at_least)
 
 
-def _thinking_tags(parser: OutputParser) -> list[str]:
-    """The tags of the thoughts whose budget a request limits.
+def _check_thinking_tags(parser: OutputParser) -> None:
+    """Checks that the tags of the thoughts are known whose budget a request limits.
 
     Raises:
-        RequestError: The server does not know them.
+        RequestError: They are not.
     """
-    tags = parser.thinking_tags
-    if tags is None:
+    if parser.thinking_tags is None:
         raise RequestError(
             "thinking_token_budget needs a parser that knows where the model's thoughts end: start the server with "
             f"--reasoning-parser (one of {', '.join(reasoning_parser_names())}). The chat template does not show "
             "which, or the format has no fixed tags.",
             parameter="thinking_token_budget",
         )
-    return tags
 
 
 @contextlib.contextmanager

@@ -26,15 +26,32 @@ class TokenFormatter:
 
     def format(self, token_id: int) -> str:
         """The token as a string."""
-        return f"token_id:{token_id}" if self._as_ids else self._tokenizer.token_text(token_id)
+        return _as_id(token_id) if self._as_ids else self._tokenizer.token_text(token_id)
 
-    def text_bytes(self, token_id: int) -> bytes:
-        """The bytes that the token adds to the text; none if it is skipped."""
-        return b"" if token_id in self._skipped_ids else token_bytes(self._tokenizer, token_id)
+    def format_key(self, token_id: int) -> str:
+        """The token as a string; bytes that are a part of a character as `bytes:\\xe2\\x80`, as OpenAI writes them."""
+        text = self.format(token_id)
+        if "\ufffd" in text:
+            data = self._tokenizer.token_bytes(token_id)
+            if data != text.encode():
+                return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        return text
+
+    def is_visible(self, token_id: int) -> bool:
+        """Whether the token adds to the text of the response."""
+        return token_id not in self._skipped_ids
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether it is a special token."""
+        return token_id in self._tokenizer.special_ids
+
+    def text_bytes(self, token_id: int, *, is_first: bool) -> bytes:
+        """The bytes that a visible token adds to the text; see `Tokenizer.token_bytes`."""
+        return self._tokenizer.token_bytes(token_id, is_first=is_first)
 
     def byte_values(self, token_id: int) -> list[int]:
         """The token's bytes, which may be part of a character."""
-        return list(token_bytes(self._tokenizer, token_id))
+        return list(self._tokenizer.token_bytes(token_id))
 
 
 class CompletionLogprobs:
@@ -43,40 +60,88 @@ class CompletionLogprobs:
     Args:
         formatter: Formats tokens.
         num_top: Alternatives to report for each token.
+        prompt_token_ids: The tokens before the choice.
     """
 
-    def __init__(self, formatter: TokenFormatter, num_top: int) -> None:
+    def __init__(self, formatter: TokenFormatter, num_top: int, prompt_token_ids: Sequence[int] = ()) -> None:
         self._formatter = formatter
         self._num_top = num_top
         self._offset = 0
+        self._is_first = not any(map(formatter.is_visible, prompt_token_ids))
         # A character may be split over tokens; it counts at the token with its last byte.
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
     def format_next(self, token_ids: Sequence[int], positions: Iterable[PositionLogprobMap | None]) -> dict[str, Any]:
-        """The lists of the next tokens. The first token of a prompt has no log-probability: null."""
+        """The lists of the next tokens of the output."""
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._offset)
+            if self._formatter.is_visible(token_id):
+                self._offset += len(self._next_text(token_id))
+        return self._lists(token_ids, positions, offsets)
+
+    def format_prompt(
+        self, text: str, token_ids: Sequence[int], positions: Iterable[PositionLogprobMap | None]
+    ) -> dict[str, Any]:
+        """The lists of the tokens of an echoed prompt. The first token has no log-probability: null.
+
+        Args:
+            text: The echoed text. It may differ from that of the tokens: in special tokens, and in spaces before words.
+        """
+        self._is_first = True
+        offsets = []
+        for token_id in token_ids:
+            start, self._offset = self._place_in(text, token_id)
+            offsets.append(start)
+        self._offset = len(text)
+        self._characters.reset()
+        self._is_first = self._is_first and not text
+        return self._lists(token_ids, positions, offsets)
+
+    def _next_text(self, token_id: int) -> str:
+        """The characters that a token completes."""
+        data = self._formatter.text_bytes(token_id, is_first=self._is_first)
+        self._is_first = False
+        return self._characters.decode(data)
+
+    def _place_in(self, text: str, token_id: int) -> tuple[int, int]:
+        """Where the next token of a prompt begins and ends in its text."""
+        start = self._offset
+        special = self._formatter.is_special(token_id)
+        piece = self._formatter.text_bytes(token_id, is_first=False).decode() if special else self._next_text(token_id)
+        for at, found in ((start, piece), (start, piece.lstrip()), (_skip_space(text, start), piece.lstrip())):
+            if found and text.startswith(found, at):
+                return at, at + len(found)
+        added = special or not piece.strip()  # by the tokenizer, and not in the text
+        return start, start if added else min(start + len(piece), len(text))
+
+    def _lists(
+        self, token_ids: Sequence[int], positions: Iterable[PositionLogprobMap | None], offsets: list[int]
+    ) -> dict[str, Any]:
         tokens: list[str] = []
         values: list[float | None] = []
         tops: list[dict[str, float] | None] = []
-        offsets: list[int] = []
         for token_id, position in zip(token_ids, positions, strict=False):
-            token = self._formatter.format(token_id)
-            tokens.append(token)
-            offsets.append(self._offset)
-            self._offset += len(self._characters.decode(self._formatter.text_bytes(token_id)))
-            if position is None:
-                values.append(None)
-                tops.append(None)
-                continue
-            values.append(_finite(position[token_id].logprob))
-            tops.append(self._top(token_id, position))
-        return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": tops}
+            tokens.append(self._formatter.format_key(token_id))
+            values.append(None if position is None else _finite(position[token_id].logprob))
+            tops.append(None if position is None else self._top(token_id, position))
+        return {
+            "text_offset": offsets[: len(tokens)],
+            "token_logprobs": values,
+            "tokens": tokens,
+            "top_logprobs": tops,
+        }
 
     def _top(self, token_id: int, position: PositionLogprobMap) -> dict[str, float]:
-        """The most probable tokens and the token itself; of tokens with the same string, the most probable."""
+        """The most probable tokens and the token itself. Another one with the same string is `token_id:<id>`."""
+        own = self._formatter.format_key(token_id)
         top: dict[str, float] = {}
         for other, entry in _most_probable(position, self._num_top):
-            top.setdefault(self._formatter.format(other), _finite(entry.logprob))
-        top.setdefault(self._formatter.format(token_id), _finite(position[token_id].logprob))
+            key = own if other == token_id else self._formatter.format_key(other)
+            if other != token_id and (key == own or key in top):
+                key = _as_id(other)
+            top[key] = _finite(entry.logprob)
+        top.setdefault(own, _finite(position[token_id].logprob))
         return top
 
 
@@ -110,19 +175,6 @@ def prompt_logprobs(positions: Sequence[PositionLogprobMap | None]) -> list[dict
     ]
 
 
-def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """The bytes of a token."""
-    if token_id in tokenizer.special_ids:
-        return tokenizer.token_text(token_id).encode()
-    piece = tokenizer.token_name(token_id)
-    if piece is not None:
-        if tokenizer.decodes_bytewise and all(c in _BYTE_OF_CHARACTER for c in piece):
-            return bytes(_BYTE_OF_CHARACTER[c] for c in piece)
-        if token_id in tokenizer.byte_ids:
-            return bytes([int(piece[3:5], 16)])
-    return tokenizer.token_text(token_id).encode()
-
-
 def _most_probable(position: PositionLogprobMap, count: int) -> Iterable[tuple[int, Logprob]]:
     ranked = [(i, lp) for i, lp in position.items() if lp.rank is not None and lp.rank <= count]
     return sorted(ranked, key=_rank)
@@ -145,11 +197,12 @@ def _finite(value: float) -> float:
     return max(value, -9999.0)
 
 
-def _bytes_of_characters() -> dict[str, int]:
-    """The bytes of the characters of byte-level vocabularies: printable ones are themselves, others start at U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = sorted(set(range(256)) - set(printable))
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+def _as_id(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
-_BYTE_OF_CHARACTER = _bytes_of_characters()
+def _skip_space(text: str, start: int) -> int:
+    """The index of the next character at or after `start` that is no white space."""
+    while start < len(text) and text[start].isspace():
+        start += 1
+    return start

@@ -117,9 +117,7 @@ class _CompletionChoice:
         self._is_first = True
         self._return_token_ids = bool(request.return_token_ids)
         self._return_weight_versions = bool(request.return_weight_versions)
-        self._logprobs = (
-            None if request.logprobs is None else CompletionLogprobs(handler.token_formatter, request.logprobs)
-        )
+        self._logprobs: CompletionLogprobs | None = None  # made with the first output, which has the prompt
         with_logprobs = request.logprobs is not None or request.prompt_logprobs is not None
         self._plain = not (self._echo or self._return_token_ids or self._return_weight_versions or with_logprobs)
         self._before = b'{"index":%d,"text":' % index
@@ -144,21 +142,23 @@ class _CompletionChoice:
         if self._handler.is_prompt_only:
             text, token_ids, positions = "", [], []
         first, self._is_first = self._is_first, False
+        echoed = self._handler.prompt_text(output) if self._echo and first else ""
         choice: dict[str, Any] = {
             "index": self._index,
-            "text": (self._handler.prompt_text(output) if self._echo and first else "") + text,
+            "text": echoed + text,
             "logprobs": None,
             "finish_reason": "length" if self._handler.is_prompt_only else sequence.finish_reason,
             "stop_reason": sequence.stop_reason,
         }
-        if self._logprobs is not None:
+        if (num_top := self._handler._request.logprobs) is not None:
+            prompt_ids = output.prompt_token_ids
+            if self._logprobs is None:
+                self._logprobs = CompletionLogprobs(self._handler.token_formatter, num_top, prompt_ids)
+            lists: dict[str, list[Any]] = {}
             if self._echo and first:
-                prompt_ids, prompt_positions = output.prompt_token_ids, output.prompt_logprobs or []
-                choice["logprobs"] = self._logprobs.format_next(
-                    [*prompt_ids, *token_ids], [*prompt_positions, *positions]
-                )
-            else:
-                choice["logprobs"] = self._logprobs.format_next(token_ids, positions)
+                lists = self._logprobs.format_prompt(echoed, prompt_ids, output.prompt_logprobs or [])
+            following = self._logprobs.format_next(token_ids, positions)
+            choice["logprobs"] = {name: lists.get(name, []) + values for name, values in following.items()}
         if sequence.conditional_logprobs is not None and not self._handler.is_prompt_only:
             choice["conditional_logprobs"] = conditional_logprobs(sequence.conditional_logprobs)
         if self._handler._request.prompt_logprobs is not None and first:

@@ -126,8 +126,8 @@ class ResponseTurn(ChatHandler):
         found: list[dict[str, Any]] = chat_logprobs(
             self._token_formatter, sequence.token_ids, sequence.logprobs, num_top
         )["content"]
-        is_shown = map(self._token_formatter.text_bytes, sequence.token_ids)
-        return [entry for entry, shown in zip(found, is_shown, strict=False) if shown]
+        is_visible = map(self._token_formatter.is_visible, sequence.token_ids)
+        return [entry for entry, visible in zip(found, is_visible, strict=False) if visible and entry["bytes"]]
 
     async def _build_prompts(self) -> Sequence[PromptType]:
         if self._truncates:

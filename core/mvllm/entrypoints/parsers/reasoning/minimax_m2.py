@@ -22,6 +22,8 @@ class MiniMaxM2AppendThinkParser(ReasoningParser):
     """Content of everything, with the opening tag that the template has written."""
 
     markers = ThinkTagParser.tags
+    thinking_tags = ("", ThinkTagParser.tags[1])
+    implicit_ends = MiniMaxM2ReasoningParser.implicit_ends
 
     def stream(self, prompt: str | None = None) -> ReasoningStream:
         return _WithOpeningTag()

@@ -5,6 +5,8 @@ content.
 
     prompt ends with the opening tag    the output begins inside the reasoning; it may repeat the tag
     prompt ends with the closing tag    reasoning is switched off: the output is content
+    prompt ends within a message        the last tag in the message or before it decides; without one, the message is
+                                        content and has no reasoning any more
     otherwise                           the output has reasoning if it begins with the opening tag; models that always
                                         reason may leave the tag out
     the closing tag is missing          everything after the opening tag is reasoning
@@ -169,6 +171,18 @@ class TaggedReasoningParser(ReasoningParser):
         """See ReasoningParser. With `always_reasons` the output begins within the thoughts; an opening tag counts."""
         tags = super().budget_tags()
         return ["", *tags[1:]] if tags is not None and cls.always_reasons else tags
+
+    def continued_prompt(self, prompt: str, message: str) -> str:
+        starts, ends = zip(self.tags, *self.more_tags, strict=True)
+        message = message.strip()
+        if not message:
+            return prompt
+        last_start, last_end = (max(message.rfind(tag.rstrip()) for tag in tags) for tags in (starts, ends))
+        before = prompt.rstrip().removesuffix(message)
+        if last_start < 0 and last_end < 0 and any(ends_with_tag(before, start) for start in starts):
+            return before
+        # The line break: white space after it is that of the content.
+        return self.tags[0] if last_start > last_end else f"{self.tags[1]}\n"
 
     def stream(self, prompt: str | None = None) -> ReasoningStream:
         starts, ends = zip(self.tags, *self.more_tags, strict=True)
