@@ -120,7 +120,7 @@ class RequestLists:
     def start_grammar(self, request: Request, grammar: Grammar) -> None:
         """Gives a request its grammar: blocked -> waiting."""
         assert request.status is RequestStatus.WAITING_FOR_GRAMMAR
-        request.grammar = grammar
+        request.grammar, request.relaxations = grammar, grammar.relaxations
         self.num_grammars += 1
         self._move_to_waiting(request)
 
