@@ -380,9 +380,7 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
             try:
                 self._client.shutdown()
             finally:
-                self._output_validator.close()
-                self.item_client.close()
-                self._stat_loggers.close()
+                self._close_frontend()
 
     def _require_alive(self) -> None:
         if self._closed:

@@ -59,5 +59,5 @@ def _json_schema(value: object) -> StructuredOutputsParams:
     if strict:
         checked = json.loads(str(params.json))
         if isinstance(checked, dict):
-            params = StructuredOutputsParams(json={STRICT_KEY: True, **close_all_objects(checked, "strict")})
+            params = StructuredOutputsParams(json={**close_all_objects(checked, "strict"), STRICT_KEY: True})
     return params

@@ -433,9 +433,9 @@ class _Rewrites:
                 elif rule is False:
                     self._also({"properties": {trigger: False}})
                 elif i < 4 and self._rewriter.may_rewrite():
-                    present = {"required": [trigger], "allOf": [rule]}
-                    if set(rule) == {"required"}:
-                        present = {"required": [trigger, *(name for name in rule["required"] if name != trigger)]}
+                    present: _Schema = {"required": [trigger], "allOf": [rule]}
+                    if isinstance(rule, dict) and rule.keys() == {"required"}:
+                        present = {"required": list(dict.fromkeys([trigger, *rule["required"]]))}
                     self._also({"anyOf": [{"properties": {trigger: False}}, present]})
                 else:
                     self._relaxed(key)
@@ -526,7 +526,7 @@ class _Rewrites:
             rewritten: _Schema | bool = self._inner(schema["not"], "not/not")
             return rewritten
         gone_values = finite_values(schema) if keys <= {"const", "enum", "type"} else None
-        own = finite_values(self._part)
+        own = finite_values({key: value for key, value in self._part.items() if key != "not"})
         if gone_values is not None and own is not None:
             gone_keys = {canonical(value) for value in gone_values}
             left_values = [value for value in own if canonical(value) not in gone_keys]

@@ -90,6 +90,12 @@ class EngineFrontend(Generic[Client]):
         self._output_processor = OutputProcessor(self._tokenizer, CoreRequestIds(name))
         self._output_validator = OutputValidator()
 
+    def _close_frontend(self) -> None:
+        """Ends the processes and files of the front end. Idempotent."""
+        self._output_validator.close()
+        self.item_client.close()
+        self._stat_loggers.close()
+
     @property
     def start_seconds(self) -> dict[str, float]:
         """Seconds per start-up phase, and from the first request to its first token, as in the log."""

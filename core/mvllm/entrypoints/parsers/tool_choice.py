@@ -221,7 +221,7 @@ def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _closed_parameters(function: Mapping[str, Any]) -> dict[str, Any]:
     if function.get("strict"):
-        return {STRICT_KEY: True, **close_all_objects(_parameters(function), "strict")}
+        return {**close_all_objects(_parameters(function), "strict"), STRICT_KEY: True}
     return dict(_parameters(function))
 
 
