@@ -66,7 +66,7 @@ def assert_prefix(llm: LLM, params: SamplingParams, output: CompletionOutput) ->
     wish = params.structured_outputs
     assert wish is not None
     tokenizer = load_vocabulary(llm.llm_engine.model_config).build()
-    matcher = api.LLMatcher(tokenizer, to_grammar(make_compile_job(wish)), log_level=0)
+    matcher = api.LLMatcher(tokenizer, to_grammar(tokenizer, make_compile_job(wish))[0], log_level=0)
     assert matcher.try_consume_tokens(list(output.token_ids)) == len(output.token_ids), output.text
 
 

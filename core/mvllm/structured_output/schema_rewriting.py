@@ -24,6 +24,7 @@ from mvllm.structured_output.schema_values import (
     disjoint,
     escape_key,
     finite_values,
+    is_regex,
     strings_of,
     types_of,
 )
@@ -54,7 +55,8 @@ _SINGLE = frozenset(
         *("then", "else"),  # `if` and `not` are looked at as they are
     }
 )
-_APPLIED = ("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies")
+_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+_APPLIED = ("$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies")
 
 _Schema = dict[str, Any]
 
@@ -201,22 +203,26 @@ class _Rewrites:
 
     def apply(self) -> None:
         part = self._part
+        for key in _COUNTS:
+            if isinstance(count := part.get(key), float) and count.is_integer():
+                part[key] = int(count)
         if "format" in part:
             self._format()
         if part.get("pattern") is not None and self._rewriter.relaxes("pattern"):
             self._pattern()
-        if "patternProperties" in part and self._rewriter.relaxes("patternProperties"):
+        patterns = part.get("patternProperties")
+        if self._rewriter.relaxes("patternProperties") and isinstance(patterns, dict) and all(map(is_regex, patterns)):
             if part.get("additionalProperties") is not None:
                 del part["additionalProperties"]  # it would apply to the keys of the patterns
             self._drop("patternProperties")
         for key, rewrite in (
+            ("unevaluatedProperties", self._unevaluated_properties),  # first: what they apply to depends on others
+            ("unevaluatedItems", self._unevaluated_items),
             ("$recursiveRef", self._dynamic_ref),
             ("$dynamicRef", self._dynamic_ref),
             ("uniqueItems", self._unique_items),
             ("contains", self._contains),
             ("propertyNames", self._property_names),
-            ("unevaluatedProperties", self._unevaluated_properties),
-            ("unevaluatedItems", self._unevaluated_items),
             ("dependencies", self._dependencies),
             ("dependentRequired", self._dependencies),
             ("dependentSchemas", self._dependencies),
@@ -279,7 +285,8 @@ class _Rewrites:
 
     def _pattern(self) -> None:
         pattern = self._part["pattern"]
-        if self._rewriter.relaxes("all patterns") or not self._rewriter.is_usable(str(pattern)):
+        is_usable = not self._rewriter.relaxes("all patterns") and self._rewriter.is_usable(str(pattern))
+        if is_regex(pattern) and not is_usable:
             self._drop("pattern")
 
     # --- references

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -101,6 +103,15 @@ def canonical(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return json.dumps(value, sort_keys=True)
+
+
+def is_regex(pattern: object) -> bool:
+    """Whether a pattern is valid, for those that the grammar library refuses: it has no look-around, for example."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return isinstance(pattern, str) and re.compile(pattern) is not None
+    except (re.error, RecursionError, OverflowError):
+        return False
 
 
 def count_of(value: Any, default: int) -> int:
