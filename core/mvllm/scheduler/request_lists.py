@@ -120,7 +120,9 @@ class RequestLists:
     def start_grammar(self, request: Request, grammar: Grammar) -> None:
         """Gives a request its grammar: blocked -> waiting."""
         assert request.status is RequestStatus.WAITING_FOR_GRAMMAR
-        request.grammar, request.relaxations = grammar, grammar.relaxations
+        request.grammar = grammar
+        if grammar.relaxations:
+            request.relaxations, request.has_only_tokens = grammar.relaxations, False
         self.num_grammars += 1
         self._move_to_waiting(request)
 
