@@ -21,6 +21,7 @@ from mvllm.engine.frontend.outputs import CompletionOutput
 from mvllm.engine.process.inproc_client import InprocClient
 from mvllm.executor import rpc_messages
 from mvllm.executor.uniproc import UniProcExecutor
+from mvllm.messages.sampling_params import RequestOutputKind
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.structured_output import llguidance_library
 from mvllm.structured_output.grammar_compiler import CompiledGrammar, GrammarCompiler, make_compile_job
@@ -248,6 +249,58 @@ def test_a_schema_that_cannot_be_compiled_fails_alone_with_the_error_position(ll
     assert {each.finish_reason for each in (schema, pattern, grammar)} == {"error"}
     jsonschema.validate(json.loads(fine.text), POINT)
     assert len(free.token_ids) == 4
+
+
+EMPTY = {"type": "string", "maxLength": 0}
+TWICE = {"type": "array", "items": EMPTY, "uniqueItems": True, "minItems": 2, "maxItems": 2}
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_results_are_validated_against_what_is_not_enforced(llm: LLM, kind: RequestOutputKind) -> None:
+    """In every kind of output, once each sequence has ended."""
+    compact = {"disable_any_whitespace": True}
+    asked = {
+        "wrong": wanted(json=TWICE, **compact),
+        "right": wanted(json={**EMPTY, "not": {"pattern": "x"}}, **compact),
+        "annotation": wanted(json={**EMPTY, "format": "path"}, **compact),
+        "cut": wanted(json=TWICE, max_tokens=1, **compact),
+        "enforced": wanted(json=EMPTY, **compact),
+    }
+    for name, params in asked.items():
+        params.output_kind, params.n = kind, 2
+        llm.llm_engine.add_request(name, {"prompt_token_ids": PROMPT}, params)
+    warnings: dict[str, list[list[str] | None]] = {name: [] for name in asked}
+    relaxations: dict[str, tuple[str, ...]] = {}
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            relaxations[output.request_id] = output.relaxations
+            warnings[output.request_id] += [each.warnings for each in output.outputs if each.finished]
+            assert all(each.warnings is None for each in output.outputs if not each.finished)
+    assert relaxations == {
+        "wrong": ("uniqueItems (at #)",), "right": ("not (at #)",), "annotation": ("format 'path' (at #)",),
+        "cut": ("uniqueItems (at #)",), "enforced": (),
+    }  # fmt: skip
+    assert len(warnings["wrong"]) >= 2 and all(
+        each is not None and "non-unique elements" in each[0] for each in warnings["wrong"]
+    )
+    assert warnings["right"][0] == [] and warnings["right"][-1] == []
+    assert {*warnings["annotation"], *warnings["cut"], *warnings["enforced"]} == {None}
+
+
+def test_a_result_that_was_not_detokenized_is_named_as_not_validated(llm: LLM) -> None:
+    params = wanted(json=TWICE, disable_any_whitespace=True)
+    params.detokenize = False
+    [warning] = run(llm, [params])[0].warnings or []
+    assert warning.startswith("The output was not validated against uniqueItems (at #): ")
+
+
+def test_the_process_that_validates_ends_with_the_engine(make_llm: MakeLLM) -> None:
+    other = make_llm(**ROOM)
+    run(other, [wanted(json=TWICE, disable_any_whitespace=True)])
+    pid = other.llm_engine._output_validator._process.pid
+    assert pid is not None
+    other.close()
+    assert not Path(f"/proc/{pid}").exists()
 
 
 @pytest.fixture
