@@ -11,9 +11,8 @@ keys). A relaxation has a name, `keyword (at JSON pointer)`, so that the caller 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
-from urllib.parse import unquote
 
 from mvllm.structured_output.additional_properties import STRICT_KEY, resolve_reference
 from mvllm.structured_output.schema_values import (
@@ -25,6 +24,7 @@ from mvllm.structured_output.schema_values import (
     escape_key,
     finite_values,
     is_regex,
+    reference_targets,
     strings_of,
     types_of,
 )
@@ -42,6 +42,9 @@ _MAX_ALTERNATIVES = 70
 
 _MAX_REWRITES = 12
 """Most rewrites that add alternatives: two alternatives each multiply when the library joins them."""
+
+_LIBRARY_KEY = "x-guidance"
+"""Options of the grammar library, which the engine sets: some of them drop keywords in silence."""
 
 _NOTHING: Mapping[str, Any] = {"enum": []}
 _MAX_COMPARED = 64
@@ -105,7 +108,7 @@ class SchemaRewriter:
         self._relax = relax
         self._is_usable_pattern = is_usable_pattern
         self._num_rewrites = 0
-        self._targets = _reference_targets(root)
+        self._targets = reference_targets(root)
         self.relaxations = Relaxations()
 
     def rewrite(self) -> Any:
@@ -132,7 +135,7 @@ class SchemaRewriter:
         known = {**declared, **own} if isinstance(own, dict) else declared
         for key, value in schema.items():
             at = f"{path}/{escape_key(key)}"
-            if key == STRICT_KEY:
+            if key in (STRICT_KEY, _LIBRARY_KEY):
                 continue
             if key in _MAPS and isinstance(value, dict):
                 part[key] = {
@@ -584,20 +587,3 @@ class _Rewrites:
             return False
         resolved = [self._rewriter.resolve(each) for each in options]
         return all(disjoint(a, b) for a, b in itertools.combinations(resolved, 2))
-
-
-def _reference_targets(root: Any) -> frozenset[str]:
-    """The local references anywhere in a schema."""
-    found: set[str] = set()
-    waiting: list[Any] = [root]
-    while waiting:
-        value = waiting.pop()
-        inner: Iterable[Any] = ()
-        if isinstance(value, dict):
-            if isinstance(reference := value.get("$ref"), str) and reference.startswith("#/"):
-                found.add(unquote(reference))
-            inner = value.values()
-        elif isinstance(value, list):
-            inner = value
-        waiting += (each for each in inner if isinstance(each, dict | list))
-    return frozenset(found)

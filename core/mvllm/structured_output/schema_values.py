@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 ANNOTATIONS = frozenset(
@@ -124,3 +125,20 @@ def strings_of(value: Any) -> list[str]:
 
 def escape_key(key: str) -> str:
     return key.replace("~", "~0").replace("/", "~1")
+
+
+def reference_targets(root: Any) -> frozenset[str]:
+    """The local references anywhere in a schema."""
+    found: set[str] = set()
+    waiting: list[Any] = [root]
+    while waiting:
+        value = waiting.pop()
+        inner: Iterable[Any] = ()
+        if isinstance(value, dict):
+            if isinstance(reference := value.get("$ref"), str) and reference.startswith("#/"):
+                found.add(unquote(reference))
+            inner = value.values()
+        elif isinstance(value, list):
+            inner = value
+        waiting += (each for each in inner if isinstance(each, dict | list))
+    return frozenset(found)

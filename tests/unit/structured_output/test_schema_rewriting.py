@@ -220,6 +220,11 @@ def test_a_union_of_many_overlapping_types_stays_small(tokenizer: Any) -> None:
     assert result.error is None and {keyword(each) for each in result.relaxations} == {"dependentRequired"}
 
 
+def test_options_of_the_library_drop_nothing_in_silence(tokenizer: Any) -> None:
+    schema = {"x-guidance": {"lenient": True, "coerce_one_of": True}, "oneOf": [INTEGER, NUMBER]}
+    assert compiled(tokenizer, schema).relaxations == ("oneOf (at #)",)
+
+
 def test_other_documents_are_not_fetched(tokenizer: Any) -> None:
     assert "retriev" in str(compiled(tokenizer, {"$ref": "http://localhost:1/schema"}).error)
 
