@@ -22,6 +22,7 @@ from mvllm.engine.frontend.outputs import CompletionOutput
 from mvllm.engine.process.inproc_client import InprocClient
 from mvllm.executor import rpc_messages
 from mvllm.executor.uniproc import UniProcExecutor
+from mvllm.messages.sampling_params import RequestOutputKind
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.structured_output import llguidance_library
 from mvllm.structured_output.grammar_compiler import CompiledGrammar, GrammarCompiler, make_compile_job
@@ -67,7 +68,7 @@ def assert_prefix(llm: LLM, params: SamplingParams, output: CompletionOutput) ->
     wish = params.structured_outputs
     assert wish is not None
     tokenizer = load_vocabulary(llm.llm_engine.model_config).build()
-    matcher = api.LLMatcher(tokenizer, to_grammar(make_compile_job(wish)), log_level=0)
+    matcher = api.LLMatcher(tokenizer, to_grammar(tokenizer, make_compile_job(wish))[0], log_level=0)
     assert matcher.try_consume_tokens(list(output.token_ids)) == len(output.token_ids), output.text
 
 
@@ -267,6 +268,58 @@ def test_a_refused_schema_is_raised_and_nothing_of_the_call_is_left(llm: LLM) ->
     outputs = llm.chat([talk] * 3, [free, bad, free], use_tqdm=False, raise_on_error=False)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
     assert outputs[1].outputs[0].error_parameter == "structured_outputs"
+
+
+EMPTY = {"type": "string", "maxLength": 0}
+TWICE = {"type": "array", "items": EMPTY, "uniqueItems": True, "minItems": 2, "maxItems": 2}
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_results_are_validated_against_what_is_not_enforced(llm: LLM, kind: RequestOutputKind) -> None:
+    """In every kind of output, once each sequence has ended."""
+    compact = {"disable_any_whitespace": True}
+    asked = {
+        "wrong": wanted(json=TWICE, **compact),
+        "right": wanted(json={**EMPTY, "not": {"pattern": "x"}}, **compact),
+        "annotation": wanted(json={**EMPTY, "format": "path"}, **compact),
+        "cut": wanted(json=TWICE, max_tokens=1, **compact),
+        "enforced": wanted(json=EMPTY, **compact),
+    }
+    for name, params in asked.items():
+        params.output_kind, params.n = kind, 2
+        llm.llm_engine.add_request(name, {"prompt_token_ids": PROMPT}, params)
+    warnings: dict[str, list[list[str] | None]] = {name: [] for name in asked}
+    relaxations: dict[str, tuple[str, ...]] = {}
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            relaxations[output.request_id] = output.relaxations
+            warnings[output.request_id] += [each.warnings for each in output.outputs if each.finished]
+            assert all(each.warnings is None for each in output.outputs if not each.finished)
+    assert relaxations == {
+        "wrong": ("uniqueItems (at #)",), "right": ("not (at #)",), "annotation": ("format 'path' (at #)",),
+        "cut": ("uniqueItems (at #)",), "enforced": (),
+    }  # fmt: skip
+    assert len(warnings["wrong"]) >= 2 and all(
+        each is not None and "non-unique elements" in each[0] for each in warnings["wrong"]
+    )
+    assert warnings["right"][0] == [] and warnings["right"][-1] == []
+    assert {*warnings["annotation"], *warnings["cut"], *warnings["enforced"]} == {None}
+
+
+def test_a_result_that_was_not_detokenized_is_named_as_not_validated(llm: LLM) -> None:
+    params = wanted(json=TWICE, disable_any_whitespace=True)
+    params.detokenize = False
+    [warning] = run(llm, [params])[0].warnings or []
+    assert warning.startswith("The output was not validated against uniqueItems (at #): ")
+
+
+def test_the_process_that_validates_ends_with_the_engine(make_llm: MakeLLM) -> None:
+    other = make_llm(**ROOM)
+    run(other, [wanted(json=TWICE, disable_any_whitespace=True)])
+    pid = other.llm_engine._output_validator._process.pid
+    assert pid is not None
+    other.close()
+    assert not Path(f"/proc/{pid}").exists()
 
 
 @pytest.fixture

@@ -24,6 +24,9 @@ TEMPLATE_PROCESS = "mvllm.entrypoints.openai.common.chat_template_process"
 SMALL = ("--kv-cache-memory-bytes", str(64 << 20))
 
 
+GRAMMAR_PROCESSES = ("mvllm.structured_output.sandbox_main", "mvllm.structured_output.validation_main")
+
+
 class ServerProcess:
     """A `mvllm serve` process, from its start to its end.
 
@@ -96,11 +99,11 @@ class ServerProcess:
         return {process.pid for process in tagged_processes(self.tag)} - self.sandbox_pids()
 
     def sandbox_pids(self) -> set[int]:
-        """Process ids of the sandboxes for grammars and chat templates."""
+        """Process ids of the sandboxes for grammars, chat templates and the validation of outputs."""
         found = set()
         for process in tagged_processes(self.tag):
             with contextlib.suppress(psutil.NoSuchProcess):
-                if {"mvllm.structured_output.sandbox_main", TEMPLATE_PROCESS} & set(process.cmdline()):
+                if {*GRAMMAR_PROCESSES, TEMPLATE_PROCESS} & set(process.cmdline()):
                     found.add(process.pid)
         return found
 

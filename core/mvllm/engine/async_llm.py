@@ -486,8 +486,7 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
         finally:
             # Queued work raises an error. Callers would mistake a cancellation for their own.
             self._threads.shutdown(wait=False)
-            self.item_client.close()
-            self._stat_loggers.close()
+            self._close_frontend()
 
     # --- internals
 
@@ -524,7 +523,8 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
     def _start_request(self, request: ProcessedRequest) -> RequestOutputStream:
         self._startup_timer.record_first_request()
         state, children = self._output_processor.add_request(request)
-        state.stream = stream = RequestOutputStream(state, self._remove_request, self._finish_undecodable)
+        ends = self._remove_request, self._finish_undecodable
+        state.stream = stream = RequestOutputStream(state, *ends, self._output_validator)
         if self.tracer is not None:
             self.tracer.start_request(state)
         self._client.add_requests(children)

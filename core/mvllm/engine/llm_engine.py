@@ -262,6 +262,8 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
                 self._client.add_request(child)
         self.num_generated_tokens += processed.num_new_tokens
         self._metrics.record(processed)
+        if processed.texts_to_validate:
+            self._output_validator.validate(processed.texts_to_validate)
         if core_outputs.stats is not None:
             self._stat_loggers.record(core_outputs.stats, processed.num_new_tokens)
         return processed.request_outputs
@@ -378,8 +380,7 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
             try:
                 self._client.shutdown()
             finally:
-                self.item_client.close()
-                self._stat_loggers.close()
+                self._close_frontend()
 
     def _require_alive(self) -> None:
         if self._closed:

@@ -108,6 +108,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
             guidance.
         kv_transfer_params: On the last output: what a KV connector tells the client, so that another engine finds the
             blocks of this request.
+        relaxations: On the first output of a request with a JSON schema: keywords that its grammar does not enforce.
     """
 
     request_id: str
@@ -125,6 +126,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     weight_versions: list[tuple[int, int]] | None = None
     conditional_logprobs: list[float] | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    relaxations: tuple[str, ...] = ()
 
 
 class KVTierStats(msgspec.Struct, omit_defaults=True):

@@ -59,6 +59,10 @@ class Grammar(Protocol):
     def expected_seconds(self) -> float:
         """Estimated time of the next mask; 0 where plans must not depend on time."""
 
+    @property
+    def relaxations(self) -> tuple[str, ...]:
+        """What of a JSON schema it does not enforce."""
+
     def accept(self, token: int, *, blocking: bool = False) -> None:
         """Advances by one token. The mask, or an error, may come later; with `blocking`, before the next plan."""
 
@@ -100,6 +104,7 @@ class Request:
         recomputes: It generates, and computes tokens again because a draft token behind them was rejected. Only in
             models with sequence states.
         grammar: Its grammar, if it has one.
+        relaxations: What that does not enforce, until an output says so.
         weight_versions: Versions of the weights that sampled its tokens before the present one, with the number of
             tokens of each.
         companion: The unconditional companion of a guided request, see `guidance.py`.
@@ -137,6 +142,7 @@ class Request:
         "primary",
         "prompt_logprobs",
         "recomputes",
+        "relaxations",
         "request_id",
         "row",
         "scheduled_time",
@@ -186,6 +192,7 @@ class Request:
         self.draft_token_ids: list[int] = []
         self.recomputes = False
         self.grammar: Grammar | None = None
+        self.relaxations: tuple[str, ...] = ()
         self.is_long = False
         self.is_very_long = False
         self.is_swapped = False

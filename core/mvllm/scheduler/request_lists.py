@@ -121,6 +121,8 @@ class RequestLists:
         """Gives a request its grammar: blocked -> waiting."""
         assert request.status is RequestStatus.WAITING_FOR_GRAMMAR
         request.grammar = grammar
+        if grammar.relaxations:
+            request.relaxations, request.has_only_tokens = grammar.relaxations, False
         self.num_grammars += 1
         self._move_to_waiting(request)
 

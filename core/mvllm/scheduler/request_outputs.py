@@ -87,6 +87,7 @@ def make_output(
         conditional_logprobs, request.conditional_logprobs = request.conditional_logprobs, []
     prompt_logprobs = request.prompt_logprobs if request.has_all_prompt_logprobs else None
     request.prompt_logprobs = None
+    relaxations, request.relaxations = request.relaxations, ()
     request.has_only_tokens = request.emits_each_step and request.logprobs is None
     return EngineCoreOutput(
         request_id=request.request_id,
@@ -100,6 +101,7 @@ def make_output(
         scheduled_time=request.scheduled_time,
         first_token_time=request.first_token_time,
         conditional_logprobs=conditional_logprobs,
+        relaxations=relaxations,
     )
 
 

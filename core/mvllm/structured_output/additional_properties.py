@@ -1,10 +1,14 @@
 """Subschemas of a JSON schema, and closing of objects (`additionalProperties: false`).
 
-JSON Schema leaves objects open: any key may come besides the declared ones. Function calls and `strict` mean closed
-objects.
+JSON Schema leaves objects open: any key may come besides the declared ones. Nobody reads keys that a schema does not
+declare, and a small model adds them without end, so objects that declare properties are closed unless the schema has a
+rule for other keys.
 
 Where a schema combines several parts that declare properties (`allOf`, `properties` beside `anyOf`, `properties` beside
-`$ref`), each closed part would forbid the keys of the others, so parts of a combination are not closed.
+`$ref`), each closed part would forbid the keys of the others, so the combination is closed as a whole:
+
+    {"allOf": [{"$ref": "#/$defs/base"}, {"properties": {"b": ...}}]}       base declares a
+    -> {..., "properties": {"a": true, "b": true}, "additionalProperties": false}
 """
 
 from __future__ import annotations
@@ -16,10 +20,21 @@ from urllib.parse import unquote
 
 from mvllm.errors import RequestError
 
+STRICT_KEY = "x-mvllm-strict"
+"""Key of a schema in which every keyword has to be enforced: a relaxation below it is an error."""
+
 _OPEN_OBJECT_KEYS = ("additionalProperties", "unevaluatedProperties")
-_MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+_KEYS_OF_OTHERS = (*_OPEN_OBJECT_KEYS, "patternProperties", "propertyNames")
+_MAPS_OF_SCHEMAS = (
+    "properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"
+)  # fmt: skip
 _LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")  # before 2020-12 `items` could be a list
-_SCHEMAS = ("items", "additionalItems", "contains", "additionalProperties", "not")
+_SCHEMAS = (
+    "items", "additionalItems", "contains", "additionalProperties", "not", "if", "then", "else", "propertyNames",
+    "unevaluatedItems", "unevaluatedProperties",
+)  # fmt: skip
+_TESTS = ("not", "if", "contains")
+"""A closed object in these would forbid or require other values than before."""
 
 _Schema = dict[str, Any]
 
@@ -27,17 +42,25 @@ _Schema = dict[str, Any]
 def close_declared_objects(schema: Mapping[str, Any]) -> _Schema:
     """A copy in which objects that declare `properties` and no rule for other keys are closed.
 
-    Unchanged are: rules for other keys, combinations of objects, and objects that require a key which they do not
-    declare, because no value would satisfy them once closed.
+    A combination of objects is closed around the properties of all its parts. Unchanged are: objects with rules for
+    other keys (`additionalProperties`, `patternProperties`, ...), and objects that require a key which they do not
+    declare, or more keys than that, because no value would satisfy them once closed.
 
     Args:
         schema: JSON.
     """
     parts = _Subschemas(schema, declares=_has_properties)
-    combined = parts.ids_within(parts.combinations())
+    combinations = parts.combinations()
+    combined = parts.ids_within(combinations)
+    inner = parts.ids_within([each for part in combinations for each in parts.applied_subschemas(part)])
     for part in parts:
-        if _has_properties(part) and id(part) not in combined and not _allows_other_keys(part):
+        if id(part) in combined:
+            continue
+        if _has_properties(part) and not _allows_other_keys(part, part["properties"]):
             part["additionalProperties"] = False
+    for part in combinations:
+        if id(part) not in inner:
+            parts.close_combination(part)
     return parts.root
 
 
@@ -91,11 +114,13 @@ def _has_properties(part: _Schema) -> bool:
     return isinstance(part.get("properties"), dict)
 
 
-def _allows_other_keys(part: _Schema) -> bool:
-    required = part.get("required")
-    if isinstance(required, list) and any(str(key) not in part["properties"] for key in required):
+def _allows_other_keys(part: _Schema, names: Mapping[str, object]) -> bool:
+    """Whether a schema has a rule for keys that are not among `names`, or needs such keys."""
+    least, rules = part.get("minProperties"), [part.get("dependentRequired"), part.get("dependencies")]
+    required = [part.get("required"), *(rule for each in rules if isinstance(each, dict) for rule in each.values())]
+    if any(str(key) not in names for keys in required if isinstance(keys, list) for key in keys):
         return True
-    return any(key in part for key in _OPEN_OBJECT_KEYS)
+    return any(key in part for key in _KEYS_OF_OTHERS) or (isinstance(least, int) and least > len(names))
 
 
 def _is_object(part: _Schema) -> bool:
@@ -129,9 +154,8 @@ class _Subschemas:
                 continue
             self._parts[id(part)] = part
             self._places[id(part)] = outer, path
-            # A closed object within `not` would forbid other values than before.
-            waiting += ((id(part), path, inner) for path, inner in subschemas(part) if path != "not")
-            target = _resolve(self.root, part.get("$ref"))
+            waiting += ((id(part), path, inner) for path, inner in subschemas(part) if path not in _TESTS)
+            target = resolve_reference(self.root, part.get("$ref"))
             if target is not None:
                 self._targets[id(part)] = target
                 waiting.append((0, part["$ref"], target))
@@ -153,27 +177,27 @@ class _Subschemas:
         found = []
         for part in self:
             groups = [*([each] for each in _schemas(part, "allOf")), _schemas(part, "anyOf"), _schemas(part, "oneOf")]
-            groups.append(self._target(part))
+            groups += [self._target(part), _branches(part), *([each] for each in _dependents(part))]
             if self._declares(part) + sum(any(id(each) in declaring for each in group) for group in groups) > 1:
                 found.append(part)
         return found
 
-    def ids_within(self, combined: list[_Schema]) -> set[int]:
-        """Ids of these schemas and of all schemas that apply to the same values."""
-        found: set[int] = set()
-        waiting = combined.copy()
+    def ids_within(self, combined: list[_Schema]) -> dict[int, None]:
+        """Ids of these schemas and of all schemas that apply to the same values, in order."""
+        found: dict[int, None] = {}
+        waiting = combined[::-1]
         while waiting:
             part = waiting.pop()
-            if id(part) not in found:
-                found.add(id(part))
-                waiting += self._applied_subschemas(part)
+            if id(part) not in found and id(part) in self._parts:
+                found[id(part)] = None
+                waiting += reversed(self.applied_subschemas(part))
         return found
 
     def _ids_declaring(self) -> set[int]:
         """Ids of schemas that declare properties, by themselves or through schemas that apply to the same value."""
         appliers: dict[int, list[_Schema]] = {}
         for part in self:
-            for inner in self._applied_subschemas(part):
+            for inner in self.applied_subschemas(part):
                 appliers.setdefault(id(inner), []).append(part)
         found: set[int] = set()
         waiting = [part for part in self if self._declares(part)]
@@ -184,9 +208,21 @@ class _Subschemas:
                 waiting += appliers.get(id(part), ())
         return found
 
-    def _applied_subschemas(self, part: _Schema) -> list[_Schema]:
+    def applied_subschemas(self, part: _Schema) -> list[_Schema]:
         """The schemas that apply to the same value as `part`."""
-        return [each for key in ("allOf", "anyOf", "oneOf") for each in _schemas(part, key)] + self._target(part)
+        listed = [each for key in ("allOf", "anyOf", "oneOf") for each in _schemas(part, key)]
+        return [*listed, *self._target(part), *_branches(part), *_dependents(part)]
+
+    def close_combination(self, part: _Schema) -> None:
+        """Closes a combination around the properties of its parts, unless one of them has a rule for other keys."""
+        applied = [self._parts[key] for key in self.ids_within([part])]
+        names = dict.fromkeys(name for each in applied if _has_properties(each) for name in each["properties"])
+        if any(_allows_other_keys(each, names) for each in applied):
+            return
+        own = part.setdefault("properties", {}) if _has_properties(part) or "properties" not in part else None
+        if own is not None:
+            own.update({name: True for name in names if name not in own})
+            part["additionalProperties"] = False
 
     def _target(self, part: _Schema) -> list[_Schema]:
         return [self._targets[id(part)]] if id(part) in self._targets else []
@@ -218,7 +254,16 @@ def _schemas(part: _Schema, key: str) -> list[_Schema]:
     return [each for each in inner if isinstance(each, dict)] if isinstance(inner, list) else []
 
 
-def _resolve(root: _Schema, reference: object) -> _Schema | None:
+def _branches(part: _Schema) -> list[_Schema]:
+    return [part[key] for key in ("then", "else") if "if" in part and isinstance(part.get(key), dict)]
+
+
+def _dependents(part: _Schema) -> list[_Schema]:
+    maps = [part.get(key) for key in ("dependentSchemas", "dependencies")]
+    return [each for inner in maps if isinstance(inner, dict) for each in inner.values() if isinstance(each, dict)]
+
+
+def resolve_reference(root: _Schema, reference: object) -> _Schema | None:
     """The schema that a reference within `root` points to."""
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         return None

@@ -10,18 +10,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from mvllm.errors import RequestError
+from mvllm.logging import get_logger
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.messages.structured_outputs import StructuredOutputsParams
 from mvllm.structured_output import llguidance_library
 from mvllm.structured_output.mask_worker import MaskTimeBudget, MaskWorker
 from mvllm.structured_output.sandbox import GrammarSandbox
 from mvllm.structured_output.sandbox_main import CompileJob
+from mvllm.structured_output.schema_rewriting import keyword
 from mvllm.structured_output.sequence_grammar import SequenceGrammar
 from mvllm.structured_output.vocabulary import Vocabulary
+
+logger = get_logger(__name__)
 
 CACHE_BYTES = 256 << 20
 CACHE_ENTRIES = 256
 _OVERHEAD_BYTES = 64 << 10
+_MAX_LOGGED = 128
 
 
 class TransientCompileError(RequestError):
@@ -37,12 +42,14 @@ class CompiledGrammar:
         first_bits: Tokens allowed in the initial state, a bit each.
         special_ids: Tokens that the library treats as end of text.
         memory: Approximate size in bytes.
+        relaxations: What of a JSON schema it does not enforce.
     """
 
     matcher: Any
     special_ids: list[int]
     memory: int
     first_bits: bytes = b""
+    relaxations: tuple[str, ...] = ()
 
     def start_sequence(
         self, request: EngineCoreRequest, worker: MaskWorker | None = None, budget: MaskTimeBudget | None = None
@@ -59,6 +66,7 @@ class CompiledGrammar:
             min_tokens=params.min_tokens,
             worker=worker,
             budget=budget,
+            relaxations=self.relaxations,
         )
 
 
@@ -89,6 +97,7 @@ class GrammarCompiler:
         self._loading = threading.Lock()
         self._vocabulary: Vocabulary | None = None
         self._tokenizer: Any = None
+        self._logged: set[str] = set()
 
     def vocabulary(self) -> Vocabulary:
         """The tokens.
@@ -121,7 +130,21 @@ class GrammarCompiler:
             raise _compile_error(job, str(matcher.get_error()))
         special_ids = [int(token) for token in self._tokenizer.eos_tokens]
         memory = result.memory + len(result.grammar) + len(first_bits) + _OVERHEAD_BYTES
-        return CompiledGrammar(matcher, special_ids, memory, first_bits)
+        self._log_relaxations(result.relaxations)
+        return CompiledGrammar(matcher, special_ids, memory, first_bits, result.relaxations)
+
+    def _log_relaxations(self, relaxations: tuple[str, ...]) -> None:
+        """Logs each keyword that is not enforced once. Names of formats come from clients, so there is a limit."""
+        new = {keyword(each): each for each in relaxations}
+        new = {name: each for name, each in new.items() if name not in self._logged}
+        if not new or len(self._logged) >= _MAX_LOGGED:
+            return
+        self._logged.update(new)
+        logger.warning(
+            "A JSON schema has keywords that are not enforced while the output is generated: %s. Outputs are validated "
+            "afterwards, except for formats. Logged once for each keyword.",
+            ", ".join(new.values()),
+        )
 
 
 class GrammarCache:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mvllm.errors import RequestError
 from mvllm.messages.structured_outputs import StructuredOutputsParams
-from mvllm.structured_output.additional_properties import close_all_objects
+from mvllm.structured_output.additional_properties import STRICT_KEY, close_all_objects
 
 _TYPES = "'text', 'json_object', 'json_schema' or 'structural_tag'"
 
@@ -48,7 +48,7 @@ def parse_response_format(response_format: Mapping[str, Any] | None) -> Structur
 
 
 def _json_schema(value: object) -> StructuredOutputsParams:
-    """The parameters of a JSON schema; with `strict`, every object in it is closed."""
+    """The parameters of a JSON schema; with `strict`, every object in it is closed, and every keyword enforced."""
     schema = value.get("schema", value.get("json_schema")) if isinstance(value, Mapping) else None
     strict = value.get("strict") if isinstance(value, Mapping) else None
     if schema is None:
@@ -59,5 +59,5 @@ def _json_schema(value: object) -> StructuredOutputsParams:
     if strict:
         checked = json.loads(str(params.json))
         if isinstance(checked, dict):
-            params = StructuredOutputsParams(json=close_all_objects(checked, "strict"))
+            params = StructuredOutputsParams(json={**close_all_objects(checked, "strict"), STRICT_KEY: True})
     return params

@@ -27,6 +27,7 @@ from mvllm.executor.process.pipe_process import read_message, write_message
 from mvllm.executor.process.process_utils import die_with_parent, limit_memory, limit_processor_time, set_process_name
 from mvllm.structured_output import llguidance_library
 from mvllm.structured_output.additional_properties import subschemas
+from mvllm.structured_output.enforceable_schema import EnforceableSchema
 from mvllm.structured_output.structural_tag import sequence, structural_tags
 from mvllm.structured_output.vocabulary import Vocabulary, one_line
 
@@ -69,12 +70,14 @@ class CompileResult(msgspec.Struct, array_like=True, frozen=True):
         error: The reason in that case.
         memory: Bytes that compiling took.
         is_permanent: Compiling again would fail again. False where the error is about the state of the machine.
+        relaxations: Keywords of JSON schemas that the grammar does not enforce, see `schema_rewriting`.
     """
 
     grammar: str | None
     error: str | None = None
     memory: int = 0
     is_permanent: bool = True
+    relaxations: tuple[str, ...] = ()
 
 
 def main() -> None:
@@ -91,9 +94,9 @@ def main() -> None:
             job = read_message(jobs, CompileJob)
             limit_processor_time(SECONDS)
             before = process.memory_info().rss
-            grammar, error = compile_job(tokenizer, job)
+            result = compile_job(tokenizer, job)
             memory = max(0, process.memory_info().rss - before)
-            write_message(results, CompileResult(grammar, error, memory))
+            write_message(results, msgspec.structs.replace(result, memory=memory))
     except (EOFError, BrokenPipeError):
         pass
     finally:
@@ -101,28 +104,26 @@ def main() -> None:
         os._exit(0)
 
 
-def compile_job(tokenizer: Any, job: CompileJob) -> tuple[str | None, str | None]:
-    """Compiles a job. Returns the grammar and None, or None and the reason."""
+def compile_job(tokenizer: Any, job: CompileJob) -> CompileResult:
+    """Compiles a job."""
     started = time.monotonic()
+    relaxations: tuple[str, ...] = ()
     try:
-        grammar = (
-            structural_tags(tokenizer, job.text, _options(None)) if job.form == "structural_tag" else to_grammar(job)
-        )
-        error = find_error(tokenizer, grammar)
+        grammar, error, relaxations = to_grammar(tokenizer, job)
         if error is None and job.thoughts_end is not None:
             grammar = after_reasoning(tokenizer, job.thoughts_start, job.thoughts_end, grammar)
             error = find_error(tokenizer, grammar)
     except Exception as e:  # noqa: BLE001  (it is the result)
         error = one_line(e) or type(e).__name__
     if error is None:
-        return grammar, None
-    if job.form == "json" and time.monotonic() - started < _LOCATE_SECONDS:
+        return CompileResult(grammar, relaxations=relaxations)
+    if job.form == "json" and " at #" not in error and time.monotonic() - started < _LOCATE_SECONDS:
         error = f"{error} (at {_locate(tokenizer, job, error)})"
-    return None, error
+    return CompileResult(None, error)
 
 
-def to_grammar(job: CompileJob) -> str:
-    """The grammar of a job in the library's form.
+def to_grammar(tokenizer: Any, job: CompileJob) -> tuple[str, str | None, tuple[str, ...]]:
+    """The grammar of a job in the library's form, why it is not usable, and what it does not enforce.
 
     Raises:
         Exception: The text is not a valid schema, regex, choice list or grammar.
@@ -131,7 +132,11 @@ def to_grammar(job: CompileJob) -> str:
     grammar: str
     match job.form:
         case "json":
-            grammar = matcher.grammar_from_json_schema(job.text, overrides=_options(job.whitespace))
+            schema = EnforceableSchema(tokenizer, json.loads(job.text), _options(job.whitespace), find_error)
+            error = schema.compile()
+            return schema.grammar, error, schema.relaxations
+        case "structural_tag":
+            return _structural_tags(tokenizer, job.text)
         case "regex":
             # ASCII classes as in JSON schemas: what Unicode classes match depends on the Unicode version.
             pattern = llguidance_library.load().regex_to_lark(job.text, use_ascii="dws")
@@ -144,7 +149,25 @@ def to_grammar(job: CompileJob) -> str:
             from llguidance.gbnf_to_lark import any_to_lark  # type: ignore[import-not-found, unused-ignore]
 
             grammar = matcher.grammar_from_lark(any_to_lark(job.text))
-    return grammar
+    return grammar, find_error(tokenizer, grammar), ()
+
+
+def _structural_tags(tokenizer: Any, text: str) -> tuple[str, str | None, tuple[str, ...]]:
+    """The grammar of a structural tag. Only if the library refuses it is the schema of each structure compiled."""
+    described = json.loads(text)
+    options = _options(None)
+    schemas = [EnforceableSchema(tokenizer, tag["schema"], options, find_error) for tag in described["structures"]]
+    for attempt in range(2):
+        for tag, schema in zip(described["structures"], schemas, strict=True):
+            if attempt and (error := schema.compile()) is not None:
+                return "", error, ()
+            tag["schema"] = schema.rewritten
+        grammar = structural_tags(tokenizer, described, options)
+        error = find_error(tokenizer, grammar)
+        if error is None:
+            break
+    names = dict.fromkeys(name for schema in schemas for name in schema.relaxations)
+    return grammar, error, tuple(names)
 
 
 def after_reasoning(tokenizer: Any, start: str | None, end: str, grammar: str) -> str:
@@ -221,7 +244,7 @@ def _locate(tokenizer: Any, job: CompileJob, error: str) -> str:
                 return place
             text = json.dumps({**definitions, **child})
             try:
-                found = find_error(tokenizer, to_grammar(CompileJob("json", text, job.whitespace)))
+                found = to_grammar(tokenizer, CompileJob("json", text, job.whitespace))[1]
             except Exception as e:  # noqa: BLE001  (compared)
                 found = one_line(e)
             if found == error:

@@ -39,6 +39,7 @@ class SequenceGrammar:
         min_tokens: Tokens before any of `end_ids` is allowed, unless nothing else can follow.
         worker: Computes the masks; None computes each at once, however long it takes.
         budget: Processor time of the masks; None for no limit.
+        relaxations: What of a JSON schema the grammar does not enforce.
 
     Attributes:
         is_ready: `mask` is the mask of the next token. While it is False, another thread computes the mask.
@@ -59,8 +60,10 @@ class SequenceGrammar:
         min_tokens: int,
         worker: MaskWorker | None = None,
         budget: MaskTimeBudget | None = None,
+        relaxations: tuple[str, ...] = (),
     ) -> None:
         self.request_id = request_id
+        self.relaxations = relaxations
         self._matcher = matcher
         self._end_ids = end_ids
         self._special_ids = special_ids

@@ -41,15 +41,14 @@ STYLES = {
 """Styles of arguments, by name."""
 
 
-def structural_tags(tokenizer: Any, text: str, options: Mapping[str, Any]) -> str:
+def structural_tags(tokenizer: Any, described: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     """The grammar in the library's form.
 
     Args:
         tokenizer: The library's tokenizer.
-        text: The structural tag as JSON.
+        described: The structural tag.
         options: Options of JSON schemas.
     """
-    described = json.loads(text)
     tags = described["structures"]
     # The longest first: a shorter trigger could be its prefix.
     triggers = sorted(described["triggers"], key=len, reverse=True)

@@ -219,9 +219,8 @@ def test_a_hostile_constraint_is_aborted_and_other_requests_are_answered(
     assert time.monotonic() - start < 100
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "structured_outputs", answer.text
     assert complete_and_stream(client, COMPLETIONS, {**STORY, "max_tokens": 4})[1] == "length"
-    assert (
-        len(server.sandbox_pids()) <= 3
-    )  # two sandboxes that compile grammars, and the one of the model's chat template
+    # Two sandboxes that compile grammars, that of the model's chat template, and the one that validates outputs.
+    assert len(server.sandbox_pids()) <= 4
     assert re.fullmatch(
         "[xy]{4}", complete_and_stream(client, CHAT, {**QUESTION, "structured_outputs": {"regex": "[xy]{4}"}})[0]
     )
@@ -244,6 +243,116 @@ def test_other_requests_do_not_wait_for_a_slow_constraint_and_a_disconnect_abort
         impatient.post(COMPLETIONS, json=slow)
     assert client.post(COMPLETIONS, json={**STORY, "max_tokens": 4}).status_code == 200
     wait_idle(client)
+
+
+EMPTY = {"type": "string", "maxLength": 0}
+TWICE = {"type": "array", "items": EMPTY, "uniqueItems": True, "minItems": 2, "maxItems": 2}
+"""Every text that follows what is enforced of it is ["", ""], which is not unique."""
+ONE_KEY = {"type": "object", "properties": {"x": {"enum": [1]}}, "required": ["x"]}
+NOT_ENFORCED = "x-mvllm-not-enforced"
+
+
+def schema_format(schema: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, **more}}
+
+
+def ways_to_send(schema: Any) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Path and body of a request with the schema, in all APIs."""
+    text = {"format": {"type": "json_schema", "name": "s", "schema": schema}}
+    messages, limit = QUESTION["messages"], {"max_tokens": ROOM}
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"p": schema}, "required": ["p"]}}
+    tool = {"name": "f", "input_schema": function["parameters"]}
+    ollama: dict[str, Any] = {"model": "demo", "options": {"num_predict": ROOM, "seed": 3}}
+    return {
+        "completions": (COMPLETIONS, {**STORY, **limit, "response_format": schema_format(schema)}),
+        "chat": (CHAT, {**QUESTION, **limit, "response_format": schema_format(schema), "n": 2}),
+        "structured_outputs": (CHAT, {**QUESTION, **limit, "structured_outputs": {"json": schema}}),
+        "guided_json": (CHAT, {**QUESTION, **limit, "guided_json": schema}),
+        "tools": (CHAT, {**QUESTION, **limit, "tools": [{"type": "function", "function": function}],
+                         "tool_choice": {"type": "function", "function": {"name": "f"}}}),
+        "responses": ("/v1/responses", {"model": "demo", "input": "Hi", "text": text, "max_output_tokens": ROOM}),
+        "messages": ("/v1/messages", {"model": "demo", "messages": messages, **limit, "tools": [tool],
+                                      "tool_choice": {"type": "tool", "name": "f"}}),
+        "ollama chat": ("/api/chat", {**ollama, "messages": messages, "format": schema}),
+        "ollama generate": ("/api/generate", {**ollama, "prompt": "Hi", "format": schema}),
+    }  # fmt: skip
+
+
+def answers(client: httpx.Client, path: str, ask: dict[str, Any]) -> list[tuple[httpx.Response, dict[str, Any]]]:
+    """The whole answer, and the streamed one with the object that ends it."""
+    whole, streamed = (client.post(path, json={**ask, "stream": stream}) for stream in (False, True))
+    assert whole.status_code == streamed.status_code == 200, whole.text
+    lines = [line.removeprefix("data: ") for line in streamed.text.splitlines() if "{" in line]
+    objects = [json.loads(line) for line in lines if line.startswith("{")]
+    last = next(each for each in reversed(objects) if each.get("type") != "message_stop")
+    return [(whole, whole.json()), (streamed, last.get("response", last) if path == "/v1/responses" else last)]
+
+
+class TestWhatIsNotEnforced:
+    @pytest.mark.parametrize("way", ways_to_send(TWICE))
+    def test_it_is_named_and_the_result_is_validated(self, client: httpx.Client, way: str) -> None:
+        path, ask = ways_to_send(TWICE)[way]
+        for answer, last in answers(client, path, ask):
+            assert answer.headers[NOT_ENFORCED] == "uniqueItems"
+            [warning] = last["warnings"]
+            assert re.fullmatch("The output does not satisfy uniqueItems at #.*: .* has non-unique elements", warning)
+            for choice in last.get("choices", ()):
+                assert choice["finish_reason"] == "stop"
+
+    @pytest.mark.parametrize("way", ["chat", "responses"])
+    def test_a_result_that_satisfies_all_has_no_warning(self, client: httpx.Client, way: str) -> None:
+        path, ask = ways_to_send({**EMPTY, "not": {"pattern": "x"}})[way]
+        for answer, last in answers(client, path, ask):
+            assert answer.headers[NOT_ENFORCED] == "not" and last["warnings"] == []
+
+    @pytest.mark.parametrize("way", [way for way in ways_to_send(True) if way != "completions"])
+    def test_objects_have_no_keys_that_are_not_declared(self, client: httpx.Client, way: str) -> None:
+        path, ask = ways_to_send(ONE_KEY)[way]
+        answer = client.post(path, json={**ask, "stream": False})
+        assert NOT_ENFORCED not in answer.headers and "warnings" not in answer.json()
+        text = re.sub(r"\\[nt]|\s", "", answer.text).replace('\\"', '"')  # JSON in a string, or an object
+        objects = re.findall(r'\{"x":[^{}]*\}', text)
+        assert objects and set(objects) == {'{"x":1}'}
+
+    @pytest.mark.parametrize("way", ["completions", "tools"])
+    def test_an_unknown_format_is_an_annotation(self, client: httpx.Client, way: str) -> None:
+        path, ask = ways_to_send({**EMPTY, "format": "path"})[way]
+        for answer, last in answers(client, path, ask):
+            assert answer.headers[NOT_ENFORCED] == "format" and "warnings" not in last
+
+    def test_a_truncated_result_is_not_validated(self, client: httpx.Client) -> None:
+        ask = {**STORY, "max_tokens": 2, "response_format": schema_format(TWICE)}
+        answer = client.post(COMPLETIONS, json=ask)
+        assert answer.json()["choices"][0]["finish_reason"] == "length" and "warnings" not in answer.json()
+
+    def test_each_prompts_results_are_validated(self, client: httpx.Client) -> None:
+        ask = {**STORY, "max_tokens": ROOM, "prompt": ["One", "Two"], "n": 2, "response_format": schema_format(TWICE)}
+        for _, last in answers(client, COMPLETIONS, ask):
+            assert len(last["warnings"]) == 1  # the same of all four
+
+    def test_it_is_validated_after_reasoning(self, client: httpx.Client) -> None:
+        form = {"json": TWICE, "thoughts_end": "."}
+        answer = client.post(COMPLETIONS, json={**STORY, "max_tokens": 400, "structured_outputs": form})
+        assert "uniqueItems" in answer.json()["warnings"][0]
+
+    def test_strict_refuses_it_by_name(self, client: httpx.Client) -> None:
+        ask = {**QUESTION, "response_format": schema_format(TWICE, strict=True)}
+        error = error_of_400(client, CHAT, ask)
+        assert error["param"] == "response_format" and "uniqueItems at #" in error["message"]
+        function = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {"p": TWICE}}}
+        ask = {**QUESTION, "tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+        error = error_of_400(client, CHAT, ask)
+        assert error["param"] == "tools" and "uniqueItems at #" in error["message"]
+
+    def test_strict_accepts_unknown_formats(self, client: httpx.Client) -> None:
+        schema = {**EMPTY, "format": "binary"}
+        ask = {**QUESTION, "max_tokens": ROOM, "response_format": schema_format(schema, strict=True)}
+        assert client.post(CHAT, json=ask).json()["choices"][0]["message"]["content"] == '""'
+        parameters = {"type": "object", "properties": {"p": schema}, "required": ["p"]}
+        tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
+        ask = {**QUESTION, "max_tokens": ROOM, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+        [call] = client.post(CHAT, json=ask).json()["choices"][0]["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"p": ""}
 
 
 class TestForcedCalls:

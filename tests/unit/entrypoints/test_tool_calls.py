@@ -9,6 +9,7 @@ import pytest
 
 from mvllm.entrypoints.openai.common.chat_prompt_renderer import MAX_TOOLS
 from mvllm.messages.requests import FinishReason
+from mvllm.structured_output.additional_properties import STRICT_KEY
 from tests.unit.entrypoints import scripted_server
 from tests.unit.entrypoints.builders import save_model_folder
 from tests.unit.entrypoints.scripted_server import TEMPLATE
@@ -72,7 +73,7 @@ def test_a_strict_function_constrains_calls_and_nothing_else(folder: str) -> Non
     constraint = server.core.requests[0].sampling_params.structured_outputs
     tag = json.loads(constraint.structural_tag)
     assert tag["structures"][0]["begin"] == '<tool_call>\n{"name": "weather", "arguments": '
-    assert tag["structures"][0]["schema"] == {**parameters, "additionalProperties": False}
+    assert tag["structures"][0]["schema"] == {**parameters, "additionalProperties": False, STRICT_KEY: True}
     assert (constraint.thoughts_start, constraint.thoughts_end) == ("<think>", "</think>")
     server.message()  # without a strict function
     assert server.core.requests[1].sampling_params.structured_outputs is None

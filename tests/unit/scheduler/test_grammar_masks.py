@@ -26,6 +26,7 @@ class Countdown:
         self.error: str | None = None
         self.is_ready = True
         self.expected_seconds = 0.0
+        self.relaxations: tuple[str, ...] = ()
 
     @property
     def mask(self) -> bytes:

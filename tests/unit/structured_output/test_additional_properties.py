@@ -64,12 +64,65 @@ def test_objects_that_declare_properties_are_closed(
     ],
     ids=["open", "map", "allOf", "beside", "derived"],
 )
-def test_explicitly_open_and_combined_objects_stay_open_unless_strict(
+def test_explicitly_open_objects_and_combinations_are_refused_by_strict(
     schema: dict[str, Any], value: object, words: str
 ) -> None:
     assert takes(close_declared_objects(schema), value)
     with pytest.raises(RequestError, match=words):
         close_all_objects(schema, "strict")
+
+
+DERIVED = {"allOf": [{"$ref": "#/$defs/p"}, POINT_3D], "$defs": {"p": POINT}}
+BY_SHAPE = {**POINT, "if": {"properties": {"x": {"const": 0}}}, "then": POINT_3D, "else": nested()}
+
+
+@pytest.mark.parametrize(
+    ("schema", "taken", "not_taken"),
+    [
+        (DERIVED, {"x": 1, "z": 2}, {"x": 1, "z": 2, "y": 3}),
+        (nested(**POINT, oneOf=[POINT_3D, {**nested(), "required": ["p"]}]),
+         {"p": {"x": 1, "z": 2}}, {"p": {"x": 1, "z": 2, "y": 3}}),
+        ({"allOf": [DERIVED, {"properties": {"w": NUMBER}}], "$defs": {"p": POINT}},
+         {"x": 1, "z": 2, "w": 3}, {"x": 1, "z": 2, "w": 3, "y": 4}),
+        (BY_SHAPE, {"x": 0, "z": 2}, {"x": 0, "z": 2, "y": 3}),
+        ({**POINT, "dependentSchemas": {"x": POINT_3D}}, {"x": 1, "z": 2}, {"x": 1, "z": 2, "y": 3}),
+    ],
+    ids=["derived", "beside", "combinations of combinations", "if", "dependentSchemas"],
+)  # fmt: skip
+def test_a_combination_is_closed_around_the_properties_of_all_its_parts(
+    schema: dict[str, Any], taken: object, not_taken: object
+) -> None:
+    before = copy.deepcopy(schema)
+    closed = close_declared_objects(schema)
+    assert takes(schema, taken) and takes(schema, not_taken)
+    assert takes(closed, taken) and not takes(closed, not_taken)
+    assert schema == before
+
+
+@pytest.mark.parametrize(
+    ("rule", "value"),
+    [
+        ({"additionalProperties": True}, {"x": 1, "y": 2}),
+        ({"additionalProperties": NUMBER}, {"x": 1, "y": 2}),
+        ({"patternProperties": {"^y": NUMBER}}, {"x": 1, "z": 2}),
+        ({"unevaluatedProperties": NUMBER}, {"x": 1, "y": 2}),
+        ({"propertyNames": {"maxLength": 1}}, {"x": 1, "y": 2}),
+        ({"minProperties": 2}, {"x": 1, "y": 2}),
+        ({"dependentRequired": {"x": ["y"]}}, {"x": 1, "y": 2}),
+    ],
+)
+def test_an_object_with_a_rule_for_other_keys_stays_open(rule: dict[str, Any], value: dict[str, Any]) -> None:
+    assert takes(close_declared_objects({**POINT, **rule}), value)
+
+
+def test_a_combination_with_a_rule_for_other_keys_stays_open() -> None:
+    combined = {"allOf": [{**POINT, "additionalProperties": True}, {"properties": {"w": NUMBER}}]}
+    assert close_declared_objects(combined) == combined
+
+
+@pytest.mark.parametrize("test", ["not", "if", "contains"])
+def test_schemas_that_only_test_a_value_are_not_closed(test: str) -> None:
+    assert "additionalProperties" not in close_declared_objects({test: POINT})[test]
 
 
 def test_an_object_without_properties_is_closed_by_strict_alone() -> None:

@@ -12,6 +12,7 @@ import pytest
 from mvllm import RequestError, SamplingParams, StructuredOutputsParams
 from mvllm.messages.structured_outputs import MAX_GRAMMAR_BYTES
 from mvllm.structured_output import llguidance_library
+from mvllm.structured_output.additional_properties import STRICT_KEY
 from mvllm.structured_output.response_format import parse_response_format
 
 TAG = {"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}
@@ -90,7 +91,7 @@ def test_response_formats_of_the_openai_interface() -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
     assert parse_response_format(None) is None and parse_response_format({"type": "text"}) is None
     assert parse_response_format({"type": "json_object"}) == StructuredOutputsParams(json_object=True)
-    assert parse_response_format(wanted) == StructuredOutputsParams(json=schema)
+    assert parse_response_format(wanted) == StructuredOutputsParams(json={**schema, STRICT_KEY: True})
     for name in ("schema", "value"):  # those of llama.cpp and of huggingface_hub
         assert parse_response_format({"type": "json_object", name: schema}) == StructuredOutputsParams(json=schema)
     for wrong in ({}, {"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": 3}, "text"):
@@ -104,10 +105,10 @@ def test_strict_response_formats_close_objects() -> None:
         return parse_response_format({"type": "json_schema", "json_schema": {"schema": schema, "strict": strict}})
 
     point = {"type": "object", "properties": {"x": {"type": "number"}}}
-    closed = {**point, "additionalProperties": False}
+    closed = {**point, "additionalProperties": False, STRICT_KEY: True}
     assert wanted(point, True) == wanted(json.dumps(point), True) == StructuredOutputsParams(json=closed)
     assert wanted(point, False) == wanted(point, None) == StructuredOutputsParams(json=point)
-    assert wanted(True, True) == StructuredOutputsParams(json=True)
+    assert wanted(True, True) == StructuredOutputsParams(json={STRICT_KEY: True})
     for schema, strict in ((point, "yes"), ({**point, "additionalProperties": True}, True)):
         with pytest.raises(RequestError, match="strict") as refused:
             wanted(schema, strict)

@@ -69,13 +69,13 @@ def check(request: pytest.FixtureRequest, tokenizer: Any) -> Any:
     request_ = ChatCompletionRequest(messages=[{"role": "user", "content": "Hi"}], tools=TOOLS)
     constraint = output_constraint(request_, parse_tool_choice(TOOLS), tool_parser(name))
     assert constraint is not None and constraint.field == "tools"
-    grammar, error = compile_job(tokenizer, CompileJob("structural_tag", str(constraint.params.structural_tag)))
-    assert grammar is not None, error
+    result = compile_job(tokenizer, CompileJob("structural_tag", str(constraint.params.structural_tag)))
+    assert result.grammar is not None, result.error
     api = llguidance_library.load()
 
     def allows(*calls: tuple[str, dict[str, Any]]) -> bool:
         text = f"Let me look.\n{WRITE[name](calls)}\nWell" if calls else "Just text."
-        matcher = api.LLMatcher(tokenizer, grammar, log_level=0)
+        matcher = api.LLMatcher(tokenizer, result.grammar, log_level=0)
         return all(matcher.consume_token(token) for token in tokenizer.tokenize_str(text)) and matcher.is_accepting()
 
     allows.format = name  # type: ignore[attr-defined]
@@ -109,9 +109,9 @@ def test_special_tokens_in_tags_are_matched_as_tokens(tokenizer: Any) -> None:
         "triggers": ["<f>"],
         "special_tokens": ["<|im_start|>"],
     }
-    grammar, error = compile_job(tokenizer, CompileJob("structural_tag", json.dumps(tag)))
-    assert grammar is not None, error
-    matcher = llguidance_library.load().LLMatcher(tokenizer, grammar, log_level=0)
+    result = compile_job(tokenizer, CompileJob("structural_tag", json.dumps(tag)))
+    assert result.grammar is not None, result.error
+    matcher = llguidance_library.load().LLMatcher(tokenizer, result.grammar, log_level=0)
     for text in ("<|im_start|>a", "b<f><|im_start|>x5<|im_start|>", "c"):
         for token in tokenizer.tokenize_str(text, parse_special=True):
             assert matcher.consume_token(token), matcher.get_error()

@@ -29,6 +29,7 @@ from mvllm.multimodal.processor_client import ProcessorClient
 from mvllm.ops.provider_plugins import check_providers
 from mvllm.platform.choose import ChosenPlatform, choose_platform
 from mvllm.sampling.logits_processor import processor_classes
+from mvllm.structured_output.output_validator import OutputValidator
 
 logger = get_logger(__name__)
 
@@ -87,6 +88,13 @@ class EngineFrontend(Generic[Client]):
         self.pooling_input_processor = PoolingInputProcessor(self.config, self._tokenizer, item_client=self.item_client)
         self._lora_validator = LoRARequestValidator(self.config)
         self._output_processor = OutputProcessor(self._tokenizer, CoreRequestIds(name))
+        self._output_validator = OutputValidator()
+
+    def _close_frontend(self) -> None:
+        """Ends the processes and files of the front end. Idempotent."""
+        self._output_validator.close()
+        self.item_client.close()
+        self._stat_loggers.close()
 
     @property
     def start_seconds(self) -> dict[str, float]:

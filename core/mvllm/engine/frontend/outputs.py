@@ -47,6 +47,8 @@ class CompletionOutput:
         weight_versions: (version, number of tokens) of the weights that sampled `token_ids`, in their order. Weights
             have version 0 at the start, and a larger one after each update. Empty for a beam search.
         image_codes: The codes of `token_ids`, from 0; None for outputs of text.
+        warnings: Of an ended sequence with a JSON schema that was not enforced whole while it was generated: what of it
+            the text does not satisfy. Empty if it satisfies all of it; None for other sequences.
         conditional_logprobs: Of a guided request with `logprobs`: the log-probability of each of `token_ids` without
             guidance, the log-softmax of the conditional logits. `logprobs` are those of the guided distribution.
     """
@@ -63,6 +65,7 @@ class CompletionOutput:
     weight_versions: list[tuple[int, int]] = field(default_factory=list)
     image_codes: list[int] | None = None
     conditional_logprobs: list[float] | None = None
+    warnings: list[str] | None = None
 
     @property
     def finished(self) -> bool:
@@ -117,6 +120,7 @@ class RequestOutput:
         lora_request: The LoRA adapter of the request, if it had one.
         kv_transfer_params: Of a finished request whose KV blocks another engine may fetch: what the request to that
             engine has to contain, as `SamplingParams.extra_args["kv_transfer_params"]`.
+        relaxations: Keywords of the request's JSON schema that are not enforced while the output is generated.
     """
 
     request_id: str
@@ -131,6 +135,7 @@ class RequestOutput:
     pooled_each_token: bool = False
     lora_request: LoRARequest | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    relaxations: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

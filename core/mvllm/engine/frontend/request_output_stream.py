@@ -9,6 +9,7 @@ from types import TracebackType
 from mvllm.engine.frontend.outputs import RequestOutput
 from mvllm.engine.frontend.request_state import RequestState
 from mvllm.errors import EngineDeadError
+from mvllm.structured_output.output_validator import OutputValidator
 
 Consume = Callable[[RequestOutput], bool]
 
@@ -24,6 +25,7 @@ class RequestOutputStream:
         state: The request.
         abort: Called when the stream is closed before the request has ended.
         finish_undecodable: Called when `state` has sequences whose tokens cannot be turned into text.
+        validator: Validates ended sequences whose JSON schema is not enforced whole.
 
     Attributes:
         request_id: The caller's id.
@@ -38,6 +40,7 @@ class RequestOutputStream:
         "_is_scheduled",
         "_passed",
         "_state",
+        "_validator",
         "_waiter",
         "request_id",
     )
@@ -47,11 +50,13 @@ class RequestOutputStream:
         state: RequestState,
         abort: Callable[[RequestState], None],
         finish_undecodable: Callable[[RequestState], None],
+        validator: OutputValidator,
     ) -> None:
         self.request_id = state.request_id
         self._state = state
         self._abort = abort
         self._finish_undecodable = finish_undecodable
+        self._validator = validator
         self._waiter: asyncio.Future[None] | None = None
         self._error: EngineDeadError | None = None
         self._has_ended = False
@@ -93,15 +98,13 @@ class RequestOutputStream:
                 passed, self._passed = self._passed, None
                 if isinstance(passed, Exception):
                     raise passed
-                self._has_ended = passed.finished
-                return passed
+                return await self._finish_output(passed)
             if state.has_new_output:
                 output = state.make_request_output()
                 if state.undecodable_core_ids:
                     self._finish_undecodable(state)
                 if output is not None:
-                    self._has_ended = output.finished
-                    return output
+                    return await self._finish_output(output)
             elif self._error is not None:
                 self._has_ended = True
                 raise EngineDeadError(str(self._error)) from self._error
@@ -112,6 +115,13 @@ class RequestOutputStream:
                 finally:
                     self._waiter = None
         raise StopAsyncIteration
+
+    async def _finish_output(self, output: RequestOutput) -> RequestOutput:
+        """The next output, validated if need be."""
+        self._has_ended = output.finished
+        if output.relaxations:
+            await self._validator.validate_async(self._state.texts_to_validate(output))
+        return output
 
     async def __aenter__(self) -> RequestOutputStream:
         return self

@@ -19,6 +19,9 @@ from mvllm.engine.tokenizer.tokenizer import Tokenizer
 from mvllm.messages.pooling_params import PoolingType
 from mvllm.messages.requests import EngineCoreOutput, FinishReason, PositionLogprobs
 from mvllm.messages.sampling_params import RequestOutputKind
+from mvllm.messages.structured_outputs import StructuredOutputsParams
+from mvllm.structured_output.output_validator import ValidationJob
+from mvllm.structured_output.schema_rewriting import is_annotation
 
 if TYPE_CHECKING:
     from mvllm.engine.frontend.request_output_stream import RequestOutputStream
@@ -88,6 +91,8 @@ class RequestState:
         self._pooling_output: bytes | None = None
         self._lora_request = core.lora_request
         self._kv_transfer_params: dict[str, Any] | None = None
+        self._relaxations: tuple[str, ...] = ()
+        self._validated: dict[int, CompletionOutput] = {}
         self.space = request.space
         self.metrics = RequestMetrics(arrival_time=core.arrival_time)
 
@@ -127,6 +132,8 @@ class RequestState:
             self._pooling_output = output.pooling_output
         if output.kv_transfer_params is not None:
             self._kv_transfer_params = output.kv_transfer_params
+        if output.relaxations:
+            self._relaxations = output.relaxations
 
     def fail_beam_search(self, failure: EngineCoreOutput, now: float) -> None:
         """Ends all sequences with the finish reason and error of an output."""
@@ -195,7 +202,29 @@ class RequestState:
             self._pools_each_token,
             self._lora_request,
             self._kv_transfer_params,
+            self._relaxations,
         )
+
+    def texts_to_validate(self, output: RequestOutput) -> list[tuple[CompletionOutput, ValidationJob]]:
+        """The sequences that an output ends and whose schema was not enforced whole, with what is to be validated."""
+        constraint = self.params.structured_outputs
+        if not isinstance(constraint, StructuredOutputsParams) or all(map(is_annotation, self._relaxations)):
+            return []
+        jobs = []
+        for sequence in output.outputs:
+            if sequence.finish_reason != _STOP:
+                continue
+            if (before := self._validated.get(sequence.index)) is not None:
+                sequence.warnings = before.warnings
+                continue
+            self._validated[sequence.index] = sequence
+            text, token_ids = sequence.text, sequence.token_ids
+            is_delta = self.kind == RequestOutputKind.DELTA
+            if is_delta or constraint.thoughts_end is not None:  # with the end of the thoughts, a special token or not
+                token_ids = self.sequences[sequence.index].token_ids if is_delta else token_ids
+                text = self._tokenizer.decode(token_ids, skip_special_tokens=False) if self._tokenizer else ""
+            jobs.append((sequence, ValidationJob.of(constraint, text, self._relaxations)))
+        return jobs
 
     def _next_prompt_logprobs(self) -> Sequence[PositionLogprobMap | None] | None:
         """The prompt's log-probabilities; in the first output only, if the kind is DELTA."""

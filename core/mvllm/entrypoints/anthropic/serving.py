@@ -64,7 +64,8 @@ class MessagesHandler(ChatHandler):
                 self._content.append(deltas)
                 self._note_stop(output)
         self._content.finish()
-        return encode_json(self._message(self._content.blocks, self._usage.to_message_usage()))
+        message = self._message(self._content.blocks, self._usage.to_message_usage())
+        return encode_json({**message, **self.warning_fields})
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The response as server-sent events. See GenerationHandler."""
@@ -94,7 +95,8 @@ class MessagesHandler(ChatHandler):
             return
         written += self._content.finish()
         delta = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
-        written += encode_event("message_delta", delta=delta, usage=self._usage.to_message_usage())
+        end = {"delta": delta, "usage": self._usage.to_message_usage(), **self.warning_fields}
+        written += encode_event("message_delta", **end)
         yield written + encode_event("message_stop")
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:

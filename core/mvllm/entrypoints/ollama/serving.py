@@ -141,6 +141,7 @@ class OllamaHandler(ChatHandler):
             "prompt_eval_duration": prompt_ns,
             "eval_count": self._usage.num_completion_tokens,
             "eval_duration": eval_ns,
+            **self.warning_fields,
         }
 
     def _note_end(self, output: RequestOutput) -> None:

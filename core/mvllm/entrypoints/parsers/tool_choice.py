@@ -21,7 +21,7 @@ from mvllm.entrypoints.parsers.interface import ToolParser, ToolStream
 from mvllm.entrypoints.parsers.marked_calls import MarkedCalls
 from mvllm.errors import RequestError
 from mvllm.messages.structured_outputs import MAX_TAGS, check_json_size
-from mvllm.structured_output.additional_properties import close_all_objects, close_declared_objects
+from mvllm.structured_output.additional_properties import STRICT_KEY, close_all_objects
 
 Mode = Literal["none", "auto", "required", "named"]
 
@@ -54,8 +54,7 @@ class ToolChoice:
     def schema(self) -> dict[str, Any] | None:
         """The JSON schema of the output; None for an unconstrained choice.
 
-        References in a function's parameters are rebased. Objects that declare properties accept no others, unless the
-        parameters allow it explicitly.
+        References in a function's parameters are rebased.
         """
         if self.mode == "named":
             [function] = [f for f in map(_function, self.tools) if f["name"] == self.name]
@@ -222,8 +221,8 @@ def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _closed_parameters(function: Mapping[str, Any]) -> dict[str, Any]:
     if function.get("strict"):
-        return close_all_objects(_parameters(function), "strict")
-    return close_declared_objects(_parameters(function))
+        return {**close_all_objects(_parameters(function), "strict"), STRICT_KEY: True}
+    return dict(_parameters(function))
 
 
 def _call_schema(i: int, function: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class ChatCompletionHandler(ChatHandler, ChoicesHandler):
             **self._common_fields("chat.completion"),
             "choices": [self._full_choice(sequence, output) for sequence in output.outputs],
             "usage": self._usage.to_usage(),
-            **self._kv_transfer_fields(outputs),
+            **self._end_fields(outputs),
         }
         self._add_prompt_fields(response, output)
         return encode_json(response)

@@ -28,12 +28,18 @@ class EngineRequests:
     Args:
         streams: The outputs of each prompt.
         constraint: Structured output that the HTTP request asks for.
+
+    Attributes:
+        relaxations: What of the constraint's JSON schema is not enforced while the output is generated.
+        warnings: What of it the outputs read so far do not satisfy; None if it is enforced whole, or none has ended.
     """
 
     def __init__(self, streams: Sequence[RequestOutputStream], constraint: OutputConstraint | None = None) -> None:
         self._streams = streams
         self._constraint = constraint
         self._first: RequestOutput | None = None  # of the first prompt, read by `start`
+        self.relaxations: tuple[str, ...] = ()
+        self.warnings: list[str] | None = None
 
     @classmethod
     async def start(
@@ -90,6 +96,7 @@ class EngineRequests:
         """Reads the first output of the first prompt; all prompts have the same constraint."""
         async for output in self._streams[0]:
             self._first = output
+            self.relaxations = output.relaxations
             self._raise_errors(output)
             return
 
@@ -125,6 +132,7 @@ class EngineRequests:
                     503, "The request was aborted before it started; try again.", code="aborted", retry_after=1
                 )
             self._raise_errors(output)
+            self._note_warnings(output)
             outputs.append(output)
         return outputs
 
@@ -132,9 +140,11 @@ class EngineRequests:
         """The outputs of all prompts as they are generated, each with the index of its prompt."""
         first = self._pop_first_output()
         if first is not None:
+            self._note_warnings(first)
             yield 0, first
         if len(self._streams) == 1:
             async for output in self._streams[0]:
+                self._note_warnings(output)
                 yield 0, output
             return
         # A task waits until its last output has been read; the engine joins the outputs that come before.
@@ -149,6 +159,7 @@ class EngineRequests:
                 elif isinstance(item, Exception):
                     raise item
                 else:
+                    self._note_warnings(item)
                     yield position, item
         finally:
             for task in tasks:
@@ -164,6 +175,12 @@ class EngineRequests:
             return RequestError(sequence.error or "", parameter=field)
         logger.error("The engine could not finish a request: %s", sequence.error)
         return APIError(500, "The engine could not finish the request; see the server's log.", code="engine_error")
+
+    def _note_warnings(self, output: RequestOutput) -> None:
+        if output.relaxations:
+            for sequence in output.outputs:
+                if sequence.warnings is not None and sequence.finish_reason is not None:
+                    self.warnings = [*dict.fromkeys([*(self.warnings or ()), *sequence.warnings])]
 
     def _raise_errors(self, output: RequestOutput) -> None:
         for sequence in output.outputs:

@@ -39,10 +39,12 @@ class Handler(ABC):
     Attributes:
         lora_request: The LoRA adapter that the request names, to be set before `start`.
         is_streaming: Whether the response is to be streamed.
+        relaxations: Once it has started: what of a JSON schema is not enforced while the output is generated.
     """
 
     lora_request: LoRARequest | None = None
     is_streaming = False
+    relaxations: tuple[str, ...] = ()
 
     @abstractmethod
     async def start(self) -> None:
@@ -115,6 +117,7 @@ class RequestHandler(Handler):
         self._started = await EngineRequests.start(
             self._engine, self._id, prompts, params, self._priority, self._constraint, self.lora_request
         )
+        self.relaxations = self._started.relaxations
 
     def close(self) -> None:
         """Aborts what has not finished in the engine. Idempotent."""
@@ -177,6 +180,12 @@ class GenerationHandler(RequestHandler, StreamingHandler):
         Raises:
             RequestError: The request is not acceptable.
         """
+
+    @property
+    def warning_fields(self) -> dict[str, Any]:
+        """The response's `warnings`, if its JSON schema was not enforced whole."""
+        warnings = None if self._started is None else self._started.warnings
+        return {} if warnings is None else {"warnings": warnings}
 
     async def _build_engine_inputs(self) -> tuple[Sequence[PromptType], SamplingParams]:
         prompts = await self._build_prompts()
@@ -252,8 +261,9 @@ class ChoicesHandler(GenerationHandler):
             async for position, output in requests.outputs():
                 self._usage.add(position, output)
                 for sequence in output.outputs:
-                    if position == 0 and output.finished and sequence is output.outputs[-1]:
-                        chunks.end_fields = self._kv_transfer_fields([output])
+                    if output.finished and sequence is output.outputs[-1]:
+                        transfer = self._kv_transfer_fields([output]) if position == 0 else {}
+                        chunks.end_fields = {**transfer, **(self.warning_fields if num_open == 1 else {})}
                     index = position * num_sequences + sequence.index
                     encode = encoders.get(index)
                     if encode is not None:
@@ -279,6 +289,10 @@ class ChoicesHandler(GenerationHandler):
         """The response's `kv_transfer_params`, if another engine may fetch the blocks of the (first) prompt."""
         params = outputs[0].kv_transfer_params
         return {} if params is None else {"kv_transfer_params": params}
+
+    def _end_fields(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The last fields of a response: what may be missing."""
+        return {**self._kv_transfer_fields(outputs), **self.warning_fields}
 
     @abstractmethod
     def _encode_response(self, outputs: Sequence[RequestOutput]) -> bytes:

@@ -91,8 +91,8 @@ class CompletionHandler(ChoicesHandler):
             for sequence in output.outputs
         ]
         fields = self._common_fields("text_completion")
-        transfer = self._kv_transfer_fields(outputs)
-        return encode_json({**fields, "choices": choices, "usage": self._usage.to_usage(), **transfer})
+        end_fields = self._end_fields(outputs)
+        return encode_json({**fields, "choices": choices, "usage": self._usage.to_usage(), **end_fields})
 
     def _make_choice_encoder(self, index: int, chunks: ChunkEncoder) -> ChoiceEncoder:
         return _CompletionChoice(self, index, chunks).encode

@@ -276,6 +276,7 @@ class ResponsesHandler(StreamingHandler):
                 "truncation": request.truncation or "disabled",
                 "usage": self._totals.usage,
                 "user": request.user,
+                **self._turn.warning_fields,
             }
         )
 
@@ -368,6 +369,7 @@ class ResponsesHandler(StreamingHandler):
             return
         self._turn.lora_request = self.lora_request
         await self._turn.start()
+        self.relaxations = self._turn.relaxations
         if self._cancelled.is_set():  # in the meantime
             self._turn.close()
 

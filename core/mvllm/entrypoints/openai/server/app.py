@@ -17,6 +17,7 @@ from mvllm.engine.metrics.tracing import Tracer
 from mvllm.entrypoints.ollama.routes import RUNNING
 from mvllm.entrypoints.openai.common.errors import APIError, error_response, to_api_error
 from mvllm.entrypoints.openai.common.openapi import openapi_document
+from mvllm.entrypoints.openai.common.relaxation_header import RELAXATIONS_HEADER
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.common.streaming_response import CLIENT_CLOSED_REQUEST, ClientDisconnected
 from mvllm.entrypoints.openai.common.unknown_fields import UNKNOWN_FIELDS_HEADER
@@ -62,7 +63,7 @@ def add_middleware(app: ASGIApp, metrics: HTTPMetrics, settings: ServerSettings)
             allow_origins=list(settings.allowed_origins),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", UNKNOWN_FIELDS_HEADER],
+            expose_headers=["x-request-id", UNKNOWN_FIELDS_HEADER, RELAXATIONS_HEADER],
         )
     return app
 

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from mvllm.entrypoints.openai.common.json_response import json_response
 from mvllm.entrypoints.openai.common.openapi import request_body_schema
+from mvllm.entrypoints.openai.common.relaxation_header import set_relaxations
 from mvllm.entrypoints.openai.common.request_body import BodyDecoder, BodyReader
 from mvllm.entrypoints.openai.common.serving_base import Handler, StreamingHandler
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
@@ -138,6 +139,7 @@ class BodyRoutes:
             async with cancel_on_disconnect(request.receive):
                 await handler.start()
                 admitted.count_tokens()
+                set_relaxations(request.scope, handler.relaxations)
                 if not (isinstance(handler, StreamingHandler) and handler.is_streaming):
                     body_bytes = await handler.full_response()
                     admitted.count_tokens()  # before the headers of the response

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mvllm.entrypoints.openai.common.errors import APIError, ErrorFormat, error_response, to_api_error
+from mvllm.entrypoints.openai.common.relaxation_header import RELAXATIONS_SCOPE_KEY, relaxations_header
 from mvllm.entrypoints.openai.common.unknown_fields import UNKNOWN_FIELDS_SCOPE_KEY, unknown_fields_header
 from mvllm.entrypoints.openai.server.authentication import APIKeys, Caller, Role
 from mvllm.entrypoints.openai.server.rate_limits import response_headers
@@ -62,6 +63,8 @@ class RequestMiddleware:
         status = 0
         unknown_fields: list[str] = []
         scope[UNKNOWN_FIELDS_SCOPE_KEY] = unknown_fields  # filled by UnknownFields
+        relaxations: list[str] = []
+        scope[RELAXATIONS_SCOPE_KEY] = relaxations  # filled by `set_relaxations`
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -70,6 +73,8 @@ class RequestMiddleware:
                 message["headers"] = [*message.get("headers", ()), *id_headers, *response_headers(scope)]
                 if unknown_fields:
                     message["headers"].append(unknown_fields_header(unknown_fields))
+                if relaxations:
+                    message["headers"].append(relaxations_header(relaxations))
             await send(message)
 
         try:
