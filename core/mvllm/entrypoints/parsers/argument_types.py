@@ -52,6 +52,12 @@ class ArgumentTypes:
                 parameters = function.get("parameters")
                 self._parameters = parameters if isinstance(parameters, Mapping) else {}
 
+    @property
+    def only_key(self) -> str | None:
+        """The name of the argument if the function has exactly one."""
+        properties = self._parameters.get("properties")
+        return next(iter(properties)) if isinstance(properties, Mapping) and len(properties) == 1 else None
+
     def of(self, key: str) -> Types:
         """The types of an argument."""
         properties = self._parameters.get("properties")

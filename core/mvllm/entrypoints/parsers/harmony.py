@@ -8,8 +8,9 @@
 The prompt ends with `<|start|>assistant`, so an output begins inside a header. The recipient may also stand before the
 channel: ` to=functions.f<|channel|>commentary json<|message|>`. The last marker is mostly a stop token and missing.
 
-The scanner consumes each character once and keeps at most a header, whose length is limited. Text outside of messages,
-and headers without an end, are returned unchanged.
+The scanner consumes each character once and keeps at most a header, whose length is limited. Text outside of messages is
+returned unchanged, and so is a header that is too long; one that another marker or the end of the text cuts off is
+dropped.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ MAX_HEADER = 512
 
 _OPENERS = (START, CHANNEL)
 _CLOSERS = (END, RETURN, CALL)
+_MARKER = compile_markers(MARKERS)
 _OUTSIDE = compile_markers(_OPENERS)
 _IN_HEADER = compile_markers((START, MESSAGE, *_CLOSERS))
 _IN_BODY = compile_markers((*_OPENERS, *_CLOSERS))
@@ -139,7 +141,7 @@ class HarmonyScanner:
                 out.append(Text(rest))
             out.append(Closed(""))
             self.message = None
-        elif rest := (self._header or "") + rest:
+        elif not self._header and rest:
             out.append(Outside(rest))
         self._header = None
         return out
@@ -179,7 +181,7 @@ class HarmonyScanner:
         end = min(end, i + room)
         self._header += text[i:end]
         if not is_header or (found is not None and found.group() != MESSAGE):
-            if self._header:
+            if self._header and not is_header:
                 out.append(Outside(self._header))
             self._header = None
             if is_header and found is not None and found.group() != START:
@@ -213,6 +215,11 @@ class HarmonyScanner:
         """Keeps the text from `i` for the next piece; it is shorter than a marker."""
         self._tail = text[i:]
         return len(text)
+
+
+def without_markers(text: str) -> str:
+    """Text outside of messages without markers that belong to none."""
+    return _MARKER.sub("", text)
 
 
 def _parse_header(text: str) -> Header:

@@ -18,7 +18,7 @@ from mvllm.entrypoints.parsers.argument_types import STRING, ArgumentTypes, Type
 from mvllm.entrypoints.parsers.header_calls import HeaderCalls, function_name
 from mvllm.entrypoints.parsers.interface import Delta, ToolCallDelta, make_call_id
 from mvllm.entrypoints.parsers.json_stream import OPENING
-from mvllm.entrypoints.parsers.markers import compile_markers, is_partial_marker, partial_marker_length
+from mvllm.entrypoints.parsers.markers import compile_markers, is_partial_marker, is_tag, partial_marker_length
 from mvllm.entrypoints.parsers.tool_call_reader import NOT_SPACE, CallReader
 
 MAX_KEY = 256
@@ -37,8 +37,8 @@ class TagSyntax:
         value_start: Text before the value, after white space; empty if it follows the name directly.
         value_end: Text after the value.
         call_end: Text after the last argument.
-        has_lines: Whether a line break after the opening and before the closing tag is layout. Then a missing closing
-            tag is accepted where the next tag begins a line.
+        has_lines: Whether a line break after the opening and before the closing tag is layout.
+        optional_end: Whether a missing closing tag is accepted where the next tag begins a line.
     """
 
     key_start: str
@@ -47,13 +47,19 @@ class TagSyntax:
     call_end: str
     value_start: str = ""
     has_lines: bool = False
+    optional_end: bool = False
 
     @cached_property
     def value_ends(self) -> tuple[str, ...]:
         """The texts that may end a value."""
-        if not self.has_lines:
-            return (self.value_end,)
-        return (f"\n{self.value_end}", self.value_end, f"\n{self.key_start}", f"\n{self.call_end}")
+        ends = [f"\n{self.value_end}"] if self.has_lines else []
+        ends += [f"\n{self.key_start}", f"\n{self.call_end}"] if self.optional_end else []
+        return (*ends, self.value_end)
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The tags within a call."""
+        return tuple(filter(is_tag, (self.key_start, self.key_end, self.value_start, self.value_end, self.call_end)))
 
     @cached_property
     def value_pattern(self) -> re.Pattern[str]:
@@ -221,7 +227,7 @@ class TaggedCalls(HeaderCalls):
         section: tuple[str, str] | None = None,
         keep_separator: bool = False,
     ) -> None:
-        super().__init__(start, separators, section=section, keep_separator=keep_separator)
+        super().__init__(start, separators, section=section, closers=syntax.tags, keep_separator=keep_separator)
         self._tools = tools
         self._syntax = syntax
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,18 @@ def streamed(parser, pieces: Sequence[str], prompt: str | None = None) -> Parsed
 
 def without_ids(parsed: ParsedOutput) -> tuple[Any, ...]:
     return parsed.content, [(call.name, call.arguments) for call in parsed.tool_calls], parsed.reasoning
+
+
+def without_tags(parser, text: str) -> str:
+    """The text without tags, special tokens and white space."""
+    before = None
+    text = "".join(text.split())
+    while text != before:
+        before = text
+        text = re.sub(r"<[^<>\s]*>|\[[A-Z_]+\]", "", text)
+        for marker in parser.markers:
+            text = text.replace(marker, "")
+    return text
 
 
 def cut(text: str, at: Sequence[int]) -> list[str]:
