@@ -9,8 +9,8 @@ The prompt ends with `<|start|>assistant`, so an output begins inside a header. 
 channel: ` to=functions.f<|channel|>commentary json<|message|>`. The last marker is mostly a stop token and missing.
 
 The scanner consumes each character once and keeps at most a header, whose length is limited. Text outside of messages is
-returned unchanged, and so is a header that is too long; one that another marker or the end of the text cuts off is
-dropped.
+returned without markers, and so is a header that is too long; one that another marker or the end of the text cuts off
+is dropped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ MAX_HEADER = 512
 _OPENERS = (START, CHANNEL)
 _CLOSERS = (END, RETURN, CALL)
 _MARKER = compile_markers(MARKERS)
-_OUTSIDE = compile_markers(_OPENERS)
 _IN_HEADER = compile_markers((START, MESSAGE, *_CLOSERS))
 _IN_BODY = compile_markers((*_OPENERS, *_CLOSERS))
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
@@ -163,13 +162,14 @@ class HarmonyScanner:
             if text.startswith(begins, i):
                 self._header = ""
                 return i
-        found = _OUTSIDE.search(text, i)
-        end = found.start() if found else len(text) - partial_marker_length(text, i, _OPENERS)
+        found = _MARKER.search(text, i)
+        end = found.start() if found else len(text) - partial_marker_length(text, i, MARKERS)
         if end > i:
             out.append(Outside(text[i:end]))
         if found is None:
             return self._wait(text, end)
-        self._header = found.group()
+        if found.group() in _OPENERS:
+            self._header = found.group()
         return found.end()
 
     def _read_header(self, text: str, i: int, out: list[Event]) -> int:
@@ -181,12 +181,9 @@ class HarmonyScanner:
         end = min(end, i + room)
         self._header += text[i:end]
         if not is_header or (found is not None and found.group() != MESSAGE):
-            if self._header and not is_header:
-                out.append(Outside(self._header))
+            if not is_header and (rest := _MARKER.sub("", self._header)):
+                out.append(Outside(rest))
             self._header = None
-            if is_header and found is not None and found.group() != START:
-                out.append(Outside(found.group()))
-                return found.end()
             return end
         if found is None:
             return self._wait(text, end)
@@ -215,11 +212,6 @@ class HarmonyScanner:
         """Keeps the text from `i` for the next piece; it is shorter than a marker."""
         self._tail = text[i:]
         return len(text)
-
-
-def without_markers(text: str) -> str:
-    """Text outside of messages without markers that belong to none."""
-    return _MARKER.sub("", text)
 
 
 def _parse_header(text: str) -> Header:

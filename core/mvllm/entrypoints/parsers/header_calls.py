@@ -139,6 +139,9 @@ class HeaderCalls(MarkedCalls):
             self._in_section = False
         return super().give_up(i, out)
 
+    def may_be_call(self) -> bool:
+        return self.state != self._read_header or len("".join(self._header).split()) <= 2
+
     def _open_header(self, *markers: str) -> None:
         self._held = list(markers)
         self._header, self._header_length = [], 0

@@ -138,6 +138,9 @@ class ToolStream(DeltaStream):
     num_calls: int = 0
     """Number of calls that have started."""
 
+    is_cut: bool = False
+    """Whether the output was cut off, by `max_tokens` for instance. Set before `finish`."""
+
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:

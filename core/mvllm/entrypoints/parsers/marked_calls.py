@@ -11,8 +11,9 @@ only calls follow.
 Markers that are no part of a call:
 
     special tokens                                          dropped everywhere
-    tags with nothing, or the end of the text, after them   dropped
-    closing tags after a call                               dropped
+    tags with nothing between them                          dropped
+    tags before a call that the end of the text cuts off    dropped, with the call's text so far
+    closing tags after a call, or at the end of the text    dropped
     tags before text that is no call, other closing tags    content: the answer may be about them
 """
 
@@ -97,10 +98,12 @@ class MarkedCalls(ToolStream):
         """Ends the text; returns the deltas that were held back."""
         out: list[Delta] = []
         if self._reader is not None and self._reader.started:
-            self._reader.finish(out, self._tail)
+            if not self.is_cut:
+                self._reader.finish(out, self._tail)
             self._reader, self._tail = None, ""
-        begun = [text for text in self._held if not (text in self._markers and is_tag(text))]
-        self.say("".join(begun) + self._tail, out)
+        if self._held and is_tag(self._held[0]) and self.may_be_call():
+            self._held, self._tail = [], ""
+        self.say(self._shown_text() + self._tail, out)
         self._held, self._tail = [], ""
         if not self.num_calls and (space := "".join(text for text in self._space if not text.strip())):
             out.append(ContentDelta(space))
@@ -260,6 +263,14 @@ class MarkedCalls(ToolStream):
         self.state = self.content
         return end
 
+    def may_be_call(self) -> bool:
+        """Whether the stored text is the beginning of a call, which is dropped at the end of the text."""
+        return True
+
+    def _shown_text(self) -> str:
+        """The stored text without special tokens."""
+        return "".join(text for text in self._held if not is_special(text) or text not in self._markers)
+
     @property
     def _openers(self) -> tuple[str, ...]:
         return self._starts
@@ -269,7 +280,7 @@ class MarkedCalls(ToolStream):
         self._reader = None
         self._in_list = False
         self._shown = any(text in self._markers and not is_special(text) for text in self._held)
-        self.say("".join(text for text in self._held if not is_special(text) or text not in self._markers), out)
+        self.say(self._shown_text(), out)
         self._held = []
         self.state = self.content
         return i

@@ -171,9 +171,11 @@ class OutputParserStream(DeltaStream):
                 JSON. After `length` or another reason that cuts the output they remain incomplete JSON. None is `stop`.
         """
         rest = self._find_calls(self._reasoning.finish()) if self._reasoning is not None else []
+        is_cut = reason not in (None, "stop")
         if self._tools is not None:
+            self._tools.is_cut = is_cut
             rest += self._checked(self._tools.finish())
-        return [*rest, *self._checker.finish(is_cut=reason not in (None, "stop"))]
+        return [*rest, *self._checker.finish(is_cut=is_cut)]
 
     def _find_calls(self, deltas: list[Delta]) -> list[Delta]:
         out: list[Delta] = []

@@ -100,6 +100,7 @@ class TaggedArgumentsReader:
         self._state = _BETWEEN
         self._has_arguments = False
         self._type: Types = STRING
+        self._strings: frozenset[str] = frozenset()  # values that are strings
         self._value: list[str] = []  # of a value that is converted when it is complete
 
     def feed(self, text: str, start: int, out: list[Delta]) -> int:
@@ -117,7 +118,7 @@ class TaggedArgumentsReader:
         """Ends the text: emits the arguments so far if the call has started. `rest` is the beginning of a tag."""
         text = "".join(self._value).lstrip()
         if self.started and self._state == _VALUE and text and self._type != STRING:
-            self._emit(text if text[0] in OPENING else to_json(text, self._type), out)
+            self._emit(text if text[0] in OPENING else to_json(text, self._type, self._strings), out)
         self._value = []
 
     def _between(self, text: str, i: int, out: list[Delta]) -> int:
@@ -150,6 +151,7 @@ class TaggedArgumentsReader:
         key, string = found["key"], found["string"]
         types = self._types.of(key)
         self._type = STRING if string == "true" else types - STRING if string == "false" else types
+        self._strings = frozenset() if string == "false" else self._types.strings_of(key)
         self._emit(f"{', ' if self._has_arguments else '{'}{quote(key)}: ", out)
         self._has_arguments = True
         self._state = _BEFORE_VALUE if self._syntax.value_start else _LINE
@@ -184,7 +186,7 @@ class TaggedArgumentsReader:
             self._value.append(text[i:end])
         if found is None:
             return end
-        self._emit('"' if self._type == STRING else to_json("".join(self._value), self._type), out)
+        self._emit('"' if self._type == STRING else to_json("".join(self._value), self._type, self._strings), out)
         self._value = []
         self._state = _BETWEEN
         return found.end() if found.group().endswith(syntax.value_end) else found.start()

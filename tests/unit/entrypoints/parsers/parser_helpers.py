@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,14 +56,14 @@ def without_ids(parsed: ParsedOutput) -> tuple[Any, ...]:
 
 
 def without_tags(parser, text: str) -> str:
-    """The text without tags, special tokens and white space."""
+    """The text without the format's tags and special tokens, empty lists of calls, and white space."""
     before = None
     text = "".join(text.split())
+    tags = [*getattr(parser.stream()._tools, "_markers", ()), *parser.markers, "[]"]
     while text != before:
         before = text
-        text = re.sub(r"<[^<>\s]*>|\[[A-Z_]+\]", "", text)
-        for marker in parser.markers:
-            text = text.replace(marker, "")
+        for tag in tags:
+            text = text.replace("".join(tag.split()), "")
     return text
 
 

