@@ -36,7 +36,6 @@ _OPENERS = (START, CHANNEL)
 _CLOSERS = (END, RETURN, CALL)
 _MARKER = compile_markers(MARKERS)
 _IN_HEADER = compile_markers((START, MESSAGE, *_CLOSERS))
-_IN_BODY = compile_markers((*_OPENERS, *_CLOSERS))
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _ROLE = "assistant"
 _NOBODY = frozenset({"assistant", "user", "all"})  # recipients that are no tools
@@ -193,14 +192,16 @@ class HarmonyScanner:
         return found.end()
 
     def _read_body(self, text: str, i: int, out: list[Event]) -> int:
-        found = _IN_BODY.search(text, i)
-        end = found.start() if found else len(text) - partial_marker_length(text, i, (*_OPENERS, *_CLOSERS))
+        found = _MARKER.search(text, i)
+        end = found.start() if found else len(text) - partial_marker_length(text, i, MARKERS)
         if end > i:
             out.append(Text(text[i:end]))
         if found is None:
             return self._wait(text, end)
-        self.message = None
         marker = found.group()
+        if marker in (MESSAGE, CONSTRAIN):  # of a header that is none
+            return found.end()
+        self.message = None
         if marker in _CLOSERS:
             out.append(Closed(marker))
         else:

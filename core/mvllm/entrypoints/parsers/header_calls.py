@@ -56,7 +56,8 @@ class HeaderCalls(MarkedCalls):
         self._markers = tuple(marker for marker in (*self._markers, section_start) if marker)
         self._pattern = compile_markers(self._markers)
         self._separators = separators
-        self._header_pattern = compile_markers((*separators, *self._markers))
+        self._header_markers = (*separators, *ends[-1:], start, *(section or ()))
+        self._header_pattern = compile_markers(self._header_markers)
         self._keep_separator = keep_separator
         self._header: list[str] = []
         self._header_length = 0
@@ -165,6 +166,8 @@ class HeaderCalls(MarkedCalls):
             return skipped
         reader = self.make_reader("".join(self._header)) if separator in self._separators else None
         if reader is None:
+            if (dropped := self.drop_unfinished(text, end)) is not None:
+                return dropped
             if separator in self._separators and separator not in self._markers:
                 end = self.hold(text, end, found.end())
             return self.give_up(end, out)
@@ -172,12 +175,12 @@ class HeaderCalls(MarkedCalls):
         return end if self._keep_separator else self.hold(text, end, found.end())
 
     @property
-    def _openers(self) -> tuple[str, ...]:
-        return (*self._starts, *(self._section or ())[:1])
+    def _all_ends(self) -> tuple[str, ...]:
+        return (*self._ends, *self._closers)
 
     @property
-    def _header_markers(self) -> tuple[str, ...]:
-        return (*self._separators, *self._markers)
+    def _openers(self) -> tuple[str, ...]:
+        return (*self._starts, *(self._section or ())[:1])
 
 
 def function_name(text: str) -> str | None:

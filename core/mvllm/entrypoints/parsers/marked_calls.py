@@ -12,7 +12,8 @@ Markers that are no part of a call:
 
     special tokens                                          dropped everywhere
     tags with nothing between them                          dropped
-    tags before a call that the end of the text cuts off    dropped, with the call's text so far
+    tags before a call that is cut off, by the end of the
+    text or by another call                                 dropped, with the call's text so far
     closing tags after a call, or at the end of the text    dropped
     tags before text that is no call, other closing tags    content: the answer may be about them
 """
@@ -103,6 +104,8 @@ class MarkedCalls(ToolStream):
             self._reader, self._tail = None, ""
         if self._held and is_tag(self._held[0]) and self.may_be_call():
             self._held, self._tail = [], ""
+        if self._follows_call and any(is_partial_marker(self._tail, 0, marker) for marker in self._all_ends):
+            self._tail = ""
         self.say(self._shown_text() + self._tail, out)
         self._held, self._tail = [], ""
         if not self.num_calls and (space := "".join(text for text in self._space if not text.strip())):
@@ -151,7 +154,10 @@ class MarkedCalls(ToolStream):
         end = reader.feed(text, i, out)
         if not reader.started:
             self.hold(text, i, end)
-            return self.give_up(end, out) if reader.failed else self.wait(text, end)
+            if reader.failed:
+                self.state = self.no_call
+                return end
+            return self.wait(text, end)
         if reader.index == self.num_calls:
             self.num_calls += 1
             self._held = []
@@ -162,6 +168,13 @@ class MarkedCalls(ToolStream):
             self._in_list &= reader.done
             return end
         return self.wait(text, end)
+
+    def no_call(self, text: str, i: int, out: list[Delta]) -> int:
+        """State after text that is not a call: it is content, except before another call."""
+        if is_tag(self._held[0]) and any(is_partial_marker(text, i, marker) for marker in self._openers):
+            return self.wait(text, i)
+        end = self.drop_unfinished(text, i)
+        return self.give_up(i, out) if end is None else end
 
     def after(self, text: str, i: int, out: list[Delta]) -> int:
         """State after a call: another call, the end of the list, the end marker, or content follows."""
@@ -250,7 +263,7 @@ class MarkedCalls(ToolStream):
         inner = "".join(self._held[1:]).strip()
         if inner == "[" and self._in_list and text[i] == "]":
             end = i + 1
-        elif inner and not all(text in self._markers or not text.strip() for text in self._held):
+        elif inner and inner != "[" and not all(text in self._markers or not text.strip() for text in self._held):
             return None
         elif (found := self._pattern.match(text, i)) is not None:
             end = i if found.group() in self._openers else found.end()
@@ -263,13 +276,27 @@ class MarkedCalls(ToolStream):
         self.state = self.content
         return end
 
+    def drop_unfinished(self, text: str, i: int) -> int | None:
+        """Drops the stored text if it is the beginning of a call before another one. Returns `i`, else None."""
+        found = self._pattern.match(text, i)
+        if not (found and found.group() in self._openers and is_tag(self._held[0]) and self.may_be_call()):
+            return None
+        self._held, self._in_list, self._reader = [], False, None
+        self._follows_call = True
+        self.state = self.content
+        return i
+
+    @property
+    def _all_ends(self) -> tuple[str, ...]:
+        return self._closers
+
     def may_be_call(self) -> bool:
         """Whether the stored text is the beginning of a call, which is dropped at the end of the text."""
         return True
 
     def _shown_text(self) -> str:
         """The stored text without special tokens."""
-        return "".join(text for text in self._held if not is_special(text) or text not in self._markers)
+        return self._pattern.sub(lambda found: "" if is_special(found.group()) else found.group(), "".join(self._held))
 
     @property
     def _openers(self) -> tuple[str, ...]:
@@ -279,7 +306,7 @@ class MarkedCalls(ToolStream):
         """Emits the stored text as content; parsing continues at `i`."""
         self._reader = None
         self._in_list = False
-        self._shown = any(text in self._markers and not is_special(text) for text in self._held)
+        self._shown = any(not is_special(marker) for marker in self._pattern.findall("".join(self._held)))
         self.say(self._shown_text(), out)
         self._held = []
         self.state = self.content

@@ -226,6 +226,8 @@ class PythonicCalls(MarkedCalls):
             return self.hold(text, i, len(text))
         i = self.hold(text, i, found.start())
         c = found.group()
+        if (end := self.skip_empty(text, i)) is not None:
+            return end
         if c == "[" and not self._in_list:
             self._in_list = True
             return self.hold(text, i, i + 1)

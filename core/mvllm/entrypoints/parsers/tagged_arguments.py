@@ -136,7 +136,9 @@ class TaggedArgumentsReader:
             self._close(out)
             self.done = True
             return i + len(syntax.call_end)
-        if not (is_partial_marker(text, i, syntax.key_start) or is_partial_marker(text, i, syntax.call_end)):
+        if self.started and text.startswith(syntax.value_end, i):  # repeated
+            return i + len(syntax.value_end)
+        if not any(is_partial_marker(text, i, tag) for tag in (syntax.key_start, syntax.call_end, syntax.value_end)):
             self._fail(out)
         return i
 
@@ -165,7 +167,9 @@ class TaggedArgumentsReader:
         if text.startswith(self._syntax.value_start, i):
             self._state = _LINE
             return i + len(self._syntax.value_start)
-        if not is_partial_marker(text, i, self._syntax.value_start):
+        if text.startswith(self._syntax.key_end, i):  # repeated
+            return i + len(self._syntax.key_end)
+        if not any(is_partial_marker(text, i, tag) for tag in (self._syntax.value_start, self._syntax.key_end)):
             self._emit("null", out)
             self._fail(out)
         return i

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from functools import cache
 
 import pytest
 
@@ -26,7 +27,7 @@ SECTIONS = {
     "hermes": [("<tool_call>", "</tool_call>")],
     "granite4": [("<tool_call>", "</tool_call>")],
     "llama3_json": [("<|python_tag|>", "")],
-    "mistral": [("[TOOL_CALLS]", ""), ("[TOOL_CALLS]f[ARGS]", "")],
+    "mistral": [("[TOOL_CALLS]", "")],
     "llama4_pythonic": [("<|python_start|>", "<|python_end|>")],
     "olmo3": [("<function_calls>", "</function_calls>")],
     "deepseek_v3": [("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"), ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")],
@@ -50,9 +51,14 @@ SECTIONS = {
 """Tags around calls, by parser."""
 
 
-def check(name, text, reason="stop", tools=TOOLS):
+@cache
+def parser_class(name):
+    return tool_parser(name)
+
+
+def check(name, text, reason="stop"):
     """The parsed text, after checks."""
-    parser = OutputParser(tools=tool_parser(name)(tools))
+    parser = OutputParser(tools=parser_class(name)(TOOLS))
     rng = random.Random(text)
     results = []
     for pieces in ([text], list(text), [*re.split(f"({TAG.pattern})", text)], random_cuts(rng, text, 7)):
@@ -64,7 +70,7 @@ def check(name, text, reason="stop", tools=TOOLS):
         if reason == "stop":
             assert isinstance(json.loads(call.arguments), dict), (text, call)
         assert call.arguments[:1] == "{" and call.name
-    special = [tag for tag in TAG.findall(results[0].content) if is_special(tag)]
+    special = [tag for tag in TAG.findall(results[0].content) if is_special(tag) and tag in parser.markers]
     assert not special, (text, results[0].content)
     return results[0]
 
@@ -84,11 +90,13 @@ def test_sections_without_calls_leave_no_tags(name):
     for start, end in SECTIONS[name]:
         for inner in ("", " ", "\n", "\n\n  \n"):
             empty = start + inner + end
-            for text in (empty, start + inner, empty + "\n" + empty, start + inner + start + inner + end, empty + end):
-                assert without_ids(check(name, text))[:2] == (check(name, text).content, [])
+            doubled = empty if "]" in end else empty + end
+            for text in (empty, start + inner, empty + "\n" + empty, start + inner + empty, doubled):
+                assert without_ids(check(name, text)) == (check(name, text).content, [], None)
                 assert not check(name, text).content.strip(), (text, check(name, text))
                 assert check(name, "Hello.\n" + text).content.strip() == "Hello.", text
-            assert check(name, f"Hello.\n{empty}\nBye.").content.split() == ["Hello.", "Bye."], empty
+            if end:  # else the text may be a function's name
+                assert check(name, f"Hello.\n{empty}\nBye.").content.split() == ["Hello.", "Bye."], empty
             for text in (empty + write([W]), write([W]) + empty, empty + "\n" + write([W]) + "\n" + empty):
                 parsed = check(name, text)
                 assert found_calls(parsed) == [W] and not parsed.content.strip(), (text, parsed)
@@ -162,15 +170,16 @@ def test_stray_tags_around_calls():
 @pytest.mark.parametrize("name", reasoning_parser_names())
 def test_reasoning_that_is_cut_off_or_has_repeated_tags(name):
     """With the tools of its family or without any: nothing raises, and the result does not depend on the split."""
-    parser_class = reasoning_parser(name)
-    start, end = parser_class.tags or ("<think>", "</think>")
+    reasoning_class = reasoning_parser(name)
+    start, end = reasoning_class.tags or ("<think>", "</think>")
     text = f"{start}I think.{end}Answer."
     rng = random.Random(name)
     texts = [text, text[len(start) :], start + text, text.replace(end, end * 2), start + end + "Answer.", end, start, ""]
     for tools in (None, "hermes", "qwen3_coder", "gpt_oss"):
         for whole in texts:
             for cut in {len(whole), *(rng.randrange(len(whole) + 1) for _ in range(6))}:
-                parser = OutputParser(tools=tool_parser(tools)() if tools else None, reasoning=parser_class())
+                found = parser_class(tools)() if tools else None
+                parser = OutputParser(tools=found, reasoning=reasoning_class())
                 expected = without_ids(parser.parse(whole[:cut]))
                 for pieces in (list(whole[:cut]), random_cuts(rng, whole[:cut], 5)):
                     stream = parser.stream()

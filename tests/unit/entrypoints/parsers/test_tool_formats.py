@@ -158,7 +158,7 @@ CASES = {
         ('<tool_call>{"name": 5, "arguments": {}}', '<tool_call>{"name": 5, "arguments": {}}', []),
         ('<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
         ('<tool_call>{"name": "", "arguments": {}}', '<tool_call>{"name": "", "arguments": {}}', []),
-        ('<tool_call>{"a" <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', '<tool_call>{"a"', [F]),
+        ('<tool_call>{"a" <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', "", [F]),
         ('<tool_call>{"name": "f", "arguments": {"a": [1}}</tool_call>B', "B", [("f", '{"a": [1]}')]),
         ('<tool_call>{"name": "f", "arguments": {"a": 1} oops}</tool_call>', "oops}", [F]),
         ('<tool_call>{"name": "f", "arguments": {"a": 1}}}</tool_call>', "}", [F]),
