@@ -101,7 +101,10 @@ def arguments_of_every_api(server: Server) -> list[str]:
     ("parser", "text", "arguments"),
     [
         ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "re": "\\d", ', {"re": "\\d"}),
-        pytest.param(*("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"', {}), marks=pytest.mark.exhaustive),
+        pytest.param(
+            *("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"', {}),
+            marks=pytest.mark.exhaustive,
+        ),
         ("glm45", "<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</arg_value>", {}),
         pytest.param(*("gemma4", '<|tool_call>call:weather{city:<|"|>Paris<|"|>', {}), marks=pytest.mark.exhaustive),
         ("pythonic", '[weather(city="Paris", re=r"\\d", one=(0x1F, .5,)', {"re": "\\d", "one": [31, 0.5]}),

@@ -4,8 +4,8 @@
     <parameter=zip>01234</parameter>  {"type": "string"}    "01234"
 
 With several types, the text is the first of these that it is written like: a string of an enum, null, a boolean, a
-number, an object or an array, a string. Without a declared type it is JSON if it is valid JSON, else a string; so is text
-of a wrong type.
+number, an object or an array, a string. Without a declared type it is JSON if it is valid JSON, else a string; so is
+text of a wrong type.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@
 The prompt ends with `<|start|>assistant`, so an output begins inside a header. The recipient may also stand before the
 channel: ` to=functions.f<|channel|>commentary json<|message|>`. The last marker is mostly a stop token and missing.
 
-The scanner consumes each character once and keeps at most a header, whose length is limited. Text outside of messages is
-returned without markers, and so is a header that is too long; one that another marker or the end of the text cuts off
-is dropped.
+The scanner consumes each character once and keeps at most a header, whose length is limited. Text outside of messages
+is returned without markers, and so is a header that is too long; one that another marker or the end of the text cuts
+off is dropped.
 """
 
 from __future__ import annotations

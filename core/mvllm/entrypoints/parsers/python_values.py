@@ -46,6 +46,7 @@ _SIMPLE = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v"
 _SIMPLE |= {c: c for c in "\\'\""}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _PREFIX = re.compile(r"(?<!\w)(?:[uU]|[bB]?[rR]?|[rR][bB])\Z")
+_STRING_PREFIX = re.compile(r"(?<!\w)(?:[uU]|[bB][rR]?|[rR][bB]?)(?='[0-9]+;')")
 _ALLOWED = re.compile(r"(?:'[0-9]+;'|[\w.,:+\-\[\](){}\s])*")
 _CALL = re.compile(r"[\w'\])}]\s*[(\[{]")
 _WORD = re.compile(r"\w+")
@@ -71,6 +72,7 @@ class PythonValueReader:
         self._source: list[str] = []  # without comments; after a plain string the text that follows it
         self._strings: list[list[str]] = []  # the strings in it
         self._skeleton: list[str] = []  # the source with the numbers of strings in their place
+        self._last = ""  # the last characters of the skeleton
         self._depth = 0
         self._deepest = 0
         self._in_comment = False
@@ -173,11 +175,11 @@ class PythonValueReader:
         return end
 
     def _open_part(self) -> None:
-        """Begins a string within a literal. Its prefix is removed from the skeleton."""
-        before = "".join(self._skeleton[-3:])
-        found = _PREFIX.search(before)
+        """Begins a string within a literal."""
+        found = _PREFIX.search(self._last)
         self._prefix = found.group().lower() if found else ""
-        self._skeleton[-3:] = [before.removesuffix(found.group() if found else ""), f"'{len(self._strings)};'"]
+        self._last = "'"
+        self._skeleton.append(f"'{len(self._strings)};'")
         self._strings.append([])
 
     def _close_part(self) -> None:
@@ -193,6 +195,7 @@ class PythonValueReader:
         if text:
             self._source.append(text)
             self._skeleton.append(text)
+            self._last = (self._last + text)[-3:]
             self.is_empty = self.is_empty and not text.strip()
 
     def _keep_string(self, text: str, out: list[str]) -> None:
@@ -230,9 +233,10 @@ def _literal_json(skeleton: str, strings: Sequence[str]) -> str | None:
     """The JSON text of a literal; None if the source is none.
 
     Args:
-        skeleton: The source with `'0;'`, `'1;'`, ... in place of strings. Its brackets are not too deep.
+        skeleton: The source, with `'0;'`, `'1;'`, ... in place of strings. Its brackets are not too deep.
         strings: The strings.
     """
+    skeleton = _STRING_PREFIX.sub("", skeleton)
     if len(skeleton) > MAX_LITERAL or _ALLOWED.fullmatch(skeleton) is None or _CALL.search(skeleton):
         return None
     words = _WORD.findall(_STRING.sub("", skeleton))

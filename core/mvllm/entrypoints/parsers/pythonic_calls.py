@@ -266,7 +266,7 @@ class PythonicCalls(MarkedCalls):
             return i if len(self._name) <= MAX_NAME else self.give_up(i, out)
         if text[i] != "(":
             return self.give_up(i, out)
-        self.read_with(KeywordArgumentsReader(
-            self.num_calls, self._name, strict=not self._marked, make_id=self._make_id
-        ))
+        self.read_with(
+            KeywordArgumentsReader(self.num_calls, self._name, strict=not self._marked, make_id=self._make_id)
+        )
         return self.hold(text, i, i + 1)

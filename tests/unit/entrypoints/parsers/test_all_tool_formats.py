@@ -342,9 +342,7 @@ CASES = {
         ("<｜tool▁call▁begin｜>a b<｜tool▁sep｜>{}", "a b{}", []),
         ("<｜tool▁call▁begin｜>f<｜tool▁sep｜>{} x<｜tool▁call▁end｜>y", " xy", [("f", "{}")]),
     ],
-    "kimi_k2": [
-        ("<|tool_call_begin|>f<|tool_call_argument_begin|>5", "f5", [])
-    ],
+    "kimi_k2": [("<|tool_call_begin|>f<|tool_call_argument_begin|>5", "f5", [])],
     "pythonic": [
         ("[f(a='it\\'s \\x41', b=(1))]", "", [("f", '{"a": "it\'s A", "b": 1}')]),
         ("[f(a=1), 5]", ", 5]", [("f", '{"a": 1}')]),

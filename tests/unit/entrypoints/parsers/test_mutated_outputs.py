@@ -1,7 +1,7 @@
 """Outputs that are nearly well-formed, in every format: empty sections, and tags that are missing or repeated.
 
-Whatever the text: nothing raises, the arguments are JSON, no special token and no tag of an empty section is content, and
-the streamed result is that of the whole text.
+Whatever the text: nothing raises, the arguments are JSON, no special token and no tag of an empty section is content,
+and the streamed result is that of the whole text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from tests.unit.entrypoints.parsers.parser_helpers import without_ids
 from tests.unit.entrypoints.parsers.test_all_tool_formats import TOOLS, WRITERS, T, W, every_format, random_cuts
 
 TAG = re.compile(r"<[^<>\n]*>|\[[A-Z_]+\]")
-TEXT_TAG = re.compile(r"</?(?:tool_call|arg_key|arg_value|function|parameter|invoke|minimax:tool_call|function_calls)\b")
+TEXT_TAG = re.compile(
+    r"</?(?:tool_call|arg_key|arg_value|function|parameter|invoke|minimax:tool_call|function_calls)\b"
+)
 
 SECTIONS = {
     "hermes": [("<tool_call>", "</tool_call>")],
@@ -30,8 +32,14 @@ SECTIONS = {
     "mistral": [("[TOOL_CALLS]", "")],
     "llama4_pythonic": [("<|python_start|>", "<|python_end|>")],
     "olmo3": [("<function_calls>", "</function_calls>")],
-    "deepseek_v3": [("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"), ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")],
-    "deepseek_v31": [("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"), ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")],
+    "deepseek_v3": [
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+    ],
+    "deepseek_v31": [
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+    ],
     "deepseek_v32": [("<｜DSML｜function_calls>", "</｜DSML｜function_calls>")],
     "kimi_k2": [
         ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
@@ -156,7 +164,11 @@ class TestEveryFormat:
 def test_stray_tags_around_calls():
     """What models are known to write: a missing opening tag, opening tags without calls, a closing tag at the end."""
     call = "<function=get_time>\n</function>"
-    for text in (call + "\n</tool_call>", f"{call}\n</tool_call>\n</tool_call>", f"<tool_call>{call}</tool_call></tool_call>"):
+    for text in (
+        call + "\n</tool_call>",
+        f"{call}\n</tool_call>\n</tool_call>",
+        f"<tool_call>{call}</tool_call></tool_call>",
+    ):
         parsed = check("qwen3_coder", f"I look.\n{text}\n")
         assert (parsed.content.strip(), found_calls(parsed)) == ("I look.", [T])
     assert check("qwen3_coder", "Done.\n</tool_call>").content.strip() == "Done."
@@ -174,7 +186,16 @@ def test_reasoning_that_is_cut_off_or_has_repeated_tags(name):
     start, end = reasoning_class.tags or ("<think>", "</think>")
     text = f"{start}I think.{end}Answer."
     rng = random.Random(name)
-    texts = [text, text[len(start) :], start + text, text.replace(end, end * 2), start + end + "Answer.", end, start, ""]
+    texts = [
+        text,
+        text[len(start) :],
+        start + text,
+        text.replace(end, end * 2),
+        start + end + "Answer.",
+        end,
+        start,
+        "",
+    ]
     for tools in (None, "hermes", "qwen3_coder", "gpt_oss"):
         for whole in texts:
             for cut in {len(whole), *(rng.randrange(len(whole) + 1) for _ in range(6))}:

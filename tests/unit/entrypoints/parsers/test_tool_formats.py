@@ -137,14 +137,14 @@ CASES = {
             (text := f'<tool_call>{{"name": "f", "arguments": {value}}}</tool_call>', text, [])
             for value in ('"a"', "5", "[1]", "true")
         ),
-        ('<tool_call>{"arguments": 5, "name": "f"}</tool_call>', '<tool_call>{"arguments": 5, "name": "f"}</tool_call>', []),
+        (text := '<tool_call>{"arguments": 5, "name": "f"}</tool_call>', text, []),
         # Python literals.
         ("<tool_call>{'name': 'f', 'arguments': {'a': None}}</tool_call>", "", [("f", '{"a": null}')]),
         # The end marker is missing, is part of a string, or has no call.
         ('<tool_call>{"name": "f", "arguments": {"a": 1}}', "", [F]),
         ('<tool_call>{"name": "f", "arguments": {"a": 1}}<tool_call>{"name": "g"}', "", [F, ("g", "{}")]),
         ('<tool_call>{"name": "f", "arguments": {"a": 1}}\n{"name": "g"}</tool_call>', "", [F, ("g", "{}")]),
-        ('<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>', "", [("f", '{"a": "</tool_call>"}')]),
+        ('<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}', "", [("f", '{"a": "</tool_call>"}')]),
         ("a </tool_call> b", "a </tool_call> b", []),
         # Incomplete: nothing if it is no call yet, else the arguments so far.
         ('<tool_call>\n{"name": "f"', "", []),

@@ -107,7 +107,7 @@ class _Stream(ToolStream):
 
 
 class _PlainTextReader:
-    """Reader of arguments that are not a JSON object, like the code of `to=python`: they become the one member `key`."""
+    """Reader of arguments that are not a JSON object, like the code of `to=python`: they become the member `key`."""
 
     def __init__(self, index: int, name: str, key: str) -> None:
         self.index = index
