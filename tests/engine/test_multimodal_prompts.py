@@ -86,6 +86,40 @@ def test_forms_of_prompts_and_of_outputs(llm: LLM) -> None:
     assert one.prompt is not None and one.prompt.count("<image>") == 1
 
 
+def test_a_cache_salt_separates_items(llm: LLM) -> None:
+    """Neither the time of an encoder nor a name that two users chose tells one of the other's images."""
+
+    def cache_hits() -> tuple[float, float]:
+        values = {one.name: one.value for one in llm.get_metrics() if hasattr(one, "value")}
+        return values["mvllm:mm_cache_hits"], values["mvllm:encoder_cache_hits"]
+
+    def new_hits(salt: str | None, *, text: str) -> tuple[float, ...]:
+        before = cache_hits()
+        salted = {} if salt is None else {"cache_salt": salt}
+        assert tokens(llm, {**prompt(green, text=f"{text} <image>"), **salted})
+        return tuple(new - old for new, old in zip(cache_hits(), before, strict=True))
+
+    green = Image.new("RGB", (40, 24), (1, 200, 3))
+    texts = iter(["a", "b", "c", "d", "e"])  # no prefix hits, with which no encoder runs
+    assert new_hits("one", text=next(texts)) == (0, 0)
+    assert new_hits("one", text=next(texts)) == (1, 1)
+    assert new_hits("two", text=next(texts)) == (0, 0)
+    assert new_hits(None, text=next(texts)) == (0, 0)
+    assert new_hits(None, text=next(texts)) == (1, 1)
+
+    names = {"multi_modal_uuids": {"image": ["logo"]}}
+    plain = [tokens(llm, prompt(each)) for each in (RED, BLUE)]
+    assert plain == [
+        tokens(llm, {**prompt(each), **names, "cache_salt": salt}) for each, salt in ((RED, "one"), (BLUE, "two"))
+    ]
+    embeds = np.zeros((4, 64), np.float32)
+    keys = [
+        llm.llm_engine.input_processor.process("x", {"prompt_embeds": embeds, "cache_salt": salt}, None).core.items[0]
+        for salt in ("one", "two", "two")
+    ]
+    assert [key.span.content_hash == keys[1].span.content_hash for key in keys] == [False, True, True]
+
+
 def test_placeholders_that_users_type_stay_text(llm: LLM) -> None:
     typed = [{"type": "text", "text": "is <image> a token"}, {"type": "text", "text": "or <image>"}]
     images = [{"type": "image_pil", "image_pil": each} for each in (RED, BLUE)]

@@ -27,11 +27,13 @@ class ItemRequest:
         items: (modality, content, the user's name of the content or None) of each; those of a modality in their order.
         counts: Their number by modality.
         kwargs: JSON of arguments of the processor.
+        cache_salt: That of the prompt: items of other salts are not used, and theirs not this one's.
     """
 
     items: list[tuple[str, Any, str | None]]
     counts: dict[str, int]
     kwargs: bytes
+    cache_salt: str | None = None
 
 
 def has_items(prompt: object) -> bool:
@@ -77,7 +79,9 @@ def read_item_request(prompt: Mapping[str, Any], model: ModelConfig, config: Mul
         names = _uuids(uuids.get(modality), str(modality), len(values))
         items += [(str(modality), each, name) for each, name in zip(values, names, strict=True)]
         counts[str(modality)] = len(values)
-    return ItemRequest(items, counts, _kwargs(prompt.get("mm_processor_kwargs"), config.max_pixels))
+    salt = prompt.get("cache_salt")
+    kwargs = _kwargs(prompt.get("mm_processor_kwargs"), config.max_pixels)
+    return ItemRequest(items, counts, kwargs, salt if isinstance(salt, str) else None)
 
 
 def check_modality(modality: str, count: int, model: ModelConfig, config: MultiModalConfig) -> None:

@@ -89,14 +89,15 @@ class ProcessedItemCache:
             self.num_bytes = 0
 
 
-def digest_source(source: MediaSource, kwargs: bytes, uuid: str | None) -> bytes:
+def digest_source(source: MediaSource, kwargs: bytes, uuid: str | None, cache_salt: str | None = None) -> bytes:
     """A hash of all that the processed item depends on, beside the other items of the prompt.
 
     Args:
         kwargs: JSON of the arguments of the processor for the request.
         uuid: The user's name of the content, in place of its bytes.
+        cache_salt: Only prompts with the same salt share processed items.
     """
-    digest = hashlib.sha256(msgspec.msgpack.encode([source.modality, kwargs, uuid]))
+    digest = hashlib.sha256(msgspec.msgpack.encode([source.modality, kwargs, uuid, cache_salt]))
     if uuid is None:
         digest.update(
             msgspec.msgpack.encode([source.form, source.dtype, source.shape, source.sampling_rate, source.fps])

@@ -193,7 +193,7 @@ class ProcessorClient:
     def _process_item(self, request: ItemRequest, modality: str, value: Any, uuid: str | None) -> ProcessedItem:
         started, generation = time.monotonic(), self.cache.generation
         source = load_source(modality, value, self._config)
-        digest = digest_source(source, request.kwargs, uuid)
+        digest = digest_source(source, request.kwargs, uuid, request.cache_salt)
         found = self.cache.get(digest, request.counts)
         if found is not None:
             self.on_processed(True, time.monotonic() - started)

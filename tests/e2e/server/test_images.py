@@ -269,6 +269,23 @@ def test_metrics_and_the_schema_know_of_items(client: httpx.Client) -> None:
     assert "mm_processor_kwargs" in schema and "prompt_embeds" in schema
 
 
+def test_a_cache_salt_separates_images(client: httpx.Client) -> None:
+    def hits() -> list[float]:
+        lines = client.get("/metrics").text.splitlines()
+        values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        found = {name.partition("{")[0]: float(value) for name, value in values.items()}
+        return [found["mvllm:mm_cache_hits_total"], found["mvllm:encoder_cache_hits_total"]]
+
+    new = []
+    for text, salt in (("p", "a"), ("q", "a"), ("r", "b"), ("s", None)):
+        before = hits()
+        salted = {} if salt is None else {"cache_salt": salt}
+        request = chat(text_part(text), image_part(picture("purple")), **salted)
+        assert content(client.post("/v1/chat/completions", json=request))
+        new.append([now - then for now, then in zip(hits(), before, strict=True)])
+    assert new == [[0, 0], [1, 1], [0, 0], [0, 0]]
+
+
 def test_a_batch_file_with_an_image(tmp_path: Path, server: ServerProcess) -> None:
     """The file is run by an engine of its own."""
     import subprocess

@@ -121,6 +121,19 @@ def test_names_of_users_stand_for_contents(client: ProcessorClient) -> None:
     assert size_of(process(client, image(9, 9), multi_modal_uuids={"image": ["b"]})[0]) == (9, 9)
 
 
+def test_prompts_of_different_cache_salts_share_no_items(client: ProcessorClient) -> None:
+    def items(content: Any, salt: str | None, **more: Any) -> Any:
+        return process(client, content, **more, **({} if salt is None else {"cache_salt": salt}))[0]
+
+    first = items(image(7, 3), "a")
+    assert items(image(7, 3), "a") is first
+    assert items(image(7, 3), "b") is not first and items(image(7, 3), None) is not first
+    named = {"multi_modal_uuids": {"image": ["of a user"]}}
+    assert size_of(items(image(1, 1), "a", **named)) == (1, 1)
+    assert size_of(items(image(9, 9), "b", **named)) == (9, 9)
+    assert size_of(items(image(5, 5), None, **named)) == (5, 5)
+
+
 def test_a_cache_of_a_few_bytes_keeps_the_items_used_last(client: ProcessorClient) -> None:
     items = process(client, *(image(i + 1, 1) for i in range(2)))
     cache = ProcessedItemCache(items[0].num_bytes + 1)

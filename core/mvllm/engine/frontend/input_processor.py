@@ -27,6 +27,7 @@ from mvllm.engine.frontend.prompt_items import (
     check_placed,
     expand_prompt_text,
     expand_token_ids,
+    name_for_salt,
     place_items,
     refuse_truncation,
 )
@@ -230,7 +231,7 @@ class InputProcessor:
                 lora_request=None if lora_requests is None else self._check_lora_request(lora_requests[i]),
                 unconditional_prompt_token_ids=unconditional,
                 kv_transfer_params=kv_transfer_params,
-                items=part.placed,
+                items=name_for_salt(part.placed, part.cache_salt),
             )
             processed.append(ProcessedRequest(part.text, validated, core, self._guidance.space_of(validated)))
         return processed

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
+
 from mvllm.config.engine_config import EngineConfig
 from mvllm.errors import RequestError
 from mvllm.messages.multimodal import EMBEDS, ArrayData, ItemSpan, MultiModalItem
@@ -139,6 +141,18 @@ class PromptItems:
             raise RequestError(self._config.multimodal.refusal, parameter="multi_modal_data")
 
 
+def name_for_salt(items: Sequence[MultiModalItem], cache_salt: str | None) -> list[MultiModalItem]:
+    """The items with names that only requests of the same `cache_salt` have: they name what is cached of an item."""
+    if cache_salt is None:
+        return list(items)
+    named = []
+    for item in items:
+        name = hashlib.sha256(b"cache_salt" + item.span.content_hash + cache_salt.encode()).digest()
+        span = msgspec.structs.replace(item.span, content_hash=name)
+        named.append(msgspec.structs.replace(item, span=span))
+    return named
+
+
 def check_item_keys(prompt: Mapping[str, Any]) -> None:
     """Checks the keys that need another one.
 
@@ -229,6 +243,7 @@ __all__ = [
     "check_placed",
     "expand_prompt_text",
     "expand_token_ids",
+    "name_for_salt",
     "place_items",
     "refuse_truncation",
 ]

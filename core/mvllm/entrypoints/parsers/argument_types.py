@@ -3,15 +3,16 @@
     <parameter=days>3</parameter>     {"type": "integer"}   3
     <parameter=zip>01234</parameter>  {"type": "string"}    "01234"
 
-With several types, the text is the first of these that it is written like: null, a boolean, a number, an object or an
-array, a string. Without a declared type it is JSON if it is valid JSON, else a string; so is text of a wrong type.
+With several types, the text is the first of these that it is written like: a string of an enum, null, a boolean, a
+number, an object or an array, a string. Without a declared type it is JSON if it is valid JSON, else a string; so is
+text of a wrong type.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from mvllm.entrypoints.parsers.json_stream import JsonValueReader
@@ -52,13 +53,29 @@ class ArgumentTypes:
                 parameters = function.get("parameters")
                 self._parameters = parameters if isinstance(parameters, Mapping) else {}
 
+    @property
+    def only_key(self) -> str | None:
+        """The name of the argument if the function has exactly one."""
+        properties = self._parameters.get("properties")
+        return next(iter(properties)) if isinstance(properties, Mapping) and len(properties) == 1 else None
+
     def of(self, key: str) -> Types:
         """The types of an argument."""
+        return types_of(self._schema(key), self._parameters)
+
+    def strings_of(self, key: str) -> frozenset[str]:
+        """The strings that an argument's schema lists as values."""
+        found: set[str] = set()
+        for one in _alternatives(self._schema(key), self._parameters):
+            values = one.get("enum")
+            listed = [*(values if isinstance(values, list) else ()), one.get("const")]
+            found |= {value for value in listed if isinstance(value, str)}
+        return frozenset(found)
+
+    def _schema(self, key: str) -> object:
         properties = self._parameters.get("properties")
         schema = properties.get(key) if isinstance(properties, Mapping) else None
-        if schema is None:
-            schema = self._parameters.get("additionalProperties")
-        return types_of(schema, self._parameters)
+        return self._parameters.get("additionalProperties") if schema is None else schema
 
 
 def types_of(schema: object, root: Mapping[str, Any]) -> Types:
@@ -68,13 +85,7 @@ def types_of(schema: object, root: Mapping[str, Any]) -> Types:
         root: The schema to which `$ref` refers.
     """
     found: set[str] = set()
-    work = [schema]
-    for _ in range(_MAX_SCHEMAS):
-        if not work:
-            break
-        one = work.pop()
-        if not isinstance(one, Mapping):
-            continue
+    for one in _alternatives(schema, root):
         kind = one.get("type")
         if kind is not None:
             names = kind if isinstance(kind, list) else [kind]
@@ -83,19 +94,39 @@ def types_of(schema: object, root: Mapping[str, Any]) -> Types:
             found |= {_JSON_TYPES.get(type(value).__name__, "string") for value in one["enum"]}
         elif "const" in one:
             found.add(_JSON_TYPES.get(type(one["const"]).__name__, "string"))
-        elif isinstance(one.get("$ref"), str):
-            work.append(_resolve(one["$ref"], root))
-        else:
-            for key in ("anyOf", "oneOf", "allOf"):
-                members = one.get(key)
-                work += members[:_MAX_SCHEMAS] if isinstance(members, list) else []
     return frozenset(found)
 
 
-def to_json(text: str, types: Types) -> str:
-    """The JSON text of an argument."""
+def _alternatives(schema: object, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The schemas that say the type of a value: the schema, what it refers to, or its alternatives. At most 64."""
+    work = [schema]
+    for _ in range(_MAX_SCHEMAS):
+        if not work:
+            return
+        one = work.pop()
+        if not isinstance(one, Mapping):
+            continue
+        yield one
+        if one.get("type") is not None or isinstance(one.get("enum"), list) or "const" in one:
+            continue
+        if isinstance(one.get("$ref"), str):
+            work.append(_resolve(one["$ref"], root))
+            continue
+        for key in ("anyOf", "oneOf", "allOf"):
+            members = one.get(key)
+            work += members[:_MAX_SCHEMAS] if isinstance(members, list) else []
+
+
+def to_json(text: str, types: Types, strings: frozenset[str] = frozenset()) -> str:
+    """The JSON text of an argument.
+
+    Args:
+        strings: Texts that are strings, whatever else they are written like.
+    """
     if types == STRING:
         return quote(text)
+    if text.strip() in strings:
+        return quote(text.strip())
     stripped = text.strip()
     word = stripped.lower()
     if "null" in types and word in ("null", "none"):

@@ -190,7 +190,7 @@ class GemmaCalls(HeaderCalls):
     """
 
     def __init__(self, start: str, end: str, quotes: str) -> None:
-        super().__init__(start, ("{",), (end,), keep_separator=True)
+        super().__init__(start, ("{",), (end,), closers=(quotes,), keep_separator=True)
         self._quotes = quotes
 
     def make_reader(self, header: str) -> CallReader | None:

@@ -8,8 +8,9 @@
 The prompt ends with `<|start|>assistant`, so an output begins inside a header. The recipient may also stand before the
 channel: ` to=functions.f<|channel|>commentary json<|message|>`. The last marker is mostly a stop token and missing.
 
-The scanner consumes each character once and keeps at most a header, whose length is limited. Text outside of messages,
-and headers without an end, are returned unchanged.
+The scanner consumes each character once and keeps at most a header, whose length is limited. Text outside of messages
+is returned without markers, and so is a header that is too long; one that another marker or the end of the text cuts
+off is dropped.
 """
 
 from __future__ import annotations
@@ -33,9 +34,8 @@ MAX_HEADER = 512
 
 _OPENERS = (START, CHANNEL)
 _CLOSERS = (END, RETURN, CALL)
-_OUTSIDE = compile_markers(_OPENERS)
+_MARKER = compile_markers(MARKERS)
 _IN_HEADER = compile_markers((START, MESSAGE, *_CLOSERS))
-_IN_BODY = compile_markers((*_OPENERS, *_CLOSERS))
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _ROLE = "assistant"
 _NOBODY = frozenset({"assistant", "user", "all"})  # recipients that are no tools
@@ -139,7 +139,7 @@ class HarmonyScanner:
                 out.append(Text(rest))
             out.append(Closed(""))
             self.message = None
-        elif rest := (self._header or "") + rest:
+        elif not self._header and rest:
             out.append(Outside(rest))
         self._header = None
         return out
@@ -161,13 +161,14 @@ class HarmonyScanner:
             if text.startswith(begins, i):
                 self._header = ""
                 return i
-        found = _OUTSIDE.search(text, i)
-        end = found.start() if found else len(text) - partial_marker_length(text, i, _OPENERS)
+        found = _MARKER.search(text, i)
+        end = found.start() if found else len(text) - partial_marker_length(text, i, MARKERS)
         if end > i:
             out.append(Outside(text[i:end]))
         if found is None:
             return self._wait(text, end)
-        self._header = found.group()
+        if found.group() in _OPENERS:
+            self._header = found.group()
         return found.end()
 
     def _read_header(self, text: str, i: int, out: list[Event]) -> int:
@@ -179,12 +180,9 @@ class HarmonyScanner:
         end = min(end, i + room)
         self._header += text[i:end]
         if not is_header or (found is not None and found.group() != MESSAGE):
-            if self._header:
-                out.append(Outside(self._header))
+            if not is_header and (rest := _MARKER.sub("", self._header)):
+                out.append(Outside(rest))
             self._header = None
-            if is_header and found is not None and found.group() != START:
-                out.append(Outside(found.group()))
-                return found.end()
             return end
         if found is None:
             return self._wait(text, end)
@@ -194,14 +192,16 @@ class HarmonyScanner:
         return found.end()
 
     def _read_body(self, text: str, i: int, out: list[Event]) -> int:
-        found = _IN_BODY.search(text, i)
-        end = found.start() if found else len(text) - partial_marker_length(text, i, (*_OPENERS, *_CLOSERS))
+        found = _MARKER.search(text, i)
+        end = found.start() if found else len(text) - partial_marker_length(text, i, MARKERS)
         if end > i:
             out.append(Text(text[i:end]))
         if found is None:
             return self._wait(text, end)
-        self.message = None
         marker = found.group()
+        if marker in (MESSAGE, CONSTRAIN):  # of a header that is none
+            return found.end()
+        self.message = None
         if marker in _CLOSERS:
             out.append(Closed(marker))
         else:

@@ -31,6 +31,7 @@ class HeaderCalls(MarkedCalls):
         start: Marker before each call.
         separators: Texts that end the header, of which the first one found counts.
         ends: Markers after a call, of which one may stand there. Empty if the reader consumes the end.
+        closers: Further markers of the format that no call begins with.
         section: Markers around all calls; None if there are none.
         keep_separator: Whether the separator belongs to the arguments.
         make_id: Makes the calls' ids.
@@ -43,16 +44,20 @@ class HeaderCalls(MarkedCalls):
         ends: tuple[str, ...] = (),
         *,
         section: tuple[str, str] | None = None,
+        closers: tuple[str, ...] = (),
         keep_separator: bool = False,
         make_id: Callable[[], str] = make_call_id,
     ) -> None:
-        super().__init__(start, bare=False, make_id=make_id)
+        section_start, section_end = section or ("", "")
+        closers = (*ends, section_end, *closers, *(one for one in separators if one not in (start, section_start)))
+        super().__init__(start, closers=closers, bare=False, make_id=make_id)
         self._ends = ends
         self._section = section
-        self._markers = (start, *ends[-1:], *(section or ()))
+        self._markers = tuple(marker for marker in (*self._markers, section_start) if marker)
         self._pattern = compile_markers(self._markers)
         self._separators = separators
-        self._header_pattern = compile_markers((*separators, *self._markers))
+        self._header_markers = (*separators, *ends[-1:], start, *(section or ()))
+        self._header_pattern = compile_markers(self._header_markers)
         self._keep_separator = keep_separator
         self._header: list[str] = []
         self._header_length = 0
@@ -78,12 +83,10 @@ class HeaderCalls(MarkedCalls):
             self._open_header(marker)
         elif self._section is not None and marker == self._section[0]:
             self.open(marker)
-        elif self._section is not None and marker == self._section[1] and self._in_section:
-            self._in_section = False
-        elif marker in self._ends and self._unclosed:
-            self._unclosed = False
         else:
-            self.say(marker, out)
+            if self._section is not None and marker == self._section[1]:
+                self._in_section = False
+            self.drop_closer(marker, out)
         return found.end()
 
     def opening(self, text: str, i: int, out: list[Delta]) -> int:
@@ -96,7 +99,8 @@ class HeaderCalls(MarkedCalls):
         if is_partial_marker(text, i, start):
             return self.wait(text, i)
         if not text.startswith(start, i):
-            return self.give_up(i, out)
+            end = self.skip_empty(text, i)
+            return self.give_up(i, out) if end is None else end
         self._in_section = True
         self._open_header(*self._held, start)
         return i + len(start)
@@ -136,6 +140,9 @@ class HeaderCalls(MarkedCalls):
             self._in_section = False
         return super().give_up(i, out)
 
+    def may_be_call(self) -> bool:
+        return self.state != self._read_header or len("".join(self._header).split()) <= 2
+
     def _open_header(self, *markers: str) -> None:
         self._held = list(markers)
         self._header, self._header_length = [], 0
@@ -153,8 +160,14 @@ class HeaderCalls(MarkedCalls):
         if found is None:
             return self.wait(text, end)
         separator = found.group()
+        if separator in self._markers and not "".join(self._header).strip():
+            skipped = self.skip_empty(text, end)
+            assert skipped is not None
+            return skipped
         reader = self.make_reader("".join(self._header)) if separator in self._separators else None
         if reader is None:
+            if (dropped := self.drop_unfinished(text, end)) is not None:
+                return dropped
             if separator in self._separators and separator not in self._markers:
                 end = self.hold(text, end, found.end())
             return self.give_up(end, out)
@@ -162,8 +175,12 @@ class HeaderCalls(MarkedCalls):
         return end if self._keep_separator else self.hold(text, end, found.end())
 
     @property
-    def _header_markers(self) -> tuple[str, ...]:
-        return (*self._separators, *self._markers)
+    def _all_ends(self) -> tuple[str, ...]:
+        return (*self._ends, *self._closers)
+
+    @property
+    def _openers(self) -> tuple[str, ...]:
+        return (*self._starts, *(self._section or ())[:1])
 
 
 def function_name(text: str) -> str | None:

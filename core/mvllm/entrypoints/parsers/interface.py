@@ -72,7 +72,7 @@ class ToolCall:
     Attributes:
         id: Unique id, to which the tool's result refers.
         name: The function's name as generated; it may be unknown to the request.
-        arguments: The arguments as generated, usually JSON text. It may be invalid or incomplete.
+        arguments: The text of a JSON object. Incomplete if the output was cut off within the call.
     """
 
     id: str
@@ -138,6 +138,9 @@ class ToolStream(DeltaStream):
     num_calls: int = 0
     """Number of calls that have started."""
 
+    is_cut: bool = False
+    """Whether the output was cut off, by `max_tokens` for instance. Set before `finish`."""
+
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
@@ -185,8 +188,10 @@ class ToolParser(ABC):
         return ()
 
     def parse(self, text: str) -> ParsedOutput:
-        """Parses a whole output."""
-        return self.stream().parse(text)
+        """Parses a whole output, and checks the arguments of its calls."""
+        from mvllm.entrypoints.parsers.output_parser import OutputParserStream  # imports this module
+
+        return OutputParserStream(self.stream()).parse(text)
 
 
 class ReasoningStream(DeltaStream):

@@ -7,6 +7,15 @@ The parser is a state machine that consumes each character once; only the end of
 marker is kept for the next piece. Text that turns out not to be a call becomes content; no delta of it has been emitted
 by then. Content is the text without calls and markers. White space at its end is held back, and dropped as layout if
 only calls follow.
+
+Markers that are no part of a call:
+
+    special tokens                                          dropped everywhere
+    tags with nothing between them                          dropped
+    tags before a call that is cut off, by the end of the
+    text or by another call                                 dropped, with the call's text so far
+    closing tags after a call, or at the end of the text    dropped
+    tags before text that is no call, other closing tags    content: the answer may be about them
 """
 
 from __future__ import annotations
@@ -14,7 +23,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mvllm.entrypoints.parsers.interface import ContentDelta, Delta, ToolCallDelta, ToolStream, make_call_id
-from mvllm.entrypoints.parsers.markers import compile_markers, is_partial_marker, partial_marker_length
+from mvllm.entrypoints.parsers.markers import (
+    compile_markers,
+    is_partial_marker,
+    is_special,
+    is_tag,
+    partial_marker_length,
+)
 from mvllm.entrypoints.parsers.tool_call_reader import NOT_SPACE, CallReader, ToolCallReader
 
 State = Callable[[str, int, list[Delta]], int]
@@ -28,6 +43,7 @@ class MarkedCalls(ToolStream):
         start: Marker before a call or a list of calls, or several of which any may stand there.
         end: Marker after it; None if there is none.
         separator: Text between calls outside of a list; empty if calls follow each other directly.
+        closers: Further markers of the format that no call begins with.
         bare: Whether calls after the first may lack a marker.
         strict: As for ToolCallReader.
         make_id: Makes the calls' ids.
@@ -39,6 +55,7 @@ class MarkedCalls(ToolStream):
         end: str | None = None,
         *,
         separator: str = "",
+        closers: tuple[str, ...] = (),
         bare: bool = True,
         strict: bool = False,
         make_id: Callable[[], str] = make_call_id,
@@ -48,7 +65,8 @@ class MarkedCalls(ToolStream):
         self.last = ""  # the character before the current text
         self._starts = (start,) if isinstance(start, str) else start
         self._end = end
-        self._markers = tuple(marker for marker in (*self._starts, end) if marker)
+        self._closers = tuple(marker for marker in (end, *closers) if marker and is_tag(marker))
+        self._markers = tuple(marker for marker in (*self._starts, *self._closers) if marker)
         self._pattern = compile_markers(self._markers)
         self._separator = separator
         self._bare = bare
@@ -61,6 +79,8 @@ class MarkedCalls(ToolStream):
         self._reader: CallReader | None = None
         self._in_list = False
         self._unclosed = False  # whether the end marker of a call is missing so far
+        self._shown = False  # whether the last opening tag is content
+        self._follows_call = False  # whether no content stands after the last call or the last empty markers
 
     def feed(self, text: str) -> list[Delta]:
         """Parses the next piece of text."""
@@ -79,12 +99,17 @@ class MarkedCalls(ToolStream):
         """Ends the text; returns the deltas that were held back."""
         out: list[Delta] = []
         if self._reader is not None and self._reader.started:
-            self._reader.finish(out, self._tail)
+            if not self.is_cut:
+                self._reader.finish(out, self._tail)
             self._reader, self._tail = None, ""
-        self.say("".join(self._held) + self._tail, out)
+        if self._held and is_tag(self._held[0]) and self.may_be_call():
+            self._held, self._tail = [], ""
+        if self._follows_call and any(is_partial_marker(self._tail, 0, marker) for marker in self._all_ends):
+            self._tail = ""
+        self.say(self._shown_text() + self._tail, out)
         self._held, self._tail = [], ""
-        if not self.num_calls and self._space:
-            out.append(ContentDelta("".join(self._space)))
+        if not self.num_calls and (space := "".join(text for text in self._space if not text.strip())):
+            out.append(ContentDelta(space))
         self._space = []
         return merge_adjacent(out)
 
@@ -101,10 +126,8 @@ class MarkedCalls(ToolStream):
         marker = found.group()
         if marker in self._starts:
             self.open(marker)
-        elif self._unclosed:
-            self._unclosed = False
         else:
-            self.say(marker, out)
+            self.drop_closer(marker, out)
         return found.end()
 
     def opening(self, text: str, i: int, out: list[Delta]) -> int:
@@ -114,6 +137,8 @@ class MarkedCalls(ToolStream):
             return self.hold(text, i, len(text))
         self.hold(text, i, found.start())
         c = found.group()
+        if (end := self.skip_empty(text, found.start())) is not None:
+            return end
         if c == "[" and not self._in_list:
             self._in_list = True
             return self.hold(text, found.start(), found.end())
@@ -129,17 +154,27 @@ class MarkedCalls(ToolStream):
         end = reader.feed(text, i, out)
         if not reader.started:
             self.hold(text, i, end)
-            return self.give_up(end, out) if reader.failed else self.wait(text, end)
+            if reader.failed:
+                self.state = self.no_call
+                return end
+            return self.wait(text, end)
         if reader.index == self.num_calls:
             self.num_calls += 1
             self._held = []
-            self._unclosed = True
+            self._unclosed = self._follows_call = True
         if reader.done or reader.failed:
             self._reader = None
             self.state = self.after if reader.done else self.content
             self._in_list &= reader.done
             return end
         return self.wait(text, end)
+
+    def no_call(self, text: str, i: int, out: list[Delta]) -> int:
+        """State after text that is not a call: it is content, except before another call."""
+        if is_tag(self._held[0]) and any(is_partial_marker(text, i, marker) for marker in self._openers):
+            return self.wait(text, i)
+        end = self.drop_unfinished(text, i)
+        return self.give_up(i, out) if end is None else end
 
     def after(self, text: str, i: int, out: list[Delta]) -> int:
         """State after a call: another call, the end of the list, the end marker, or content follows."""
@@ -177,6 +212,7 @@ class MarkedCalls(ToolStream):
         if stripped:
             out.append(ContentDelta("".join(self._space) + stripped))
             self._space = []
+            self._follows_call = False
         if len(stripped) < len(text):
             self._space.append(text[len(stripped) :])
 
@@ -209,11 +245,69 @@ class MarkedCalls(ToolStream):
         self._reader = reader
         self.state = self.call
 
+    def drop_closer(self, marker: str, out: list[Delta]) -> None:
+        """Drops a closing marker outside of calls, or holds it back like white space if it may be content."""
+        if self._shown and not is_special(marker):
+            self.say(marker, out)
+        elif not (self._unclosed or self._follows_call or is_special(marker)):
+            self._space.append(marker)
+        self._unclosed = self._shown = False
+
+    def skip_empty(self, text: str, i: int) -> int | None:
+        """Drops the stored markers if nothing stands between them and the marker at `i`.
+
+        Returns the index of the first unread character; None if there is something.
+        """
+        if not self._held or not is_tag(self._held[0]):
+            return None
+        inner = "".join(self._held[1:]).strip()
+        if inner == "[" and self._in_list and text[i] == "]":
+            end = i + 1
+        elif inner and inner != "[" and not all(text in self._markers or not text.strip() for text in self._held):
+            return None
+        elif (found := self._pattern.match(text, i)) is not None:
+            end = i if found.group() in self._openers else found.end()
+        elif any(is_partial_marker(text, i, marker) for marker in self._markers):
+            return self.wait(text, i)
+        else:
+            return None
+        self._held, self._in_list = [], False
+        self._follows_call = True
+        self.state = self.content
+        return end
+
+    def drop_unfinished(self, text: str, i: int) -> int | None:
+        """Drops the stored text if it is the beginning of a call before another one. Returns `i`, else None."""
+        found = self._pattern.match(text, i)
+        if not (found and found.group() in self._openers and is_tag(self._held[0]) and self.may_be_call()):
+            return None
+        self._held, self._in_list, self._reader = [], False, None
+        self._follows_call = True
+        self.state = self.content
+        return i
+
+    @property
+    def _all_ends(self) -> tuple[str, ...]:
+        return self._closers
+
+    def may_be_call(self) -> bool:
+        """Whether the stored text is the beginning of a call, which is dropped at the end of the text."""
+        return True
+
+    def _shown_text(self) -> str:
+        """The stored text without special tokens."""
+        return self._pattern.sub(lambda found: "" if is_special(found.group()) else found.group(), "".join(self._held))
+
+    @property
+    def _openers(self) -> tuple[str, ...]:
+        return self._starts
+
     def give_up(self, i: int, out: list[Delta]) -> int:
         """Emits the stored text as content; parsing continues at `i`."""
         self._reader = None
         self._in_list = False
-        self.say("".join(self._held), out)
+        self._shown = any(not is_special(marker) for marker in self._pattern.findall("".join(self._held)))
+        self.say(self._shown_text(), out)
         self._held = []
         self.state = self.content
         return i

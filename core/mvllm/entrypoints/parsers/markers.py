@@ -6,6 +6,16 @@ import re
 from collections.abc import Sequence
 
 
+def is_tag(marker: str) -> bool:
+    """Whether a marker is a tag or a special token, not a word."""
+    return marker[:1] in ("<", "[")
+
+
+def is_special(marker: str) -> bool:
+    """Whether a marker is written as a special token, which no text has, not as an XML tag."""
+    return marker[:1] == "[" or (is_tag(marker) and ("|" in marker or "｜" in marker))
+
+
 def compile_markers(markers: Sequence[str]) -> re.Pattern[str]:
     """A pattern that finds the first of `markers`. An alternation of literals, so searching takes linear time."""
     return re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))) or r"(?!)")

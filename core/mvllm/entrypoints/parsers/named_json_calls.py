@@ -13,7 +13,7 @@ class NamedJsonCalls(HeaderCalls):
     """Incremental parser of calls with JSON arguments.
 
     Args:
-        start, separators, ends, section, keep_separator: As for HeaderCalls.
+        start, separators, ends, section, closers, keep_separator: As for HeaderCalls.
         parse_header: The function's name and the call's id in a header: None for the name if it is none, and for the
             id if the header has none.
     """
@@ -26,9 +26,10 @@ class NamedJsonCalls(HeaderCalls):
         parse_header: Callable[[str], tuple[str | None, str | None]],
         *,
         section: tuple[str, str] | None = None,
+        closers: tuple[str, ...] = (),
         keep_separator: bool = False,
     ) -> None:
-        super().__init__(start, separators, ends, section=section, keep_separator=keep_separator)
+        super().__init__(start, separators, ends, section=section, closers=closers, keep_separator=keep_separator)
         self._parse_header = parse_header
         self._ids: set[str] = set()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
+from mvllm.entrypoints.parsers.checked_calls import CallsChecker
 from mvllm.entrypoints.parsers.interface import (
     ContentDelta,
     Delta,
@@ -153,6 +154,7 @@ class OutputParserStream(DeltaStream):
         self._reasoning = reasoning
         self._show_reasoning = include_reasoning
         self._one_call = single_call
+        self._checker = CallsChecker()
 
     @property
     def num_calls(self) -> int:
@@ -174,13 +176,22 @@ class OutputParserStream(DeltaStream):
         if self._reasoning is not None:
             return self._find_calls(self._reasoning.feed(text))
         if self._tools is not None:
-            return self._drop_extra_calls(self._tools.feed(text))
+            return self._checked(self._tools.feed(text))
         return [ContentDelta(text)] if text else []
 
-    def finish(self) -> list[Delta]:
-        """Ends the text; returns the deltas that were held back. Called once."""
+    def finish(self, reason: str | None = None) -> list[Delta]:
+        """Ends the text; returns the deltas that were held back. Called once.
+
+        Args:
+            reason: The finish reason. The arguments of a call that has no end are closed after `stop`, so that they are
+                JSON. After `length` or another reason that cuts the output they remain incomplete JSON. None is `stop`.
+        """
         rest = self._find_calls(self._reasoning.finish()) if self._reasoning is not None else []
-        return [*rest, *self._drop_extra_calls(self._tools.finish())] if self._tools is not None else rest
+        is_cut = reason not in (None, "stop")
+        if self._tools is not None:
+            self._tools.is_cut = is_cut
+            rest += self._checked(self._tools.finish())
+        return [*rest, *self._checker.finish(is_cut=is_cut)]
 
     def _find_calls(self, deltas: list[Delta]) -> list[Delta]:
         out: list[Delta] = []
@@ -190,13 +201,13 @@ class OutputParserStream(DeltaStream):
                 if self._show_reasoning:
                     out.append(delta)
             elif isinstance(delta, ContentDelta) and self._tools is not None:
-                out += self._drop_extra_calls(self._tools.feed(delta.text))
+                out += self._checked(self._tools.feed(delta.text))
             else:
                 out.append(delta)
         return out
 
-    def _drop_extra_calls(self, deltas: list[Delta]) -> list[Delta]:
-        """The deltas without those of dropped calls."""
-        if not self._one_call:
-            return deltas
-        return [delta for delta in deltas if not (isinstance(delta, ToolCallDelta) and delta.index)]
+    def _checked(self, deltas: list[Delta]) -> list[Delta]:
+        """The deltas with checked arguments, without those of dropped calls."""
+        if self._one_call:
+            deltas = [delta for delta in deltas if not (isinstance(delta, ToolCallDelta) and delta.index)]
+        return self._checker.check(deltas)

@@ -3,9 +3,9 @@
     [get_weather(city="Paris", days=3), get_time()]                                     a list, alone or in markers
     <function_calls>\nget_weather(city="Paris", days=3)\nget_time()\n</function_calls>  lines in markers
 
-Values are literals, which become JSON: strings, numbers, `True`, `None`, lists and dicts. Nothing is evaluated. Without
-a marker a list may also be content, so it counts as calls only at the beginning of the text or of a line, and if a
-name, a parenthesis, and a keyword or the closing parenthesis follow.
+Values become JSON (`python_values`). Without a marker a list may also be content, so it counts as calls only at the
+beginning of the text or of a line, and if a name, a parenthesis, and a keyword with a literal or the closing
+parenthesis follow.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from collections.abc import Callable
 
 from mvllm.entrypoints.parsers.argument_types import quote
 from mvllm.entrypoints.parsers.interface import Delta, ToolCallDelta, make_call_id
-from mvllm.entrypoints.parsers.json_stream import JsonValueReader, can_begin_value
 from mvllm.entrypoints.parsers.marked_calls import MarkedCalls
-from mvllm.entrypoints.parsers.markers import compile_markers
+from mvllm.entrypoints.parsers.markers import compile_markers, is_partial_marker
+from mvllm.entrypoints.parsers.python_values import PythonValueReader
 from mvllm.entrypoints.parsers.tool_call_reader import NOT_SPACE
 
 MAX_NAME = 128
 """Characters of a name; a longer one is content."""
 
 _NAME = re.compile(r"[\w.\-]+")
-_KEYWORD = re.compile(r"\w+")
+_KEYWORD = re.compile(r"[\w.\-]+")
 _NAME_START = re.compile(r"[^\W\d]")
 _SPACES = re.compile(r"\s+")
 
@@ -34,82 +34,139 @@ _KEY, _EQUALS, _VALUE, _MORE = range(4)
 class KeywordArgumentsReader:
     """Parser of one call's arguments after the opening parenthesis. See CallReader.
 
+    The first delta is emitted with the first value. An argument without a name, or without a value, ends a call that
+    has not started, and is dropped from one that has.
+
     Args:
         index: Number of the call in the output.
         name: The function's name.
+        strict: Whether text whose first value is not a literal is no call.
         make_id: Makes the call's id.
     """
 
-    def __init__(self, index: int, name: str, make_id: Callable[[], str] = make_call_id) -> None:
+    def __init__(
+        self, index: int, name: str, *, strict: bool = False, make_id: Callable[[], str] = make_call_id
+    ) -> None:
         self.started = False
         self.done = False
         self.failed = False
         self.index = index
         self._name = name
+        self._strict = strict
         self._make_id = make_id
         self._expected = _KEY
-        self._key = ""
+        self._key: str | None = ""  # None for the argument of `**`
         self._has_arguments = False
-        self._value: JsonValueReader | None = None
+        self._in_comment = False
+        self._value: PythonValueReader | None = None
+        self._is_dropped = False  # whether the current value is not emitted
+        self._pieces: list[str] = []  # of a value that is emitted when it is complete
 
     def feed(self, text: str, start: int, out: list[Delta]) -> int:
         """Parses from `start`, appends deltas to `out`, and returns the index of the first unread character."""
         i = start
         while i < len(text) and not (self.done or self.failed):
+            before = i, self._expected, self._value
             if self._value is not None:
                 i = self._read_value(text, i, out)
-                continue
-            found = NOT_SPACE.search(text, i)
-            if found is None:
+            elif self._in_comment:
+                at = text.find("\n", i)
+                self._in_comment = at < 0
+                i = at if at >= 0 else len(text)
+            elif (found := NOT_SPACE.search(text, i)) is None:
                 return len(text)
-            i = self._read_structure(text, found.start(), out)
+            else:
+                i = self._read_structure(text, found.start(), out)
+            if (i, self._expected, self._value) == before:
+                break  # the rest may begin a longer token
         return i
 
     def finish(self, out: list[Delta], rest: str = "") -> None:
         """Ends the text: emits the remaining arguments if the call has started."""
-        pieces: list[str] = []
-        if self._value is not None:
+        if self._value is not None and self.started and not self._is_dropped:
+            pieces: list[str] = []
             self._value.finish(pieces)
+            if pieces and self._key is not None:
+                self._emit_value("".join(pieces), out)
         self._value = None
-        self._emit("".join(pieces), out)
 
     def _read_structure(self, text: str, i: int, out: list[Delta]) -> int:
         c, expected = text[i], self._expected
-        if expected == _KEY and not self._key and c == ")":
+        if c == "#":
+            self._in_comment = True
+        elif c == "\\" and i + 1 == len(text):
+            return i
+        elif c == "\\" and text[i + 1] == "\n":
+            pass
+        elif expected == _VALUE:
+            self._begin_value()
+            return i
+        elif c == ")" and (expected == _MORE or not self._key):
             self._end(out)
-        elif expected == _KEY and (found := _KEYWORD.match(text, i)) and len(self._key) < MAX_NAME:
-            self._key += found.group()[:MAX_NAME]
+        elif expected == _MORE and c == ",":
+            self._expected, self._key = _KEY, ""
+        elif expected == _KEY and (found := _KEYWORD.match(text, i)) and len(self._key or "") < MAX_NAME:
+            self._key = (self._key or "") + found.group()[:MAX_NAME]
             if found.end() < len(text):
                 self._expected = _EQUALS
             return found.end()
         elif expected in (_KEY, _EQUALS) and self._key and c == "=":
-            self._begin(out)
-            self._emit(f"{', ' if self._has_arguments else '{'}{quote(self._key)}: ", out)
-            self._key, self._has_arguments = "", True
             self._expected = _VALUE
-        elif expected == _VALUE and can_begin_value(c):
-            self._value = JsonValueReader()
-            self._expected = _MORE
+        elif expected == _KEY and not self._key and is_partial_marker(text, i, "**"):
             return i
-        elif expected == _MORE and c == ",":
-            self._expected = _KEY
-        elif expected == _MORE and c == ")":
-            self._end(out)
+        elif expected == _KEY and not self._key and text.startswith("**", i):
+            self._key, self._expected = None, _VALUE
+            return i + 2
+        elif self.started and expected != _MORE:
+            self._begin_value(is_dropped=True)
+            return i
         else:
-            self._fail(out)
+            self._fail()
             return i
         return i + 1
 
+    def _begin_value(self, *, is_dropped: bool = False) -> None:
+        self._value, self._is_dropped, self._pieces = PythonValueReader(), is_dropped, []
+        self._expected = _MORE
+
     def _read_value(self, text: str, i: int, out: list[Delta]) -> int:
-        assert self._value is not None
+        value = self._value
+        assert value is not None
         pieces: list[str] = []
-        i = self._value.feed(text, i, pieces)
-        self._emit("".join(pieces), out)
-        if self._value.failed:
-            self._fail(out)
-        elif self._value.done:
+        i = value.feed(text, i, pieces)
+        if self._key is None:
+            self._pieces += pieces
+        elif not self._is_dropped and (value.is_literal or self.started or not self._strict):
+            self._emit_value("".join(pieces), out)
+        if value.done:
             self._value = None
+            if self._key is None and not self._is_dropped:
+                self._emit_members(out, is_literal=value.is_literal)
+            elif value.is_empty or (self._strict and not value.is_literal):
+                self.failed = not self.started
         return i
+
+    def _emit_members(self, out: list[Delta], *, is_literal: bool) -> None:
+        """Emits the members of a dict as arguments."""
+        text = "".join(self._pieces)
+        if not (is_literal and text.startswith("{")):
+            self.failed = not self.started
+        elif text == "{}":
+            self._begin(out)
+        else:
+            self._begin(out)
+            self._emit((", " if self._has_arguments else "{") + text[1:-1], out)
+            self._has_arguments = True
+
+    def _emit_value(self, text: str, out: list[Delta]) -> None:
+        """Emits a piece of the value of the current key; the first one after the key."""
+        if not text:
+            return
+        self._begin(out)
+        if self._key:
+            text = f"{', ' if self._has_arguments else '{'}{quote(self._key)}: {text}"
+            self._key, self._has_arguments = "", True
+        self._emit(text, out)
 
     def _begin(self, out: list[Delta]) -> None:
         if not self.started:
@@ -121,13 +178,11 @@ class KeywordArgumentsReader:
         self._emit("}" if self._has_arguments else "{}", out)
         self.done = True
 
-    def _fail(self, out: list[Delta]) -> None:
-        self.finish(out)
+    def _fail(self) -> None:
         self.failed = True
 
     def _emit(self, text: str, out: list[Delta]) -> None:
-        if text and self.started:
-            out.append(ToolCallDelta(self.index, arguments=text))
+        out.append(ToolCallDelta(self.index, arguments=text))
 
 
 class PythonicCalls(MarkedCalls):
@@ -171,6 +226,8 @@ class PythonicCalls(MarkedCalls):
             return self.hold(text, i, len(text))
         i = self.hold(text, i, found.start())
         c = found.group()
+        if (end := self.skip_empty(text, i)) is not None:
+            return end
         if c == "[" and not self._in_list:
             self._in_list = True
             return self.hold(text, i, i + 1)
@@ -209,5 +266,7 @@ class PythonicCalls(MarkedCalls):
             return i if len(self._name) <= MAX_NAME else self.give_up(i, out)
         if text[i] != "(":
             return self.give_up(i, out)
-        self.read_with(KeywordArgumentsReader(self.num_calls, self._name, self._make_id))
+        self.read_with(
+            KeywordArgumentsReader(self.num_calls, self._name, strict=not self._marked, make_id=self._make_id)
+        )
         return self.hold(text, i, i + 1)

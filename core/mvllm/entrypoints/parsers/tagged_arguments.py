@@ -18,7 +18,7 @@ from mvllm.entrypoints.parsers.argument_types import STRING, ArgumentTypes, Type
 from mvllm.entrypoints.parsers.header_calls import HeaderCalls, function_name
 from mvllm.entrypoints.parsers.interface import Delta, ToolCallDelta, make_call_id
 from mvllm.entrypoints.parsers.json_stream import OPENING
-from mvllm.entrypoints.parsers.markers import compile_markers, is_partial_marker, partial_marker_length
+from mvllm.entrypoints.parsers.markers import compile_markers, is_partial_marker, is_tag, partial_marker_length
 from mvllm.entrypoints.parsers.tool_call_reader import NOT_SPACE, CallReader
 
 MAX_KEY = 256
@@ -37,8 +37,8 @@ class TagSyntax:
         value_start: Text before the value, after white space; empty if it follows the name directly.
         value_end: Text after the value.
         call_end: Text after the last argument.
-        has_lines: Whether a line break after the opening and before the closing tag is layout. Then a missing closing
-            tag is accepted where the next tag begins a line.
+        has_lines: Whether a line break after the opening and before the closing tag is layout.
+        optional_end: Whether a missing closing tag is accepted where the next tag begins a line.
     """
 
     key_start: str
@@ -47,13 +47,19 @@ class TagSyntax:
     call_end: str
     value_start: str = ""
     has_lines: bool = False
+    optional_end: bool = False
 
     @cached_property
     def value_ends(self) -> tuple[str, ...]:
         """The texts that may end a value."""
-        if not self.has_lines:
-            return (self.value_end,)
-        return (f"\n{self.value_end}", self.value_end, f"\n{self.key_start}", f"\n{self.call_end}")
+        ends = [f"\n{self.value_end}"] if self.has_lines else []
+        ends += [f"\n{self.key_start}", f"\n{self.call_end}"] if self.optional_end else []
+        return (*ends, self.value_end)
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The tags within a call."""
+        return tuple(filter(is_tag, (self.key_start, self.key_end, self.value_start, self.value_end, self.call_end)))
 
     @cached_property
     def value_pattern(self) -> re.Pattern[str]:
@@ -94,6 +100,7 @@ class TaggedArgumentsReader:
         self._state = _BETWEEN
         self._has_arguments = False
         self._type: Types = STRING
+        self._strings: frozenset[str] = frozenset()  # values that are strings
         self._value: list[str] = []  # of a value that is converted when it is complete
 
     def feed(self, text: str, start: int, out: list[Delta]) -> int:
@@ -111,7 +118,7 @@ class TaggedArgumentsReader:
         """Ends the text: emits the arguments so far if the call has started. `rest` is the beginning of a tag."""
         text = "".join(self._value).lstrip()
         if self.started and self._state == _VALUE and text and self._type != STRING:
-            self._emit(text if text[0] in OPENING else to_json(text, self._type), out)
+            self._emit(text if text[0] in OPENING else to_json(text, self._type, self._strings), out)
         self._value = []
 
     def _between(self, text: str, i: int, out: list[Delta]) -> int:
@@ -129,7 +136,9 @@ class TaggedArgumentsReader:
             self._close(out)
             self.done = True
             return i + len(syntax.call_end)
-        if not (is_partial_marker(text, i, syntax.key_start) or is_partial_marker(text, i, syntax.call_end)):
+        if self.started and text.startswith(syntax.value_end, i):  # repeated
+            return i + len(syntax.value_end)
+        if not any(is_partial_marker(text, i, tag) for tag in (syntax.key_start, syntax.call_end, syntax.value_end)):
             self._fail(out)
         return i
 
@@ -144,6 +153,7 @@ class TaggedArgumentsReader:
         key, string = found["key"], found["string"]
         types = self._types.of(key)
         self._type = STRING if string == "true" else types - STRING if string == "false" else types
+        self._strings = frozenset() if string == "false" else self._types.strings_of(key)
         self._emit(f"{', ' if self._has_arguments else '{'}{quote(key)}: ", out)
         self._has_arguments = True
         self._state = _BEFORE_VALUE if self._syntax.value_start else _LINE
@@ -157,7 +167,9 @@ class TaggedArgumentsReader:
         if text.startswith(self._syntax.value_start, i):
             self._state = _LINE
             return i + len(self._syntax.value_start)
-        if not is_partial_marker(text, i, self._syntax.value_start):
+        if text.startswith(self._syntax.key_end, i):  # repeated
+            return i + len(self._syntax.key_end)
+        if not any(is_partial_marker(text, i, tag) for tag in (self._syntax.value_start, self._syntax.key_end)):
             self._emit("null", out)
             self._fail(out)
         return i
@@ -178,7 +190,7 @@ class TaggedArgumentsReader:
             self._value.append(text[i:end])
         if found is None:
             return end
-        self._emit('"' if self._type == STRING else to_json("".join(self._value), self._type), out)
+        self._emit('"' if self._type == STRING else to_json("".join(self._value), self._type, self._strings), out)
         self._value = []
         self._state = _BETWEEN
         return found.end() if found.group().endswith(syntax.value_end) else found.start()
@@ -221,7 +233,7 @@ class TaggedCalls(HeaderCalls):
         section: tuple[str, str] | None = None,
         keep_separator: bool = False,
     ) -> None:
-        super().__init__(start, separators, section=section, keep_separator=keep_separator)
+        super().__init__(start, separators, section=section, closers=syntax.tags, keep_separator=keep_separator)
         self._tools = tools
         self._syntax = syntax
 

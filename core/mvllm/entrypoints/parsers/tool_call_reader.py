@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from mvllm.entrypoints.parsers.interface import Delta, ToolCallDelta, make_call_id
-from mvllm.entrypoints.parsers.json_stream import OPENING, QUOTES, JsonValueReader, can_begin_value, unquote
+from mvllm.entrypoints.parsers.json_stream import QUOTES, JsonValueReader, can_begin_value, unquote
 
 NOT_SPACE = re.compile(r"\S")
 
@@ -137,10 +137,13 @@ class ToolCallReader:
         self._value, self._value_text = JsonValueReader(), []
         self._streams_arguments = False
         if self._key in _ARGUMENTS:
-            self._streams_arguments = c in OPENING
+            if c == "[":
+                self._fail(out)
+                return i
+            self._streams_arguments = c == "{"
             if self._name is None:
                 self._arguments = []
-            else:
+            elif self._streams_arguments:
                 self._begin(out)
         return i
 
@@ -176,10 +179,20 @@ class ToolCallReader:
                 self._begin(out)
                 self._emit_arguments("".join(self._arguments), out)
         elif self._key in _ARGUMENTS:
-            if not self._streams_arguments:
-                self._emit_arguments(_as_arguments(text), out)
+            if not self._streams_arguments and not self._take_arguments(_as_arguments(text), out):
+                return
             if self._arguments_only:
                 self.done = True
+
+    def _take_arguments(self, text: str | None, out: list[Delta]) -> bool:
+        """Emits arguments that are not written as an object; without any the text is no call. Returns whether it is."""
+        if text is None:
+            self._fail(out)
+            return False
+        if self._name is not None:
+            self._begin(out)
+        self._emit_arguments(text, out)
+        return True
 
     def _normalize_key(self, key: str) -> str:
         """The key to use: repeated arguments are ignored, like `type`."""
@@ -211,8 +224,11 @@ class ToolCallReader:
             self._arguments.append(text)
 
 
-def _as_arguments(text: str) -> str:
-    """Arguments that are not an object: null and empty strings become `{}`, a string with an object its content."""
+def _as_arguments(text: str) -> str | None:
+    """Arguments that are not an object: null and empty strings become `{}`, a string with an object its content.
+
+    Others are None.
+    """
     if text == "null":
         return "{}"
     if text[:1] == '"':
@@ -221,4 +237,4 @@ def _as_arguments(text: str) -> str:
             return "{}"
         if inner.lstrip().startswith("{"):
             return inner
-    return text
+    return None

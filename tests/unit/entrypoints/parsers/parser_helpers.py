@@ -55,6 +55,18 @@ def without_ids(parsed: ParsedOutput) -> tuple[Any, ...]:
     return parsed.content, [(call.name, call.arguments) for call in parsed.tool_calls], parsed.reasoning
 
 
+def without_tags(parser, text: str) -> str:
+    """The text without the format's tags and special tokens, empty lists of calls, and white space."""
+    before = None
+    text = "".join(text.split())
+    tags = [*getattr(parser.stream()._tools, "_markers", ()), *parser.markers, "[]"]
+    while text != before:
+        before = text
+        for tag in tags:
+            text = text.replace("".join(tag.split()), "")
+    return text
+
+
 def cut(text: str, at: Sequence[int]) -> list[str]:
     """Random pieces of `text`; some may be empty."""
     places = [0, *sorted(i % (len(text) + 1) for i in at), len(text)]

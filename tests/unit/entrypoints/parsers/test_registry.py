@@ -98,9 +98,12 @@ class TestExample:
         parsed = make_parser(None, "thought_tag").parse("hm</thought>4", "assistant\n<thought>\n")
         assert without_ids(parsed) == ("4", [], "hm")
 
-    @pytest.mark.parametrize("text", ["<function=>{}", "<function=a b>{}", "<function=f>5", "<function=f", "<function"])
+    @pytest.mark.parametrize("text", ["<function=>{}", "<function=a b>{}", "<function=f>5", "<function"])
     def test_text_that_is_not_a_call_is_content(self, example, text):
         assert without_ids(make_parser("function_tag").parse(text)) == (text, [], None)
+
+    def test_a_call_that_the_end_of_the_text_cuts_off_is_dropped(self, example):
+        assert without_ids(make_parser("function_tag").parse("A\n<function=f")) == ("A\n", [], None)
 
     def test_the_output_does_not_depend_on_the_split(self, example):
         parser = make_parser("function_tag", "thought_tag")

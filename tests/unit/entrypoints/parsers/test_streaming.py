@@ -20,6 +20,7 @@ from tests.unit.entrypoints.parsers.parser_helpers import (
     stream_deltas,
     streamed,
     without_ids,
+    without_tags,
 )
 
 PAIRS = [*((tools, None) for tools in TOOLS), *((None, reasoning) for reasoning in REASONING)]
@@ -48,16 +49,23 @@ def test_the_output_does_not_depend_on_the_split(tools, reasoning, text, at, pro
 @settings(max_examples=50)
 @given(text=messy_text)
 def test_text_without_calls_is_content(tools, text):
-    parsed = make_parser(tools).parse(text)
+    parser = make_parser(tools)
+    parsed = parser.parse(text)
     if not parsed.tool_calls:
-        assert parsed.content == text
+        content, all_text = without_tags(parser, parsed.content), without_tags(parser, text)
+        assert all_text.startswith(content)  # a call at the end may be cut off
+        assert content == all_text or any(marker in text for marker in parser.markers)
 
 
 @pytest.mark.parametrize("tools", TOOLS)
 @settings(max_examples=50)
 @given(text=messy_text.map(lambda text: "".join(c for c in text if c not in '{}"')))
 def test_text_that_cannot_contain_a_call_is_content_unchanged(tools, text):
-    assert without_ids(make_parser(tools).parse(text)) == (text, [], None)
+    parser = make_parser(tools)
+    parsed = parser.parse(text)
+    assert not parsed.tool_calls
+    if not any(marker in text for marker in parser.markers):
+        assert parsed.content == text
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}], ids=str)

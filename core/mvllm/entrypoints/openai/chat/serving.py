@@ -42,7 +42,7 @@ class ChatCompletionHandler(ChatHandler, ChoicesHandler):
 
     def _full_choice(self, sequence: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
         stream = self._make_parser_stream(output)
-        parsed = merge_deltas([*stream.feed(sequence.text), *stream.finish()])
+        parsed = merge_deltas([*stream.feed(sequence.text), *stream.finish(sequence.finish_reason)])
         message = parsed.as_json()
         if stream.num_reasoning_deltas:
             self.add_reasoning_tokens(self._count_reasoning_tokens(sequence.token_ids, output.prompt))
@@ -146,7 +146,7 @@ class _ChatChoice:
         before = stream.num_reasoning_deltas, stream.in_reasoning
         deltas = [delta.as_json() for delta in stream.feed(sequence.text)]
         if sequence.finish_reason is not None:
-            deltas += [delta.as_json() for delta in stream.finish()]
+            deltas += [delta.as_json() for delta in stream.finish(sequence.finish_reason)]
         if self._handler._output_parser.has_reasoning:
             self._count_reasoning(sequence, stream, prompt, has_reasoned=before != (stream.num_reasoning_deltas, False))
         logprobs = self._handler._logprobs(sequence)

@@ -89,7 +89,7 @@ class ChatHandler(GenerationHandler):
                         raise self._engine_requests.error_of(sequence)
                     deltas += parser_stream.feed(sequence.text)
                     if sequence.finish_reason is not None:
-                        deltas += parser_stream.finish()
+                        deltas += parser_stream.finish(sequence.finish_reason)
                 yield output, deltas
 
     async def _build_prompts(self) -> Sequence[PromptType]:

@@ -221,6 +221,8 @@ class ChatPromptRenderer:
             prompt["cut_at"] = cut_at
         if request.mm_processor_kwargs is not None:
             prompt["mm_processor_kwargs"] = request.mm_processor_kwargs
+        if (salt := getattr(request, "cache_salt", None)) is not None:
+            prompt["cache_salt"] = salt
         with _as_errors_of_messages():
             return await self._engine.expand_prompt(prompt)
 

@@ -20,7 +20,10 @@ class DeepSeekV3ToolParser(ToolParser):
     markers = (*SECTION, START, SEPARATOR, END)
 
     def stream(self) -> ToolStream:
-        return NamedJsonCalls(START, ("{",), (f"```{END}", END), _parse_header, section=SECTION, keep_separator=True)
+        ends = (f"```{END}", END)
+        return NamedJsonCalls(
+            START, ("{",), ends, _parse_header, section=SECTION, closers=(SEPARATOR,), keep_separator=True
+        )
 
     def call_syntax(self, name: str) -> tuple[CallSyntax, ...]:
         begin = f"{START}function{SEPARATOR}{name}\n```json\n"

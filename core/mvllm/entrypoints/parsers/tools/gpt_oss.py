@@ -9,6 +9,10 @@ reasoning before, and passes on the messages that call functions unchanged.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mvllm.entrypoints.parsers.argument_types import ArgumentTypes, escape, quote
 from mvllm.entrypoints.parsers.harmony import (
     CHANNEL,
     CONSTRAIN,
@@ -40,7 +44,7 @@ class GptOssToolParser(ToolParser):
     markers = MARKERS
 
     def stream(self) -> ToolStream:
-        return _Stream()
+        return _Stream(self.tools)
 
     def call_syntax(self, name: str) -> tuple[CallSyntax, ...]:
         trigger = f" to={FUNCTIONS}"
@@ -50,7 +54,8 @@ class GptOssToolParser(ToolParser):
 
 
 class _Stream(ToolStream):
-    def __init__(self) -> None:
+    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._tools = tools
         self._scanner = HarmonyScanner()
         self._reader: CallReader | None = None
         self._function = ""
@@ -84,16 +89,17 @@ class _Stream(ToolStream):
                 return
             self._reader = ToolCallReader(self.num_calls, self._function)
             if found.group() != "{":
-                self._reader = _PlainTextReader(self.num_calls, self._function)
+                key = ArgumentTypes(self._tools, self._function).only_key or "input"
+                self._reader = _PlainTextReader(self.num_calls, self._function, key)
             self.num_calls += 1
+            text = text[found.start() :]
         end = 0 if self._reader.done or self._reader.failed else self._reader.feed(text, 0, out)
         if self._reader.failed and end < len(text):  # text after complete arguments is layout
             out.append(ContentDelta(text[end:]))
 
     def _end_call(self, out: list[Delta]) -> None:
         if self._reader is None:
-            out.append(ToolCallDelta(self.num_calls, make_call_id(), self._function))
-            out.append(ToolCallDelta(self.num_calls, arguments="{}"))
+            out.append(ToolCallDelta(self.num_calls, make_call_id(), self._function))  # without arguments
             self.num_calls += 1
         elif not (self._reader.done or self._reader.failed):
             self._reader.finish(out)
@@ -101,20 +107,22 @@ class _Stream(ToolStream):
 
 
 class _PlainTextReader:
-    """Reader of arguments that are no JSON object, like the code of `to=python`: they are returned as they are."""
+    """Reader of arguments that are not a JSON object, like the code of `to=python`: they become the member `key`."""
 
-    def __init__(self, index: int, name: str) -> None:
+    def __init__(self, index: int, name: str, key: str) -> None:
         self.index = index
         self.started = self.done = self.failed = False
         self._name = name
+        self._key = key
 
     def feed(self, text: str, start: int, out: list[Delta]) -> int:
         if not self.started:
             self.started = True
             out.append(ToolCallDelta(self.index, make_call_id(), self._name))
+            out.append(ToolCallDelta(self.index, arguments=f'{{{quote(self._key)}: "'))
         if text[start:]:
-            out.append(ToolCallDelta(self.index, arguments=text[start:]))
+            out.append(ToolCallDelta(self.index, arguments=escape(text[start:])))
         return len(text)
 
     def finish(self, out: list[Delta], rest: str = "") -> None:
-        """Nothing is held back."""
+        """Nothing is held back. The object is closed by whoever checks the arguments."""

@@ -14,7 +14,7 @@ from mvllm.entrypoints.parsers.tagged_arguments import TaggedCalls, TagSyntax
 
 SECTION = ("<minimax:tool_call>", "</minimax:tool_call>")
 START = "<invoke name="
-SYNTAX = TagSyntax("<parameter name=", ">", "</parameter>", "</invoke>", has_lines=True)
+SYNTAX = TagSyntax("<parameter name=", ">", "</parameter>", "</invoke>", optional_end=True)
 
 
 class MiniMaxM2ToolParser(ToolParser):

@@ -41,7 +41,7 @@ class MistralToolParser(ToolParser):
 
 class _Stream(MarkedCalls):
     def __init__(self) -> None:
-        super().__init__(START, bare=False, make_id=make_short_id)
+        super().__init__(START, closers=(ARGUMENTS, CALL_ID), bare=False, make_id=make_short_id)
         self._name: list[str] = []
 
     def opening(self, text: str, i: int, out: list[Delta]) -> int:

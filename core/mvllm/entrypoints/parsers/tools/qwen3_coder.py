@@ -18,7 +18,7 @@ from mvllm.entrypoints.parsers.tagged_arguments import TaggedCalls, TagSyntax
 
 SECTION = ("<tool_call>", "</tool_call>")
 START = "<function="
-SYNTAX = TagSyntax("<parameter=", ">", "</parameter>", "</function>", has_lines=True)
+SYNTAX = TagSyntax("<parameter=", ">", "</parameter>", "</function>", has_lines=True, optional_end=True)
 
 
 class Qwen3CoderToolParser(ToolParser):
