@@ -21,7 +21,7 @@ from typing import Any
 from mvllm.config.hf_config import read_json_object
 from mvllm.engine.tokenizer.folder_template import FolderTemplate
 from mvllm.engine.tokenizer.tokenizer import Tokenizer
-from mvllm.entrypoints.chat_items import is_place, places_to_text
+from mvllm.entrypoints.chat_items import is_place, places_to_text, text_of_part
 from mvllm.entrypoints.template_adjustments import MAX_ATTEMPTS, adjust_to_error, adjust_to_template
 from mvllm.errors import ModelError, RequestError
 
@@ -122,7 +122,7 @@ def render_chat(
         "tokenize": False,
         **extra,
     }
-    every_tool = [dict(tool) for tool in tools] if tools else None
+    every_tool = [_with_type(tool) for tool in tools] if tools else None
     return _render(tokenizer, conversation, every_tool, settings, placeholders or {})
 
 
@@ -302,12 +302,19 @@ def _check_objects(name: str, value: object) -> None:
             )
 
 
+def _with_type(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a tool, in which a function has its type: templates read it."""
+    is_untyped = tool.get("type") is None and "function" in tool
+    return (
+        {"type": "function", **{key: value for key, value in tool.items() if key != "type"}}
+        if is_untyped
+        else dict(tool)
+    )
+
+
 def _check_parts(i: int, parts: Sequence[Any]) -> list[Any]:
     """Parts of a message with places of items."""
-    for part in parts:
-        if not is_place(part):
-            _text_of(i, part)
-    return list(parts)
+    return [part if is_place(part) else {"type": "text", "text": _text_of(i, part)} for part in parts]
 
 
 def _texts(i: int, parts: Sequence[Any]) -> list[str]:
@@ -315,9 +322,10 @@ def _texts(i: int, parts: Sequence[Any]) -> list[str]:
 
 
 def _text_of(i: int, part: Any) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    if kind != "text" or not isinstance(part.get("text"), str):
+    text = text_of_part(part)
+    if text is None:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         raise RequestError(
             f"Message {i} has a part of type {kind!r}; this model accepts only text parts.", parameter="messages"
         )
-    return str(part["text"])
+    return text

@@ -129,7 +129,17 @@ class TestBodies:
 
     @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonp"])
     def test_one_of_another_type(self, client: httpx.Client, kind: str) -> None:
-        answer = client.post(PATH, content=json.dumps(STORY), headers={"Content-Type": kind})
+        """Pages of any site can have a browser send the first ones without asking: only others may."""
+        body = json.dumps(STORY)
+        for origin in ({"Origin": "http://example.com"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}):
+            answer = client.post(PATH, content=body, headers={"Content-Type": kind, **origin})
+            assert error_of(answer)[0] == 415
+        is_simple = kind != "application/jsonp"
+        own = str(client.base_url).rstrip("/")
+        for origin in ({}, {"Origin": own, "Sec-Fetch-Site": "same-origin"}):
+            answer = client.post(PATH, content=body, headers={"Content-Type": kind, **origin})
+            assert answer.status_code == (200 if is_simple else 415)
+        answer = client.post(PATH, content="prompt=x", headers={"Content-Type": kind})
         assert error_of(answer)[0] == 415
 
     @pytest.mark.parametrize(

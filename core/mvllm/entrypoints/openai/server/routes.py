@@ -94,12 +94,12 @@ class Routes:
         self.routers = [APIRouter(tags=[tag]) for tag in tags]
         health, generation, embeddings, model_names, tokens, ollama, monitoring, admin = self.routers
 
-        for path in ("/health", "/health/live", "/ping"):
-            health.add_api_route(path, self.health, methods=["GET"], summary="Whether the server works.")
-            health.add_api_route(path, self.health, methods=["HEAD"], include_in_schema=False)
-        health.add_api_route("/ping", self.health, methods=["POST"], summary="Whether the server works.")
+        summary = "Whether the model is loaded and the server works."
+        health.add_api_route("/health", self.health, methods=["GET"], summary=summary)
+        health.add_api_route("/health/live", self.liveness, methods=["GET"], summary="Whether the server works.")
+        for method in ("GET", "POST"):
+            health.add_api_route("/ping", self.liveness, methods=[method], summary="Whether the server works.")
         health.add_api_route("/health/ready", self.readiness, methods=["GET"], summary="Whether it accepts requests.")
-        health.add_api_route("/health/ready", self.readiness, methods=["HEAD"], include_in_schema=False)
 
         for route in _GENERATION:
             body_routes.add_handler(generation, *route)
@@ -127,6 +127,10 @@ class Routes:
         RolloutRoutes(state, models, body_routes).add_to(admin)
 
     async def health(self) -> Response:
+        """As `liveness`, and whether the model is loaded, for which clients of other engines wait."""
+        return _status_response(self._state.unhealthy_reason() or self._state.loading_reason())
+
+    async def liveness(self) -> Response:
         """Whether the process and its engine make progress. Answered from memory."""
         return _status_response(self._state.unhealthy_reason())
 
