@@ -198,7 +198,7 @@ def read_chat_template(folder: Path, *, for_tools: bool = False) -> str | None:
                     "template needs. Check the origin of the model."
                 )
             return content.decode("utf-8")
-    template = _read_tokenizer_config(folder).get("chat_template")
+    template = read_tokenizer_config(folder).get("chat_template")
     if isinstance(template, list):  # objects with name and template
         named = {item.get("name"): item.get("template") for item in template if isinstance(item, Mapping)}
         template = (named.get("tool_use") if for_tools else None) or named.get("default")
@@ -208,14 +208,15 @@ def read_chat_template(folder: Path, *, for_tools: bool = False) -> str | None:
 def read_special_tokens(folder: Path) -> dict[str, str]:
     """The special tokens in a tokenizer's folder, by their names in chat templates, such as `bos_token`."""
     special = {}
-    for name, token in _read_tokenizer_config(folder).items():
+    for name, token in read_tokenizer_config(folder).items():
         content = token.get("content") if isinstance(token, Mapping) else token
         if name.endswith("_token") and isinstance(content, str):
             special[name] = content
     return special
 
 
-def _read_tokenizer_config(folder: Path) -> dict[str, Any]:
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """The contents of a tokenizer's `tokenizer_config.json`; empty if it has none."""
     with contextlib.suppress(ModelError):
         return read_json_object(folder / "tokenizer_config.json")
     return {}

@@ -28,7 +28,6 @@ from mvllm.entrypoints.openai.common.conversation_truncation import (
 )
 from mvllm.entrypoints.openai.common.errors import APIError, ollama_error_body, to_api_error
 from mvllm.entrypoints.openai.common.json_response import encode_json
-from mvllm.entrypoints.openai.common.prompt_inputs import build_prompts
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.streaming_response import JSON_LINES
 from mvllm.entrypoints.openai.common.tool_arguments import arguments_object
@@ -36,7 +35,7 @@ from mvllm.entrypoints.openai.protocol import ChatCompletionRequest
 from mvllm.entrypoints.parsers.interface import ContentDelta, Delta, ReasoningDelta, ToolCall, ToolCallDelta
 from mvllm.entrypoints.parsers.output_parser import OutputParser
 from mvllm.errors import RequestError
-from mvllm.messages.inputs import PromptType
+from mvllm.messages.inputs import PromptType, TokensPrompt
 
 
 @dataclass
@@ -225,9 +224,8 @@ class OllamaGenerateHandler(OllamaHandler):
         # A model without a chat template continues the prompt. It has no place for a system message.
         if self._is_raw or (not self._has_system and not await pool.run(renderer.template_text)):
             truncated = self._params.truncate_prompt_tokens is not None
-            return await build_prompts(
-                pool, [self._prompt], add_special_tokens=None, cache_salt=None, truncated=truncated
-            )
+            ids = await pool.encode(self._prompt, add_special_tokens=True, truncated=truncated)
+            return [TokensPrompt(prompt_token_ids=ids, prompt=self._prompt)]
         return await super()._build_whole_prompts()
 
     def _part_fields(self, part: AnswerPart) -> dict[str, Any]:

@@ -126,7 +126,8 @@ class _ChatChoice:
         if not self._has_started:
             self._has_started = True
             fields = {"prompt_token_ids": output.prompt_token_ids} if self._return_token_ids else {}
-            encoded = self._chunks.encode_start_of_choice(self._first_choice(output), len(sequence.token_ids), fields)
+            num_unsent = len(sequence.token_ids) if len(output.outputs) == 1 else 0
+            encoded = self._chunks.encode_start_of_choice(self._first_choice(output), num_unsent, fields)
         if self._plain:
             if text:
                 encoded += self._before + encode_json(text) + self._after

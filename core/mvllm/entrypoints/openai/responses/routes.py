@@ -86,7 +86,7 @@ class ResponsesRoutes:
         handler = await self._handler(request, context, model, body)
         return await self._body_routes.run(request, InputTokensHandler(handler), model)
 
-    async def compact(self) -> Response:
+    async def compact(self, request: Request) -> Response:
         """Not offered: what it returns is encrypted, and only the service can read it."""
         raise APIError(
             404,

@@ -118,7 +118,7 @@ class Routes:
 
         model_names.add_api_route("/v1/models", self.list_models, methods=["GET"], summary="The models.")
         model_names.add_api_route("/v1/models/{model_id:path}", self.get_model, methods=["GET"], summary="One model.")
-        TokenizeRoutes(body_routes).add_to(tokens)
+        TokenizeRoutes(state, body_routes).add_to(tokens)
         OllamaRoutes(state, models, body_routes).add_to(ollama)
         monitoring.add_api_route("/version", self.version, methods=["GET"], summary="The server's version.")
         monitoring.add_api_route("/load", self.load, methods=["GET"], summary="Requests and cache usage, now.")
