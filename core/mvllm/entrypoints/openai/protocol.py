@@ -439,6 +439,12 @@ class ConversationUpdateRequest(ModelRequest, kw_only=True):
     metadata: dict[str, str] | None = None
 
 
+class CompletionUpdateRequest(ModelRequest, kw_only=True):
+    """Body of `POST /v1/chat/completions/{id}`."""
+
+    metadata: dict[str, str] | None = None
+
+
 class ConversationItemsRequest(ModelRequest, kw_only=True):
     """Body of `POST /v1/conversations/{id}/items`."""
 

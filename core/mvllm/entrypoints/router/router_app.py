@@ -44,7 +44,9 @@ _OF_ALL_OR_ONE = ("/metrics", "/load", "/server_info")
 """Own routes that are forwarded if the query names a model."""
 _OF_A_LOADED_MODEL = ("/sleep", "/wake_up", "/reset_mm_cache", "/reset_prefix_cache")
 _LORA_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-_STORED_RESPONSES = "/v1/responses/"
+_STORED = ("/v1/responses/", "/v1/chat/completions/")
+"""Beginnings of paths with the id of a stored response or chat completion."""
+_COMPLETIONS = "/v1/chat/completions"
 _CONVERSATIONS = "/v1/conversations"
 _PLUGINS = "/plugins/"
 _EMPTY = (b"", b"null", b'""', b"[]")
@@ -146,15 +148,15 @@ class RouterApp:
         await self._forward(request, query, send)
 
     def _is_of_shared_store(self, method: str, path: str) -> bool:
-        """Whether the path is about responses or conversations that all models share: no model has to be loaded."""
+        """Whether the path is about objects in a store that all models share: no model has to be loaded."""
         if self._settings.responses_store is None:
             return False
-        is_response = self._is_of_stored_response(method, path)
-        return is_response or path.startswith(f"{_CONVERSATIONS}/") or path == _CONVERSATIONS
+        is_stored = self._is_of_stored_response(method, path) or (method == "GET" and path == _COMPLETIONS)
+        return is_stored or path.startswith(f"{_CONVERSATIONS}/") or path == _CONVERSATIONS
 
     def _is_of_stored_response(self, method: str, path: str) -> bool:
-        """Whether the path has the id of a response, which is not the case of routes without parameters."""
-        return path.startswith(_STORED_RESPONSES) and (method, path) not in self._forwarded
+        """Whether the path has the id of a response or completion, unlike those of routes without parameters."""
+        return path.startswith(_STORED) and (method, path) not in self._forwarded
 
     def _find_route(self, scope: Scope) -> BaseRoute | OwnRoute | None:
         if scope["path"].startswith(_PLUGINS):
@@ -211,12 +213,12 @@ class RouterApp:
             await self._proxy.forward(server.client, scope, sending, body, query)
 
     async def _model_with_response(self, path: str) -> str:
-        """The name of the model that has stored a response.
+        """The name of the model that has stored a response or a chat completion.
 
         Raises:
             APIError: None has it (404).
         """
-        response_path = "/".join(path.split("/")[:4])
+        response_path = "/".join(path.split("/")[: 5 if path.startswith(_COMPLETIONS) else 4])
         for model in self._pool.loaded():
             if isinstance(model.server, ModelServerProcess) and await model.server.client.fetch(response_path):
                 return model.entry.name

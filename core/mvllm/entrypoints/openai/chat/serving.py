@@ -65,6 +65,11 @@ class ChatCompletionHandler(ChatHandler, ChoicesHandler):
             choice["weight_versions"] = sequence.weight_versions
         return choice
 
+    @property
+    def usage(self) -> dict[str, Any]:
+        """The tokens so far."""
+        return self._usage.to_usage()
+
     def add_reasoning_tokens(self, number: int) -> None:
         """Adds reasoning tokens of one choice to the usage."""
         self._usage.num_reasoning = (self._usage.num_reasoning or 0) + number

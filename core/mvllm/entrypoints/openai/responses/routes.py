@@ -39,11 +39,14 @@ class ResponsesRoutes:
     Args:
         settings: The server's.
         body_routes: Reads bodies and runs handlers.
+
+    Attributes:
+        store: Has the responses and conversations.
     """
 
     def __init__(self, settings: ServerSettings, body_routes: BodyRoutes) -> None:
         self._body_routes = body_routes
-        self._store = ResponseStore(settings.responses_store, store_limits(settings))
+        self.store = self._store = ResponseStore(settings.responses_store, store_limits(settings))
         self._conversations = ConversationsRoutes(self._store, body_routes)
         self._background = BackgroundResponses(self._store, body_routes.send_timeout)
         self._mcp_servers = MCPServers(settings.mcp)

@@ -14,7 +14,7 @@ from mvllm.entrypoints.ollama.routes import OllamaRoutes
 from mvllm.entrypoints.openai.admin.rollout_routes import RolloutRoutes
 from mvllm.entrypoints.openai.admin.routes import AdminRoutes
 from mvllm.entrypoints.openai.audio.routes import AudioRoutes
-from mvllm.entrypoints.openai.chat.serving import ChatCompletionHandler
+from mvllm.entrypoints.openai.chat.routes import ChatCompletionRoutes
 from mvllm.entrypoints.openai.common.errors import is_anthropic_client
 from mvllm.entrypoints.openai.common.json_response import json_response
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
@@ -23,7 +23,6 @@ from mvllm.entrypoints.openai.images.serving import ImageGenerationHandler
 from mvllm.entrypoints.openai.pooling.serving_embedding import EmbeddingHandler, PoolingHandler
 from mvllm.entrypoints.openai.pooling.serving_score import ClassificationHandler, RerankHandler, ScoreHandler
 from mvllm.entrypoints.openai.protocol import (
-    ChatCompletionRequest,
     ClassificationRequest,
     CompletionRequest,
     EmbeddingRequest,
@@ -41,12 +40,6 @@ from mvllm.entrypoints.openai.tokenize.routes import TokenizeRoutes
 from mvllm.version import __version__
 
 _GENERATION: tuple[tuple[str, Any, Any, str], ...] = (
-    (
-        "/v1/chat/completions",
-        ChatCompletionRequest,
-        ChatCompletionHandler,
-        "Generate the next message of a conversation.",
-    ),
     ("/v1/completions", CompletionRequest, CompletionHandler, "Continue prompts."),
     ("/v1/images/generations", ImageGenerationRequest, ImageGenerationHandler, "Generate images of a prompt."),
 )
@@ -101,9 +94,10 @@ class Routes:
             health.add_api_route("/ping", self.liveness, methods=[method], summary="Whether the server works.")
         health.add_api_route("/health/ready", self.readiness, methods=["GET"], summary="Whether it accepts requests.")
 
+        responses = ResponsesRoutes(settings, body_routes)
+        ChatCompletionRoutes(responses.store, body_routes).add_to(generation)
         for route in _GENERATION:
             body_routes.add_handler(generation, *route)
-        responses = ResponsesRoutes(settings, body_routes)
         responses.add_to(generation)
         state.add_closer(responses.close)
         AnthropicRoutes(body_routes).add_to(generation)
