@@ -209,6 +209,27 @@ def test_metrics_and_the_list_have_every_model(client: httpx.Client) -> None:
     assert entry["type"] == "model" and entry["max_input_tokens"] == cards["small"]["max_model_len"]
 
 
+def test_stored_completions_counted_tokens_and_the_time_of_loading(client: httpx.Client) -> None:
+    load_only(client)
+    ask = {"model": "small", "messages": QUESTION, "max_tokens": 4}
+    waited = client.post("/api/chat", json={**ask, "stream": False}).json()
+    at_once = client.post("/api/chat", json={**ask, "stream": False}).json()
+    assert waited["total_duration"] > waited["load_duration"] > 10 * at_once["load_duration"] > 0
+    made = client.post("/v1/chat/completions", json={**ask, "store": True}).json()
+    path = f"/v1/chat/completions/{made['id']}"
+    assert client.get(path).json() == {**made, "metadata": {}}
+    assert [each["id"] for each in client.get("/v1/chat/completions?model=small").json()["data"]] == [made["id"]]
+    assert client.get(f"{path}/messages").json()["data"][0]["content"] == QUESTION[0]["content"]
+    assert client.delete(path).json()["deleted"] and client.get(path).status_code == 404
+    body = {"model": "small", "input": QUESTION[0]["content"]}
+    counted = client.post("/v1/responses/input_tokens", json=body).json()["input_tokens"]
+    assert counted == made["usage"]["prompt_tokens"]
+    assert client.post("/v1/responses/compact", json=body).status_code == 404
+    for path in ("/api/tags", "/v1/models", "/health", "/tokenizer_info?model=small", "/"):
+        head = client.head(path)
+        assert head.status_code == 200 and head.content == b"", path
+
+
 def test_a_model_that_dies_ends_its_streams_with_an_error_and_only_these(
     server: ServerProcess, client: httpx.Client
 ) -> None:
