@@ -6,6 +6,7 @@ request are the items. So they belong to the key of their request, and have the 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -70,13 +71,14 @@ class StoredCompletionHandler(StreamingHandler):
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """See StreamingHandler. All chunks pass here: the handler gets no connection to write to."""
         assembled = _AssembledCompletion()
-        async for part in self._inner.stream():
-            for line in part.split(b"\n\n"):
-                if line.startswith(b"data: {"):
-                    assembled.add(msgspec.json.decode(line[6:]))
-            if part.endswith(DONE) and not assembled.has_failed:
-                await self._save({**assembled.completion, "usage": self._inner.usage})
-            yield part
+        async with contextlib.aclosing(self._inner.stream()) as parts:
+            async for part in parts:
+                for line in part.split(b"\n\n"):
+                    if line.startswith(b"data: {"):
+                        assembled.add(msgspec.json.decode(line[6:]))
+                if part.endswith(DONE) and not assembled.has_failed:
+                    await self._save({**assembled.completion, "usage": self._inner.usage})
+                yield part
 
     async def _save(self, completion: dict[str, Any]) -> None:
         body = encode_json({**completion, "metadata": self._metadata})
