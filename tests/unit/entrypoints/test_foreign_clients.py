@@ -149,7 +149,7 @@ def test_head_is_get_without_its_body_on_every_route(folder: str) -> None:
     for get, head in zip(answers[::2], answers[1::2], strict=True):
         assert head.status_code == get.status_code and head.content == b"", head.url
         assert head.headers["content-type"] == get.headers["content-type"]
-    [wrong] = server.send({"method": "HEAD", "url": CHAT})
+    [wrong] = server.send({"method": "HEAD", "url": COMPLETION})
     assert wrong.status_code == 405
 
 
