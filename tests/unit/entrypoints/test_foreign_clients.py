@@ -233,6 +233,9 @@ REFUSED_IN_GENERATION: dict[str, Any] = {
     "repetition_detection": {"max_pattern_size": 3},
     "ec_transfer_params": {"a": 1},
     "media_io_kwargs": {"video": {"num_frames": 3}},
+    "guided_whitespace_pattern": "x",
+    "t_max_predict_ms": 50,
+    "lora": [{"id": 0, "scale": 0.5}],
     "n_predict": 5,
     "n_probs": 2,
     "samplers": ["top_k"],
@@ -436,6 +439,17 @@ class TestWhatClientsRead:
         first, second, *_ = (json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {"))
         assert first["prompt_token_ids"] == first["choices"][0]["prompt_token_ids"] != []
         assert "prompt_token_ids" not in second
+
+    def test_the_text_of_the_prompt_is_reported_if_a_chat_asks_for_it(self, folder: str) -> None:
+        server = Server(folder, "Hello you.")
+        whole, streamed, plain = server.exchange(
+            ("POST", CHAT, {**BODIES[CHAT], "return_prompt_text": True}),
+            ("POST", CHAT, {**BODIES[CHAT], "return_prompt_text": True, "stream": True}),
+            ("POST", CHAT, BODIES[CHAT]),
+        )
+        chunks = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+        assert whole.json()["prompt_text"] == chunks[0]["prompt_text"] and "Hello." in chunks[0]["prompt_text"]
+        assert not any("prompt_text" in each for each in (*chunks[1:], plain.json()))
 
     def test_tokenizer_info_is_the_configuration_of_the_tokenizer(self, folder: str) -> None:
         [answer] = Server(folder, "x").exchange(("GET", "/tokenizer_info", None))

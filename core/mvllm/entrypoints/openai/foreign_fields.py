@@ -43,10 +43,13 @@ class ForeignGenerationFields(ClientRequest, kw_only=True):
     repetition_detection: Any = None
     ec_transfer_params: Any = None
     media_io_kwargs: Any = None
+    guided_whitespace_pattern: Any = None
 
     # llama.cpp and servers around it
     n_predict: Any = None
     n_probs: Any = None
+    t_max_predict_ms: Any = None
+    lora: Any = None
     samplers: Any = None
     repeat_penalty: Any = None
     typical_p: Any = None
@@ -113,6 +116,9 @@ UNSUPPORTED_FIELDS = {
     "repetition_detection": Unsupported("send repetition_penalty, frequency_penalty or stop"),
     "ec_transfer_params": Unsupported("outputs of encoders are not transferred between engines by requests"),
     "media_io_kwargs": Unsupported("send mm_processor_kwargs, such as num_frames or fps"),
+    "guided_whitespace_pattern": Unsupported("send structured_outputs with whitespace_pattern"),
+    "t_max_predict_ms": Unsupported("send max_tokens", (0, -1)),
+    "lora": Unsupported("name the adapter by model"),
     "n_predict": Unsupported("send max_tokens", (-1,)),
     "n_probs": Unsupported("send logprobs", (0,)),
     "samplers": Unsupported("the order of samplers is fixed"),

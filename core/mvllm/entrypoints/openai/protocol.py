@@ -128,6 +128,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         messages: A content is a text or a list of parts: `text`, `image_url`, `input_audio`, `video_url`.
         reasoning_effort: One of `REASONING_EFFORTS`. The chat template gets it, and whether to reason.
         mm_processor_kwargs: Arguments of the model's processor of images, audio and videos.
+        return_prompt_text: Report the rendered prompt as `prompt_text`.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -147,6 +148,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
+    return_prompt_text: bool | None = None
     modalities: list[str] | None = None
     audio: Any = None
 

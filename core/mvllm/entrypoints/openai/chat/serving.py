@@ -41,6 +41,8 @@ class ChatCompletionHandler(ChatHandler, ChoicesHandler):
             **self._kv_transfer_fields(outputs),
         }
         self._add_prompt_fields(response, output)
+        if self._request.return_prompt_text:
+            response["prompt_text"] = output.prompt
         return encode_json(response)
 
     def _full_choice(self, sequence: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
@@ -130,7 +132,9 @@ class _ChatChoice:
         encoded = b""
         if not self._has_started:
             self._has_started = True
-            fields = {"prompt_token_ids": output.prompt_token_ids} if self._return_token_ids else {}
+            fields: dict[str, Any] = {"prompt_token_ids": output.prompt_token_ids} if self._return_token_ids else {}
+            if self._handler._request.return_prompt_text:
+                fields["prompt_text"] = output.prompt
             num_unsent = len(sequence.token_ids) if len(output.outputs) == 1 else 0
             encoded = self._chunks.encode_start_of_choice(self._first_choice(output), num_unsent, fields)
         if self._plain:
