@@ -129,7 +129,7 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
             prompt: A text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
             sampling_params: None takes the model's defaults. With `n` > 1, outputs hold several sequences.
             request_id: The caller's id; need not be unique. By default a number.
-            priority: Lower is served earlier; needs the priority policy.
+            priority: Lower is served earlier; without effect unless the policy is `priority`.
             arrival_time: Monotonic seconds; now by default.
             lora_request: The LoRA adapter to apply; it is loaded if necessary.
 

@@ -140,7 +140,7 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
         Args:
             request_id: Unique among the unfinished requests.
             params: Sampling parameters; None for the model's defaults.
-            priority: Lower values are scheduled first; requires scheduling policy `priority`.
+            priority: Lower values are scheduled first; without effect unless the policy is `priority`.
             arrival_time: Monotonic seconds; now by default.
             lora_request: The LoRA adapter to apply; it is loaded if necessary.
 

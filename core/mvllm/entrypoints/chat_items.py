@@ -35,6 +35,9 @@ _MODALITY_OF_PART = {
     "input_audio": "audio",
     "audio": "audio",
 }
+TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of parts with text, and the field of the text."""
+
 _CONTENT_KEYS = ("url", "data", "path")
 _AUDIO_FORMAT = re.compile(r"[a-z0-9]{1,16}")
 
@@ -78,14 +81,15 @@ def content_prompt(
     items: Items = {}
     parts = _take_from(where, {"content": content}, items)["content"]
     _check_numbers(items, config)
-    unknown = next((part for part in parts if not (is_place(part) or _is_text(part))), None)
+    unknown = next((part for part in parts if not (is_place(part) or text_of_part(part) is not None)), None)
     if unknown is not None:
         kind = unknown.get("type") if isinstance(unknown, Mapping) else type(unknown).__name__
         raise RequestError(f"{where}: a part of content is a text or an item; found {str(kind)[:40]!r}.")
     placeholders = find_placeholders() if items else {}
-    text = "\n".join(part["text"] for part in parts if _is_text(part))
+    texts = [text for part in parts if (text := text_of_part(part)) is not None]
+    text = "\n".join(texts)
     if any(text.count(placeholders[modality] or "\0") != len(values) for modality, values in items.items()):
-        text = "\n".join(part["text"] if _is_text(part) else placeholders[part["type"]] for part in parts)
+        text = "\n".join(placeholders[part["type"]] if is_place(part) else str(text_of_part(part)) for part in parts)
     prompt = TextPrompt(prompt=text)
     if items:
         prompt["multi_modal_data"] = items
@@ -145,7 +149,8 @@ def _take_from(where: str, message: Any, items: Items) -> Any:
         kind = part.get("type") if isinstance(part, Mapping) else None
         modality = _MODALITY_OF_PART.get(kind) if isinstance(kind, str) else None
         if modality is None:
-            parts.append({"type": "text", "text": part["text"]} if _is_text(part) else part)
+            text = text_of_part(part)
+            parts.append(part if text is None else {"type": "text", "text": text})
             continue
         items.setdefault(modality, []).append(_content_of(where, str(kind), modality, part))
         parts.append({"type": modality})
@@ -153,10 +158,13 @@ def _take_from(where: str, message: Any, items: Items) -> Any:
     return {**message, "content": parts} if has_items else message
 
 
-def _is_text(part: object) -> bool:
-    return (
-        isinstance(part, Mapping) and part.get("type") in ("text", "input_text") and isinstance(part.get("text"), str)
-    )
+def text_of_part(part: object) -> str | None:
+    """The text of a part of a message; None if the part is no text. A plain string is a text, too."""
+    if not isinstance(part, Mapping):
+        return part if isinstance(part, str) else None
+    kind = part.get("type")
+    text = part.get(TEXT_FIELDS[kind]) if isinstance(kind, str) and kind in TEXT_FIELDS else None
+    return text if isinstance(text, str) else None
 
 
 def _content_of(where: str, kind: str, modality: str, part: Mapping[str, Any]) -> Any:

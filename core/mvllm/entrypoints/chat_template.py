@@ -21,7 +21,7 @@ from typing import Any
 from mvllm.config.hf_config import read_json_object
 from mvllm.engine.tokenizer.folder_template import FolderTemplate
 from mvllm.engine.tokenizer.tokenizer import Tokenizer
-from mvllm.entrypoints.chat_items import is_place, places_to_text
+from mvllm.entrypoints.chat_items import is_place, places_to_text, text_of_part
 from mvllm.entrypoints.template_adjustments import MAX_ATTEMPTS, adjust_to_error, adjust_to_template
 from mvllm.errors import ModelError, RequestError
 
@@ -126,7 +126,7 @@ def render_chat(
         "tokenize": False,
         **extra,
     }
-    every_tool = [dict(tool) for tool in tools] if tools else None
+    every_tool = [_with_type(tool) for tool in tools] if tools else None
     return _render(tokenizer, conversation, every_tool, settings, placeholders or {})
 
 
@@ -202,7 +202,7 @@ def read_chat_template(folder: Path, *, for_tools: bool = False) -> str | None:
                     "template needs. Check the origin of the model."
                 )
             return content.decode("utf-8")
-    template = _read_tokenizer_config(folder).get("chat_template")
+    template = read_tokenizer_config(folder).get("chat_template")
     if isinstance(template, list):  # objects with name and template
         named = {item.get("name"): item.get("template") for item in template if isinstance(item, Mapping)}
         template = (named.get("tool_use") if for_tools else None) or named.get("default")
@@ -212,14 +212,15 @@ def read_chat_template(folder: Path, *, for_tools: bool = False) -> str | None:
 def read_special_tokens(folder: Path) -> dict[str, str]:
     """The special tokens in a tokenizer's folder, by their names in chat templates, such as `bos_token`."""
     special = {}
-    for name, token in _read_tokenizer_config(folder).items():
+    for name, token in read_tokenizer_config(folder).items():
         content = token.get("content") if isinstance(token, Mapping) else token
         if name.endswith("_token") and isinstance(content, str):
             special[name] = content
     return special
 
 
-def _read_tokenizer_config(folder: Path) -> dict[str, Any]:
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """The contents of a tokenizer's `tokenizer_config.json`; empty if it has none."""
     with contextlib.suppress(ModelError):
         return read_json_object(folder / "tokenizer_config.json")
     return {}
@@ -306,12 +307,19 @@ def _check_objects(name: str, value: object) -> None:
             )
 
 
+def _with_type(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a tool, in which a function has its type: templates read it."""
+    is_untyped = tool.get("type") is None and "function" in tool
+    return (
+        {"type": "function", **{key: value for key, value in tool.items() if key != "type"}}
+        if is_untyped
+        else dict(tool)
+    )
+
+
 def _check_parts(i: int, parts: Sequence[Any]) -> list[Any]:
     """Parts of a message with places of items."""
-    for part in parts:
-        if not is_place(part):
-            _text_of(i, part)
-    return list(parts)
+    return [part if is_place(part) else {"type": "text", "text": _text_of(i, part)} for part in parts]
 
 
 def _texts(i: int, parts: Sequence[Any]) -> list[str]:
@@ -319,9 +327,10 @@ def _texts(i: int, parts: Sequence[Any]) -> list[str]:
 
 
 def _text_of(i: int, part: Any) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    if kind != "text" or not isinstance(part.get("text"), str):
+    text = text_of_part(part)
+    if text is None:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         raise RequestError(
             f"Message {i} has a part of type {kind!r}; this model accepts only text parts.", parameter="messages"
         )
-    return str(part["text"])
+    return text

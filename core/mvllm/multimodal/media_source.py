@@ -135,7 +135,7 @@ def _read_data_url(text: str, config: MultiModalConfig) -> bytes:
 
 
 def decode_base64(text: str, config: MultiModalConfig, parameter: str = _PARAMETER) -> bytes:
-    """The bytes of an item in base64.
+    """The bytes of an item in base64, which may have line breaks.
 
     Args:
         parameter: The field of the request, for errors.
@@ -143,10 +143,11 @@ def decode_base64(text: str, config: MultiModalConfig, parameter: str = _PARAMET
     Raises:
         RequestError: It is not base64, or too large.
     """
+    text = "".join(text.split())
     if len(text) * 3 // 4 > config.max_media_bytes + 4:
         raise _too_large(len(text) * 3 // 4, config)
     try:
-        return base64.b64decode(text.strip(), validate=True)
+        return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as e:
         raise RequestError(f"The base64 of {parameter} is not valid: {e}.", parameter=parameter) from e
 

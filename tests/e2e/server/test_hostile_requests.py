@@ -129,7 +129,17 @@ class TestBodies:
 
     @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonp"])
     def test_one_of_another_type(self, client: httpx.Client, kind: str) -> None:
-        answer = client.post(PATH, content=json.dumps(STORY), headers={"Content-Type": kind})
+        """Pages of any site can have a browser send the first ones without asking: only others may."""
+        body = json.dumps(STORY)
+        for origin in ({"Origin": "http://example.com"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}):
+            answer = client.post(PATH, content=body, headers={"Content-Type": kind, **origin})
+            assert error_of(answer)[0] == 415
+        is_simple = kind != "application/jsonp"
+        own = str(client.base_url).rstrip("/")
+        for origin in ({}, {"Origin": own, "Sec-Fetch-Site": "same-origin"}):
+            answer = client.post(PATH, content=body, headers={"Content-Type": kind, **origin})
+            assert answer.status_code == (200 if is_simple else 415)
+        answer = client.post(PATH, content="prompt=x", headers={"Content-Type": kind})
         assert error_of(answer)[0] == 415
 
     @pytest.mark.parametrize(
@@ -189,7 +199,7 @@ WRONG: dict[str, list[Any]] = {
     "min_tokens": [-1, 5, 2**63, "x"],
     "logprobs": [-2, 21, 10**6, 1.5, "x"],
     "prompt_logprobs": [-2, 21, 10**6, "x"],
-    "priority": [1, -1, 2**63, "x", 1.5],
+    "priority": [2**40, -(2**40), 2**63, "x", 1.5],
     "cache_salt": ["", "a" * 257, "a\nb", 5],
     "stream": ["yes", 1],
     "stream_options": ["yes", {"include_usage": "yes"}, []],
@@ -199,6 +209,10 @@ WRONG: dict[str, list[Any]] = {
     "allowed_token_ids": [[], [-1], [10**9], [10**6], ["a"], [1.5], [5] * (2**20 + 1), {}],
     "bad_words": [[""], [" "], [5], ["a"] * 100_000, ["a" * 1_000_000], "x"],
     "truncate_prompt_tokens": [0, -2, 10**6, 2**63, 1.5, "x"],
+    "truncation_side": ["up", 5],
+    "grammar": [5, "root ::= (", {"type": "regex", "value": "a"}],
+    "json_schema": [5, "{"],
+    "logprob_token_ids": [[1]],
     "response_format": ["json", {"type": "made up"}, {}, {"type": 5}, {"type": "json_schema"}, []],
     "structured_outputs": [{}, {"regex": 5}, {"choice": []}, {"json": {"type": "made up"}}, "json", []],
     "guided_regex": ["(a", 5, []],

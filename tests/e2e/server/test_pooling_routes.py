@@ -132,6 +132,42 @@ def test_truncate_prompt_tokens(encoder: httpx.Client) -> None:
     assert ask(encoder, "/v1/embeddings", input=[long, "a"], truncate_prompt_tokens=9)["usage"]["prompt_tokens"] == 12
 
 
+def test_fields_of_other_engines_that_change_vectors(encoder: httpx.Client, vectors: np.ndarray) -> None:
+    def embed(path: str = "/v1/embeddings", **fields: Any) -> np.ndarray:
+        [entry] = ask(encoder, path, input=QUERY, **fields)["data"]
+        given = entry["embedding" if path == "/v1/embeddings" else "data"]
+        if isinstance(given, str):
+            order, width = ">" if fields["endianness"] == "big" else "<", 2 if fields["embed_dtype"] == "float16" else 4
+            return np.frombuffer(base64.b64decode(given), f"{order}f{width}")
+        return np.array(given)
+
+    unscaled = embed(normalize=False)
+    assert abs(np.linalg.norm(unscaled) - 1) > 0.1
+    for path in ("/v1/embeddings", "/pooling"):
+        np.testing.assert_allclose(embed(path, use_activation=False), unscaled, **CLOSE)
+        np.testing.assert_allclose(embed(path, use_activation=True), vectors[0], **CLOSE)
+        for dtype, endianness in (("float16", "big"), ("float32", "big"), ("float16", "native")):
+            found = embed(path, encoding_format="base64", embed_dtype=dtype, endianness=endianness)
+            np.testing.assert_allclose(found, vectors[0], atol=1e-3)
+    older = encoder.post("/api/embeddings", json={"model": "it", "prompt": QUERY}).json()["embedding"]
+    newer = encoder.post("/api/embed", json={"model": "it", "input": QUERY}).json()["embeddings"][0]
+    np.testing.assert_allclose(older, unscaled, **CLOSE)
+    np.testing.assert_allclose(newer, vectors[0], **CLOSE)
+
+
+def test_documents_may_be_cut_for_ranking(judge: httpx.Client, encoder: httpx.Client) -> None:
+    long = "it is this one and much more of it " * 3
+    for client in (judge, encoder):
+        for num_tokens in (3, 1000):
+            counted = client.post("/tokenize", json={"prompt": long, "add_special_tokens": False}).json()
+            ids = counted["tokens"][:num_tokens]
+            short = client.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+            [cut] = ask(client, "/rerank", query=QUERY, documents=[long], max_tokens_per_doc=num_tokens)["results"]
+            [by_hand] = ask(client, "/rerank", query=QUERY, documents=[short], cache_salt="mine")["results"]
+            assert cut["document"] == {"text": long}
+            assert abs(cut["relevance_score"] - by_hand["relevance_score"]) < 1e-5
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/embeddings", {"input": "x"}, "task"),
     ("/pooling", {"input": "x", "task": "embed"}, "task"),
@@ -140,14 +176,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/pooling", {"input": "x", "pooling_type": "mean"}, "pooling_type"),
     ("/pooling", {}, "input"),
     ("/classify", {}, "input"),
-    ("/classify", {"input": []}, "input"),
     ("/classify", {"input": [-1]}, "input"),
     ("/classify", {"input": ["x"] * 2049}, "input"),
     ("/classify", {"input": "x", "use_activation": "yes"}, "use_activation"),
     ("/classify", {"input": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ("/classify", {"input": "x", "truncate_prompt_tokens": 2**70}, "truncate_prompt_tokens"),
     ("/classify", {"input": "x", "truncate_prompt_tokens": 2}, "truncate_prompt_tokens"),
-    ("/classify", {"input": "x", "priority": 3}, "priority"),
+    ("/classify", {"input": "x", "priority": 2**40}, "priority"),
     ("/score", {}, "text_1"),
     ("/score", {"text_1": "x"}, "text_2"),
     ("/score", {"text_1": "x", "queries": "x", "text_2": "y"}, "text_1"),
@@ -164,6 +199,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/rerank", {"query": "x", "documents": [{"image": "y"}]}, "documents"),
     ("/rerank", {"query": "x", "documents": ["y"], "top_n": -1}, "top_n"),
     ("/rerank", {"query": ["x"], "documents": ["y"]}, "query"),
+    ("/rerank", {"query": "x", "documents": ["y"], "max_tokens_per_doc": 0}, "max_tokens_per_doc"),
+    ("/rerank", {"query": "x", "documents": ["y"], "rank_fields": ["text"]}, "rank_fields"),
+    (
+        "/score",
+        {"text_1": "x", "text_2": "y", "truncate_prompt_tokens": 9, "truncation_side": "left"},
+        "truncation_side",
+    ),
+    ("/score", {"text_1": "x", "text_2": "y", "cache_salt": ""}, "cache_salt"),
     ("/v1/completions", {"prompt": "x"}, "model"),
 ]
 
@@ -181,7 +224,7 @@ def test_invalid_bodies_are_rejected_and_the_server_continues(judge: httpx.Clien
     for path in ("/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"):
         for body in (b"", b"{", b"[]", b"null", b'{"model": 3}', b"\xff", b"[" * 100_000):
             assert judge.post(path, content=body, headers=json).status_code == 400
-        assert judge.post(path, content=b"{}").status_code == 415
+        assert judge.post(path, content=b"input=x").status_code == 415
         assert judge.post(path, json={"model": "nobody", "input": "x"}).status_code == 404
         assert judge.get(path).status_code == 405
     lone = b'{"text_1": "x", "text_2": "\\ud800"}'

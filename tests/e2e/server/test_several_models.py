@@ -134,7 +134,7 @@ def test_a_request_without_a_known_model_is_refused_in_the_format_of_its_api(cli
     answer = client.post("/api/chat", json={"model": "none", "messages": QUESTION})
     assert answer.status_code == 404 and "`none` does not exist" in answer.json()["error"]
     assert client.post("/v1/completions", content=b"{", headers={"content-type": "application/json"}).status_code == 400
-    assert client.post("/v1/completions", content=b"{}").status_code == 415
+    assert client.post("/v1/completions", content=b"model=small").status_code == 415
     assert client.post("/v1/nothing", json={"model": "small"}).status_code == 404
     assert client.put("/v1/completions", json={"model": "small"}).status_code == 405
     assert client.get("/tokenizer_of_none?model=none").status_code == 404
@@ -207,6 +207,27 @@ def test_metrics_and_the_list_have_every_model(client: httpx.Client) -> None:
     assert client.get("/v1/models/none").status_code == 404
     entry = client.get("/v1/models/small", headers={"anthropic-version": "2023-06-01"}).json()
     assert entry["type"] == "model" and entry["max_input_tokens"] == cards["small"]["max_model_len"]
+
+
+def test_stored_completions_counted_tokens_and_the_time_of_loading(client: httpx.Client) -> None:
+    load_only(client)
+    ask = {"model": "small", "messages": QUESTION, "max_tokens": 4}
+    waited = client.post("/api/chat", json={**ask, "stream": False}).json()
+    at_once = client.post("/api/chat", json={**ask, "stream": False}).json()
+    assert waited["total_duration"] > waited["load_duration"] > 10 * at_once["load_duration"] > 0
+    made = client.post("/v1/chat/completions", json={**ask, "store": True}).json()
+    path = f"/v1/chat/completions/{made['id']}"
+    assert client.get(path).json() == {**made, "metadata": {}}
+    assert [each["id"] for each in client.get("/v1/chat/completions?model=small").json()["data"]] == [made["id"]]
+    assert client.get(f"{path}/messages").json()["data"][0]["content"] == QUESTION[0]["content"]
+    assert client.delete(path).json()["deleted"] and client.get(path).status_code == 404
+    body = {"model": "small", "input": QUESTION[0]["content"]}
+    counted = client.post("/v1/responses/input_tokens", json=body).json()["input_tokens"]
+    assert counted == made["usage"]["prompt_tokens"]
+    assert client.post("/v1/responses/compact", json=body).status_code == 404
+    for path in ("/api/tags", "/v1/models", "/health", "/tokenizer_info?model=small", "/"):
+        head = client.head(path)
+        assert head.status_code == 200 and head.content == b"", path
 
 
 def test_a_model_that_dies_ends_its_streams_with_an_error_and_only_these(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mvllm import RequestError, SamplingParams
+from mvllm.engine.frontend import request_checks
 from mvllm.engine.frontend.input_processor import InputProcessor
 from tests.unit.engine.builders import make_config
 from tests.unit.engine.tokenizers import make_tokenizer
@@ -199,8 +200,12 @@ class TestWithoutTokenizer:
 
 
 class TestPriority:
-    def test_it_needs_the_policy(self):
-        assert "scheduling_policy" in str(refusal([1], priority=3))
+    def test_without_the_policy_it_is_ignored_and_logged_once(self, caplog):
+        request_checks._warn_of_ignored_priority.cache_clear()
+        processor = make_processor()
+        assert [process([1], None, processor, priority=priority).core.priority for priority in (3, -2)] == [0, 0]
+        [line] = [record.getMessage() for record in caplog.records]
+        assert "scheduling_policy='priority'" in line
 
     def test_it_reaches_the_core(self):
         assert process([1], None, make_processor(policy="priority"), priority=-3).core.priority == -3

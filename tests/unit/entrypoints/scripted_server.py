@@ -126,6 +126,18 @@ class Server:
 
         return asyncio.run(run())
 
+    def send(self, *requests: Mapping[str, Any]) -> list[httpx.Response]:
+        """Sends requests one after the other, each with the arguments of `httpx.AsyncClient.request`."""
+
+        async def run() -> list[httpx.Response]:
+            async with (
+                self._running_app() as app,
+                httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client,
+            ):
+                return [await client.request(**{"method": "POST", **request}) for request in requests]
+
+        return asyncio.run(run())
+
     def post_over_connection(self, body: dict[str, Any], path: str) -> bytes:
         """Sends a request over a connection to the server's HTTP protocol; returns the response's chunks, joined."""
 

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from starlette.requests import Request
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.entrypoints.openai.common.errors import APIError
@@ -15,6 +17,7 @@ from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.router.model_entry import ModelEntry, parse_keep_alive
 from mvllm.entrypoints.router.model_pool import ModelPool
 from mvllm.entrypoints.router.pooled_model import ModelState, PooledModel, PoolLimits, check_pinned
+from mvllm.entrypoints.router.router_routes import ModelRoutes
 from mvllm.errors import CacheError, ModelError
 
 
@@ -190,6 +193,26 @@ def test_pinned_models_are_loaded_at_the_start_and_stay() -> None:
         for name in "bcb":
             await rig.ask(name)
         assert rig.running == ["a", "b"] and rig.events.count("load a") == 1
+
+    run(test)
+
+
+def test_the_router_is_live_but_not_healthy_while_a_pinned_model_is_loaded() -> None:
+    async def test() -> None:
+        rig = Rig(a={"is_pinned": True})
+        rig.gates["a"] = asyncio.Event()
+        await rig.states("Luu")
+        routes = ModelRoutes(rig.pool, cast(Any, None), cast(Any, None), lambda: b"", lambda: "ready")
+        table = {path: endpoint for (method, path), endpoint in routes.table().items() if method == "GET"}
+
+        async def statuses() -> list[int]:
+            request = Request({"type": "http", "method": "GET", "headers": []})
+            return [(await table[path](request)).status_code for path in ("/health", "/health/live", "/ping")]
+
+        assert await statuses() == [503, 200, 200]
+        rig.gates["a"].set()
+        await rig.states("luu")
+        assert await statuses() == [200, 200, 200]
 
     run(test)
 

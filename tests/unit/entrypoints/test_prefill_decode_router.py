@@ -297,7 +297,7 @@ def test_invalid_bodies_are_answered_by_an_engine():
         response = await client.post("/v1/completions", content="[1]", headers=headers)
         assert (response.status_code, response.json()) == (400, {"error": "of the engine"})
         assert prefill[0].requests == []
-        response = await client.post("/v1/completions", content="{}", headers={"content-type": "text/plain"})
+        response = await client.post("/v1/completions", content="{}", headers={"content-type": "text/csv"})
         assert response.status_code == 415
 
     run(test)

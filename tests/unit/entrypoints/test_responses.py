@@ -12,6 +12,7 @@ from mvllm.entrypoints.openai.common.chat_prompt_renderer import MAX_TOOLS
 from mvllm.entrypoints.openai.protocol import ResponsesRequest
 from mvllm.entrypoints.openai.responses.input_items import MessageBuilder, items_to_messages, to_chat_request
 from mvllm.entrypoints.openai.responses.items import MAX_ITEMS
+from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.errors import RequestError
 from mvllm.messages.requests import FinishReason
 from tests.unit.entrypoints.builders import TOKENIZER, save_model_folder
@@ -217,15 +218,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": "word " * 400}, "input"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"temperature": -1}, "temperature"),
-    ({"tools": [{"type": "web_search"}]}, "tools"),
-    ({"tools": [{"type": ["function"]}]}, "tools"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [TOOL, {"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice"),
     ({"tools": [{**NAMESPACE, "name": "a b"}]}, "tools"),
     ({"tools": [{**NAMESPACE, "tools": None}]}, "tools"),
-    ({"tools": [{**NAMESPACE, "tools": [{"type": "custom", "name": "x"}]}]}, "tools"),
     ({"tools": [{**NAMESPACE, "tools": [{"type": "function", "name": "x y"}]}]}, "tools"),
     ({"tools": [NAMESPACE, NAMESPACE]}, "tools"),
     ({"tools": [NAMESPACE, {**TOOL, "name": "crm__find"}]}, "tools"),
-    ({"tools": [{**NAMESPACE, "tools": [NAMESPACE]}]}, "tools"),
     ({"tools": [{**TOOL, "name": ["x"]}]}, "tools"),
     ({"input": [{"type": "function_call", "name": "x", "arguments": "", "call_id": "1", "namespace": 5}]}, "input"),
     ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
@@ -271,7 +270,7 @@ def test_functions_of_a_namespace_have_qualified_names_for_the_model_and_their_o
     one, other = whole.json()["output"]
     assert (one["namespace"], one["name"], one["arguments"]) == ("crm", "weather", '{"city": "Paris"}')
     assert other["name"] == "weather" and "namespace" not in other
-    assert whole.json()["tools"] == [TOOL, NAMESPACE]
+    assert whole.json()["tools"] == [{**TOOL, "description": None, "strict": False}, NAMESPACE]
     found = [event["item"] for event in events(streamed.text) if event["type"] == "response.output_item.done"]
     assert without_ids(found) == without_ids([one, other])
     [message] = items_to_messages([one])  # as in the input of the next request
@@ -291,11 +290,24 @@ def test_the_model_gets_the_functions_of_a_namespace() -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", ["web_search", "file_search", "image_generation", "custom", "tool_search"])
-def test_tools_that_the_server_does_not_run_are_refused_by_name(folder: str, kind: str) -> None:
-    error = Server(folder, "x").post({**ASK, "tools": [TOOL, {"type": kind}]}, PATH)
-    message = error.json()["error"]["message"]
-    assert error.status_code == 400 and f"tools[1] has the type '{kind}'" in message and "leave it out" in message
+def test_tools_that_the_server_does_not_run_are_left_out_and_named_in_a_header(folder: str) -> None:
+    """Agents send them beside functions, and do without them."""
+    kinds = ["web_search", "file_search", "image_generation", "custom", "tool_search", "local_shell"]
+    namespace = {**NAMESPACE, "tools": [{"type": "custom", "name": "x"}, *NAMESPACE["tools"]]}
+    body = {**ASK, "tools": [TOOL, *({"type": kind} for kind in kinds), namespace]}
+    plain = Server(folder, CALL)
+    plain.post({**ASK, "tools": [TOOL, NAMESPACE]}, PATH)
+    server = Server(folder, CALL)
+    for answer in (server.post({**body, "stream": stream}, PATH) for stream in (False, True)):
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-mvllm-unknown-fields"] == ", ".join(f"tools.{kind}" for kind in kinds)
+    assert server.core.prompts == plain.core.prompts * 2
+    server.settings = ServerSettings(unknown_fields="refuse")
+    refused = server.post(body, PATH).json()["error"]
+    assert refused["code"] == "unknown_field" and refused["param"] == "tools.web_search"
+    for choice in ({"type": "web_search"}, {"type": "custom", "name": "x"}):
+        error = Server(folder, "x").post({**body, "tool_choice": choice}, PATH)
+        assert error.status_code == 400 and error.json()["error"]["param"] == "tool_choice"
 
 
 def test_metadata_fields_have_no_effect(folder: str) -> None:

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from mvllm.entrypoints.openai.client_request import ClientRequest
 from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.entrypoints.openai.common.request_body import BodyDecoder
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
@@ -22,7 +23,6 @@ from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.entrypoints.openai.common.unknown_fields import MAX_LOGGED_NAMES, MAX_NAMES, UnknownFields
 from mvllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
-    ClientRequest,
     CompletionRequest,
     EmbeddingRequest,
     RerankRequest,
@@ -160,7 +160,7 @@ def test_a_body_of_very_many_unknown_fields_is_reported_by_the_first() -> None:
             ["response_format.schema", "response_format.json_schema.shema"],
         ),
         (ResponsesRequest, {"text": {"format": {"type": "text"}, "x": 1}, "reasoning": {"efort": 1}}, None),
-        (RerankRequest, {"documents": [{"text": "a", "title": "b"}], "max_tokens_per_doc": 5}, ["max_tokens_per_doc"]),
+        (RerankRequest, {"documents": [{"text": "a", "title": "b"}], "max_chunks": 5}, ["max_chunks"]),
         # Objects that OpenAI leaves open.
         (
             ChatCompletionRequest,

@@ -20,7 +20,9 @@ CLOSED = MultiModalConfig(max_media_bytes=100)
 def test_encoded_contents() -> None:
     data = b"\x00picture"
     text = base64.b64encode(data).decode()
-    for value in (data, bytearray(data), f"data:image/png;base64,{text}", f"DATA:;base64,{text}"):
+    broken = f"{text[:4]}\r\n{text[4:]}\n"  # as tools for mail write it
+    urls = f"data:image/png;base64,{text}", f"DATA:;base64,{text}", f"data:image/png;base64,{broken}"
+    for value in (data, bytearray(data), *urls):
         source = load_source("image", value, CLOSED)
         assert (source.form, source.data) == ("encoded", data)
     assert load_source("image", "data:,a%20b", CLOSED).data == b"a b"

@@ -36,6 +36,7 @@ from mvllm.engine.frontend.request_checks import (
     check_arrival_time,
     check_cache_salt,
     check_generates,
+    check_priority,
     check_request_id,
 )
 from mvllm.engine.frontend.thinking_tags import fit_thinking_to_prompt, thinking_tokens_of
@@ -58,7 +59,6 @@ from mvllm.structured_output.llguidance_library import check_available
 
 KV_TRANSFER_PARAMS = "kv_transfer_params"
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "add_special_tokens", "cut_at", *ITEM_KEYS)
-_PRIORITY_LIMIT = 2**31
 _UTF8_CHECK_CHARS = 1 << 20  # checked at a time, so that other threads can run in between
 _MAX_TRUNCATED_TEXT_CHARS = 1 << 22  # limit for a text to truncate, which is tokenized as a whole
 
@@ -131,7 +131,7 @@ class InputProcessor:
         self.items = PromptItems(config, item_client or ProcessorClient(config.model, config.multimodal))
         self._runs_functions = runs_functions
         self._tokenizer = tokenizer
-        self._priorities_allowed = config.scheduler.policy == "priority"
+        self._uses_priorities = config.scheduler.policy == "priority"
         self._num_token_ids = config.model.num_token_ids
         self._eos_token_ids = self._end_token_ids()
         self._processor_classes = processor_classes(config.logits_processors)
@@ -176,7 +176,7 @@ class InputProcessor:
 
         Args:
             params: None takes the model's defaults.
-            priorities: Lower is served earlier; needs the priority policy.
+            priorities: Lower is served earlier; without effect unless the policy is `priority`.
             arrival_time: Monotonic seconds; now by default.
             lora_requests: The LoRA adapter of each request, or None; LoRARequestValidator checks fields and files.
             items: The prepared items of each prompt; None has them prepared here, which may take long.
@@ -226,7 +226,7 @@ class InputProcessor:
                 sampling_params=validated,
                 eos_token_ids=self._eos_token_ids,
                 arrival_time=arrival,
-                priority=self._check_priority(priorities[i]) if priorities is not None else 0,
+                priority=check_priority(priorities[i], is_used=self._uses_priorities) if priorities is not None else 0,
                 cache_salt=part.cache_salt,
                 lora_request=None if lora_requests is None else self._check_lora_request(lora_requests[i]),
                 unconditional_prompt_token_ids=unconditional,
@@ -525,17 +525,6 @@ class InputProcessor:
                 parameter="bad_words",
             )
         return bad_word_token_ids(words, self._tokenizer)
-
-    def _check_priority(self, priority: int) -> int:
-        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > _PRIORITY_LIMIT:
-            raise RequestError(f"priority must be an integer; found {describe_value(priority)}.", parameter="priority")
-        if priority != 0 and not self._priorities_allowed:
-            raise RequestError(
-                f"priority is {priority}, but the engine serves requests in the order of arrival. "
-                "Start it with scheduling_policy='priority'.",
-                parameter="priority",
-            )
-        return priority
 
     def _end_token_ids(self) -> list[int]:
         ids = list(self._model.eos_token_ids)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from typing import Any
 
 from mvllm.config.model import ModelConfig
 from mvllm.errors import RequestError
+from mvllm.logging import get_logger
 from mvllm.messages.field_checks import describe_value, is_unicode
 
+logger = get_logger(__name__)
+
 MAX_CACHE_SALT_LENGTH = 256
+_PRIORITY_LIMIT = 2**31
 
 
 def check_generates(model: ModelConfig) -> None:
@@ -47,6 +52,31 @@ def as_token_id(value: Any, position: int) -> int:
     raise RequestError(
         f"Token ids must be integers; found {describe_value(value)} at position {position} of the prompt.",
         parameter="prompt",
+    )
+
+
+def check_priority(priority: object, *, is_used: bool) -> int:
+    """The priority of a request; 0, with one line in the log, if the engine has no priorities.
+
+    Args:
+        is_used: Whether the scheduling policy is `priority`.
+
+    Raises:
+        RequestError: It is no integer, or too large.
+    """
+    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > _PRIORITY_LIMIT:
+        raise RequestError(f"priority must be an integer; found {describe_value(priority)}.", parameter="priority")
+    if priority != 0 and not is_used:
+        _warn_of_ignored_priority()
+        return 0
+    return priority
+
+
+@functools.cache
+def _warn_of_ignored_priority() -> None:
+    logger.warning(
+        "Ignoring the priority of requests: the engine serves them in the order of arrival. Start it with "
+        "scheduling_policy='priority'. Logged once."
     )
 
 

@@ -248,7 +248,8 @@ def _blocks(where: str, field: str, content: object) -> Iterator[Block]:
         return
     if not isinstance(content, list):
         raise RequestError(f"{where} must be a text or a list of blocks.", parameter=field)
-    for i, fields in enumerate(content):
+    for i, given in enumerate(content):
+        fields = {"type": "text", "text": given} if isinstance(given, str) else given
         kind = fields.get("type") if isinstance(fields, dict) else None
         if not isinstance(kind, str):
             raise RequestError(f"{where}[{i}] must be an object with a type.", parameter=field)
@@ -322,6 +323,8 @@ def _thinking(thinking: Mapping[str, Any] | None) -> tuple[bool, int | None, boo
             f"thinking.type must be one of {', '.join(_THINKING_TYPES)}; found {ascii(kind)[:40]}.",
             parameter="thinking",
         )
+    if isinstance(budget, float) and budget.is_integer():
+        budget = int(budget)
     if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
         raise RequestError("thinking.budget_tokens must be an integer of at least 1.", parameter="thinking")
     if kind == "disabled":

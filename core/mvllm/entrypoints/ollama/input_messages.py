@@ -21,7 +21,7 @@ from mvllm.entrypoints.ollama.protocol import (
     OllamaGenerationRequest,
     OllamaOptions,
 )
-from mvllm.entrypoints.openai.common.request_body import field_type_error
+from mvllm.entrypoints.openai.common.request_body import convert_with_integral_floats, field_type_error
 from mvllm.entrypoints.openai.common.thinking_variables import thinking_variables
 from mvllm.entrypoints.openai.protocol import ChatCompletionRequest
 from mvllm.errors import RequestError
@@ -136,7 +136,7 @@ def _sampling_fields(options: Mapping[str, Any]) -> dict[str, Any]:
         names = ", ".join(ascii(name[:40])[1:-1] for name in ignored[:16])
         logger.debug("These options of a request have no effect: %s.", names)
     try:
-        known = msgspec.convert(options, OllamaOptions)
+        known = convert_with_integral_floats(options, OllamaOptions)
     except msgspec.ValidationError as e:
         raise field_type_error(str(e), within="options") from None
     fields = {field: getattr(known, name) for name, field in OPTION_FIELDS.items()}
@@ -203,7 +203,7 @@ def _with_images(where: str, text: str, images: object) -> str | list[Message]:
     """The content of a message with images, which come before its text.
 
     Args:
-        images: A list of base64, or None.
+        images: A list of base64 or data URLs, or None.
 
     Raises:
         RequestError: It is something else.
@@ -213,6 +213,10 @@ def _with_images(where: str, text: str, images: object) -> str | list[Message]:
     if not isinstance(images, list) or not all(isinstance(image, str) and image for image in images):
         raise RequestError(f"{where} must be a list of images in base64.", parameter="images")
     parts: list[Message] = [
-        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}} for image in images
+        {
+            "type": "image_url",
+            "image_url": {"url": image if image.startswith("data:") else f"data:image/png;base64,{image}"},
+        }
+        for image in images
     ]
     return [*parts, {"type": "text", "text": text}] if text else parts

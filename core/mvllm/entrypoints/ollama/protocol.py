@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from mvllm.entrypoints.openai.protocol import ModelRequest
+from mvllm.entrypoints.openai.client_request import ModelRequest
 
 
 class OllamaOptions(msgspec.Struct, kw_only=True):
@@ -63,14 +63,15 @@ class OllamaGenerationRequest(OllamaRequest, kw_only=True):
         stream: Whether the answer comes in several lines; true by default.
         format: `json` for any JSON object, or a JSON schema.
         think: Whether the model thinks before it answers, or with which effort; by default the model's choice.
+        truncate: Whether a prompt that is too long loses its beginning, of a chat the oldest messages; true by default.
     """
 
     stream: bool | None = None
     format: Any = None
     think: bool | str | None = None
+    truncate: bool | None = None
 
-    # Without effect: a prompt that is too long is refused.
-    truncate: Any = None
+    # Without effect: an answer ends where the context does.
     shift: Any = None
 
     # Unsupported.

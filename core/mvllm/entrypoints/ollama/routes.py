@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mvllm.config.model import ModelConfig
+from mvllm.entrypoints.ollama.durations import LOAD_HEADER, waited_nanoseconds
 from mvllm.entrypoints.ollama.models import canonical_name, list_entry, running_entry, show_response, weights_size
 from mvllm.entrypoints.ollama.protocol import (
     OllamaChatRequest,
@@ -19,7 +20,7 @@ from mvllm.entrypoints.ollama.protocol import (
     OllamaRequest,
     OllamaShowRequest,
 )
-from mvllm.entrypoints.ollama.serving import OllamaChatHandler, OllamaGenerateHandler, first_fields
+from mvllm.entrypoints.ollama.serving import OllamaChatHandler, OllamaGenerateHandler, OllamaHandler, first_fields
 from mvllm.entrypoints.ollama.serving_embedding import OllamaEmbeddingsHandler, OllamaEmbedHandler
 from mvllm.entrypoints.openai.common.json_response import json_response
 from mvllm.entrypoints.openai.common.serving_base import RequestHandler
@@ -86,6 +87,8 @@ class OllamaRoutes:
     async def embeddings(self, request: Request) -> Response:
         """The embedding of a text."""
         context, model, body = await self._decode(request, OllamaEmbeddingsRequest, with_adapters=False)
+        if not body.prompt:  # only loads the model
+            return json_response({"embedding": []})
         return await self._run(request, OllamaEmbeddingsHandler(context, model, body), model)
 
     async def show(self, request: Request) -> Response:
@@ -131,6 +134,8 @@ class OllamaRoutes:
         return self._models.resolve_name(canonical_name(self._models, name), with_adapters=with_adapters)
 
     async def _run(self, request: Request, handler: RequestHandler, model: str) -> Response:
+        if isinstance(handler, OllamaHandler | OllamaEmbedHandler):
+            handler.durations.waited_ns = waited_nanoseconds(request.headers.get(LOAD_HEADER.decode()))
         return await self._body_routes.run(request, handler, model)
 
     async def _weights_size(self, config: ModelConfig) -> int:

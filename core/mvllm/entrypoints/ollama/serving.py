@@ -7,27 +7,35 @@ of the same parsers become lines. A tool call is sent when it is complete, becau
 from __future__ import annotations
 
 import contextlib
-import time
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
+
 from mvllm.engine.frontend.outputs import RequestMetrics, RequestOutput
+from mvllm.entrypoints.ollama.durations import RequestDurations
 from mvllm.entrypoints.ollama.input_messages import chat_request, generate_request
 from mvllm.entrypoints.ollama.protocol import OllamaChatRequest, OllamaGenerateRequest
 from mvllm.entrypoints.openai.chat.serving_base import ChatHandler
+from mvllm.entrypoints.openai.common.conversation_truncation import (
+    is_too_long,
+    max_truncated_length,
+    num_prompt_tokens,
+    without_oldest_messages,
+)
 from mvllm.entrypoints.openai.common.errors import APIError, ollama_error_body, to_api_error
 from mvllm.entrypoints.openai.common.json_response import encode_json
-from mvllm.entrypoints.openai.common.prompt_inputs import build_prompts
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.streaming_response import JSON_LINES
 from mvllm.entrypoints.openai.common.tool_arguments import arguments_object
 from mvllm.entrypoints.openai.protocol import ChatCompletionRequest
 from mvllm.entrypoints.parsers.interface import ContentDelta, Delta, ReasoningDelta, ToolCall, ToolCallDelta
 from mvllm.entrypoints.parsers.output_parser import OutputParser
-from mvllm.messages.inputs import PromptType
+from mvllm.errors import RequestError
+from mvllm.messages.inputs import PromptType, TokensPrompt
 
 
 @dataclass
@@ -79,6 +87,7 @@ class OllamaHandler(ChatHandler):
         context: As for RequestHandler.
         model: The model's name, as the request has it.
         request: The equivalent chat completion request.
+        truncates: Whether a prompt that is too long loses its beginning.
 
     Raises:
         RequestError: On construction: a field is not valid.
@@ -86,12 +95,39 @@ class OllamaHandler(ChatHandler):
 
     stream_format = JSON_LINES
 
-    def __init__(self, context: ServingContext, model: str, request: ChatCompletionRequest) -> None:
+    def __init__(self, context: ServingContext, model: str, request: ChatCompletionRequest, *, truncates: bool) -> None:
         super().__init__(context, model, "ollama-", request)
-        self._start_ns = time.monotonic_ns()
+        self._truncates = truncates
+        self.durations = RequestDurations()
         self._reader = AnswerReader()
         self._done_reason: str | None = None
         self._metrics: RequestMetrics | None = None
+
+    async def start(self) -> None:
+        """See RequestHandler."""
+        self.durations.note_loaded()
+        await super().start()
+
+    async def _build_prompts(self) -> Sequence[PromptType]:
+        if not self._truncates:
+            return await self._build_whole_prompts()
+        try:
+            prompts = await self._build_whole_prompts()
+        except RequestError as e:
+            if not is_too_long(e):
+                raise
+        else:
+            if all(num_prompt_tokens(each) < self._engine.model_config.max_model_len for each in prompts):
+                return prompts
+        limit = max_truncated_length(self._request, self._engine)
+        self._request = await without_oldest_messages(self._request, self._context, limit)
+        if all(isinstance(each["content"], str) for each in self._request.messages or ()):  # it may be too long still
+            self._request.truncate_prompt_tokens = limit
+            self._params = msgspec.structs.replace(self._params, truncate_prompt_tokens=limit)
+        return await self._build_whole_prompts()
+
+    async def _build_whole_prompts(self) -> Sequence[PromptType]:
+        return await super()._build_prompts()
 
     async def full_response(self) -> bytes:
         """The body of the response. See RequestHandler."""
@@ -135,8 +171,7 @@ class OllamaHandler(ChatHandler):
             **self._part_fields(part),
             "done": True,
             "done_reason": self._done_reason or "stop",
-            "total_duration": time.monotonic_ns() - self._start_ns,
-            "load_duration": 0,
+            **self.durations.fields(),
             "prompt_eval_count": self._usage.num_prompt_tokens,
             "prompt_eval_duration": prompt_ns,
             "eval_count": self._usage.num_completion_tokens,
@@ -161,7 +196,8 @@ class OllamaChatHandler(OllamaHandler):
     """Answers one request to `/api/chat`. See OllamaHandler."""
 
     def __init__(self, context: ServingContext, model: str, request: OllamaChatRequest) -> None:
-        super().__init__(context, request.model or model, chat_request(request))
+        truncates = request.truncate is not False
+        super().__init__(context, request.model or model, chat_request(request), truncates=truncates)
 
     def _part_fields(self, part: AnswerPart) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": part.content}
@@ -176,19 +212,22 @@ class OllamaGenerateHandler(OllamaHandler):
     """Answers one request to `/api/generate`. See OllamaHandler."""
 
     def __init__(self, context: ServingContext, model: str, request: OllamaGenerateRequest) -> None:
-        super().__init__(context, request.model or model, generate_request(request))
+        truncates = request.truncate is not False
+        super().__init__(context, request.model or model, generate_request(request), truncates=truncates)
         self._prompt = request.prompt or ""
         self._is_raw = bool(request.raw)
         self._has_system = bool(request.system)
         if self._is_raw:
             self._output_parser = OutputParser()
 
-    async def _build_prompts(self) -> Sequence[PromptType]:
+    async def _build_whole_prompts(self) -> Sequence[PromptType]:
         pool, renderer = self._context.tokenizer_pool, self._context.prompt_renderer
         # A model without a chat template continues the prompt. It has no place for a system message.
         if self._is_raw or (not self._has_system and not await pool.run(renderer.template_text)):
-            return await build_prompts(pool, [self._prompt], add_special_tokens=None, cache_salt=None)
-        return await super()._build_prompts()
+            truncated = self._params.truncate_prompt_tokens is not None
+            ids = await pool.encode(self._prompt, add_special_tokens=True, truncated=truncated)
+            return [TokensPrompt(prompt_token_ids=ids, prompt=self._prompt)]
+        return await super()._build_whole_prompts()
 
     def _part_fields(self, part: AnswerPart) -> dict[str, Any]:
         fields = {"response": part.content}

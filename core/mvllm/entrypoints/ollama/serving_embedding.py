@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from mvllm.engine.frontend.pooling_outputs import PoolingRequestOutput
+from mvllm.entrypoints.ollama.durations import RequestDurations
 from mvllm.entrypoints.ollama.protocol import OllamaEmbeddingsRequest, OllamaEmbedRequest
 from mvllm.entrypoints.openai.common.json_response import encode_json
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
@@ -24,7 +24,7 @@ class OllamaEmbedHandler(InputListHandler[EmbeddingRequest]):
 
     def __init__(self, context: ServingContext, model: str, request: OllamaEmbedRequest) -> None:
         super().__init__(context, request.model or model, None)
-        self._start_ns = time.monotonic_ns()
+        self.durations = RequestDurations()
         inputs: Any = request.input
         self._request = EmbeddingRequest(input=inputs)
         self._params = PoolingParams(
@@ -34,20 +34,24 @@ class OllamaEmbedHandler(InputListHandler[EmbeddingRequest]):
             task=PoolingTask.EMBED,
         )
 
+    async def start(self) -> None:
+        """See RequestHandler."""
+        self.durations.note_loaded()
+        await super().start()
+
     def _encode_response(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
         return encode_json(
             {
                 "model": self._model,
                 "embeddings": [msgspec.Raw(encode_json(output.outputs.data.tolist())) for output in outputs],
-                "total_duration": time.monotonic_ns() - self._start_ns,
-                "load_duration": 0,
+                **self.durations.fields(),
                 "prompt_eval_count": pooling_usage(outputs)["prompt_tokens"],
             }
         )
 
 
 class OllamaEmbeddingsHandler(InputListHandler[EmbeddingRequest]):
-    """Answers one request to `/api/embeddings`: the vector of one input, with the length that the model gives it."""
+    """Answers one request to `/api/embeddings`: the vector of one input as it is pooled, not scaled."""
 
     id_prefix = "ollama-"
     field = "prompt"
@@ -55,7 +59,7 @@ class OllamaEmbeddingsHandler(InputListHandler[EmbeddingRequest]):
     def __init__(self, context: ServingContext, model: str, request: OllamaEmbeddingsRequest) -> None:
         super().__init__(context, request.model or model, None)
         self._request = EmbeddingRequest(input=request.prompt)
-        self._params = PoolingParams(truncate_prompt_tokens=-1, task=PoolingTask.EMBED)
+        self._params = PoolingParams(normalize=False, truncate_prompt_tokens=-1, task=PoolingTask.EMBED)
 
     def _encode_response(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
         [output] = outputs

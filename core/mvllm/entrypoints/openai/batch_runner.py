@@ -31,8 +31,8 @@ from mvllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     EmbeddingRequest,
-    reject_unsupported_fields,
 )
+from mvllm.entrypoints.openai.unsupported_fields import reject_unsupported_fields
 from mvllm.errors import QueueFullError, RequestError
 
 MAX_LINE_BYTES = 64 << 20

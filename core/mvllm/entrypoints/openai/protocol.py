@@ -5,7 +5,7 @@ had not been sent. A field falls into one of four groups:
 
     used           most fields
     no effect      fields that clients always send and that need no action (`ClientRequest`)
-    unsupported    known fields that would change the result; they are rejected (`reject_unsupported_fields`)
+    unsupported    known fields that would change the result; they are rejected (`unsupported_fields.py`)
     unknown        no struct has the field; it is reported (`unknown_fields.py`)
 """
 
@@ -15,7 +15,13 @@ from typing import Any
 
 import msgspec
 
-from mvllm.errors import RequestError
+from mvllm.entrypoints.openai.client_request import ClientRequest, ModelRequest
+from mvllm.entrypoints.openai.foreign_fields import (
+    ForeignGenerationFields,
+    ForeignPairFields,
+    ForeignPoolingFields,
+    ForeignResponsesFields,
+)
 
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Values of `reasoning_effort`, and of `reasoning.effort` in the Responses API."""
@@ -29,30 +35,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None  # no effect
 
 
-class ModelRequest(msgspec.Struct, kw_only=True):
-    """A request with a model name."""
-
-    model: str | None = None
-
-
-class ClientRequest(ModelRequest, kw_only=True):
-    """A request with the fields that clients of OpenAI's API and of other engines send and that have no effect here:
-    labels for the client's own records, and hints for services with many tenants."""
-
-    user: str | None = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    prompt_cache_options: Any = None
-    prediction: Any = None
-    request_id: Any = None
-    rid: Any = None
-
-
-class GenerationRequest(ClientRequest, kw_only=True):
+class GenerationRequest(ForeignGenerationFields, kw_only=True):
     """Fields of completion and chat completion requests.
 
     Sampling parameters have the names of `SamplingParams`, which checks their values.
@@ -81,6 +64,7 @@ class GenerationRequest(ClientRequest, kw_only=True):
     bad_words: list[str] | None = None
     best_of: int | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     use_beam_search: bool | None = None
     beam_width: int | None = None
     length_penalty: float | None = None
@@ -108,6 +92,12 @@ class GenerationRequest(ClientRequest, kw_only=True):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+
+    # Other engines' names of the constraints of structured_outputs.
+    json_schema: Any = None
+    grammar: Any = None
+    regex: Any = None
+    ebnf: Any = None
 
     # Unsupported.
     logits_processors: Any = None
@@ -138,6 +128,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         messages: A content is a text or a list of parts: `text`, `image_url`, `input_audio`, `video_url`.
         reasoning_effort: One of `REASONING_EFFORTS`. The chat template gets it, and whether to reason.
         mm_processor_kwargs: Arguments of the model's processor of images, audio and videos.
+        return_prompt_text: Report the rendered prompt as `prompt_text`.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -157,6 +148,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
+    return_prompt_text: bool | None = None
     modalities: list[str] | None = None
     audio: Any = None
 
@@ -219,7 +211,7 @@ class TranscriptionRequest(ModelRequest, kw_only=True):
     max_completion_tokens: int | None = None
 
 
-class InputListRequest(ClientRequest, kw_only=True):
+class InputListRequest(ForeignPoolingFields, kw_only=True):
     """Fields of pooling requests with a list of inputs, or with a conversation.
 
     Attributes:
@@ -230,6 +222,7 @@ class InputListRequest(ClientRequest, kw_only=True):
         add_special_tokens: Whether the tokenizer adds its special tokens: by default to inputs, and not to prompts of
             conversations, which have those of the chat template.
         truncate_prompt_tokens: Truncate longer inputs to this many tokens; -1 for the model's limit.
+        truncation_side: Only `right`: the first tokens are kept.
     """
 
     input: str | list[str | int | list[int]] | None = None
@@ -240,6 +233,7 @@ class InputListRequest(ClientRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -251,12 +245,18 @@ class EmbeddingRequest(InputListRequest, kw_only=True):
     Attributes:
         encoding_format: `float` (the default) for numbers, `base64` for the bytes of little-endian float32.
         dimensions: Number of leading components to keep.
+        embed_dtype: Type of the numbers in base64: `float32` (the default), `float16` or `bfloat16`.
+        endianness: Byte order of the numbers in base64: `little` (the default), `big` or `native`.
         normalize: Scale embeddings to length 1; by default as configured in the model's files.
+        use_activation: Another name of `normalize`; for the scores of a classifier see PoolingRequest.
     """
 
     encoding_format: str | None = None
+    embed_dtype: str | None = None
+    endianness: str | None = None
     dimensions: int | None = None
     normalize: bool | None = None
+    use_activation: bool | None = None
 
 
 class PoolingRequest(EmbeddingRequest, kw_only=True):
@@ -270,7 +270,6 @@ class PoolingRequest(EmbeddingRequest, kw_only=True):
 
     task: str | None = None
     pooling_type: str | None = None
-    use_activation: bool | None = None
 
 
 class ClassificationRequest(InputListRequest, kw_only=True):
@@ -283,7 +282,7 @@ class ClassificationRequest(InputListRequest, kw_only=True):
     use_activation: bool | None = None
 
 
-class TextPairRequest(ClientRequest, kw_only=True):
+class TextPairRequest(ForeignPairFields, kw_only=True):
     """Fields of requests that compare texts.
 
     Attributes:
@@ -293,13 +292,15 @@ class TextPairRequest(ClientRequest, kw_only=True):
 
     use_activation: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     priority: int | None = None
+    cache_salt: str | None = None
 
 
 class ContentParts(msgspec.Struct, kw_only=True):
     """An input with images: parts, as of a message."""
 
-    content: list[dict[str, Any]]
+    content: list[dict[str, Any] | str]
 
 
 ScoreField = str | ContentParts | list[str | ContentParts] | None
@@ -323,7 +324,7 @@ class Document(msgspec.Struct, kw_only=True):
     """A document: its text, as Cohere's clients send it, or parts, as of a message."""
 
     text: str | None = None
-    content: list[dict[str, Any]] | None = None
+    content: list[dict[str, Any] | str] | None = None
 
 
 class RerankRequest(TextPairRequest, kw_only=True):
@@ -334,12 +335,14 @@ class RerankRequest(TextPairRequest, kw_only=True):
         documents: Texts, or objects with a text or `content`.
         top_n: Number of results; 0 or null for all.
         return_documents: Repeat the documents in the results; true by default.
+        max_tokens_per_doc: Tokens of each document that are used; by default all.
     """
 
     query: str | ContentParts | None = None
     documents: list[str | Document] | None = None
     top_n: int | None = None
     return_documents: bool | None = None
+    max_tokens_per_doc: int | None = None
 
 
 class ResponsesStreamOptions(msgspec.Struct, kw_only=True):
@@ -348,7 +351,7 @@ class ResponsesStreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(ClientRequest, kw_only=True):
+class ResponsesRequest(ForeignResponsesFields, kw_only=True):
     """Body of `POST /v1/responses`.
 
     Attributes:
@@ -398,6 +401,11 @@ class ResponsesRequest(ClientRequest, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     priority: int | None = None
     cache_salt: str | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -433,6 +441,12 @@ class ConversationUpdateRequest(ModelRequest, kw_only=True):
     metadata: dict[str, str] | None = None
 
 
+class CompletionUpdateRequest(ModelRequest, kw_only=True):
+    """Body of `POST /v1/chat/completions/{id}`."""
+
+    metadata: dict[str, str] | None = None
+
+
 class ConversationItemsRequest(ModelRequest, kw_only=True):
     """Body of `POST /v1/conversations/{id}/items`."""
 
@@ -458,19 +472,6 @@ class DetokenizeRequest(ModelRequest, kw_only=True):
     """Body of `POST /detokenize`."""
 
     tokens: list[int] | None = None
-
-
-_UNSUPPORTED = {
-    "logits_processors": "the server runs no code from requests; start it with --logits-processors",
-    "suffix": "fill-in-the-middle is not implemented; send only prompt",
-    "functions": "it is deprecated; send tools",
-    "function_call": "it is deprecated; send tool_choice",
-    "documents": "put them into a message",
-    "audio": "the server generates only text; omit the field",
-    "context_management": "send truncation='auto', or shorten the input",
-    "moderation": "the server has no moderation; omit the field",
-}
-"""Unsupported fields, with the reason or an alternative. Null and empty values are accepted."""
 
 
 class LoadLoRAAdapterRequest(ModelRequest, kw_only=True):
@@ -519,55 +520,3 @@ class CollectiveRpcRequest(ModelRequest, kw_only=True):
     args: list[Any] | None = None
     kwargs: dict[str, Any] | None = None
     timeout: Any = None  # no effect: the server's limits apply
-
-
-_INCLUDES = frozenset(
-    {
-        "message.output_text.logprobs",
-        "reasoning.encrypted_content",
-        "file_search_call.results",
-        "web_search_call.results",
-        "web_search_call.action.sources",
-        "message.input_image.image_url",
-        "computer_call_output.output.image_url",
-        "code_interpreter_call.outputs",
-    }
-)
-"""Values of `include`. All but the first have no effect: reasoning is always sent as plain text, and the server has no
-items of the other kinds."""
-
-_MAX_TOP_LOGPROBS = 20
-
-
-def reject_unsupported_fields(request: ModelRequest) -> None:
-    """Checks that a request has no unsupported fields.
-
-    Raises:
-        RequestError: It has one. The message names the field and the reason.
-    """
-    if not isinstance(request, GenerationRequest | ResponsesRequest):
-        return  # other request types support fields with these names
-    for name, reason in _UNSUPPORTED.items():
-        if getattr(request, name, None) not in (None, "", [], {}, False, "none"):
-            raise RequestError(f"{name} is not supported: {reason}.", parameter=name)
-    if isinstance(request, ResponsesRequest):
-        _reject_unsupported_of_responses(request)
-    if isinstance(request, ChatCompletionRequest) and set(request.modalities or ()) - {"text"}:
-        raise RequestError("modalities must be ['text']: the server generates only text.", parameter="modalities")
-
-
-def _reject_unsupported_of_responses(request: ResponsesRequest) -> None:
-    if request.prompt:
-        raise RequestError(
-            "prompt is not supported: the server stores no prompt templates; send input.", parameter="prompt"
-        )
-    unknown = [name for name in request.include or () if name not in _INCLUDES]
-    if unknown:
-        raise RequestError(
-            f"include: {ascii(unknown[0])[:60]} is not supported; allowed are {', '.join(sorted(_INCLUDES))}.",
-            parameter="include",
-        )
-    if not 0 <= (request.top_logprobs or 0) <= _MAX_TOP_LOGPROBS:
-        raise RequestError(f"top_logprobs must be from 0 to {_MAX_TOP_LOGPROBS}.", parameter="top_logprobs")
-    if request.truncation not in (None, "auto", "disabled"):
-        raise RequestError("truncation must be 'auto' or 'disabled'.", parameter="truncation")

@@ -161,7 +161,7 @@ def _check_tools(tools: object) -> tuple[Mapping[str, Any], ...]:
     seen: set[str] = set()
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"
-        if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        if not isinstance(tool, Mapping) or (tool.get("type") or "function") != "function":
             raise RequestError(
                 f'{where} must be an object with "type": "function"; other tools are not supported.', parameter="tools"
             )

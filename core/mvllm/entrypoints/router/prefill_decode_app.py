@@ -112,7 +112,7 @@ class PrefillDecodeApp:
             self.num_requests -= 1
 
     async def _own_response(self, method: str, path: str) -> Response | None:
-        if method not in ("GET", "HEAD"):
+        if method != "GET":
             return None
         if path == "/metrics":
             return Response(self._metrics(), media_type=CONTENT_TYPE)

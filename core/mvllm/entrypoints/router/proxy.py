@@ -88,9 +88,6 @@ class Proxy:
             own.filler = stream_format.filler
         kept = [header for header in headers if header[0] not in _NOT_RETURNED]
         await send({"type": "http.response.start", "status": status, "headers": kept})
-        if scope["method"] == "HEAD":
-            await send({"type": "http.response.body", "body": b""})
-            return
         with _SendTimer(self._send_timeout, own) as timer:
             try:
                 async for part in connection.read_body():
@@ -162,7 +159,7 @@ def request_head(scope: Scope, query: bytes, body_length: int) -> bytes:
     lines = [b"%s %s HTTP/1.1" % (method.encode(), target)]
     lines += [b"%s: %s" % (name, value) for name, value in scope["headers"] if name not in _NOT_FORWARDED]
     lines.append(b"x-request-id: " + scope["mvllm.request_id"].encode())
-    if body_length or method not in ("GET", "HEAD", "DELETE"):
+    if body_length or method not in ("GET", "DELETE"):
         lines.append(b"content-length: %d" % body_length)
     return b"\r\n".join(lines) + b"\r\n\r\n"
 

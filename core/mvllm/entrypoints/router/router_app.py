@@ -6,6 +6,7 @@ The model is named by the field `model` of the body, or by the query parameter `
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any
@@ -18,6 +19,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Message, Receive, Scope, Send
 
+from mvllm.entrypoints.ollama.durations import LOAD_HEADER
 from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.entrypoints.openai.common.request_body import BodyDecoder, BodyReader
 from mvllm.entrypoints.openai.common.streaming_response import (
@@ -42,7 +44,9 @@ _OF_ALL_OR_ONE = ("/metrics", "/load", "/server_info")
 """Own routes that are forwarded if the query names a model."""
 _OF_A_LOADED_MODEL = ("/sleep", "/wake_up", "/reset_mm_cache", "/reset_prefix_cache")
 _LORA_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-_STORED_RESPONSES = "/v1/responses/"
+_STORED = ("/v1/responses/", "/v1/chat/completions/")
+"""Beginnings of paths with the id of a stored response or chat completion."""
+_COMPLETIONS = "/v1/chat/completions"
 _CONVERSATIONS = "/v1/conversations"
 _PLUGINS = "/plugins/"
 _EMPTY = (b"", b"null", b'""', b"[]")
@@ -135,7 +139,7 @@ class RouterApp:
             await (await own(request))(scope, receive, send)
             return
         route = self._forwarded.get((method, path)) or self._find_route(scope)
-        if route is None or (path in NO_MODEL_PATHS and query is None) or self._is_of_shared_store(path):
+        if route is None or (path in NO_MODEL_PATHS and query is None) or self._is_of_shared_store(method, path):
             await self._fallback(scope, receive, send)
             return
         if self.is_draining:
@@ -143,11 +147,16 @@ class RouterApp:
         scope["route"] = route
         await self._forward(request, query, send)
 
-    def _is_of_shared_store(self, path: str) -> bool:
-        """Whether the path is about responses or conversations that all models share: no model has to be loaded."""
+    def _is_of_shared_store(self, method: str, path: str) -> bool:
+        """Whether the path is about objects in a store that all models share: no model has to be loaded."""
         if self._settings.responses_store is None:
             return False
-        return path.startswith((_STORED_RESPONSES, f"{_CONVERSATIONS}/")) or path == _CONVERSATIONS
+        is_stored = self._is_of_stored_response(method, path) or (method == "GET" and path == _COMPLETIONS)
+        return is_stored or path.startswith(f"{_CONVERSATIONS}/") or path == _CONVERSATIONS
+
+    def _is_of_stored_response(self, method: str, path: str) -> bool:
+        """Whether the path has the id of a response or completion, unlike those of routes without parameters."""
+        return path.startswith(_STORED) and (method, path) not in self._forwarded
 
     def _find_route(self, scope: Scope) -> BaseRoute | OwnRoute | None:
         if scope["path"].startswith(_PLUGINS):
@@ -165,7 +174,7 @@ class RouterApp:
         fields = RoutingFields()
         if name is not None:
             body = await self._reader.read_any(receive)
-        elif path.startswith(_STORED_RESPONSES):
+        elif self._is_of_stored_response(scope["method"], path):
             body, name = await self._reader.read_any(receive), await self._model_with_response(path)
         elif scope["method"] in ("POST", "PUT", "PATCH"):
             body = await self._reader.read(request)
@@ -175,7 +184,7 @@ class RouterApp:
             body = b""
         model = await self._catalog.resolve(name, path)
         self._check_lora_name(model, path, fields)
-        if not model.is_loaded and (scope["method"] in ("GET", "HEAD", "DELETE") or path in _OF_A_LOADED_MODEL):
+        if not model.is_loaded and (scope["method"] in ("GET", "DELETE") or path in _OF_A_LOADED_MODEL):
             raise APIError(
                 503,
                 f"The model `{model.entry.name}` is not loaded, and this request does not load it.",
@@ -194,18 +203,22 @@ class RouterApp:
                 await self._catalog.refresh_adapters(model)
             await send(message)
 
+        arrival = time.monotonic_ns()
         async with cancel_on_disconnect(receive), self._pool.use(model, len(body), keep_alive) as server:
             assert isinstance(server, ModelServerProcess)
+            if path.startswith("/api/"):
+                waited = LOAD_HEADER, b"%d" % (time.monotonic_ns() - arrival)
+                scope = {**scope, "headers": [each for each in scope["headers"] if each[0] != LOAD_HEADER] + [waited]}
             sending = send_with_names if path in _LORA_PATHS else send
             await self._proxy.forward(server.client, scope, sending, body, query)
 
     async def _model_with_response(self, path: str) -> str:
-        """The name of the model that has stored a response.
+        """The name of the model that has stored a response or a chat completion.
 
         Raises:
             APIError: None has it (404).
         """
-        response_path = "/".join(path.split("/")[:4])
+        response_path = "/".join(path.split("/")[: 5 if path.startswith(_COMPLETIONS) else 4])
         for model in self._pool.loaded():
             if isinstance(model.server, ModelServerProcess) and await model.server.client.fetch(response_path):
                 return model.entry.name
@@ -245,7 +258,7 @@ class OwnRoute:
         self.path = path
 
 
-NO_MODEL_PATHS = frozenset({"/", "/docs", "/openapi.json", "/version", "/api/version"})
+NO_MODEL_PATHS = frozenset({"/", "/docs", "/openapi.json", "/version", "/api/version", "/v1/responses/compact"})
 """Paths that the fallback answers."""
 
 

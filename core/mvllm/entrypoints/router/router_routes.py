@@ -62,8 +62,8 @@ class ModelRoutes:
         self._decoder = BodyDecoder(ModelNameRequest)
 
     def table(self) -> dict[tuple[str, str], Endpoint]:
-        """The routes by method and path. HEAD is added for the health probes, as an API server has it."""
-        table: dict[tuple[str, str], Endpoint] = {
+        """The routes by method and path."""
+        return {
             ("GET", "/v1/models"): self.list_models,
             ("GET", "/models"): self.list_models,
             ("GET", ONE_MODEL_PREFIX): self.get_model,
@@ -75,20 +75,23 @@ class ModelRoutes:
             ("GET", "/api/tags"): self.tags,
             ("GET", "/api/ps"): self.running_models,
             ("POST", "/api/show"): self.show,
-            ("POST", "/ping"): self.health,
+            ("GET", "/health"): self.health,
+            ("GET", "/health/live"): self.liveness,
+            ("GET", "/ping"): self.liveness,
+            ("POST", "/ping"): self.liveness,
+            ("GET", "/health/ready"): self.readiness,
         }
-        for path, endpoint in (
-            ("/health", self.health),
-            ("/health/live", self.health),
-            ("/ping", self.health),
-            ("/health/ready", self.readiness),
-        ):
-            table["GET", path] = table["HEAD", path] = endpoint
-        return table
 
     # --- health and load
 
     async def health(self, request: Request) -> Response:
+        """As `liveness`, and whether no pinned model is loading."""
+        for model in self._pool.models.values():
+            if model.entry.is_pinned and model.state is ModelState.LOADING:
+                return self._status(request, "a pinned model is loading", model)
+        return self._status(request, None)
+
+    async def liveness(self, request: Request) -> Response:
         """Whether the router works, and the states of its models. A model that fails does not make it unhealthy."""
         return self._status(request, None)
 

@@ -10,7 +10,7 @@ from mvllm.entrypoints.openai.chat.serving_base import ChatHandler
 from mvllm.entrypoints.openai.common.json_response import encode_json
 from mvllm.entrypoints.openai.common.logprobs import chat_logprobs, conditional_logprobs, prompt_logprobs
 from mvllm.entrypoints.openai.common.server_sent_events import ChunkEncoder
-from mvllm.entrypoints.openai.common.serving_base import ChoiceEncoder, ChoicesHandler
+from mvllm.entrypoints.openai.common.serving_base import NULL_RESPONSE_FIELDS, ChoiceEncoder, ChoicesHandler
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.protocol import ChatCompletionRequest
 from mvllm.entrypoints.parsers.interface import finish_reason_with_tools, merge_deltas
@@ -33,11 +33,16 @@ class ChatCompletionHandler(ChatHandler, ChoicesHandler):
         [output] = outputs
         response: dict[str, Any] = {
             **self._common_fields("chat.completion"),
+            **NULL_RESPONSE_FIELDS,
+            "prompt_logprobs": None,
+            "prompt_token_ids": None,
             "choices": [self._full_choice(sequence, output) for sequence in output.outputs],
             "usage": self._usage.to_usage(),
             **self._end_fields(outputs),
         }
         self._add_prompt_fields(response, output)
+        if self._request.return_prompt_text:
+            response["prompt_text"] = output.prompt
         return encode_json(response)
 
     def _full_choice(self, sequence: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
@@ -54,14 +59,18 @@ class ChatCompletionHandler(ChatHandler, ChoicesHandler):
             "logprobs": self._logprobs(sequence),
             "finish_reason": self._finish_reason(sequence.finish_reason, len(parsed.tool_calls)),
             "stop_reason": sequence.stop_reason,
+            "token_ids": sequence.token_ids if self._request.return_token_ids else None,
         }
         if sequence.conditional_logprobs is not None:
             choice["conditional_logprobs"] = conditional_logprobs(sequence.conditional_logprobs)
-        if self._request.return_token_ids:
-            choice["token_ids"] = sequence.token_ids
         if self._request.return_weight_versions:
             choice["weight_versions"] = sequence.weight_versions
         return choice
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """The tokens so far."""
+        return self._usage.to_usage()
 
     def add_reasoning_tokens(self, number: int) -> None:
         """Adds reasoning tokens of one choice to the usage."""
@@ -123,7 +132,11 @@ class _ChatChoice:
         encoded = b""
         if not self._has_started:
             self._has_started = True
-            encoded = self._chunks.encode(self._first_choice(output))
+            fields: dict[str, Any] = {"prompt_token_ids": output.prompt_token_ids} if self._return_token_ids else {}
+            if self._handler._request.return_prompt_text:
+                fields["prompt_text"] = output.prompt
+            num_unsent = len(sequence.token_ids) if len(output.outputs) == 1 else 0
+            encoded = self._chunks.encode_start_of_choice(self._first_choice(output), num_unsent, fields)
         if self._plain:
             if text:
                 encoded += self._before + encode_json(text) + self._after
@@ -133,7 +146,7 @@ class _ChatChoice:
             choices = self._delta_choices(sequence, self._parser_stream, output.prompt)
             encoded += b"".join(map(self._chunks.encode_delta, choices))
         if sequence.finish_reason is not None:
-            encoded += self._chunks.encode_end_of_choice(self._last_choice(sequence), with_usage=False)
+            encoded += self._chunks.encode_end_of_choice(self._last_choice(sequence))
         return encoded
 
     def _first_choice(self, output: RequestOutput) -> bytes:

@@ -216,7 +216,8 @@ class ChatPromptRenderer:
     ) -> ExpandedPrompt:
         if getattr(request, "truncate_prompt_tokens", None) is not None:
             refuse_truncation()
-        prompt = TextPrompt(prompt=text, add_special_tokens=False, multi_modal_data=items)
+        special = bool(request.add_special_tokens)  # beside those of the template
+        prompt = TextPrompt(prompt=text, add_special_tokens=special, multi_modal_data=items)
         if cut_at is not None:
             prompt["cut_at"] = cut_at
         if request.mm_processor_kwargs is not None:
@@ -228,9 +229,9 @@ class ChatPromptRenderer:
 
     def _tokenize(self, text: str, request: ConversationRequest) -> TokensPrompt:
         self._engine.input_processor.check_text(text)
-        # The template has added the special tokens.
         truncated = getattr(request, "truncate_prompt_tokens", None) is not None
-        ids = self._tokenizer_pool.encode_sync(text, add_special_tokens=False, truncated=truncated)
+        special = bool(request.add_special_tokens)  # beside those of the template
+        ids = self._tokenizer_pool.encode_sync(text, add_special_tokens=special, truncated=truncated)
         return TokensPrompt(prompt_token_ids=ids, prompt=text)
 
 

@@ -24,6 +24,8 @@ _GUIDED = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
+_OTHER_NAMES = {"json_schema": "json", "grammar": "grammar", "regex": "regex", "ebnf": "grammar"}
+"""Fields of llama.cpp and SGLang, with the corresponding fields of structured_outputs."""
 _warned_fields: set[str] = set()  # deprecated fields that have been logged
 
 
@@ -77,13 +79,13 @@ def output_constraint(
 
 
 def _guided(request: GenerationRequest) -> list[OutputConstraint]:
-    """The constraints of the deprecated `guided_*` fields."""
+    """The constraints of the deprecated `guided_*` fields, and of the fields of other engines."""
     constraints = []
-    for field, kind in _GUIDED.items():
+    for field, kind in (_GUIDED | _OTHER_NAMES).items():
         value = getattr(request, field)
-        if value is None:
+        if value is None or (value == "" and field in _OTHER_NAMES):
             continue
-        if field not in _warned_fields:
+        if field in _GUIDED and field not in _warned_fields:
             _warned_fields.add(field)
             logger.warning(
                 '%s in requests is deprecated: send structured_outputs {"%s": ...}. Logged once.', field, kind

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import Generic, TypeVar
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar, Union, get_args, get_origin
+from urllib.parse import urlsplit
 
 import msgspec
 from starlette.requests import Request
@@ -12,7 +15,12 @@ from starlette.types import Message, Receive, Scope
 
 from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.entrypoints.openai.common.streaming_response import ClientDisconnected
-from mvllm.entrypoints.openai.common.unknown_fields import KnownFields, KnownParameters, UnknownFields
+from mvllm.entrypoints.openai.common.unknown_fields import (
+    UNKNOWN_FIELDS_SCOPE_KEY,
+    KnownFields,
+    KnownParameters,
+    UnknownFields,
+)
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.executor.process.process_utils import gc_paused
 
@@ -62,19 +70,23 @@ class BodyReader:
         return decoder.decode(await self.read(request), self._unknown_fields, request.scope)
 
     async def read(self, request: Request) -> bytes:
-        """The whole body.
+        """The whole body. A JSON object may come without the header of JSON, as `curl -d` sends it.
 
         Raises:
-            APIError: The body is too long (413), is not JSON by its header (415), or does not arrive in time (408).
+            APIError: The body is too long (413), is not JSON (415), or does not arrive in time (408).
             ClientDisconnected: The client left.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-            raise APIError(415, "Send the body as JSON, with the header Content-Type: application/json.")
+        is_json = kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+        if not is_json and not _may_send_json_as_other(kind, request.headers):
+            raise _not_json_error()
         claimed = request.headers.get("content-length", "")
         if claimed.isdecimal() and (len(claimed) > 18 or int(claimed) > self.max_bytes):
             raise self._body_too_long_error()
-        return await self.read_any(request.receive)
+        body = await self.read_any(request.receive)
+        if not is_json and not body.lstrip().startswith(b"{"):  # a form, or a text
+            raise _not_json_error()
+        return body
 
     async def read_any(self, receive: Receive) -> bytes:
         """The whole body, which need not be JSON.
@@ -92,6 +104,20 @@ class BodyReader:
             parts.append(message.get("body", b""))
             if not message.get("more_body", False):
                 return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def report_unknown(self, paths: Sequence[str], scope: Scope) -> None:
+        """Reports parts of a body that are not known, after those that `decode` has reported.
+
+        Args:
+            paths: Their paths.
+            scope: ASGI scope of the request.
+
+        Raises:
+            APIError: There are some and the policy is `refuse` (400).
+        """
+        if paths and self._unknown_fields.policy != "ignore":
+            before = scope.get(UNKNOWN_FIELDS_SCOPE_KEY, [])
+            self._unknown_fields.handle([*before, *paths], KnownParameters(()), scope)
 
     def check_query(self, request: Request, *known: str) -> None:
         """Reports query parameters that are not among `known`.
@@ -135,6 +161,7 @@ class BodyDecoder(Generic[T]):
     """Decodes bodies into structs of one type."""
 
     def __init__(self, body_type: type[T]) -> None:
+        self._type = body_type
         self._decoder = msgspec.json.Decoder(body_type)
         self._known_fields = KnownFields(body_type)
 
@@ -153,7 +180,7 @@ class BodyDecoder(Generic[T]):
         reports = unknown_fields is not None and unknown_fields.policy != "ignore"
         try:
             with gc_paused():  # it would traverse the new objects repeatedly
-                request = self._decoder.decode(body)
+                request = self._decode(body)
             unknown = self._known_fields.find_unknown(body) if reports else []  # raises if an unknown name is not UTF-8
         except msgspec.ValidationError as e:
             raise field_type_error(str(e)) from None
@@ -169,6 +196,58 @@ class BodyDecoder(Generic[T]):
             if unknown:
                 unknown_fields.handle(unknown, self._known_fields, scope)
         return request
+
+    def _decode(self, body: bytes) -> T:
+        try:
+            return self._decoder.decode(body)
+        except msgspec.ValidationError as e:
+            if "got `float`" not in str(e):
+                raise
+        return convert_with_integral_floats(msgspec.json.decode(body), self._type)
+
+
+def convert_with_integral_floats(value: Any, body_type: type[T]) -> T:
+    """Converts decoded JSON to a struct. A number such as 4.0 is an integer where only integers are valid: clients in
+    languages without integers write them so.
+
+    Raises:
+        msgspec.ValidationError: A field has the wrong type.
+    """
+    return msgspec.convert(_with_integers(value, body_type), body_type)
+
+
+def _with_integers(value: Any, kind: Any) -> Any:
+    """`value` with integers in place of integral floats, as far as `kind` allows no floats there."""
+    kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    if isinstance(value, float):
+        is_wanted = int in kinds and float not in kinds and value.is_integer() and abs(value) < 1 << 53
+        return int(value) if is_wanted else value
+    if isinstance(value, list):
+        entries = [get_args(each)[0] for each in kinds if get_origin(each) is list]
+        return [_with_integers(each, Union[tuple(entries)]) for each in value] if entries else value  # noqa: UP007
+    structs = [each for each in kinds if isinstance(each, type) and issubclass(each, msgspec.Struct)]
+    if isinstance(value, dict) and structs:
+        fields = {field.encode_name: field.type for each in structs for field in msgspec.structs.fields(each)}
+        return {name: _with_integers(each, fields[name]) if name in fields else each for name, each in value.items()}
+    return value
+
+
+def _may_send_json_as_other(kind: str, headers: Mapping[str, str]) -> bool:
+    """Whether a JSON body is accepted with this media type.
+
+    A page of any site can have a browser send these types without asking the server first, but not
+    `application/json`. So they are accepted only from programs and from pages of this server.
+    """
+    if kind not in ("", "application/x-www-form-urlencoded", "text/plain", "application/octet-stream"):
+        return False
+    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        return False
+    origin = headers.get("origin")
+    return origin is None or urlsplit(origin).netloc.lower() == headers.get("host", "").lower()
+
+
+def _not_json_error() -> APIError:
+    return APIError(415, "Send the body as JSON, with the header Content-Type: application/json.")
 
 
 def _check_size(body: bytes) -> None:

@@ -192,6 +192,9 @@ class GenerationHandler(RequestHandler, StreamingHandler):
         return prompts, self._params  # _build_prompts may replace them
 
 
+NULL_RESPONSE_FIELDS = {"service_tier": None, "system_fingerprint": None, "kv_transfer_params": None}
+"""Fields of a whole response with choices that are null unless they are set. Clients of other engines read them."""
+
 ChoiceEncoder = Callable[[RequestOutput, CompletionOutput], bytes]
 """Encodes the chunks of one choice, output by output. Empty for an output that adds nothing."""
 

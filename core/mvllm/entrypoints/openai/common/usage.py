@@ -48,9 +48,13 @@ class UsageCounter:
         """Generated tokens."""
         return self._completion
 
-    def to_usage(self) -> dict[str, Any]:
-        """The `usage` object of the completions and chat completions APIs."""
-        completion = self._completion if self._count_completion else 0
+    def to_usage(self, num_unsent: int = 0) -> dict[str, Any]:
+        """The `usage` object of the completions and chat completions APIs.
+
+        Args:
+            num_unsent: Completion tokens that have been counted, but not sent yet.
+        """
+        completion = self._completion - num_unsent if self._count_completion else 0
         usage: dict[str, Any] = {
             "prompt_tokens": self._prompt,
             "total_tokens": self._prompt + completion,

@@ -14,12 +14,14 @@ from mvllm.entrypoints.openai.common.output_constraint import output_constraint
 from mvllm.entrypoints.openai.common.prompt_inputs import build_prompts, split_prompts
 from mvllm.entrypoints.openai.common.request_sampling_params import completion_sampling_params
 from mvllm.entrypoints.openai.common.server_sent_events import ChunkEncoder
-from mvllm.entrypoints.openai.common.serving_base import ChoiceEncoder, ChoicesHandler
+from mvllm.entrypoints.openai.common.serving_base import NULL_RESPONSE_FIELDS, ChoiceEncoder, ChoicesHandler
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.usage import UsageCounter
 from mvllm.entrypoints.openai.protocol import CompletionRequest
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import PromptType
+
+_NULL_FIELDS = ("prompt_logprobs", "token_ids", "prompt_token_ids")
 
 MAX_PROMPTS = 2048
 """Sequences of one request: each is a request of the engine."""
@@ -90,7 +92,9 @@ class CompletionHandler(ChoicesHandler):
             for position, output in enumerate(outputs)
             for sequence in output.outputs
         ]
-        fields = self._common_fields("text_completion")
+        for choice in choices:  # clients of other engines read these
+            choice.update({name: None for name in _NULL_FIELDS if name not in choice})
+        fields = {**self._common_fields("text_completion"), **NULL_RESPONSE_FIELDS}
         end_fields = self._end_fields(outputs)
         return encode_json({**fields, "choices": choices, "usage": self._usage.to_usage(), **end_fields})
 
@@ -126,7 +130,7 @@ class _CompletionChoice:
         """The chunk of the next output; empty if it has no text."""
         assert self._chunks is not None
         if sequence.finish_reason is not None:
-            return self._chunks.encode_end_of_choice(encode_json(self.build(output, sequence)), with_usage=True)
+            return self._chunks.encode_end_of_choice(encode_json(self.build(output, sequence)))
         if not self._plain:
             return self._chunks.encode_delta(encode_json(self.build(output, sequence)))
         if not sequence.text:

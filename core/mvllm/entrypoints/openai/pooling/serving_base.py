@@ -93,6 +93,8 @@ class InputListHandler(BasePoolingHandler, Generic[_Request]):
         request = self._request
         if request.messages is not None:
             return [await self._build_conversation(request)], [self._params]
+        if request.input == []:  # the vectors of no inputs
+            return [], []
         prompts = await build_prompts(
             self._context.tokenizer_pool,
             check_num_inputs(split_prompts(request.input, self.field), self.field),

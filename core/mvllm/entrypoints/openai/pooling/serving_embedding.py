@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from mvllm.engine.frontend.pooling_outputs import PoolingRequestOutput
 from mvllm.entrypoints.openai.common.json_response import encode_json
@@ -28,7 +30,7 @@ class EmbeddingHandler(InputListHandler[EmbeddingRequest]):
         self._request = request
         self._params = PoolingParams(
             dimensions=request.dimensions,
-            normalize=request.normalize,
+            normalize=request.use_activation if request.normalize is None else request.normalize,
             truncate_prompt_tokens=request.truncate_prompt_tokens,
             task=PoolingTask.EMBED,
         )
@@ -36,7 +38,7 @@ class EmbeddingHandler(InputListHandler[EmbeddingRequest]):
     def _encode_response(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
         data: list[msgspec.Raw] = []
         for index, output in enumerate(outputs):  # one at a time, so that other threads can run in between
-            values = _encode_values(output, self._request.encoding_format)
+            values = _encode_values(output, self._request)
             data.append(msgspec.Raw(encode_json({"object": "embedding", "index": index, "embedding": values})))
         return self._encode_list(data, outputs)
 
@@ -54,11 +56,14 @@ class PoolingHandler(InputListHandler[PoolingRequest]):
         task: Any = request.task
         if task == "token_embed":  # another name of pooling_type all
             pooling_type, task = pooling_type or PoolingType.ALL, PoolingTask.EMBED
+        normalize, use_activation = request.normalize, request.use_activation
+        if not context.engine.pooling_input_processor.num_labels:  # of embeddings it is the normalization
+            normalize, use_activation = use_activation if normalize is None else normalize, None
         self._params = PoolingParams(
             pooling_type=pooling_type,
             dimensions=request.dimensions,
-            normalize=request.normalize,
-            use_activation=request.use_activation,
+            normalize=normalize,
+            use_activation=use_activation,
             truncate_prompt_tokens=request.truncate_prompt_tokens,
             task=task,
         )
@@ -66,17 +71,33 @@ class PoolingHandler(InputListHandler[PoolingRequest]):
     def _encode_response(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
         data: list[msgspec.Raw] = []
         for index, output in enumerate(outputs):
-            values = _encode_values(output, self._request.encoding_format)
+            values = _encode_values(output, self._request)
             data.append(msgspec.Raw(encode_json({"object": "pooling", "index": index, "data": values})))
         return self._encode_list(data, outputs)
 
 
-def _check_format(request: EmbeddingRequest | PoolingRequest) -> None:
-    if request.encoding_format not in (None, "float", "base64"):
-        raise RequestError("encoding_format must be 'float' or 'base64'.", parameter="encoding_format")
+_FORMATS = {
+    "encoding_format": ("float", "base64"),
+    "embed_dtype": ("float32", "float16", "bfloat16"),
+    "endianness": ("little", "big", "native"),
+}
 
 
-def _encode_values(output: PoolingRequestOutput, encoding_format: str | None) -> Any:
-    """A list of numbers, or base64 of the bytes of little-endian float32."""
+def _check_format(request: EmbeddingRequest) -> None:
+    for name, allowed in _FORMATS.items():
+        if getattr(request, name) not in (None, *allowed):
+            raise RequestError(f"{name} must be one of {', '.join(allowed)}.", parameter=name)
+
+
+def _encode_values(output: PoolingRequestOutput, request: EmbeddingRequest) -> Any:
+    """A list of numbers, or base64 of their bytes: by default of little-endian float32."""
     data = output.outputs.data
-    return base64.b64encode(data.tobytes()).decode() if encoding_format == "base64" else data.tolist()
+    if request.encoding_format != "base64":
+        return data.tolist()
+    order = ">" if request.endianness == "big" or (request.endianness == "native" and sys.byteorder == "big") else "<"
+    if request.embed_dtype == "bfloat16":  # the upper half of float32, rounded to even
+        bits = np.ascontiguousarray(data, np.float32).view(np.uint32).astype(np.uint64)
+        data = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(f"{order}u2")
+    else:
+        data = data.astype(f"{order}f{2 if request.embed_dtype == 'float16' else 4}")
+    return base64.b64encode(data.tobytes()).decode()

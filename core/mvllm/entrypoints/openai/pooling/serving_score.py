@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from mvllm.engine.frontend.pooling_outputs import PoolingRequestOutput
-from mvllm.engine.frontend.scoring import ScoringRequests
+from mvllm.engine.frontend.scoring import ScoringInput, ScoringRequests
 from mvllm.entrypoints.openai.common.json_response import encode_json
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.pooling.serving_base import (
@@ -93,6 +93,7 @@ class _TextPairHandler(BasePoolingHandler):
         self._settings = PoolingParams(
             use_activation=request.use_activation, truncate_prompt_tokens=request.truncate_prompt_tokens
         )
+        self._cache_salt = request.cache_salt
         self._scoring: ScoringRequests | None = None
 
     async def _build_engine_inputs(self) -> tuple[Sequence[PromptType], Sequence[PoolingParams]]:
@@ -100,12 +101,19 @@ class _TextPairHandler(BasePoolingHandler):
 
         def build() -> ScoringRequests:
             first, second = score_inputs(self._first, names[0], engine), score_inputs(self._second, names[1], engine)
+            second = [self._truncated(each) for each in second]
             return ScoringRequests.from_inputs(engine.pooling_input_processor, first, second, self._settings, names)
 
         if engine.config.model.multimodal is not None and any(map(has_item, (*self._first, *self._second))):
             await engine.item_placeholders()  # may wait for the model's processor: not in the threads for texts
         scoring = self._scoring = await self._context.tokenizer_pool.run(build)
-        return scoring.prompts, scoring.params
+        if self._cache_salt is None:
+            return scoring.prompts, scoring.params
+        return [_with_salt(prompt, self._cache_salt) for prompt in scoring.prompts], scoring.params
+
+    def _truncated(self, value: ScoringInput) -> ScoringInput:
+        """An input of the second side as it is compared."""
+        return value
 
     def _scores(self, outputs: Sequence[PoolingRequestOutput]) -> list[float]:
         assert self._scoring is not None, "start() comes first"
@@ -144,7 +152,21 @@ class RerankHandler(_TextPairHandler):
         query = _as_input(request.query, "query")
         super().__init__(context, model, request, [query], documents, ("query", "documents"))
         self._top_n = request.top_n or len(documents)
+        self._max_tokens = request.max_tokens_per_doc
+        if self._max_tokens is not None and self._max_tokens < 1:
+            raise RequestError("max_tokens_per_doc must be at least 1.", parameter="max_tokens_per_doc")
         self._return_documents = request.return_documents is not False
+
+    def _truncated(self, value: ScoringInput) -> ScoringInput:
+        if self._max_tokens is None:
+            return value
+        if not isinstance(value, str):
+            raise RequestError(
+                "max_tokens_per_doc is for documents that are texts; leave it out.", parameter="max_tokens_per_doc"
+            )
+        tokenizer = self._engine.tokenizer
+        ids = tokenizer.encode(self._engine.pooling_input_processor.check_text(value), add_special_tokens=False)
+        return value if len(ids) <= self._max_tokens else tokenizer.decode(ids[: self._max_tokens])
 
     def _encode_response(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
         scores = self._scores(outputs)
@@ -157,6 +179,11 @@ class RerankHandler(_TextPairHandler):
         document = {"text": given} if isinstance(given, str) else {"multi_modal": given["content"]}
         returned = {"document": document} if self._return_documents else {}
         return {"index": index, **returned, "relevance_score": score}
+
+
+def _with_salt(prompt: PromptType, salt: str) -> PromptType:
+    parts: Any = {"prompt": prompt} if isinstance(prompt, str) else prompt
+    return cast(PromptType, {**parts, "cache_salt": salt})
 
 
 def _as_input(value: str | ContentParts | Document, field: str) -> str | dict[str, Any]:

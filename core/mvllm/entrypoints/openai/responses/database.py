@@ -327,6 +327,16 @@ class ResponseDatabase:
             row = self._use(conversation_id, _CONVERSATION, "body, owner")
         return None if row is None else StoredConversation(*row)
 
+    def conversations(self, prefix: str, *, descending: bool) -> Iterator[tuple[str, bytes | None, bytes]]:
+        """Id, owner and body of the conversations whose ids begin with `prefix`, by the time when they were added. Read
+        one by one: all of them may be large."""
+        order = "DESC" if descending else "ASC"
+        yield from self._connection.execute(
+            "SELECT id, owner, body FROM objects WHERE kind = ? AND used >= ? AND SUBSTR(id, 1, ?) = ? "  # noqa: S608
+            f"ORDER BY rowid {order}",
+            (_CONVERSATION, self._oldest_use(), len(prefix), prefix),
+        )
+
     def update_conversation(self, conversation_id: str, body: bytes) -> None:
         """Replaces the body of a conversation. No effect if there is none."""
         with self._transaction():

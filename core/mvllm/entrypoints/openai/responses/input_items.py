@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from mvllm.entrypoints.chat_items import text_of_part
 from mvllm.entrypoints.openai.protocol import ChatCompletionRequest, ResponsesRequest
 from mvllm.entrypoints.openai.responses.client_functions import client_functions, qualified_name
 from mvllm.entrypoints.openai.responses.items import ID_PREFIXES, Item, check_metadata
@@ -34,9 +35,6 @@ _SHARED_FIELDS = tuple(
     and name not in ("tools", "tool_choice", "stream_options", "top_logprobs")  # these differ
 )
 _ROLES = ("user", "assistant", "system", "developer")
-_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Types of content parts with text, and the field of the text."""
-
 Message = dict[str, Any]
 
 
@@ -313,9 +311,8 @@ def _text(where: str, item: Mapping[str, Any], field: str) -> str:
         raise RequestError(f"{where} must be a text or a list of text parts.", parameter="input")
     texts = []
     for i, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part.get(_TEXTS[kind]) if isinstance(kind, str) and kind in _TEXTS else None
-        if not isinstance(text, str):
+        text = text_of_part(part)
+        if text is None:
             raise RequestError(
                 f"{where}[{i}] must be a text part (input_text, output_text), or in a message input_image, input_audio "
                 "or input_video.",

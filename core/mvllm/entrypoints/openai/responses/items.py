@@ -43,12 +43,19 @@ def new_item_id(kind: str) -> str:
     return f"{ID_PREFIXES[kind]}{uuid.uuid4().hex}"
 
 
-def input_items(value: str | Sequence[Mapping[str, Any]] | None, parameter: str = "input") -> list[Item]:
+def input_items(
+    value: str | Sequence[Mapping[str, Any]] | None, parameter: str = "input", *, may_be_empty: bool = False
+) -> list[Item]:
     """The items of `input` as they are stored. Their types are checked, their fields are not.
+
+    Args:
+        may_be_empty: Whether there may be none, because there is something else to answer.
 
     Raises:
         RequestError: The input is missing, or an item has an unknown type.
     """
+    if not value and may_be_empty:
+        return []
     if value is None:
         raise RequestError(f"{parameter} is missing.", parameter=parameter)
     if isinstance(value, str):

@@ -274,7 +274,7 @@ class OutputItems:
         where: dict[str, Any] = {"item_id": item["id"], "output_index": index}
         if kind == "function_call":
             item["arguments"] = text
-            written = events.encode("response.function_call_arguments.done", **where, arguments=text)
+            written = events.encode("response.function_call_arguments.done", **where, name=item["name"], arguments=text)
         elif kind == "mcp_call":
             item["arguments"] = text
             written = events.encode("response.mcp_call_arguments.done", **where, arguments=text)

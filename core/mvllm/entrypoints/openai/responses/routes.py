@@ -9,12 +9,19 @@ from starlette.responses import Response
 
 from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.entrypoints.openai.common.json_response import json_response
+from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.protocol import ResponsesRequest
 from mvllm.entrypoints.openai.responses.background import BackgroundResponses
+from mvllm.entrypoints.openai.responses.client_functions import unknown_tools
 from mvllm.entrypoints.openai.responses.conversations import ConversationsRoutes, check_page
 from mvllm.entrypoints.openai.responses.items import Item, page_of
 from mvllm.entrypoints.openai.responses.mcp.toolbox import MCPServers
-from mvllm.entrypoints.openai.responses.serving import History, ResponsesHandler, check_combinations
+from mvllm.entrypoints.openai.responses.serving import (
+    History,
+    InputTokensHandler,
+    ResponsesHandler,
+    check_combinations,
+)
 from mvllm.entrypoints.openai.responses.store import ResponseStore
 from mvllm.entrypoints.openai.responses.store_file import store_limits
 from mvllm.entrypoints.openai.server.authentication import Caller
@@ -32,11 +39,14 @@ class ResponsesRoutes:
     Args:
         settings: The server's.
         body_routes: Reads bodies and runs handlers.
+
+    Attributes:
+        store: Has the responses and conversations.
     """
 
     def __init__(self, settings: ServerSettings, body_routes: BodyRoutes) -> None:
         self._body_routes = body_routes
-        self._store = ResponseStore(settings.responses_store, store_limits(settings))
+        self.store = self._store = ResponseStore(settings.responses_store, store_limits(settings))
         self._conversations = ConversationsRoutes(self._store, body_routes)
         self._background = BackgroundResponses(self._store, body_routes.send_timeout)
         self._mcp_servers = MCPServers(settings.mcp)
@@ -45,6 +55,9 @@ class ResponsesRoutes:
         """Adds the routes to a router."""
         summary = "Generate the next response of a conversation."
         self._body_routes.add(router, "/v1/responses", ResponsesRequest, self.create, summary)
+        summary = "Count the tokens of what a response would be generated from."
+        self._body_routes.add(router, "/v1/responses/input_tokens", ResponsesRequest, self.input_tokens, summary)
+        router.add_api_route("/v1/responses/compact", self.compact, methods=["POST"], include_in_schema=False)
         add, path = router.add_api_route, "/v1/responses/{response_id}"
         add(path, self.get_response, methods=["GET"], summary="A stored or running response.")
         add(path, self.delete_response, methods=["DELETE"], summary="Delete a stored response.")
@@ -60,11 +73,7 @@ class ResponsesRoutes:
     async def create(self, request: Request) -> Response:
         """Generates the next response of a conversation."""
         context, model, body = await self._body_routes.decode_for_model(request, ResponsesRequest)
-        check_combinations(body)
-        caller = request_caller(request.scope)
-        history = await self._history(body, caller)
-        toolbox = self._mcp_servers.toolbox(body.tools)
-        handler = ResponsesHandler(context, model, body, self._store, caller, history, toolbox)
+        handler = await self._handler(request, context, model, body)
         if not body.background:
             return await self._body_routes.run(request, handler, model)
         if not self._store.is_enabled:
@@ -73,6 +82,21 @@ class ResponsesRoutes:
                 parameter="background",
             )
         return await self._background.start(request, handler, self._body_routes.admit(request, handler, model))
+
+    async def input_tokens(self, request: Request) -> Response:
+        """The number of tokens of the prompt that `create` would run."""
+        context, model, body = await self._body_routes.decode_for_model(request, ResponsesRequest)
+        handler = await self._handler(request, context, model, body)
+        return await self._body_routes.run(request, InputTokensHandler(handler), model)
+
+    async def compact(self, request: Request) -> Response:
+        """Not offered: what it returns is encrypted, and only the service can read it."""
+        raise APIError(
+            404,
+            "This server does not offer /v1/responses/compact. Send truncation='auto' to leave out the oldest messages "
+            "of a conversation that is too long, or shorten the input.",
+            code="not_offered",
+        )
 
     async def get_response(
         self, request: Request, response_id: str, stream: bool = False, starting_after: int = -1
@@ -113,6 +137,21 @@ class ResponsesRoutes:
             if first > len(items):
                 raise APIError(400, "after is not the id of an item.", param="after")
         return json_response(page_of(items[first : first + limit], has_more=len(items) > first + limit))
+
+    async def _handler(
+        self, request: Request, context: ServingContext, model: str, body: ResponsesRequest
+    ) -> ResponsesHandler:
+        """The handler of a request. Kinds of tools that are not known are reported.
+
+        Raises:
+            As `_history` and ResponsesHandler.
+        """
+        check_combinations(body)
+        self._body_routes.reader.report_unknown(unknown_tools(body.tools), request.scope)
+        caller = request_caller(request.scope)
+        history = await self._history(body, caller)
+        toolbox = self._mcp_servers.toolbox(body.tools)
+        return ResponsesHandler(context, model, body, self._store, caller, history, toolbox)
 
     async def _history(self, body: ResponsesRequest, caller: Caller) -> History:
         """What a response continues.

@@ -22,7 +22,7 @@ import msgspec
 from mvllm.entrypoints.openai.chat.serving_base import renamed_fields
 from mvllm.entrypoints.openai.common.errors import to_api_error
 from mvllm.entrypoints.openai.common.json_response import encode_json
-from mvllm.entrypoints.openai.common.serving_base import StreamingHandler
+from mvllm.entrypoints.openai.common.serving_base import Handler, StreamingHandler
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.protocol import ResponsesRequest
 from mvllm.entrypoints.openai.responses.client_functions import client_functions
@@ -144,7 +144,8 @@ class ResponsesHandler(StreamingHandler):
         self._cancelled = asyncio.Event()
         self._is_finished = False
         with renamed_fields(self.field_names):
-            self._input = input_items(request.input)
+            has_more = bool(history.items) or request.instructions is not None
+            self._input = input_items(request.input, may_be_empty=has_more)
             self._builder = MessageBuilder()
             self._builder.add(history.items, "items")
             self._builder.take_approved_calls()  # those that were interrupted: not approved for this request
@@ -230,6 +231,19 @@ class ResponsesHandler(StreamingHandler):
         await self._finish()
         last = _LAST_EVENT.get(self._status, "incomplete")
         yield written + write(f"response.{last}", b'"response":' + self.snapshot())
+
+    async def count_input_tokens(self) -> int:
+        """The number of tokens of the prompt of the first turn. Nothing is run, also no approved call.
+
+        Raises:
+            RequestError: The prompt is not acceptable.
+        """
+        with renamed_fields(self.field_names):
+            if self._toolbox is not None:
+                async for _ in self._list_missing_tools(self._toolbox):
+                    pass
+                self._turn = self._make_turn()
+            return await self._turn.count_prompt_tokens()
 
     @property
     def num_events(self) -> int:
@@ -422,6 +436,19 @@ class ResponsesHandler(StreamingHandler):
 
     async def _prepare_tools(self, toolbox: MCPToolbox) -> AsyncGenerator[bytes, None]:
         """Lists the tools of servers that have no list in the conversation, and runs the approved calls."""
+        async for event in self._list_missing_tools(toolbox):
+            yield event
+        approved = self._builder.take_approved_calls()
+        if approved:
+            first_item = len(self._items.items)
+            for request in approved:
+                yield self._items.begin_approved_call(request)
+            async for event in self._run_calls(toolbox):
+                yield event
+            self._builder.add(self._items.items[first_item:], "output")
+
+    async def _list_missing_tools(self, toolbox: MCPToolbox) -> AsyncGenerator[bytes, None]:
+        """Lists the tools of servers that have no list in the conversation."""
         listed = self._builder.listed_tools
         for tool in toolbox.tools:
             if tool.label in listed and listed[tool.label].get("error") is None:
@@ -436,14 +463,6 @@ class ResponsesHandler(StreamingHandler):
         self._builder.set_function_names(
             {(function.server_label, function.name): name for name, function in toolbox.functions.items()}
         )
-        approved = self._builder.take_approved_calls()
-        if approved:
-            first_item = len(self._items.items)
-            for request in approved:
-                yield self._items.begin_approved_call(request)
-            async for event in self._run_calls(toolbox):
-                yield event
-            self._builder.add(self._items.items[first_item:], "output")
 
     async def _run_calls(self, toolbox: MCPToolbox) -> AsyncGenerator[bytes, None]:
         """Runs the pending calls at once, and yields the events of their ends in order. Calls above the limit fail."""
@@ -469,6 +488,32 @@ class ResponsesHandler(StreamingHandler):
         finally:
             task.cancel()
             cancelled.cancel()
+
+
+class InputTokensHandler(Handler):
+    """Answers a request for the number of tokens of a response's input.
+
+    Args:
+        response: The response, which is not started.
+    """
+
+    num_tokens = 0  # the model runs none
+
+    def __init__(self, response: ResponsesHandler) -> None:
+        self._response = response
+        self._count = 0
+
+    async def start(self) -> None:
+        """Counts the tokens. See Handler."""
+        self._count = await self._response.count_input_tokens()
+
+    async def full_response(self) -> bytes:
+        """The body of the response. See Handler."""
+        return encode_json({"object": "response.input_tokens", "input_tokens": self._count})
+
+    def close(self) -> None:
+        """See Handler."""
+        self._response.close()
 
 
 async def _gather(toolbox: MCPToolbox, calls: Sequence[Item]) -> list[MCPResult]:

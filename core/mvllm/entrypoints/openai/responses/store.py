@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import re
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
@@ -37,6 +37,9 @@ from mvllm.logging import get_logger
 logger = get_logger(__name__)
 
 T = TypeVar("T")
+
+COMPLETION_PREFIX = "chatcmpl-"
+"""Beginning of the ids of chat completions, which are stored as conversations."""
 
 _ID = re.compile(r"[A-Za-z0-9_\-]{1,128}")
 _CANCELLATION_POLL_SECONDS = 0.2
@@ -269,11 +272,17 @@ class ResponseStore:
             APIError: The conversation is not known (404).
         """
         found: StoredConversation | None = None
-        if _ID.fullmatch(conversation_id):
-            found = await self._run(lambda: self._database.conversation(conversation_id))
-        if found is None or not caller.may_access(found.owner):
+        if not conversation_id.startswith(COMPLETION_PREFIX):
+            found = await self._conversation(conversation_id, caller)
+        if found is None:
             raise APIError(404, "No conversation has this id.", param="conversation", code="conversation_not_found")
         return found
+
+    async def _conversation(self, conversation_id: str, caller: Caller) -> StoredConversation | None:
+        if not _ID.fullmatch(conversation_id):
+            return None
+        found = await self._run(lambda: self._database.conversation(conversation_id))
+        return found if found is not None and caller.may_access(found.owner) else None
 
     async def update_conversation(self, conversation_id: str, body: bytes) -> None:
         """Replaces the body of a conversation."""
@@ -331,6 +340,67 @@ class ResponseStore:
         )
         if not has_deleted:
             raise _item_not_found()
+
+    # --- chat completions, which are stored as conversations
+
+    async def completion(self, completion_id: str, caller: Caller) -> StoredConversation:
+        """A chat completion.
+
+        Raises:
+            APIError: The completion is not known (404).
+        """
+        found: StoredConversation | None = None
+        if completion_id.startswith(COMPLETION_PREFIX):
+            found = await self._conversation(completion_id, caller)
+        if found is None:
+            why = "No stored chat completion has this id: send store=true to store one."
+            raise APIError(404, why, param="completion_id", code="completion_not_found")
+        return found
+
+    async def completions(
+        self,
+        caller: Caller,
+        after: str | None,
+        limit: int,
+        *,
+        descending: bool,
+        model: str | None,
+        metadata: Mapping[str, str],
+    ) -> list[Item]:
+        """The chat completions that the caller may read, in the order in which they were stored.
+
+        Args:
+            after: Id of the one before the first.
+            limit: Most completions.
+            model, metadata: Only those of this model, with these entries.
+
+        Raises:
+            APIError: `after` is no completion of the caller (400).
+        """
+
+        def matches(body: Item) -> bool:
+            given = body["metadata"]
+            is_of_model = model is None or body["model"] == model
+            return is_of_model and all(given.get(name) == value for name, value in metadata.items())
+
+        def find() -> list[Item] | None:
+            found: list[Item] = []
+            is_before = after is not None
+            for object_id, owner, data in self._database.conversations(COMPLETION_PREFIX, descending=descending):
+                if not caller.may_access(owner):
+                    continue
+                if is_before:
+                    is_before = object_id != after
+                elif matches(body := msgspec.json.decode(data)):
+                    found.append(body)
+                    if len(found) == limit:
+                        break
+            return None if is_before else found
+
+        completions = await self._run(find)
+        if completions is None:
+            raise APIError(400, "after is not the id of a stored chat completion.", param="after")
+        return completions
 
     # --- the thread
 

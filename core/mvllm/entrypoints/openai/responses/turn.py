@@ -7,18 +7,22 @@ from collections.abc import AsyncGenerator, Sequence
 from functools import cached_property
 from typing import Any
 
-import msgspec
-
 from mvllm.engine.frontend.outputs import CompletionOutput
 from mvllm.entrypoints.openai.chat.serving_base import ChatHandler
+from mvllm.entrypoints.openai.common.conversation_truncation import (
+    max_truncated_length,
+    num_prompt_tokens,
+    without_oldest_messages,
+)
 from mvllm.entrypoints.openai.common.json_response import encode_json
 from mvllm.entrypoints.openai.common.logprobs import TokenFormatter, chat_logprobs
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.protocol import ChatCompletionRequest
-from mvllm.entrypoints.openai.responses.input_items import CHAT_TO_RESPONSES_FIELDS, Message
+from mvllm.entrypoints.openai.responses.input_items import CHAT_TO_RESPONSES_FIELDS
 from mvllm.entrypoints.openai.responses.output_items import OutputItems
-from mvllm.errors import RequestError
 from mvllm.messages.inputs import PromptType
+
+_SHOWN_PARAMETERS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 
 
 class ResponseTurn(ChatHandler):
@@ -113,7 +117,7 @@ class ResponseTurn(ChatHandler):
     @property
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters that a response shows."""
-        return {"temperature": self._params.temperature, "top_p": self._params.top_p}
+        return {name: getattr(self._params, name) for name in _SHOWN_PARAMETERS}
 
     @cached_property
     def _token_formatter(self) -> TokenFormatter:
@@ -129,40 +133,12 @@ class ResponseTurn(ChatHandler):
         is_visible = map(self._token_formatter.is_visible, sequence.token_ids)
         return [entry for entry, visible in zip(found, is_visible, strict=False) if visible and entry["bytes"]]
 
+    async def count_prompt_tokens(self) -> int:
+        """The number of tokens of its prompt, which is not run."""
+        return sum(map(num_prompt_tokens, await self._build_prompts()))
+
     async def _build_prompts(self) -> Sequence[PromptType]:
         if self._truncates:
-            self._request = await self._truncated()
+            limit = max_truncated_length(self._request, self._engine)
+            self._request = await without_oldest_messages(self._request, self._context, limit)
         return await super()._build_prompts()
-
-    async def _truncated(self) -> ChatCompletionRequest:
-        """The request without the oldest messages, so that it fits into the context with room for an answer.
-
-        The system messages at the beginning stay. The others are left out up to a message of the user, so that no
-        output of a tool is without its call.
-        """
-        messages = self._request.messages or []
-        num_system = next((i for i, each in enumerate(messages) if each["role"] != "system"), len(messages))
-        starts = [i for i in range(num_system + 1, len(messages)) if messages[i]["role"] == "user"]
-        lengths = [num_system, *starts]  # where the rest may begin
-        low, high = 0, len(lengths) - 1
-        while low < high:  # the first that fits
-            middle = (low + high) // 2
-            if await self._fits([*messages[:num_system], *messages[lengths[middle] :]]):
-                high = middle
-            else:
-                low = middle + 1
-        kept = messages[lengths[low] :] if lengths else []
-        return msgspec.structs.replace(self._request, messages=[*messages[:num_system], *kept])
-
-    async def _fits(self, messages: list[Message]) -> bool:
-        limit: int = self._engine.model_config.max_model_len
-        room = min(self._request.max_tokens or limit // 8, limit // 4) or 1
-        try:
-            prompt = await self._context.prompt_renderer.render(
-                msgspec.structs.replace(self._request, messages=messages)
-            )
-        except RequestError as e:
-            if "max_model_len" in str(e):
-                return False
-            raise
-        return len(prompt["prompt_token_ids"]) <= limit - room

@@ -154,7 +154,7 @@ def _build_fastapi_app(
         accepts_pages = "text/html" in request.headers.get("accept", "")
         return playground_page() if settings.docs and accepts_pages else PlainTextResponse(RUNNING)
 
-    app.add_api_route("/", root, methods=["GET", "HEAD"], include_in_schema=False)
+    app.add_api_route("/", root, methods=["GET"], include_in_schema=False)
     return _add_handlers(app)
 
 

@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mvllm.entrypoints.openai.client_request import ModelRequest
 from mvllm.entrypoints.openai.common.json_response import json_response
 from mvllm.entrypoints.openai.common.openapi import request_body_schema
 from mvllm.entrypoints.openai.common.relaxation_header import set_relaxations
@@ -17,11 +18,11 @@ from mvllm.entrypoints.openai.common.serving_base import Handler, StreamingHandl
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.common.streaming_response import EventStreamResponse, cancel_on_disconnect
-from mvllm.entrypoints.openai.protocol import ModelRequest, reject_unsupported_fields
 from mvllm.entrypoints.openai.server.middleware import request_caller
 from mvllm.entrypoints.openai.server.rate_limits import RateLimiter, RunningRequest
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
+from mvllm.entrypoints.openai.unsupported_fields import reject_unsupported_fields
 
 R = TypeVar("R", bound=ModelRequest)
 Endpoint = Callable[..., Awaitable[Response]]

@@ -55,6 +55,9 @@ class RequestMiddleware:
         if scope["type"] != "http":
             return  # lifespan and WebSockets are disabled
         start = time.perf_counter()
+        method = scope["method"]
+        if method == "HEAD":  # the headers of GET; the protocol knows by its own scope that there is no body
+            scope = {**scope, "method": "GET"}
         path = scope["path"] = _normalize_path(scope["path"])
         request_id = scope["mvllm.request_id"] = _request_id(scope)
         id_headers = [(b"x-request-id", request_id.encode())]
@@ -75,6 +78,8 @@ class RequestMiddleware:
                     message["headers"].append(unknown_fields_header(unknown_fields))
                 if relaxations:
                     message["headers"].append(relaxations_header(relaxations))
+            elif method == "HEAD" and message["type"] == "http.response.body":
+                message = {**message, "body": b""}
             await send(message)
 
         try:
@@ -93,12 +98,10 @@ class RequestMiddleware:
         finally:
             seconds = time.perf_counter() - start
             route = getattr(scope.get("route"), "path", "other")
-            self._observe(route, _known_method(scope["method"]), status, seconds)
+            self._observe(route, _known_method(method), status, seconds)
             if self._access_log and path not in _UNLOGGED_PATHS:
                 shown = status or "left"
-                logger.info(
-                    '"%s %s" %s %.1f ms %s', scope["method"], _printable_path(path), shown, seconds * 1e3, request_id
-                )
+                logger.info('"%s %s" %s %.1f ms %s', method, _printable_path(path), shown, seconds * 1e3, request_id)
 
 
 def request_caller(scope: Scope) -> Caller:

@@ -14,7 +14,7 @@ from mvllm.entrypoints.ollama.routes import OllamaRoutes
 from mvllm.entrypoints.openai.admin.rollout_routes import RolloutRoutes
 from mvllm.entrypoints.openai.admin.routes import AdminRoutes
 from mvllm.entrypoints.openai.audio.routes import AudioRoutes
-from mvllm.entrypoints.openai.chat.serving import ChatCompletionHandler
+from mvllm.entrypoints.openai.chat.routes import ChatCompletionRoutes
 from mvllm.entrypoints.openai.common.errors import is_anthropic_client
 from mvllm.entrypoints.openai.common.json_response import json_response
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
@@ -23,7 +23,6 @@ from mvllm.entrypoints.openai.images.serving import ImageGenerationHandler
 from mvllm.entrypoints.openai.pooling.serving_embedding import EmbeddingHandler, PoolingHandler
 from mvllm.entrypoints.openai.pooling.serving_score import ClassificationHandler, RerankHandler, ScoreHandler
 from mvllm.entrypoints.openai.protocol import (
-    ChatCompletionRequest,
     ClassificationRequest,
     CompletionRequest,
     EmbeddingRequest,
@@ -41,12 +40,6 @@ from mvllm.entrypoints.openai.tokenize.routes import TokenizeRoutes
 from mvllm.version import __version__
 
 _GENERATION: tuple[tuple[str, Any, Any, str], ...] = (
-    (
-        "/v1/chat/completions",
-        ChatCompletionRequest,
-        ChatCompletionHandler,
-        "Generate the next message of a conversation.",
-    ),
     ("/v1/completions", CompletionRequest, CompletionHandler, "Continue prompts."),
     ("/v1/images/generations", ImageGenerationRequest, ImageGenerationHandler, "Generate images of a prompt."),
 )
@@ -94,16 +87,17 @@ class Routes:
         self.routers = [APIRouter(tags=[tag]) for tag in tags]
         health, generation, embeddings, model_names, tokens, ollama, monitoring, admin = self.routers
 
-        for path in ("/health", "/health/live", "/ping"):
-            health.add_api_route(path, self.health, methods=["GET"], summary="Whether the server works.")
-            health.add_api_route(path, self.health, methods=["HEAD"], include_in_schema=False)
-        health.add_api_route("/ping", self.health, methods=["POST"], summary="Whether the server works.")
+        summary = "Whether the model is loaded and the server works."
+        health.add_api_route("/health", self.health, methods=["GET"], summary=summary)
+        health.add_api_route("/health/live", self.liveness, methods=["GET"], summary="Whether the server works.")
+        for method in ("GET", "POST"):
+            health.add_api_route("/ping", self.liveness, methods=[method], summary="Whether the server works.")
         health.add_api_route("/health/ready", self.readiness, methods=["GET"], summary="Whether it accepts requests.")
-        health.add_api_route("/health/ready", self.readiness, methods=["HEAD"], include_in_schema=False)
 
+        responses = ResponsesRoutes(settings, body_routes)
+        ChatCompletionRoutes(responses.store, body_routes).add_to(generation)
         for route in _GENERATION:
             body_routes.add_handler(generation, *route)
-        responses = ResponsesRoutes(settings, body_routes)
         responses.add_to(generation)
         state.add_closer(responses.close)
         AnthropicRoutes(body_routes).add_to(generation)
@@ -118,7 +112,7 @@ class Routes:
 
         model_names.add_api_route("/v1/models", self.list_models, methods=["GET"], summary="The models.")
         model_names.add_api_route("/v1/models/{model_id:path}", self.get_model, methods=["GET"], summary="One model.")
-        TokenizeRoutes(body_routes).add_to(tokens)
+        TokenizeRoutes(state, body_routes).add_to(tokens)
         OllamaRoutes(state, models, body_routes).add_to(ollama)
         monitoring.add_api_route("/version", self.version, methods=["GET"], summary="The server's version.")
         monitoring.add_api_route("/load", self.load, methods=["GET"], summary="Requests and cache usage, now.")
@@ -127,6 +121,10 @@ class Routes:
         RolloutRoutes(state, models, body_routes).add_to(admin)
 
     async def health(self) -> Response:
+        """As `liveness`, and whether the model is loaded, for which clients of other engines wait."""
+        return _status_response(self._state.unhealthy_reason() or self._state.loading_reason())
+
+    async def liveness(self) -> Response:
         """Whether the process and its engine make progress. Answered from memory."""
         return _status_response(self._state.unhealthy_reason())
 

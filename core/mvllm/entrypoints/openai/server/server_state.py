@@ -126,6 +126,10 @@ class ServerState:
             return f"the engine has given no sign of life for {age:.0f} s"
         return None
 
+    def loading_reason(self) -> str | None:
+        """Says that the model is still being loaded; None if it is not."""
+        return f"the server is {self.phase.value}" if self.phase is ServerPhase.LOADING else None
+
     def not_ready_reason(self) -> str | None:
         """Why the server should get no requests; None if it is ready."""
         if (reason := self.unhealthy_reason()) is not None:

@@ -1,15 +1,20 @@
-"""`POST /tokenize` and `POST /detokenize`: token ids of a text or a conversation, and text of token ids."""
+"""`POST /tokenize`, `POST /detokenize` and `GET /tokenizer_info`: token ids of a text or a conversation, text of token
+ids, and the configuration of the tokenizer."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mvllm.entrypoints.chat_template import read_tokenizer_config
 from mvllm.entrypoints.openai.common.json_response import json_response
 from mvllm.entrypoints.openai.common.streaming_response import cancel_on_disconnect
 from mvllm.entrypoints.openai.protocol import DetokenizeRequest, TokenizeRequest
 from mvllm.entrypoints.openai.server.body_routes import BodyRoutes
+from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.errors import RequestError
 
 MAX_DETOKENIZE_TOKENS = 1 << 20
@@ -20,10 +25,12 @@ class TokenizeRoutes:
     """The routes.
 
     Args:
+        state: The server's state.
         body_routes: Reads bodies.
     """
 
-    def __init__(self, body_routes: BodyRoutes) -> None:
+    def __init__(self, state: ServerState, body_routes: BodyRoutes) -> None:
+        self._state = state
         self._body_routes = body_routes
 
     def add_to(self, router: APIRouter) -> None:
@@ -31,6 +38,7 @@ class TokenizeRoutes:
         add = self._body_routes.add
         add(router, "/tokenize", TokenizeRequest, self.tokenize, "Token ids of a text or a conversation.")
         add(router, "/detokenize", DetokenizeRequest, self.detokenize, "The text of token ids.")
+        router.add_api_route("/tokenizer_info", self.tokenizer_info, methods=["GET"], summary="About the tokenizer.")
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or a conversation."""
@@ -49,6 +57,16 @@ class TokenizeRoutes:
             names = await pool.run(lambda: [engine.tokenizer.token_name(i) for i in ids])
         max_model_len = engine.model_config.max_model_len
         return json_response({"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": names})
+
+    async def tokenizer_info(self) -> Response:
+        """The configuration of the tokenizer, and the chat template that conversations are rendered with."""
+        context = self._state.context
+        folder = Path(context.engine.model_config.tokenizer or "")
+        config, template = await context.tokenizer_pool.run(
+            lambda: (read_tokenizer_config(folder), context.prompt_renderer.template_text())
+        )
+        config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+        return json_response({**config, "chat_template": template or None})
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""

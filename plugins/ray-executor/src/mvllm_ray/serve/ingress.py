@@ -60,9 +60,9 @@ class Ingress:
     async def _respond(self, request: Request) -> Response:
         path = "/" + request.scope["path"].removeprefix(request.scope.get("root_path", "")).lstrip("/")
         match request.method, path:
-            case "GET" | "HEAD" | "POST", "/health" | "/health/live" | "/ping":
+            case "GET" | "HEAD" | "POST", "/health/live" | "/ping":
                 return JSONResponse({"status": "ok"})
-            case "GET" | "HEAD", "/health/ready":
+            case "GET" | "HEAD", "/health" | "/health/ready":
                 return await self._readiness()
             case "GET", "/v1/models":
                 return await self._list_models(request)

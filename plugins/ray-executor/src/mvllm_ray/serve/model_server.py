@@ -110,7 +110,7 @@ class ModelServer:
         """Called by Serve every few seconds. Raises if the server has ended or its engine makes no progress."""
         if self._process is None or self._process.returncode is not None:
             raise ServerLostError(f"the server of the model {self._model.name!r} has ended ({self._status()})")
-        status, body = await self._get("/health")
+        status, body = await self._get("/health/live")
         if status != 200:
             raise ServerLostError(f"the server of the model {self._model.name!r} is unhealthy: {body[:300]}")
 

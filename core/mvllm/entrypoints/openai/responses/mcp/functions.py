@@ -125,8 +125,14 @@ def parse_mcp_tools(tools: Sequence[Mapping[str, Any]] | None, settings: MCPSett
 
 
 def redacted_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]]:
-    """The tools as a response repeats them: without the secrets of MCP servers."""
-    return [_redacted(tool) if tool.get("type") == "mcp" else tool for tool in tools or ()]
+    """The tools as a response repeats them: without the secrets of MCP servers, and functions with all their fields."""
+    return [_redacted(tool) if tool.get("type") == "mcp" else _shown(tool) for tool in tools or ()]
+
+
+def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    if (tool.get("type") or "function") != "function":
+        return tool
+    return {"description": None, "parameters": None, "strict": False, **tool, "type": "function"}
 
 
 def _redacted(tool: Mapping[str, Any]) -> dict[str, Any]:
