@@ -4,10 +4,9 @@ A change is *minor* if a plugin for the old state works unchanged with the new o
 additions that plugins may use or implement. Major changes are members that were removed, renamed, given another type or
 another phase, or became required, and a new parameter of a method that plugins implement, since core passes it.
 
-Of platforms with a graph compiler, core also requires what their compilers translate and claims what GraphPlatform does.
-An operation of graphs that a compiler must name, since it is refused if it is left out, is therefore a major change; one
-that is traced or unused if it is left out is minor. A capability that GraphPlatform begins to claim is major: compilers
-that were written before inherit the claim.
+Compilers of graph platforms must name the operations that are refused if they are left out, so one that is added is a
+major change; one that is traced or unused if it is left out is minor. A capability that GraphPlatform begins to claim
+is major: compilers that were written before inherit the claim.
 """
 
 from __future__ import annotations

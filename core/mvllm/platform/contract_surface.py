@@ -1,4 +1,4 @@
-"""The platform contract as data: every name of `mvllm.plugin_api` and its module `graph` with its members, types, defaults and phases.
+"""The platform contract as data: every name of `mvllm.plugin_api` and its module `graph`, with members and phases.
 
 The source is parsed, not imported, so the result needs no torch, is the same under every Python version, and shows
 types and defaults as written. Function bodies, docstrings and private members are not part of the contract.
@@ -79,7 +79,7 @@ class Surface:
         names: All names of `mvllm.plugin_api` and `mvllm.plugin_api.graph`, sorted.
         operations: Operations that `OpProvider`s replace, sorted; empty in files of an older core.
         graph_operations: Operations of StepGraphs, sorted; empty in files of an older core.
-        graph_capabilities: What `GraphPlatform.capabilities` claims for every platform; empty in files of an older core.
+        graph_capabilities: What `GraphPlatform` claims for every platform; empty in files of an older core.
     """
 
     contract: tuple[int, int]

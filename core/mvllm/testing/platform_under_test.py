@@ -13,6 +13,9 @@ from mvllm.platform.discovery import Candidate, discover
 from mvllm.plugin_api import Capabilities, ContractError, Platform, PlatformError
 from mvllm.testing import report
 
+START_TIMEOUT = 180.0
+"""Default of `PlatformUnderTest.start_timeout`."""
+
 
 @dataclass
 class PlatformUnderTest:
@@ -22,11 +25,13 @@ class PlatformUnderTest:
         name: The platform's name.
         without_device: Test only clauses that need no device, even if the probe finds one.
         environment: The environment variables of this process before the first probe.
+        start_timeout: Seconds that `init_device`, `communicator` and each phase of an engine's start may take.
     """
 
     name: str
     without_device: bool = False
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ), repr=False, compare=False)
+    start_timeout: float = START_TIMEOUT
     _cache: dict[str, Platform] = field(default_factory=dict)
 
     @functools.cached_property
@@ -95,17 +100,19 @@ class PlatformUnderTest:
         )
 
 
-def find_platform_under_test(name: str | None, without_device: bool = False) -> PlatformUnderTest:
+def find_platform_under_test(
+    name: str | None, without_device: bool = False, start_timeout: float = START_TIMEOUT
+) -> PlatformUnderTest:
     """The platform with a name, or the only available one.
 
     Raises:
         PlatformError: No name is given, and there is not exactly one available platform.
     """
     if name is not None:
-        return PlatformUnderTest(name, without_device)
+        return PlatformUnderTest(name, without_device, start_timeout=start_timeout)
     environment = dict(os.environ)
     try:
-        return PlatformUnderTest(choose_platform().source.name, without_device, environment)
+        return PlatformUnderTest(choose_platform().source.name, without_device, environment, start_timeout)
     except MvllmError as e:
         raise PlatformError(f"Name the platform to test with --mvllm-platform NAME. {e}") from e
 

@@ -339,7 +339,8 @@ def test_the_operations_of_graphs_match_those_that_run():
             operation.if_left_out or ("refused" if operation.group in ("attention", "array") else "unused")
         ), name
         if operation.group in ("attention", "array", "collective"):
-            assert [p.partition(":")[0].lstrip("*") for p in read.parameters if p != "*"] == [*operation.parameters], name
+            parameters = [p.partition(":")[0].lstrip("*") for p in read.parameters if p != "*"]
+            assert parameters == [*operation.parameters], name
 
 
 def test_the_capabilities_of_graph_platforms_match_those_that_run_and_are_documented():
