@@ -377,7 +377,7 @@ def main(settings: dict[str, Any]) -> int:
         num_devices=settings["num_devices"],
     )
     world = World(
-        choose_platform(settings["platform"]).platform,
+        choose_platform(settings["platform"], isolated=False).platform,
         context,
         settings["dtypes"],
         settings["checkpoint"],
