@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from mvllm.errors import PlatformError
 from mvllm.logging import get_logger
 from mvllm.platform.discovery import (
+    SLOW_PROBE_SECONDS,
     Candidate,
     PluginSource,
     discover,
@@ -37,9 +38,7 @@ class ChosenPlatform:
         return f"{self.source.name}, from {self.source}"
 
 
-def choose_platform(
-    name: str | None = None, *, available_only: bool = True, isolated: bool = True
-) -> ChosenPlatform:
+def choose_platform(name: str | None = None, *, available_only: bool = True, isolated: bool = True) -> ChosenPlatform:
     """The platform to run on.
 
     Args:
@@ -57,6 +56,14 @@ def choose_platform(
     """
     candidates = discover(only=name or os.environ.get(ENVIRONMENT_VARIABLE) or None, isolated=isolated)
     chosen, reason = choose_candidate(candidates, name, available_only=available_only)
+    if chosen.probe_seconds > SLOW_PROBE_SECONDS:
+        logger.warning(
+            "The probe of the platform %r took %.1f s; probes take under a second (PRB-01). Report this to the "
+            "maintainers of %s.",
+            chosen.name,
+            chosen.probe_seconds,
+            chosen.source.distribution,
+        )
     for left_out in (each for each in candidates if _has_crashed(each)):
         logger.warning(
             "The platform %r is left out, because %s. Remedy: %s.",

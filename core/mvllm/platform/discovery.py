@@ -104,6 +104,10 @@ class Candidate:
         return self.failure is None and self.probe is not None and self.probe.available
 
 
+SLOW_PROBE_SECONDS = 2.0
+"""A probe that takes longer is reported. It should take under a second, which a busy machine may double."""
+
+
 def find_sources() -> list[PluginSource]:
     """Every entry point of the group, sorted by name. Imports no plugin."""
     found = [
@@ -152,10 +156,10 @@ def check_contract(spec: PlatformSpec, source: PluginSource) -> None:
     Raises:
         ContractError: It is not; names both distributions, both versions and the command that fixes it.
     """
-    if not (isinstance(spec.contract, tuple) and [type(part) for part in spec.contract] == [int, int]):
+    if dotted(spec.contract) == repr(spec.contract):
         raise ContractError(
             f"{source.distribution} {source.version} says that it was built for platform contract {spec.contract!r}; "
-            f"a contract is (major, minor), and mvllm {__version__} speaks {_dotted(CONTRACT)}. "
+            f"a contract is (major, minor), and mvllm {__version__} speaks {dotted(CONTRACT)}. "
             f"Run: pip install -U {source.distribution}"
         )
     major, minor = spec.contract
@@ -165,7 +169,7 @@ def check_contract(spec: PlatformSpec, source: PluginSource) -> None:
     remedy = f"pip install -U {'mvllm' if plugin_is_newer else source.distribution}"
     raise ContractError(
         f"{source.distribution} {source.version} was built for platform contract {major}.{minor}, but mvllm "
-        f"{__version__} speaks {_dotted(CONTRACT)}. Run: {remedy}"
+        f"{__version__} speaks {dotted(CONTRACT)}. Run: {remedy}"
     )
 
 
@@ -211,21 +215,31 @@ def needs_another_contract(error: BaseException, source: PluginSource) -> Contra
         lacking = f"{wanted[1]} in {error.name}" if wanted else f"the module {error.name}"
     elif isinstance(error, AttributeError) and (found := re.search(r"module 'mvllm\S*' has no attribute '\w+'", text)):
         lacking = f"it: {found[0]}"
-    elif isinstance(error, TypeError) and re.match(r"(PlatformSpec|ProbeResult|DeviceInfo)\.__init__\(\) ", text):
+    elif isinstance(error, TypeError) and _is_made_of_contract(text):
         lacking = f"it: {text}"
     else:
         return None
     contract_error = ContractError(
         f"{source.distribution} {source.version} was built for another platform contract: it asks for something that "
-        f"contract {_dotted(CONTRACT)} of mvllm {__version__} does not have ({lacking}). "
+        f"contract {dotted(CONTRACT)} of mvllm {__version__} does not have ({lacking}). "
         f"Run: pip install -U mvllm {source.distribution}"
     )
     contract_error.__cause__ = error
     return contract_error
 
 
-def _dotted(contract: tuple[int, int]) -> str:
-    return f"{contract[0]}.{contract[1]}"
+def _is_made_of_contract(text: str) -> bool:
+    """Whether a TypeError's text is about the fields of a class that plugins create, such as Capabilities."""
+    from mvllm import plugin_api
+
+    found = re.match(r"(\w+)\.__init__\(\) (got an unexpected keyword|missing \d+ required)", text)
+    return found is not None and found[1] in plugin_api.__all__
+
+
+def dotted(contract: object) -> str:
+    """A contract version as text, such as `1.4`; one that is not (major, minor) as Python shows it."""
+    is_version = isinstance(contract, tuple) and [type(part) for part in contract] == [int, int]
+    return ".".join(map(str, contract)) if is_version else repr(contract)  # type: ignore[call-overload]
 
 
 def _load(source: PluginSource, rivals: Sequence[PluginSource]) -> Candidate:

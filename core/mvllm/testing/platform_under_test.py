@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from mvllm.errors import MvllmError
 from mvllm.platform.checked_calls import call_checked
 from mvllm.platform.choose import choose_platform
-from mvllm.platform.discovery import Candidate, discover
+from mvllm.platform.discovery import Candidate, discover, dotted
 from mvllm.plugin_api import Capabilities, ContractError, Platform, PlatformError
 from mvllm.testing import report
 
@@ -70,9 +70,9 @@ class PlatformUnderTest:
 
     @property
     def contract(self) -> tuple[int, int] | None:
-        """The contract version of the plugin, if known."""
+        """The contract version of the plugin; None if it is unknown or no version."""
         spec = self.candidate.spec if self.candidate else None
-        return spec.contract if spec else None
+        return spec.contract if spec and dotted(spec.contract) != repr(spec.contract) else None
 
     @property
     def num_devices(self) -> int:
@@ -91,7 +91,7 @@ class PlatformUnderTest:
             platform=self.name,
             distribution=candidate.source.distribution,
             version=candidate.source.version,
-            contract=".".join(map(str, candidate.spec.contract)) if candidate.spec else "",
+            contract=dotted(candidate.spec.contract) if candidate.spec else "",
             vendor=candidate.spec.vendor if candidate.spec else "",
             devices=tuple(
                 f"{d.name}" + (f", {d.memory_bytes / 2**30:.1f} GiB" if d.memory_bytes else "") for d in devices
