@@ -116,13 +116,27 @@ def _differs(found: torch.Tensor | None, expected: torch.Tensor, world: World) -
 def all_reduce(world: World) -> str:
     def check(world: World, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
         found = world.group.all_reduce(world.on_device(world.context.rank, shape, dtype))
-        expected = (
-            torch.stack([world.random_input(r, shape, dtype) for r in range(world.context.world_size)]).sum(0).to(dtype)
-        )
-        return [_differs(found, expected, world)]
+        parts = [world.random_input(r, shape, dtype) for r in range(world.context.world_size)]
+        expected = torch.stack(parts).sum(0).to(dtype)
+        problem = _differs(found, expected, world)
+        return [f"{problem}{_of_other_ranks(world.host(found), parts)}" if problem and found is not None else problem]
 
     exact, rounded, fused = _each(world, check), _rounding_agrees(world), _fused_norm_agrees(world)
     return exact or rounded or fused
+
+
+def _of_other_ranks(found: torch.Tensor, parts: list[torch.Tensor]) -> str:
+    """Which ranks' tensors a wrong sum has, if that explains it."""
+    whole = torch.stack(parts).double()
+    for rank, part in enumerate(whole):
+        for text, sum_ in (
+            (f"the sum without that of rank {rank}", whole.sum(0) - part),
+            (f"the tensor of rank {rank} alone", part),
+            (f"the sum with that of rank {rank} twice", whole.sum(0) + part),
+        ):
+            if found.shape == part.shape and torch.equal(found.double(), sum_):
+                return f": {text}"
+    return ""
 
 
 def _fused_norm_agrees(world: World) -> str:
@@ -174,7 +188,12 @@ def all_gather(world: World) -> str:
         problems = []
         for dim in (-1, 0):
             found = world.group.all_gather(world.on_device(world.context.rank, shape, dtype), dim)
-            problems.append(_differs(found, torch.cat(parts, dim), world))
+            problem = _differs(found, torch.cat(parts, dim), world)
+            if problem and found.shape == torch.cat(parts, dim).shape:
+                pieces = world.host(found).chunk(len(parts), dim)
+                wrong = [str(r) for r, part in enumerate(parts) if not torch.equal(pieces[r], part)]
+                problem += f"; wrong: the tensor of rank {', '.join(wrong)}"
+            problems.append(problem)
         return problems
 
     return _each(world, check, "int32")

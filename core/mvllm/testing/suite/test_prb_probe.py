@@ -42,7 +42,9 @@ def test_a_probe_says_what_it_found_or_what_is_missing(probed: dict[str, Any]) -
 def test_a_probe_takes_under_a_second(probed: dict[str, Any]) -> None:
     assert max(probed["cpu_seconds"]) < PROBE_CPU_SECONDS
     shortest = min(probed["seconds"])
-    assert shortest < SLOW_PROBE_SECONDS, f"of two probes, the shorter one took {shortest:.1f} s; each start waits for it"
+    assert shortest < SLOW_PROBE_SECONDS, (
+        f"of two probes, the shorter one took {shortest:.1f} s; each start waits for it"
+    )
 
 
 @clause("PRB-02")
