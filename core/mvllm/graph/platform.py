@@ -105,7 +105,7 @@ class GraphPlatform(Platform):
     def attention_backend(self, spec: AttentionSpec) -> AttentionBackend:
         from mvllm.graph.one_node import OneNodeAttention
 
-        backend = OneNodeAttention.of(self._compiler)
+        backend = OneNodeAttention.of(self._compiler, self.capabilities.kv_dtypes)
         if problems := backend.validate(spec):
             raise PlatformError(f"The platform {self.spec.name!r} has no attention for this: {'; '.join(problems)}")
         return backend(spec)
