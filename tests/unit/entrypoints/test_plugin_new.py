@@ -160,6 +160,17 @@ def test_the_page_about_conformance_shows_the_files_of_the_template():
         assert line == (TEMPLATE / f"{name}.tmpl").read_text(encoding="utf-8").strip().partition("  #")[0], name
 
 
+def test_the_null_device_has_the_bounds_of_the_template(tmp_path):
+    plugin.write_plugin("acme", tmp_path)
+    ours, new = (
+        tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))
+        for folder in (ROOT / "plugins" / "null-device", tmp_path)
+    )
+    assert ours["project"]["dependencies"] == new["project"]["dependencies"][:1], "it has no torch"
+    assert ours["build-system"] == new["build-system"]
+    assert ours["project"]["requires-python"] == new["project"]["requires-python"]
+
+
 def test_the_runtime_counts_the_page_cache_as_free_memory(tmp_path, monkeypatch):
     plugin.write_plugin("acme", tmp_path)
     monkeypatch.syspath_prepend(tmp_path / "src")
