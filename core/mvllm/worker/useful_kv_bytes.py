@@ -5,7 +5,7 @@ from __future__ import annotations
 from mvllm.config.engine_config import EngineConfig
 from mvllm.platform.worker_protocol import KVCacheNeeds
 
-_LEAST_TOKENS = 1 << 16
+_LEAST_TOKENS, _LEAST_SLOTS = 1 << 16, 64
 """For prefix caching with few sequences or short ones."""
 
 
@@ -14,4 +14,5 @@ def useful_kv_bytes(config: EngineConfig, needs: KVCacheNeeds) -> int:
     num_seqs, block_size = config.scheduler.max_num_seqs, max(needs.block_sizes, default=1)
     blocks = -(-config.model.max_model_len // block_size) + 1
     tokens = max(2 * num_seqs * blocks * block_size, _LEAST_TOKENS)
-    return tokens * needs.bytes_per_token + 4 * num_seqs * needs.state_bytes + needs.fixed_state_bytes
+    slots = max(4 * num_seqs, _LEAST_SLOTS)
+    return tokens * needs.bytes_per_token + slots * needs.state_bytes + needs.fixed_state_bytes
