@@ -230,10 +230,9 @@ def needs_another_contract(error: BaseException, source: PluginSource) -> Contra
 
 def _is_made_of_contract(text: str) -> bool:
     """Whether a TypeError's text is about the fields of a class that plugins create, such as Capabilities."""
-    from mvllm import plugin_api
-
+    plugin_api = sys.modules.get("mvllm.plugin_api")  # the plugin has imported it
     found = re.match(r"(\w+)\.__init__\(\) (got an unexpected keyword|missing \d+ required)", text)
-    return found is not None and found[1] in plugin_api.__all__
+    return found is not None and plugin_api is not None and found[1] in plugin_api.__all__
 
 
 def dotted(contract: object) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mvllm.errors import PlatformError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed.distributed_c10d import Store
 
 
 @dataclass(frozen=True)
@@ -136,13 +136,13 @@ class GroupSpec:
             return [value]
         if self.init_method is None:
             raise PlatformError(f"Group {self.name!r} has several ranks and no rendezvous URL.")
-        from torch.distributed import PrefixStore
+        from torch.distributed.distributed_c10d import PrefixStore
 
         shared = _store(self.init_method, *((self.rank, self.world_size) if self.world_size else self._within_group()))
         place = f"mvllm/{self.name}/{'-'.join(map(str, self.ranks))}"
         turn = _turns[self.init_method, place, self.rank] = _turns.get((self.init_method, place, self.rank), 0) + 1
         store = PrefixStore(f"{place}/{turn}", shared)
-        store.set(str(self.rank), value)
+        store.set(str(self.rank), value)  # type: ignore[arg-type]  # takes bytes as well
         found: list[bytes] = []
         for rank in self.ranks:
             try:
@@ -166,7 +166,7 @@ _turns: dict[tuple[str, str, int], int] = {}
 
 
 def _store(init_method: str, rank: int, world_size: int) -> Store:
-    from torch.distributed import rendezvous
+    from torch.distributed.rendezvous import rendezvous
 
     if (init_method, rank) not in _stores:
         _stores[init_method, rank], _, _ = next(rendezvous(init_method, rank, world_size))
