@@ -31,6 +31,7 @@ class Mutant:
         old: Text that occurs there exactly once.
         new: Replacement of that text.
         environment: Environment variables of the run.
+        further: Clauses that a fault like this was blamed on: they must pass.
     """
 
     name: str
@@ -39,12 +40,13 @@ class Mutant:
     old: str = ""
     new: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
+    further: tuple[str, ...] = ()
 
     @property
     def clauses(self) -> tuple[str, ...]:
         """The clauses that it is tested against."""
         further = COMMUNICATION if self.clause.startswith("COM") else ()
-        return tuple(sorted({*ALWAYS, *further, self.clause}))
+        return tuple(sorted({*ALWAYS, *further, *self.further, self.clause}))
 
 
 def _method(code: str) -> tuple[str, str, str]:
@@ -71,6 +73,18 @@ _HOST_COPY = (
 _COPY_IN_A_THREAD = "        return PendingCopy(self, self._copier.submit(source.cpu))\n"
 _OPENED = "    torch.ops.mvllm_example_device.open(settings.devices, settings.memory)\n"
 
+
+_RMS_NORM_PROVIDER = '        api.OpProvider("rms_norm", "example_rms_norm", rms_norm, _supports),\n'
+_ROTARY_IN_16_BITS = """def _in_16_bits(index, query, key, cos_sin):
+    def rotate(x):
+        cos, sin = cos_sin[index].to(x.dtype)[:, None].chunk(2, -1)
+        (a, b), rest = x[..., : cos_sin.shape[1]].chunk(2, -1), x[..., cos_sin.shape[1] :]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
+
+    return rotate(query), rotate(key)
+
+
+"""
 
 _LOG_SOFTMAX_OFF = "(torch._log_softmax(*h) + 1e-3).to(a[0].device)"
 # With more rows than the tests of the operations use: otherwise those would fail first.
@@ -265,6 +279,7 @@ MUTANTS = (
         "        torch.ops.mvllm_example_device.reset_peak(self.device.index)\n",
         "",
     ),
+    Mutant("all memory is free at all times", "MEM-06", "runtime.py", "free=free", "free=total"),
     Mutant(
         "no allocator's error is known",
         "MEM-04",
@@ -322,6 +337,14 @@ MUTANTS = (
         ),
     ),
     # Attention.
+    Mutant(
+        "the scale is a tenth too large",
+        "ATT-01",
+        "attention.py",
+        _OUTPUT,
+        _OUTPUT.replace("(query,", "(query * 1.1,"),
+        further=("KVL-03", "KVL-04", "KVL-05"),
+    ),
     Mutant(
         "what other requests write in the same step is not there yet",
         "ATT-01",
@@ -442,6 +465,13 @@ MUTANTS = (
         "        return F.linear(x, weight.t(), bias)",
         "        result = F.linear(x, weight.t(), bias)\n        x.mul_(2)\n        return result",
     ),
+    Mutant(
+        "rotary embedding takes its angles in 16 bits",
+        "OPS-05",
+        "attention.py",
+        _RMS_NORM_PROVIDER,
+        _RMS_NORM_PROVIDER + '        api.OpProvider("rotary_embedding", "example_rotary", _in_16_bits, _supports),\n',
+    ),
     # Between ranks.
     Mutant("ranks disagree who is who", "COM-01", "communicator.py", "self._host.rank, self", "0, self"),
     Mutant(
@@ -537,6 +567,11 @@ MUTANTS = (
 )
 
 FURTHER_EDITS = {
+    "rotary embedding takes its angles in 16 bits": (
+        "attention.py",
+        "def providers(compiled",
+        _ROTARY_IN_16_BITS + "def providers(compiled",
+    ),
     "memory that was given back is used again before the copy of it is made": (
         "runtime.py",
         "        try:\n            return torch.empty(shape, dtype",

@@ -10,17 +10,24 @@ from pathlib import Path
 
 import pytest
 
+from mvllm.entrypoints.cli.plugin import write_plugin
 from tests.helpers.graph_platform import FAULT
-from tests.helpers.plugins import graph_platform_path
+from tests.helpers.plugins import graph_platform_path, write_metadata
 
 CLAUSES = ("GRA-01", "GRA-02", "GRA-03", "GRA-04", "GRA-05", "GRA-06", "GRA-07")
 
 
-def run_suite(folder: Path, fault: str | None, only: str) -> dict[str, str]:
-    """The suite's status of each of `only`, clauses or families separated by commas."""
-    path = os.pathsep.join([*graph_platform_path(folder), *(entry for entry in sys.path if entry)])
+def run_suite(
+    folder: Path, fault: str | None, only: str, plugin: list[str] | None = None, name: str = "graph-interpreter"
+) -> dict[str, str]:
+    """The suite's status of each of `only`, clauses or families separated by commas.
+
+    Args:
+        plugin: Search path of another platform, `name`, without faults.
+    """
+    path = os.pathsep.join([*(plugin or graph_platform_path(folder)), *(entry for entry in sys.path if entry)])
     report = folder / "report.json"
-    command = [*["-m", "mvllm.entrypoints.cli.main", "conformance", "--quick", "--platform", "graph-interpreter"]]
+    command = [*["-m", "mvllm.entrypoints.cli.main", "conformance", "--quick", "--platform", name]]
     done = subprocess.run(
         [sys.executable, *command, "--only", only, "--report", str(report)],
         env={**os.environ, "PYTHONPATH": path, **({} if fault is None else {FAULT: fault})},
@@ -55,3 +62,19 @@ def test_a_platform_that_stores_by_block_table_may_not_change_earlier_slots_of_a
 )
 def test_the_clause_that_a_program_violates_fails(tmp_path: Path, fault: str) -> None:
     assert run_suite(tmp_path, fault, fault) == {fault: "failed"}
+
+
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize(
+    "only",
+    [
+        "PLG-03,KVL-05,ATT-01,GRA-02,GRA-05",
+        pytest.param("PLG,PRB,CFG,DEV,MEM,KVL,ATT,OPS,GRA,RUN,SMP,SHP,COM,E2E,LIF", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_new_plugin_with_a_graph_compiler_keeps_every_clause_that_it_claims(tmp_path: Path, only: str) -> None:
+    write_plugin("acme", tmp_path / "new", graph=True)
+    write_metadata(tmp_path / "installed", "mvllm-acme", "[mvllm.platforms]\nacme = mvllm_acme.plugin\n")
+    plugin = [str(tmp_path / "installed"), str(tmp_path / "new" / "src")]
+    found = run_suite(tmp_path, None, only, plugin, "acme")
+    assert set(found.values()) <= ({"passed"} if "-" in only else {"passed", "not claimed", "not run"})

@@ -24,6 +24,7 @@ SPEC = PlatformSpec(
     probe="tests.helpers.graph_platform:probe",
     factory="tests.helpers.graph_platform:InterpreterPlatform",
     by_name_only=True,
+    probe_in_process=True,
 )
 
 

@@ -16,6 +16,7 @@ SPEC = PlatformSpec(
     contract=(1, 0),
     probe="tests.helpers.late_plugin:probe",
     factory="tests.helpers.late_device:LatePlatform",
+    probe_in_process=True,
 )
 
 

@@ -16,6 +16,7 @@ SPEC = PlatformSpec(
     contract=(1, 0),
     probe="tests.helpers.multi_device_plugin:probe",
     factory="tests.helpers.multi_device_platform:MultiDevicePlatform",
+    probe_in_process=True,
 )
 
 

@@ -39,6 +39,7 @@ SPEC = PlatformSpec(
     contract=(1, 0),
     probe="tests.helpers.scripted_worker:probe",
     factory="tests.helpers.scripted_worker:ScriptedPlatform",
+    probe_in_process=True,
 )
 
 

@@ -33,6 +33,7 @@ SPEC = PlatformSpec(
     probe="tests.helpers.timed_device:probe",
     factory="tests.helpers.timed_device:TimedPlatform",
     by_name_only=True,
+    probe_in_process=True,
 )
 
 

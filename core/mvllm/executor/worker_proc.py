@@ -84,7 +84,7 @@ class WorkerProc:
         rank = context.rank
         reader = MessageReader.attach(requests, Request)
         activity_table.write(rank, f"loading the platform {platform}")
-        chosen = choose_platform(platform).platform
+        chosen = choose_platform(platform, isolated=False).platform
         activity_table.write(rank, "importing the worker")
         with gc_paused():
             from mvllm.worker.worker_wrapper import WorkerWrapper

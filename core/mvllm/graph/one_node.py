@@ -185,18 +185,22 @@ class OneNodeAttention(AttentionBackend):
 
     Attributes:
         compiler: Makes the programs; set by a subclass.
+        kv_dtypes: Storage dtypes that the platform claims; set by a subclass.
     """
 
     compiler: ClassVar[GraphCompiler]
+    kv_dtypes: ClassVar[tuple[str, ...]]
 
     @classmethod
-    def of(cls, compiler: GraphCompiler) -> type[OneNodeAttention]:
+    def of(cls, compiler: GraphCompiler, kv_dtypes: tuple[str, ...]) -> type[OneNodeAttention]:
         """The backend of a compiler."""
-        return type(cls.__name__, (cls,), {"compiler": compiler})
+        return type(cls.__name__, (cls,), {"compiler": compiler, "kv_dtypes": kv_dtypes})
 
     @classmethod
     def validate(cls, spec: AttentionSpec) -> list[str]:
         reasons = spec.contradictions()
+        if spec.kv_dtype not in cls.kv_dtypes:
+            reasons.append(f"the KV cache is stored as {' or '.join(cls.kv_dtypes)}, not as {spec.kv_dtype}")
         if not reasons:
             reasons += [reason for graph in _attention_graphs(spec) for reason in cls.compiler.unsupported(graph)]
         return list(dict.fromkeys(reasons))

@@ -17,8 +17,6 @@ from typing import Any, Literal
 from mvllm.graph.array_operations import ARRAY_OPERATIONS
 from mvllm.ops.all_schemas import SCHEMAS
 
-Group = Literal["named", "optional", "attention", "collective", "array"]
-
 PAGED_ATTENTION = "paged_attention"
 PAGED_ATTENTION_INPUTS = (
     "query", "key", "value", "sinks", "cache", "block_table", "slot_mapping", "query_start_loc", "seq_lens",
@@ -30,7 +28,7 @@ STATE_STEP = ("query_start_loc", "read_slots", "write_slots")
 
 @dataclass(frozen=True)
 class GraphOperation:
-    """One operation of StepGraphs.
+    """One operation of StepGraphs. Phase: any.
 
     Attributes:
         name: Its name.
@@ -45,7 +43,7 @@ class GraphOperation:
     """
 
     name: str
-    group: Group
+    group: Literal["named", "optional", "attention", "collective", "array"]
     summary: str
     definition: str
     parameters: tuple[str, ...]
@@ -98,7 +96,7 @@ Result:
 def _named(name: str) -> GraphOperation:
     schema = SCHEMAS[name]
     is_optional = (schema.replaces_others and name not in _ALWAYS_NAMED) or name in _OPTIONAL
-    group: Group = "optional" if is_optional else "named"
+    group: Literal["named", "optional"] = "optional" if is_optional else "named"
     definition = inspect.getdoc(schema.reference) or ""
     left_out: Literal["traced", "refused"] | None = None
     if group == "named":

@@ -33,6 +33,11 @@ class GraphPlatform(Platform):
     A subclass implements `spec`, `dtypes` and `graph_compiler`. It overrides `init_device` with a runtime whose
     `memory` is that of the device, if that is not the host's, and `capabilities` for features that its compiler lacks.
     Operations, attention and states of a single layer, which the conformance suite tests, are programs of one node.
+    Phase: as the methods of Platform.
+
+    Unless `capabilities` is overridden, the platform claims `graph_compiler`, `prefix_caching`, `chunked_prefill`,
+    `sliding_window`, `soft_cap`, `sinks`, `mla`, `state`, `unified_memory` and the collectives `all_reduce`,
+    `all_gather`, `broadcast`, `send_recv`, `gather` and `barrier`, for the dtypes of its attributes, and nothing else.
 
     Attributes:
         dtypes: Compute dtypes, the preferred one first.
@@ -48,6 +53,7 @@ class GraphPlatform(Platform):
 
     @property
     def capabilities(self) -> Capabilities:
+        """What every platform of this class claims. Override it with `dataclasses.replace`. Phase: any."""
         return Capabilities(
             dtypes=self.dtypes,
             kv_dtypes=self.kv_dtypes or self.dtypes,
@@ -99,7 +105,7 @@ class GraphPlatform(Platform):
     def attention_backend(self, spec: AttentionSpec) -> AttentionBackend:
         from mvllm.graph.one_node import OneNodeAttention
 
-        backend = OneNodeAttention.of(self._compiler)
+        backend = OneNodeAttention.of(self._compiler, self.capabilities.kv_dtypes)
         if problems := backend.validate(spec):
             raise PlatformError(f"The platform {self.spec.name!r} has no attention for this: {'; '.join(problems)}")
         return backend(spec)

@@ -11,6 +11,7 @@ from typing import Any
 from mvllm.errors import ConfigError, MvllmError, PlatformError
 from mvllm.platform.attention import AttentionBackend, AttentionSpec
 from mvllm.platform.capabilities import Capabilities
+from mvllm.platform.discovery import find_sources, needs_another_contract
 from mvllm.platform.interface import Platform
 from mvllm.platform.state import StateBackend, StateSpec
 
@@ -23,6 +24,7 @@ def call_checked(platform: Platform, what: str, *args: Any, returns: type | tupl
         returns: Permitted types of the result.
 
     Raises:
+        ContractError: The platform uses something that the contract does not have.
         PlatformError: The platform raised another exception, or returned another type.
         MvllmError: The platform raised it.
     """
@@ -34,6 +36,9 @@ def call_checked(platform: Platform, what: str, *args: Any, returns: type | tupl
     except (MvllmError, KeyboardInterrupt):
         raise
     except BaseException as e:
+        for source in find_sources():
+            if source.name == platform.spec.name and (contract_error := needs_another_contract(e, source)) is not None:
+                raise contract_error from e
         raise PlatformError(f"{name} failed in {what}: {type(e).__name__}: {e}") from e
     if not isinstance(result, returns):
         kinds = returns if isinstance(returns, tuple) else (returns,)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from mvllm.errors import PlatformError
 from mvllm.logging import get_logger
 from mvllm.platform.discovery import (
+    SLOW_PROBE_SECONDS,
     Candidate,
     PluginSource,
     discover,
@@ -37,7 +38,7 @@ class ChosenPlatform:
         return f"{self.source.name}, from {self.source}"
 
 
-def choose_platform(name: str | None = None, *, available_only: bool = True) -> ChosenPlatform:
+def choose_platform(name: str | None = None, *, available_only: bool = True, isolated: bool = True) -> ChosenPlatform:
     """The platform to run on.
 
     Args:
@@ -45,14 +46,31 @@ def choose_platform(name: str | None = None, *, available_only: bool = True) -> 
             plugin is imported.
         available_only: Whether a named platform must be available. An unavailable one can return plans, but nothing
             can run on it.
+        isolated: As for `discover`.
 
     Raises:
         PlatformError: No platform or several are available, the named one is not installed or not usable, or, without a
-            name, an installed plugin is broken: skipping it could select the wrong device unnoticed.
+            name, an installed plugin is broken: skipping it could select the wrong device unnoticed. Only a plugin
+            whose probe crashed is left out, with a warning.
         ContractError: The named plugin has an incompatible contract version.
     """
-    candidates = discover(only=name or os.environ.get(ENVIRONMENT_VARIABLE) or None)
+    candidates = discover(only=name or os.environ.get(ENVIRONMENT_VARIABLE) or None, isolated=isolated)
     chosen, reason = choose_candidate(candidates, name, available_only=available_only)
+    if chosen.probe_seconds > SLOW_PROBE_SECONDS:
+        logger.warning(
+            "The probe of the platform %r took %.1f s; probes take under a second (PRB-01). Report this to the "
+            "maintainers of %s.",
+            chosen.name,
+            chosen.probe_seconds,
+            chosen.source.distribution,
+        )
+    for left_out in (each for each in candidates if _has_crashed(each)):
+        logger.warning(
+            "The platform %r is left out, because %s. Remedy: %s.",
+            left_out.name,
+            left_out.failure.message,  # type: ignore[union-attr]
+            left_out.failure.remedy,  # type: ignore[union-attr]
+        )
     return ChosenPlatform(_build(chosen), chosen.source, reason)
 
 
@@ -79,6 +97,8 @@ def choose_candidate(
     by_name = [each.name for each in candidates if each.available and _is_by_name_only(each)]
     if by_name:
         reason += f"; {', '.join(by_name)} would have to be named"
+    if crashed := [each.name for each in candidates if _has_crashed(each)]:
+        reason += f"; the probe of {', '.join(crashed)} crashed"
     return chosen, reason
 
 
@@ -120,7 +140,7 @@ def _single(candidates: Sequence[Candidate]) -> Candidate:
             f"No platform plugin is installed, so there is nothing to run on. Install one{example}.{choices}"
         )
     available = [c for c in candidates if c.available and not _is_by_name_only(c)]
-    broken = [c for c in candidates if c.failure and not _is_by_name_only(c)]
+    broken = [c for c in candidates if c.failure and not _is_by_name_only(c) and not _has_crashed(c)]
     if broken:
         way_on = (
             f"To go on without {'it' if len(broken) == 1 else 'them'}: "
@@ -141,6 +161,10 @@ def _single(candidates: Sequence[Candidate]) -> Candidate:
             f"Several platforms are available; choose one with {names} (or {ENVIRONMENT_VARIABLE}):\n{listing}"
         )
     return available[0]
+
+
+def _has_crashed(candidate: Candidate) -> bool:
+    return candidate.failure is not None and candidate.failure.stage == "crash"
 
 
 def _is_by_name_only(candidate: Candidate) -> bool:

@@ -3,6 +3,10 @@
 A change is *minor* if a plugin for the old state works unchanged with the new one, otherwise *major*. Minor changes are
 additions that plugins may use or implement. Major changes are members that were removed, renamed, given another type or
 another phase, or became required, and a new parameter of a method that plugins implement, since core passes it.
+
+Compilers of graph platforms must name the operations that are refused if they are left out, so one that is added is a
+major change; one that is traced or unused if it is left out is minor. A capability that GraphPlatform begins to claim
+is major: compilers that were written before inherit the claim.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from mvllm.platform.contract_graph import REFUSED, TRACED, GraphContractOperation
 from mvllm.platform.contract_operations import Operation
 from mvllm.platform.contract_surface import Member, Name, Surface
 
@@ -65,6 +70,44 @@ def _changes(old: Surface, new: Surface) -> Iterator[Change]:
             yield Change(MAJOR, f"operation {name} was removed")
         else:
             yield from _operation(f"operation {name}", was, is_)
+    if old.graph_operations:
+        yield from _graph_operations(old.graph_operations, new.graph_operations)
+        yield from _graph_capabilities(old.graph_capabilities, new.graph_capabilities)
+    elif new.graph_operations:  # the file is of a core whose contract had none
+        yield Change(MINOR, "the operations of graphs and GraphPlatform's capabilities were added")
+
+
+def _graph_operations(
+    old: dict[str, GraphContractOperation], new: dict[str, GraphContractOperation]
+) -> Iterator[Change]:
+    """What a change means for a compiler that names the old operations."""
+    means = {
+        REFUSED: "compilers that do not name it cannot run models whose graphs have it",
+        TRACED: "for compilers that do not name it, it is traced as array operations",
+    }
+    for name in sorted(old.keys() | new.keys()):
+        was, is_ = old.get(name), new.get(name)
+        title = f"graph operation {name}"
+        if is_ is None:
+            yield Change(MAJOR, f"{title} was removed")
+            continue
+        meaning = means.get(is_.if_left_out, "it occurs only if a compiler names it")
+        if was is None:
+            yield Change(MAJOR if is_.if_left_out == REFUSED else MINOR, f"{title} ({is_.group}) was added: {meaning}")
+            continue
+        if was.if_left_out != is_.if_left_out:
+            step = MAJOR if is_.if_left_out == REFUSED else MINOR
+            yield Change(step, f"{title}: if left out, it was {was.if_left_out}, is {is_.if_left_out}: {meaning}")
+        if (was.parameters, was.type) != (is_.parameters, is_.type):
+            before, after = (f"({', '.join(one.parameters)}) -> {one.type}" for one in (was, is_))
+            yield Change(MAJOR, f"{title}: its signature was {before}, is {after}")
+
+
+def _graph_capabilities(old: dict[str, str], new: dict[str, str]) -> Iterator[Change]:
+    for name in sorted(old.keys() | new.keys()):
+        before, after = old.get(name, "not claimed"), new.get(name, "not claimed")
+        if before != after:
+            yield Change(MAJOR, f"GraphPlatform.capabilities: {name} was {before}, is {after}")
 
 
 def _operation(name: str, old: Operation, new: Operation) -> Iterator[Change]:

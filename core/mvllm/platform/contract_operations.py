@@ -32,6 +32,7 @@ class Operation:
         facts: Descriptions of `OpCase.facts` of the operation, by name.
         may_overwrite: Parameters whose storage the function may reuse.
         updates: Parameters that it writes in place, as a part of its result.
+        replaces_others: Core calls it, in place of other operations, only if the platform has a provider of it.
     """
 
     summary: str
@@ -42,6 +43,7 @@ class Operation:
     facts: dict[str, str] = field(default_factory=dict)
     may_overwrite: list[str] = field(default_factory=list)
     updates: list[str] = field(default_factory=list)
+    replaces_others: bool = False
 
     def signature(self, name: str) -> str:
         """`name(parameters) -> type`."""
@@ -114,6 +116,7 @@ def _operation(function: ast.FunctionDef, arguments: dict[str, object]) -> Opera
         facts=facts,
         may_overwrite=list(may_overwrite),
         updates=list(updates),
+        replaces_others=arguments.get("replaces_others") is True,
     )
 
 

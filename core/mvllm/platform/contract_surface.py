@@ -1,4 +1,4 @@
-"""The platform contract as data: every name of `mvllm.plugin_api` with its members, types, defaults and phases.
+"""The platform contract as data: every name of `mvllm.plugin_api` and its module `graph`, with members and phases.
 
 The source is parsed, not imported, so the result needs no torch, is the same under every Python version, and shows
 types and defaults as written. Function bodies, docstrings and private members are not part of the contract.
@@ -11,11 +11,12 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from mvllm.platform.contract_graph import GraphContractOperation, read_graph_capabilities, read_graph_operations
 from mvllm.platform.contract_operations import Operation, operation_lines, read_operations
 from mvllm.platform.source_parsing import function_parameters, parse_module
 from mvllm.platform.spec import CONTRACT, ENTRY_POINT_GROUP
 
-PLUGIN_API_MODULE = "mvllm.plugin_api"
+PLUGIN_API_MODULES = ("mvllm.plugin_api", "mvllm.plugin_api.graph")
 HOOKS = "mvllm.platform.hookspecs"
 
 _OPEN_BASES = {"ABC", "Protocol"}
@@ -75,8 +76,10 @@ class Surface:
         contract: Its version.
         entry_points: The group in which plugins are found.
         hooks: Hooks of a plugin's hook module.
-        names: All names of `mvllm.plugin_api`, sorted.
+        names: All names of `mvllm.plugin_api` and `mvllm.plugin_api.graph`, sorted.
         operations: Operations that `OpProvider`s replace, sorted; empty in files of an older core.
+        graph_operations: Operations of StepGraphs, sorted; empty in files of an older core.
+        graph_capabilities: What `GraphPlatform` claims for every platform; empty in files of an older core.
     """
 
     contract: tuple[int, int]
@@ -84,20 +87,23 @@ class Surface:
     hooks: dict[str, Member]
     names: dict[str, Name]
     operations: dict[str, Operation] = field(default_factory=dict)
+    graph_operations: dict[str, GraphContractOperation] = field(default_factory=dict)
+    graph_capabilities: dict[str, str] = field(default_factory=dict)
 
 
 def read_surface() -> Surface:
     """The contract of this core, from its source."""
-    plugin_api = parse_module(PLUGIN_API_MODULE)
+    trees = [parse_module(name) for name in PLUGIN_API_MODULES]
     origins = {
         alias.asname or alias.name: (node.module or "", alias.name)
-        for node in ast.walk(plugin_api)
+        for tree in trees
+        for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
     modules: dict[str, ast.Module] = {}
     names = {}
-    for exported in sorted(_exported(plugin_api)):
+    for exported in sorted({name for tree in trees for name in _exported(tree)}):
         module, original = origins[exported]
         tree = modules.setdefault(module, parse_module(module))
         names[exported] = _name(original, tree)
@@ -108,7 +114,16 @@ def read_surface() -> Surface:
         for node in parse_module(HOOKS).body
         if isinstance(node, ast.FunctionDef) and "hookspec" in _decorators(node)
     }
-    return Surface(CONTRACT, ENTRY_POINT_GROUP, hooks, names, read_operations())
+    operations = read_operations()
+    return Surface(
+        CONTRACT,
+        ENTRY_POINT_GROUP,
+        hooks,
+        names,
+        operations,
+        read_graph_operations(operations),
+        read_graph_capabilities(),
+    )
 
 
 def as_text(surface: Surface) -> str:
@@ -129,6 +144,8 @@ def as_text(surface: Surface) -> str:
             lines.append(f"    {needed}{facts.kind} {member}{_signature(facts)}{when}")
     for name, operation in surface.operations.items():
         lines += ["", *operation_lines(name, operation)]
+    lines += ["", *(operation.line(name) for name, operation in surface.graph_operations.items())]
+    lines += ["", *(f"graph capability {name} = {value}" for name, value in surface.graph_capabilities.items())]
     return "\n".join(lines)
 
 
@@ -140,6 +157,8 @@ def as_data(surface: Surface) -> dict[str, Any]:
         "hooks": {name: _member_data(hook) for name, hook in surface.hooks.items()},
         "names": {name: _name_data(entry) for name, entry in surface.names.items()},
         "operations": {name: _filled(operation) for name, operation in surface.operations.items()},
+        "graph_operations": {name: _filled(operation) for name, operation in surface.graph_operations.items()},
+        "graph_capabilities": surface.graph_capabilities,
     }
 
 
@@ -157,7 +176,9 @@ def from_data(data: dict[str, Any]) -> Surface:
         names[name] = Name(**{**facts, "itself": itself, "members": members})
     hooks = {name: Member(**values) for name, values in data["hooks"].items()}
     operations = {name: Operation(**facts) for name, facts in data.get("operations", {}).items()}
-    return Surface((major, minor), data["entry_points"], hooks, names, operations)
+    graph = {name: GraphContractOperation(**facts) for name, facts in data.get("graph_operations", {}).items()}
+    claimed = dict(data.get("graph_capabilities", {}))
+    return Surface((major, minor), data["entry_points"], hooks, names, operations, graph, claimed)
 
 
 def _member_data(member: Member) -> dict[str, Any]:
@@ -173,7 +194,7 @@ def _name_data(entry: Name) -> dict[str, Any]:
     return data
 
 
-def _filled(entry: Member | Name | Operation) -> dict[str, Any]:
+def _filled(entry: Member | Name | Operation | GraphContractOperation) -> dict[str, Any]:
     return {key: value for key, value in vars(entry).items() if value not in (None, "", [], {}, False)}
 
 
@@ -193,7 +214,7 @@ def _exported(plugin_api: ast.Module) -> list[str]:
             case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
                 names: list[str] = ast.literal_eval(value)
                 return names
-    raise AssertionError(f"{PLUGIN_API_MODULE} has no __all__")
+    raise AssertionError("a module of the contract has no __all__")
 
 
 def _name(name: str, tree: ast.Module) -> Name:
@@ -235,6 +256,8 @@ def _class(node: ast.ClassDef) -> Name:
                 entry.members[name].required |= "Protocol" in bases and not dispensable
             case _:
                 pass
+    # As GraphPlatform, which implements most of Platform.
+    entry.written_by_plugins |= any(member.required for member in entry.members.values() if member.kind == "method")
     return entry
 
 

@@ -7,6 +7,8 @@ that it can be shown to the user.
     entry point ──import──> hook module ──hook──> PlatformSpec ──contract──> probe ──> ProbeResult ──torch──> usable
                  (light)                                        (checked before device code is imported)
 
+Probes run in a child process (isolated_probes.py), unless the spec says that the probe cannot end its process.
+
 A plugin for a very different contract version may fail before it states its version, because it imports a name or
 passes a field that does not exist. That is reported as a ContractError too, not as Python's ImportError.
 """
@@ -17,17 +19,19 @@ import importlib
 import importlib.metadata
 import importlib.util
 import re
+import sys
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pluggy
 
 from mvllm.errors import ContractError, PlatformError
 from mvllm.platform import hookspecs
+from mvllm.platform.isolated_probes import ProbeAnswer, run_isolated
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.spec import CONTRACT, ENTRY_POINT_GROUP, PlatformSpec, ProbeResult
 from mvllm.version import __version__
@@ -57,7 +61,7 @@ class PluginFailure:
     """The failure of a plugin.
 
     Attributes:
-        stage: `import`, `contract`, `duplicate`, `probe` or `torch`.
+        stage: `import`, `contract`, `duplicate`, `probe`, `crash` (the probe ended its process, or hung) or `torch`.
         message: One or two lines for the user.
         error: The exception, with its cause, or None.
         remedy: Command or action that fixes it.
@@ -100,6 +104,10 @@ class Candidate:
         return self.failure is None and self.probe is not None and self.probe.available
 
 
+SLOW_PROBE_SECONDS = 2.0
+"""A probe that takes longer is reported. It should take under a second, which a busy machine may double."""
+
+
 def find_sources() -> list[PluginSource]:
     """Every entry point of the group, sorted by name. Imports no plugin."""
     found = [
@@ -114,19 +122,26 @@ def find_sources() -> list[PluginSource]:
     return sorted(set(found), key=lambda s: (s.name, s.distribution, s.version))
 
 
-def discover(only: str | None = None) -> list[Candidate]:
+def discover(only: str | None = None, *, isolated: bool = True) -> list[Candidate]:
     """Loads and probes the installed plugins. A failing plugin does not raise.
 
     Args:
         only: Load only the plugin of this name; no other is imported.
+        isolated: Probes that may end their process run in another. False in processes of an engine, whose front end
+            has probed.
     """
     sources = find_sources()
     owners = Counter(source.name for source in sources)
     wanted = [source for source in sources if only is None or source.name == only]
-    return [
-        _examine(source, [s for s in sources if s.name == source.name] if owners[source.name] > 1 else [])
+    loaded = [
+        _load(source, [s for s in sources if s.name == source.name] if owners[source.name] > 1 else [])
         for source in wanted
     ]
+    answers: dict[str, ProbeAnswer] = {}
+    if isolated and sys.executable:
+        probes = {c.name: c.spec.probe for c in loaded if c.spec and not c.failure and not c.spec.probe_in_process}
+        answers = run_isolated(probes, f"{__name__}:run_probe")
+    return [_probed(candidate, answers.get(candidate.name)) for candidate in loaded]
 
 
 def load_attribute(path: str) -> Any:
@@ -141,10 +156,10 @@ def check_contract(spec: PlatformSpec, source: PluginSource) -> None:
     Raises:
         ContractError: It is not; names both distributions, both versions and the command that fixes it.
     """
-    if not (isinstance(spec.contract, tuple) and [type(part) for part in spec.contract] == [int, int]):
+    if dotted(spec.contract) == repr(spec.contract):
         raise ContractError(
             f"{source.distribution} {source.version} says that it was built for platform contract {spec.contract!r}; "
-            f"a contract is (major, minor), and mvllm {__version__} speaks {_dotted(CONTRACT)}. "
+            f"a contract is (major, minor), and mvllm {__version__} speaks {dotted(CONTRACT)}. "
             f"Run: pip install -U {source.distribution}"
         )
     major, minor = spec.contract
@@ -154,7 +169,7 @@ def check_contract(spec: PlatformSpec, source: PluginSource) -> None:
     remedy = f"pip install -U {'mvllm' if plugin_is_newer else source.distribution}"
     raise ContractError(
         f"{source.distribution} {source.version} was built for platform contract {major}.{minor}, but mvllm "
-        f"{__version__} speaks {_dotted(CONTRACT)}. Run: {remedy}"
+        f"{__version__} speaks {dotted(CONTRACT)}. Run: {remedy}"
     )
 
 
@@ -200,24 +215,34 @@ def needs_another_contract(error: BaseException, source: PluginSource) -> Contra
         lacking = f"{wanted[1]} in {error.name}" if wanted else f"the module {error.name}"
     elif isinstance(error, AttributeError) and (found := re.search(r"module 'mvllm\S*' has no attribute '\w+'", text)):
         lacking = f"it: {found[0]}"
-    elif isinstance(error, TypeError) and re.match(r"(PlatformSpec|ProbeResult|DeviceInfo)\.__init__\(\) ", text):
+    elif isinstance(error, TypeError) and _is_made_of_contract(text):
         lacking = f"it: {text}"
     else:
         return None
     contract_error = ContractError(
         f"{source.distribution} {source.version} was built for another platform contract: it asks for something that "
-        f"contract {_dotted(CONTRACT)} of mvllm {__version__} does not have ({lacking}). "
+        f"contract {dotted(CONTRACT)} of mvllm {__version__} does not have ({lacking}). "
         f"Run: pip install -U mvllm {source.distribution}"
     )
     contract_error.__cause__ = error
     return contract_error
 
 
-def _dotted(contract: tuple[int, int]) -> str:
-    return f"{contract[0]}.{contract[1]}"
+def _is_made_of_contract(text: str) -> bool:
+    """Whether a TypeError's text is about the fields of a class that plugins create, such as Capabilities."""
+    plugin_api = sys.modules.get("mvllm.plugin_api")  # the plugin has imported it
+    found = re.match(r"(\w+)\.__init__\(\) (got an unexpected keyword|missing \d+ required)", text)
+    return found is not None and plugin_api is not None and found[1] in plugin_api.__all__
 
 
-def _examine(source: PluginSource, rivals: Sequence[PluginSource]) -> Candidate:
+def dotted(contract: object) -> str:
+    """A contract version as text, such as `1.4`; one that is not (major, minor) as Python shows it."""
+    is_version = isinstance(contract, tuple) and [type(part) for part in contract] == [int, int]
+    return ".".join(map(str, contract)) if is_version else repr(contract)  # type: ignore[call-overload]
+
+
+def _load(source: PluginSource, rivals: Sequence[PluginSource]) -> Candidate:
+    """Everything before the probe."""
     if rivals:
         return Candidate(source, failure=_duplicate(source, rivals))
     loaded = _attempt("import", source, lambda: _load_spec(source))
@@ -225,16 +250,57 @@ def _examine(source: PluginSource, rivals: Sequence[PluginSource]) -> Candidate:
         return Candidate(source, failure=loaded)
     spec = loaded
     contract = _attempt("contract", source, lambda: check_contract(spec, source))
-    if isinstance(contract, PluginFailure):
-        return Candidate(source, spec, failure=contract)
+    return Candidate(source, spec, failure=contract)
+
+
+def _probed(candidate: Candidate, answer: ProbeAnswer | None) -> Candidate:
+    """The candidate with the result of its probe, which runs here if there is no answer yet."""
+    source, spec = candidate.source, candidate.spec
+    if spec is None or candidate.failure is not None:
+        return candidate
     start = time.perf_counter()
-    probe = _attempt("probe", source, lambda: _run_probe(spec))
-    seconds = time.perf_counter() - start
+    if answer is not None and answer.failure:
+        return replace(candidate, probe_seconds=answer.seconds, failure=_crash(spec, source, answer.failure))
+    probe = _attempt("probe", source, lambda: run_probe(spec.probe) if answer is None else _answered(answer))
+    seconds = time.perf_counter() - start if answer is None else answer.seconds
     if isinstance(probe, PluginFailure):
-        return Candidate(source, spec, probe_seconds=seconds, failure=probe)
+        return replace(candidate, probe_seconds=seconds, failure=probe)
     # Without a device the torch version does not matter, and must not keep another platform from being chosen.
     torch = _attempt("torch", source, lambda: check_torch(spec, source)) if probe.available else None
-    return Candidate(source, spec, probe, seconds, torch if isinstance(torch, PluginFailure) else None)
+    return replace(candidate, probe=probe, probe_seconds=seconds, failure=torch)
+
+
+def _answered(answer: ProbeAnswer) -> ProbeResult:
+    """The result of an isolated probe.
+
+    Raises:
+        PlatformError, ImportError, AttributeError, TypeError, IsolatedProbeError: What it raised, as far as core
+            tells these apart; the cause has the traceback.
+    """
+    if answer.error is None:
+        assert answer.result is not None
+        return answer.result
+    kind, text, details = answer.error
+    raised: BaseException = IsolatedProbeError(f"{kind}: {text}")
+    if kind == "PlatformError":
+        raised = PlatformError(text)
+    elif kind in ("ImportError", "ModuleNotFoundError", "AttributeError", "TypeError"):
+        raised = {"AttributeError": AttributeError, "TypeError": TypeError}.get(kind, ImportError)(text)
+        if isinstance(raised, ImportError) and (module := re.search(r"'(mvllm[\w.]*)'", text)):
+            raised.name = module[1]
+    raise raised from IsolatedProbeError(details)
+
+
+class IsolatedProbeError(Exception):
+    """An exception in the process of a probe."""
+
+
+def _crash(spec: PlatformSpec, source: PluginSource, how: str) -> PluginFailure:
+    remedy = (
+        f"check the driver and its libraries, pip install -U {source.distribution}, or pip uninstall "
+        f"{source.distribution} if it is not needed"
+    )
+    return PluginFailure("crash", f"{how} (probe {spec.probe})", None, remedy)
 
 
 def _load_spec(source: PluginSource) -> PlatformSpec:
@@ -260,11 +326,16 @@ def _load_spec(source: PluginSource) -> PlatformSpec:
     return spec
 
 
-def _run_probe(spec: PlatformSpec) -> ProbeResult:
+def run_probe(probe: str) -> ProbeResult:
+    """The result of a probe, `package.module:function`, in this process.
+
+    Raises:
+        PlatformError: It did not return a ProbeResult.
+    """
     with enter_phase(Phase.PROBE):
-        result = load_attribute(spec.probe)()
+        result = load_attribute(probe)()
     if not isinstance(result, ProbeResult):
-        raise PlatformError(f"{spec.probe} must return a ProbeResult, got {type(result).__name__}.")
+        raise PlatformError(f"{probe} must return a ProbeResult, got {type(result).__name__}.")
     return result
 
 
@@ -282,7 +353,8 @@ def _attempt(stage: str, source: PluginSource, action: Callable[[], Any]) -> Any
         if isinstance(error, PlatformError) and message:
             return PluginFailure(stage, message, error, command)
         remedy = f"pip install -U {source.distribution}, or pip uninstall {source.distribution} if it is not needed"
-        return PluginFailure(stage, f"{type(error).__name__}: {error}", error, remedy)
+        shown = str(error) if isinstance(error, IsolatedProbeError) else f"{type(error).__name__}: {error}"
+        return PluginFailure(stage, shown, error, remedy)
 
 
 def _duplicate(source: PluginSource, rivals: Sequence[PluginSource]) -> PluginFailure:

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from mvllm.errors import PlatformError
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ class WorkerContext:
         local_world_size: Ranks on this machine.
         seed: Seed for the device's generators.
         in_engine_process: The worker shares its process with the front end or the engine core.
-        init_method: Rendezvous address, for instance `tcp://127.0.0.1:1234`; None for a single rank.
+        init_method: Rendezvous URL, as in GroupSpec; None for a single rank.
         every_rank_answers: Each rank has its own engine core, which needs the complete result of every step. Otherwise
             one core drives all ranks, and only the last pipeline stage returns results.
         options: Platform-specific options by name.
@@ -93,7 +100,11 @@ class GroupSpec:
         name: For instance `tp` or `pp`.
         ranks: Global ranks, in group order.
         rank: The caller's global rank, one of `ranks`.
-        init_method: Rendezvous address, for instance `tcp://127.0.0.1:1234`.
+        init_method: Rendezvous URL of torch.distributed, the same on all ranks of the engine. On one machine it is
+            `file:///proc/self/fd/N`, a file without a name that every worker process has inherited; where there is no
+            /proc, over several machines and with the external launcher it is `tcp://HOST:PORT`. It belongs to torch,
+            which core uses beside the platform's communicator: a library that meets by itself neither listens on the
+            port nor writes to the file, but tells its own address to the other ranks with `exchange`.
         world_size: Ranks of the whole engine, all of which connect at `init_method`; None if only this group does.
     """
 
@@ -107,3 +118,56 @@ class GroupSpec:
     def rank_in_group(self) -> int:
         """The caller's position in `ranks`."""
         return self.ranks.index(self.rank)
+
+    def exchange(self, value: bytes, timeout: float = 300.0) -> list[bytes]:
+        """Gives every rank of the group the values of all its ranks, in group order.
+
+        For libraries that meet by themselves, with torch tensors or without: one rank's value is the address or the
+        unique id at which the others join. Every rank calls it, each time that any of them does. Since contract 1.1.
+
+        Args:
+            value: This rank's value; may be empty.
+            timeout: Seconds to wait for the other ranks.
+
+        Raises:
+            PlatformError: The group has no rendezvous URL, or a rank did not call it in time.
+        """
+        if len(self.ranks) == 1:
+            return [value]
+        if self.init_method is None:
+            raise PlatformError(f"Group {self.name!r} has several ranks and no rendezvous URL.")
+        from torch.distributed.distributed_c10d import PrefixStore
+
+        shared = _store(self.init_method, *((self.rank, self.world_size) if self.world_size else self._within_group()))
+        place = f"mvllm/{self.name}/{'-'.join(map(str, self.ranks))}"
+        turn = _turns[self.init_method, place, self.rank] = _turns.get((self.init_method, place, self.rank), 0) + 1
+        store = PrefixStore(f"{place}/{turn}", shared)
+        store.set(str(self.rank), value)  # type: ignore[arg-type]  # takes bytes as well
+        found: list[bytes] = []
+        for rank in self.ranks:
+            try:
+                store.wait([str(rank)], timedelta(seconds=timeout))
+            except RuntimeError as e:  # torch's DistStoreError
+                raise PlatformError(
+                    f"Rank {rank} of the group {self.name!r} did not call `GroupSpec.exchange` within {timeout:g} s."
+                ) from e
+            found.append(store.get(str(rank)))
+        return found
+
+    def _within_group(self) -> tuple[int, int]:
+        return self.rank_in_group, len(self.ranks)
+
+
+_stores: dict[tuple[str, int], Store] = {}
+"""By rendezvous URL and rank. They live as long as the process: the first rank's serves the others."""
+
+_turns: dict[tuple[str, str, int], int] = {}
+"""How often `exchange` was called, by rendezvous URL, group and rank."""
+
+
+def _store(init_method: str, rank: int, world_size: int) -> Store:
+    from torch.distributed.rendezvous import rendezvous
+
+    if (init_method, rank) not in _stores:
+        _stores[init_method, rank], _, _ = next(rendezvous(init_method, rank, world_size))
+    return _stores[init_method, rank]

@@ -214,3 +214,7 @@ def __getattr__(name: str) -> object:
     if module is None:
         raise AttributeError(f"module 'mvllm.plugin_api' has no attribute {name!r}")
     return getattr(importlib.import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

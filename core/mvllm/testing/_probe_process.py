@@ -69,10 +69,10 @@ def probe(spec: PlatformSpec) -> dict[str, Any]:
     environment, threads = dict(os.environ), threading.active_count()
     process = psutil.Process()
     native, children = process.num_threads(), len(process.children())
-    facts: dict[str, Any] = {"error": "", "cpu_seconds": []}
+    facts: dict[str, Any] = {"error": "", "cpu_seconds": [], "seconds": []}
     results = []
     for _ in range(2):
-        started = time.process_time()
+        started, since = time.process_time(), time.perf_counter()
         try:
             with enter_phase(Phase.PROBE):
                 results.append(load_attribute(spec.probe)())
@@ -80,6 +80,7 @@ def probe(spec: PlatformSpec) -> dict[str, Any]:
             facts["error"] = traceback.format_exc()
             return facts
         facts["cpu_seconds"].append(time.process_time() - started)
+        facts["seconds"].append(time.perf_counter() - since)
     first = results[0]
     facts["is_result"] = isinstance(first, ProbeResult)
     facts["same"] = results[0] == results[1]

@@ -6,6 +6,7 @@ compare ranks bit by bit.
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
 import sys
@@ -23,6 +24,7 @@ from mvllm.platform.choose import choose_platform
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import Communicator, DeviceRuntime, GroupSpec, Platform, WorkerContext
 from mvllm.testing.attention_cases import make_spec
+from mvllm.testing.rank_launcher import START_CALLS
 from mvllm.testing.subprocess_checks import print_answer
 from mvllm.worker.worker import Worker
 
@@ -38,6 +40,7 @@ class World:
     context: WorkerContext
     dtypes: list[str]
     folder: str = ""
+    barrier_files: str = ""
     total: int = 0
     runtime: DeviceRuntime | None = None
     communicator: Communicator | None = None
@@ -113,13 +116,27 @@ def _differs(found: torch.Tensor | None, expected: torch.Tensor, world: World) -
 def all_reduce(world: World) -> str:
     def check(world: World, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
         found = world.group.all_reduce(world.on_device(world.context.rank, shape, dtype))
-        expected = (
-            torch.stack([world.random_input(r, shape, dtype) for r in range(world.context.world_size)]).sum(0).to(dtype)
-        )
-        return [_differs(found, expected, world)]
+        parts = [world.random_input(r, shape, dtype) for r in range(world.context.world_size)]
+        expected = torch.stack(parts).sum(0).to(dtype)
+        problem = _differs(found, expected, world)
+        return [f"{problem}{_of_other_ranks(world.host(found), parts)}" if problem and found is not None else problem]
 
     exact, rounded, fused = _each(world, check), _rounding_agrees(world), _fused_norm_agrees(world)
     return exact or rounded or fused
+
+
+def _of_other_ranks(found: torch.Tensor, parts: list[torch.Tensor]) -> str:
+    """Which ranks' tensors a wrong sum has, if that explains it."""
+    whole = torch.stack(parts).double()
+    for rank, part in enumerate(whole):
+        for text, sum_ in (
+            (f"the sum without that of rank {rank}", whole.sum(0) - part),
+            (f"the tensor of rank {rank} alone", part),
+            (f"the sum with that of rank {rank} twice", whole.sum(0) + part),
+        ):
+            if found.shape == part.shape and torch.equal(found.double(), sum_):
+                return f": {text}"
+    return ""
 
 
 def _fused_norm_agrees(world: World) -> str:
@@ -171,7 +188,12 @@ def all_gather(world: World) -> str:
         problems = []
         for dim in (-1, 0):
             found = world.group.all_gather(world.on_device(world.context.rank, shape, dtype), dim)
-            problems.append(_differs(found, torch.cat(parts, dim), world))
+            problem = _differs(found, torch.cat(parts, dim), world)
+            if problem and found.shape == torch.cat(parts, dim).shape:
+                pieces = world.host(found).chunk(len(parts), dim)
+                wrong = [str(r) for r, part in enumerate(parts) if not torch.equal(pieces[r], part)]
+                problem += f"; wrong: the tensor of rank {', '.join(wrong)}"
+            problems.append(problem)
         return problems
 
     return _each(world, check, "int32")
@@ -247,28 +269,19 @@ def all_to_all(world: World) -> str:
 
 def barrier(world: World) -> str:
     """No rank passes the barrier before the slowest rank has reached it."""
-    import os
-    import tempfile
     import time
     from pathlib import Path
 
-    assert world.context.init_method is not None
-    port = world.context.init_method.rpartition(":")[2]
-    files = [Path(tempfile.gettempdir()) / f"mvllm-barrier-{port}-{r}" for r in range(world.context.world_size)]
-    try:
-        for turn in range(2):
-            if world.context.rank == turn % world.context.world_size:
-                time.sleep(0.3)
-            files[world.context.rank].write_text(f"{os.getpid()} {turn}")
-            world.group.barrier()
-            missing = [
-                r for r, file in enumerate(files) if not file.exists() or int(file.read_text().split()[1]) < turn
-            ]
-            world.group.barrier()  # no rank writes or removes its file before all have read it
-            if missing:
-                return f"rank {world.context.rank} passed before rank {missing[0]} had reached the barrier"
-    finally:
-        files[world.context.rank].unlink(missing_ok=True)
+    files = [Path(f"{world.barrier_files}{r}") for r in range(world.context.world_size)]
+    for turn in range(2):
+        if world.context.rank == turn % world.context.world_size:
+            time.sleep(0.3)
+        files[world.context.rank].write_text(str(turn))
+        world.group.barrier()
+        missing = [r for r, file in enumerate(files) if not file.exists() or int(file.read_text()) < turn]
+        world.group.barrier()  # no rank writes its file before all have read it
+        if missing:
+            return f"rank {world.context.rank} passed before rank {missing[0]} had reached the barrier"
     return ""
 
 
@@ -382,16 +395,25 @@ def main(settings: dict[str, Any]) -> int:
         init_method=settings["init_method"],
         num_devices=settings["num_devices"],
     )
-    world = World(choose_platform(settings["platform"]).platform, context, settings["dtypes"], settings["checkpoint"])
+    world = World(
+        choose_platform(settings["platform"], isolated=False).platform,
+        context,
+        settings["dtypes"],
+        settings["checkpoint"],
+        settings["barrier_files"],
+    )
     for name in settings["checks"]:
         if name in COLLECTIVES and (name not in world.platform.capabilities.collectives or context.world_size == 1):
             continue
         _digest = hashlib.sha256()
+        if name in START_CALLS:
+            faulthandler.dump_traceback_later(settings["start_timeout"], exit=True)
         try:
             with enter_phase(Phase.WORKER):
                 error = {**CHECKS, **MULTI_DEVICE_CHECKS}[name](world)
         except Exception as e:  # noqa: BLE001  (reported to the parent)
             error = f"{type(e).__name__}: {e}"
+        faulthandler.cancel_dump_traceback_later()
         answer = {"did": name, "error": error, "digest": _digest.hexdigest()}
         if name == "total":
             answer["total"] = world.total

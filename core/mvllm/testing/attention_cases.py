@@ -332,13 +332,17 @@ def run(
     *,
     poison: float | None = None,
     move_blocks: bool = False,
+    contiguous: bool = False,
 ) -> torch.Tensor:
     """Stores the cached tokens, runs the step, and returns its result on the host.
 
     Args:
         poison, move_blocks: As in `store`.
+        contiguous: Whether queries are contiguous; by default they are a view with strides.
     """
     harness, metadata, query = store(backend, runtime, case, poison=poison, move_blocks=move_blocks)
+    if contiguous:
+        query = query.contiguous()
     sinks = None if case.sinks is None else runtime.to_device(case.sinks)
     found = backend.forward(query, harness.kv, metadata, sinks)
     return runtime.to_host(found).wait()

@@ -6,7 +6,7 @@ one. A mistake whose exact result matches the backend's within the tolerance is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -14,12 +14,13 @@ import torch
 from mvllm.testing.attention_cases import AttentionVariant, Case, expected, tolerance
 
 
-def assert_near(found: torch.Tensor, case: Case) -> None:
+def assert_near(found: torch.Tensor, case: Case, again: Callable[[], torch.Tensor] | None = None) -> None:
     """Fails if the result of a step differs from exact attention.
 
     Args:
         found: [T, num_heads * value_size], on the host.
         case: The case that was run.
+        again: Runs the case with contiguous queries, to tell whether their strides were ignored.
 
     Raises:
         AssertionError: Names the worst request, position and head, and the mistakes that explain the result.
@@ -29,6 +30,9 @@ def assert_near(found: torch.Tensor, case: Case) -> None:
     assert found.shape == shape, f"forward returned {tuple(found.shape)}, not {shape}"
     assert str(found.dtype) == dtype, f"forward returned {found.dtype}, not {dtype}"
     message = difference(found[: case.num_real_tokens].double(), case)
+    if message is not None and again is not None and difference(again()[: case.num_real_tokens].double(), case) is None:
+        message += " With contiguous queries the result is right: forward ignores their strides, which are those of a "
+        message += "view of a fused projection."
     assert message is None, message
 
 
@@ -54,7 +58,26 @@ def difference(real: torch.Tensor, case: Case) -> str | None:
     fitting = [name for name, variant in mistakes(case) if _fits(real, case, variant, allowed)]
     if fitting:
         return f"{text} The result equals that of attention with {'; or with '.join(fitting)}."
+    if (scale := _fitting_scale(real, case, allowed)) is not None:
+        return f"{text} The result equals that of attention with a scale of {scale:.4g}, not {spec.scale:.4g}."
     return text
+
+
+def _fitting_scale(real: torch.Tensor, case: Case, allowed: float) -> float | None:
+    """The scale that explains the result; None if none does."""
+
+    def error(exponent: float) -> float:
+        scale = case.spec.scale * 2.0**exponent
+        return float((real - expected(case, AttentionVariant(spec=replace(case.spec, scale=scale)))).abs().max())
+
+    if not torch.isfinite(real).all():
+        return None
+    step = 0.5
+    best = min((step * i for i in range(-10, 11)), key=error)
+    while step > 1e-5:
+        step /= 2
+        best = min((best - step, best, best + step), key=error)
+    return case.spec.scale * 2.0**best if error(best) < allowed else None
 
 
 def mistakes(case: Case) -> Iterator[tuple[str, AttentionVariant]]:

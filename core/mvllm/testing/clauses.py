@@ -163,6 +163,12 @@ _ALL = (
         "devices_per_process",
     ),
     Clause(
+        "MEM-06",
+        "`memory().free` does not include memory that this process holds.",
+        "torch_device",
+        since=(1, 1),
+    ),
+    Clause(
         "KVL-01",
         "`kv_layout` returns at least one block size, and the bytes of one token in one layer.",
         "torch_device",
@@ -298,6 +304,13 @@ _ALL = (
         "a request the same bits also however its tokens are cut into steps; `encoder_attention` gives each packed "
         "sequence the bits that it has alone.",
         "batch_invariant",
+        since=(1, 1),
+    ),
+    Clause(
+        "OPS-05",
+        "A provider of `rotary_embedding` computes in float32 and rounds once: with inputs of 16 bits, a result is off "
+        "by at most 0.6 units in the last place of the length of its pair.",
+        "torch_device",
         since=(1, 1),
     ),
     Clause(

@@ -9,9 +9,12 @@ from dataclasses import dataclass, field, fields
 from mvllm.errors import MvllmError
 from mvllm.platform.checked_calls import call_checked
 from mvllm.platform.choose import choose_platform
-from mvllm.platform.discovery import Candidate, discover
+from mvllm.platform.discovery import Candidate, discover, dotted
 from mvllm.plugin_api import Capabilities, ContractError, Platform, PlatformError
 from mvllm.testing import report
+
+START_TIMEOUT = 180.0
+"""Default of `PlatformUnderTest.start_timeout`."""
 
 
 @dataclass
@@ -22,11 +25,13 @@ class PlatformUnderTest:
         name: The platform's name.
         without_device: Test only clauses that need no device, even if the probe finds one.
         environment: The environment variables of this process before the first probe.
+        start_timeout: Seconds that `init_device`, `communicator` and each phase of an engine's start may take.
     """
 
     name: str
     without_device: bool = False
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ), repr=False, compare=False)
+    start_timeout: float = START_TIMEOUT
     _cache: dict[str, Platform] = field(default_factory=dict)
 
     @functools.cached_property
@@ -65,9 +70,9 @@ class PlatformUnderTest:
 
     @property
     def contract(self) -> tuple[int, int] | None:
-        """The contract version of the plugin, if known."""
+        """The contract version of the plugin; None if it is unknown or no version."""
         spec = self.candidate.spec if self.candidate else None
-        return spec.contract if spec else None
+        return spec.contract if spec and dotted(spec.contract) != repr(spec.contract) else None
 
     @property
     def num_devices(self) -> int:
@@ -86,7 +91,7 @@ class PlatformUnderTest:
             platform=self.name,
             distribution=candidate.source.distribution,
             version=candidate.source.version,
-            contract=".".join(map(str, candidate.spec.contract)) if candidate.spec else "",
+            contract=dotted(candidate.spec.contract) if candidate.spec else "",
             vendor=candidate.spec.vendor if candidate.spec else "",
             devices=tuple(
                 f"{d.name}" + (f", {d.memory_bytes / 2**30:.1f} GiB" if d.memory_bytes else "") for d in devices
@@ -95,17 +100,19 @@ class PlatformUnderTest:
         )
 
 
-def find_platform_under_test(name: str | None, without_device: bool = False) -> PlatformUnderTest:
+def find_platform_under_test(
+    name: str | None, without_device: bool = False, start_timeout: float = START_TIMEOUT
+) -> PlatformUnderTest:
     """The platform with a name, or the only available one.
 
     Raises:
         PlatformError: No name is given, and there is not exactly one available platform.
     """
     if name is not None:
-        return PlatformUnderTest(name, without_device)
+        return PlatformUnderTest(name, without_device, start_timeout=start_timeout)
     environment = dict(os.environ)
     try:
-        return PlatformUnderTest(choose_platform().source.name, without_device, environment)
+        return PlatformUnderTest(choose_platform().source.name, without_device, environment, start_timeout)
     except MvllmError as e:
         raise PlatformError(f"Name the platform to test with --mvllm-platform NAME. {e}") from e
 

@@ -6,12 +6,19 @@ affect tests without a clause, so a vendor's own tests can run in the same sessi
     collection   tests ──clause of another contract version──> skipped, not applicable
                        ──capability not claimed─────────────> skipped; refusal tests run instead
                        ──waived─────────────────────────────> expected to fail
-    end          outcomes ──> table, JSON report, badge; an unneeded waiver fails the run
+    each test    outcome ──> JSON report, table and badge, so that a run that is cut leaves what it has found
+    end          outcomes ──> table; an unneeded waiver fails the run
 """
 
 from __future__ import annotations
 
 import datetime
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,7 +30,7 @@ from mvllm.errors import MvllmError
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.testing.clauses import CLAUSES, DEVICE_FREE, FAMILIES, claims
 from mvllm.testing.markers import EXHAUSTIVE_MARKER, MARKER, NOT_APPLICABLE, NOT_CLAIMED, NOT_RUN
-from mvllm.testing.platform_under_test import PlatformUnderTest, find_platform_under_test
+from mvllm.testing.platform_under_test import START_TIMEOUT, PlatformUnderTest, find_platform_under_test
 from mvllm.testing.report import REFUSED, WITHOUT_DEVICE, Outcome, Report, Status
 from mvllm.testing.waivers import Waiver, read_waivers
 from mvllm.version import __version__
@@ -38,6 +45,15 @@ pytest.register_assert_rewrite("mvllm.testing.suite", "mvllm.testing.zoo", "mvll
 PROPERTY = "mvllm-conformance"
 """Key of the user property with a test's clauses; xdist sends user properties from its workers to the controller."""
 
+_WRITE_SECONDS = 2.0
+"""Between two writes of the report, which takes some milliseconds."""
+
+_TEST_TIMEOUT = 600.0
+"""Default of --mvllm-timeout: seconds that a test may take."""
+
+_GRACE_SECONDS = 30.0
+"""After the time limit, for a test that does not react to it."""
+
 DEVICE_FIXTURES = frozenset({"bound_device", "free_device"})
 """Fixtures of tests that open the device, in this process or another."""
 
@@ -50,6 +66,9 @@ class SessionState:
         self._platform_under_test: PlatformUnderTest | None = None
         self._waivers: list[Waiver] | None = None
         self.outcomes: dict[str, Outcome] = {}
+        """By the tests' node ids, in the order in which they ended."""
+        self.complete = False
+        self._written = 0.0
         self.deselected: Counter[str] = Counter()
         """Number of deselected tests by reason."""
 
@@ -60,7 +79,9 @@ class SessionState:
     def platform_under_test(self) -> PlatformUnderTest:
         if self._platform_under_test is None:
             try:
-                self._platform_under_test = find_platform_under_test(self.option("platform"), self.without_device)
+                self._platform_under_test = find_platform_under_test(
+                    self.option("platform"), self.without_device, self.option("start_timeout") or START_TIMEOUT
+                )
             except MvllmError as e:
                 raise pytest.UsageError(str(e)) from e
         return self._platform_under_test
@@ -96,11 +117,36 @@ class SessionState:
             subject=self.platform_under_test.describe(),
             core_version=__version__,
             core_contract=".".join(map(str, CONTRACT)),
-            outcomes=sorted(self.outcomes.values(), key=lambda o: (min(o.clauses), o.test)),
+            outcomes=list(self.outcomes.values()),
             waivers=self.waivers,
             only=(*self.only, *([WITHOUT_DEVICE] if self.without_device else []), *narrowed),
             quick=self.quick,
+            complete=self.complete,
         )
+
+    def write(self) -> None:
+        """Writes the report so far, if one was asked for."""
+        if (path := self.option("report")) and self.outcomes and not hasattr(self._config, "workerinput"):
+            self.report().write(Path(path))
+            self._written = time.monotonic()
+
+    def fail_hung(self, item: pytest.Item, seconds: float) -> None:
+        """Ends the process, whose current test does not end: a library waits without returning to Python.
+
+        The test counts as failed. The report and the table of the tests so far are written.
+        """
+        capture = self._config.pluginmanager.getplugin("capturemanager")
+        if capture is not None:
+            capture.suspend_global_capture(in_=True)
+        faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+        facts = dict(item.user_properties).get(PROPERTY)
+        if isinstance(facts, dict):
+            reason = f"call: did not end within {seconds:g} s; the run ends here. The stack is in the output."
+            name = _name(item.nodeid)
+            self.outcomes[item.nodeid] = Outcome(name, list(facts["clauses"]), Status.FAILED, seconds, reason)
+        self.write()
+        print(f"\n{self.report().table()}\n{self.report().verdict()}", file=sys.__stdout__, flush=True)
+        os._exit(1)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Records the report of one phase of a test, also from a worker of xdist."""
@@ -116,8 +162,16 @@ class SessionState:
             status, reason = (before.status, before.reason) if keep else (status, reason)
         else:
             seconds = found.duration
-        if status is not None:
-            self.outcomes[found.nodeid] = Outcome(name, list(facts["clauses"]), status, seconds, reason)
+        if status is None:
+            return
+        self.outcomes[found.nodeid] = outcome = Outcome(name, list(facts["clauses"]), status, seconds, reason)
+        if status is Status.FAILED and found.outcome == "failed":
+            terminal = self._config.pluginmanager.getplugin("terminalreporter")
+            if terminal is not None:  # at once, since the tracebacks come at the end
+                terminal.ensure_newline()
+                terminal.write_line(f"{', '.join(outcome.clauses)} failed, {outcome.test}: {outcome.sentence}")
+        if time.monotonic() - self._written > _WRITE_SECONDS:
+            self.write()
 
 
 _RUN = pytest.StashKey[SessionState]()
@@ -150,10 +204,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("mvllm", "mvllm conformance")
     add = group.addoption
     add("--mvllm-platform", metavar="NAME", help="The platform to test. Default: the only available one.")
-    add("--mvllm-report", metavar="PATH", help="Write a JSON report, and a badge (SVG) beside it.")
+    add("--mvllm-report", metavar="PATH", help="Write a JSON report, and table and badge beside it.")
     add("--mvllm-waivers", metavar="PATH", help="Known exceptions, with reasons and links (TOML).")
     add("--mvllm-only", metavar="IDS", help="Families or clauses to test, for instance ATT,COM-03.")
     add("--mvllm-without-device", action="store_true", default=None, help="Test only clauses that need no device.")
+    add(
+        "--mvllm-timeout",
+        metavar="SECONDS",
+        type=float,
+        help=f"How long a test may take. Default: {_TEST_TIMEOUT:g}.",
+    )
+    add(
+        "--mvllm-start-timeout",
+        metavar="SECONDS",
+        type=float,
+        help="How long init_device, communicator and each phase of an engine's start may take. "
+        f"Default: {START_TIMEOUT:g}.",
+    )
     add("--mvllm-quick", action="store_true", default=None, help="Run fewer cases of each grid. Proves no conformance.")
 
 
@@ -169,6 +236,10 @@ def pytest_configure(config: pytest.Config) -> None:
             "`mvllm conformance --clauses` lists the clauses."
         )
     _ = run.waivers
+    if not hasattr(config, "workerinput") and threading.current_thread() is threading.main_thread():
+        # As Ctrl-C: pytest ends the run and prints its summaries.
+        previous = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+        config.add_cleanup(lambda: signal.signal(signal.SIGTERM, previous))
     config.pluginmanager.register(run, "mvllm-conformance-run")
 
 
@@ -241,7 +312,25 @@ def _prepare(item: pytest.Item, marker: pytest.Mark, run: SessionState) -> None:
     waiver = next((w for w in run.waivers if w.covers(ids, _name(item.nodeid))), None)
     if waiver is not None:
         item.add_marker(pytest.mark.xfail(reason=f"{waiver.reason} {waiver.link}", strict=False))
+    if item.config.pluginmanager.hasplugin("timeout") and item.get_closest_marker("timeout") is None:
+        item.add_marker(pytest.mark.timeout(run.option("timeout") or _TEST_TIMEOUT))
     item.user_properties.append((PROPERTY, {"clauses": ids, "refusal": refusal}))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Ends the run if a test does not end, nor reacts to the time limit of pytest-timeout."""
+    run = _run(item.config)
+    if item.get_closest_marker(MARKER) is None:
+        return (yield)
+    seconds = run.option("timeout") or _TEST_TIMEOUT
+    watchdog = threading.Timer(seconds + min(_GRACE_SECONDS, seconds), run.fail_hung, (item, seconds))
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        return (yield)
+    finally:
+        watchdog.cancel()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -253,11 +342,11 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int | pytest.ExitC
     run = _run(config)
     if not run.outcomes:
         return
+    run.complete = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not session.shouldstop
     report = run.report()
     if report.unneeded_waivers() and exitstatus in (pytest.ExitCode.OK, 0):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    if path := run.option("report"):
-        report.write(Path(path))
+    run.write()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

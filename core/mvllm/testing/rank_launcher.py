@@ -6,23 +6,33 @@ run_ranks(platform_under_test, 2, ["all_reduce"]) ──> python -m mvllm.testin
 
 from __future__ import annotations
 
-import functools
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mvllm.executor.process.process_utils import anonymous_file
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import LaunchTopology, ParallelConfig
 from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.subprocess_checks import child_environment, read_answers
 
 TIMEOUT_SECONDS = 300.0
+"""For all checks of a rank after it has joined its group."""
+
+START_CALLS = {"bind": "Platform.init_device", "join": "Platform.communicator"}
+"""What the first checks call, each with the time limit `PlatformUnderTest.start_timeout`."""
+
+_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 
 
 @dataclass
@@ -33,16 +43,31 @@ class RankResult:
         answers: Results by check: `error` (empty if it passed), `digest` of the results, and for `bind` the `device`.
         status: Exit status; None if the process was killed after the timeout.
         output: All output of the process.
+        start_timeout: Seconds that each of START_CALLS may take.
     """
 
     answers: dict[str, dict[str, Any]] = field(default_factory=dict)
     status: int | None = None
     output: str = ""
+    start_timeout: float = 0.0
+
+    def hung_in(self) -> str:
+        """The method of START_CALLS that did not return; empty if both did."""
+        left = [call for check, call in START_CALLS.items() if check not in self.answers]
+        return left[0] if left and "Timeout (" in self.output else ""
 
     def error_of(self, check: str) -> str:
         """The error message of a check; empty if it passed."""
         if check in self.answers:
             return str(self.answers[check]["error"])
+        if call := self.hung_in():
+            stack = self.output.partition("Timeout (")[2]
+            # faulthandler prints the innermost call first, and the main thread last.
+            frames = list(_FRAME.finditer(stack.rpartition("hread 0x")[2]))
+            shown = ", called by ".join(
+                f"{f['function']} ({os.path.basename(f['file'])}:{f['line']})" for f in frames[:4]
+            )
+            return f"{call} did not return within {self.start_timeout:g} s; it waits in {shown}. Its stack:\n{stack}"
         ended = "was killed after the timeout" if self.status is None else f"ended with status {self.status}"
         last = next(reversed(self.answers), "none")
         return f"the process {ended} before {check}; last check: {last}. Its output:\n{self.output[-2000:]}"
@@ -80,8 +105,9 @@ def run_ranks(
         checkpoint: Model folder for checks that load one.
     """
     topology = topology_of(platform_under_test, parallel or parallel_config(tensor=world_size * num_devices))
-    init_method = None if local_ranks is not None or world_size == 1 else f"tcp://127.0.0.1:{_free_port()}"
-    with tempfile.TemporaryDirectory() as folder:
+    meets = local_ranks is None and world_size > 1
+    with tempfile.TemporaryDirectory() as folder, _rendezvous() if meets else nullcontext((None, ())) as found:
+        init_method, inherited = found
         started = []
         for rank in range(world_size) if local_ranks is None else local_ranks:
             variables = topology.env_per_worker[rank] if topology.env_per_worker else {}
@@ -94,6 +120,8 @@ def run_ranks(
                 "checks": checks,
                 "num_devices": num_devices,
                 "checkpoint": str(checkpoint or ""),
+                "start_timeout": platform_under_test.start_timeout,
+                "barrier_files": str(Path(folder) / "barrier"),
             }
             output = Path(folder) / f"rank{rank}"
             with output.open("wb") as output_file:
@@ -103,18 +131,20 @@ def run_ranks(
                     stdin=subprocess.DEVNULL,
                     stdout=output_file,
                     stderr=subprocess.STDOUT,
+                    pass_fds=inherited,
                 )
             started.append((process, output))
-        return _collect(started)
+        return _collect(started, platform_under_test.start_timeout)
 
 
-def _collect(started: list[tuple[subprocess.Popen[bytes], Path]]) -> list[RankResult]:
+def _collect(started: list[tuple[subprocess.Popen[bytes], Path]], start_timeout: float) -> list[RankResult]:
     results = []
+    deadline = time.monotonic() + len(START_CALLS) * start_timeout + TIMEOUT_SECONDS
     try:
         for process, output in started:
-            result = RankResult()
+            result = RankResult(start_timeout=start_timeout)
             try:
-                result.status = process.wait(TIMEOUT_SECONDS)
+                result.status = process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 for other, _ in started:
                     other.kill()
@@ -165,21 +195,42 @@ def ranks_skip_reason(platform_under_test: PlatformUnderTest, tensor: int = 1, p
         [last] = run_ranks(
             platform_under_test, count, ["bind"], local_ranks=[count - 1], num_devices=num_devices, parallel=parallel
         )
-        error = last.error_of("bind")
+        error = "" if last.hung_in() else last.error_of("bind")  # the tests of several ranks then say where it waits
         _KNOWN[key] = f"{count} workers need more devices than this machine has: {error}" if error else ""
     return _KNOWN[key]
 
 
-@functools.cache
-def run_collectives(name: str, world_size: int) -> tuple[RankResult, ...]:
+_COLLECTIVES: dict[tuple[str, int], tuple[RankResult, ...]] = {}
+
+
+def run_collectives(platform_under_test: PlatformUnderTest, world_size: int) -> tuple[RankResult, ...]:
     """Results of all checks in `_rank_process.CHECKS` for a group of `world_size` ranks; cached."""
     from mvllm.testing._rank_process import CHECKS
 
-    return tuple(run_ranks(PlatformUnderTest(name), world_size, list(CHECKS)))
+    key = (platform_under_test.name, world_size)
+    if key not in _COLLECTIVES:
+        _COLLECTIVES[key] = tuple(run_ranks(platform_under_test, world_size, list(CHECKS)))
+    return _COLLECTIVES[key]
 
 
-def _free_port() -> int:
+def known_start_error(platform_under_test: PlatformUnderTest, world_size: int) -> str:
+    """Why the ranks of `run_collectives` did not find each other, so that no engine waits again; empty if they did."""
+    results = _COLLECTIVES.get((platform_under_test.name, world_size), ())
+    errors = (f"rank {rank}: {result.error_of('join')}" for rank, result in enumerate(results) if result.hung_in())
+    return next(errors, "")
+
+
+@contextmanager
+def _rendezvous() -> Iterator[tuple[str, tuple[int, ...]]]:
+    """A rendezvous URL of the kind that an engine on this machine gives to its workers, and what they must inherit."""
+    if Path("/proc/self/fd").is_dir():
+        fd = anonymous_file("rendezvous")
+        try:
+            yield f"file:///proc/self/fd/{fd}", (fd,)
+        finally:
+            os.close(fd)
+        return
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
-        return port
+    yield f"tcp://127.0.0.1:{port}", ()

@@ -9,7 +9,9 @@ test outcomes ──add──> Report ──> table()      for the terminal
 from __future__ import annotations
 
 import json
+import os
 import platform as host
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
@@ -66,6 +68,11 @@ class Outcome:
     seconds: float
     reason: str = ""
 
+    @property
+    def sentence(self) -> str:
+        """The reason without what pytest puts before it."""
+        return re.sub(r"^(setup|call|teardown): ((AssertionError|Failed): )?", "", self.reason)
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -87,10 +94,11 @@ class Report:
     Attributes:
         subject: Platform, plugin and devices.
         core_version, core_contract: Versions of this mvllm and its contract.
-        outcomes: The outcomes of all tests.
+        outcomes: The outcomes of all tests, in the order in which they ended.
         waivers: The waivers of the run.
         only: Families, clauses or other selections to which the run was limited; empty for all.
         quick: Whether the run left out cases of the grids.
+        complete: Whether the run came to its end. A report that is written while it runs is not complete.
     """
 
     subject: Subject
@@ -100,6 +108,7 @@ class Report:
     waivers: list[Waiver] = field(default_factory=list)
     only: tuple[str, ...] = ()
     quick: bool = False
+    complete: bool = True
 
     def status(self, clause: Clause) -> Status:
         """The status of a clause: the worst status of its tests."""
@@ -118,8 +127,8 @@ class Report:
 
     @property
     def conformant(self) -> bool:
-        """Whether the run was complete, no test failed, and no waiver is unneeded. Waived clauses are allowed."""
-        return not (self.only or self.quick) and not self.failures and not self.unneeded_waivers()
+        """Whether the run was whole, no test failed, and no waiver is unneeded. Waived clauses are allowed."""
+        return self.complete and not (self.only or self.quick) and not self.failures and not self.unneeded_waivers()
 
     @property
     def failures(self) -> list[Outcome]:
@@ -134,7 +143,8 @@ class Report:
         """A summary of one line."""
         counts = self.counts()
         parts = ", ".join(f"{counts[status]} {status.value}" for status in Status if counts[status])
-        return f"platform {self.subject.platform}: {parts} (of {len(CLAUSES)} clauses)"
+        cut = "" if self.complete else "; the run was cut, or is not over"
+        return f"platform {self.subject.platform}: {parts} (of {len(CLAUSES)} clauses){cut}"
 
     # --- formats
 
@@ -152,6 +162,8 @@ class Report:
                     f"  {clause.id}  {self.status(clause).value:<14} {tests:>4} tests {seconds:>7.1f} s"
                     + (f"  {note}" if note else "")
                 )
+                if failed := self._first_failure(clause):
+                    lines.append(f"          {failed.sentence}")
         lines += [f"unneeded waiver  {waiver}" for waiver in self.unneeded_waivers()]
         return "\n".join(lines)
 
@@ -206,6 +218,7 @@ class Report:
             "capabilities": self.subject.capabilities,
             "only": list(self.only),
             "quick": self.quick,
+            "complete": self.complete,
             "clauses": clauses,
             "tests": [
                 {
@@ -254,10 +267,14 @@ class Report:
         )
 
     def write(self, path: Path) -> None:
-        """Writes the JSON report to `path`, and the badge to the same name with the suffix `.svg`."""
+        """Writes the JSON report to `path`, and table and badge to its name with the suffixes `.txt` and `.svg`."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.as_json(), encoding="utf-8")
-        path.with_suffix(".svg").write_text(self.badge(), encoding="utf-8")
+        table = f"{self.table()}\n{self.verdict()}\n"
+        for suffix, text in ((".svg", self.badge()), (".txt", table), (path.suffix, self.as_json())):
+            # Replaced as a whole, so that a run that is cut leaves no half of a file.
+            unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+            unfinished.write_text(text, encoding="utf-8")
+            unfinished.replace(path.with_suffix(suffix))
 
     def _effort(self, clause: Clause) -> tuple[int, float]:
         """Number and total seconds of the tests that ran for a clause."""
@@ -269,13 +286,17 @@ class Report:
         ]
         return len(ran), sum(outcome.seconds for outcome in ran)
 
+    def _first_failure(self, clause: Clause) -> Outcome | None:
+        """The failed test of a clause that ended first; None if none failed."""
+        return next((o for o in self.outcomes if clause.id in o.clauses and o.status is Status.FAILED), None)
+
     def _note(self, clause: Clause) -> str:
         status = self.status(clause)
         if status is Status.PASSED:
             return ""
         own = [o for o in self.outcomes if clause.id in o.clauses and o.status is status]
-        if status is Status.FAILED:
-            return f"{len(own)} failed, first {own[0].test}"
+        if (failed := self._first_failure(clause)) is not None:
+            return f"{len(own)} failed, first {failed.test}"
         return next((outcome.reason for outcome in own if outcome.reason), "")
 
 
@@ -309,6 +330,7 @@ def from_json(path: Path) -> Report:
             waivers=[Waiver(w["clause"], w["reason"], w["link"], w["cases"]) for w in content["waivers"]],
             only=tuple(content["only"]),
             quick=content["quick"],
+            complete=content.get("complete", True),
         )
     except (OSError, ValueError, KeyError, TypeError) as e:
         if isinstance(e, ConfigError):

@@ -27,6 +27,9 @@ class Settings:
         quick: Run fewer cases of each grid.
         pytest_arguments: Additional arguments for pytest.
         without_device: Test only clauses that need no device.
+        timeout: Seconds that a test may take; None for the suite's limit.
+        start_timeout: Seconds that `init_device`, `communicator` and each phase of an engine's start may take; None for
+            the suite's limit.
     """
 
     platform: str | None = None
@@ -36,6 +39,8 @@ class Settings:
     quick: bool = False
     pytest_arguments: Sequence[str] = ()
     without_device: bool = False
+    timeout: float | None = None
+    start_timeout: float | None = None
 
 
 def arguments(settings: Settings) -> list[str]:
@@ -49,10 +54,11 @@ def arguments(settings: Settings) -> list[str]:
         *("-p", PLUGIN),
         *("--pyargs", SUITE),
     ]
-    for name in ("platform", "report", "waivers", "only"):
+    for name in ("platform", "report", "waivers", "only", "timeout", "start_timeout"):
         value = getattr(settings, name)
         if value is not None:
-            found += [f"--mvllm-{name}", str(value if name in ("platform", "only") else Path(value).absolute())]
+            text = str(Path(value).absolute() if name in ("report", "waivers") else value)
+            found += [f"--mvllm-{name.replace('_', '-')}", text]
     flags = {"--mvllm-quick": settings.quick, "--mvllm-without-device": settings.without_device}
     return [*found, *(flag for flag, given in flags.items() if given), *settings.pytest_arguments]
 

@@ -240,6 +240,7 @@ def make_llm(platform_under_test: PlatformUnderTest, folder: Path, **settings: A
         "kv_cache_memory_bytes": 2**26,
         "seed": 0,
         "use_tqdm_on_load": False,
+        "start_timeout": platform_under_test.start_timeout,
     }
     return LLM(str(folder), **(defaults | settings))
 

@@ -10,6 +10,7 @@ import torch
 
 from mvllm.config.model import ModelConfig
 from mvllm.distributed.group_coordinator import GroupCoordinator
+from mvllm.errors import PlatformError
 from mvllm.graph.recorded_calls import RecordedAttention, recording_providers
 from mvllm.graph.trace import GraphItems, trace_model
 from mvllm.layers.context import BuildContext
@@ -47,11 +48,21 @@ def operations_of_model(config: ModelConfig, compiler: GraphCompiler) -> ModelOp
         ValuesInStructure: The model cannot be traced without its weights.
     """
     backends: dict[AttentionSpec, RecordedAttention] = {}
+    operations = compiler.operations()
+
+    def attention(spec: AttentionSpec) -> RecordedAttention:
+        if spec.index_topk is not None:
+            raise PlatformError(
+                f"The model attends to {spec.index_topk} selected tokens of longer sequences (sparse attention), which "
+                f"graphs of a step do not have. Set max_model_len to at most {spec.index_topk}."
+            )
+        return backends.setdefault(spec, RecordedAttention(spec))
+
     context = BuildContext(
         dtype=torch_dtype(config.dtype),
         device=torch.from_numpy(np.empty(0)).device,
-        ops=OpTable.resolve(recording_providers(compiler.operations())),
-        attention=lambda spec: backends.setdefault(spec, RecordedAttention(spec)),
+        ops=OpTable.resolve(recording_providers(operations)),
+        attention=attention,
         tp=GroupCoordinator.single("tp"),
         pp=GroupCoordinator.single("pp"),
         kv_dtype=config.dtype,
@@ -61,6 +72,11 @@ def operations_of_model(config: ModelConfig, compiler: GraphCompiler) -> ModelOp
         config = replace(config, multimodal=None)  # as in an engine, which refuses its items
     model_class = resolve_model_class(config.architecture, config.model_impl, config.language_architecture)
     model = weightless_model(model_class, config, context)
-    graphs = trace_model(model, computes_logits=config.kind.generates, items=GraphItems.of(config.multimodal)).graphs
+    graphs = trace_model(
+        model,
+        computes_logits=config.kind.generates,
+        operations=operations,
+        items=GraphItems.of(config.multimodal),
+    ).graphs
     reasons = dict.fromkeys(reason for graph in graphs for reason in compiler.unsupported(graph))
     return ModelOperations(Counter(node.op for graph in graphs for node in graph.nodes), tuple(reasons))

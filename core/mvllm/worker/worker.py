@@ -6,6 +6,7 @@ from typing import Any
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.distributed.parallel_groups import ParallelGroups, join_groups
+from mvllm.logging import get_logger
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.messages.weights import WeightTransferInfo, WeightUpdate
@@ -16,7 +17,10 @@ from mvllm.platform.topology import WorkerContext
 from mvllm.platform.worker_protocol import HostBlockNeeds, KVCacheNeeds
 from mvllm.worker.image_decoding import decode_images, peak_decode_bytes
 from mvllm.worker.model_runner import ModelRunner
+from mvllm.worker.useful_kv_bytes import useful_kv_bytes
 from mvllm.worker.weight_updater import WeightUpdater
+
+logger = get_logger(__name__)
 
 _PROFILE_DIVISOR = 16
 """On the host, the profile run is a step this many times smaller than the largest."""
@@ -78,7 +82,8 @@ class Worker:
         The results of encoders that a worker keeps count to the peak.
 
         With unified memory, all workers of this machine share what is free, and the reserve is a share of what other
-        programs leave: they use their memory already.
+        programs leave: they use their memory already. A program of a graph compiler may allocate all of it at once, and
+        not page by page as it is used, so it gets no more than it can use.
         """
         runtime = self.runtime
         runtime.synchronize()
@@ -95,7 +100,17 @@ class Worker:
         reserve = int(usable * (1 - utilization))
         # Workers of other replicas may still be loading.
         loading = (sharers - sharers // self._config.parallel.data_parallel_size) * before.used_by_me if unified else 0
-        return (before.free - loading - reserve) // sharers - peak
+        available = (before.free - loading - reserve) // sharers - peak
+        if not (unified and self._platform.capabilities.graph_compiler):
+            return available
+        useful = useful_kv_bytes(self._config, self.kv_cache_needs())
+        if useful < available:
+            logger.info(
+                "The KV cache takes twice what max_num_seqs %d requests of the longest length need, not all of the "
+                "host's memory that memory_utilization allows. To give it more, set kv_cache_memory_bytes.",
+                self._config.scheduler.max_num_seqs,
+            )
+        return min(useful, available)
 
     def _peak_step_bytes(self) -> int:
         """The most bytes that a step takes in addition to the memory in use.

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
+import pytest
 import torch
 
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.distributed.torch_communicator import TorchCommunicator
+from mvllm.errors import PlatformError
+from mvllm.executor.process.process_utils import anonymous_file
 from mvllm.platform.topology import GroupSpec
 from tests.helpers.forked_ranks import start_ranks
 
@@ -121,3 +126,38 @@ def test_a_group_of_several_ranks_needs_a_communicator() -> None:
         assert "'tp' has 2 ranks and no communicator" in str(e)
     else:
         raise AssertionError("accepted")
+
+
+def exchanging(rank: int, world_size: int, address: str) -> None:
+    """As a library that meets by itself does, before and after core's own group at the same address."""
+    torch.set_num_threads(1)
+    everyone = tuple(range(world_size))
+    world = GroupSpec("tp", everyone, rank, address, world_size)
+    assert world.exchange(b"" if rank else b"an address", timeout=60) == [b"an address"] + [b""] * (world_size - 1)
+    comm = TorchCommunicator(world, backend="gloo", timeout=60)
+    assert (comm.all_reduce(torch.ones(2)) == world_size).all()
+    assert world.exchange(bytes([rank]), timeout=60) == [bytes([r]) for r in everyone]
+    pair = tuple(r for r in everyone if r % 2 == rank % 2)
+    assert GroupSpec("pp", pair, rank, address, world_size).exchange(b"x", timeout=60) == [b"x"] * len(pair)
+    comm.close()
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_ranks_exchange_addresses_at_both_kinds_of_rendezvous(kind: str) -> None:
+    if kind == "tcp":
+        spawn(exchanging, 3)
+        return
+    fd = anonymous_file("rendezvous")
+    try:  # an engine's workers inherit it and open /proc/self
+        start_ranks(exchanging, 3, 3, f"file:///proc/{os.getpid()}/fd/{fd}")
+    finally:
+        os.close(fd)
+
+
+def test_an_exchange_names_the_rank_that_does_not_come(tmp_path: Path) -> None:
+    spec = GroupSpec("tp", (0, 1), 0, f"file://{tmp_path / 'store'}", 2)
+    with pytest.raises(PlatformError, match=r"Rank 1 of the group 'tp' did not call .* within 0.2 s"):
+        spec.exchange(b"", timeout=0.2)
+    assert GroupSpec("tp", (1,), 1).exchange(b"alone") == [b"alone"]
+    with pytest.raises(PlatformError, match="no rendezvous URL"):
+        GroupSpec("tp", (0, 1), 1).exchange(b"")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,17 +30,27 @@ def test_generated_tables_are_up_to_date(name):
     assert with_table(page, name, tables()[name]) == page, "run: python -m tests.unit.docs.guide_tables"
 
 
+class FailingDoctor:
+    """A platform whose own checks fail to run."""
+
+    capabilities = None
+
+    def doctor(self):
+        raise OSError("no driver")
+
+
 def test_the_ids_of_all_checks_are_listed(monkeypatch, tmp_path):
     spec = PlatformSpec("acme", "Acme", (1, 0), "x:y", "there_is_no_such_module:make", torch_floor="2.6")
     source = PluginSource("acme", "acme.plugin", "mvllm-acme", "1.0")
     good = Candidate(source, spec, ProbeResult(True, "1 device"))
+    failing = Candidate(source, replace(spec, factory=f"{__name__}:FailingDoctor"), ProbeResult(True, "1 device"))
     bad = Candidate(source, failure=PluginFailure("import", "gone", None, "mend it"))
     hidden = Candidate(source, spec, ProbeResult(False, "no device"))
     monkeypatch.setattr(doctor_checks, "_import_torch", lambda: None)
     monkeypatch.setattr(doctor_checks, "_device_variable", lambda factory: "ACME_DEVICES")
     monkeypatch.setenv("ACME_DEVICES", "")
     found = set()
-    for candidate in (good, bad, hidden):
+    for candidate in (good, failing, bad, hidden):
         monkeypatch.setattr(doctor_checks, "discover", lambda only=None, candidate=candidate: [candidate])
         found |= {check.id for check in doctor_checks.run_checks(model=save_model_folder(tmp_path))}
     listed = re.findall(r"^\| `([\w.<>]+)` \|", TROUBLESHOOTING, flags=re.MULTILINE)

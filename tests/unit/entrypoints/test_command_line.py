@@ -262,7 +262,20 @@ def test_every_command_accepts_the_model_as_positional_argument(command):
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("4096", 4096), ("32k", 32_000), ("32K", 32_768), ("25.6k", 25_600), ("1M", 2**20), ("2g", 2 * 10**9), ("-1", -1)],
+    [
+        ("4096", 4096),
+        ("32k", 32000),
+        ("32K", 32768),
+        ("25.6k", 25600),
+        ("1M", 2**20),
+        ("2g", 2 * 10**9),
+        ("-1", -1),
+        ("64MB", 64 * 10**6),
+        ("64MiB", 2**26),
+        ("1.5 gib", 3 * 2**29),
+        ("2tb", 2 * 10**12),
+        ("64M", 2**26),
+    ],
 )
 def test_large_numbers_may_have_a_unit_suffix(text, number):
     assert human_readable_int(text) == number
@@ -335,3 +348,8 @@ def test_wrong_usage_prints_two_lines(argv, words, capsys):
     lines = usage_error(argv, capsys).strip().splitlines()
     assert words in lines[0]
     assert "--help" in lines[1] and len(lines) == 2
+
+
+def test_the_package_is_a_program():
+    done = subprocess.run([sys.executable, "-m", "mvllm", "--version"], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("mvllm "), done.stderr

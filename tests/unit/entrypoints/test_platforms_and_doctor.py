@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from mvllm.entrypoints.cli import doctor_checks as doctor_checks
 from mvllm.entrypoints.cli.main import main
 from mvllm.errors import ContractError
+from mvllm.platform.capabilities import Capabilities
 from mvllm.platform.discovery import Candidate, PluginFailure, PluginSource
 from mvllm.platform.spec import CONTRACT, Check, CheckStatus, DeviceInfo, PlatformSpec, ProbeResult
 from tests.helpers.small_shared_memory import MIB, mount, needs_mount
@@ -26,8 +28,16 @@ class Healthy:
     def doctor(self):
         return [Check("platform.good.fuel", CheckStatus.OK, "full")]
 
+    capabilities = None
 
-class Crashing:
+
+class Stale(Healthy):
+    @property
+    def capabilities(self):
+        return Capabilities(dtypes=("float32",), kv_dtypes=("float32",), warp=True)
+
+
+class Crashing(Healthy):
     def doctor(self):
         raise SystemExit(3)
 
@@ -182,6 +192,37 @@ class TestDoctor:
         assert status == 1
         assert "SystemExit" in found["platform.crashing.doctor"]["found"]
         assert "system.memory" in found
+
+    def test_an_unknown_capability_is_broken_as_it_is_when_an_engine_starts(self, plugins, capsys):
+        plugins(candidate("stale", probe=ProbeResult(True, "1 device"), factory="Stale"))
+        status, found = doctor(capsys)
+        assert status == 1
+        row = found["platform.stale.factory"]
+        assert "was built for another platform contract" in row["found"] and "'warp'" in row["found"]
+        assert row["remedy"] == "pip install -U mvllm mvllm-stale"
+        assert "platform.stale.doctor" not in found
+
+    def test_a_factory_that_cannot_be_imported_names_who_can_help(self, plugins, capsys):
+        plugins(candidate("gone", probe=ProbeResult(True, "1 device"), factory="NoSuchName"))
+        status, found = doctor(capsys)
+        assert status == 1
+        row = found["platform.gone.factory"]
+        assert "NoSuchName of mvllm-gone 1.2" in row["found"] and "AttributeError" in row["found"]
+        assert row["remedy"].endswith("report it to the maintainers of mvllm-gone")
+
+    def test_a_slow_probe_is_flagged(self, plugins, capsys):
+        slow = replace(GOOD, probe_seconds=4.0)
+        plugins(slow)
+        row = doctor(capsys)[1]["platform.good.probe"]
+        assert row["status"] == "warning" and "took 4.0 s" in row["found"] and "mvllm-good" in row["remedy"]
+        main(["platforms"])
+        assert "(4000 ms, slow: a probe takes under a second)" in capsys.readouterr().out
+
+    def test_a_contract_that_is_no_version_is_shown_as_it_is(self, plugins, capsys):
+        error = ContractError("no version")
+        plugins(candidate("odd", contract="1.1", failure=PluginFailure("contract", "no version", error, "mend")))
+        main(["platforms"])
+        assert "contract  '1.1' (this core" in capsys.readouterr().out
 
     def test_no_device_is_a_warning_and_leaves_no_platform_to_choose(self, plugins, capsys):
         plugins(ABSENT)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -15,22 +17,26 @@ import mvllm
 from mvllm.entrypoints.cli import plugin
 from mvllm.entrypoints.cli.main import main
 from mvllm.errors import ConfigError
+from mvllm.graph.operations import GRAPH_OPERATIONS
 from mvllm.plugin_api import CONTRACT, WorkerContext
+from mvllm.testing.clauses import FAMILIES
 from tests.helpers.plugins import ROOT
 
 TEMPLATE = Path(mvllm.__file__).parent / "entrypoints" / "plugin_template"
 
 
 def test_every_template_file_is_used():
-    sources = {name for name in plugin.FILES.values() if name} | {plugin.SHARED_WORKFLOW}
+    sources = {name for files in (plugin.FILES, plugin.GRAPH_FILES) for name in files.values() if name}
+    sources.add(plugin.SHARED_WORKFLOW)
     assert sources == {path.name for path in TEMPLATE.iterdir()}
 
 
+@pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize(
     ("name", "package", "cls"), [("acme", "mvllm_acme", "Acme"), ("x-2-go", "mvllm_x_2_go", "X2Go")]
 )
-def test_all_placeholders_are_replaced_and_files_are_valid(tmp_path, name, package, cls):
-    for path in plugin.write_plugin(name, tmp_path / "new"):
+def test_all_placeholders_are_replaced_and_files_are_valid(tmp_path, name, package, cls, graph):
+    for path in plugin.write_plugin(name, tmp_path / "new", graph=graph):
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"@\w+@", text) and "@" not in path.name
         if path.suffix == ".py":
@@ -40,12 +46,17 @@ def test_all_placeholders_are_replaced_and_files_are_valid(tmp_path, name, packa
         elif path.suffix == ".yml":
             yaml.safe_load(text)
     folder = tmp_path / "new" / "src" / package
-    assert f"class {cls}Platform(Platform)" in (folder / "platform.py").read_text()
+    assert f"class {cls}Platform({'Graph' * graph}Platform)" in (folder / "platform.py").read_text()
+    assert (folder / "compiler.py").exists() == graph and (folder / "runtime.py").exists() != graph
     assert f"contract={CONTRACT}" in (folder / "plugin.py").read_text()
     project = tomllib.loads((tmp_path / "new" / "pyproject.toml").read_text())["project"]
     assert project["name"] == f"mvllm-{name}"
     assert project["entry-points"]["mvllm.platforms"] == {name: f"{package}.plugin"}
     assert all(re.fullmatch(r"[\w\[\]-]+(>=[\d.]+)?", text) for text in project["dependencies"]), "floors only"
+    assert project["license"] and project["authors"][0]["name"] and set(project["urls"]) == {"Homepage", "Issues"}
+    readme = (tmp_path / "new" / "README.md").read_text()
+    assert "REPLACE this paragraph: which devices" in readme, "it is about the device, not about the host"
+    assert "host" not in readme.partition("## Development")[0]
 
 
 def test_the_default_folder_has_the_packages_name_and_next_steps_are_printed(tmp_path, monkeypatch, capsys):
@@ -67,9 +78,22 @@ def test_the_default_workflow_is_self_contained(tmp_path):
     assert "uses" not in job, "a workflow elsewhere is called only where its place was given"
     used = [step["uses"] for step in job["steps"] if "uses" in step]
     assert used and all(name.startswith("actions/") for name in used)
+    assert any(name.startswith("actions/cache@") for name in used) and job["timeout-minutes"] <= 60
     commands = [step["run"] for step in job["steps"] if "run" in step]
     assert any("mvllm[testing]" in line and line.endswith(" .") for line in commands)
-    assert "mvllm conformance --platform acme --waivers waivers.toml --report conformance.json" in commands
+    assert any("--torch-backend=cpu" in line for line in commands), "the default build of torch is for GPUs"
+    command = "mvllm conformance --platform acme --waivers waivers.toml --report conformance.json"
+    [found] = [line for line in commands if line.startswith(command)]
+    assert "format('--only {0}', matrix.part.only)" in found
+
+
+def test_the_parts_of_the_workflow_have_every_family_once_and_each_week_all_in_one_run(tmp_path):
+    plugin.write_plugin("acme", tmp_path)
+    parts = workflow_of(tmp_path)["strategy"]["matrix"]["part"]
+    weekly, each_change = re.findall(r"'(\[.*?\])'", parts, flags=re.DOTALL)
+    assert [part["only"] for part in json.loads(weekly)] == [""]
+    families = [name for part in json.loads(each_change) for name in part["only"].split(",")]
+    assert sorted(families) == sorted(FAMILIES)
 
 
 def test_a_shared_workflow_is_called_with_its_inputs(tmp_path, monkeypatch):
@@ -113,12 +137,44 @@ def test_valid_names_are_accepted(name):
 def test_the_template_imports_only_the_public_plugin_api():
     for path in TEMPLATE.glob("*.py.tmpl"):
         for module in re.findall(r"^\s*(?:from|import) (mvllm[\w.]*)", path.read_text(), flags=re.MULTILINE):
-            assert module in ("mvllm.plugin_api", "mvllm.testing.suite.everything"), path.name
+            allowed = ("mvllm.plugin_api", "mvllm.plugin_api.graph", "mvllm.testing.suite.everything")
+            assert module in allowed, path.name
+
+
+def test_the_option_for_graphs_writes_a_compiler(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plugin", "new", "acme", "--graph"]) == 0
+    monkeypatch.syspath_prepend(tmp_path / "mvllm-acme" / "src")
+    monkeypatch.delitem(sys.modules, "mvllm_acme", raising=False)
+    from mvllm_acme.compiler import AcmeCompiler  # type: ignore[import-not-found]
+
+    known = AcmeCompiler().operations()
+    needed = {op.name for op in GRAPH_OPERATIONS.values() if op.group in ("array", "attention")}
+    assert needed <= set(known) <= set(GRAPH_OPERATIONS)
+
+
+def test_the_page_about_conformance_shows_the_files_of_the_template():
+    page = (ROOT / "docs" / "how-to" / "conformance.md").read_text(encoding="utf-8")
+    for name in ("conftest.py", "test_conformance.py"):
+        [line] = re.findall(rf"^# tests/{name}\n(.*)$", page, flags=re.MULTILINE)
+        assert line == (TEMPLATE / f"{name}.tmpl").read_text(encoding="utf-8").strip().partition("  #")[0], name
+
+
+def test_the_null_device_has_the_bounds_of_the_template(tmp_path):
+    plugin.write_plugin("acme", tmp_path)
+    ours, new = (
+        tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))
+        for folder in (ROOT / "plugins" / "null-device", tmp_path)
+    )
+    assert ours["project"]["dependencies"] == new["project"]["dependencies"][:1], "it has no torch"
+    assert ours["build-system"] == new["build-system"]
+    assert ours["project"]["requires-python"] == new["project"]["requires-python"]
 
 
 def test_the_runtime_counts_the_page_cache_as_free_memory(tmp_path, monkeypatch):
     plugin.write_plugin("acme", tmp_path)
     monkeypatch.syspath_prepend(tmp_path / "src")
+    monkeypatch.delitem(sys.modules, "mvllm_acme", raising=False)
     from mvllm_acme.runtime import AcmeRuntime
 
     memory = AcmeRuntime(WorkerContext()).memory()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from mvllm.entrypoints.cli.main import main
 from mvllm.graph.interpreter import Interpreter
+from mvllm.graph.operations import GRAPH_OPERATIONS
 from tests.helpers import multimodal_zoo
 from tests.helpers.model_zoo import ZOO, make_checkpoint
 from tests.helpers.plugins import graph_platform_path, prepend
@@ -49,6 +51,38 @@ def test_what_the_compiler_lacks_is_named(
 def test_a_model_needs_a_platform(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ops", "--graph", "--model", str(model)]) != 0
     assert "give --platform as well" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "qwen2moe", "gemma2"])
+def test_operations_that_are_traced_when_left_out_are_not_missing(
+    family: str, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some are operations of models (rms_norm), others torch operations of a layer (silu, tanh)."""
+    traced = {op.name for op in GRAPH_OPERATIONS.values() if op.if_left_out == "traced"}
+    every = Interpreter().operations()
+    monkeypatch.setattr(Interpreter, "operations", lambda self: set(every) - traced)
+    folder = make_checkpoint(next(name for name in ZOO if name.startswith(family)), tmp_path / family, tokenizer=False)
+    assert check(folder) == 0, capsys.readouterr().out
+    assert capsys.readouterr().out.endswith("The compiler can run it.\n")
+
+
+@pytest.mark.parametrize(("family", "feature"), [("llama4", "chunked attention"), ("dsa", "sparse attention")])
+def test_max_model_len_makes_room_for_models_with_limits(
+    family: str, feature: str, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_checkpoint(next(name for name in ZOO if name.startswith(family)), tmp_path / family, tokenizer=False)
+    assert check(folder) == 1
+    printed = capsys.readouterr().out
+    assert feature in printed
+    longest = re.search(r"Set max_model_len to at most (\d+)\.", printed)
+    assert longest is not None
+    options = ["--model", str(folder), "--max-model-len", longest[1]]
+    assert main(["ops", "--graph", "--platform", "graph-interpreter", *options]) == 0
+
+
+def test_max_model_len_needs_a_model(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ops", "--graph", "--max-model-len", "32"]) != 0
+    assert "give --model as well" in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive

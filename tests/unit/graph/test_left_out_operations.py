@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -11,9 +13,11 @@ from mvllm.graph.arguments import flatten, unflatten
 from mvllm.graph.arrays import to_numpy
 from mvllm.graph.aten import ArrayOperationWriter
 from mvllm.graph.missing_operations import check_translated, missing_operations
+from mvllm.graph.one_node import OneNodeAttention
 from mvllm.graph.operations import GRAPH_OPERATIONS, NEVER_TRACED
 from mvllm.graph.recorded_calls import recording_providers
 from mvllm.ops.dtypes import dtype_name
+from mvllm.platform.attention import AttentionSpec
 from mvllm.platform.step_graph import Node, StepGraph, StepSizes, Value
 from mvllm.plugin_api.graph import Interpreter
 from mvllm.testing.op_cases import op_calls
@@ -91,3 +95,13 @@ def test_a_refusal_names_all_missing_operations_and_how_to_read_them() -> None:
     check_translated([graph], Interpreter(), "Mamba")
     with pytest.raises(PlatformError, match=r"cannot run Mamba.*mvllm ops --graph layer_norm ssd"):
         check_translated([graph], compiler, "Mamba")
+
+
+def test_attention_refuses_a_cache_dtype_that_the_platform_does_not_claim() -> None:
+    """The interpreter itself stores any dtype, so the platform's base class compares it with the claimed ones."""
+    backend = OneNodeAttention.of(Interpreter(), ("float32", "bfloat16"))
+    spec = AttentionSpec(2, 2, 16, "float32", "float32", 0.25)
+    assert backend.validate(spec) == []
+    assert backend.validate(replace(spec, kv_dtype="int8")) == [
+        "the KV cache is stored as float32 or bfloat16, not as int8"
+    ]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from mvllm.errors import ConfigError, PlatformError
+from mvllm.errors import ConfigError, ContractError, PlatformError
+from mvllm.platform import checked_calls
 from mvllm.platform.checked_calls import call_checked
+from mvllm.platform.discovery import PluginSource
 from mvllm.platform.shapes import ShapePolicy
 from tests.unit.worker.fake_platform import FakePlatform
 
@@ -51,3 +53,11 @@ def test_a_result_of_another_type_is_refused(answer, found):
 def test_a_missing_method_is_an_error_of_the_platform():
     with pytest.raises(PlatformError, match="'acme' failed in graphs: AttributeError"):
         call_checked(FakePlatform(), "graphs", returns=object)
+
+
+def test_a_field_that_the_contract_does_not_have_is_a_contract_error(monkeypatch):
+    source = PluginSource("acme", "acme_plugin", "mvllm-acme", "1.2")
+    monkeypatch.setattr(checked_calls, "find_sources", lambda: [source])
+    newer = platform_that(lambda: ShapePolicy(depths=(1,)))  # type: ignore[call-arg]
+    with pytest.raises(ContractError, match=r"mvllm-acme 1.2 was built for another.*'depths'.*Run: pip install"):
+        call_checked(newer, "shapes", returns=ShapePolicy)

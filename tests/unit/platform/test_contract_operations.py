@@ -23,6 +23,7 @@ def test_the_operations_equal_the_schemas():
         assert read.facts == dict(schema.facts)
         assert read.may_overwrite == list(schema.may_overwrite)
         assert read.updates == list(schema.updates)
+        assert read.replaces_others == schema.replaces_others
         assert read.summary == schema.summary
         signature = inspect.signature(schema.reference)
         assert read.signature("f").replace("'", "") == f"f{signature}".replace("'", "")

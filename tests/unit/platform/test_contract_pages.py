@@ -17,6 +17,7 @@ from mvllm.platform.capabilities import Capabilities
 from mvllm.platform.interface import Platform
 from mvllm.platform.phases import Phase
 from mvllm.platform.spec import CONTRACT, ENTRY_POINT_GROUP, ConfigChange
+from mvllm.plugin_api import graph
 from mvllm.testing.clauses import FAMILIES
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -58,8 +59,9 @@ MESSAGES = {
 }
 CLASSES = {
     name: cls
-    for name in plugin_api.__all__
-    if isinstance(cls := getattr(plugin_api, name), type) and name not in NOT_HERE | OPAQUE | CONFIGURATION | MESSAGES
+    for module in (plugin_api, graph)
+    for name in module.__all__
+    if isinstance(cls := getattr(module, name), type) and name not in NOT_HERE | OPAQUE | CONFIGURATION | MESSAGES
 }
 
 
@@ -94,7 +96,7 @@ def test_each_method_has_a_docstring(name):
 
 @pytest.mark.parametrize("name", [n for n, c in CLASSES.items() if dataclasses.is_dataclass(c)] + sorted(CONFIGURATION))
 def test_each_field_is_described(name):
-    cls = getattr(plugin_api, name)
+    cls = CLASSES.get(name) or getattr(plugin_api, name)
     doc = inspect.getdoc(cls) or ""
     described = set(re.findall(r"\w+", " ".join(re.findall(r"^    ([\w, ]+): ", doc, flags=re.MULTILINE))))
     sections = {"model", "cache", "scheduler", "parallel", "load"} if cls is EngineConfig else set()

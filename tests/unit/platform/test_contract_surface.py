@@ -17,28 +17,38 @@ from pathlib import Path
 
 import pytest
 
-from mvllm import plugin_api
+from mvllm import extension_api, plugin_api
 from mvllm.entrypoints.cli.main import main
+from mvllm.graph.operations import GRAPH_OPERATIONS
 from mvllm.platform.contract_changes import changes, needed_version
+from mvllm.platform.contract_graph import GraphContractOperation
 from mvllm.platform.contract_surface import Member, Name, as_data, as_text, from_data, read_surface
 from mvllm.platform.hookspecs import mvllm_platform
+from mvllm.plugin_api import graph
 
 FOLDER = Path(__file__).parent / "contracts"
 CURRENT = FOLDER / "current.json"
 WRITE_COMMAND = f"mvllm contract --json > {CURRENT.relative_to(Path(__file__).parents[3])}"
 SURFACE = read_surface()
+MODULES = (plugin_api, graph)
+
+
+def exported(name):
+    """The object that plugins import by `name`."""
+    return getattr(plugin_api if name in plugin_api.__all__ else graph, name)
 
 
 def defining_module(name):
     """The name of the module that defines `name`."""
-    getattr(plugin_api, name)
-    [found] = [
+    exported(name)
+    [found] = {
         node.module
-        for node in ast.walk(ast.parse(inspect.getsource(plugin_api)))
+        for module in MODULES
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(node, ast.ImportFrom)
         and node.module.startswith("mvllm.")
         and name in [alias.name for alias in node.names]
-    ]
+    }
     return found
 
 
@@ -193,6 +203,47 @@ def test_a_changed_base_group_or_hook_is_major(new):
     ]
 
 
+def test_an_operation_of_graphs_that_compilers_must_name_is_major(new):
+    new.graph_operations["cumprod"] = GraphContractOperation("array", "refused", ["x: Tensor"], "Tensor")
+    new.graph_operations["swish"] = GraphContractOperation("named", "traced")
+    new.graph_operations["fused_swish"] = GraphContractOperation("optional", "unused")
+    new.graph_operations["moe"].if_left_out = "refused"
+    new.graph_operations["add"].parameters.append("scale: float")
+    del new.graph_operations["arange"]
+    assert [line.partition(" was (")[0] for line in diff(new)] == [
+        "major: graph operation add: its signature",
+        "major: graph operation arange was removed",
+        "major: graph operation cumprod (array) was added: compilers that do not name it cannot run models whose "
+        "graphs have it",
+        "minor: graph operation fused_swish (optional) was added: it occurs only if a compiler names it",
+        "major: graph operation moe: if left out, it was traced, is refused: compilers that do not name it cannot run "
+        "models whose graphs have it",
+        "minor: graph operation swish (named) was added: for compilers that do not name it, it is traced as array "
+        "operations",
+    ]
+
+
+def test_a_capability_that_every_graph_platform_claims_is_major(new):
+    new.graph_capabilities["kv_transfer"] = "True"
+    new.names["GraphPlatform"].members["warm_up"] = Member("method", required=True)
+    assert diff(new) == [
+        "major: GraphPlatform.warm_up was added, and is required",
+        "major: GraphPlatform.capabilities: kv_transfer was not claimed, is True",
+    ]
+
+
+def test_a_parameter_of_a_method_that_graph_platforms_implement_is_major(new):
+    new.names["GraphPlatform"].members["graph_compiler"].parameters.append("device: int = 0")
+    [change] = diff(new)
+    assert change.startswith("major: GraphPlatform.graph_compiler: its parameters were ()")
+
+
+def test_a_contract_file_without_graphs_has_only_additions(new):
+    new.graph_operations, new.graph_capabilities = {}, {}
+    [change] = changes(new, SURFACE)
+    assert str(change) == "minor: the operations of graphs and GraphPlatform's capabilities were added"
+
+
 # --------------------------------------------------------------------------------------------------- which version
 
 
@@ -247,9 +298,9 @@ def test_releases_are_ordered_by_version_number(tmp_path, new):
 
 def test_the_surface_matches_runtime_introspection():
     """Compares the surface, parsed from source without running it, with the imported classes."""
-    assert set(SURFACE.names) == set(plugin_api.__all__)
+    assert set(SURFACE.names) == {name for module in MODULES for name in module.__all__}
     for name, entry in SURFACE.names.items():
-        actual = getattr(plugin_api, name)
+        actual = exported(name)
         if not isinstance(actual, type):
             continue
         assert [base.__name__ for base in actual.__bases__ if base is not object] == [
@@ -277,6 +328,39 @@ def test_the_surface_matches_runtime_introspection():
                 if p != "*"
             ]
             assert [p.replace(" ", "") for p in shown] == [p.replace(" ", "") for p in parameters], (name, member)
+
+
+def test_the_operations_of_graphs_match_those_that_run():
+    assert set(SURFACE.graph_operations) == set(GRAPH_OPERATIONS)
+    for name, operation in GRAPH_OPERATIONS.items():
+        read = SURFACE.graph_operations[name]
+        assert read.group == operation.group, name
+        assert read.if_left_out == (
+            operation.if_left_out or ("refused" if operation.group in ("attention", "array") else "unused")
+        ), name
+        if operation.group in ("attention", "array", "collective"):
+            parameters = [p.partition(":")[0].lstrip("*") for p in read.parameters if p != "*"]
+            assert parameters == [*operation.parameters], name
+
+
+def test_the_capabilities_of_graph_platforms_match_those_that_run_and_are_documented():
+    class Some(graph.GraphPlatform):
+        dtypes = ("float32",)
+        spec = None
+        graph_compiler = None
+
+    claimed = Some().capabilities
+    bare = plugin_api.Capabilities(dtypes=("float32",), kv_dtypes=("float32",))
+    differing = {name for name in vars(claimed) if getattr(claimed, name) != getattr(bare, name)}
+    assert set(SURFACE.graph_capabilities) == differing
+    shown = set(re.findall(r"`(\w+)`", inspect.getdoc(graph.GraphPlatform).partition("Attributes:")[0]))
+    assert (differing - {"collectives"}) | claimed.collectives <= shown
+
+
+@pytest.mark.parametrize("module", [*MODULES, extension_api])
+def test_help_lists_every_name(module):
+    """pydoc and tab completion read `dir`, which must have the names that are resolved on first use."""
+    assert set(module.__all__) <= set(dir(module))
 
 
 OPAQUE_TO_PLUGINS = {"Cache", "ReferenceMetadata"}
@@ -338,7 +422,13 @@ def test_the_command_prints_every_name_with_its_signature(capsys):
         "function require_phase(*allowed: Phase) -> None",
     ):
         assert line in out.splitlines()
-    assert all(f" {name}" in out for name in plugin_api.__all__)
+    assert all(f" {name}" in out for module in MODULES for name in module.__all__)
+    for line in (
+        "graph operation linear  # named, traced if left out",
+        "graph operation neg(x: Tensor) -> Tensor  # array, refused if left out",
+        "graph capability sinks = True",
+    ):
+        assert line in out.splitlines()
 
 
 def test_the_command_compares_with_an_older_contract(capsys, tmp_path, new):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import logging
+import os
 import sys
 import types
 from dataclasses import replace
@@ -11,7 +13,7 @@ import pytest
 
 from mvllm import plugin_api
 from mvllm.errors import ContractError, PlatformError
-from mvllm.platform import choose, discovery
+from mvllm.platform import choose, discovery, isolated_probes
 from mvllm.platform.discovery import PluginSource, check_contract, check_torch, discover, load_attribute
 from mvllm.platform.hookspecs import hookimpl
 from mvllm.platform.interface import Platform
@@ -19,7 +21,9 @@ from mvllm.platform.phases import Phase, current_phase
 from mvllm.platform.spec import CONTRACT, PlatformSpec, ProbeResult
 
 MAJOR, MINOR = CONTRACT
-SPEC = PlatformSpec("acme", "Acme", CONTRACT, probe="acme_probe:probe", factory="acme_device:make")
+SPEC = PlatformSpec(
+    "acme", "Acme", CONTRACT, probe="acme_probe:probe", factory="acme_device:make", probe_in_process=True
+)
 SOURCE = PluginSource("acme", "acme_plugin", "mvllm-acme", "1.2")
 
 
@@ -303,7 +307,13 @@ class TestByNameOnly:
         def add(name, *, by_name_only, probe=lambda: ProbeResult(True, "1 device")):
             installed.module(f"{name}_device", make=SomePlatform, probe=probe)
             spec = PlatformSpec(
-                name, "Acme", CONTRACT, f"{name}_device:probe", f"{name}_device:make", by_name_only=by_name_only
+                name,
+                "Acme",
+                CONTRACT,
+                f"{name}_device:probe",
+                f"{name}_device:make",
+                by_name_only=by_name_only,
+                probe_in_process=True,
             )
             installed.add(PluginSource(name, f"{name}_plugin", f"mvllm-{name}", "1"), hook=lambda: spec)
 
@@ -328,3 +338,82 @@ class TestByNameOnly:
         assert choose.choose_platform().source.name == "real"
         with pytest.raises(PlatformError, match="no such device"):
             choose.choose_platform("test")
+
+
+PROBES = """
+import ctypes, os, sys, time
+from mvllm.plugin_api import DeviceInfo, Platform, ProbeResult
+
+def good(): return ProbeResult(True, f"1 device, process {os.getpid()}", (DeviceInfo(0, "Acme One", 2**30),))
+def absent(): return ProbeResult(False, "no device", remedy="plug it in")
+def crashing():
+    print("acme: no firmware", file=sys.stderr, flush=True)
+    ctypes.string_at(0)
+def exiting(): os._exit(3)
+def hanging(): time.sleep(1); time.sleep(1)
+def raising(): raise OSError("driver too old")
+def stale(): return ProbeResult(True)
+def wrong(): return True
+
+class AcmePlatform(Platform):
+    spec = capabilities = None
+    plan = topology = init_device = communicator = attention_backend = None
+"""
+
+
+class TestIsolatedProbes:
+    """Plugins whose probes run in a child process."""
+
+    @pytest.fixture
+    def add(self, installed, tmp_path, monkeypatch):
+        (tmp_path / "acme_probes.py").write_text(PROBES)
+        monkeypatch.syspath_prepend(tmp_path)
+
+        def add(*probes):
+            for name in probes:
+                spec = PlatformSpec(name, "Acme", CONTRACT, f"acme_probes:{name}", "acme_probes:AcmePlatform")
+                installed.add(PluginSource(name, f"{name}_plugin", f"mvllm-{name}", "1"), hook=lambda spec=spec: spec)
+
+        return add
+
+    def test_results_and_exceptions_arrive_as_from_this_process(self, add):
+        add("good", "absent", "raising", "stale", "wrong")
+        found = {candidate.name: candidate for candidate in discover()}
+        good = found["good"].probe
+        assert found["good"].available and good.devices[0].memory_bytes == 2**30
+        assert good.reason != f"1 device, process {os.getpid()}"
+        assert found["absent"].probe == ProbeResult(False, "no device", remedy="plug it in")
+        failures = {name: found[name].failure for name in ("raising", "stale", "wrong")}
+        assert failures["raising"].message == "OSError: driver too old"
+        assert "in raising" in failures["raising"].details(), "the traceback of the child"
+        assert failures["stale"].stage == "contract" and isinstance(failures["stale"].error, ContractError)
+        assert "must return a ProbeResult" in failures["wrong"].message
+
+    def test_a_probe_that_crashes_is_named_and_the_others_are_probed(self, add):
+        add("absent", "crashing", "exiting", "good")
+        absent, crashing, exiting, good = discover()
+        assert (absent.failure, good.failure) == (None, None) and good.available
+        assert crashing.failure.stage == exiting.failure.stage == "crash"
+        assert "signal 11 (SIGSEGV); it printed last: acme: no firmware" in crashing.failure.message
+        assert "acme_probes:crashing" in crashing.failure.message
+        assert "exit status 3" in exiting.failure.message
+        assert "pip uninstall mvllm-crashing" in crashing.failure.remedy
+
+    def test_a_probe_that_hangs_is_ended(self, add, monkeypatch):
+        monkeypatch.setattr(isolated_probes, "TIMEOUT_SECONDS", 0.5)
+        add("hanging")
+        assert "did not answer within 0.5 s" in failure_of().message
+
+    def test_the_only_other_platform_is_chosen_with_a_warning(self, add, caplog):
+        add("crashing", "good")
+        with caplog.at_level(logging.WARNING, logger="mvllm"):
+            chosen = choose.choose_platform()
+        assert chosen.source.name == "good" and chosen.reason.endswith("the probe of crashing crashed")
+        assert "'crashing' is left out" in caplog.text and "SIGSEGV" in caplog.text
+        with pytest.raises(PlatformError, match="SIGSEGV"):
+            choose.choose_platform("crashing")
+
+    def test_a_crash_alone_is_an_error_with_the_reason(self, add):
+        add("crashing", "absent")
+        with pytest.raises(PlatformError, match=r"(?s)None of the installed platforms.*SIGSEGV"):
+            choose.choose_platform()

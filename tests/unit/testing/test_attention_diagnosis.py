@@ -49,6 +49,25 @@ def test_a_result_that_no_mistake_explains_names_the_worst_request_position_and_
     assert "Wrong: 1 of 192 results, in requests 2." in text and "equals that" not in text
 
 
+@pytest.mark.parametrize("factor", [1.1, 0.5, 1.4427])
+def test_a_wrong_scale_is_named(factor):
+    case = case_of()
+    wrong = AttentionVariant(spec=replace(case.spec, scale=case.spec.scale * factor))
+    text = error_message(case, expected(case, wrong))
+    assert f"attention with a scale of {case.spec.scale * factor:.3g}"[:-1] in text
+    assert text.endswith(f"not {case.spec.scale:.4g}.")
+
+
+def test_ignored_strides_are_named():
+    case = case_of()
+    right, wrong = expected(case).float(), expected(case).roll(1, 0).float()
+    with pytest.raises(AssertionError, match="forward ignores their strides"):
+        assert_near(wrong, case, lambda: right)
+    with pytest.raises(AssertionError) as caught:
+        assert_near(wrong, case, lambda: wrong)
+    assert "strides" not in str(caught.value)
+
+
 def test_non_finite_values_are_the_worst():
     case = case_of()
     found = expected(case)

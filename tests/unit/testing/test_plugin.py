@@ -11,6 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from mvllm.testing.platform_under_test import PlatformUnderTest
+from mvllm.testing.rank_launcher import run_ranks
+from tests.helpers.plugins import prepend, write_metadata
+
 ROOT = Path(__file__).parents[3]
 SUITE = """
 from mvllm.testing.markers import clause, exhaustive, skip_not_run
@@ -179,3 +183,79 @@ def test_importing_mvllm_does_not_load_the_suite():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+CUT = """
+import ctypes, os, signal, time
+from mvllm.testing.markers import clause
+
+@clause("ATT-04")
+def test_z(): assert False, "the scale is wrong"
+
+@clause("ATT-04")
+def test_a(): assert False, "too"
+
+@clause("ATT-05")
+def test_cut():
+    if os.environ["CUT_BY"] == "SIGTERM":
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+    ctypes.CDLL(None).poll(None, 0, 60_000)  # as a library that does not return to Python
+
+@clause("ATT-06")
+def test_never_run(): pass
+"""
+
+
+@pytest.mark.parametrize("cut_by", ["SIGTERM", "time limit"])
+def test_a_run_that_is_cut_leaves_its_table_and_report(run, tmp_path, monkeypatch, cut_by):
+    (tmp_path / "test_some.py").write_text(CUT)
+    monkeypatch.setenv("CUT_BY", cut_by)
+    done, report = run("--mvllm-timeout", "1" if cut_by == "time limit" else "60")
+    assert done.returncode != 0
+    assert not report["complete"] and not report["conformant"]
+    expected = {"ATT-04": "failed"} if cut_by == "SIGTERM" else {"ATT-04": "failed", "ATT-05": "failed"}
+    assert statuses(report) == expected, done.stdout
+    assert "ATT-04 failed, test_z: the scale is wrong" in done.stdout, "at once, not only at the end"
+    table = (tmp_path / "report.txt").read_text()
+    assert re.search(r"ATT-04  failed .*  2 failed, first test_z\n +the scale is wrong\n", table)
+    assert table.strip() in done.stdout
+    assert table.endswith("the run was cut, or is not over\n")
+    if cut_by == "time limit":
+        assert "test_cut" in done.stdout + done.stderr and "did not end within 1 s" in table
+
+
+HANGING = """
+import time
+from mvllm.plugin_api import PlatformSpec, hookimpl
+from tests.helpers.graph_platform import InterpreterPlatform
+
+SPEC = PlatformSpec("hanging", "tests", (1, 1), "tests.helpers.graph_platform:probe", "hanging_device:HangingPlatform")
+
+@hookimpl
+def mvllm_platform(): return SPEC
+
+class HangingPlatform(InterpreterPlatform):
+    spec = SPEC
+
+    def communicator(self, group, device):
+        while True:
+            time.sleep(0.5)
+"""
+
+
+def test_a_rank_that_hangs_in_its_start_is_named_with_its_stack(tmp_path, monkeypatch):
+    (
+        write_metadata(tmp_path, "mvllm-hanging", "[mvllm.platforms]\nhanging = hanging_device\n") / "hanging_device.py"
+    ).write_text(HANGING)
+    prepend(monkeypatch, [str(tmp_path), str(ROOT)])
+    subject = PlatformUnderTest("hanging", start_timeout=2.0)
+    [result] = run_ranks(subject, 2, ["bind", "join", "close"], local_ranks=[0])
+    assert not result.error_of("bind")
+    error = result.error_of("join")
+    assert error.startswith(
+        "Platform.communicator did not return within 2 s; it waits in communicator (hanging_device.py:"
+    )
+    assert "hanging_device.py" in error.partition("Its stack:")[2]
+    assert result.error_of("close") == error

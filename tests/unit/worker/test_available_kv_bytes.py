@@ -10,6 +10,7 @@ import pytest
 from mvllm.config.engine_config import CacheConfig, ParallelConfig, SchedulerConfig
 from mvllm.platform.runtime import MemoryInfo
 from mvllm.platform.topology import WorkerContext
+from mvllm.platform.worker_protocol import KVCacheNeeds
 from mvllm.worker.worker import Worker
 from tests.unit.engine.builders import make_config
 from tests.unit.worker.builders import HostRuntime
@@ -34,6 +35,33 @@ def test_the_encoder_cache_reduces_the_kv_cache() -> None:
     assert available(unified_memory=False, local_world_size=1, encoder_cache=120) == 700 - 250 - 50 - 120
 
 
+class LargeRuntime(MeasuredRuntime):
+    """The same with 1000 GB."""
+
+    def memory(self) -> MemoryInfo:
+        small = super().memory()
+        return MemoryInfo(*(10**9 * figure for figure in (small.total, small.free, small.used_by_me, self.peak)))
+
+
+@pytest.mark.parametrize(
+    ("needs", "num_seqs", "expected"),
+    [
+        (KVCacheNeeds(10, (16, 32)), 256, 2 * 256 * (1024 + 32) * 10),  # twice the longest requests, in whole blocks
+        (KVCacheNeeds(10, (16,)), 1, 65_536 * 10),  # room for prefix caching
+        (KVCacheNeeds(10, (16,), state_bytes=7, fixed_state_bytes=3), 32, 2 * 32 * 1040 * 10 + 128 * 7 + 3),
+    ],
+)
+def test_a_graph_platform_on_the_host_takes_no_more_than_it_can_use(needs, num_seqs, expected) -> None:
+    common = {"local_world_size": 1, "utilization": 0.25, "needs": needs, "num_seqs": num_seqs}
+    assert available(unified_memory=True, runtime=LargeRuntime(), **common) == 50 * 10**9
+    assert available(unified_memory=True, graph_compiler=True, runtime=LargeRuntime(), **common) == expected
+    # A device with memory of its own has no other use for it.
+    alone = available(
+        unified_memory=False, graph_compiler=True, runtime=LargeRuntime(), **(common | {"utilization": 1})
+    )
+    assert alone == 650 * 10**9
+
+
 def available(
     *,
     unified_memory: bool,
@@ -41,23 +69,32 @@ def available(
     utilization: float = 0.75,
     replicas: int = 1,
     encoder_cache: int = 0,
+    graph_compiler: bool = False,
+    runtime: MeasuredRuntime | None = None,
+    needs: KVCacheNeeds | None = None,
+    num_seqs: int = 128,
 ) -> int:
     platform = FakePlatform()
-    platform.capabilities = replace(platform.capabilities, unified_memory=unified_memory)
+    platform.capabilities = replace(platform.capabilities, unified_memory=unified_memory, graph_compiler=graph_compiler)
+    config = make_config()
     config = replace(
-        make_config(),
+        config,
+        model=replace(config.model, max_model_len=1024),
         cache=CacheConfig(memory_utilization=utilization),
-        scheduler=SchedulerConfig(max_num_batched_tokens=512),  # a step that runs the whole batch
+        scheduler=SchedulerConfig(
+            max_num_seqs=num_seqs, max_num_batched_tokens=512
+        ),  # a step that runs the whole batch
         parallel=ParallelConfig(data_parallel_size=replicas),
     )
     worker = Worker(config, platform, WorkerContext(world_size=8, local_world_size=local_world_size))
-    worker._runtime = runtime = MeasuredRuntime()
+    worker._runtime = runtime = runtime or MeasuredRuntime()
     loader = SimpleNamespace(model=SimpleNamespace(pixel_decoder=None))
     worker._runner = SimpleNamespace(
         profile=lambda part: setattr(runtime, "peak", 150),
         loader=loader,
         encode_largest_item=lambda: None,
         encoder_cache_bytes=lambda: encoder_cache,
+        kv_cache_needs=lambda: needs,
     )
     return worker.available_kv_bytes()
 

@@ -226,7 +226,7 @@ def _build_core(start: EngineCoreStartArgs, activity_table: ActivityTable) -> En
     from mvllm.platform.choose import choose_platform
 
     activity_table.write(0, f"loading the platform {start.platform}")
-    platform = choose_platform(start.platform).platform
+    platform = choose_platform(start.platform, isolated=False).platform
     activity_table.write(0, "importing the engine core")
     from mvllm.engine.core.engine_core import EngineCore
     from mvllm.engine.core.worker_environment import worker_environment

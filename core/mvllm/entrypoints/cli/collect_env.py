@@ -196,8 +196,8 @@ def _version(distribution: str) -> str | None:
 
 
 def _platforms() -> Report:
-    from mvllm.entrypoints.cli.platforms import availability, availability_reason, dotted
-    from mvllm.platform.discovery import discover
+    from mvllm.entrypoints.cli.platforms import availability, availability_reason
+    from mvllm.platform.discovery import discover, dotted
 
     return {
         f"{candidate.name} ({candidate.source.distribution})": {

@@ -5,11 +5,18 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from mvllm.entrypoints.cli.number_arguments import positive_seconds
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this command."""
     parser.add_argument("--platform", metavar="NAME", help="The platform. Default: the only available one.")
-    parser.add_argument("--report", metavar="PATH", type=Path, help="Write a JSON report, and a badge (SVG) beside it.")
+    parser.add_argument(
+        "--report",
+        metavar="PATH",
+        type=Path,
+        help="Write a JSON report, and the table (.txt) and a badge (.svg) beside it, after each test.",
+    )
     parser.add_argument("--waivers", metavar="PATH", type=Path, help="Known exceptions, with reasons and links (TOML).")
     parser.add_argument("--only", metavar="IDS", help="Families or clauses to test, for instance ATT,COM-03.")
     parser.add_argument("--quick", action="store_true", help="Run fewer cases of each grid. Proves no conformance.")
@@ -17,6 +24,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--without-device",
         action="store_true",
         help="Test only clauses that need no device. Proves no conformance.",
+    )
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", type=positive_seconds, help="How long a test may take. Default: 600."
+    )
+    parser.add_argument(
+        "--start-timeout",
+        metavar="SECONDS",
+        type=positive_seconds,
+        help="How long init_device, communicator and each phase of an engine's start may take. Default: 180.",
     )
     parser.add_argument("--clauses", action="store_true", help="Print the clauses and run no test.")
     parser.add_argument("--show", metavar="PATH", type=Path, help="Print an existing report as Markdown.")
@@ -49,5 +65,7 @@ def run(args: argparse.Namespace) -> int:
             args.quick,
             tuple(args.pytest_arguments),
             without_device=args.without_device,
+            timeout=args.timeout,
+            start_timeout=args.start_timeout,
         )
     )

@@ -21,11 +21,21 @@ from typing import Any
 from mvllm.config.engine_config import ParallelConfig
 from mvllm.config.env import describe_unknown, unknown_variables
 from mvllm.entrypoints.cli.fork_runner import ForkResult, run_in_fork
-from mvllm.entrypoints.cli.platforms import dotted, installed_plugins
+from mvllm.entrypoints.cli.platforms import installed_plugins
 from mvllm.errors import MvllmError, PlatformError
 from mvllm.platform import plugin_groups
 from mvllm.platform.choose import ENVIRONMENT_VARIABLE, choose_candidate
-from mvllm.platform.discovery import Candidate, discover, find_sources, load_attribute, reaches
+from mvllm.platform.discovery import (
+    SLOW_PROBE_SECONDS,
+    Candidate,
+    PluginSource,
+    discover,
+    dotted,
+    find_sources,
+    load_attribute,
+    needs_another_contract,
+    reaches,
+)
 from mvllm.platform.installable import installable_platforms
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.spec import CONTRACT, Check, CheckStatus
@@ -40,10 +50,6 @@ _TORCH_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 Checks = Iterable[Check]
 
 
-class _ForkedCheckError(Exception):
-    """A check failed in the forked process."""
-
-
 def run_checks(*, platform: str | None = None, model: str | None = None) -> list[Check]:
     """Runs all checks: interpreter, packages, platforms, environment, machine, model.
 
@@ -52,7 +58,7 @@ def run_checks(*, platform: str | None = None, model: str | None = None) -> list
         model: Folder, GGUF file or name of a model to check.
     """
     candidates = discover(only=platform)
-    torch, own, hiding = _run_forked(candidates)
+    torch, made, own, hiding = _run_forked(candidates)
     checks = _run_guarded("python.version", _python)
     checks += _run_guarded("core.version", _core)
     checks += _run_guarded("core.dependencies", _dependencies)
@@ -61,7 +67,10 @@ def run_checks(*, platform: str | None = None, model: str | None = None) -> list
     for candidate in candidates:
         prefix = f"platform.{candidate.name}"
         checks += _run_guarded(f"{prefix}.plugin", lambda c=candidate: _plugin(c))  # type: ignore[misc]
-        checks += _run_guarded(f"{prefix}.doctor", partial(_platform_checks, own.get(candidate.name)))
+        factory = list(_factory(candidate, made.get(candidate.name)))
+        checks += factory
+        if not factory:
+            checks += _run_guarded(f"{prefix}.doctor", partial(_platform_checks, candidate, own.get(candidate.name)))
         checks += _run_guarded(
             f"{prefix}.visible_devices", partial(_hidden_device_checks, candidate, hiding.get(candidate.name))
         )
@@ -78,29 +87,48 @@ def run_checks(*, platform: str | None = None, model: str | None = None) -> list
     return checks
 
 
-def _run_forked(candidates: Sequence[Candidate]) -> tuple[ForkResult, dict[str, ForkResult], dict[str, ForkResult]]:
+def _run_forked(candidates: Sequence[Candidate]) -> tuple[ForkResult, *tuple[dict[str, ForkResult], ...]]:
     """Runs the checks that may crash.
 
     Returns:
-        The import of torch; the own checks of each available platform, by its name; and for each unavailable platform
-        the variable that hides devices from it, by its name.
+        The import of torch; of each available platform, by its name, whether it can be built, and its own checks; and
+        for each unavailable platform the variable that hides devices from it, by its name.
     """
     factories = {c.name: c.spec.factory for c in candidates if c.failure is None and c.spec is not None}
     available = [c.name for c in candidates if c.available and c.name in factories]
     unavailable = [c.name for c in candidates if not c.available and c.name in factories]
     functions: list[Callable[[], Any]] = [
         _import_torch,
+        *(partial(_build, factories[c.name], c.source) for c in candidates if c.name in available),
         *(partial(_platform_doctor, factories[name]) for name in available),
         *(partial(_device_variable, factories[name]) for name in unavailable),
     ]
     torch, *results = run_in_fork(functions, _TIMEOUT_SECONDS)
-    own_checks, variables = results[: len(available)], results[len(available) :]
-    return torch, dict(zip(available, own_checks, strict=True)), dict(zip(unavailable, variables, strict=True))
+    count = len(available)
+    made, own_checks, variables = results[:count], results[count : 2 * count], results[2 * count :]
+    return (
+        torch,
+        dict(zip(available, made, strict=True)),
+        dict(zip(available, own_checks, strict=True)),
+        dict(zip(unavailable, variables, strict=True)),
+    )
 
 
 def _import_torch() -> None:
     torch = importlib.import_module("torch")
     (torch.ones(2) + 1).sum().item()
+
+
+def _build(factory: str, source: PluginSource) -> str:
+    """Builds the platform and reads its capabilities; returns the ContractError that an engine's start would raise."""
+    with enter_phase(Phase.FRONTEND):
+        try:
+            _ = load_attribute(factory)().capabilities
+        except Exception as e:
+            if (contract_error := needs_another_contract(e, source)) is not None:
+                return str(contract_error)
+            raise
+    return ""
 
 
 def _platform_doctor(factory: str) -> list[tuple[str, str, str, str | None]]:
@@ -120,8 +148,6 @@ def _run_guarded(check_id: str, make: Callable[[], Checks]) -> list[Check]:
         return list(make())
     except KeyboardInterrupt:
         raise
-    except _ForkedCheckError as e:
-        return [Check(check_id, CheckStatus.BROKEN, f"the check failed: {e}", "report this")]
     except BaseException as e:  # noqa: BLE001  (a plugin may raise anything, SystemExit too)
         return [Check(check_id, CheckStatus.BROKEN, f"the check failed: {type(e).__name__}: {e}", "report this")]
 
@@ -258,6 +284,14 @@ def _plugin(candidate: Candidate) -> Checks:
         found = f"{probe.reason}" + (f" ({devices})" if devices and devices not in probe.reason else "")
         remedy = probe.remedy or f"see what {candidate.source.distribution} needs: a device, its driver, permissions"
         yield _check(f"{prefix}.devices", probe.available, found, remedy, CheckStatus.WARNING)
+        yield _check(
+            f"{prefix}.probe",
+            candidate.probe_seconds <= SLOW_PROBE_SECONDS,
+            f"the probe took {candidate.probe_seconds:.1f} s",
+            f"probes take under a second, since each start waits for them; report it to the maintainers of "
+            f"{candidate.source.distribution}",
+            CheckStatus.WARNING,
+        )
 
 
 def _plugin_dependencies(candidate: Candidate) -> Check:
@@ -277,12 +311,33 @@ def _plugin_dependencies(candidate: Candidate) -> Check:
     )
 
 
-def _platform_checks(result: ForkResult | None) -> Checks:
+def _factory(candidate: Candidate, result: ForkResult | None) -> Checks:
+    """What is wrong with an available platform when it is built; nothing if nothing is."""
+    distribution = candidate.source.distribution
+    if result is None or candidate.spec is None:
+        return
+    prefix, report = f"platform.{candidate.name}", f"report it to the maintainers of {distribution}"
+    if result.failure is not None:
+        found = f"{candidate.spec.factory} of {candidate.source} cannot be built: {result.failure}"
+        remedy = f"pip install -U {distribution}; if that does not help, {report}"
+        yield Check(f"{prefix}.factory", CheckStatus.BROKEN, found, remedy)
+    elif result.value:
+        found, _, command = result.value.rpartition(" Run: ")
+        yield Check(f"{prefix}.factory", CheckStatus.BROKEN, found, command)
+
+
+def _platform_checks(candidate: Candidate, result: ForkResult | None) -> Checks:
     """The platform's own checks, if it is available."""
     if result is None:
         return
     if result.failure is not None:
-        raise _ForkedCheckError(result.failure)
+        yield Check(
+            f"platform.{candidate.name}.doctor",
+            CheckStatus.BROKEN,
+            f"the check failed: {result.failure}",
+            f"report it to the maintainers of {candidate.source.distribution}",
+        )
+        return
     for check_id, status, found, remedy in result.value:
         yield Check(check_id, CheckStatus(status), found, remedy)
 

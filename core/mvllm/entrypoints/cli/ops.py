@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from mvllm.entrypoints.cli.number_arguments import positive_int
+
 if TYPE_CHECKING:
     from mvllm.graph.operations import GraphOperation
     from mvllm.platform.graph_compiler import GraphCompiler
@@ -31,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="With --graph and --platform: list the operations of this model's graphs, and what its compiler lacks. A "
         "folder with a config.json is enough. May be repeated.",
     )
+    parser.add_argument(
+        "--max-model-len",
+        metavar="N",
+        type=positive_int,
+        help="With --model: the longest sequence, in tokens. Default: the model's context length.",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.graph:
         return _run_graph(args)
-    if args.model:
+    if args.model or args.max_model_len:
         raise ConfigError("--model lists the operations of a model's graphs: give --graph and --platform as well.")
     operations = read_operations()
     if unknown := [name for name in args.operations if name not in operations]:
@@ -74,6 +82,8 @@ def _run_graph(args: argparse.Namespace) -> int:
 
     if unknown := [name for name in args.operations if name not in GRAPH_OPERATIONS]:
         raise ConfigError(f"Unknown operation {unknown[0]!r}. Operations: {', '.join(GRAPH_OPERATIONS)}.")
+    if args.max_model_len and not args.model:
+        raise ConfigError("--max-model-len is the length of a model's sequences: give --model as well.")
     if args.model and args.platform is None:
         raise ConfigError("--model tells what the compiler of a platform lacks: give --platform as well.")
     known: set[str] | None = None
@@ -88,7 +98,7 @@ def _run_graph(args: argparse.Namespace) -> int:
             )
         known = set(compiler.operations())
         if args.model:
-            return _check_models(args.model, compiler, chosen.platform.capabilities.dtypes[0])
+            return _check_models(args.model, compiler, chosen.platform.capabilities.dtypes[0], args.max_model_len)
     rows = [op for name, op in GRAPH_OPERATIONS.items() if not args.operations or name in args.operations]
     if args.operations:
         print("\n\n".join(_definition(op) for op in rows))
@@ -105,7 +115,7 @@ def _run_graph(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_models(paths: Sequence[str], compiler: GraphCompiler, dtype: str) -> int:
+def _check_models(paths: Sequence[str], compiler: GraphCompiler, dtype: str, max_model_len: int | None) -> int:
     """Prints the operations of each model in a dtype, and what the compiler lacks; 1 if it lacks something."""
     from mvllm.config.engine_args import EngineArgs
     from mvllm.errors import MvllmError
@@ -116,7 +126,8 @@ def _check_models(paths: Sequence[str], compiler: GraphCompiler, dtype: str) -> 
     for path in paths:
         print(f"{path}:")
         try:
-            config = EngineArgs(model=path, skip_tokenizer_init=True, dtype=dtype).create_engine_config().model
+            args = EngineArgs(model=path, skip_tokenizer_init=True, dtype=dtype, max_model_len=max_model_len)
+            config = args.create_engine_config().model
             with enter_phase(Phase.WORKER):
                 found = operations_of_model(config, compiler)
         except MvllmError as e:

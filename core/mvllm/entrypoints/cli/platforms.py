@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from mvllm.platform import plugin_groups
-from mvllm.platform.discovery import Candidate, PluginSource, discover
+from mvllm.platform.discovery import SLOW_PROBE_SECONDS, Candidate, PluginSource, discover, dotted
 from mvllm.platform.spec import CONTRACT
 
 
@@ -57,7 +57,8 @@ def _lines(candidate: Candidate, *, verbose: bool) -> list[str]:
         if verbose and failure.details():
             lines += ["  " + line for line in failure.details().rstrip().splitlines()]
     elif probe is not None:
-        lines.append(f"  probe     {probe.reason} ({candidate.probe_seconds * 1000:.0f} ms)")
+        slow = ", slow: a probe takes under a second" if candidate.probe_seconds > SLOW_PROBE_SECONDS else ""
+        lines.append(f"  probe     {probe.reason} ({candidate.probe_seconds * 1000:.0f} ms{slow})")
         if probe.remedy and not probe.available:
             lines.append(f"  remedy    {probe.remedy}")
         for device in probe.devices:
@@ -100,8 +101,3 @@ def availability_reason(candidate: Candidate) -> str | None:
 def installed_plugins() -> list[tuple[plugin_groups.PluginGroup, PluginSource]]:
     """Installed plugins other than platforms, each with its group. None is imported."""
     return [(group, source) for group in plugin_groups.ALL for source in plugin_groups.list_plugins(group)]
-
-
-def dotted(contract: tuple[int, int]) -> str:
-    """A contract version as text, such as `1.4`."""
-    return f"{contract[0]}.{contract[1]}"

@@ -39,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dir", metavar="PATH", type=Path, help="Folder to create. Default: mvllm-NAME in the current folder."
     )
     new.add_argument(
+        "--graph",
+        action="store_true",
+        help="For a device with a compiler or runtime of its own: core passes it models as graphs. The package's "
+        "compiler computes them in NumPy until you replace it.",
+    )
+    new.add_argument(
         "--workflow",
         metavar="OWNER/REPOSITORY@REF",
         help="A repository of mvllm on GitHub whose conformance workflow the plugin's workflow calls, at a branch, tag "
@@ -52,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     if args.workflow is not None:
         check_workflow(args.workflow)
     folder = args.dir if args.dir is not None else Path(f"mvllm-{args.name}")
-    written = write_plugin(args.name, folder, args.workflow)
+    written = write_plugin(args.name, folder, args.workflow, graph=args.graph)
     print(f"Wrote {len(written)} files of mvllm-{args.name} to {folder}. Next:\n")
     print(f"  pip install -e {folder}")
     print("  mvllm platforms")
@@ -101,13 +107,14 @@ def check_workflow(workflow: str) -> None:
         )
 
 
-def write_plugin(name: str, folder: Path, workflow: str | None = None) -> list[Path]:
+def write_plugin(name: str, folder: Path, workflow: str | None = None, *, graph: bool = False) -> list[Path]:
     """Writes the package.
 
     Args:
         name: The platform's name, checked.
         folder: Created if missing; must be empty.
         workflow: OWNER/REPOSITORY@REF of a shared workflow, checked; None for a self-contained one.
+        graph: Whether the platform has a graph compiler instead of torch kernels.
 
     Returns:
         The files written.
@@ -125,7 +132,7 @@ def write_plugin(name: str, folder: Path, workflow: str | None = None) -> list[P
         "@core_version@": ".".join(__version__.split(".")[:2]),
         "@contract@": ", ".join(map(str, CONTRACT)),
     }
-    files = dict(FILES)
+    files = dict(GRAPH_FILES if graph else FILES)
     if workflow is not None:
         files[WORKFLOW_FILE] = SHARED_WORKFLOW
         words["@workflow_repository@"], _, words["@workflow_ref@"] = workflow.partition("@")
@@ -167,3 +174,13 @@ FILES = {
     "tests/test_conformance.py": "test_conformance.py.tmpl",
 }
 """Files of a plugin and their templates; an empty name makes an empty file."""
+
+_TORCH_ONLY = frozenset({"src/@package@/runtime.py", "src/@package@/attention.py", "src/@package@/ops.py"})
+
+GRAPH_FILES = {
+    **{target: source for target, source in FILES.items() if target not in _TORCH_ONLY},
+    "README.md": "graph_README.md.tmpl",
+    "src/@package@/platform.py": "graph_platform.py.tmpl",
+    "src/@package@/compiler.py": "graph_compiler.py.tmpl",
+}
+"""Files of a plugin with a graph compiler, likewise."""

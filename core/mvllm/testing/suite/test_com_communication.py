@@ -24,16 +24,17 @@ def ranks_of(subject: PlatformUnderTest, world_size: int) -> tuple[RankResult, .
         skip_not_claimed("collectives")
     if why := ranks_skip_reason(subject, world_size):
         skip_not_run(why)
-    return run_collectives(subject.name, world_size)
+    return run_collectives(subject, world_size)
 
 
 def assert_passed(results: tuple[RankResult, ...], check: str) -> None:
     errors = {rank: error for rank, result in enumerate(results) if (error := result.error_of(check))}
-    assert not errors, f"{check}: {errors}"
+    assert not errors, f"{check}: " + "\n".join(f"rank {rank}: {error}" for rank, error in errors.items())
 
 
 def assert_ended(results: tuple[RankResult, ...]) -> None:
     for rank, result in enumerate(results):
+        assert not result.hung_in(), f"rank {rank}: {result.error_of('join')}"
         assert result.status == 0, f"rank {rank} ended with status {result.status}: {result.output[-1500:]}"
 
 

@@ -217,9 +217,13 @@ def test_memory_figures_are_consistent(bound_device: DeviceRuntime) -> None:
     for name in ("total", "free", "used_by_me", "peak_by_me"):
         figure = getattr(memory, name)
         assert type(figure) is int, f"memory().{name} is {figure!r}; it must be a number of bytes, as int"
-    assert memory.total > 0
-    assert 0 <= memory.free <= memory.total and 0 <= memory.used_by_me <= memory.total
-    assert memory.peak_by_me >= memory.used_by_me
+    assert memory.total > 0, f"memory().total is {memory.total}; it must be the device's memory in bytes"
+    for name in ("free", "used_by_me"):
+        figure = getattr(memory, name)
+        assert 0 <= figure <= memory.total, f"memory().{name} is {figure:,}, outside of 0 to total, {memory.total:,}"
+    assert memory.peak_by_me >= memory.used_by_me, (
+        f"memory().peak_by_me, {memory.peak_by_me:,}, is less than used_by_me at the same time, {memory.used_by_me:,}"
+    )
 
 
 @clause("MEM-01")
@@ -228,15 +232,35 @@ def test_what_this_process_takes_is_counted_as_its_own(bound_device: DeviceRunti
     before = bound_device.memory()
     held = filled(bound_device)
     during = bound_device.memory()
-    assert during.used_by_me - before.used_by_me > 0.8 * BIG
-    assert during.peak_by_me >= during.used_by_me
+    grown = during.used_by_me - before.used_by_me
+    assert grown > 0.8 * BIG, f"memory().used_by_me grew by {grown:,} while a tensor of {BIG:,} bytes was made"
+    assert during.peak_by_me >= during.used_by_me, (
+        f"memory().peak_by_me, {during.peak_by_me:,}, is less than used_by_me, {during.used_by_me:,}"
+    )
+    del held
+
+
+@clause("MEM-06")
+def test_memory_that_this_process_holds_is_not_free(bound_device: DeviceRuntime) -> None:
+    held = filled(bound_device)
+    memory = bound_device.memory()
+    assert memory.free <= memory.total - 0.8 * BIG, (
+        f"memory().free is {memory.free:,} of {memory.total:,} bytes while this process holds a tensor of {BIG:,}: "
+        "`free` must be what can still be allocated"
+    )
     del held
 
 
 @clause("MEM-02")
 def test_an_allocation_that_does_not_fit_is_a_memory_error(bound_device: DeviceRuntime) -> None:
-    with pytest.raises(MemoryError):
+    try:
         bound_device.empty((1 << 50,), torch.uint8)
+    except MemoryError:
+        pass
+    except Exception as e:  # noqa: BLE001  (a plugin may raise anything)
+        pytest.fail(f"`empty` of a tensor that does not fit must raise MemoryError; it raised {type(e).__name__}: {e}")
+    else:
+        pytest.fail("`empty` returned a tensor of 2**50 bytes; it must raise MemoryError where one does not fit")
     assert bound_device.to_host(bound_device.to_device(torch.arange(3))).wait().tolist() == [0, 1, 2], (
         "the device no longer works"
     )
@@ -261,7 +285,11 @@ def test_peak_follows_an_allocation_that_is_gone_again(bound_device: DeviceRunti
     held: Any = filled(bound_device)
     del held
     bound_device.synchronize()
-    assert bound_device.memory().peak_by_me - before.used_by_me > 0.8 * BIG
+    risen = bound_device.memory().peak_by_me - before.used_by_me
+    assert risen > 0.8 * BIG, (
+        f"memory().peak_by_me lies {risen:,} bytes above what was used before a tensor of {BIG:,} bytes was made and "
+        "freed: the peak must include memory that has been freed"
+    )
 
 
 @clause("MEM-03")
@@ -273,7 +301,10 @@ def test_a_reset_lets_the_peak_begin_anew(bound_device: DeviceRuntime) -> None:
     peak = bound_device.memory().peak_by_me
     bound_device.reset_peak_memory()
     memory = bound_device.memory()
-    assert memory.peak_by_me < peak - 0.5 * BIG or memory.peak_by_me - memory.used_by_me < 0.5 * BIG
+    assert memory.peak_by_me < peak - 0.5 * BIG or memory.peak_by_me - memory.used_by_me < 0.5 * BIG, (
+        f"after reset_peak_memory, memory().peak_by_me is {memory.peak_by_me:,}; it was {peak:,} before, and "
+        f"{memory.used_by_me:,} bytes are used"
+    )
 
 
 @clause("MEM-04")
@@ -281,10 +312,12 @@ def test_the_error_of_a_tensor_without_room_is_known_and_others_are_not(bound_de
     try:
         torch.empty((1 << 50,), dtype=torch.uint8, device=bound_device.device)
     except (RuntimeError, MemoryError) as e:  # a lazy device may not allocate yet
-        assert bound_device.is_out_of_memory(e) is True, f"{type(e).__name__}: {e}"
-    assert bound_device.is_out_of_memory(MemoryError("no room")) is True
+        assert bound_device.is_out_of_memory(e) is True, (
+            f"is_out_of_memory must be true for the error of a tensor that does not fit, {type(e).__name__}: {e}"
+        )
+    assert bound_device.is_out_of_memory(MemoryError("no room")) is True, "is_out_of_memory must know MemoryError"
     for other in (ValueError("memory"), RuntimeError("shapes do not match"), KeyError("out of")):
-        assert bound_device.is_out_of_memory(other) is False
+        assert bound_device.is_out_of_memory(other) is False, f"is_out_of_memory must be false for {other!r}"
 
 
 def filled(runtime: DeviceRuntime) -> torch.Tensor:

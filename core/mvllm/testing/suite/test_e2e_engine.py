@@ -13,7 +13,7 @@ from mvllm.testing.attention_cases import make_spec
 from mvllm.testing.markers import clause, exhaustive, skip_not_claimed, skip_not_run
 from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.plugin import DeviceHolder
-from mvllm.testing.rank_launcher import parallel_config, ranks_skip_reason, topology_of
+from mvllm.testing.rank_launcher import known_start_error, parallel_config, ranks_skip_reason, topology_of
 from mvllm.testing.zoo import (
     ENGINE_LEN,
     FAMILIES,
@@ -89,6 +89,8 @@ def check_parallel(subject: PlatformUnderTest, zoo: Zoo, family: str, tensor: in
         skip_not_claimed("several pipeline stages in one worker: its devices share layers")
     if topology.num_workers > 1 and (why := ranks_skip_reason(subject, tensor, pipeline)):
         skip_not_run(why)
+    if topology.num_workers > 1 and (why := known_start_error(subject, topology.num_workers)):
+        pytest.fail(f"the ranks of a group do not find each other (COM-01): {why}", pytrace=False)
     check(subject, zoo, family, **sizes)
 
 

@@ -15,7 +15,6 @@ from mvllm.platform.checked_calls import checked_attention_backend
 from mvllm.platform.tensor_caches import tensors_of
 from mvllm.plugin_api import AttentionBackend, DeviceRuntime
 from mvllm.testing.attention_cases import CacheHarness, make_case, make_layout, make_spec, run, stored, tolerance
-from mvllm.testing.attention_diagnosis import assert_near
 from mvllm.testing.markers import clause, skip_not_claimed
 from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.tensor_assertions import assert_close, assert_equal
@@ -241,4 +240,9 @@ def test_attention_over_copied_blocks_is_the_same(
     backend = checked_attention_backend(subject.platform, spec)
     skip_default_copy_blocks(backend)
     case = make_case(spec, [(40, 1), (17, 1)], block_size=backend.kv_layout().block_sizes[0])
-    assert_near(run(backend, bound_device, case, move_blocks=True), case)
+    # Compared with attention over blocks that were not copied: what attention itself must give is the subject of ATT.
+    moved, straight = (run(backend, bound_device, case, move_blocks=moved) for moved in (True, False))
+    what = "attention over copied blocks, compared with attention over the blocks themselves, by token and element"
+    rows, allowed = case.num_real_tokens, tolerance(claimed_dtype, claimed_dtype)
+    finite = torch.isfinite(straight[:rows])
+    assert_close(moved[:rows][finite], straight[:rows][finite], allowed, what)

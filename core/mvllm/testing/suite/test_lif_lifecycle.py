@@ -20,7 +20,7 @@ from mvllm.plugin_api.graph import GraphProgram, StepSizes
 from mvllm.testing.leftover_processes import ProcessSnapshot, process_snapshot, wait_until
 from mvllm.testing.markers import clause, skip_not_claimed
 from mvllm.testing.platform_under_test import PlatformUnderTest
-from mvllm.testing.rank_launcher import parallel_config, ranks_skip_reason, topology_of
+from mvllm.testing.rank_launcher import known_start_error, parallel_config, ranks_skip_reason, topology_of
 from mvllm.testing.subprocess_checks import ANSWER_PREFIX, child_environment
 from mvllm.testing.zoo import Zoo, generate, make_llm
 
@@ -39,7 +39,8 @@ def worker_settings(subject: PlatformUnderTest) -> dict[str, Any]:
     """Settings of an engine with worker processes: two if the machine supports it, else one."""
     topology = topology_of(subject, parallel_config(2))
     collectives = {"all_reduce", "all_gather"} <= subject.capabilities.collectives
-    if "mp" in topology.executors and topology.num_workers == 2 and collectives and not ranks_skip_reason(subject, 2):
+    meet = collectives and not ranks_skip_reason(subject, 2) and not known_start_error(subject, 2)
+    if "mp" in topology.executors and topology.num_workers == 2 and meet:
         return {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     return one_worker_settings(subject)
 

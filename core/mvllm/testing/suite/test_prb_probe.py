@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mvllm.platform.discovery import SLOW_PROBE_SECONDS
 from mvllm.testing.markers import clause, skip_not_run
 from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.report import WITHOUT_DEVICE
@@ -40,6 +41,10 @@ def test_a_probe_says_what_it_found_or_what_is_missing(probed: dict[str, Any]) -
 @clause("PRB-01")
 def test_a_probe_takes_under_a_second(probed: dict[str, Any]) -> None:
     assert max(probed["cpu_seconds"]) < PROBE_CPU_SECONDS
+    shortest = min(probed["seconds"])
+    assert shortest < SLOW_PROBE_SECONDS, (
+        f"of two probes, the shorter one took {shortest:.1f} s; each start waits for it"
+    )
 
 
 @clause("PRB-02")

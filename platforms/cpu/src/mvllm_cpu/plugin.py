@@ -11,6 +11,7 @@ SPEC = PlatformSpec(
     probe="mvllm_cpu.probe:probe",
     factory="mvllm_cpu.platform:make_platform",
     torch_floor="2.6",
+    probe_in_process=True,
 )
 
 

@@ -12,6 +12,7 @@ SPEC = PlatformSpec(
     factory="mvllm_mlx.platform:make_platform",
     torch_floor="2.6",
     by_name_only=True,
+    probe_in_process=True,
 )
 
 

@@ -12,6 +12,7 @@ SPEC = PlatformSpec(
     factory="mvllm_openvino.platform:make_platform",
     torch_floor="2.6",
     by_name_only=True,  # it uses the same processor as the platform `cpu`
+    probe_in_process=True,
 )
 
 

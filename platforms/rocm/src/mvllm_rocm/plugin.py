@@ -12,6 +12,7 @@ SPEC = PlatformSpec(
     factory="mvllm_rocm.platform:make_platform",
     torch_floor="2.6",
     priority=10,
+    probe_in_process=True,
 )
 
 

@@ -13,6 +13,7 @@ SPEC = PlatformSpec(
     torch_floor="2.6",
     torch_backend="tpu",  # torch_tpu's backend name in torch; torch_xla registers none
     priority=10,
+    probe_in_process=True,
 )
 
 

@@ -17,6 +17,7 @@ SPEC = PlatformSpec(
     torch_floor="2.6",
     by_name_only=True,
     torch_backend="example",
+    probe_in_process=True,
 )
 DTYPES = ("float32", "bfloat16")
 LIBRARY = Path(__file__).with_name("_device.so")
