@@ -53,7 +53,8 @@ def build_app(
 
 def add_middleware(app: ASGIApp, metrics: HTTPMetrics, settings: ServerSettings) -> ASGIApp:
     """An application with the middleware of every request."""
-    keys = APIKeys(settings.api_keys, settings.admin_api_keys)
+    own = () if settings.router_key is None else (settings.router_key,)
+    keys = APIKeys(settings.api_keys, (*settings.admin_api_keys, *own))
     app = RequestMiddleware(app, keys, metrics.observe, access_log=settings.access_log)
     if settings.allowed_origins:
         # Outermost: preflight requests of browsers have no key.

@@ -67,6 +67,7 @@ class ServerSettings:
         uds: Path of a Unix domain socket to listen on instead.
         api_keys: Keys for everything except administration; without any, no key is needed.
         admin_api_keys: Keys for everything; without any, administration is closed.
+        router_key: An administrator's key of the router that this server belongs to, for the router's own requests.
         key_limits: What each user key may use, and all requests together where the server has no keys.
         limits_of_keys: The limits of user keys that have others.
         served_model_names: Names of the model in requests; by default the name it was started with.
@@ -103,6 +104,7 @@ class ServerSettings:
     uds: str | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_api_keys: tuple[str, ...] = field(default=(), repr=False)
+    router_key: str | None = field(default=None, repr=False)
     key_limits: KeyLimits = field(default_factory=KeyLimits)
     limits_of_keys: dict[str, KeyLimits] = field(default_factory=dict, repr=False)
     served_model_names: tuple[str, ...] = ()
