@@ -72,7 +72,8 @@ class ResponsesRoutes:
                 "background needs the response to be stored, but this server stores none (--max-stored-responses 0).",
                 parameter="background",
             )
-        return await self._background.start(request, handler, self._body_routes.admit(request, handler, model))
+        admitted = self._body_routes.admit(handler, model, in_background=True)
+        return await self._background.start(request, handler, admitted)
 
     async def get_response(
         self, request: Request, response_id: str, stream: bool = False, starting_after: int = -1

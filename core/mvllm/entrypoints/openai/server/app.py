@@ -44,18 +44,20 @@ def build_app(
     rate_limiter: RateLimiter | None = None,
 ) -> ASGIApp:
     """The application with all middleware."""
-    routes = _make_routes(state, models, metrics, settings, rate_limiter)
+    routes = _make_routes(state, models, metrics, settings)
     app: ASGIApp = DirectRoutes(_build_fastapi_app(state, models, settings, routes), routes.direct_routes)
     if tracer is not None:
         app = TracingMiddleware(app, tracer)
-    return add_middleware(app, metrics, settings)
+    return add_middleware(app, metrics, settings, rate_limiter)
 
 
-def add_middleware(app: ASGIApp, metrics: HTTPMetrics, settings: ServerSettings) -> ASGIApp:
+def add_middleware(
+    app: ASGIApp, metrics: HTTPMetrics, settings: ServerSettings, rate_limiter: RateLimiter | None = None
+) -> ASGIApp:
     """An application with the middleware of every request."""
     own = () if settings.router_key is None else (settings.router_key,)
     keys = APIKeys(settings.api_keys, (*settings.admin_api_keys, *own))
-    app = RequestMiddleware(app, keys, metrics.observe, access_log=settings.access_log)
+    app = RequestMiddleware(app, keys, metrics.observe, rate_limiter, access_log=settings.access_log)
     if settings.allowed_origins:
         # Outermost: preflight requests of browsers have no key.
         app = CORSMiddleware(
@@ -73,10 +75,9 @@ def build_fastapi_app(
     models: OpenAIServingModels,
     metrics: HTTPMetrics,
     settings: ServerSettings,
-    rate_limiter: RateLimiter | None = None,
 ) -> FastAPI:
     """The application without middleware."""
-    return _build_fastapi_app(state, models, settings, _make_routes(state, models, metrics, settings, rate_limiter))
+    return _build_fastapi_app(state, models, settings, _make_routes(state, models, metrics, settings))
 
 
 class DirectRoutes:
@@ -116,9 +117,8 @@ def _make_routes(
     models: OpenAIServingModels,
     metrics: HTTPMetrics,
     settings: ServerSettings,
-    rate_limiter: RateLimiter | None,
 ) -> Routes:
-    return Routes(state, models, metrics, settings, BodyRoutes(state, models, settings, rate_limiter))
+    return Routes(state, models, metrics, settings, BodyRoutes(state, models, settings))
 
 
 def _build_fastapi_app(

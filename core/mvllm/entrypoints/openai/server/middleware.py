@@ -1,4 +1,4 @@
-"""The middleware of every request: normalized path, request id, authentication, access log and metrics.
+"""The middleware of every request: normalized path, request id, authentication, limits, access log and metrics.
 
 It is one ASGI layer instead of several, because each layer costs time for every chunk of every stream. A path needs a
 key unless it is literally one of UNAUTHENTICATED_PATHS, so unusual spellings of these need one, too.
@@ -17,7 +17,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mvllm.entrypoints.openai.common.errors import APIError, ErrorFormat, error_response, to_api_error
 from mvllm.entrypoints.openai.common.unknown_fields import UNKNOWN_FIELDS_SCOPE_KEY, unknown_fields_header
 from mvllm.entrypoints.openai.server.authentication import APIKeys, Caller, Role
-from mvllm.entrypoints.openai.server.rate_limits import response_headers
+from mvllm.entrypoints.openai.server.rate_limits import (
+    RateLimiter,
+    RunningRequest,
+    response_headers,
+    set_current_request,
+)
 from mvllm.logging import get_logger
 
 logger = get_logger(__name__)
@@ -40,11 +45,21 @@ class RequestMiddleware:
         app: The application.
         keys: The API keys.
         observe: Called for each response.
+        rate_limiter: Limits the requests of each key; None for no limits.
         access_log: Whether to log method, path, status, time and request id of each response.
     """
 
-    def __init__(self, app: ASGIApp, keys: APIKeys, observe: ObserveRequest, *, access_log: bool = True) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: APIKeys,
+        observe: ObserveRequest,
+        rate_limiter: RateLimiter | None = None,
+        *,
+        access_log: bool = True,
+    ) -> None:
         self._app = app
+        self._rate_limiter = rate_limiter
         self._keys = keys
         self._observe = observe
         self._access_log = access_log
@@ -62,6 +77,7 @@ class RequestMiddleware:
         status = 0
         unknown_fields: list[str] = []
         scope[UNKNOWN_FIELDS_SCOPE_KEY] = unknown_fields  # filled by UnknownFields
+        running: RunningRequest | None = None
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -80,12 +96,17 @@ class RequestMiddleware:
                     "Send a valid API key: Authorization: Bearer <key>, or x-api-key: <key>.",
                     code="invalid_api_key",
                 )
+            if self._rate_limiter is not None:
+                running = self._rate_limiter.start(scope, caller)
+            set_current_request(running)
             await self._app(scope, receive, send_with_id)
         except Exception as e:  # noqa: BLE001  (to_api_error logs it)
             error = to_api_error(e)
             if status == 0:
                 await error_response(error, scope)(scope, receive, send_with_id)
         finally:
+            if running is not None:
+                running.end()
             seconds = time.perf_counter() - start
             route = getattr(scope.get("route"), "path", "other")
             self._observe(route, _known_method(scope["method"]), status, seconds)
