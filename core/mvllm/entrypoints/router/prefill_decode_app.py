@@ -157,7 +157,7 @@ class PrefillDecodeApp:
                 else:
                     await self._generate(scope, send, body, body)
         else:
-            body = await self._reader.read_any(request.receive)
+            body = await self._reader.read_any(request)
             async with cancel_on_disconnect(request.receive):
                 await self._generate(scope, send, body, body)
 

@@ -164,9 +164,9 @@ class RouterApp:
         path, query = scope["path"], _query_without_model(scope)
         fields = RoutingFields()
         if name is not None:
-            body = await self._reader.read_any(receive)
+            body = await self._reader.read_any(request)
         elif path.startswith(_STORED_RESPONSES):
-            body, name = await self._reader.read_any(receive), await self._model_with_response(path)
+            body, name = await self._reader.read_any(request), await self._model_with_response(path)
         elif scope["method"] in ("POST", "PUT", "PATCH"):
             body = await self._reader.read(request)
             fields = self._decoder.decode(body)

@@ -30,6 +30,12 @@ MAX_VALUES = 1 << 22
 MAX_TIMEOUTS_PER_BODY = 10
 """The time limit of a whole body, in multiples of that of its next part."""
 
+SMALL_BODY_BYTES = 64 << 10
+_SMALL_BODIES = re.compile(
+    r"/api/show|/models/(un)?load|/v1/(un)?load_lora_adapter|/v1/conversations/[^/]+|/v1/responses/[^/]+/cancel"
+)
+"""Paths whose bodies have a few short fields: SMALL_BODY_BYTES are read at most."""
+
 _PATH = re.compile(r" - at `\$((?:\.\w+|\[[.\w]*\])+)`$")
 
 
@@ -71,20 +77,21 @@ class BodyReader:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
             raise APIError(415, "Send the body as JSON, with the header Content-Type: application/json.")
-        claimed = request.headers.get("content-length", "")
-        if claimed.isdecimal() and (len(claimed) > 18 or int(claimed) > self.max_bytes):
-            raise self._body_too_long_error()
-        return await self.read_any(request.receive)
+        return await self.read_any(request)
 
-    async def read_any(self, receive: Receive) -> bytes:
+    async def read_any(self, request: Request) -> bytes:
         """The whole body, which need not be JSON.
 
         Raises:
             APIError: The body is too long (413), or does not arrive in time (408).
             ClientDisconnected: The client left.
         """
+        most = self._max_bytes(request.scope["path"])
+        claimed = request.headers.get("content-length", "")
+        if claimed.isdecimal() and (len(claimed) > 18 or int(claimed) > most):
+            raise _body_too_long_error(most)
         parts: list[bytes] = []
-        limited = self.limit_receive(receive)
+        limited = self.limit_receive(request.receive, most)
         while True:
             message = await limited()
             if message["type"] == "http.disconnect":
@@ -103,8 +110,13 @@ class BodyReader:
         if unknown and self._unknown_fields.policy != "ignore":
             self._unknown_fields.handle(unknown, KnownParameters(known), request.scope)
 
-    def limit_receive(self, receive: Receive) -> Receive:
-        """An ASGI `receive` that raises as `read` if the body exceeds a limit."""
+    def limit_receive(self, receive: Receive, max_bytes: int | None = None) -> Receive:
+        """An ASGI `receive` that raises as `read` if the body exceeds a limit.
+
+        Args:
+            max_bytes: Longest body of this request; None for that of the server.
+        """
+        most = self.max_bytes if max_bytes is None else max_bytes
         length, deadline = 0, 0.0
         has_ended = False
 
@@ -120,15 +132,19 @@ class BodyReader:
             except TimeoutError:
                 raise APIError(408, f"The body did not arrive within {self._timeout:g} s.", close=True) from None
             length += len(message.get("body", b""))
-            if length > self.max_bytes:
-                raise self._body_too_long_error()
+            if length > most:
+                raise _body_too_long_error(most)
             has_ended = not message.get("more_body", False)
             return message
 
         return receive_limited
 
-    def _body_too_long_error(self) -> APIError:
-        return APIError(413, f"The body is longer than the {self.max_bytes} bytes allowed.", close=True)
+    def _max_bytes(self, path: str) -> int:
+        return min(self.max_bytes, SMALL_BODY_BYTES) if _SMALL_BODIES.fullmatch(path) else self.max_bytes
+
+
+def _body_too_long_error(max_bytes: int) -> APIError:
+    return APIError(413, f"The body is longer than the {max_bytes} bytes allowed.", close=True)
 
 
 class BodyDecoder(Generic[T]):
