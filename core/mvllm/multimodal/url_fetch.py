@@ -101,9 +101,7 @@ def _port_of(parts: SplitResult) -> int:
     return parts.port or (443 if parts.scheme == "https" else 80)
 
 
-def _address_of(
-    parts: SplitResult, allowed_hosts: Sequence[str] | None, resolve: Resolve, deadline: float
-) -> str:
+def _address_of(parts: SplitResult, allowed_hosts: Sequence[str] | None, resolve: Resolve, deadline: float) -> str:
     """The address to connect to.
 
     Raises:

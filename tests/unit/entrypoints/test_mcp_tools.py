@@ -207,7 +207,9 @@ def test_private_addresses_are_out_of_reach_of_requests(sdk: OpenAI, server: Liv
         assert "not a public address" in str(made.output[0].error), host  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("address", ["168.63.129.16", "192.0.0.192", "fec0::1", "::ffff:169.254.169.254", "fd00:ec2::254"])
+@pytest.mark.parametrize(
+    "address", ["168.63.129.16", "192.0.0.192", "fec0::1", "::ffff:169.254.169.254", "fd00:ec2::254"]
+)
 def test_tool_servers_have_the_filter_of_addresses_that_images_have(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

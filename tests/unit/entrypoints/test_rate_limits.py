@@ -38,9 +38,7 @@ class Server:
         finally:
             self.headers = {name.decode(): value.decode() for name, value in response_headers(scope)}
 
-    def refuse(
-        self, key: str | None, server: int = 0, method: str = "POST", path: str = "/v1/completions"
-    ) -> APIError:
+    def refuse(self, key: str | None, server: int = 0, method: str = "POST", path: str = "/v1/completions") -> APIError:
         with pytest.raises(APIError) as caught:
             self.start(key, server, method, path)
         assert caught.value.status == 429 and caught.value.code == "rate_limit_exceeded"

@@ -103,7 +103,11 @@ def test_public_addresses() -> None:
 def test_one_private_address_of_a_name_refuses_it() -> None:
     with pytest.raises(RequestError, match="not public"):
         fetch_url(
-            "http://x.test/", allowed_hosts=None, timeout=1, max_bytes=1, resolve=lambda *unused: ["8.8.8.8", "10.0.0.1"]
+            "http://x.test/",
+            allowed_hosts=None,
+            timeout=1,
+            max_bytes=1,
+            resolve=lambda *unused: ["8.8.8.8", "10.0.0.1"],
         )
 
 

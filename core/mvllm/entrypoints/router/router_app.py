@@ -166,7 +166,7 @@ class RouterApp:
         if name is not None:
             body = await self._reader.read_any(request)
         elif path.startswith(_STORED_RESPONSES):
-            body, name = await self._reader.read_any(request), await self._model_with_response(path)
+            body, name = await self._reader.read_any(request), await self._model_with_response(scope)
         elif scope["method"] in ("POST", "PUT", "PATCH"):
             body = await self._reader.read(request)
             fields = self._decoder.decode(body)
@@ -199,15 +199,16 @@ class RouterApp:
             sending = send_with_names if path in _LORA_PATHS else send
             await self._proxy.forward(server.client, scope, sending, body, query)
 
-    async def _model_with_response(self, path: str) -> str:
-        """The name of the model that has stored a response.
+    async def _model_with_response(self, scope: Scope) -> str:
+        """The name of the model that has stored a response of the client's key.
 
         Raises:
             APIError: None has it (404).
         """
-        response_path = "/".join(path.split("/")[:4])
+        path, headers = "/".join(scope["path"].split("/")[:4]), scope["headers"]
         for model in self._pool.loaded():
-            if isinstance(model.server, ModelServerProcess) and await model.server.client.fetch(response_path):
+            server = model.server
+            if isinstance(server, ModelServerProcess) and await server.client.fetch(path, headers=headers):
                 return model.entry.name
         raise APIError(
             404,
