@@ -233,6 +233,7 @@ def model_server_settings(entry: ModelEntry, internal_key: str) -> ServerSetting
         served_model_names=(entry.name, *entry.aliases),
         router_key=internal_key,
         allowed_origins=(),
+        allowed_hosts=(),
         access_log=False,
         docs=False,
     )

@@ -60,7 +60,7 @@ async def _run(
     app = PrefillDecodeApp(prefill, decode, settings, prefill_timeout, metrics.exposition)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients cause them by sending invalid HTTP
     config = uvicorn.Config(
-        app=add_middleware(app, metrics, settings), timeout_graceful_shutdown=2, **uvicorn_settings()
+        app=add_middleware(app, metrics, settings, listener=listener), timeout_graceful_shutdown=2, **uvicorn_settings()
     )
     http = HTTPServer(config, is_shared=False, heartbeat=lambda: None)
     http.server_state = ConnectionTable(default_max_connections() // 3)  # each may have two to engines, too

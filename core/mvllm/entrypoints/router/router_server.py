@@ -121,7 +121,7 @@ class RouterServer:
         state = ServerState(settings.heartbeat_timeout)
         fallback = _fallback_app(settings, routes, state)
         self._app = RouterApp(pool, catalog, settings, fallback, routes.table())
-        app = add_middleware(self._app, metrics, settings, self._rate_limiter)
+        app = add_middleware(self._app, metrics, settings, self._rate_limiter, self._listener)
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients cause them by sending invalid HTTP
         config = uvicorn.Config(app=app, timeout_graceful_shutdown=2, **uvicorn_settings())
         http = HTTPServer(config, is_shared=False, heartbeat=lambda: None)

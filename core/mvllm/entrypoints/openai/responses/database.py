@@ -7,8 +7,8 @@
 
 An object belongs to the API key of its request. When there are too many, the least recently used objects of the key
 that has most are evicted, so no key can evict those of a key that has less. Objects of keys that the server does not
-have any more are evicted first. Objects that nobody has used for long are evicted, too. A running response is never evicted; where several keys share the store, those of one key take at most as
-much as they leave free.
+have any more are evicted first, and those that nobody has used for long. A running response is never evicted: where
+several keys share the store, those of one key take at most as much as they leave free.
 
 Every method is one transaction. A file is in WAL mode: processes read while one writes, and a process that is killed
 loses nothing that it had committed.
@@ -485,7 +485,7 @@ class ResponseDatabase:
         return num_fits and own_bytes + response.size <= most
 
     def _most(self, limit: int, own: int, others: int) -> int:
-        """How much of a limit the running responses of one key may take, where they and those of others take so much."""
+        """How much of a limit the running responses of a key may take, where they and those of others take so much."""
         return limit - others - own if self._limits.is_shared else limit - others
 
     def _running_bytes(self) -> dict[bytes | None, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable
 
 from fastapi import FastAPI
@@ -22,6 +23,7 @@ from mvllm.entrypoints.openai.common.streaming_response import CLIENT_CLOSED_REQ
 from mvllm.entrypoints.openai.common.unknown_fields import UNKNOWN_FIELDS_HEADER
 from mvllm.entrypoints.openai.server.authentication import APIKeys
 from mvllm.entrypoints.openai.server.body_routes import BodyRoutes
+from mvllm.entrypoints.openai.server.browser_requests import BrowserCheck
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
 from mvllm.entrypoints.openai.server.http_plugins import HTTPServerHandle, load_http_plugins
 from mvllm.entrypoints.openai.server.middleware import RequestMiddleware
@@ -42,22 +44,32 @@ def build_app(
     settings: ServerSettings,
     tracer: Tracer | None = None,
     rate_limiter: RateLimiter | None = None,
+    listener: socket.socket | None = None,
 ) -> ASGIApp:
-    """The application with all middleware."""
+    """The application with all middleware.
+
+    Args:
+        listener: What it is to be served on; None if the application is called otherwise.
+    """
     routes = _make_routes(state, models, metrics, settings)
     app: ASGIApp = DirectRoutes(_build_fastapi_app(state, models, settings, routes), routes.direct_routes)
     if tracer is not None:
         app = TracingMiddleware(app, tracer)
-    return add_middleware(app, metrics, settings, rate_limiter)
+    return add_middleware(app, metrics, settings, rate_limiter, listener)
 
 
 def add_middleware(
-    app: ASGIApp, metrics: HTTPMetrics, settings: ServerSettings, rate_limiter: RateLimiter | None = None
+    app: ASGIApp,
+    metrics: HTTPMetrics,
+    settings: ServerSettings,
+    rate_limiter: RateLimiter | None = None,
+    listener: socket.socket | None = None,
 ) -> ASGIApp:
-    """An application with the middleware of every request."""
+    """An application with the middleware of every request. See `build_app`."""
     own = () if settings.router_key is None else (settings.router_key,)
     keys = APIKeys(settings.api_keys, (*settings.admin_api_keys, *own))
-    app = RequestMiddleware(app, keys, metrics.observe, rate_limiter, access_log=settings.access_log)
+    check = BrowserCheck.create(settings, listener)
+    app = RequestMiddleware(app, keys, metrics.observe, rate_limiter, check, access_log=settings.access_log)
     if settings.allowed_origins:
         # Outermost: preflight requests of browsers have no key.
         app = CORSMiddleware(

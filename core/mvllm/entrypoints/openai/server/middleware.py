@@ -1,4 +1,5 @@
-"""The middleware of every request: normalized path, request id, authentication, limits, access log and metrics.
+"""The middleware of every request: normalized path, request id, authentication, origin, limits, access log and
+metrics.
 
 It is one ASGI layer instead of several, because each layer costs time for every chunk of every stream. A path needs a
 key unless it is literally one of UNAUTHENTICATED_PATHS, so unusual spellings of these need one, too.
@@ -17,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mvllm.entrypoints.openai.common.errors import APIError, ErrorFormat, error_response, to_api_error
 from mvllm.entrypoints.openai.common.unknown_fields import UNKNOWN_FIELDS_SCOPE_KEY, unknown_fields_header
 from mvllm.entrypoints.openai.server.authentication import APIKeys, Caller, Role
+from mvllm.entrypoints.openai.server.browser_requests import BrowserCheck
 from mvllm.entrypoints.openai.server.rate_limits import (
     RateLimiter,
     RunningRequest,
@@ -46,6 +48,7 @@ class RequestMiddleware:
         keys: The API keys.
         observe: Called for each response.
         rate_limiter: Limits the requests of each key; None for no limits.
+        browser_check: Checks requests without a key; None for no check.
         access_log: Whether to log method, path, status, time and request id of each response.
     """
 
@@ -55,11 +58,13 @@ class RequestMiddleware:
         keys: APIKeys,
         observe: ObserveRequest,
         rate_limiter: RateLimiter | None = None,
+        browser_check: BrowserCheck | None = None,
         *,
         access_log: bool = True,
     ) -> None:
         self._app = app
         self._rate_limiter = rate_limiter
+        self._browser_check = browser_check
         self._keys = keys
         self._observe = observe
         self._access_log = access_log
@@ -96,6 +101,8 @@ class RequestMiddleware:
                     "Send a valid API key: Authorization: Bearer <key>, or x-api-key: <key>.",
                     code="invalid_api_key",
                 )
+            if self._browser_check is not None and caller.key is None and path not in UNAUTHENTICATED_PATHS:
+                self._browser_check.check(scope["headers"])
             if self._rate_limiter is not None:
                 running = self._rate_limiter.start(scope, caller)
             set_current_request(running)

@@ -2,10 +2,10 @@
 
 A key has a bucket of requests and one of tokens. Each holds the allowance of one minute and fills steadily. A request
 takes one from the first; from the second it takes its prompt when it starts and its output when it ends, so it may
-fall below zero. While a bucket is empty, requests of the key are refused (429): by their headers, before a body is read.
+fall below zero. While a bucket is empty, requests of the key are refused (429), before their bodies are read.
 
-Every route counts, except UNLIMITED_PATHS. Reads (GET, DELETE, cancellations) generate nothing: they need no tokens, and
-have a limit of requests in flight for themselves, so that a key can follow and cancel what it has running.
+Every route counts, except UNLIMITED_PATHS. Reads (GET, DELETE, cancellations) generate nothing: they need no tokens,
+and have a limit of requests in flight for themselves, so that a key can follow and cancel what it has running.
 
 Several API servers share the limits: each has counters in shared memory that only it writes, and all read the sum.
 Behind a router, the router counts requests, and the servers of models their tokens and background responses.

@@ -76,6 +76,7 @@ class ServerSettings:
         tool_call_parser: Name of the parser of tool calls; `auto` detects it from the chat template, `none` is none.
         reasoning_parser: Name of the parser of reasoning; `auto` and `none` likewise.
         allowed_origins: Origins whose pages may send requests from a browser (CORS).
+        allowed_hosts: Further names of the server in the header Host, where it has no API keys; see `BrowserCheck`.
         max_body_bytes: Longest request body.
         unknown_fields: What to do with unknown request fields: `warn` in the log and in the response header
             `x-mvllm-unknown-fields`, `refuse` the request, or `ignore` them.
@@ -113,6 +114,7 @@ class ServerSettings:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     max_body_bytes: int = 64 << 20
     unknown_fields: UnknownFieldsPolicy = "warn"
     body_timeout: float = 30.0
