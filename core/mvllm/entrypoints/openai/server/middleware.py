@@ -26,6 +26,7 @@ from mvllm.entrypoints.openai.server.rate_limits import (
     set_current_request,
 )
 from mvllm.logging import get_logger
+from mvllm.multimodal.media_fetcher import current_client
 
 logger = get_logger(__name__)
 
@@ -106,6 +107,7 @@ class RequestMiddleware:
             if self._rate_limiter is not None:
                 running = self._rate_limiter.start(scope, caller)
             set_current_request(running)
+            current_client.set(caller.key or (scope.get("client") or ("unknown",))[0])
             await self._app(scope, receive, send_with_id)
         except Exception as e:  # noqa: BLE001  (to_api_error logs it)
             error = to_api_error(e)
