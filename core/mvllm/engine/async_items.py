@@ -7,11 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from mvllm.engine.frontend.admission import AdmissionControl
 from mvllm.engine.frontend.input_processor import InputProcessor, ProcessedRequest
 from mvllm.engine.frontend.prompt_items import PreparedItems, PromptItems, with_contents
+from mvllm.engine.frontend.tokenization_cost import num_text_chars
 from mvllm.engine.process.async_core_client import AsyncEngineCoreClient
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import EmbedsPrompt, ExpandedPrompt, PromptType
@@ -44,8 +46,8 @@ class AsyncItems(ABC):
         """Raises if the engine accepts no requests."""
 
     @abstractmethod
-    async def _run_in_thread(self, work: Callable[[], _T]) -> _T:
-        """Runs work of the tokenizer in a thread."""
+    async def _run_in_thread(self, work: Callable[[], _T], num_chars: int = 0) -> _T:
+        """Runs work of the tokenizer with texts of so many characters in a thread."""
 
     async def expand_prompt(self, prompt: PromptType) -> ExpandedPrompt:
         """A prompt with its items prepared and in their places, tokenized. `generate` takes it.
@@ -58,7 +60,8 @@ class AsyncItems(ABC):
         self._admission.check_capacity(1, 0)
         with self._admission.tokenizing(1), await prepare_items(self.input_processor.items, [prompt]) as prepared:
             items = () if prepared.items is None else prepared.items[0]
-            found = await self._run_in_thread(lambda: self.input_processor.expand(prompt, items))
+            expand = partial(self.input_processor.expand, prompt, items)
+            found = await self._run_in_thread(expand, num_text_chars([prompt]))
             found["multi_modal_items"] = LeasedItems(found["multi_modal_items"], prepared.leases[0])
             return found
 

@@ -511,7 +511,10 @@ class ResponseDatabase:
     def _next_to_evict(self, keep: str, *, by_number: bool) -> str | None:
         """The object to evict next; None if all others are running. Raises as `_evict`."""
         if not self._limits.is_shared:
-            return self._one("SELECT id FROM objects WHERE running = 0 AND id != ? ORDER BY used LIMIT 1", keep)  # type: ignore[no-any-return]
+            found: str | None = self._one(
+                "SELECT id FROM objects WHERE running = 0 AND id != ? ORDER BY used LIMIT 1", keep
+            )
+            return found
         amount = "COUNT(*)" if by_number else "SUM(size)"
         rows = self._connection.execute(f"SELECT owner FROM objects GROUP BY owner ORDER BY {amount} DESC")  # noqa: S608
         for owner in sorted((owner for (owner,) in rows.fetchall()), key=self._limits.owners.__contains__):
