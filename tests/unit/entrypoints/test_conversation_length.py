@@ -11,11 +11,8 @@ from tests.unit.entrypoints.builders import save_model_folder
 from tests.unit.entrypoints.scripted_server import TEMPLATE, Server
 
 LONG = "many words " * 100_000
-MESSAGES = [
-    {"role": "user", "content": "hi"},
-    {"role": "assistant", "content": "yes"},
-    {"role": "user", "content": LONG},
-]
+HI = {"role": "user", "content": "hi"}
+MESSAGES = [HI, {"role": "assistant", "content": "yes"}, {"role": "user", "content": LONG}]
 PARTS = [{"role": "user", "content": [{"type": "text", "text": LONG}]}]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": MESSAGES},
