@@ -14,6 +14,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp
 
 from mvllm.entrypoints.openai.server.app import add_middleware
+from mvllm.entrypoints.openai.server.browser_requests import BrowserCheck
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 
@@ -23,7 +24,8 @@ PATH = "/v1/models"
 
 def make_app(settings: ServerSettings, listener: socket.socket) -> ASGIApp:
     """An application that answers everything, with the server's middleware."""
-    return add_middleware(PlainTextResponse("ok"), HTTPMetrics(CollectorRegistry()), settings, listener=listener)
+    check = BrowserCheck.create(settings, listener)
+    return add_middleware(PlainTextResponse("ok"), HTTPMetrics(CollectorRegistry()), settings, browser_check=check)
 
 
 def ask(

@@ -55,7 +55,7 @@ def build_app(
     app: ASGIApp = DirectRoutes(_build_fastapi_app(state, models, settings, routes), routes.direct_routes)
     if tracer is not None:
         app = TracingMiddleware(app, tracer)
-    return add_middleware(app, metrics, settings, rate_limiter, listener)
+    return add_middleware(app, metrics, settings, rate_limiter, BrowserCheck.create(settings, listener))
 
 
 def add_middleware(
@@ -63,13 +63,12 @@ def add_middleware(
     metrics: HTTPMetrics,
     settings: ServerSettings,
     rate_limiter: RateLimiter | None = None,
-    listener: socket.socket | None = None,
+    browser_check: BrowserCheck | None = None,
 ) -> ASGIApp:
-    """An application with the middleware of every request. See `build_app`."""
+    """An application with the middleware of every request."""
     own = () if settings.router_key is None else (settings.router_key,)
     keys = APIKeys(settings.api_keys, (*settings.admin_api_keys, *own))
-    check = BrowserCheck.create(settings, listener)
-    app = RequestMiddleware(app, keys, metrics.observe, rate_limiter, check, access_log=settings.access_log)
+    app = RequestMiddleware(app, keys, metrics.observe, rate_limiter, browser_check, access_log=settings.access_log)
     if settings.allowed_origins:
         # Outermost: preflight requests of browsers have no key.
         app = CORSMiddleware(

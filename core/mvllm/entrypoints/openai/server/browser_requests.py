@@ -34,27 +34,33 @@ class BrowserCheck:
     Args:
         settings: The names and origins that are allowed.
         checks_host: Whether requests must name one of these hosts.
+        checks_origin: Whether they must come from one of these origins.
     """
 
-    def __init__(self, settings: ServerSettings, *, checks_host: bool) -> None:
+    def __init__(self, settings: ServerSettings, *, checks_host: bool, checks_origin: bool) -> None:
         self._checks_host = checks_host
+        self._checks_origin = checks_origin
         self._names = {"localhost", socket.gethostname().lower(), settings.host.lower()}
         self._names |= {name.lower().rstrip(".") for name in settings.allowed_hosts}
         self._origins = settings.allowed_origins
 
     @classmethod
-    def create(cls, settings: ServerSettings, listener: socket.socket | None) -> BrowserCheck | None:
+    def create(
+        cls, settings: ServerSettings, listener: socket.socket | None, *, checks_origin: bool = True
+    ) -> BrowserCheck | None:
         """The check of a server; None for one that needs none: it has API keys, or a proxy or a router is its client.
 
         Args:
             listener: What the server listens on; None for neither host nor port.
+            checks_origin: False if servers behind it check the origins.
         """
         if settings.api_keys or settings.router_key is not None or listener is None:
             return None
         if listener.family not in (socket.AF_INET, socket.AF_INET6):
             return None
         is_loopback = ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
-        return cls(settings, checks_host=is_loopback or bool(settings.allowed_hosts))
+        checks_host = is_loopback or bool(settings.allowed_hosts)
+        return cls(settings, checks_host=checks_host, checks_origin=checks_origin)
 
     def check(self, headers: Headers) -> None:
         """Checks a request without a key.
@@ -76,7 +82,7 @@ class BrowserCheck:
                     raise _refused(
                         "host", host, "is not a name of this server. Start it with --allowed-hosts to allow it"
                     )
-        if site in _SAME_ORIGIN:  # pages cannot set it
+        if not self._checks_origin or site in _SAME_ORIGIN:  # pages cannot set it
             return
         for origin in origins:
             if not self._is_allowed_origin(origin, hosts):
@@ -93,11 +99,11 @@ class BrowserCheck:
     def _is_allowed_origin(self, origin: str, hosts: Iterable[str]) -> bool:
         if origin in self._origins or "*" in self._origins:
             return True
-        scheme, separator, rest = origin.partition("://")
+        scheme, separator, _ = origin.partition("://")
         if scheme.lower() not in ("http", "https"):
             return bool(separator)  # an app or a browser's extension; pages without an origin have `null`
         name = _host_name(origin)
-        if name is None or rest in hosts:
+        if name is None or is_same_origin(origin, hosts):
             return name is not None
         return self._is_own_name(name) or (_is_address(name) and _is_this_machine(name))
 
@@ -105,6 +111,11 @@ class BrowserCheck:
         if name in self._names or "*" in self._names or name.endswith(".localhost"):
             return True
         return any(own.startswith("*.") and name.endswith(own[1:]) for own in self._names)
+
+
+def is_same_origin(origin: str, hosts: Iterable[str]) -> bool:
+    """Whether `Origin` is that of a page of the server itself. A proxy may have changed the scheme."""
+    return origin.partition("://")[2] in hosts
 
 
 _DOMAIN_ENDS = tuple(f".{domain}" for domain in _LOCAL_DOMAINS)
