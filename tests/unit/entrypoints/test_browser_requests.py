@@ -149,6 +149,10 @@ def test_what_is_no_foreign_page(case: str) -> None:
     assert WITHOUT_CHECK[case]().status_code == 200
 
 
+def test_all_names_of_the_server_are_not_all_origins() -> None:
+    assert ask({"Origin": "http://evil.example"}, allowed_hosts=("*",)).status_code == 403
+
+
 def test_names_are_checked_everywhere_where_the_operator_has_listed_them() -> None:
     assert ask({"Host": "evil.example"}, EVERYWHERE, allowed_hosts=("gpu.example",)).status_code == 403
     assert ask({"Host": "gpu.example"}, EVERYWHERE, allowed_hosts=("gpu.example",)).status_code == 200

@@ -94,6 +94,8 @@ class BrowserCheck:
         name = _host_name(f"//{host}")
         if name is None:
             return False
+        if "*" in self._names:
+            return True
         return name == "" or self._is_own_name(name) or _is_address(name) or name.endswith(_DOMAIN_ENDS)
 
     def _is_allowed_origin(self, origin: str, hosts: Iterable[str]) -> bool:
@@ -108,7 +110,7 @@ class BrowserCheck:
         return self._is_own_name(name) or (_is_address(name) and _is_this_machine(name))
 
     def _is_own_name(self, name: str) -> bool:
-        if name in self._names or "*" in self._names or name.endswith(".localhost"):
+        if name in self._names or name.endswith(".localhost"):
             return True
         return any(own.startswith("*.") and name.endswith(own[1:]) for own in self._names)
 
