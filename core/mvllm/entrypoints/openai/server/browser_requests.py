@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from mvllm.entrypoints.openai.common.errors import APIError
+from mvllm.entrypoints.openai.server.listener import is_public
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 
 Headers = Iterable[tuple[bytes, bytes]]
@@ -58,8 +59,7 @@ class BrowserCheck:
             return None
         if listener.family not in (socket.AF_INET, socket.AF_INET6):
             return None
-        is_loopback = ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
-        checks_host = is_loopback or bool(settings.allowed_hosts)
+        checks_host = not is_public(listener) or bool(settings.allowed_hosts)
         return cls(settings, checks_host=checks_host, checks_origin=checks_origin)
 
     def check(self, headers: Headers) -> None:
