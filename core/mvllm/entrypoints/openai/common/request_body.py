@@ -195,7 +195,8 @@ def _check_size(body: bytes) -> None:
     """
     if len(body) > MAX_VALUES and body.count(b",") > MAX_VALUES:
         raise APIError(400, f"The body has more than {MAX_VALUES} values.")
-    if len(body) > MAX_STRINGS and body.count(b'"') - body.count(b'\\"') > 2 * MAX_STRINGS:
+    num_quotes = body.count(b'"') if len(body) > MAX_STRINGS else 0
+    if num_quotes > 2 * MAX_STRINGS and num_quotes - body.count(b'\\"') > 2 * MAX_STRINGS:
         raise APIError(400, f"The body has more than {MAX_STRINGS} strings.")
     if len(body) <= MAX_CONTAINERS or not _has_many_nodes(body):
         return
