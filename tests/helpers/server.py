@@ -214,7 +214,7 @@ def cpu_seconds(server: ServerProcess) -> float:
 
 def head_of(method: str, path: str, *headers: str) -> bytes:
     """The headers of a raw request with `Connection: close`."""
-    return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: x", "Connection: close", *headers, "", ""]).encode()
+    return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: localhost", "Connection: close", *headers, "", ""]).encode()
 
 
 def raw_post(path: str, body: bytes, *headers: str) -> bytes:

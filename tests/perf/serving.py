@@ -88,7 +88,8 @@ def request(rng: random.Random, stream: bool) -> bytes:
         "stream": stream,
     }
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    headers = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    head = f"POST /v1/completions HTTP/1.1\r\n{headers}"
     return head.encode() + b"\r\n\r\n" + data
 
 

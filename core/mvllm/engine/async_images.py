@@ -40,7 +40,7 @@ class AsyncImages(ABC):
         """Raises if the engine is closed or dead."""
 
     @abstractmethod
-    async def _run_in_thread(self, work: Callable[[], _T]) -> _T:
+    async def _run_in_thread(self, work: Callable[[], _T], num_chars: int = 0) -> _T:
         """Runs work of the tokenizer in a thread."""
 
     @abstractmethod

@@ -7,11 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from mvllm.engine.frontend.admission import AdmissionControl
 from mvllm.engine.frontend.input_processor import InputProcessor, ProcessedRequest
-from mvllm.engine.frontend.prompt_items import PreparedItems, PromptItems
+from mvllm.engine.frontend.prompt_items import PreparedItems, PromptItems, with_contents
+from mvllm.engine.frontend.tokenization_cost import num_text_chars
 from mvllm.engine.process.async_core_client import AsyncEngineCoreClient
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import EmbedsPrompt, ExpandedPrompt, PromptType
@@ -19,7 +21,7 @@ from mvllm.messages.multimodal import EMBEDS
 from mvllm.multimodal.item_memory import ItemLease, LeasedArray, LeasedItems, lease_of
 from mvllm.multimodal.item_request import has_items
 from mvllm.multimodal.processed_item import ProcessedItem
-from mvllm.multimodal.processor_client import ProcessorClient
+from mvllm.multimodal.processor_client import ProcessorClient, RemoteItem
 
 _T = TypeVar("_T")
 
@@ -44,8 +46,8 @@ class AsyncItems(ABC):
         """Raises if the engine accepts no requests."""
 
     @abstractmethod
-    async def _run_in_thread(self, work: Callable[[], _T]) -> _T:
-        """Runs work of the tokenizer in a thread."""
+    async def _run_in_thread(self, work: Callable[[], _T], num_chars: int = 0) -> _T:
+        """Runs work of the tokenizer with texts of so many characters in a thread."""
 
     async def expand_prompt(self, prompt: PromptType) -> ExpandedPrompt:
         """A prompt with its items prepared and in their places, tokenized. `generate` takes it.
@@ -58,7 +60,8 @@ class AsyncItems(ABC):
         self._admission.check_capacity(1, 0)
         with self._admission.tokenizing(1), await prepare_items(self.input_processor.items, [prompt]) as prepared:
             items = () if prepared.items is None else prepared.items[0]
-            found = await self._run_in_thread(lambda: self.input_processor.expand(prompt, items))
+            expand = partial(self.input_processor.expand, prompt, items)
+            found = await self._run_in_thread(expand, num_text_chars([prompt]))
             found["multi_modal_items"] = LeasedItems(found["multi_modal_items"], prepared.leases[0])
             return found
 
@@ -142,17 +145,27 @@ async def prepare_items(items: PromptItems, prompts: Sequence[object]) -> Prepar
     if not any(map(has_items, prompts)):
         return PreparedPrompts(None, list(map(lease_of, prompts)))
     futures: list[Future[list[ProcessedItem]] | None] = []
+    remote: list[list[RemoteItem]] = []
     found: list[PreparedItems] = []
     lease: ItemLease | None = None
     position = num_bytes = num_prompts = 0
+    group = items.fetch_group()
     try:
         for position in range(len(prompts)):
             items.check(prompts[position])
+        # Before anything is taken that others wait for: a host may not answer.
+        remote = [items.start_fetching(prompt, group) for prompt in prompts]
+        fetched = []
+        for position, prompt in enumerate(prompts):
+            contents = {(i.modality, i.position): await asyncio.wrap_future(i.content) for i in remote[position]}
+            fetched.append(with_contents(prompt, contents))
+            if position and group.num_bytes > items.max_bytes:
+                raise _too_many_bytes(position + 1, group.num_bytes, items.max_bytes)
         # Together: prompts of one call that waited for each other's memory would wait for ever.
         lease = await asyncio.wrap_future(items.reserve(prompts))
         for position in range(len(prompts)):
             # Few at a time: what is prepared behind a slow one is not counted yet.
-            futures += map(items.submit, prompts[len(futures) : position + _MAX_AHEAD])
+            futures += map(items.submit, fetched[len(futures) : position + _MAX_AHEAD])
             future = futures[position]
             if future is None:
                 found.append(())
@@ -162,11 +175,7 @@ async def prepare_items(items: PromptItems, prompts: Sequence[object]) -> Prepar
             num_bytes += sum(item.num_bytes for item in prepared)
             num_prompts += 1
             if num_prompts > 1 and num_bytes > items.max_bytes:
-                raise RequestError(
-                    f"The items of the first {num_prompts} prompts with items take {num_bytes} bytes, but those of one "
-                    f"request may take {items.max_bytes} (mm_inflight_gb). Send several requests.",
-                    parameter="multi_modal_data",
-                )
+                raise _too_many_bytes(num_prompts, num_bytes, items.max_bytes)
         leases = lease.split([[(item.modality, item.num_bytes) for item in each] for each in found])
         return PreparedPrompts(found, [lease_of(prompt) or leases[i] for i, prompt in enumerate(prompts)])
     except RequestError as e:
@@ -179,4 +188,16 @@ async def prepare_items(items: PromptItems, prompts: Sequence[object]) -> Prepar
         for future in futures:
             if future is not None:
                 future.cancel()
+        for each in remote:
+            for item in each:
+                item.content.cancel()
+        group.end()
         futures, future = [], None  # the error of one refers to this frame, which would live on with all features
+
+
+def _too_many_bytes(num_prompts: int, num_bytes: int, max_bytes: int) -> RequestError:
+    return RequestError(
+        f"The items of the first {num_prompts} prompts with items take {num_bytes} bytes, but those of one request may "
+        f"take {max_bytes} (mm_inflight_gb). Send several requests.",
+        parameter="multi_modal_data",
+    )

@@ -15,7 +15,6 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from mvllm.config.engine_args import EngineArgs
@@ -33,7 +32,8 @@ from mvllm.engine.frontend.pooling_outputs import PoolingRequestOutput
 from mvllm.engine.frontend.request_output_stream import RequestOutputStream
 from mvllm.engine.frontend.request_state import RequestState
 from mvllm.engine.frontend.requested_config import requested_config
-from mvllm.engine.frontend.tokenization_cost import tokenization_cost, total_cost
+from mvllm.engine.frontend.text_threads import TextThreads
+from mvllm.engine.frontend.tokenization_cost import num_text_chars, tokenization_cost, total_cost
 from mvllm.engine.metrics.periodic_stats_log import PeriodicStatsLog
 from mvllm.engine.metrics.stats import EngineLoad, EngineMetrics, EngineMetricsSnapshot, RateMeter
 from mvllm.engine.metrics.tracing import Tracer
@@ -48,7 +48,6 @@ from mvllm.messages.sampling_params import SamplingParams
 
 logger = get_logger(__name__)
 
-_NUM_TOKENIZER_THREADS = 2
 _DRAIN_POLL_SECONDS = 0.05
 
 _T = TypeVar("_T")
@@ -99,7 +98,7 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
         self._is_sleeping = False
         self._sleep_lock = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._threads = ThreadPoolExecutor(_NUM_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        self._threads = TextThreads("tokenizer")
         logs = log_stats and config.log_stats
         self._stats_log = PeriodicStatsLog(lambda: self.load, lambda: self.stats) if logs else None
 
@@ -249,7 +248,7 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
                 requests = process()
             else:
                 with self._admission.tokenizing(len(prompts)):
-                    requests = await self._run_in_thread(process)
+                    requests = await self._run_in_thread(process, num_text_chars(prompts))
                 self._require_ready()  # the state may have changed while a thread tokenized
             adapters = self._lora_validator
             if lora_request is not None and not adapters.is_loaded(adapters.validate(lora_request)):
@@ -298,7 +297,7 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
         def encode() -> list[int]:
             return self.tokenizer.encode(self.input_processor.check_text(text), add_special_tokens=add_special_tokens)
 
-        return encode() if tokenization_cost(text) <= 1.0 else await self._run_in_thread(encode)
+        return encode() if tokenization_cost(text) <= 1.0 else await self._run_in_thread(encode, len(text))
 
     # --- state
 
@@ -485,7 +484,7 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
             self._client.shutdown()
         finally:
             # Queued work raises an error. Callers would mistake a cancellation for their own.
-            self._threads.shutdown(wait=False)
+            self._threads.shutdown()
             self._close_frontend()
 
     # --- internals
@@ -591,10 +590,10 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
             logger.error("The engine has died: %s", str(error).partition("\n")[0])
         self._fail_requests(error)
 
-    async def _run_in_thread(self, work: Callable[[], _T]) -> _T:
+    async def _run_in_thread(self, work: Callable[[], _T], num_chars: int = 0) -> _T:
         def work_unless_closed() -> _T:
             self._require_open()
             return work()
 
         self._require_open()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work_unless_closed)
+        return await self._threads.run(work_unless_closed, num_chars)

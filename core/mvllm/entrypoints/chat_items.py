@@ -60,6 +60,21 @@ def take_items(messages: Sequence[Any], config: EngineConfig) -> tuple[Sequence[
     return (found, items) if items else (messages, {})
 
 
+def num_rendered_chars(messages: Sequence[Any]) -> int:
+    """Characters of the texts that every chat template writes: those of all messages but the model's own, of which
+    templates leave out thoughts."""
+    num_chars = 0
+    for message in messages:
+        if not isinstance(message, Mapping) or message.get("role") == "assistant":
+            continue
+        content = message.get("content")
+        if isinstance(content, str):
+            num_chars += len(content)
+        elif isinstance(content, list | tuple):
+            num_chars += sum(len(text_of_part(part) or "") for part in content)
+    return num_chars
+
+
 def content_prompt(
     content: object, config: EngineConfig, find_placeholders: Callable[[], Mapping[str, str]], where: str
 ) -> TextPrompt:

@@ -99,18 +99,33 @@ def _too_large(size: int, config: MultiModalConfig) -> RequestError:
     return RequestError(f"An item has {size} bytes; {config.max_media_bytes} are allowed.", parameter=_PARAMETER)
 
 
+def is_remote(value: object) -> bool:
+    """Whether an item as a user passes it is a URL of another host."""
+    return isinstance(value, str) and _scheme(value) in ("http", "https")
+
+
+def fetch_remote(url: str, config: MultiModalConfig) -> bytes:
+    """The content of a URL of another host. Blocks.
+
+    Raises:
+        RequestError: As `fetch_url`.
+    """
+    return fetch_url(
+        url, allowed_hosts=config.allowed_media_domains, timeout=config.fetch_timeout, max_bytes=config.max_media_bytes
+    )
+
+
+def _scheme(text: str) -> str:
+    return text[:8].split(":", 1)[0].lower() if ":" in text[:8] else ""
+
+
 def _read_reference(text: str, config: MultiModalConfig) -> bytes:
     """The content of a data URL, another URL, or a file."""
-    scheme = text[:8].split(":", 1)[0].lower() if ":" in text[:8] else ""
+    scheme = _scheme(text)
     if scheme == "data":
         return _read_data_url(text, config)
-    if scheme in ("http", "https"):
-        return fetch_url(
-            text,
-            allowed_hosts=config.allowed_media_domains,
-            timeout=config.fetch_timeout,
-            max_bytes=config.max_media_bytes,
-        )
+    if is_remote(text):
+        return fetch_remote(text, config)
     if scheme == "file":
         try:
             parts = urlsplit(text)

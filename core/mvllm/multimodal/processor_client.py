@@ -2,12 +2,11 @@
 
     a thread per prompt                  processes (ProcessorPool)
     -------------------                  -------------------------
-    fetches each item's content
     looks into the cache
     sends the others            ──▶      decodes and processes one item at a time
                                 ◀──      features, replacement
 
-A process starts with the first item, and again after it ended.
+A process starts with the first item, and again after it ended. A server fetches URLs before, see MediaFetcher.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -28,7 +28,15 @@ from mvllm.errors import RequestError
 from mvllm.messages.multimodal import EMBEDS, ArrayData
 from mvllm.multimodal.item_memory import ItemMemory
 from mvllm.multimodal.item_request import ItemRequest, read_item_request
-from mvllm.multimodal.media_source import MediaSource, decode_base64, load_source
+from mvllm.multimodal.media_fetcher import FetchGroup, MediaFetcher
+from mvllm.multimodal.media_source import (
+    MediaSource,
+    as_item_list,
+    decode_base64,
+    fetch_remote,
+    is_remote,
+    load_source,
+)
 from mvllm.multimodal.processed_item import ProcessedItem
 from mvllm.multimodal.processed_item_cache import ProcessedItemCache, digest_source
 from mvllm.multimodal.processor_messages import PLACEHOLDERS, ItemJob, ProcessorStart
@@ -42,6 +50,20 @@ OnProcessed = Callable[[bool, float], None]
 """Called with whether an item was found in the cache, and with the seconds that preparing it took."""
 
 
+@dataclass(frozen=True)
+class RemoteItem:
+    """An item that is fetched.
+
+    Attributes:
+        modality, position: Its place in `multi_modal_data`.
+        content: Its content.
+    """
+
+    modality: str
+    position: int
+    content: Future[bytes]
+
+
 class ProcessorClient:
     """Prepares items. Threads and processes start with the first item.
 
@@ -51,6 +73,7 @@ class ProcessorClient:
 
     Attributes:
         cache: What is kept.
+        fetcher: Fetches URLs.
         memory: The memory of unfinished prompts. Callers that take prompts without end reserve some for each.
         on_processed: Called for each item, from any thread.
         known_placeholders: The result of `placeholders`, after its first call.
@@ -61,6 +84,7 @@ class ProcessorClient:
         self._config = config
         self.on_processed: OnProcessed = lambda is_cached, seconds: None
         self.cache = ProcessedItemCache(config.processor_cache_bytes)
+        self.fetcher = MediaFetcher(lambda url: fetch_remote(url, config), config.inflight_bytes // 4)
         self.memory = ItemMemory(config.inflight_bytes)
         self._lock = threading.Lock()
         self._pool: ProcessorPool | None = None
@@ -91,6 +115,21 @@ class ProcessorClient:
             RequestError: The prompt asks for what the model does not take.
         """
         read_item_request(prompt, self._model, self._config)
+
+    def start_fetching(self, prompt: Mapping[str, Any], group: FetchGroup) -> list[RemoteItem]:
+        """Begins to fetch the items of a prompt that are URLs of other hosts.
+
+        Raises:
+            RequestError: The engine is shutting down.
+        """
+        data = prompt["multi_modal_data"]
+        return [
+            RemoteItem(str(modality), position, self.fetcher.submit(value, group))
+            for modality, values in data.items()
+            if values is not None
+            for position, value in enumerate(as_item_list(values, str(modality)))
+            if is_remote(value)
+        ]
 
     def submit(self, prompt: Mapping[str, Any]) -> Future[list[ProcessedItem]]:
         """As `process`, in a thread.
@@ -139,6 +178,7 @@ class ProcessorClient:
             pool, self._pool = self._pool, None
             threads = [self._prompt_threads, self._fetch_threads]
         self.memory.close()
+        self.fetcher.close()
         if pool is not None:
             pool.close()
         for each in threads:

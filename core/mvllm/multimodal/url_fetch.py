@@ -8,7 +8,7 @@ database of the local network, the metadata of a cloud. So:
                  without: every address of its name must be public
     connection   to the address that was checked, so a second answer of the name service cannot replace it
     redirects    checked like the first URL, at most MAX_REDIRECTS
-    size, time   limited while reading, whatever the headers say
+    size, time   limited while reading, whatever the headers say; the time from the name service to the last byte
 
 Settings of proxies in the environment are not used: a proxy would choose the address.
 """
@@ -17,15 +17,15 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import ipaddress
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from mvllm.errors import RequestError
+from mvllm.multimodal.public_addresses import is_public, start_resolving
 
 MAX_REDIRECTS = 5
 MAX_URL_LENGTH = 8192
@@ -33,8 +33,8 @@ _CHUNK = 1 << 16
 _REDIRECTS = (301, 302, 303, 307, 308)
 _MAX_SHOWN = 80
 
-Resolve = Callable[[str, int], Sequence[str]]
-"""Host name and port to addresses."""
+Resolve = Callable[[str, int, float], Sequence[str]]
+"""Host name, port and the seconds that it may take, to addresses."""
 
 
 def fetch_url(
@@ -59,19 +59,14 @@ def fetch_url(
     deadline = time.monotonic() + timeout
     for _ in range(MAX_REDIRECTS + 1):
         parts = _check_url(url, allowed_hosts)
-        address = _address_of(parts, allowed_hosts, resolve or _resolve)
-        connection = _connect(parts, address, deadline, url)
-        # Reads have a limit of time each; a host that sends a byte now and then would never reach it.
-        end = threading.Timer(max(0.0, deadline - time.monotonic()), _shut_down, [connection.sock])
-        end.daemon = True
-        end.start()
         try:
-            found = _get(connection, parts, deadline, max_bytes, url)
+            address = _address_of(parts, allowed_hosts, resolve or _resolve, deadline)
+            with contextlib.closing(_open(address, parts, deadline)) as sock, _shut_down_at(deadline, sock):
+                found = _get(_speak_to(sock, parts), parts, deadline, max_bytes, url)
+        except RequestError:
+            raise
         except (OSError, http.client.HTTPException, ValueError) as e:
             raise _error(url, "it took too long" if time.monotonic() >= deadline else _reason(e)) from e
-        finally:
-            end.cancel()
-            connection.close()
         if isinstance(found, bytes):
             return found
         try:
@@ -106,15 +101,18 @@ def _port_of(parts: SplitResult) -> int:
     return parts.port or (443 if parts.scheme == "https" else 80)
 
 
-def _address_of(parts: SplitResult, allowed_hosts: Sequence[str] | None, resolve: Resolve) -> str:
+def _address_of(parts: SplitResult, allowed_hosts: Sequence[str] | None, resolve: Resolve, deadline: float) -> str:
     """The address to connect to.
 
     Raises:
         RequestError: The name has none, or one that is not public.
+        TimeoutError: The name service has not answered in time.
     """
     host = parts.hostname or ""
     try:
-        addresses = list(resolve(host, _port_of(parts)))
+        addresses = list(resolve(host, _port_of(parts), _left(deadline)))
+    except TimeoutError:
+        raise
     except (OSError, UnicodeError) as e:
         raise _error(parts.geturl(), f"its host cannot be resolved: {e}") from e
     if not addresses:
@@ -128,57 +126,40 @@ def _address_of(parts: SplitResult, allowed_hosts: Sequence[str] | None, resolve
     return addresses[0]
 
 
-def is_public(address: str) -> bool:
-    """Whether an IP address can be reached by everyone: not private, loopback, link-local, multicast or reserved."""
+def _resolve(host: str, port: int, seconds: float) -> list[str]:
+    return start_resolving(host, port).result(seconds)
+
+
+def _open(address: str, parts: SplitResult, deadline: float) -> socket.socket:
+    """A connection to an address. With https it has not shaken hands yet: that takes as long as the host wants."""
+    sock = socket.create_connection((address, _port_of(parts)), timeout=_left(deadline))
+    if parts.scheme == "http":
+        return sock
     try:
-        parsed = ipaddress.ip_address(address.split("%")[0])
-    except ValueError:
-        return False
-    if isinstance(parsed, ipaddress.IPv6Address):
-        inner = parsed.ipv4_mapped or parsed.sixtofour or (parsed.teredo[1] if parsed.teredo else None)
-        if inner is None and parsed in _NAT64:
-            inner = ipaddress.IPv4Address(int(parsed) & 0xFFFFFFFF)
-        if inner is not None:
-            return is_public(str(inner))
-        if parsed not in _GLOBAL_UNICAST:
-            return False
-    if any(parsed in network for network in _SPECIAL if network.version == parsed.version):
-        return False
-    return parsed.is_global and not parsed.is_multicast and not parsed.is_reserved
+        context = ssl.create_default_context()
+        return context.wrap_socket(sock, server_hostname=parts.hostname, do_handshake_on_connect=False)
+    except BaseException:
+        sock.close()
+        raise
 
 
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
-_GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
-"""All that is assigned for public use. Outside of it `ipaddress` calls some blocks global, such as fec0::/10."""
-_SPECIAL = tuple(
-    map(
-        ipaddress.ip_network,
-        # Protocol assignments (a cloud's metadata are at 192.0.0.192), relays of 6to4, a cloud's service of its hosts,
-        # documentation. Which of them `ipaddress` knows depends on the version of Python.
-        ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32", "2001:db8::/32", "3fff::/20"),
-    )
-)
-
-
-def _resolve(host: str, port: int) -> list[str]:
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(each[4][0]) for each in found]
-
-
-def _connect(parts: SplitResult, address: str, deadline: float, url: str) -> http.client.HTTPConnection:
-    """A connection to `address` that speaks to the host of the URL."""
-    host, port = parts.hostname or "", _port_of(parts)
+@contextlib.contextmanager
+def _shut_down_at(deadline: float, sock: socket.socket) -> Iterator[None]:
+    """Ends a connection at the deadline: a host that sends a byte now and then never reaches the limit of one read."""
+    end = threading.Timer(max(0.0, deadline - time.monotonic()), _shut_down, [sock])
+    end.daemon = True
+    end.start()
     try:
-        sock = socket.create_connection((address, port), timeout=_left(deadline))
-        try:
-            if parts.scheme == "https":
-                sock = ssl.create_default_context().wrap_socket(sock, server_hostname=host)
-        except BaseException:
-            sock.close()
-            raise
-    except (OSError, ValueError) as e:
-        raise _error(url, _reason(e)) from e
-    connection = http.client.HTTPConnection(host, port)
+        yield
+    finally:
+        end.cancel()
+
+
+def _speak_to(sock: socket.socket, parts: SplitResult) -> http.client.HTTPConnection:
+    """HTTP over a connection, to the host of the URL."""
+    if isinstance(sock, ssl.SSLSocket):
+        sock.do_handshake()
+    connection = http.client.HTTPConnection(parts.hostname or "", _port_of(parts))
     connection.default_port = _port_of(urlsplit(f"{parts.scheme}:"))  # left out of the header Host, which may be signed
     connection.sock = sock
     return connection
@@ -191,7 +172,17 @@ def _get(
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     connection.request("GET", path, headers={"Accept": "*/*", "Accept-Encoding": "identity", "User-Agent": "mvllm"})
     connection.sock.settimeout(_left(deadline))
-    response = connection.getresponse()
+    with connection.getresponse() as response:
+        return _content(response, connection, deadline, max_bytes, url)
+
+
+def _content(
+    response: http.client.HTTPResponse,
+    connection: http.client.HTTPConnection,
+    deadline: float,
+    max_bytes: int,
+    url: str,
+) -> bytes | str:
     if response.status in _REDIRECTS:
         target = response.getheader("Location")
         if not target:
@@ -220,7 +211,7 @@ def _get(
 
 def _shut_down(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # of TLS, too, without changing what another thread reads
 
 
 def _left(deadline: float) -> float:

@@ -74,10 +74,10 @@ class TestHeads:
         [
             b"\x00\x01\x02\x03\r\n\r\n",
             b"GET\r\n\r\n",
-            b"MADE-UP /version HTTP/1.1\r\nHost: x\r\n\r\n",
-            b"GET /version HTTP/9.9\r\nHost: x\r\n\r\n",
-            b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n",
-            b"CONNECT evil:443 HTTP/1.1\r\nHost: x\r\n\r\n",
+            b"MADE-UP /version HTTP/1.1\r\nHost: localhost\r\n\r\n",
+            b"GET /version HTTP/9.9\r\nHost: localhost\r\n\r\n",
+            b"GET /\xff\xfe HTTP/1.1\r\nHost: localhost\r\n\r\n",
+            b"CONNECT evil:443 HTTP/1.1\r\nHost: localhost\r\n\r\n",
             head_of("POST", PATH, "Content-Length: -5"),
             head_of("POST", PATH, "Content-Length: 5x"),
             head_of("POST", PATH, "Content-Length: 5", "Content-Length: 6"),
@@ -88,6 +88,25 @@ class TestHeads:
     def test_invalid_http(self, server: ServerProcess, data: bytes) -> None:
         status, _ = error_of(server.exchange(data + b"\r\n" * 3))
         assert status in (400, 404, 405)
+
+    def test_a_web_page_elsewhere_does_not_use_a_server_without_keys(self, server: ServerProcess) -> None:
+        """By DNS rebinding it names its own host, otherwise its own origin."""
+        body = json.dumps(STORY).encode()
+        sent = f"Content-Length: {len(body)}"
+        plain = head_of("POST", PATH, "Content-Type: application/json", sent)
+        for foreign in (
+            plain.replace(b"Host: localhost", b"Host: evil.example"),
+            head_of("POST", PATH, "Content-Type: application/json", "Origin: http://evil.example", sent),
+            head_of("POST", PATH, "Content-Type: text/plain", "Origin: null", sent),
+        ):
+            assert error_of(server.exchange(foreign + body))[0] == 403
+        local = head_of("POST", PATH, "Content-Type: application/json", "Origin: http://localhost:3000", sent)
+        for own in (
+            plain,
+            local,
+            plain.replace(b"Host: localhost", b"Host: %s:%d" % (b"127.0.0.1", server.address[1])),
+        ):
+            assert b" 200 OK" in server.exchange(own + body)
 
     def test_many_connections_that_never_finish_their_head(self, server: ServerProcess, client: httpx.Client) -> None:
         slow = [socket.create_connection(server.address, timeout=30) for _ in range(100)]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import psutil
@@ -123,7 +124,11 @@ def test_each_api_reaches_the_model_by_its_name(client: httpx.Client) -> None:
     assert "Paris" in "".join(line["message"]["content"] for line in lines) and lines[-1]["done"]
     stored = client.post("/v1/responses", json={"model": "small", "input": "Hello", "max_output_tokens": 4}).json()
     assert client.get(f"/v1/responses/{stored['id']}").json()["id"] == stored["id"]
-    assert client.get("/v1/responses/resp_none").status_code == 404
+    smuggled = quote("a HTTP/1.1\r\nHost: x\r\n\r\nPOST /sleep HTTP/1.1\r\nA: b", safe="")
+    for name in ("resp_none", smuggled, "%00", "%0d%0a", "%20", "%E2%80%A8", "%FF", "..%2f..%2fmetrics"):
+        assert client.get(f"/v1/responses/{name}").status_code == 404
+        assert client.get(f"/v1/responses/{name}/input_items").status_code == 404
+    assert client.get("/health/ready?model=small").json()["status"] == "ok", "no smuggled request was obeyed"
     assert complete(client, "random", max_tokens=2)["model"] == "random"
 
 

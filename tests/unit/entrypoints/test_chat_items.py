@@ -11,7 +11,7 @@ import pytest
 
 from mvllm.config.multimodal import MultiModalConfig, MultiModalModel
 from mvllm.engine.tokenizer.folder_template import FolderTemplate, read_folder_template
-from mvllm.entrypoints.chat_items import content_prompt, placeholder_texts, take_items
+from mvllm.entrypoints.chat_items import content_prompt, num_rendered_chars, placeholder_texts, take_items
 from mvllm.entrypoints.chat_template import render_chat
 from mvllm.entrypoints.score_inputs import score_inputs
 from mvllm.errors import RequestError
@@ -177,3 +177,16 @@ def test_a_content_has_the_placeholder_of_the_processor() -> None:
 def test_a_content_that_is_no_prompt_is_refused(parts: list[Any], takes: tuple[str, ...], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         content_prompt(parts, config(*takes), lambda: {"image": "<pad>"}, "documents[0]")
+
+
+def test_characters_that_every_template_writes() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "x" * 1000}}
+    messages = [
+        {"role": "system", "content": "abc"},
+        {"role": "user", "content": [{"type": "text", "text": "de"}, image, "no part", {"type": "text"}]},
+        {"role": "assistant", "content": "thoughts are left out"},
+        {"role": "tool", "content": "f"},
+        {"role": "user"},
+        "no message",
+    ]
+    assert num_rendered_chars(messages) == 6

@@ -11,9 +11,14 @@ import pytest
 import transformers
 
 import mvllm
+from mvllm.engine.frontend.text_threads import LONG_TEXT_CHARS
 from mvllm.engine.tokenizer.tokenizer import Tokenizer
 from mvllm.entrypoints.chat_template import read_chat_template, read_special_tokens, render_chat
-from mvllm.entrypoints.openai.common.chat_template_renderer import ChatTemplateLimitError, ChatTemplateRenderer
+from mvllm.entrypoints.openai.common.chat_template_renderer import (
+    LONG_BYTES,
+    ChatTemplateLimitError,
+    ChatTemplateRenderer,
+)
 from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.errors import ModelError, RequestError
 
@@ -104,6 +109,46 @@ class TestTheModelsOwnTemplate:
             renderer.close()
             work.close()
         assert renderer.pid is None
+
+    def test_conversations_do_not_wait_for_long_ones(self, tokenizer: Tokenizer) -> None:
+        """Long ones are as slow as they may be, and still in work when others have been answered."""
+        renderer = ChatTemplateRenderer(60.0)
+        template = "{% if messages[0].content | length > 1000 %}" + self.LOOPS + "{% endif %}{{ messages[0].content }}"
+        long, settings = [{"role": "user", "content": "x" * LONG_BYTES}], {"chat_template": template}
+
+        async def main() -> None:
+            attack = [asyncio.create_task(renderer.render(long, settings, {})) for _ in range(3)]
+            await asyncio.sleep(0)
+            for _ in range(3):
+                assert await renderer.render([{"role": "user", "content": "hi"}], settings, {}) == "hi"
+            assert not any(task.done() for task in attack)
+            for task in attack:
+                task.cancel()
+
+        try:
+            asyncio.run(main())
+        finally:
+            renderer.close()
+
+    def test_a_conversation_of_many_times_the_context_is_not_rendered(self, tokenizer: Tokenizer) -> None:
+        renderer = ChatTemplateRenderer()
+        work = TokenizerPool(tokenizer, 100, renderer)
+        tools = [{"type": "function", "function": {"name": "f", "description": "x" * (5 << 20)}}]
+
+        async def main() -> None:
+            with pytest.raises(RequestError, match="bytes as JSON") as refused:
+                await work.render(MESSAGES, {"tools": tools})
+            assert refused.value.parameter == "messages"
+            await work.check_num_chars(LONG_TEXT_CHARS)
+            with pytest.raises(RequestError, match=r"1000000 characters.* at least \d+ tokens.*100"):
+                await work.check_num_chars(1_000_000)
+
+        try:
+            asyncio.run(main())
+            assert renderer.pid is None
+        finally:
+            renderer.close()
+            work.close()
 
     def test_template_and_special_tokens_are_read_from_the_folder_without_transformers(self, tmp_path: Path) -> None:
         assert read_chat_template(tmp_path) is None and read_special_tokens(tmp_path) == {}

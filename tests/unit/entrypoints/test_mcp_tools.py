@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -18,14 +19,15 @@ from mvllm.entrypoints.openai.responses.mcp.connection import MCPConnection, MCP
 from mvllm.entrypoints.openai.responses.mcp.functions import MCPTool, function_names, parse_mcp_tools, redacted_tools
 from mvllm.entrypoints.openai.server.settings import MCPServerConfig, MCPSettings, ServerSettings
 from mvllm.errors import RequestError
+from mvllm.multimodal import public_addresses
 from tests.unit.entrypoints.builders import save_model_folder
 from tests.unit.entrypoints.live_server import CONVERSATION_TEMPLATE, LiveServer, live_server
 
 pytest.importorskip("mcp", reason="needs the package mcp, the extra mcp of mvllm")
 import httpx2
 
-from mvllm.entrypoints.openai.responses.mcp import public_addresses
-from mvllm.entrypoints.openai.responses.mcp.public_addresses import LimitedTransport, is_public_address
+from mvllm.entrypoints.openai.responses.mcp import limited_transport
+from mvllm.entrypoints.openai.responses.mcp.limited_transport import LimitedTransport
 
 PROGRAM = (sys.executable, str(Path(__file__).with_name("mcp_tools_server.py")))
 CITIES: dict[str, Any] = {"type": "mcp", "server_label": "cities", "require_approval": "never"}
@@ -203,18 +205,24 @@ def test_private_addresses_are_out_of_reach_of_requests(sdk: OpenAI, server: Liv
         tool = {**CITIES, "server_label": "mine", "server_url": f"http://{host}:{server.url.split(':')[-1]}/mcp"}
         made = sdk.responses.create(model="m", input="hello", tools=[tool])  # type: ignore[list-item]
         assert "not a public address" in str(made.output[0].error), host  # type: ignore[union-attr]
-    private = (
-        "0.0.0.0",
-        "192.168.1.1",
-        "100.64.0.1",
-        "::",
-        "fe80::1%eth0",
-        "fd00::1",
-        "64:ff9b::a00:1",
-        "2002:a00:1::",
-    )
-    assert not any(map(is_public_address, private))
-    assert is_public_address("8.8.8.8") and is_public_address("2606:4700:4700::1111")
+
+
+@pytest.mark.parametrize(
+    "address", ["168.63.129.16", "192.0.0.192", "fec0::1", "::ffff:169.254.169.254", "fd00:ec2::254"]
+)
+def test_tool_servers_have_the_filter_of_addresses_that_images_have(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `is_public` refuses is listed in tests/unit/multimodal/test_url_fetch.py."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("8.8.8.8", 443)), (0, 0, 0, "", (address, 443))]
+    monkeypatch.setattr(public_addresses.socket, "getaddrinfo", lambda *unused, **settings: found)
+
+    async def get() -> None:
+        async with httpx2.AsyncClient(transport=LimitedTransport(public_only=True)) as client:
+            await client.get("https://tools.test/mcp")
+
+    with pytest.raises(httpx2.ConnectError, match="not a public address"):
+        asyncio.run(get())
 
 
 def test_responses_of_tool_servers_are_limited(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +230,7 @@ def test_responses_of_tool_servers_are_limited(server: LiveServer, monkeypatch: 
         async with httpx2.AsyncClient(transport=LimitedTransport(public_only=public_only)) as client:
             await client.get(f"{server.url}/openapi.json")
 
-    monkeypatch.setattr(public_addresses, "MAX_RESPONSE_BYTES", 1000)
+    monkeypatch.setattr(limited_transport, "MAX_RESPONSE_BYTES", 1000)
     with pytest.raises(httpx2.ReadError, match="more than 1000 bytes"):
         asyncio.run(get(public_only=False))
     with pytest.raises(httpx2.ConnectError, match="not a public address"):

@@ -324,3 +324,16 @@ def test_the_command_needs_both_kinds(capsys):
     assert "--decode" in capsys.readouterr().err
     assert main(["router", "--prefill", "https://a", "--decode", "b"]) == 1
     assert "'https://a' must be the URL of a server" in capsys.readouterr().err
+
+
+def test_an_engine_is_named_by_its_own_address_and_a_page_of_the_router_is_no_foreign_one():
+    """Engines without keys refuse requests for other hosts, and of foreign pages, of which the router knows nothing."""
+
+    async def test(client, prefill, decode):
+        for origin, seen in (("https://router", None), ("http://page.example", "http://page.example")):
+            await client.post("/v1/completions", json={"model": "m", "prompt": "a"}, headers={"Origin": origin})
+            for engine in (*prefill, *decode):
+                headers = engine.requests[-1][1]
+                assert headers["host"] == engine.url.removeprefix("http://") and headers.get("origin") == seen
+
+    run(test)

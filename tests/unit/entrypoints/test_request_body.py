@@ -14,6 +14,7 @@ from mvllm.entrypoints.openai.common.request_body import (
     MAX_CONTAINERS,
     MAX_STRINGS,
     MAX_VALUES,
+    SMALL_BODY_BYTES,
     BodyDecoder,
     BodyReader,
 )
@@ -60,9 +61,34 @@ def test_a_body_that_arrives_in_small_parts_times_out() -> None:
         return {"type": "http.request", "body": b" ", "more_body": True}
 
     async def read() -> bytes:
-        scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
         return await BodyReader(1 << 20, 0.05).read(Request(scope, send_slowly))
 
     with pytest.raises(APIError) as raised:
         asyncio.run(asyncio.wait_for(read(), 60))
     assert raised.value.status == 408 and raised.value.close
+
+
+@pytest.mark.parametrize("path", ["/api/show", "/v1/conversations/conv_1", "/v1/load_lora_adapter", "/models/unload"])
+def test_a_route_whose_bodies_are_short_reads_no_long_one(path: str) -> None:
+    read = 0
+
+    async def send() -> Message:
+        nonlocal read
+        read += 1 << 14
+        return {"type": "http.request", "body": b" " * (1 << 14), "more_body": read < 1 << 18}
+
+    async def run(headers: list[tuple[bytes, bytes]], path: str) -> bytes:
+        headers = [(b"content-type", b"application/json"), *headers]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+        return await BodyReader(1 << 20, 5).read(Request(scope, send))
+
+    with pytest.raises(APIError, match="longer than the 65536 bytes") as raised:
+        asyncio.run(run([(b"content-length", b"65537")], path))
+    assert raised.value.status == 413 and read == 0
+    with pytest.raises(APIError, match="longer than the 65536 bytes"):
+        asyncio.run(run([], path))
+    assert read <= SMALL_BODY_BYTES + (1 << 14)
+    read = 0
+    assert len(asyncio.run(run([], f"{path}/items"))) == 1 << 18

@@ -8,7 +8,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from mvllm.entrypoints.openai.server.authentication import Caller, Role
 from mvllm.errors import ConfigError
 
 LIMITS = StoreLimits(1000, 1 << 20)
+OWNERS = frozenset({b"a", b"b", b"c", None})
 CALLER, OTHER, BOSS = Caller(Role.USER, b"a key"), Caller(Role.USER, b"another"), Caller(Role.ADMIN, b"boss")
 
 
@@ -40,7 +41,7 @@ def stored(text: bytes = b"{}", **fields: Any) -> StoredResponse:
     return StoredResponse(text, owner=CALLER.key, **fields)
 
 
-def ids_in(database: ResponseDatabase, names: str) -> str:
+def ids_in(database: ResponseDatabase, names: Iterable[str]) -> str:
     return "".join(name for name in names if database.response(name) is not None)
 
 
@@ -82,6 +83,79 @@ def test_stored_bytes_are_bounded_and_a_too_large_object_evicts_nothing() -> Non
     for i in range(50):
         database.delete(str(i))
     assert database.totals() == (0, 0)
+
+
+def conversations_of(database: ResponseDatabase, owner: str, count: int) -> int:
+    return sum(database.conversation(f"{owner}{i}") is not None for i in range(count))
+
+
+def test_a_key_that_stores_much_evicts_its_own_objects_and_not_those_of_others() -> None:
+    database = ResponseDatabase(None, StoreLimits(10, 1 << 20, owners=OWNERS))
+    for i in range(4):
+        database.add_conversation(f"a{i}", b"{}", b"a", [])
+    for i in range(100):
+        database.add_conversation(f"b{i}", b"{}", b"b", [])
+        database.add_response(f"r{i}", StoredResponse(b"{}", owner=b"b"))
+    assert conversations_of(database, "a", 4) == 4 and database.totals()[0] == 10
+    assert database.conversation("b99") is not None and database.response("r99") is not None
+    database.add_conversation("c0", b"{}", None, [])  # who has nothing yet gets a share of the rest
+    assert conversations_of(database, "a", 4) == 4 and database.conversation("c0") is not None
+    for i in range(100):  # two of the same size share the store
+        database.add_conversation(f"a{i}", b"{}", b"a", []) if i >= 4 else None
+    assert conversations_of(database, "b", 100) + ids_in(database, [f"r{i}" for i in range(100)]).count("r") >= 4
+    assert database.conversation("c0") is not None
+
+
+def test_objects_of_keys_that_exist_no_more_are_evicted_first() -> None:
+    database = ResponseDatabase(None, StoreLimits(6, 1 << 20, owners=OWNERS))
+    for i in range(3):
+        database.add_conversation(f"z{i}", b"{}", b"a removed key", [])
+    for i in range(3):
+        database.add_conversation(f"a{i}", b"{}", b"a", [])
+    for i in range(3):
+        database.add_conversation(f"b{i}", b"{}", b"b", [])
+    assert [conversations_of(database, owner, 3) for owner in "zab"] == [0, 3, 3]
+
+
+def test_the_bytes_of_a_key_evict_its_own_objects_only() -> None:
+    database = ResponseDatabase(None, StoreLimits(1000, 20_000, owners=OWNERS))
+    for i in range(4):
+        database.add_conversation(f"a{i}", b"{}", b"a", [("1", b"x" * 500)])
+    for i in range(30):
+        database.add_conversation(f"b{i}", b"{}", b"b", [])
+        database.add_items(f"b{i}", [("1", b"x" * 9000)])
+        assert database.totals()[1] <= 20_000
+    with pytest.raises(StoreFullError):  # it alone would be more than the others leave
+        database.add_conversation("b30", b"{}", b"b", [("1", b"x" * 18_000)])
+    with pytest.raises(StoreFullError):
+        database.add_items("b29", [("2", b"x" * 9000)])
+    database.add_response("b31", StoredResponse(b"{}", owner=b"b", is_running=True))
+    with pytest.raises(StoreFullError):
+        database.finish_response("b31", b"x" * 18_000)
+    assert conversations_of(database, "a", 4) == 4
+
+
+def test_running_responses_of_one_key_leave_room_for_those_of_others() -> None:
+    database = ResponseDatabase(None, StoreLimits(16, 1 << 20, owners=OWNERS))
+    running = {b"a": 0, b"b": 0, b"c": 0}
+    for owner in running:
+        with pytest.raises(StoreFullError):
+            for i in range(17):
+                database.add_response(f"{owner!r}{i}", StoredResponse(b"{}", owner=owner, is_running=True))
+                running[owner] += 1
+    assert running == {b"a": 8, b"b": 4, b"c": 2}
+
+
+def test_running_responses_with_much_text_do_not_evict_what_others_have_stored() -> None:
+    database = ResponseDatabase(None, StoreLimits(100, 100_000, owners=OWNERS))
+    for i in range(10):
+        database.add_conversation(f"a{i}", b"{}", b"a", [("1", b"x" * 1000)])
+    with pytest.raises(StoreFullError):
+        for i in range(100):
+            big = StoredResponse(b"{}", b"x" * 9000, owner=b"b", is_running=True, is_streamed=True)
+            database.add_response(f"b{i}", big)
+            database.add_events([EventBatch(f"b{i}", 0, 1, b"x" * 40_000, False)])
+    assert conversations_of(database, "a", 10) == 10 and database.totals()[1] <= 100_000
 
 
 def test_an_object_that_nobody_has_used_for_long_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,39 @@ def test_a_connection_is_used_again_after_a_whole_response_and_closed_after_a_pa
     run(test)
 
 
+@pytest.mark.parametrize(
+    ("path", "sent"),
+    [
+        ("/metrics", b"/metrics"),
+        (
+            "/v1/responses/a HTTP/1.1\r\nX-A: b\r\n\r\nGET /b",
+            b"/v1/responses/a%20HTTP/1.1%0D%0AX-A:%20b%0D%0A%0D%0AGET%20/b",
+        ),
+        ("/v1/responses/a\0b?c#d%0d\u2028", b"/v1/responses/a%00b%3Fc%23d%250d%E2%80%A8"),
+    ],
+)
+def test_a_path_of_a_client_is_one_path_in_a_request_of_the_router(path: str, sent: bytes) -> None:
+    async def test(server: FakeModelServer) -> None:
+        credentials = [(b"authorization", b"Bearer user"), (b"x-other", b"1")]
+        for given, key in ((None, b"Bearer key"), (credentials, b"Bearer user"), ([], None)):
+            asked = asyncio.create_task(server.client.fetch(path, headers=given))
+            await asyncio.sleep(0)
+            while True:
+                try:
+                    reader, writer = await server.accept()
+                    break
+                except BlockingIOError:
+                    await asyncio.sleep(0.001)
+            first, *headers = (await reader.readuntil(b"\r\n\r\n")).removesuffix(b"\r\n\r\n").split(b"\r\n")
+            assert first == b"GET " + sent + b" HTTP/1.1"
+            assert headers == [b"host: router", *([] if key is None else [b"authorization: " + key])]
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok")
+            assert await asked == b"ok"
+            writer.close()
+
+    run(test)
+
+
 def test_a_model_server_waits_for_a_reader_that_does_not_read() -> None:
     async def test(server: FakeModelServer) -> None:
         async with server.client.connection() as connection:

@@ -17,6 +17,8 @@ from mvllm.engine.async_items import prepare_items
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.errors import RequestError
 from mvllm.multimodal.item_memory import FIRST_ESTIMATE, ItemMemory
+from mvllm.multimodal.media_fetcher import FetchGroup, MediaFetcher
+from mvllm.multimodal.processor_client import RemoteItem
 
 
 def test_prompts_wait_in_their_order_until_there_is_room() -> None:
@@ -86,6 +88,12 @@ class Items:
 
     def reserve(self, prompts: Any) -> Any:
         return self.memory.reserve({"image": len(prompts)})
+
+    def fetch_group(self) -> FetchGroup:
+        return MediaFetcher(lambda url: b"x", 1).group()
+
+    def start_fetching(self, prompt: Any, group: FetchGroup) -> list[RemoteItem]:
+        return []
 
     def submit(self, prompt: Any) -> Future[list[Item]]:
         self.prepared.append(prompt["prompt"])

@@ -7,6 +7,7 @@ import base64
 import io
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +24,13 @@ from safetensors.numpy import save
 
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.multimodal import MultiModalConfig, MultiModalModel
+from mvllm.engine.async_items import prepare_items
+from mvllm.engine.frontend.prompt_items import PromptItems
 from mvllm.errors import RequestError
 from mvllm.multimodal import processor_client, processor_main, processor_pool
 from mvllm.multimodal.frame_sampling import FrameDefaults
+from mvllm.multimodal.item_memory import ItemMemory
+from mvllm.multimodal.media_fetcher import MediaFetcher, current_client
 from mvllm.multimodal.media_source import MediaSource, load_source
 from mvllm.multimodal.processed_item import ProcessedItem
 from mvllm.multimodal.processed_item_cache import ProcessedItemCache
@@ -73,6 +78,12 @@ def client(shared_client: ProcessorClient) -> ProcessorClient:
 
 def image(width: int = 5, height: int = 6) -> Image.Image:
     return Image.new("RGB", (width, height))
+
+
+def png(width: int, height: int) -> bytes:
+    file = io.BytesIO()
+    image(width, height).save(file, "PNG")
+    return file.getvalue()
 
 
 def size_of(item: ProcessedItem) -> tuple[int, int]:
@@ -267,6 +278,43 @@ def test_no_event_loop_waits_for_an_item(client: ProcessorClient) -> None:
         return turns
 
     assert asyncio.run(main()) > 5
+
+
+def test_hosts_that_do_not_answer_delay_neither_data_urls_nor_the_urls_of_others(
+    client: ProcessorClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered = threading.Event()
+
+    def fetch(url: str) -> bytes:
+        assert "fine.test" in url or answered.wait(60)
+        return png(7, 8)
+
+    monkeypatch.setattr(client, "fetcher", MediaFetcher(fetch, 1 << 20))
+    monkeypatch.setattr(client, "memory", ItemMemory(1))  # one prompt at a time
+    items = PromptItems(SimpleNamespace(multimodal=client._config), client)  # type: ignore[arg-type]
+
+    async def prepare(who: str, *images: str) -> list[tuple[int, int]]:
+        current_client.set(who)
+        with await prepare_items(items, [{"multi_modal_data": {"image": list(images)}}]) as prepared:
+            for lease in prepared.leases:
+                assert lease is not None
+                lease.release()
+            return list(map(size_of, (prepared.items or [])[0]))
+
+    async def main() -> None:
+        attack = [asyncio.create_task(prepare("attacker", f"http://h{i}.test/", "http://h.test/")) for i in range(60)]
+        await asyncio.sleep(0)
+        data_url = f"data:image/png;base64,{base64.b64encode(png(3, 4)).decode()}"
+        asked = [prepare("attacker", data_url), prepare("victim", data_url, "http://fine.test/a.png", data_url)]
+        found = await asyncio.wait_for(asyncio.gather(*asked), 60)
+        assert found == [[(3, 4)], [(3, 4), (7, 8), (3, 4)]]
+        assert not any(task.done() for task in attack) and client.memory.num_bytes == 0
+        attack[0].cancel()
+        answered.set()
+        assert await asyncio.wait_for(asyncio.gather(*attack[1:]), 60) == [[(7, 8)] * 2] * 59
+
+    asyncio.run(main())
+    client.fetcher.close()
 
 
 def test_after_close_every_item_is_refused_at_once() -> None:

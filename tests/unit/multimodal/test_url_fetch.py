@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from mvllm.errors import RequestError
-from mvllm.multimodal import url_fetch
-from mvllm.multimodal.url_fetch import fetch_url, is_public
+from mvllm.multimodal import public_addresses, url_fetch
+from mvllm.multimodal.public_addresses import is_public
+from mvllm.multimodal.url_fetch import fetch_url
 
 HOST = "media.test"
 
@@ -71,7 +72,7 @@ def port() -> Iterator[int]:
 
 def get(url: str, *, hosts: tuple[str, ...] | None = (HOST,), timeout: float = 5.0, max_bytes: int = 1000) -> bytes:
     return fetch_url(
-        url, allowed_hosts=hosts, timeout=timeout, max_bytes=max_bytes, resolve=lambda host, port: ["127.0.0.1"]
+        url, allowed_hosts=hosts, timeout=timeout, max_bytes=max_bytes, resolve=lambda *unused: ["127.0.0.1"]
     )
 
 
@@ -92,7 +93,7 @@ def test_an_allowed_host_is_fetched_whatever_its_address(port: int) -> None:
 def test_an_address_that_is_not_public(address: str) -> None:
     assert not is_public(address)
     with pytest.raises(RequestError, match="address that is not public"):
-        fetch_url("http://x.test/", allowed_hosts=None, timeout=1, max_bytes=1, resolve=lambda host, port: [address])
+        fetch_url("http://x.test/", allowed_hosts=None, timeout=1, max_bytes=1, resolve=lambda *unused: [address])
 
 
 def test_public_addresses() -> None:
@@ -102,7 +103,11 @@ def test_public_addresses() -> None:
 def test_one_private_address_of_a_name_refuses_it() -> None:
     with pytest.raises(RequestError, match="not public"):
         fetch_url(
-            "http://x.test/", allowed_hosts=None, timeout=1, max_bytes=1, resolve=lambda h, p: ["8.8.8.8", "10.0.0.1"]
+            "http://x.test/",
+            allowed_hosts=None,
+            timeout=1,
+            max_bytes=1,
+            resolve=lambda *unused: ["8.8.8.8", "10.0.0.1"],
         )
 
 
@@ -119,7 +124,7 @@ def test_the_host_is_named_as_in_the_url(port: int, scheme: str, monkeypatch: py
     monkeypatch.setattr(
         url_fetch.socket, "create_connection", lambda address, timeout: connect((address[0], port), timeout)
     )
-    plain = SimpleNamespace(wrap_socket=lambda sock, server_hostname: sock)
+    plain = SimpleNamespace(wrap_socket=lambda sock, **unused: sock)
     monkeypatch.setattr(url_fetch.ssl, "create_default_context", lambda: plain)
     assert get(f"{scheme}://{HOST}/host") == HOST.encode()
 
@@ -139,7 +144,7 @@ def test_a_redirect_is_checked_like_the_first_url(port: int, monkeypatch: pytest
             allowed_hosts=None,
             timeout=5,
             max_bytes=100,
-            resolve=lambda host, port: [addresses[host]],
+            resolve=lambda host, *unused: [addresses[host]],
         )
 
 
@@ -147,7 +152,7 @@ def test_the_checked_address_is_the_one_that_is_connected_to(port: int, monkeypa
     monkeypatch.setattr(url_fetch, "is_public", lambda address: address == "127.0.0.1")
     answers = iter([["127.0.0.1"], ["10.0.0.1"]])  # a name service that changes its mind
     found = fetch_url(
-        f"http://x.test:{port}/a", allowed_hosts=None, timeout=5, max_bytes=100, resolve=lambda h, p: next(answers)
+        f"http://x.test:{port}/a", allowed_hosts=None, timeout=5, max_bytes=100, resolve=lambda *unused: next(answers)
     )
     assert found == b"content" and next(answers) == ["10.0.0.1"]  # asked once
 
@@ -194,3 +199,44 @@ def test_a_host_that_sends_its_answer_byte_by_byte_ends_at_the_time_limit(port: 
 def test_what_has_arrived_at_the_time_limit_is_not_taken_for_the_whole(port: int) -> None:
     with pytest.raises(RequestError, match="took too long"):
         get(f"http://{HOST}:{port}/unending", timeout=0.3)
+
+
+def test_a_name_service_that_does_not_answer_holds_nobody_beyond_the_time_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = threading.Event()
+
+    def silent(*unused: object, **settings: object) -> list[object]:
+        ended.wait(30)
+        return []
+
+    monkeypatch.setattr(public_addresses.socket, "getaddrinfo", silent)
+    try:
+        with pytest.raises(RequestError, match="took too long"):
+            fetch_url("http://silent.test/", allowed_hosts=None, timeout=0.2, max_bytes=1)
+        assert not ended.is_set()
+    finally:
+        ended.set()
+
+
+def test_a_handshake_that_arrives_byte_by_byte_ends_at_the_time_limit() -> None:
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def drip() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"\x16\x03\x03\x3f\xff")  # a record of a handshake, most of which is to follow
+                while not ended.wait(0.05):
+                    try:
+                        connection.sendall(b"\x02")
+                    except OSError:
+                        return
+
+        thread = threading.Thread(target=drip, daemon=True)
+        thread.start()
+        with pytest.raises(RequestError, match="took too long"):
+            get(f"https://{HOST}:{listener.getsockname()[1]}/", timeout=0.4)
+        thread.join(20)
+        assert not thread.is_alive(), "the connection was not closed"
+        ended.set()

@@ -406,7 +406,7 @@ class InputProcessor:
                 fewest = max(len(pieces), self._tokenizer.num_tokens_lower_bound("".join(pieces)))
                 self._check_for_prompt(waiting[at][0], parts, self._check_length, fewest, "at least ")
             else:
-                self._check_for_prompt(waiting[at][0], parts, check_text_to_truncate, text)
+                self._check_for_prompt(waiting[at][0], parts, check_num_chars_to_truncate, len(text))
         for (i, part), ids in zip(waiting, self._encode(waiting, texts, check_length), strict=True):
             if not ids:
                 raise RequestError(
@@ -544,15 +544,15 @@ class InputProcessor:
             raise RequestError(f"{_prompt_label(i, prompts)}{e}", parameter=e.parameter) from e
 
 
-def check_text_to_truncate(text: str) -> None:
+def check_num_chars_to_truncate(num_chars: int) -> None:
     """Checks the length of a text that will be truncated after tokenization.
 
     Raises:
         RequestError: It is too long to be tokenized as a whole.
     """
-    if len(text) > _MAX_TRUNCATED_TEXT_CHARS:
+    if num_chars > _MAX_TRUNCATED_TEXT_CHARS:
         raise RequestError(
-            f"The prompt has {len(text)} characters, but a text with truncate_prompt_tokens may have "
+            f"The prompt has {num_chars} characters, but a text with truncate_prompt_tokens may have "
             f"{_MAX_TRUNCATED_TEXT_CHARS}. Shorten the prompt.",
             parameter="prompt",
         )

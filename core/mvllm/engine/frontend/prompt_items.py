@@ -16,9 +16,10 @@ from mvllm.messages.multimodal import EMBEDS, ArrayData, ItemSpan, MultiModalIte
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.multimodal.item_memory import ItemLease, LeasedArray
 from mvllm.multimodal.item_request import count_contents, has_items
-from mvllm.multimodal.media_source import embeddings_source
+from mvllm.multimodal.media_fetcher import FetchGroup
+from mvllm.multimodal.media_source import as_item_list, embeddings_source
 from mvllm.multimodal.processed_item import ProcessedItem
-from mvllm.multimodal.processor_client import ProcessorClient
+from mvllm.multimodal.processor_client import ProcessorClient, RemoteItem
 from mvllm.multimodal.prompt_expansion import expand_text, expand_token_ids, order_in_text, place_items
 
 ITEM_KEYS = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids", "prompt_embeds", "multi_modal_items")
@@ -60,6 +61,18 @@ class PromptItems:
         for prompt in prompts:
             counts.update(count_contents(prompt))
         return self._client.memory.reserve(counts)
+
+    def fetch_group(self) -> FetchGroup:
+        """The fetches of one call, see `MediaFetcher.group`."""
+        return self._client.fetcher.group()
+
+    def start_fetching(self, prompt: object, group: FetchGroup) -> list[RemoteItem]:
+        """Begins to fetch the items of a checked prompt that are URLs of other hosts; none for prompts without items.
+
+        Raises:
+            RequestError: The engine is shutting down.
+        """
+        return self._client.start_fetching(prompt, group) if has_items(prompt) else []  # type: ignore[arg-type]
 
     @property
     def max_bytes(self) -> int:
@@ -151,6 +164,18 @@ def name_for_salt(items: Sequence[MultiModalItem], cache_salt: str | None) -> li
         span = msgspec.structs.replace(item.span, content_hash=name)
         named.append(msgspec.structs.replace(item, span=span))
     return named
+
+
+def with_contents(prompt: object, contents: Mapping[tuple[str, int], bytes]) -> object:
+    """A prompt whose items at these places (modality, position) have these contents."""
+    if not contents:
+        return prompt
+    assert isinstance(prompt, Mapping)
+    data = dict(prompt["multi_modal_data"])
+    for modality in {modality for modality, _ in contents}:
+        items = as_item_list(data[modality], modality)
+        data[modality] = [contents.get((modality, i), item) for i, item in enumerate(items)]
+    return {**prompt, "multi_modal_data": data}
 
 
 def check_item_keys(prompt: Mapping[str, Any]) -> None:
@@ -246,4 +271,5 @@ __all__ = [
     "name_for_salt",
     "place_items",
     "refuse_truncation",
+    "with_contents",
 ]

@@ -26,3 +26,9 @@ def tokenization_cost(prompt: object) -> float:
     except TypeError:
         return 0.0  # the input processor rejects it
     return length / (_MAX_INLINE_TEXT_CHARS if isinstance(prompt, str) else _MAX_INLINE_TOKEN_IDS)
+
+
+def num_text_chars(prompts: Iterable[object]) -> int:
+    """Characters of the prompts that are texts. They need not be valid."""
+    texts = (prompt.get("prompt") if isinstance(prompt, dict) else prompt for prompt in prompts)
+    return sum(len(text) for text in texts if isinstance(text, str))

@@ -13,6 +13,7 @@ from typing import Any
 from mvllm.config.hf_config import read_json_object
 from mvllm.config.model import ModelConfig
 from mvllm.engine.tokenizer.folder_template import FolderTemplate, read_folder_template, read_processor_template
+from mvllm.engine.tokenizer.token_lengths import max_chars_per_token
 from mvllm.engine.tokenizer.tokenizer_expansion import check_tokenizer_expansion
 from mvllm.engine.tokenizer.tokenizer_json import JsonTokenizer, read_tokenizer_json
 from mvllm.errors import ModelError, RequestError, plain_reason
@@ -227,22 +228,13 @@ class Tokenizer:
 
     def num_tokens_lower_bound(self, text: str) -> int:
         """A lower bound of the number of tokens of `text`, without tokenizing it; 0 if there is none."""
-        longest = self._longest_token if len(text) >= _LONG_TEXT else 0
+        longest = self.max_chars_per_token if len(text) >= _LONG_TEXT else 0
         return len(text) // longest if longest else 0
 
     @cached_property
-    def _longest_token(self) -> int:
-        """Number of characters of the longest token; 0 if a token may contain any number of characters."""
-        fast = self._fast
-        if fast is None or not self.decodes_bytewise or fast.normalizer is not None or fast.pre_tokenizer is None:
-            return 0
-        if b"Removed" in fast.pre_tokenizer.__getstate__():
-            return 0
-        lengths = [len(token) for token in fast.get_vocab()]
-        if lengths.count(1) < 256:  # bytes without a token may be dropped
-            return 0
-        strips = any(token.lstrip or token.rstrip for token in fast.get_added_tokens_decoder().values())
-        return 0 if strips else max(lengths)
+    def max_chars_per_token(self) -> int:
+        """Most characters of a text that become one token; 0 if it may be any number. The first call takes a while."""
+        return 0 if self._fast is None else max_chars_per_token(self._fast)
 
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True

@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_PORT,
         help=f"Port to listen on; 0 chooses a free port. Default: {DEFAULT_PORT}.",
     )
+    add_allowed_hosts(parser)
     parser.add_argument(
         "--prefill-timeout",
         type=positive_seconds,
@@ -53,6 +54,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_allowed_hosts(parser: argparse._ActionsContainer) -> None:
+    """Adds the option --allowed-hosts."""
+    parser.add_argument(
+        "--allowed-hosts",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="Further names of the server, such as that of a reverse proxy; *.example.com for all of a domain, * for "
+        "all. Without an API key, a server on the loopback address answers only requests whose Host header has an "
+        "address, localhost, this machine's name, or one of these.",
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Runs the router until a signal ends it."""
     if not 0 <= args.port <= 65535:
@@ -64,7 +78,13 @@ def run(args: argparse.Namespace) -> int:
 
     prefill = [RemoteServer(url) for url in args.prefill]
     decode = [RemoteServer(url) for url in args.decode]
-    settings = replace(ServerSettings(), host=args.host, port=args.port, access_log=args.access_log)
+    settings = replace(
+        ServerSettings(),
+        host=args.host,
+        port=args.port,
+        access_log=args.access_log,
+        allowed_hosts=tuple(args.allowed_hosts),
+    )
     raise_descriptor_limit()
     listener = listen_tcp(args.host, args.port)
     try:

@@ -25,6 +25,7 @@ from mvllm.entrypoints.cli.chat_arguments import (
 from mvllm.entrypoints.cli.foreign_server_options import add_foreign_server_options, apply_foreign_server_options
 from mvllm.entrypoints.cli.number_arguments import positive_int, seconds
 from mvllm.entrypoints.cli.responses_arguments import add_responses_arguments, responses_settings
+from mvllm.entrypoints.cli.router import add_allowed_hosts
 from mvllm.entrypoints.cli.serve_models import add_models_arguments, router
 from mvllm.entrypoints.openai.server.authentication import KeyLimits, read_api_keys, read_key_limits
 from mvllm.entrypoints.openai.server.settings import DEFAULT_PORT, ServerSettings, UnknownFieldsPolicy
@@ -144,6 +145,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=False,
         help="End every stream with the usage, as if requests had stream_options.include_usage. Default: off.",
     )
+    add_allowed_hosts(access)
 
     limits = parser.add_argument_group("limits")
     limits.add_argument(
@@ -333,6 +335,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         limits_of_keys=limits_of_keys,
         served_model_names=tuple(args.served_model_name),
         allowed_origins=tuple(_texts("--allowed-origins", args.allowed_origins)),
+        allowed_hosts=tuple(args.allowed_hosts),
         max_body_bytes=args.max_body_bytes,
         send_timeout=args.send_timeout,
         heartbeat_timeout=args.heartbeat_timeout,

@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import quote
 
 import httptools
 import msgspec
@@ -27,6 +28,7 @@ _MAX_IDLE_CONNECTIONS = 1024
 _FETCH_SECONDS = 10.0
 _RETRY_SECONDS = 0.005
 _FIRST_FINAL_STATUS = 200
+_CREDENTIALS = (b"authorization", b"x-api-key")
 
 
 class ModelServerLost(Exception):
@@ -210,17 +212,22 @@ class ModelClient(HTTPClient):
     def __init__(self, sender: ConnectionSender, internal_key: str) -> None:
         super().__init__()
         self._sender = sender
-        self._internal_head = b"host: router\r\nauthorization: Bearer " + internal_key.encode() + b"\r\n"
+        self._internal_headers: Headers = [(b"authorization", b"Bearer " + internal_key.encode())]
 
-    async def fetch(self, path: str, body: Any = None) -> bytes | None:
+    async def fetch(self, path: str, body: Any = None, headers: Headers | None = None) -> bytes | None:
         """The body of the response to a request of the router itself; None if it is an error, late, or the server has
         ended.
 
         Args:
+            path: Decoded: what it has of a client stays within the path.
             body: Sent as JSON with POST; without it the method is GET.
+            headers: Those of a client, in whose name the router asks: their API keys are sent. None for the router's.
         """
         data = b"" if body is None else msgspec.json.encode(body)
-        head = b"%s %s HTTP/1.1\r\n%s" % (b"GET" if body is None else b"POST", path.encode(), self._internal_head)
+        method, target = b"GET" if body is None else b"POST", quote(path, safe="/:", errors="replace").encode()
+        sent = self._internal_headers if headers is None else [each for each in headers if each[0] in _CREDENTIALS]
+        head = b"%s %s HTTP/1.1\r\nhost: router\r\n" % (method, target)
+        head += b"".join(b"%s: %s\r\n" % each for each in sent)
         if data:
             head += b"content-type: application/json\r\ncontent-length: %d\r\n" % len(data)
         with contextlib.suppress(ModelServerLost, OSError, TimeoutError):

@@ -231,8 +231,9 @@ def model_server_settings(entry: ModelEntry, internal_key: str) -> ServerSetting
         entry.settings,
         uds=None,
         served_model_names=(entry.name, *entry.aliases),
-        admin_api_keys=(*entry.settings.admin_api_keys, internal_key),
+        router_key=internal_key,
         allowed_origins=(),
+        allowed_hosts=(),
         access_log=False,
         docs=False,
     )

@@ -125,8 +125,8 @@ class PrefillDecodeApp:
 
     async def _is_any_ready(self) -> bool:
         """Whether an engine that can generate answers that it is ready."""
-        head = b"GET /health/ready HTTP/1.1\r\nhost: router\r\n\r\n"
         for server in by_load([*self._decode, *self._prefill]):
+            head = b"GET /health/ready HTTP/1.1\r\nhost: %s\r\n\r\n" % server.name
             try:
                 async with asyncio.timeout(2), server.connection() as connection:
                     connection.send(head, b"")
@@ -157,7 +157,7 @@ class PrefillDecodeApp:
                 else:
                     await self._generate(scope, send, body, body)
         else:
-            body = await self._reader.read_any(request.receive)
+            body = await self._reader.read_any(request)
             async with cancel_on_disconnect(request.receive):
                 await self._generate(scope, send, body, body)
 
@@ -191,7 +191,7 @@ class PrefillDecodeApp:
             try:
                 with server.counted():
                     async with server.connection() as connection:
-                        connection.send(request_head(scope, scope["query_string"], len(body)), body)
+                        connection.send(request_head(scope, scope["query_string"], len(body), server.name), body)
                         status, _ = await connection.read_head()
                         return status, await _read_body(connection)
             except ModelServerLost:
@@ -226,7 +226,7 @@ class PrefillDecodeApp:
             try:
                 with server.counted():
                     async with server.connection() as connection:
-                        connection.send(request_head(scope, scope["query_string"], len(body)), body)
+                        connection.send(request_head(scope, scope["query_string"], len(body), server.name), body)
                         status, _ = await connection.read_head()
                         if status == _UNAVAILABLE and not is_last:
                             return False

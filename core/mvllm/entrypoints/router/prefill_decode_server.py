@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from mvllm.entrypoints.event_loop import run_in_event_loop
 from mvllm.entrypoints.openai.server.api_server import HTTPServer
 from mvllm.entrypoints.openai.server.app import add_middleware
+from mvllm.entrypoints.openai.server.browser_requests import BrowserCheck
 from mvllm.entrypoints.openai.server.connections import ConnectionTable, default_max_connections
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
 from mvllm.entrypoints.openai.server.http_protocol import uvicorn_settings
@@ -59,9 +60,9 @@ async def _run(
     metrics = HTTPMetrics(registry)
     app = PrefillDecodeApp(prefill, decode, settings, prefill_timeout, metrics.exposition)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients cause them by sending invalid HTTP
-    config = uvicorn.Config(
-        app=add_middleware(app, metrics, settings), timeout_graceful_shutdown=2, **uvicorn_settings()
-    )
+    check = BrowserCheck.create(settings, listener, checks_origin=False)  # the engines know which are allowed
+    served = add_middleware(app, metrics, settings, browser_check=check)
+    config = uvicorn.Config(app=served, timeout_graceful_shutdown=2, **uvicorn_settings())
     http = HTTPServer(config, is_shared=False, heartbeat=lambda: None)
     http.server_state = ConnectionTable(default_max_connections() // 3)  # each may have two to engines, too
     signals: list[int] = []

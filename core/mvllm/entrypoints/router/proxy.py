@@ -25,6 +25,7 @@ from mvllm.entrypoints.openai.common.streaming_response import (
     RequestConnection,
     StreamFormat,
 )
+from mvllm.entrypoints.openai.server.browser_requests import is_same_origin
 from mvllm.entrypoints.router.http_client import Headers, ModelClient, ModelConnection, ModelServerLost
 from mvllm.logging import get_logger
 
@@ -150,14 +151,27 @@ async def _send_loss(
     await send({"type": "http.response.body", "body": body})
 
 
-def request_head(scope: Scope, query: bytes, body_length: int) -> bytes:
-    """The head of a request to a model server, with the client's headers and the router's request id."""
+def request_head(scope: Scope, query: bytes, body_length: int, host: bytes | None = None) -> bytes:
+    """The head of a request to a model server, with the client's headers and the router's request id.
+
+    Args:
+        host: The server's name for the header `Host`, in place of the router's. To the server, a page of the router is
+            then a foreign one, so the origin of such a page is left out.
+    """
     target: bytes = scope["raw_path"].partition(b"?")[0]
     if query:
         target += b"?" + query
     method: str = scope["method"]
     lines = [b"%s %s HTTP/1.1" % (method.encode(), target)]
-    lines += [b"%s: %s" % (name, value) for name, value in scope["headers"] if name not in _NOT_FORWARDED]
+    headers: Headers = [header for header in scope["headers"] if header[0] not in _NOT_FORWARDED]
+    if host is not None:
+        own = [value.decode("latin-1") for name, value in headers if name == b"host"]
+        headers = [(b"host", host)] + [
+            (name, value)
+            for name, value in headers
+            if name != b"host" and not (name == b"origin" and is_same_origin(value.decode("latin-1"), own))
+        ]
+    lines += [b"%s: %s" % header for header in headers]
     lines.append(b"x-request-id: " + scope["mvllm.request_id"].encode())
     if body_length or method not in ("GET", "DELETE"):
         lines.append(b"content-length: %d" % body_length)

@@ -27,6 +27,7 @@ class RemoteServer(HTTPClient):
 
     Attributes:
         url: The URL.
+        name: Host and port, as in the header Host.
         num_requests: Requests that it is answering for this router.
     """
 
@@ -43,6 +44,7 @@ class RemoteServer(HTTPClient):
         if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/") or parts.query:
             raise ConfigError(f"{url!r} must be the URL of a server without a path, such as http://127.0.0.1:8000.")
         self._host, self._port = parts.hostname, port or 80
+        self.name = parts.netloc.rpartition("@")[2].encode("idna" if not parts.netloc.isascii() else "ascii")
 
     @property
     def is_avoided(self) -> bool:

@@ -173,9 +173,9 @@ class RouterApp:
         path, query = scope["path"], _query_without_model(scope)
         fields = RoutingFields()
         if name is not None:
-            body = await self._reader.read_any(receive)
+            body = await self._reader.read_any(request)
         elif self._is_of_stored_response(scope["method"], path):
-            body, name = await self._reader.read_any(receive), await self._model_with_response(path)
+            body, name = await self._reader.read_any(request), await self._model_with_response(scope)
         elif scope["method"] in ("POST", "PUT", "PATCH"):
             body = await self._reader.read(request)
             fields = self._decoder.decode(body)
@@ -212,15 +212,17 @@ class RouterApp:
             sending = send_with_names if path in _LORA_PATHS else send
             await self._proxy.forward(server.client, scope, sending, body, query)
 
-    async def _model_with_response(self, path: str) -> str:
-        """The name of the model that has stored a response or a chat completion.
+    async def _model_with_response(self, scope: Scope) -> str:
+        """The name of the model that has stored a response or a chat completion of the client's key.
 
         Raises:
             APIError: None has it (404).
         """
-        response_path = "/".join(path.split("/")[: 5 if path.startswith(_COMPLETIONS) else 4])
+        path, headers = scope["path"], scope["headers"]
+        path = "/".join(path.split("/")[: 5 if path.startswith(_COMPLETIONS) else 4])
         for model in self._pool.loaded():
-            if isinstance(model.server, ModelServerProcess) and await model.server.client.fetch(response_path):
+            server = model.server
+            if isinstance(server, ModelServerProcess) and await server.client.fetch(path, headers=headers):
                 return model.entry.name
         raise APIError(
             404,

@@ -27,6 +27,7 @@ from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.responses.store_file import end_interrupted, hold_store_file, store_limits
 from mvllm.entrypoints.openai.server.api_server import HTTPServer, warn_if_public
 from mvllm.entrypoints.openai.server.app import add_middleware, build_fastapi_app
+from mvllm.entrypoints.openai.server.browser_requests import BrowserCheck
 from mvllm.entrypoints.openai.server.connections import ConnectionTable, default_max_connections
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
 from mvllm.entrypoints.openai.server.http_protocol import uvicorn_settings
@@ -95,8 +96,12 @@ class RouterServer:
         self._listener = listener
         self._signals: list[int] = []
         self._signal_received = asyncio.Event()
-        limits = config.settings.limits_by_key
-        self._key_counters = None if limits is None else KeyCounters.create(MAX_MODELS, RateLimiter.num_keys(limits))
+        settings, limits = config.settings, config.settings.limits_by_key
+        self._key_counters: KeyCounters | None = None
+        self._rate_limiter: RateLimiter | None = None
+        if limits is not None:  # those of the models, and the router's own
+            self._key_counters = KeyCounters.create(MAX_MODELS + 1, RateLimiter.num_keys(limits))
+            self._rate_limiter = RateLimiter(limits, settings.key_limits, self._key_counters, MAX_MODELS)
         self._indices: dict[str, int] = {}
 
     async def run(self) -> int:
@@ -117,7 +122,8 @@ class RouterServer:
         state = ServerState(settings.heartbeat_timeout)
         fallback = _fallback_app(settings, routes, state)
         self._app = RouterApp(pool, catalog, settings, fallback, routes.table())
-        app = add_middleware(self._app, metrics, settings)
+        check = BrowserCheck.create(settings, self._listener)
+        app = add_middleware(self._app, metrics, settings, self._rate_limiter, check)
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients cause them by sending invalid HTTP
         config = uvicorn.Config(app=app, timeout_graceful_shutdown=2, **uvicorn_settings())
         http = HTTPServer(config, is_shared=False, heartbeat=lambda: None)

@@ -68,7 +68,7 @@ class AudioRoutes:
 
     async def _transcribe(self, task: str, request: Request) -> Response:
         context = self._state.context
-        body = await self._body_routes.reader.read_any(request.receive)
+        body = await self._body_routes.reader.read_any(request)
         fields = parse_form(request.headers.get("content-type", ""), body)
         audio = fields.pop("file", [b""])[-1]
         if not audio:

@@ -9,8 +9,9 @@ from types import MappingProxyType
 from typing import Any
 
 from mvllm.engine.async_llm import AsyncLLM
+from mvllm.engine.frontend.input_processor import check_num_chars_to_truncate
 from mvllm.engine.frontend.prompt_items import refuse_truncation
-from mvllm.entrypoints.chat_items import Items, placeholder_texts, take_items
+from mvllm.entrypoints.chat_items import Items, num_rendered_chars, placeholder_texts, take_items
 from mvllm.entrypoints.chat_template import RENDERED_SETTINGS
 from mvllm.entrypoints.openai.common.tokenizer_pool import MAX_TEMPLATE_LENGTH, TokenizerPool
 from mvllm.entrypoints.openai.protocol import (
@@ -95,7 +96,7 @@ class ChatPromptRenderer:
         text, items, cut_at = await self._render_text(request)
         if items:
             return await self._expand(text, items, request, cut_at)
-        return await self._tokenizer_pool.run(lambda: self._tokenize(text, request))
+        return await self._tokenizer_pool.run(lambda: self._tokenize(text, request), len(text))
 
     async def render_for_pooling(self, request: InputListRequest) -> TextPrompt | TokensPrompt:
         """The prompt of the conversation of a pooling request, with its images, audio and videos.
@@ -107,7 +108,7 @@ class ChatPromptRenderer:
         """
         text, items, cut_at = await self._render_text(request)
         if not items and not request.add_special_tokens:
-            return await self._tokenizer_pool.run(lambda: self._tokenize(text, request))
+            return await self._tokenizer_pool.run(lambda: self._tokenize(text, request), len(text))
         prompt = TextPrompt(prompt=text, add_special_tokens=bool(request.add_special_tokens))
         if items:
             prompt["multi_modal_data"] = items
@@ -122,6 +123,11 @@ class ChatPromptRenderer:
         if request.messages is None:
             raise RequestError("messages is missing.", parameter="messages")
         self._check_length(request)
+        num_chars = num_rendered_chars(request.messages)
+        if getattr(request, "truncate_prompt_tokens", None) is None:
+            await self._tokenizer_pool.check_num_chars(num_chars)
+        else:
+            check_num_chars_to_truncate(num_chars)
         has_own_template = bool(request.chat_template)
         if has_own_template and not self._trust_request_template:
             raise RequestError(
@@ -147,9 +153,9 @@ class ChatPromptRenderer:
         def cut() -> tuple[Any, dict[str, Any]]:
             return typed.cut_messages(messages), {name: typed.cut(arguments.get(name)) for name in RENDERED_SETTINGS}
 
-        places, settings = await self._tokenizer_pool.run(cut)
+        places, settings = await self._tokenizer_pool.run(cut, num_chars)
         rendered = await render(places, arguments | settings)
-        text, cut_at = await self._tokenizer_pool.run(lambda: typed.cut_prompt(rendered))
+        text, cut_at = await self._tokenizer_pool.run(lambda: typed.cut_prompt(rendered), len(rendered))
         return text, items, cut_at
 
     async def render_user_message(self, text: str, without_template: str) -> str:

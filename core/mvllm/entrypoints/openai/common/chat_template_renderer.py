@@ -1,4 +1,8 @@
-"""Renders chat templates in a child process with limits. The process itself is chat_template_process.py."""
+"""Renders chat templates in child processes with limits. The process itself is chat_template_process.py.
+
+first process     conversations that are not long, so that none of them waits for a long one
+second process    long conversations, and others when it has nothing to do; starts with the first long one
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,8 @@ SECONDS = 5.0
 """Processor time to render one conversation."""
 WALL_SECONDS = 60.0
 """Wall time after which a conversation fails, even if the process got no processor time."""
+LONG_BYTES = 256 << 10
+"""A conversation of more bytes, as JSON, is a long one."""
 
 _SHORT_CONVERSATION = (
     {"role": "user", "content": "Hello"},
@@ -30,7 +36,7 @@ class ChatTemplateLimitError(RequestError):
 
 
 class ChatTemplateRenderer:
-    """Renders one conversation at a time, and restarts the process after it was killed.
+    """Renders conversations, one at a time in each process, and restarts a process after it was killed.
 
     Args:
         seconds: Processor time to render one conversation.
@@ -38,30 +44,43 @@ class ChatTemplateRenderer:
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds = seconds
-        self._process = PipeProcess("mvllm.entrypoints.openai.common.chat_template_process")
-        # The process dies with the thread that started it.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="chat-template")
+        self._first, self._second = _TemplateProcess(), _TemplateProcess()
 
     def start(self) -> None:
-        """Starts the process in the background, so that the first conversation does not wait for it."""
-        self._thread.submit(self._process.start)
+        """Starts the first process in the background, so that the first conversation does not wait for it."""
+        self._first.thread.submit(self._first.process.start)
 
     async def render(
-        self, messages: Sequence[Any], settings: Mapping[str, Any], special_tokens: Mapping[str, Any]
+        self,
+        messages: Sequence[Any],
+        settings: Mapping[str, Any],
+        special_tokens: Mapping[str, Any],
+        max_bytes: int | None = None,
     ) -> str:
         """The prompt of a conversation, as text.
 
         Args:
             settings: Keyword arguments of `render_chat`, with `chat_template`.
             special_tokens: Special tokens by the names that templates use.
+            max_bytes: Most bytes of the conversation and the settings as JSON; None for any number.
 
         Raises:
             ChatTemplateLimitError: The template took too much time or memory.
             RequestError: The conversation is not acceptable, or the template failed.
         """
         conversation = msgspec.json.encode([list(messages), dict(settings)])
+        if max_bytes is not None and len(conversation) > max_bytes:
+            raise RequestError(
+                f"The conversation and its tools have {len(conversation)} bytes as JSON; with this model they may have "
+                f"{max_bytes}, many times as much as fits into its context. Shorten the conversation.",
+                parameter="messages",
+            )
         job = ChatTemplateJob(self._seconds, dict(special_tokens), conversation)
-        answer = await asyncio.get_running_loop().run_in_executor(self._thread, self._run_job, job)
+        process = self._process_for(len(conversation))
+        process.num_jobs += 1
+        answering = asyncio.get_running_loop().run_in_executor(process.thread, self._run_job, process, job)
+        answering.add_done_callback(process.job_done)  # which may be long after this call was cancelled
+        answer = await answering
         if answer.text is None:
             kind = ChatTemplateLimitError if answer.over_limit else RequestError
             raise kind(answer.error or "The chat template failed.", parameter=answer.parameter)
@@ -90,17 +109,25 @@ class ChatTemplateRenderer:
 
     @property
     def pid(self) -> int | None:
-        """The process id; None if no process runs."""
-        return self._process.pid
+        """The id of the first process; None if it does not run."""
+        return self._first.process.pid
 
     def close(self) -> None:
-        """Kills the process for good. Idempotent."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        self._process.close()
+        """Kills the processes for good. Idempotent."""
+        for each in (self._first, self._second):
+            each.thread.shutdown(wait=False, cancel_futures=True)
+            each.process.close()
 
-    def _run_job(self, job: ChatTemplateJob) -> RenderedChat:
+    def _process_for(self, num_bytes: int) -> _TemplateProcess:
+        if num_bytes > LONG_BYTES:
+            return self._second
+        is_helpful = self._first.num_jobs and not self._second.num_jobs and self._second.has_answered
+        return self._second if is_helpful else self._first
+
+    def _run_job(self, process: _TemplateProcess, job: ChatTemplateJob) -> RenderedChat:
         try:
-            answer = self._process.run(job, RenderedChat, WALL_SECONDS)
+            answer = process.process.run(job, RenderedChat, WALL_SECONDS)
+            process.has_answered = True
         except PipeProcessError as e:
             match e.reason:
                 case "closed":
@@ -111,9 +138,28 @@ class ChatTemplateRenderer:
                 case reason:
                     return self._over_limit("memory" if reason == "memory" else "time")
         if answer.is_last:
-            self._process.kill()
+            process.process.kill()
         return answer
 
     def _over_limit(self, what: str) -> RenderedChat:
         limit = f"longer than {self._seconds:g} s" if what == "time" else "too much memory"
         return RenderedChat(error=f"The chat template took {limit}.", parameter="chat_template", over_limit=True)
+
+
+class _TemplateProcess:
+    """A process, and the thread that waits for it.
+
+    Attributes:
+        num_jobs: Jobs that have not ended.
+        has_answered: Whether it has ended one: the first one waits for the imports of the process.
+    """
+
+    def __init__(self) -> None:
+        self.process = PipeProcess("mvllm.entrypoints.openai.common.chat_template_process")
+        # The process dies with the thread that started it.
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="chat-template")
+        self.num_jobs = 0
+        self.has_answered = False
+
+    def job_done(self, unused: object) -> None:
+        self.num_jobs -= 1

@@ -38,6 +38,12 @@ MAX_VALUES = 1 << 22
 MAX_TIMEOUTS_PER_BODY = 10
 """The time limit of a whole body, in multiples of that of its next part."""
 
+SMALL_BODY_BYTES = 64 << 10
+_SMALL_BODIES = re.compile(
+    r"/api/show|/models/(un)?load|/v1/(un)?load_lora_adapter|/v1/conversations/[^/]+|/v1/responses/[^/]+/cancel"
+)
+"""Paths whose bodies have a few short fields: SMALL_BODY_BYTES are read at most."""
+
 _PATH = re.compile(r" - at `\$((?:\.\w+|\[[.\w]*\])+)`$")
 
 
@@ -80,23 +86,24 @@ class BodyReader:
         is_json = kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
         if not is_json and not _may_send_json_as_other(kind, request.headers):
             raise _not_json_error()
-        claimed = request.headers.get("content-length", "")
-        if claimed.isdecimal() and (len(claimed) > 18 or int(claimed) > self.max_bytes):
-            raise self._body_too_long_error()
-        body = await self.read_any(request.receive)
+        body = await self.read_any(request)
         if not is_json and not body.lstrip().startswith(b"{"):  # a form, or a text
             raise _not_json_error()
         return body
 
-    async def read_any(self, receive: Receive) -> bytes:
+    async def read_any(self, request: Request) -> bytes:
         """The whole body, which need not be JSON.
 
         Raises:
             APIError: The body is too long (413), or does not arrive in time (408).
             ClientDisconnected: The client left.
         """
+        most = self._max_bytes(request.scope["path"])
+        claimed = request.headers.get("content-length", "")
+        if claimed.isdecimal() and (len(claimed) > 18 or int(claimed) > most):
+            raise _body_too_long_error(most)
         parts: list[bytes] = []
-        limited = self.limit_receive(receive)
+        limited = self.limit_receive(request.receive, most)
         while True:
             message = await limited()
             if message["type"] == "http.disconnect":
@@ -129,8 +136,13 @@ class BodyReader:
         if unknown and self._unknown_fields.policy != "ignore":
             self._unknown_fields.handle(unknown, KnownParameters(known), request.scope)
 
-    def limit_receive(self, receive: Receive) -> Receive:
-        """An ASGI `receive` that raises as `read` if the body exceeds a limit."""
+    def limit_receive(self, receive: Receive, max_bytes: int | None = None) -> Receive:
+        """An ASGI `receive` that raises as `read` if the body exceeds a limit.
+
+        Args:
+            max_bytes: Longest body of this request; None for that of the server.
+        """
+        most = self.max_bytes if max_bytes is None else max_bytes
         length, deadline = 0, 0.0
         has_ended = False
 
@@ -146,15 +158,19 @@ class BodyReader:
             except TimeoutError:
                 raise APIError(408, f"The body did not arrive within {self._timeout:g} s.", close=True) from None
             length += len(message.get("body", b""))
-            if length > self.max_bytes:
-                raise self._body_too_long_error()
+            if length > most:
+                raise _body_too_long_error(most)
             has_ended = not message.get("more_body", False)
             return message
 
         return receive_limited
 
-    def _body_too_long_error(self) -> APIError:
-        return APIError(413, f"The body is longer than the {self.max_bytes} bytes allowed.", close=True)
+    def _max_bytes(self, path: str) -> int:
+        return min(self.max_bytes, SMALL_BODY_BYTES) if _SMALL_BODIES.fullmatch(path) else self.max_bytes
+
+
+def _body_too_long_error(max_bytes: int) -> APIError:
+    return APIError(413, f"The body is longer than the {max_bytes} bytes allowed.", close=True)
 
 
 class BodyDecoder(Generic[T]):
@@ -258,7 +274,8 @@ def _check_size(body: bytes) -> None:
     """
     if len(body) > MAX_VALUES and body.count(b",") > MAX_VALUES:
         raise APIError(400, f"The body has more than {MAX_VALUES} values.")
-    if len(body) > MAX_STRINGS and body.count(b'"') - body.count(b'\\"') > 2 * MAX_STRINGS:
+    num_quotes = body.count(b'"') if len(body) > MAX_STRINGS else 0
+    if num_quotes > 2 * MAX_STRINGS and num_quotes - body.count(b'\\"') > 2 * MAX_STRINGS:
         raise APIError(400, f"The body has more than {MAX_STRINGS} strings.")
     if len(body) <= MAX_CONTAINERS or not _has_many_nodes(body):
         return

@@ -5,8 +5,10 @@
     events    the events of background responses that were started with `stream`, many events a row
     totals    number and bytes of all objects, kept by triggers
 
-An object belongs to the API key of its request. The least recently used objects are evicted when there are too many,
-and those that nobody has used for long. A running response is never evicted.
+An object belongs to the API key of its request. When there are too many, the least recently used objects of the key
+that has most are evicted, so no key can evict those of a key that has less. Objects of keys that the server does not
+have any more are evicted first, and those that nobody has used for long. A running response is never evicted: where
+several keys share the store, those of one key take at most as much as they leave free.
 
 Every method is one transaction. A file is in WAL mode: processes read while one writes, and a process that is killed
 loses nothing that it had committed.
@@ -34,6 +36,7 @@ _VERSION = 1
 _BUSY_SECONDS = 10.0
 _RESPONSE, _CONVERSATION = 0, 1
 
+_OWNER_INDEX = "CREATE INDEX IF NOT EXISTS objects_by_owner ON objects (running, owner, used, size)"
 _SCHEMA = """
 CREATE TABLE objects (
     id TEXT PRIMARY KEY, kind INTEGER NOT NULL, owner BLOB, body BLOB NOT NULL, context BLOB NOT NULL,
@@ -68,15 +71,22 @@ class StoreLimits:
         max_objects: Most responses and conversations; 0 for none.
         max_bytes: Most bytes of all of them.
         max_age: Seconds after its last use when an object is deleted; None for never.
+        owners: Digests of the API keys of the server; with fewer than two, all objects count as those of one owner.
     """
 
     max_objects: int
     max_bytes: int
     max_age: float | None = None
+    owners: frozenset[bytes | None] = frozenset()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several API keys share the store."""
+        return len(self.owners) > 1
 
 
 class StoreFullError(Exception):
-    """An object is too large, or all objects are running responses."""
+    """An object is too large, or the running responses of its key leave no room."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +185,7 @@ class ResponseDatabase:
                     f"The store of responses {path!r} is a database of another program or version. Name another file "
                     "(--responses-store)."
                 )
+            self._connection.execute(_OWNER_INDEX)  # a file of an earlier release has none
 
     # --- responses
 
@@ -182,11 +193,11 @@ class ResponseDatabase:
         """Stores a response.
 
         Raises:
-            StoreFullError: It is too large, or all objects are running responses.
+            StoreFullError: It is too large, or running responses leave no room.
         """
         self._check_size(response.size)
         with self._transaction():
-            if response.is_running and self._count_running() >= self._limits.max_objects:
+            if response.is_running and not self._has_room_to_run(response):
                 raise StoreFullError
             self._connection.execute(
                 "INSERT INTO objects (id, kind, owner, body, context, cache_salt, running, streamed, size, used) "
@@ -229,7 +240,11 @@ class ResponseDatabase:
             if size is not None and size > self._limits.max_bytes:
                 self._delete(response_id)
                 is_too_large = True
-            self._evict(keep=response_id)
+            try:
+                self._evict(keep=response_id)
+            except StoreFullError:
+                self._delete(response_id)
+                is_too_large = True
         if is_too_large:
             raise StoreFullError
 
@@ -440,11 +455,16 @@ class ResponseDatabase:
         self._connection.execute("UPDATE objects SET used = ? WHERE id = ?", (_now(), conversation_id))
 
     def _add_events(self, batches: Iterable[EventBatch]) -> None:
+        running = self._running_bytes()
         for batch in batches:
-            size = self._one("SELECT size FROM objects WHERE id = ? AND streamed", batch.response_id)
-            if size is None:
+            row = self._connection.execute(
+                "SELECT size, owner FROM objects WHERE id = ? AND streamed", (batch.response_id,)
+            ).fetchone()
+            if row is None:
                 continue
-            if size + len(batch.data) > self._limits.max_bytes:
+            size, owner = row
+            own, others = max(size, running.get(owner, 0)), sum(running.values()) - running.get(owner, 0)
+            if own + len(batch.data) > self._most(self._limits.max_bytes, own, others):
                 num_bytes = self._one("SELECT SUM(LENGTH(data)) FROM events WHERE object = ?", batch.response_id)
                 self._connection.execute("DELETE FROM events WHERE object = ?", (batch.response_id,))
                 self._connection.execute("UPDATE objects SET streamed = 0 WHERE id = ?", (batch.response_id,))
@@ -455,6 +475,7 @@ class ResponseDatabase:
                 (batch.response_id, batch.first, batch.last, batch.is_final, batch.data),
             )
             self._add_size(batch.response_id, len(batch.data))
+            running[owner] = running.get(owner, 0) + len(batch.data)
 
     def _delete(self, object_id: str) -> None:
         self._connection.execute("DELETE FROM objects WHERE id = ?", (object_id,))
@@ -463,21 +484,58 @@ class ResponseDatabase:
         if self._limits.max_objects == 0 or size > self._limits.max_bytes:
             raise StoreFullError
 
-    def _count_running(self) -> int:
-        count: int = self._one("SELECT COUNT(*) FROM objects WHERE running = 1")
-        return count
+    def _has_room_to_run(self, response: StoredResponse) -> bool:
+        """Whether the limits of running responses allow one more, see the module."""
+        total = self._one("SELECT COUNT(*) FROM objects WHERE running = 1")
+        own = self._one("SELECT COUNT(*) FROM objects WHERE running = 1 AND owner IS ?", response.owner)
+        running = self._running_bytes()
+        own_bytes = running.get(response.owner, 0)
+        num_fits = own < self._most(self._limits.max_objects, own, total - own)
+        most = self._most(self._limits.max_bytes, own_bytes, sum(running.values()) - own_bytes)
+        return num_fits and own_bytes + response.size <= most
+
+    def _most(self, limit: int, own: int, others: int) -> int:
+        """How much of a limit the running responses of a key may take, where they and those of others take so much."""
+        return limit - others - own if self._limits.is_shared else limit - others
+
+    def _running_bytes(self) -> dict[bytes | None, int]:
+        """Bytes of running responses by owner."""
+        return dict(self._connection.execute("SELECT owner, SUM(size) FROM objects WHERE running = 1 GROUP BY owner"))
 
     def _evict(self, keep: str) -> None:
-        """Deletes objects that are too old, and the least recently used ones above the limits, except `keep`."""
+        """Deletes objects that are too old, and above the limits further ones except `keep`, see the module.
+
+        Raises:
+            StoreFullError: `keep` is of the owner that has most, and nothing else of it can be deleted.
+        """
         self._connection.execute("DELETE FROM objects WHERE running = 0 AND used < ?", (self._oldest_use(),))
         while True:
             num, num_bytes = self.totals()
             if num <= self._limits.max_objects and num_bytes <= self._limits.max_bytes:
                 return
-            oldest = self._one("SELECT id FROM objects WHERE running = 0 AND id != ? ORDER BY used LIMIT 1", keep)
+            oldest = self._next_to_evict(keep, by_number=num > self._limits.max_objects)
             if oldest is None:
                 return
             self._delete(oldest)
+
+    def _next_to_evict(self, keep: str, *, by_number: bool) -> str | None:
+        """The object to evict next; None if all others are running. Raises as `_evict`."""
+        if not self._limits.is_shared:
+            found: str | None = self._one(
+                "SELECT id FROM objects WHERE running = 0 AND id != ? ORDER BY used LIMIT 1", keep
+            )
+            return found
+        amount = "COUNT(*)" if by_number else "SUM(size)"
+        rows = self._connection.execute(f"SELECT owner FROM objects GROUP BY owner ORDER BY {amount} DESC")  # noqa: S608
+        for owner in sorted((owner for (owner,) in rows.fetchall()), key=self._limits.owners.__contains__):
+            oldest: str | None = self._one(
+                "SELECT id FROM objects WHERE running = 0 AND owner IS ? AND id != ? ORDER BY used LIMIT 1", owner, keep
+            )
+            if oldest is not None:
+                return oldest
+            if self._one("SELECT 1 FROM objects WHERE id = ? AND owner IS ?", keep, owner):
+                raise StoreFullError
+        return None
 
     def _oldest_use(self) -> int:
         age = self._limits.max_age

@@ -81,7 +81,8 @@ class ResponsesRoutes:
                 "background needs the response to be stored, but this server stores none (--max-stored-responses 0).",
                 parameter="background",
             )
-        return await self._background.start(request, handler, self._body_routes.admit(request, handler, model))
+        admitted = self._body_routes.admit(handler, model, in_background=True)
+        return await self._background.start(request, handler, admitted)
 
     async def input_tokens(self, request: Request) -> Response:
         """The number of tokens of the prompt that `create` would run."""

@@ -9,6 +9,7 @@ import sqlite3
 from collections.abc import Collection, Iterator
 
 from mvllm.entrypoints.openai.responses.database import ResponseDatabase, StoreLimits
+from mvllm.entrypoints.openai.server.authentication import key_digest
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.errors import ConfigError
 from mvllm.logging import get_logger
@@ -78,4 +79,15 @@ def end_interrupted(path: str, limits: StoreLimits, models: Collection[str]) -> 
 
 def store_limits(settings: ServerSettings) -> StoreLimits:
     """The limits of the store."""
-    return StoreLimits(settings.max_stored_responses, settings.max_stored_bytes, settings.max_stored_seconds)
+    return StoreLimits(
+        settings.max_stored_responses,
+        settings.max_stored_bytes,
+        settings.max_stored_seconds,
+        _owners(settings),
+    )
+
+
+def _owners(settings: ServerSettings) -> frozenset[bytes | None]:
+    """The owners that objects may have."""
+    keys: set[bytes | None] = set(map(key_digest, (*settings.api_keys, *settings.admin_api_keys)))
+    return frozenset(keys if settings.api_keys else keys | {None})

@@ -257,8 +257,9 @@ class APIServer:
         limiter: RateLimiter | None = None
         if (limits := settings.limits_by_key) is not None:
             counters, index = (None, 0) if group is None else (group.key_counters, group.index)
-            limiter = RateLimiter(limits, settings.key_limits, counters, index)
-        app = build_app(self._state, self._models, self._metrics, settings, self._tracer, limiter)
+            behind_router = settings.router_key is not None
+            limiter = RateLimiter(limits, settings.key_limits, counters, index, only_tokens=behind_router)
+        app = build_app(self._state, self._models, self._metrics, settings, self._tracer, limiter, self._listener)
         config: dict[str, Any] = {"app": app, "timeout_graceful_shutdown": 2, **uvicorn_settings()}
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients cause them by sending invalid HTTP
         heartbeat = group.heartbeat if group is not None else lambda: None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable
 
 from fastapi import FastAPI
@@ -23,6 +24,7 @@ from mvllm.entrypoints.openai.common.streaming_response import CLIENT_CLOSED_REQ
 from mvllm.entrypoints.openai.common.unknown_fields import UNKNOWN_FIELDS_HEADER
 from mvllm.entrypoints.openai.server.authentication import APIKeys
 from mvllm.entrypoints.openai.server.body_routes import BodyRoutes
+from mvllm.entrypoints.openai.server.browser_requests import BrowserCheck
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
 from mvllm.entrypoints.openai.server.http_plugins import HTTPServerHandle, load_http_plugins
 from mvllm.entrypoints.openai.server.middleware import RequestMiddleware
@@ -43,19 +45,31 @@ def build_app(
     settings: ServerSettings,
     tracer: Tracer | None = None,
     rate_limiter: RateLimiter | None = None,
+    listener: socket.socket | None = None,
 ) -> ASGIApp:
-    """The application with all middleware."""
-    routes = _make_routes(state, models, metrics, settings, rate_limiter)
+    """The application with all middleware.
+
+    Args:
+        listener: What it is to be served on; None if the application is called otherwise.
+    """
+    routes = _make_routes(state, models, metrics, settings)
     app: ASGIApp = DirectRoutes(_build_fastapi_app(state, models, settings, routes), routes.direct_routes)
     if tracer is not None:
         app = TracingMiddleware(app, tracer)
-    return add_middleware(app, metrics, settings)
+    return add_middleware(app, metrics, settings, rate_limiter, BrowserCheck.create(settings, listener))
 
 
-def add_middleware(app: ASGIApp, metrics: HTTPMetrics, settings: ServerSettings) -> ASGIApp:
+def add_middleware(
+    app: ASGIApp,
+    metrics: HTTPMetrics,
+    settings: ServerSettings,
+    rate_limiter: RateLimiter | None = None,
+    browser_check: BrowserCheck | None = None,
+) -> ASGIApp:
     """An application with the middleware of every request."""
-    keys = APIKeys(settings.api_keys, settings.admin_api_keys)
-    app = RequestMiddleware(app, keys, metrics.observe, access_log=settings.access_log)
+    own = () if settings.router_key is None else (settings.router_key,)
+    keys = APIKeys(settings.api_keys, (*settings.admin_api_keys, *own))
+    app = RequestMiddleware(app, keys, metrics.observe, rate_limiter, browser_check, access_log=settings.access_log)
     if settings.allowed_origins:
         # Outermost: preflight requests of browsers have no key.
         app = CORSMiddleware(
@@ -73,10 +87,9 @@ def build_fastapi_app(
     models: OpenAIServingModels,
     metrics: HTTPMetrics,
     settings: ServerSettings,
-    rate_limiter: RateLimiter | None = None,
 ) -> FastAPI:
     """The application without middleware."""
-    return _build_fastapi_app(state, models, settings, _make_routes(state, models, metrics, settings, rate_limiter))
+    return _build_fastapi_app(state, models, settings, _make_routes(state, models, metrics, settings))
 
 
 class DirectRoutes:
@@ -116,9 +129,8 @@ def _make_routes(
     models: OpenAIServingModels,
     metrics: HTTPMetrics,
     settings: ServerSettings,
-    rate_limiter: RateLimiter | None,
 ) -> Routes:
-    return Routes(state, models, metrics, settings, BodyRoutes(state, models, settings, rate_limiter))
+    return Routes(state, models, metrics, settings, BodyRoutes(state, models, settings))
 
 
 def _build_fastapi_app(

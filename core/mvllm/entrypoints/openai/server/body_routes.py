@@ -18,8 +18,7 @@ from mvllm.entrypoints.openai.common.serving_base import Handler, StreamingHandl
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.common.streaming_response import EventStreamResponse, cancel_on_disconnect
-from mvllm.entrypoints.openai.server.middleware import request_caller
-from mvllm.entrypoints.openai.server.rate_limits import RateLimiter, RunningRequest
+from mvllm.entrypoints.openai.server.rate_limits import RunningRequest, current_request
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.openai.unsupported_fields import reject_unsupported_fields
@@ -38,7 +37,6 @@ class BodyRoutes:
         state: The server's state.
         models: Names of the model and of LoRA adapters.
         settings: The server's.
-        rate_limiter: Limits requests of each key; None for no limits.
 
     Attributes:
         reader: Reads bodies within the server's limits.
@@ -50,12 +48,10 @@ class BodyRoutes:
         state: ServerState,
         models: OpenAIServingModels,
         settings: ServerSettings,
-        rate_limiter: RateLimiter | None = None,
     ) -> None:
         self.reader = BodyReader.from_settings(settings)
         self._state = state
         self._models = models
-        self._rate_limiter = rate_limiter
         self.send_timeout = settings.send_timeout
         self._decoders: dict[type[ModelRequest], BodyDecoder[Any]] = {}
 
@@ -120,7 +116,6 @@ class BodyRoutes:
 
         Raises:
             As `decode_for_model` and the handler.
-            APIError: The key has used up a limit (429).
         """
         context, model, body = await self.decode_for_model(request, body_type, with_adapters=with_adapters)
         return await self.run(request, make_handler(context, model, body), model)
@@ -134,7 +129,7 @@ class BodyRoutes:
         Raises:
             As the handler.
         """
-        admitted = self.admit(request, handler, model)
+        admitted = self.admit(handler, model)
         is_streaming = False
         try:
             async with cancel_on_disconnect(request.receive):
@@ -153,19 +148,15 @@ class BodyRoutes:
             if not is_streaming:
                 admitted.end()
 
-    def admit(self, request: Request, handler: Handler, model: str) -> AdmittedRequest:
-        """Counts a request as in flight, for its key and for the server, until it is ended.
+    def admit(self, handler: Handler, model: str, *, in_background: bool = False) -> AdmittedRequest:
+        """Counts a request as in flight for the server, until it is ended.
 
         Args:
             model: As for `run`.
-
-        Raises:
-            APIError: The key has used up a limit (429).
+            in_background: Whether it continues after its response, and so counts for its key until it is ended.
         """
         handler.lora_request = self._models.lora_request(model)
-        limiter = self._rate_limiter
-        counted = limiter.start(request.scope, request_caller(request.scope)) if limiter is not None else None
-        return AdmittedRequest(self._state, handler, counted)
+        return AdmittedRequest(self._state, handler, current_request(), in_background=in_background)
 
 
 class AdmittedRequest:
@@ -173,22 +164,29 @@ class AdmittedRequest:
 
     Args:
         counted: The request of its key; None without limits.
+        in_background: As for `BodyRoutes.admit`.
     """
 
-    def __init__(self, state: ServerState, handler: Handler, counted: RunningRequest | None) -> None:
+    def __init__(
+        self, state: ServerState, handler: Handler, counted: RunningRequest | None, *, in_background: bool
+    ) -> None:
         self._state = state
         self._handler = handler
         self._counted = counted
+        self._in_background = in_background
+        if counted is not None and in_background:
+            counted.hold()
         state.request_started()
 
     def count_tokens(self) -> None:
         """Counts the tokens so far for the request's key."""
         if self._counted is not None:
-            self._counted.add_tokens(self._handler.num_tokens)
+            self._counted.set_tokens(self._handler.num_tokens)
 
     def end(self) -> None:
         """Closes the handler. To be called once."""
         self._handler.close()
         self._state.request_finished()
-        if self._counted is not None:
-            self._counted.end(self._handler.num_tokens)
+        self.count_tokens()
+        if self._counted is not None and self._in_background:
+            self._counted.end()

@@ -32,6 +32,7 @@ from mvllm.entrypoints.openai.common.request_body import BodyDecoder, BodyReader
 from mvllm.entrypoints.openai.common.server_sent_events import DONE, error_event
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.common.streaming_response import EventStreamResponse, cancel_on_disconnect
+from mvllm.entrypoints.openai.server.rate_limits import current_request
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.errors import ConfigError
@@ -119,7 +120,7 @@ class HTTPServerHandle:
                     return await generation.collect()
             finally:
                 if generation is not None:
-                    generation.close()
+                    _end(generation)
 
     async def generate(
         self, prompt: PromptType, params: SamplingParams | None = None
@@ -138,7 +139,7 @@ class HTTPServerHandle:
                             raise generation.error_of(sequence)
                     yield output
             finally:
-                generation.close()
+                _end(generation)
 
     async def stream(self, request: Request, values: AsyncGenerator[Any, None]) -> Response:
         """A response of server-sent events: one for each value, as JSON, and `[DONE]`.
@@ -263,6 +264,13 @@ def _unavailable(name: str) -> ASGIApp:
         await error_response(error)(scope, receive, send)
 
     return answer
+
+
+def _end(generation: EngineRequests) -> None:
+    """Ends the requests of a plugin, and counts their tokens for the key of the HTTP request."""
+    if (counted := current_request()) is not None:
+        counted.add_tokens(generation.num_tokens)
+    generation.close()
 
 
 async def _events(first: Sequence[Any], values: AsyncGenerator[Any, None]) -> AsyncGenerator[bytes, None]:

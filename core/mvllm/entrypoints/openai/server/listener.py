@@ -76,7 +76,10 @@ def listener_url(listener: socket.socket) -> str:
 def is_public(listener: socket.socket) -> bool:
     """Whether a listener accepts connections from other machines."""
     address = listener.getsockname()
-    return not isinstance(address, str) and not (address[0].startswith("127.") or address[0] == "::1")
+    if isinstance(address, str):
+        return False
+    host = address[0].removeprefix("::ffff:")
+    return not (host.startswith("127.") or host == "::1")
 
 
 def _remove_stale(path: str) -> None:

@@ -1,4 +1,5 @@
-"""The middleware of every request: normalized path, request id, authentication, access log and metrics.
+"""The middleware of every request: normalized path, request id, authentication, origin, limits, access log and
+metrics.
 
 It is one ASGI layer instead of several, because each layer costs time for every chunk of every stream. A path needs a
 key unless it is literally one of UNAUTHENTICATED_PATHS, so unusual spellings of these need one, too.
@@ -18,8 +19,15 @@ from mvllm.entrypoints.openai.common.errors import APIError, ErrorFormat, error_
 from mvllm.entrypoints.openai.common.relaxation_header import RELAXATIONS_SCOPE_KEY, relaxations_header
 from mvllm.entrypoints.openai.common.unknown_fields import UNKNOWN_FIELDS_SCOPE_KEY, unknown_fields_header
 from mvllm.entrypoints.openai.server.authentication import APIKeys, Caller, Role
-from mvllm.entrypoints.openai.server.rate_limits import response_headers
+from mvllm.entrypoints.openai.server.browser_requests import BrowserCheck
+from mvllm.entrypoints.openai.server.rate_limits import (
+    RateLimiter,
+    RunningRequest,
+    response_headers,
+    set_current_request,
+)
 from mvllm.logging import get_logger
+from mvllm.multimodal.media_fetcher import current_client
 
 logger = get_logger(__name__)
 
@@ -41,11 +49,24 @@ class RequestMiddleware:
         app: The application.
         keys: The API keys.
         observe: Called for each response.
+        rate_limiter: Limits the requests of each key; None for no limits.
+        browser_check: Checks requests without a key; None for no check.
         access_log: Whether to log method, path, status, time and request id of each response.
     """
 
-    def __init__(self, app: ASGIApp, keys: APIKeys, observe: ObserveRequest, *, access_log: bool = True) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: APIKeys,
+        observe: ObserveRequest,
+        rate_limiter: RateLimiter | None = None,
+        browser_check: BrowserCheck | None = None,
+        *,
+        access_log: bool = True,
+    ) -> None:
         self._app = app
+        self._rate_limiter = rate_limiter
+        self._browser_check = browser_check
         self._keys = keys
         self._observe = observe
         self._access_log = access_log
@@ -68,6 +89,7 @@ class RequestMiddleware:
         scope[UNKNOWN_FIELDS_SCOPE_KEY] = unknown_fields  # filled by UnknownFields
         relaxations: list[str] = []
         scope[RELAXATIONS_SCOPE_KEY] = relaxations  # filled by `set_relaxations`
+        running: RunningRequest | None = None
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -90,12 +112,20 @@ class RequestMiddleware:
                     "Send a valid API key: Authorization: Bearer <key>, or x-api-key: <key>.",
                     code="invalid_api_key",
                 )
+            if self._browser_check is not None and caller.key is None and path not in UNAUTHENTICATED_PATHS:
+                self._browser_check.check(scope["headers"])
+            if self._rate_limiter is not None:
+                running = self._rate_limiter.start(scope, caller)
+            set_current_request(running)
+            current_client.set(caller.key or (scope.get("client") or ("unknown",))[0])
             await self._app(scope, receive, send_with_id)
         except Exception as e:  # noqa: BLE001  (to_api_error logs it)
             error = to_api_error(e)
             if status == 0:
                 await error_response(error, scope)(scope, receive, send_with_id)
         finally:
+            if running is not None:
+                running.end()
             seconds = time.perf_counter() - start
             route = getattr(scope.get("route"), "path", "other")
             self._observe(route, _known_method(method), status, seconds)

@@ -2,11 +2,15 @@
 
 A key has a bucket of requests and one of tokens. Each holds the allowance of one minute and fills steadily. A request
 takes one from the first; from the second it takes its prompt when it starts and its output when it ends, so it may
-fall below zero. While a bucket is empty, requests of the key are refused (429).
+fall below zero. While a bucket is empty, requests of the key are refused (429), before their bodies are read.
+
+Every route counts, except UNLIMITED_PATHS. Reads (GET, DELETE, cancellations) generate nothing: they need no tokens,
+and have a limit of requests in flight for themselves, so that a key can follow and cancel what it has running.
 
 Several API servers share the limits: each has counters in shared memory that only it writes, and all read the sum.
+Behind a router, the router counts requests, and the servers of models their tokens and background responses.
 
-    counters    [server][key] requests started | tokens used | requests in flight
+    counters    [server][key] requests started | tokens used | requests in flight | reads in flight
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 
 from starlette.types import Scope
 
@@ -21,10 +26,32 @@ from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.entrypoints.openai.server.authentication import Caller, KeyLimits, Role, key_digest
 from mvllm.executor.process.shared_memory import SharedMemory
 
-_NUM_COUNTERS = 3
-_REQUESTS, _TOKENS, _IN_FLIGHT = range(_NUM_COUNTERS)
+UNLIMITED_PATHS = {
+    "/": "a static page",
+    "/docs": "a static page",
+    "/openapi.json": "a static description",
+    "/health": "probes",
+    "/health/live": "probes",
+    "/health/ready": "probes",
+    "/ping": "probes",
+    "/load": "monitoring, from memory",
+    "/metrics": "monitoring, from memory",
+    "/version": "a constant",
+    "/models": "names of models, from memory",
+    "/v1/models": "names of models, from memory",
+    "/v1/models/{model_id:path}": "names of models, from memory",
+    "/api/tags": "names of models, from memory",
+    "/api/ps": "names of models, from memory",
+    "/api/version": "a constant",
+}
+"""The routes of GET and HEAD that do not count for the limits, with the reason."""
+
+_ONE_MODEL = "/v1/models/"
+_NUM_COUNTERS = 4
+_REQUESTS, _TOKENS, _IN_FLIGHT, _READS_IN_FLIGHT = range(_NUM_COUNTERS)
 _COUNTER_BYTES = 8
 _SCOPE_KEY = "mvllm.rate_limit"
+_current: ContextVar[RunningRequest | None] = ContextVar("mvllm.running_request", default=None)
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -56,7 +83,8 @@ class KeyCounters(SharedMemory):
     def clear_in_flight(self, server: int, num_keys: int) -> None:
         """The requests of a server that has ended are no longer in flight."""
         for key in range(num_keys):
-            self._cells[(server * num_keys + key) * _NUM_COUNTERS + _IN_FLIGHT] = 0
+            for counter in (_IN_FLIGHT, _READS_IN_FLIGHT):
+                self._cells[(server * num_keys + key) * _NUM_COUNTERS + counter] = 0
 
     def close(self) -> None:
         """Idempotent."""
@@ -114,6 +142,7 @@ class RateLimiter:
         counters: Those of all servers; None for one server.
         server: Index of this server.
         clock: Seconds, monotonic.
+        only_tokens: A router in front of this server has checked and counted the requests.
     """
 
     def __init__(
@@ -123,7 +152,10 @@ class RateLimiter:
         counters: KeyCounters | None = None,
         server: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        only_tokens: bool = False,
     ) -> None:
+        self._only_tokens = only_tokens
         named: list[tuple[bytes | None, KeyLimits]] = [(key_digest(key), limits) for key, limits in keys.items()]
         named.append((None, default))
         self._num_keys = len(named)
@@ -143,11 +175,33 @@ class RateLimiter:
             APIError: The key has used up a limit (429).
         """
         key = None if caller.role is Role.ADMIN else self._keys.get(caller.key)
-        if key is None:
+        if key is None or _is_unlimited(scope):
             return RunningRequest(None)
+        if self._only_tokens:
+            return RunningRequest(key)
         scope[_SCOPE_KEY] = key
-        key.start()
-        return RunningRequest(key)
+        in_flight = _READS_IN_FLIGHT if _is_read(scope) else _IN_FLIGHT
+        key.start(in_flight)
+        return RunningRequest(key, in_flight)
+
+
+def _is_unlimited(scope: Scope) -> bool:
+    path: str = scope["path"]
+    return scope["method"] in ("GET", "HEAD") and (path in UNLIMITED_PATHS or path.startswith(_ONE_MODEL))
+
+
+def _is_read(scope: Scope) -> bool:
+    return scope["method"] in ("GET", "HEAD", "DELETE", "OPTIONS") or scope["path"].endswith("/cancel")
+
+
+def current_request() -> RunningRequest | None:
+    """The request that runs in this context; None if no limits apply."""
+    return _current.get()
+
+
+def set_current_request(request: RunningRequest | None) -> None:
+    """Sets what `current_request` returns in this context, that of a new HTTP request."""
+    _current.set(request)
 
 
 class RunningRequest:
@@ -155,27 +209,41 @@ class RunningRequest:
 
     Args:
         key: None for a request without limits.
+        in_flight: The counter in which it counts as in flight; None for none.
     """
 
-    def __init__(self, key: _Key | None) -> None:
+    def __init__(self, key: _Key | None, in_flight: int | None = None) -> None:
         self._key = key
+        self._in_flight = in_flight
         self._num_tokens = 0
+        self._num_ends = 1
 
-    def add_tokens(self, total: int) -> None:
-        """Counts tokens.
+    def set_tokens(self, total: int) -> None:
+        """Counts tokens of its handler.
 
         Args:
             total: Tokens of the request so far.
         """
-        if self._key is not None:
-            self._key.count(_TOKENS, total - self._num_tokens)
-            self._num_tokens = total
+        self.add_tokens(total - self._num_tokens)
+        self._num_tokens = total
 
-    def end(self, num_tokens: int) -> None:
-        """Counts all of its tokens; the request is no longer in flight. To be called once."""
-        self.add_tokens(num_tokens)
+    def add_tokens(self, count: int) -> None:
+        """Counts further tokens."""
         if self._key is not None:
-            self._key.count(_IN_FLIGHT, -1)
+            self._key.count(_TOKENS, count)
+
+    def hold(self) -> None:
+        """Needs one more `end`: the request continues after its response."""
+        self._num_ends += 1
+        if self._key is not None and self._in_flight is None:
+            self._in_flight = _IN_FLIGHT
+            self._key.count(_IN_FLIGHT, 1)
+
+    def end(self) -> None:
+        """The request is no longer in flight. To be called once, and once for each `hold`."""
+        self._num_ends -= 1
+        if self._key is not None and self._in_flight is not None and self._num_ends == 0:
+            self._key.count(self._in_flight, -1)
 
 
 class _Key:
@@ -190,20 +258,20 @@ class _Key:
             if per_minute is not None
         }
 
-    def start(self) -> None:
+    def start(self, in_flight: int) -> None:
         limits, names = self._limits, {_REQUESTS: "requests", _TOKENS: "tokens"}
         self._update()
         for counter, bucket in self._buckets.items():
-            if bucket.seconds_until_ready > 0:
+            if bucket.seconds_until_ready > 0 and (counter, in_flight) != (_TOKENS, _READS_IN_FLIGHT):
                 raise _too_many(
                     f"This key may use {bucket.per_minute} {names[counter]} per minute, and has used them up.",
                     bucket.seconds_until_ready,
                 )
         most = limits.concurrent_requests
-        if most is not None and self._total(_IN_FLIGHT) >= most:
+        if most is not None and self._total(in_flight) >= most:
             raise _too_many(f"This key may have {most} requests in flight, and has them.", 1.0)
         self.count(_REQUESTS, 1)
-        self.count(_IN_FLIGHT, 1)
+        self.count(in_flight, 1)
 
     def count(self, counter: int, count: int) -> None:
         self._limiter._counters.add(self._row, counter, count)

@@ -67,6 +67,7 @@ class ServerSettings:
         uds: Path of a Unix domain socket to listen on instead.
         api_keys: Keys for everything except administration; without any, no key is needed.
         admin_api_keys: Keys for everything; without any, administration is closed.
+        router_key: An administrator's key of the router that this server belongs to, for the router's own requests.
         key_limits: What each user key may use, and all requests together where the server has no keys.
         limits_of_keys: The limits of user keys that have others.
         served_model_names: Names of the model in requests; by default the name it was started with.
@@ -77,6 +78,7 @@ class ServerSettings:
         tool_call_parser: Name of the parser of tool calls; `auto` detects it from the chat template, `none` is none.
         reasoning_parser: Name of the parser of reasoning; `auto` and `none` likewise.
         allowed_origins: Origins whose pages may send requests from a browser (CORS).
+        allowed_hosts: Further names of the server in the header Host, where it has no API keys; see `BrowserCheck`.
         max_body_bytes: Longest request body.
         unknown_fields: What to do with unknown request fields: `warn` in the log and in the response header
             `x-mvllm-unknown-fields`, `refuse` the request, or `ignore` them.
@@ -105,6 +107,7 @@ class ServerSettings:
     uds: str | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_api_keys: tuple[str, ...] = field(default=(), repr=False)
+    router_key: str | None = field(default=None, repr=False)
     key_limits: KeyLimits = field(default_factory=KeyLimits)
     limits_of_keys: dict[str, KeyLimits] = field(default_factory=dict, repr=False)
     served_model_names: tuple[str, ...] = ()
@@ -115,6 +118,7 @@ class ServerSettings:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     max_body_bytes: int = 64 << 20
     unknown_fields: UnknownFieldsPolicy = "warn"
     body_timeout: float = 30.0

@@ -180,7 +180,7 @@ class MCPConnection:
         from mcp.client.stdio import stdio_client
         from mcp.client.streamable_http import streamable_http_client
 
-        from mvllm.entrypoints.openai.responses.mcp.public_addresses import LimitedTransport
+        from mvllm.entrypoints.openai.responses.mcp.limited_transport import LimitedTransport
 
         server, seconds = self._tool.server, max(self._settings.timeout, self._settings.start_timeout)
         transport: Any

@@ -7,17 +7,16 @@ that resolves to another address a moment later gains nothing.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import socket
 from collections.abc import AsyncIterator
 
 import httpx2
+
+from mvllm.multimodal.public_addresses import is_public, start_resolving
 
 MAX_RESPONSE_BYTES = 16 << 20
 """Bytes of one HTTP response, or of one stream of events."""
 
 _RESOLVE_SECONDS = 10.0
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 class LimitedTransport(httpx2.AsyncHTTPTransport):
@@ -84,27 +83,13 @@ async def public_address(host: str, port: int) -> str:
     Raises:
         httpx2.ConnectError: One of them is not, or the host is not known.
     """
-    loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(_RESOLVE_SECONDS):
-            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            addresses = await asyncio.wrap_future(start_resolving(host, port))
     except (OSError, UnicodeError, TimeoutError) as e:
         raise httpx2.ConnectError(f"The address of {host!r} cannot be found.") from e
-    addresses = [str(entry[4][0]) for entry in found]
-    if not addresses or not all(map(is_public_address, addresses)):
+    if not addresses or not all(map(is_public, addresses)):
         raise httpx2.ConnectError(
             f"{host!r} is not a public address; this server connects to others only if its operator names them."
         )
     return addresses[0]
-
-
-def is_public_address(text: str) -> bool:
-    """Whether an IP address is one of the public Internet."""
-    address = ipaddress.ip_address(text.partition("%")[0])
-    if isinstance(address, ipaddress.IPv6Address):
-        inner = address.ipv4_mapped or address.sixtofour or (address.teredo or (None, None))[1]
-        if address in _NAT64:
-            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-        if inner is not None:
-            address = inner
-    return address.is_global and not address.is_multicast
