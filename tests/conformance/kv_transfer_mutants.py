@@ -24,7 +24,7 @@ def _state_method(code: str) -> tuple[str, str, str]:
 
 _WITHOUT_VALUES = """\
 def export_blocks(self, kv, blocks, out):
-    super().export_blocks(kv, blocks, out)
+    super().export_blocks(kv, blocks, out).wait()
     out[:, out.shape[1] // 2 :] = 0
 """
 _ONE_BLOCK_MORE = """\

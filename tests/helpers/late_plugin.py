@@ -13,7 +13,7 @@ LOG = "LATE_DEVICE_LOG"
 SPEC = PlatformSpec(
     name="late",
     vendor="tests",
-    contract=(1, 0),
+    contract=(1, 1),
     probe="tests.helpers.late_plugin:probe",
     factory="tests.helpers.late_device:LatePlatform",
 )
