@@ -329,6 +329,7 @@ class TestRoles:
             request = KVRequest("q", finish_request(one, [host_block(0)]))
             assert look_up(other, request, [key_of(0)]) == [True]
             assert load(other, request, [host_block(0, 6)]) == {key_of(0): True}
+            assert [result.is_load for result in poll(one, 1)] == [False], "its save has ended"
 
     def test_an_unknown_role_or_option_is_refused(self, name, make):
         with pytest.raises(ConfigError, match="must be 'producer', 'consumer' or 'both', not 'x'"):
@@ -406,12 +407,11 @@ class TestUntrustedParams:
             with pytest.raises(ConfigError, match="peers: "):
                 make("tcp", "consumer", peers=[peer])
 
-
     @pytest.mark.parametrize("name", ["tcp", "nixl"])
     def test_an_engine_that_names_no_peers_connects_to_nothing(self, name, make):
         make(name, "producer")
         for role in ("consumer", "both"):
-            with pytest.raises(ConfigError, match=f"role '{role}' connects only to producers that peers"):
+            with pytest.raises(ConfigError, match=f"role '{role}' connects only to producers that `peers`"):
                 make(name, role, peers=[])
 
     def test_addresses_of_requests_are_forgotten(self, make, monkeypatch):
