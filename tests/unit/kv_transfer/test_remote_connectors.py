@@ -411,7 +411,7 @@ class TestUntrustedParams:
     def test_an_engine_that_names_no_peers_connects_to_nothing(self, name, make):
         make(name, "producer")
         for role in ("consumer", "both"):
-            with pytest.raises(ConfigError, match=f"role '{role}' connects only to producers that `peers`"):
+            with pytest.raises(ConfigError, match=f"role '{role}' uses only producers that `peers`"):
                 make(name, role, peers=[])
 
     def test_addresses_of_requests_are_forgotten(self, make, monkeypatch):

@@ -84,7 +84,7 @@ class TCPTransport(Transport):
         self._peers = AllowedPeers(options.peers)
         if not options.peers and context.role in ("consumer", "both"):
             raise ConfigError(
-                f"The KV connector 'tcp' or 'nixl' in the role {context.role!r} connects only to producers that `peers` "
+                f"The KV connector 'tcp' or 'nixl' in the role {context.role!r} uses only producers that `peers` "
                 "in kv_connector_extra_config names, because requests say where their blocks are. Name them, for "
                 'example "peers": ["10.0.0.1:7000"], or choose the kv_role \'producer\'.'
             )
