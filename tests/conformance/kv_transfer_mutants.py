@@ -24,7 +24,7 @@ def _state_method(code: str) -> tuple[str, str, str]:
 
 _WITHOUT_VALUES = """\
 def export_blocks(self, kv, blocks, out):
-    super().export_blocks(kv, blocks, out)
+    super().export_blocks(kv, blocks, out).wait()
     out[:, out.shape[1] // 2 :] = 0
 """
 _ONE_BLOCK_MORE = """\
@@ -37,6 +37,21 @@ def {name}(self, kv, blocks, data):
     import types
 
     return types.SimpleNamespace(wait=lambda: api.AttentionBackend.{name}(self, kv, blocks, data))
+"""
+_ONE_BUFFER = """\
+def export_blocks(self, kv, blocks, out):
+    import types
+
+    import numpy as np
+
+    found = np.empty_like(out)
+    api.AttentionBackend.export_blocks(self, kv, blocks, found)
+    type(self).buffer = found
+
+    def wait():
+        out[:] = type(self).buffer[: len(out)]
+
+    return types.SimpleNamespace(wait=wait)
 """
 _FORMAT_WITHOUT_BLOCK_SIZE = """\
 def block_format(self, kv, block_size):
@@ -60,6 +75,7 @@ KV_TRANSFER_MUTANTS = (
     ("an import writes to one block more", "KVT-02", *_method(_ONE_BLOCK_MORE)),
     ("an export reads blocks when it is waited for", "KVT-03", *_method(_LATE.format(name="export_blocks"))),
     ("an import writes blocks when it is waited for", "KVT-03", *_method(_LATE.format(name="import_blocks"))),
+    ("all exports have one buffer", "KVT-03", *_method(_ONE_BUFFER)),
     ("the format of blocks lacks the block size", "KVT-04", *_method(_FORMAT_WITHOUT_BLOCK_SIZE)),
     ("the format of blocks depends on their number", "KVT-04", *_method(_FORMAT_WITH_NUMBER_OF_BLOCKS)),
     ("a state is imported to the next slot", "KVT-05", *_state_method(_NEXT_SLOT)),

@@ -43,7 +43,10 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(stack: ExitStack, expected: MultiModalOracle, role: str, connector: str) -> LLM:
-    settings: dict[str, object] = {"kv_transfer_config": {"kv_connector": connector, "kv_role": role}}
+    transfer: dict[str, object] = {"kv_connector": connector, "kv_role": role}
+    if connector == "tcp" and role == "consumer":
+        transfer["kv_connector_extra_config"] = {"peers": ["127.0.0.1"]}
+    settings: dict[str, object] = {"kv_transfer_config": transfer}
     if expected.entry.has_states:
         settings["state_snapshot_interval"] = BLOCK_SIZE
     return stack.enter_context(engine(expected.folder, **settings))

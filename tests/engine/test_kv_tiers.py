@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mvllm import LLM, SamplingParams
+from mvllm.engine.core import kv_tiers
 from mvllm.errors import ConfigError
 from tests.engine.test_speculative import THREADS
 from tests.helpers.parity import engine, oracle
@@ -75,11 +76,17 @@ def checkpoint(name: str) -> str:
     return name if name in ZOO else next(each for each in ZOO if each.split("-")[0] == name)
 
 
-def test_damaged_files_and_those_of_another_model_are_computed_again(tmp_path):
+def test_damaged_files_and_those_of_another_model_or_version_are_computed_again(tmp_path, monkeypatch):
     folder, prompts = long_prompts("llama-gqa")
     settings = {"kv_disk_cache": str(tmp_path)}
+    with monkeypatch.context() as older:
+        older.setattr(kv_tiers, "FORMAT_VERSION", 1)
+        with engine(folder, **settings) as llm:
+            generate(llm, prompts[:1])
+    assert list(tmp_path.rglob("*.kv"))
     with engine(folder, **settings) as llm:
         expected = generate(llm, prompts[:1])
+        assert expected[0][1] == 0, "some blocks of version 1 are wrong"
     for i, path in enumerate(sorted(tmp_path.rglob("*.kv"))):
         data = bytearray(path.read_bytes())
         data[-1 - 7 * i] ^= 1

@@ -46,7 +46,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(stack: ExitStack, folder: Path, role: str, connector: str = "shared_memory", **settings: Any) -> LLM:
-    options = settings.pop("options", {})
+    options = settings.pop("options", {"peers": ["127.0.0.1"]} if connector == "tcp" and role != "producer" else {})
     transfer = {"kv_connector": connector, "kv_role": role, "kv_connector_extra_config": options}
     defaults = {"max_num_batched_tokens": 48, "kv_transfer_config": transfer}
     return stack.enter_context(parity.engine(folder, **(defaults | settings)))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mvllm import RequestError, SamplingParams
 from mvllm.messages.sampling_params import RequestOutputKind
 from tests.engine.conftest import MakeLLM
-from tests.engine.test_async_scheduling import TIGHT
+from tests.engine.test_async_scheduling import BLOCK_BYTES, TIGHT
+from tests.helpers.late_plugin import LOG
 from tests.helpers.model_zoo import VOCAB_SIZE
+from tests.helpers.plugins import example_platform_path, late_platform_path, prepend
 
 NUM_REQUESTS = 300
 
@@ -31,9 +35,23 @@ def random_params(rng: random.Random) -> SamplingParams:
     )
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
+def late_exports(platform: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Settings of an engine whose blocks arrive in host memory after the next step was launched, and stay on disk."""
+    install = late_platform_path if platform == "late" else example_platform_path
+    prepend(monkeypatch, install(folder / "plugins"))
+    monkeypatch.setenv(LOG, str(folder / "log"))
+    settings: dict[str, Any] = {"platform": platform, "kv_disk_cache": str(folder / "kv")}
+    if platform == "example":
+        settings["distributed_executor_backend"] = "mp"
+    return settings | {"kv_offloading_size": 14 * BLOCK_BYTES / 2**30}
+
+
+@pytest.mark.parametrize(
+    ("async_scheduling", "late"),
+    [(False, None), (True, None), (True, "late"), pytest.param(True, "example", marks=pytest.mark.exhaustive)],
+)
 def test_random_traffic_keeps_the_state_consistent_and_the_outputs_correct(
-    make_llm: MakeLLM, async_scheduling: bool
+    make_llm: MakeLLM, async_scheduling: bool, late: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(11)
     llm = make_llm(
@@ -42,6 +60,7 @@ def test_random_traffic_keeps_the_state_consistent_and_the_outputs_correct(
         max_num_seqs=6,
         max_num_batched_tokens=40,
         scheduling_policy="priority",
+        **(late_exports(late, tmp_path, monkeypatch) if late else {}),
     )
     engine, scheduler = llm.llm_engine, llm.llm_engine._client._core.scheduler
     shared = [rng.randrange(2, VOCAB_SIZE) for _ in range(150)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -20,9 +21,10 @@ from mvllm.errors import EngineDeadError
 from mvllm.messages.pooling_params import PoolingType
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.platform.choose import choose_platform
-from tests.engine.test_async_scheduling import TIGHT, requests, visible_outputs
+from tests.engine.test_async_scheduling import BLOCK_BYTES, TIGHT, requests, visible_outputs
 from tests.helpers import parity
 from tests.helpers.late_plugin import LOG, read_log
+from tests.helpers.model_zoo import VOCAB_SIZE
 from tests.helpers.plugins import late_platform_path, prepend
 from tests.helpers.processes import TAG, assert_nothing_left, new_tag, shared_memory_names
 
@@ -311,3 +313,37 @@ def test_pooled_vectors_are_read_late_like_tokens(make: MakeLLM, checkpoint: Pat
         found = llm.encode(prompts, PoolingParams(pooling_type=kind), use_tqdm=False)
         for one, other in zip(found, wanted, strict=True):
             np.testing.assert_allclose(one.outputs.data, other.outputs.data, atol=1e-5)
+
+
+@pytest.mark.parametrize("executor", ["uni", "mp", pytest.param("mp-tp2", marks=pytest.mark.exhaustive)])
+def test_a_step_loads_blocks_that_the_step_before_it_saves(make: MakeLLM, tmp_path: Path, executor: str) -> None:
+    """Exported blocks arrive when their copies are waited for. So few blocks are cached on the device and in host
+    memory that some are saved when they are evicted, and loaded by the next plan."""
+    rng = random.Random(2)
+
+    def draw(length: int) -> list[int]:
+        return [rng.randrange(2, VOCAB_SIZE) for _ in range(length)]
+
+    shared, prompts = [draw(97) for _ in range(3)], []
+    for _ in range(40):
+        length = rng.choice([33, 50, 81])
+        start = rng.choice(shared)[:length] if rng.random() < 0.6 else draw(length)
+        prompts.append({"prompt_token_ids": [*start, *draw(1)]})
+    params = [SamplingParams(temperature=0, max_tokens=rng.choice([1, 1, 1, 9]), ignore_eos=True) for _ in prompts]
+
+    def tokens(llm: LLM) -> list[list[int]]:
+        return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
+
+    expected = tokens(make(async_scheduling=False))
+    settings = {"max_num_seqs": 2, "max_num_batched_tokens": 64, **TIGHT}
+    settings |= {"kv_offloading_size": 14 * BLOCK_BYTES / 2**30}
+    for role in ("producer", "both"):  # the second engine finds what the first one has stored
+        disk = {"kv_connector": "disk", "kv_role": role, "kv_connector_extra_config": {"path": str(tmp_path / "kv")}}
+        llm = make(executor, **settings, kv_transfer_config=disk)
+        for _ in range(2):
+            assert tokens(llm) == expected
+        core = llm.llm_engine._client._core  # type: ignore[attr-defined]
+        tiers = core.make_stats().kv_tiers
+        assert tiers["host"].num_loaded > 0 and tiers["host"].num_saved > 0
+        core.scheduler.check_integrity()
+        llm.llm_engine.shutdown()

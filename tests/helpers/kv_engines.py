@@ -35,6 +35,9 @@ def make_connector(
     has_states: bool = True,
     **options: Any,
 ) -> KVConnector:
+    """A connector; over TCP a consumer may connect to any port of this machine, unless `options` has other peers."""
+    if name in ("tcp", "nixl") and role in ("consumer", "both"):
+        options = {"peers": ["127.0.0.1"], **options}
     context = KVConnectorContext(
         namespace=namespace,
         engine_id=engine_id or f"{role}-{time.monotonic_ns()}",

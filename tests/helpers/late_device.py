@@ -1,7 +1,8 @@
 """A device with late results: computed values are readable only from copies that the caller has waited for.
 
 It derives from the fault-injection platform, so faults can be injected. Tensors are host tensors, but between the start
-and the end of `execute_model`, a read of a tensor that is not a host buffer raises. Workers log their steps to a file:
+and the end of `execute_model`, a read of a tensor that is not a host buffer raises. Blocks that are copied to the host
+are there when the copy is waited for. Workers log their steps to a file:
 
     0 began 3         rank 0, step 3: execute_model was called
     0 submitted 3     the model has run (an accelerator would run it later)
@@ -16,14 +17,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from mvllm.platform.tokens_on_device import keeps_sampled_tokens_on_device
 from mvllm.plugin_api import (
+    AttentionBackend,
+    AttentionSpec,
+    BlockTransfer,
     Capabilities,
     DeviceRuntime,
     EngineConfig,
     HostCopy,
+    KVCache,
     ModelRunnerOutput,
     Platform,
     PlatformSpec,
@@ -31,8 +37,9 @@ from mvllm.plugin_api import (
     WorkerContext,
 )
 from mvllm.worker.worker import Worker
+from mvllm_example_device.block_copies import LateBlocks
 from mvllm_example_device.faults import FaultPlan
-from mvllm_fault_injection.platform import FaultyPlatform, FaultyRuntime
+from mvllm_fault_injection.platform import FaultyAttention, FaultyPlatform, FaultyRuntime
 from tests.helpers.host_sync import ForbidHostReads, ForbidSynchronizingOps
 from tests.helpers.late_plugin import LOG, SPEC
 
@@ -116,6 +123,14 @@ class LateRuntime(FaultyRuntime):
         self.note("launched", step)
 
 
+class LateAttention(LateBlocks, FaultyAttention):
+    """Attention with late exports, which the device makes: no value is read on the host."""
+
+    def export_blocks(self, kv: KVCache, blocks: np.ndarray, out: np.ndarray) -> BlockTransfer | None:
+        with torch._C.DisableTorchFunction():
+            return super().export_blocks(kv, blocks, out)
+
+
 class LatePlatform(FaultyPlatform):
     """The platform `late`."""
 
@@ -125,7 +140,7 @@ class LatePlatform(FaultyPlatform):
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, async_copies=True)
+        return replace(super().capabilities, async_copies=True, kv_transfer=True)
 
     def worker_class(self) -> str:
         return "tests.helpers.late_device:LateWorker"
@@ -133,6 +148,10 @@ class LatePlatform(FaultyPlatform):
     def init_device(self, ctx: WorkerContext) -> DeviceRuntime:
         super().init_device(ctx)
         return LateRuntime(ctx.rank)
+
+    def attention_backend(self, spec: AttentionSpec) -> AttentionBackend:
+        super().attention_backend(spec)
+        return LateAttention(spec, self._plan)
 
 
 class LateWorker(Worker):

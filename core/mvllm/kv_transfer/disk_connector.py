@@ -230,6 +230,7 @@ class DiskConnector(KVConnector):
         self._index = _FileIndex(folder, limit)
         self._reads: SimpleQueue[HostBlock | None] = SimpleQueue()
         self._writes: deque[HostBlock] = deque()
+        self._written: HostBlock | None = None  # the write in progress; None once its contents are discarded
         self._has_writes = threading.Condition()
         self._results: deque[TransferResult] = deque()
         self._has_results = threading.Event()
@@ -288,10 +289,19 @@ class DiskConnector(KVConnector):
         self._has_results.wait(timeout)
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
-        """Deletes files."""
-        for key in keys:
-            if (name := self._name(key)) in self._index:
-                self._index.remove(name)
+        """Deletes files, also those that are still to be written."""
+        discarded = set(keys)
+        with self._has_writes:
+            dropped = [block for block in self._writes if block.key in discarded]
+            if dropped:
+                self._writes = deque(block for block in self._writes if block.key not in discarded)
+            if self._written is not None and self._written.key in discarded:
+                self._written = None
+            for key in keys:
+                if (name := self._name(key)) in self._index:
+                    self._index.remove(name)
+        for block in dropped:
+            self._report(block, is_load=False, ok=False)
 
     def take_changes(self, *, everything: bool = False) -> Sequence[StoreChange]:
         """The files of this namespace that were added or deleted, by this engine or by others."""
@@ -368,7 +378,7 @@ class DiskConnector(KVConnector):
                     if self._closed.is_set():
                         return
                     self._has_writes.wait()
-                block = self._writes.popleft()
+                block = self._written = self._writes.popleft()
             ok = False
             try:
                 ok = self._write(block)
@@ -387,16 +397,17 @@ class DiskConnector(KVConnector):
             return False
         self._index.make_room(size)
         try:
-            self._write_file(name, block)
+            if not self._write_file(name, block, size):
+                return False
         except OSError as e:
             if e.errno in (errno.ENOSPC, errno.EDQUOT):
                 self._index.free_some(size)
             self._warn(f"Writing to {self._index.folder} failed: {e.strerror or e}")
             return False
-        self._index.add(name, size, time.time())
         return True
 
-    def _write_file(self, name: str, block: HostBlock) -> None:
+    def _write_file(self, name: str, block: HostBlock, size: int) -> bool:
+        """Writes the file of a block. False, without a file, if its contents are discarded meanwhile."""
         final = self._index.folder / name
         self._num_temporary += 1
         temporary = final.with_name(f"{os.getpid()}-{self.context.engine_id}-{self._num_temporary}{_TEMPORARY}")
@@ -406,7 +417,13 @@ class DiskConnector(KVConnector):
             os.makedirs(final.parent, mode=0o700, exist_ok=True)
             with open(temporary, "wb", buffering=0) as file:
                 _write_exactly(file.fileno(), [memoryview(header), payload.data])
-            os.replace(temporary, final)
+            with self._has_writes:
+                if self._written is not None:
+                    os.replace(temporary, final)
+                    self._index.add(name, size, time.time())
+                    return True
+            os.unlink(temporary)
+            return False
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)

@@ -10,7 +10,7 @@ class BlockTransfer(Protocol):
 
     Since contract 1.1. Work that is submitted later sees the copy as done: on the device it is in the order of the
     calls. Only the host array is not ready: core reads the array of an export, or overwrites that of an import, after
-    `wait`.
+    `wait`. Transfers of several steps may be open at once, and are waited for in any order.
     """
 
     def wait(self) -> None:

@@ -372,7 +372,8 @@ _ALL = (
     Clause(
         "KVT-03",
         "`export_blocks` and `import_blocks` are in the order of the calls of `write_kv` and `forward`, without a wait "
-        "between them.",
+        "between them. Exports of several steps may be open at once, each with its own array, and are waited for in "
+        "any order.",
         "kv_transfer",
         since=(1, 1),
     ),

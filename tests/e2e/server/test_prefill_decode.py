@@ -58,7 +58,9 @@ class Cluster:
     def engine(self, role: str) -> ServerProcess:
         if self._connector == "shared_memory":
             return ServerProcess(self._folder, *ENGINE, "--kv-role", role)
-        options = {"lookup_seconds": 2.0, "step_seconds": 1.0, "hold_seconds": 5.0}
+        options: dict[str, Any] = {"lookup_seconds": 2.0, "step_seconds": 1.0, "hold_seconds": 5.0}
+        if role == "consumer":
+            options["peers"] = ["127.0.0.1"]
         transfer = {"kv_connector": self._connector, "kv_role": role, "kv_connector_extra_config": options}
         return ServerProcess(self._folder, *ENGINE, "--kv-transfer-config", json.dumps(transfer), **KEY)
 

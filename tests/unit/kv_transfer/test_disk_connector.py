@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from mvllm.errors import ConfigError
 from mvllm.kv_transfer import disk_connector
-from mvllm.kv_transfer.connector import HostBlock, KVConnectorContext, KVRequest, StoreChange
+from mvllm.kv_transfer.connector import HostBlock, KVConnectorContext, KVRequest, StoreChange, TransferResult
 from mvllm.kv_transfer.disk_connector import _HEADER, DiskConnector
 from mvllm.kv_transfer.host_kv_cache import HostKVCache
 
@@ -124,6 +126,32 @@ def test_close_writes_what_was_given_before(open_store, folder):
     assert len(files(folder)) == 6 and not list(folder.rglob("*.tmp"))
     store.connector.start_save([HostBlock(key(7), 7)])  # too late: it ends, without a file
     assert not all(result.ok for result in store.connector.poll() if result.block.index == 7)
+
+
+def test_discarded_contents_are_not_written_later(open_store, folder, monkeypatch):
+    """Of three writes one is in progress, one waits and is discarded, one waits."""
+    store = open_store()
+    began, may_end = threading.Event(), threading.Event()
+    write = disk_connector._write_exactly
+
+    def slow_write(*args: Any) -> None:
+        began.set()
+        assert may_end.wait(10)
+        write(*args)
+
+    monkeypatch.setattr(disk_connector, "_write_exactly", slow_write)
+    blocks = [HostBlock(key(i), i) for i in range(3)]
+    for block in blocks:
+        store.blocks.block(block.index)[:] = contents(block.key, NUM_BYTES)
+    store.connector.start_save(blocks)
+    assert began.wait(10)
+    store.connector.discard([key(0), key(1), key(7)])
+    assert store.connector.poll() == [TransferResult(blocks[1], is_load=False, ok=False)], "its host block is free"
+    may_end.set()
+    assert sorted(store._results(2)) == [False, True]
+    assert store.has(*map(key, range(3))) == [False, False, True] == store.load(*map(key, range(3)))
+    assert len(files(folder)) == 1 and not list(folder.rglob("*.tmp"))
+    assert store.save(key(0)) == [True] and store.load(key(0)) == [True], "computed again, they are stored"
 
 
 def damage_truncate(path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from mvllm.errors import ConfigError
 from mvllm.kv_transfer.connector import KVRequest
+from mvllm.kv_transfer.remote import block_client, remote_connector
 from mvllm.kv_transfer.remote.messages import MAX_MESSAGE_BYTES
 from mvllm.kv_transfer.remote.tcp import KEY_VARIABLE
 from tests.helpers.kv_engines import (
@@ -328,6 +329,7 @@ class TestRoles:
             request = KVRequest("q", finish_request(one, [host_block(0)]))
             assert look_up(other, request, [key_of(0)]) == [True]
             assert load(other, request, [host_block(0, 6)]) == {key_of(0): True}
+            assert [result.is_load for result in poll(one, 1)] == [False], "its save has ended"
 
     def test_an_unknown_role_or_option_is_refused(self, name, make):
         with pytest.raises(ConfigError, match="must be 'producer', 'consumer' or 'both', not 'x'"):
@@ -389,13 +391,69 @@ class TestUntrustedParams:
         params = finish_request(producer, [host_block(0)])
         port = params["remote_port"]
         for number, (peer, allowed) in enumerate(
-            {f"127.0.0.1:{port}": True, "127.0.0.1:1": False, "127.0.0.0/8": True, "10.0.0.0/8": False}.items()
+            {
+                f"127.0.0.1:{port}": True,
+                f"127.0.0.1:{port - 1}-{port}": True,
+                "127.0.0.1:1": False,
+                "127.0.0.1:1-2": False,
+                "127.0.0.1": True,
+                "127.0.0.0/8": True,
+                "10.0.0.0/8": False,
+            }.items()
         ):
             consumer = make("tcp", "consumer", peers=[peer])
             assert look_up(consumer, KVRequest(str(number), params), [key_of(0)]) == [allowed]
-        for peer in ("10.0.0.0/99", "host:port", ""):
+        for peer in ("10.0.0.0/99", "host:port", "", ":7000", "host:2-1", "host:0", "host:1-70000", "host:1-"):
             with pytest.raises(ConfigError, match="peers: "):
                 make("tcp", "consumer", peers=[peer])
+
+    @pytest.mark.parametrize("name", ["tcp", "nixl"])
+    def test_an_engine_that_names_no_peers_connects_to_nothing(self, name, make):
+        make(name, "producer")
+        for role in ("consumer", "both"):
+            with pytest.raises(ConfigError, match=f"role '{role}' uses only producers that `peers`"):
+                make(name, role, peers=[])
+
+    def test_addresses_of_requests_are_forgotten(self, make, monkeypatch):
+        monkeypatch.setattr(block_client, "_UNREACHABLE_SECONDS", 0.0)
+        monkeypatch.setattr(block_client, "_MAX_IDLE_SECONDS", 0.2)
+        consumer = make("tcp", "consumer", peers=["127.0.0.1:1-1000"])
+        params = {"do_remote_prefill": True, "remote_request_id": "r", "remote_host": "127.0.0.1"}
+        for port in range(1, 5):
+            assert look_up(consumer, KVRequest(str(port), {**params, "remote_port": port}), [key_of(0)]) == [False]
+        deadline = time.monotonic() + 10
+        while consumer._client.num_peers:
+            assert time.monotonic() < deadline, "an engine that nobody asks is still known"
+            time.sleep(0.05)
+
+    def test_the_number_of_addresses_is_bounded(self, make, monkeypatch, caplog):
+        """A connection that is kept, and addresses that cannot be reached, give way to the next ones."""
+        monkeypatch.setattr(block_client, "_MAX_PEERS", 3)
+        monkeypatch.setattr(remote_connector, "_MAX_WARNED", 3)
+        producer, consumer = make("tcp", "producer"), make("tcp", "consumer")
+        request = KVRequest("q", finish_request(producer, [host_block(0)]))
+        params = {"do_remote_prefill": True, "remote_request_id": "r", "remote_host": "127.0.0.1"}
+        assert look_up(consumer, request, [key_of(0)]) == [True]
+        for port in range(1, 9):
+            assert look_up(consumer, KVRequest(str(port), {**params, "remote_port": port}), [key_of(0)]) == [False]
+            assert consumer._client.num_peers <= 3
+        assert len([each for each in caplog.records if each.levelno == logging.WARNING]) == 3
+        assert load(consumer, request, [host_block(0, 3)]) == {key_of(0): True}, "it is connected again"
+
+    def test_an_engine_beyond_the_bound_is_not_asked_while_all_others_are_being_asked(self, make, monkeypatch):
+        monkeypatch.setattr(block_client, "_MAX_PEERS", 2)
+        with contextlib.ExitStack() as stack:
+            silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+            consumer = make("tcp", "consumer")
+            params = {"do_remote_prefill": True, "remote_request_id": "r", "remote_host": "127.0.0.1"}
+            requests = [
+                KVRequest(str(number), {**params, "remote_port": each.getsockname()[1]})
+                for number, each in enumerate(silent)
+            ]
+            for request in requests[:2]:
+                assert consumer.lookup(request, [key_of(0)]) is None
+            assert look_up(consumer, requests[2], [key_of(0)], seconds=2) == [False]
+            assert consumer.lookup(requests[0], [key_of(0)]) is None, "it still waits for its own"
 
 
 class TestKeys:

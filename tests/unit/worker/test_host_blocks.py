@@ -104,6 +104,40 @@ def test_a_plan_may_load_what_it_saves(layers: Layers, blocks: HostBlocks) -> No
     assert [cache[[3, 6], 0].tolist() for cache in layers.caches] == [[0, 13], [0, 23]]
 
 
+def test_a_load_waits_for_the_save_of_an_earlier_step_that_it_reads_and_for_no_other(
+    layers: Layers, host: HostKVCache, blocks: HostBlocks
+) -> None:
+    first = blocks.start(SchedulerOutput(step=0, saved_blocks=[3, 4], saved_host_blocks=[2, 0]))
+    second = blocks.start(SchedulerOutput(step=1, saved_blocks=[5], saved_host_blocks=[1]))
+    layers.log.clear()
+    blocks.start(SchedulerOutput(step=2, loaded_blocks=[7], loaded_host_blocks=[5])).wait()
+    assert layers.log == ["load 0", "load 1"], "host block 5 was not saved by a step in flight"
+    layers.log.clear()
+    blocks.start(
+        SchedulerOutput(
+            step=3, saved_blocks=[2], saved_host_blocks=[4], loaded_blocks=[6, 1], loaded_host_blocks=[0, 2]
+        )
+    )
+    assert layers.log == ["save 0", "save 1", "wait 0", "wait 1", "load 0", "load 1"]
+    assert [cache[[6, 1], 0].tolist() for cache in layers.caches] == [[14, 13], [24, 23]]
+    assert not host.block(1).any() and not host.block(4).any()
+    layers.log.clear()
+    first.wait()
+    assert layers.log == [], "each copy is waited for once"
+    second.wait()
+    assert host.block(1)[2:10].tolist() == [15] * 3 + [25] * 5
+
+
+def test_a_host_block_that_is_saved_again_keeps_the_later_contents(
+    layers: Layers, host: HostKVCache, blocks: HostBlocks
+) -> None:
+    first = blocks.start(SchedulerOutput(step=0, saved_blocks=[3], saved_host_blocks=[2]))
+    second = blocks.start(SchedulerOutput(step=1, saved_blocks=[4], saved_host_blocks=[2]))
+    second.wait()
+    first.wait()
+    assert host.block(2)[2:10].tolist() == [14] * 3 + [24] * 5
+
+
 def test_host_blocks_of_a_process_that_is_gone_cannot_be_mapped(blocks: HostBlocks, host: HostKVCache) -> None:
     with pytest.raises(CacheError, match="cannot be mapped"):
         blocks.map("/proc/self/fd/99999", host.num_blocks, host.rank_bytes, "", 0, [])

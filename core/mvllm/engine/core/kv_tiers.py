@@ -32,8 +32,9 @@ from mvllm.scheduler.swapping import CopyCosts
 
 logger = get_logger(__name__)
 
-FORMAT_VERSION = 1
-"""Version of what connectors store. Engines of different versions do not share blocks."""
+FORMAT_VERSION = 2
+"""Version of what connectors store. Engines of different versions do not share blocks: those of version 1 may have
+stored blocks whose contents were loaded from host memory before they had arrived there."""
 
 BUFFER_BYTES = 2**30
 """Most bytes of host blocks that are only a buffer of connectors. Pages that are never used take no memory."""

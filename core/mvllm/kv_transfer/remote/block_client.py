@@ -16,6 +16,8 @@ from mvllm.kv_transfer.remote.transport import Address, Connection, Transport
 
 _MAX_CONNECTIONS = 8
 """To one producer."""
+_MAX_PEERS = 256
+"""Producers that are known at once. Requests name them, so their number must not grow with the requests."""
 _MAX_IDLE_SECONDS = 60.0
 """Less than the time after which a producer closes an idle connection."""
 _UNREACHABLE_SECONDS, _REFUSED_SECONDS = 1.0, 30.0
@@ -23,9 +25,15 @@ _UNREACHABLE_SECONDS, _REFUSED_SECONDS = 1.0, 30.0
 
 
 class _Peer:
-    """What is known of one producer."""
+    """What is known of one producer.
+
+    Attributes:
+        num_users: Requests to it in progress.
+        idle: Unused connections, with the time since when each is unused.
+    """
 
     def __init__(self) -> None:
+        self.num_users = 0
         self.idle: list[tuple[float, Connection]] = []
         self.limit = asyncio.Semaphore(_MAX_CONNECTIONS)
         self.avoid_until = 0.0
@@ -43,7 +51,13 @@ class BlockClient:
     def __init__(self, transport: Transport, hello: Hello) -> None:
         self._transport = transport
         self._hello = hello
-        self._peers: dict[Address, _Peer] = {}
+        self._peers: dict[Address, _Peer] = {}  # the least recently used first
+        self._cleanup: asyncio.TimerHandle | None = None
+
+    @property
+    def num_peers(self) -> int:
+        """Producers that are known."""
+        return len(self._peers)
 
     async def lookup(
         self, address: Address, request_id: str, keys: Sequence[BlockKey], seconds: float
@@ -112,9 +126,7 @@ class BlockClient:
     def close(self) -> None:
         """Ends all connections. Idempotent."""
         for peer in self._peers.values():
-            for _, connection in peer.idle:
-                connection.close()
-            peer.idle.clear()
+            _close_idle(peer, float("inf"))
 
     @contextlib.asynccontextmanager
     async def _connection(self, address: Address) -> AsyncIterator[tuple[Connection, bool]]:
@@ -122,19 +134,57 @@ class BlockClient:
 
         It is kept unless it was closed, or the context ends with an error.
         """
-        peer = self._peers.setdefault(address, _Peer())
-        async with peer.limit:
-            connection = _take_idle(peer)
-            is_used = connection is not None
-            if connection is None:
-                connection = await self._connect(address, peer)
-            try:
-                yield connection, is_used
-            except BaseException:
-                connection.close()
-                raise
-            if connection.channel.sock.fileno() >= 0:
-                peer.idle.append((time.monotonic(), connection))
+        peer = self._peer(address)
+        peer.num_users += 1
+        try:
+            async with peer.limit:
+                connection = _take_idle(peer)
+                is_used = connection is not None
+                if connection is None:
+                    connection = await self._connect(address, peer)
+                try:
+                    yield connection, is_used
+                except BaseException:
+                    connection.close()
+                    raise
+                if connection.channel.sock.fileno() >= 0:
+                    peer.idle.append((time.monotonic(), connection))
+        finally:
+            peer.num_users -= 1
+
+    def _peer(self, address: Address) -> _Peer:
+        """What is known of a producer, which becomes the most recently used one.
+
+        Raises:
+            ChannelError: Too many producers are being asked.
+        """
+        peer = self._peers.pop(address, None)
+        if peer is None:
+            peer = _Peer()
+            if len(self._peers) >= _MAX_PEERS:
+                self._forget_idle()
+            if len(self._peers) >= _MAX_PEERS:
+                oldest = next((each for each, other in self._peers.items() if not other.num_users), None)
+                if oldest is None:
+                    raise ChannelError(f"is not asked, because {_MAX_PEERS} others are being asked")
+                _close_idle(self._peers.pop(oldest), float("inf"))
+        self._peers[address] = peer
+        if self._cleanup is None:
+            self._cleanup = asyncio.get_running_loop().call_later(_MAX_IDLE_SECONDS, self._clean_up)
+        return peer
+
+    def _clean_up(self) -> None:
+        self._forget_idle()
+        loop = asyncio.get_running_loop()
+        self._cleanup = loop.call_later(_MAX_IDLE_SECONDS, self._clean_up) if self._peers else None
+
+    def _forget_idle(self) -> None:
+        """Closes connections that were not used for long, and forgets producers of which nothing is left to know."""
+        now = time.monotonic()
+        for address, peer in list(self._peers.items()):
+            _close_idle(peer, now - _MAX_IDLE_SECONDS)
+            if not (peer.num_users or peer.idle or now < peer.avoid_until):
+                del self._peers[address]
 
     async def _connect(self, address: Address, peer: _Peer) -> Connection:
         if time.monotonic() < peer.avoid_until:
@@ -158,6 +208,14 @@ class BlockClient:
                 peer.reason = str(e) or "does not answer"
                 peer.avoid_until = time.monotonic() + seconds
             raise
+
+
+def _close_idle(peer: _Peer, before: float) -> None:
+    """Closes the connections that are unused since a time before `before`."""
+    for since, connection in peer.idle:
+        if since < before:
+            connection.close()
+    peer.idle = [(since, connection) for since, connection in peer.idle if since >= before]
 
 
 def _take_idle(peer: _Peer) -> Connection | None:

@@ -65,7 +65,8 @@ class AllowedPeers:
     """The engines that requests may name.
 
     Args:
-        peers: Each is HOST:PORT, HOST (any port), or a network such as 10.1.0.0/16.
+        peers: Each is HOST:PORT, HOST:FIRST-LAST (ports of several engines), HOST (any port), or a network such as
+            10.1.0.0/16 (any port).
 
     Raises:
         ConfigError: One is none of these.
@@ -73,7 +74,7 @@ class AllowedPeers:
 
     def __init__(self, peers: tuple[str, ...]) -> None:
         self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
-        self._hosts: dict[str, set[int] | None] = {}  # None: any port
+        self._ports: dict[str, list[range]] = {}  # by host
         for peer in peers:
             self._add(peer)
 
@@ -84,26 +85,37 @@ class AllowedPeers:
             except ValueError as e:
                 raise ConfigError(f"peers: {peer!r} is not a network: {e}.") from e
             return
-        host, separator, port = peer.rpartition(":")
-        if separator and port.isascii() and port.isdecimal() and (":" not in host or host.startswith("[")):
-            ports = self._hosts.setdefault(host.strip("[]"), set())
-            if ports is not None:
-                ports.add(int(port))
-        elif peer and (not separator or _is_ip(peer.strip("[]"))):
-            self._hosts[peer.strip("[]")] = None
-        else:
-            raise ConfigError(f"peers: {peer!r} must be HOST:PORT, HOST, or a network such as 10.1.0.0/16.")
+        host, separator, text = peer.rpartition(":")
+        ports = _ports(text) if host and (":" not in host or host.startswith("[")) else None
+        if ports is None and peer and (not separator or _is_ip(peer.strip("[]"))):
+            host, ports = peer, _ANY_PORT
+        if ports is None:
+            raise ConfigError(
+                f"peers: {peer!r} must be HOST:PORT, HOST:FIRST-LAST, HOST, or a network such as 10.1.0.0/16."
+            )
+        self._ports.setdefault(host.strip("[]"), []).append(ports)
 
     def allow(self, host: str, port: int) -> bool:
         """Whether requests may name this engine."""
-        if host in self._hosts:
-            ports = self._hosts[host]
-            return ports is None or port in ports
+        if host in self._ports:
+            return any(port in ports for ports in self._ports[host])
         try:
             address = ipaddress.ip_address(host)
         except ValueError:
             return False
         return any(address in network for network in self._networks)
+
+
+_ANY_PORT = range(1, 1 << 16)
+
+
+def _ports(text: str) -> range | None:
+    """The ports in `7000` or `7000-7007`; None if it is neither."""
+    first, separator, last = text.partition("-")
+    if not all(part.isascii() and part.isdecimal() for part in (first, last if separator else first)):
+        return None
+    ports = range(int(first), int(last if separator else first) + 1)
+    return ports if ports and ports[0] in _ANY_PORT and ports[-1] in _ANY_PORT else None
 
 
 def _is_ip(text: str) -> bool:

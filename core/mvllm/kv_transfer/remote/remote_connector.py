@@ -40,6 +40,8 @@ _MAX_LOOKUP_KEYS = 1 << 17
 _MAX_ID_LENGTH = 1024
 _WARNING_SECONDS = 30.0
 """Between two warnings about one producer."""
+_MAX_WARNED = 256
+"""Producers that were warned about lately. Further ones are not, because requests name them."""
 
 
 @dataclass(slots=True)
@@ -286,7 +288,10 @@ class RemoteConnector(KVConnector):
 
     def _warn(self, address: Address, message: str) -> None:
         now = time.monotonic()
-        level = logging.WARNING if now >= self._warned.get(address, 0.0) else logging.DEBUG
-        if level == logging.WARNING:
+        if len(self._warned) >= _MAX_WARNED:
+            self._warned = {each: until for each, until in list(self._warned.items()) if now < until}
+        is_warning = now >= self._warned.get(address, 0.0) and (address == "" or len(self._warned) < _MAX_WARNED)
+        level = logging.WARNING if is_warning else logging.DEBUG
+        if is_warning:
             self._warned[address] = now + _WARNING_SECONDS
         logger.log(level, "%s.", message)

@@ -35,15 +35,15 @@ class TCPOptions(RemoteOptions):
         host: Address at which a producer listens.
         port: Its port; 0 chooses a free one.
         advertised_host: Address of the producer for consumers; by default `host`.
-        peers: Producers that a consumer connects to: HOST:PORT, HOST (any port), or a network such as 10.1.0.0/16.
-            Requests that name others are computed.
+        peers: Producers that a consumer connects to, see AllowedPeers; a consumer needs some. Requests that name
+            others are computed.
         key_file: File with the key that both engines share; by default the variable MVLLM_KV_TRANSFER_KEY has the key.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
     advertised_host: str | None = None
-    peers: tuple[str, ...] = ("127.0.0.1", "::1")
+    peers: tuple[str, ...] = ()
     key_file: str | None = None
 
 
@@ -74,7 +74,7 @@ class TCPTransport(Transport):
         options: The connector's.
 
     Raises:
-        ConfigError: There is no key, or no listening at this address.
+        ConfigError: There is no key, no listening at this address, or a consumer without peers.
     """
 
     def __init__(self, context: KVConnectorContext, options: TCPOptions) -> None:
@@ -82,6 +82,12 @@ class TCPTransport(Transport):
         self.seconds = options.step_seconds
         self._key = read_key(options.key_file)
         self._peers = AllowedPeers(options.peers)
+        if not options.peers and context.role in ("consumer", "both"):
+            raise ConfigError(
+                f"The KV connector 'tcp' or 'nixl' in the role {context.role!r} uses only producers that `peers` "
+                "in kv_connector_extra_config names, because requests say where their blocks are. Name them, for "
+                'example "peers": ["10.0.0.1:7000"], or choose the kv_role \'producer\'.'
+            )
         self._advertised_host = options.advertised_host or options.host
         if context.role == "consumer":
             return

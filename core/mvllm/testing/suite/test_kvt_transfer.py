@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from mvllm.errors import ConfigError, PlatformError
+from mvllm.kv_transfer.host_kv_cache import HostKVCache
+from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.ops.all_schemas import SCHEMAS
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.platform.checked_calls import check_kv_transfer, checked_attention_backend, checked_state_backend
@@ -18,6 +20,7 @@ from mvllm.testing.attention_cases import CacheHarness, make_layout, make_spec
 from mvllm.testing.markers import clause
 from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.state_steps import Piece, StateCase, StateHarness, step_cases
+from mvllm.worker.host_blocks import CopiedRows, HostBlocks
 
 NUM_BLOCKS = 6
 NUM_SLOTS = 5
@@ -174,6 +177,56 @@ def test_copies_are_in_the_order_of_the_calls(
     done(replaced)
     write(harness, [0, 1, 2], 0)
     assert torch.equal(harness.mean_of_visible_values([1], size), first), "a write after import_blocks was lost"
+
+
+class OneCache:
+    """The layers of a rank that are one cache, for HostBlocks."""
+
+    def __init__(self, harness: CacheHarness) -> None:
+        backend, kv = harness.backend, harness.kv
+        self._rows = CopiedRows(
+            rows_for(harness, 0).shape[1],
+            lambda: "",
+            lambda blocks, out: backend.export_blocks(kv, blocks, out),
+            lambda blocks, data: backend.import_blocks(kv, blocks, data),
+        )
+
+    def copied_blocks(self, block_size: int) -> Sequence[CopiedRows]:
+        return [self._rows]
+
+    def copied_slots(self) -> Sequence[CopiedRows]:
+        return ()
+
+
+@clause("KVT-03")
+def test_a_step_loads_a_block_that_the_step_before_it_has_saved(
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
+) -> None:
+    """As with asynchronous scheduling: the copies of a step are waited for when later steps have been submitted."""
+    harness = harness_of(subject, bound_device, make_spec(2, 2, 64, claimed_dtype))
+    write(harness, range(NUM_BLOCKS), 0)
+    before = contents(harness)
+    host = HostBlocks(0, OneCache(harness), harness.block_size)
+    memory = HostKVCache(NUM_BLOCKS, [rows_for(harness, 0).shape[1]])
+    host.map(memory.path, memory.num_blocks, memory.rank_bytes, "", 0, [])
+    steps = [host.start(SchedulerOutput(step=0, saved_blocks=[4, 0], saved_host_blocks=[1, 2]))]
+    write(harness, [4, 0], 1)
+    steps.append(host.start(SchedulerOutput(step=1, saved_blocks=[1, 3], saved_host_blocks=[5, 0])))
+    write(harness, [1, 3], 2)
+    steps.append(
+        host.start(
+            SchedulerOutput(
+                step=2, saved_blocks=[5], saved_host_blocks=[3], loaded_blocks=[3, 5], loaded_host_blocks=[1, 0]
+            )
+        )
+    )
+    steps.append(host.start(SchedulerOutput(step=3, loaded_blocks=[1, 4, 0], loaded_host_blocks=[3, 5, 2])))
+    assert_blocks(before, contents(harness), [0, 5, 2, 4, 1, 3], "copies of four steps that were not waited for")
+    for step in steps:
+        step.wait()
+    saved = {1: 4, 2: 0, 5: 1, 0: 3, 3: 5}
+    for index, wanted in zip(saved, exported(harness, [3, 0, 4, 5, 1]), strict=True):
+        assert np.array_equal(memory.block(index), wanted), f"the array of block {saved[index]} has other bytes"
 
 
 @clause("KVT-04")

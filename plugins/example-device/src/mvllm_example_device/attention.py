@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import mvllm.plugin_api as api
+from mvllm_example_device.block_copies import LateBlocks
 from mvllm_example_device.faults import FaultPlan
 from mvllm_example_device.plugin import DTYPES
 from mvllm_example_device.runtime import ExampleRuntime
@@ -16,7 +17,7 @@ from mvllm_example_device.strict import Strict
 MAX_HEAD_SIZE = 576
 
 
-class ExampleAttention(Strict, api.ReferenceAttention):
+class ExampleAttention(Strict, LateBlocks, api.ReferenceAttention):
     """The reference on this device. Begins steps, counts shapes, and returns NaN for the fault `nan`."""
 
     def __init__(self, spec: api.AttentionSpec, runtime: ExampleRuntime, faults: FaultPlan) -> None:

@@ -111,6 +111,12 @@ class ExamplePlatform(Strict, api.Platform):
             raise api.PlatformError(f"The example device has no attention for this model: {'; '.join(problems)}.")
         return ExampleAttention(spec, runtime, self._faults)
 
+    def state_backend(self, spec: api.StateSpec) -> api.StateBackend:
+        in_worker()
+        from mvllm_example_device.block_copies import LateStates
+
+        return LateStates(spec)
+
     def ops(self) -> Sequence[api.OpProvider]:
         in_worker()
         from mvllm_example_device.attention import providers
