@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Any
 from mvllm.engine.frontend.lora_request_validator import LoRARequestValidator
 from mvllm.engine.frontend.weight_update_source import transfer_info, weight_update_in_thread
 from mvllm.engine.process.async_core_client import AsyncEngineCoreClient
-from mvllm.engine.rollouts import JOIN_POLL_SECONDS
+from mvllm.engine.rollouts import DRAIN_POLL_SECONDS, JOIN_POLL_SECONDS
 from mvllm.errors import MvllmError, RequestError
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.weights import WeightTransferInfo
 
 if TYPE_CHECKING:
     import torch
-
-_DRAIN_POLL_SECONDS = 0.01
 
 
 class AsyncRollouts(ABC):
@@ -48,7 +46,7 @@ class AsyncRollouts(ABC):
         self._require_alive()
         paused = await self._client.call_utility("pause_scheduler", mode, clear_cache)
         while not paused:
-            await asyncio.sleep(_DRAIN_POLL_SECONDS)
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
             self._require_alive()
             if await self._client.call_utility("is_scheduler_running"):
                 raise RequestError("The engine was resumed before its requests had finished, so it is not paused.")

@@ -47,6 +47,9 @@ class DeviceEvent:
         """Makes later work of the current stream start after the point."""
         self._event.wait()
 
+    def bind_thread(self) -> None:
+        self.module.api.set_device(self.device)
+
     def synchronize(self) -> None:
         """Blocks the host until the point is reached."""
         self._event.synchronize()
