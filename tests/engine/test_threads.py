@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import _thread
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,11 @@ from mvllm.errors import EngineDeadError, EngineSleepingError
 from tests.engine.conftest import MakeLLM
 from tests.engine.test_async_scheduling import requests, visible_outputs
 from tests.helpers.parity import engine
+from tests.helpers.threads import SECONDS, run_in_threads
 
 NUM_THREADS = 4
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-SECONDS = 60
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["in-process", "core process"])
@@ -41,20 +40,6 @@ def check_idle(llm: LLM) -> None:
 def generate(llm: LLM, first: int, params: SamplingParams = LONG, **settings: Any) -> list[int]:
     [output] = llm.generate({"prompt_token_ids": [first, 20, 21]}, params, **{"use_tqdm": False, **settings})
     return list(output.outputs[0].token_ids)
-
-
-def run_in_threads(*work: Callable[[], Any]) -> list[Any]:
-    """The results, or the exceptions, of functions that run in a thread each."""
-
-    def caught(function: Callable[[], Any]) -> Any:
-        try:
-            return function()
-        except BaseException as e:  # noqa: BLE001  (compared)
-            return e
-
-    with ThreadPoolExecutor(len(work)) as threads:
-        futures = [threads.submit(caught, function) for function in work]
-        return [future.result(SECONDS) for future in futures]
 
 
 @contextmanager
@@ -166,7 +151,7 @@ def test_ctrl_c_ends_the_call_of_the_main_thread_only(shared: LLM, drives: bool)
 
     def interrupt() -> None:
         wait_for_requests(2)
-        _thread.interrupt_main()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     interrupting, generating = threading.Thread(target=interrupt), threading.Thread(target=other)
     with pytest.raises(KeyboardInterrupt):

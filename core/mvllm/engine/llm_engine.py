@@ -279,8 +279,8 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
         dropped = set(ids)
         removed = self._output_processor.remove_requests(self._output_processor.find_requests(ids))
         self._shared_steps.fail(ids, error)
-        for outputs in self._unread_outputs:
-            outputs[:] = [output for output in outputs if output.request_id not in dropped]
+        kept = ([output for output in outputs if output.request_id not in dropped] for outputs in self._unread_outputs)
+        self._unread_outputs = deque(filter(None, kept))
         if removed.requests_to_abort and self._fatal_error is None and not self._closed:
             self._client.abort_requests(removed.requests_to_abort)
 
