@@ -38,6 +38,7 @@ from mvllm.engine.metrics.periodic_stats_log import PeriodicStatsLog
 from mvllm.engine.metrics.stats import EngineLoad, EngineMetrics, EngineMetricsSnapshot, RateMeter
 from mvllm.engine.metrics.tracing import Tracer
 from mvllm.engine.process.async_core_client import AsyncEngineCoreClient, make_async_client
+from mvllm.engine.run_to_end import run_to_end
 from mvllm.errors import EngineDeadError, EngineSleepingError, RequestError
 from mvllm.logging import get_logger
 from mvllm.messages.inputs import PromptType
@@ -394,6 +395,10 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
         if validator.is_loaded(validator.validate(lora_request)):
             return False
         await self._run_in_thread(lambda: validator.check_files(lora_request))
+        return await run_to_end(self._add_checked_lora(lora_request))
+
+    async def _add_checked_lora(self, lora_request: LoRARequest) -> bool:
+        validator = self._lora_validator
         await self._client.call_utility("add_lora", lora_request)
         if validator.is_loaded(validator.validate(lora_request)):  # by a concurrent call
             return False
@@ -409,7 +414,7 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
         self._require_alive()
         known = self._lora_validator.remove(lora_id)
         if known:
-            await self._client.call_utility("remove_lora", lora_id)
+            await run_to_end(self._client.call_utility("remove_lora", lora_id))
         return known
 
     async def list_loras(self) -> set[int]:
@@ -417,7 +422,7 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
         return self._lora_validator.ids
 
     async def sleep(self, level: int = 1) -> None:
-        """Aborts all requests, frees memory, and rejects requests until `wake_up`.
+        """Aborts all requests, frees memory, and rejects requests until `wake_up`. Goes on if the caller is cancelled.
 
         Args:
             level: 1 frees the KV cache; 2 also frees the weights, which `wake_up` reads from the checkpoint again.
@@ -428,12 +433,15 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
         """
         check_sleep_level(level)
         self._require_alive()
+        await run_to_end(self._sleep(level))
+
+    async def _sleep(self, level: int) -> None:
         async with self._sleep_lock:
             was_sleeping, self._is_sleeping = self._is_sleeping, True  # rejects new requests
             try:
                 if (await self._client.call_utility("weight_info"))["is_updating"]:
                     raise RequestError("A weight update is under way. Finish it before putting the engine to sleep.")
-            except BaseException:  # also a cancellation
+            except BaseException:  # also the end of the event loop
                 self._is_sleeping = was_sleeping
                 raise
             self._abort(self._output_processor.requests)
@@ -446,7 +454,7 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
                 raise
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocates memory again, and accepts requests once all of it is allocated.
+        """Allocates memory again, and accepts requests once all of it is allocated. Goes on if the caller is cancelled.
 
         Args:
             tags: What to allocate, of `weights` and `kv_cache`; all by default.
@@ -457,8 +465,11 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
         """
         checked_tags = check_wake_up_tags(tags)
         self._require_alive()
+        await run_to_end(self._wake_up(checked_tags))
+
+    async def _wake_up(self, tags: list[str]) -> None:
         async with self._sleep_lock:
-            self._is_sleeping = not await self._client.call_utility("wake_up", checked_tags)
+            self._is_sleeping = not await self._client.call_utility("wake_up", tags)
             await self._client.broadcast_sleep(self._is_sleeping)
 
     async def is_sleeping(self) -> bool:
