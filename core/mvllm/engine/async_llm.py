@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig
+from mvllm.engine.async_adapters import AsyncAdapters
 from mvllm.engine.async_images import AsyncImages
 from mvllm.engine.async_items import AsyncItems, prepare_items
-from mvllm.engine.async_rollouts import AsyncRollouts
 from mvllm.engine.core.sleep import check_sleep_level, check_wake_up_tags
 from mvllm.engine.frontend.admission import AdmissionControl
 from mvllm.engine.frontend.engine_frontend import EngineFrontend
@@ -55,7 +55,7 @@ _DRAIN_POLL_SECONDS = 0.05
 _T = TypeVar("_T")
 
 
-class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages, AsyncItems):
+class AsyncLLM(AsyncAdapters, EngineFrontend[AsyncEngineCoreClient], AsyncImages, AsyncItems):
     """An engine for use in an event loop. The engine core runs in its own process.
 
     The constructor loads the model; call it in any thread, with or without a running loop. All methods must then be
@@ -379,47 +379,6 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
         """Clears the prefix cache. Returns False if running requests use some of its blocks."""
         self._require_alive()
         return await self._client.call_utility("reset_prefix_cache")
-
-    async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Loads an adapter before its first request. With several front ends, call it on each of them.
-
-        Returns:
-            Whether it was not loaded before.
-
-        Raises:
-            RequestError: Its files are not usable with this model, or its id belongs to another adapter.
-            EngineSleepingError: The engine sleeps.
-        """
-        self._require_alive()
-        validator = self._lora_validator
-        if validator.is_loaded(validator.validate(lora_request)):
-            return False
-        await self._run_in_thread(lambda: validator.check_files(lora_request))
-        return await run_to_end(self._add_checked_lora(lora_request))
-
-    async def _add_checked_lora(self, lora_request: LoRARequest) -> bool:
-        validator = self._lora_validator
-        await self._client.call_utility("add_lora", lora_request)
-        if validator.is_loaded(validator.validate(lora_request)):  # by a concurrent call
-            return False
-        validator.add(lora_request)
-        return True
-
-    async def remove_lora(self, lora_id: int) -> bool:
-        """Removes an adapter and frees its id. Unfinished requests that use it continue.
-
-        Returns:
-            Whether it was loaded.
-        """
-        self._require_alive()
-        known = self._lora_validator.remove(lora_id)
-        if known:
-            await run_to_end(self._client.call_utility("remove_lora", lora_id))
-        return known
-
-    async def list_loras(self) -> set[int]:
-        """The ids of the loaded adapters."""
-        return self._lora_validator.ids
 
     async def sleep(self, level: int = 1) -> None:
         """Aborts all requests, frees memory, and rejects requests until `wake_up`. Goes on if the caller is cancelled.

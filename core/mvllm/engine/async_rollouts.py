@@ -8,13 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mvllm.engine.frontend.lora_request_validator import LoRARequestValidator
 from mvllm.engine.frontend.weight_update_source import transfer_info, weight_update_in_thread
 from mvllm.engine.process.async_core_client import AsyncEngineCoreClient
 from mvllm.engine.run_to_end import run_to_end
 from mvllm.engine.rollouts import DRAIN_POLL_SECONDS, JOIN_POLL_SECONDS
 from mvllm.errors import MvllmError, RequestError
-from mvllm.messages.lora import LoRARequest
 from mvllm.messages.weights import WeightTransferInfo
 
 if TYPE_CHECKING:
@@ -25,7 +23,6 @@ class AsyncRollouts(ABC):
     """Base of AsyncLLM, which defines the attributes that it uses."""
 
     _client: AsyncEngineCoreClient
-    _lora_validator: LoRARequestValidator
     _num_long_calls = 0  # that take longer than a step, and during which the core does not report
 
     @abstractmethod
@@ -173,16 +170,6 @@ class AsyncRollouts(ABC):
         """`weight_version`, `is_updating`, and `failure`: why the weights are unusable, or None."""
         self._require_alive()
         return dict(await self._client.call_utility("weight_info"))
-
-    async def update_lora(self, lora_request: LoRARequest) -> None:
-        """Loads an adapter anew in place of the one of its id, see `LLM.update_lora`."""
-        self._require_alive()
-        self._lora_validator.validate_update(lora_request)
-        await run_to_end(self._update_lora(lora_request))
-
-    async def _update_lora(self, lora_request: LoRARequest) -> None:
-        await self._call_long("update_lora", lora_request)
-        self._lora_validator.add(lora_request)
 
     async def collective_rpc(
         self, method: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
