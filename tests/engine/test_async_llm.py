@@ -188,6 +188,13 @@ def test_closing_the_iterator_aborts_a_running_request(llm: AsyncLLM, run: Run, 
     run(leave(llm, PROMPTS[0], params(max_tokens=100_000, n=n, temperature=0.5, output_kind=DELTA)))
 
 
+def test_the_stacks_of_the_engine_core_can_be_read(llm: AsyncLLM, run: Run) -> None:
+    assert llm.is_idle
+    run(last(llm.generate(PROMPTS[0], params())))
+    [description] = llm.describe_cores()
+    assert str(llm.core_pids[0]) in description and "run_busy_loop" in description
+
+
 def test_a_cancelled_change_of_state_is_complete_or_undone(llm: AsyncLLM, run: Run, checkpoint: Path) -> None:
     async def cancelled(call: Coroutine[Any, Any, Any], num_turns: int) -> None:
         task = asyncio.create_task(call)

@@ -14,7 +14,7 @@ import pytest
 
 from mvllm import LLM, BeamSearchParams, RequestError, SamplingParams
 from mvllm.entrypoints.step_loop import stream_request
-from mvllm.errors import EngineDeadError, EngineSleepingError
+from mvllm.errors import ConfigError, EngineDeadError, EngineSleepingError
 from tests.engine.conftest import MakeLLM
 from tests.engine.test_async_scheduling import requests, visible_outputs
 from tests.helpers.parity import engine
@@ -98,6 +98,21 @@ def test_every_method_gives_each_thread_its_own_results(shared: LLM) -> None:
     expected = [ask(i) for i in range(4)]
     assert run_in_threads(*(lambda i=i: ask(i) for i in range(4)), look) == [*expected, None]
     check_idle(llm)
+
+
+def test_the_profiler_records_steps_of_other_threads(
+    shared: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MVLLM_TORCH_PROFILER_DIR", str(tmp_path))
+    if not hasattr(shared.llm_engine._client, "_core"):
+        with pytest.raises(ConfigError):
+            shared.start_profile()
+        return
+    shared.start_profile()
+    assert isinstance(run_in_threads(lambda: shared.start_profile())[0], RequestError)
+    run_in_threads(lambda: generate(shared, 45, SHORT))
+    [trace] = run_in_threads(shared.stop_profile)
+    assert '"aten::' in trace.read_text()
 
 
 def test_an_error_of_one_thread_ends_no_request_of_another(shared: LLM) -> None:
@@ -223,7 +238,7 @@ def test_requests_of_add_request_keep_their_outputs(shared: LLM) -> None:
     llm, own = shared, shared.llm_engine
     expected = generate(llm, 70, SHORT)
     own.add_request("mine", {"prompt_token_ids": [70, 20, 21]}, SHORT)
-    assert run_in_threads(lambda: generate(llm, 70)) [0][:8] == expected
+    assert run_in_threads(lambda: generate(llm, 70))[0][:8] == expected
     found: list[int] = []
     while own.has_unfinished_requests():
         for output in own.step():

@@ -17,7 +17,7 @@ def run_in_threads(*work: Callable[[], Any]) -> list[Any]:
     def caught(function: Callable[[], Any]) -> Any:
         try:
             return function()
-        except BaseException as e:  # noqa: BLE001  (compared)
+        except BaseException as e:
             return e
 
     threads = ThreadPoolExecutor(len(work))

@@ -360,6 +360,17 @@ class AsyncLLM(AsyncAdapters, EngineFrontend[AsyncEngineCoreClient], AsyncImages
         return self._output_processor.num_requests
 
     @property
+    def is_idle(self) -> bool:
+        """Whether no request runs or waits in the engine cores, by their last report, and no long call runs."""
+        is_busy = self.stats.num_running or self.stats.num_waiting or self._num_long_calls or self._sleep_lock.locked()
+        return not is_busy
+
+    def describe_cores(self) -> list[str]:
+        """What each engine core is doing, with the stacks of its threads if this process has started it. Blocks for up
+        to half a second each; callable in any thread."""
+        return self._client.describe_cores()
+
+    @property
     def core_pids(self) -> list[int]:
         """The process ids of the engine cores."""
         return self._client.core_pids

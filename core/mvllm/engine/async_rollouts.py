@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from mvllm.engine.frontend.weight_update_source import transfer_info, weight_update_in_thread
 from mvllm.engine.process.async_core_client import AsyncEngineCoreClient
-from mvllm.engine.run_to_end import run_to_end
 from mvllm.engine.rollouts import DRAIN_POLL_SECONDS, JOIN_POLL_SECONDS
+from mvllm.engine.run_to_end import run_to_end
 from mvllm.errors import MvllmError, RequestError
 from mvllm.messages.weights import WeightTransferInfo
 

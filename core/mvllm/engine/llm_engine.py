@@ -64,11 +64,11 @@ class EngineCoreClient(CoreClientProperties, Protocol):
 
 
 class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
-    """An engine that runs one step per call of `step()`. Thread-safe: its methods run one after another, in the order of
-    the calls.
+    """An engine that runs one step per call of `step()`.
 
-    Outputs that `step` returns go to the thread that called it. Threads that share steps, each with its own outputs, use
-    `add_caller` and `next_outputs`, as LLM does; `step` returns the outputs of all other requests.
+    Thread-safe: its methods run one after another, in the order of the calls. Outputs that `step` returns go to the
+    thread that called it. Threads that share steps, each with its own outputs, use `add_caller` and `next_outputs`, as
+    LLM does; `step` returns the outputs of all other requests.
 
     Args:
         config: The requested configuration. The platform may change it; the attribute `config` is the one in use.

@@ -47,9 +47,6 @@ class DeviceEvent:
         """Makes later work of the current stream start after the point."""
         self._event.wait()
 
-    def bind_thread(self) -> None:
-        self.module.api.set_device(self.device)
-
     def synchronize(self) -> None:
         """Blocks the host until the point is reached."""
         self._event.synchronize()
@@ -143,6 +140,9 @@ class TorchGpuRuntime(DeviceRuntime):
     @abstractmethod
     def refusal(self, properties: Any) -> str | None:
         """Why a device with these torch properties cannot be used, and what to do; None if it can."""
+
+    def bind_thread(self) -> None:
+        self.module.api.set_device(self.device)
 
     def synchronize(self) -> None:
         self.module.api.synchronize(self.device)

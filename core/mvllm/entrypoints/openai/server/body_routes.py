@@ -145,7 +145,9 @@ class BodyRoutes:
             is_streaming = True
             handler.connection = request.scope.get("mvllm.connection")
             # It calls `end`, however it ends.
-            return EventStreamResponse(handler.stream(), self.send_timeout, admitted.end, handler.stream_format)
+            response = EventStreamResponse(handler.stream(), self.send_timeout, admitted.end, handler.stream_format)
+            admitted.set_response(response)
+            return response
         finally:
             if not is_streaming:
                 admitted.end()
@@ -162,7 +164,7 @@ class BodyRoutes:
         handler.lora_request = self._models.lora_request(model)
         limiter = self._rate_limiter
         counted = limiter.start(request.scope, request_caller(request.scope)) if limiter is not None else None
-        return AdmittedRequest(self._state, handler, counted)
+        return AdmittedRequest(self._state, handler, counted, f"{request.method} {request.url.path}")
 
 
 class AdmittedRequest:
@@ -170,13 +172,21 @@ class AdmittedRequest:
 
     Args:
         counted: The request of its key; None without limits.
+        name: What it is, for the watchdog's report.
     """
 
-    def __init__(self, state: ServerState, handler: Handler, counted: RunningRequest | None) -> None:
+    def __init__(self, state: ServerState, handler: Handler, counted: RunningRequest | None, name: str) -> None:
         self._state = state
         self._handler = handler
         self._counted = counted
+        self._watchdog = state.watchdog
+        self._watched = None if state.watchdog is None else state.watchdog.begin(name)
         state.request_started()
+
+    def set_response(self, response: EventStreamResponse) -> None:
+        """Tells the watchdog of the stream, which may wait until its client reads."""
+        if self._watched is not None:
+            self._watched.waits_for_client = lambda: response.waits_for_client
 
     def count_tokens(self) -> None:
         """Counts the tokens so far for the request's key."""
@@ -185,6 +195,8 @@ class AdmittedRequest:
 
     def end(self) -> None:
         """Closes the handler. To be called once."""
+        if self._watchdog is not None and self._watched is not None:
+            self._watchdog.end(self._watched)
         self._handler.close()
         self._state.request_finished()
         if self._counted is not None:
