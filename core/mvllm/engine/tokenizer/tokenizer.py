@@ -49,7 +49,6 @@ class Tokenizer:
     ) -> None:
         self._make_hf = hf
         self._hf_lock = threading.RLock()  # a call of `hf` may set truncation and padding, which all calls share
-        self._hf: Any = None
         self._json_tokenizer = plain
         self._folder_template = template
         self._fast: Any = plain.fast if plain is not None else None
@@ -57,17 +56,16 @@ class Tokenizer:
             self._fast = getattr(self.hf, "backend_tokenizer", None)
         self._token_texts: dict[int, str] = {}
 
-    @property
+    @cached_property
     def hf(self) -> Any:
         """The tokenizer of `transformers`."""
-        if self._hf is None:
-            with self._hf_lock:
-                if self._hf is None:
-                    hf = self._make_hf()
-                    if self._json_tokenizer is not None:
-                        self._fast, self._json_tokenizer = hf.backend_tokenizer, None
-                    self._hf = hf
-        return self._hf
+        with self._hf_lock:
+            if "hf" not in vars(self):  # of another thread
+                hf = self._make_hf()
+                if self._json_tokenizer is not None:
+                    self._fast, self._json_tokenizer = hf.backend_tokenizer, None
+                vars(self)["hf"] = hf
+            return vars(self)["hf"]
 
     def _call_hf(self, *texts: Any, **settings: Any) -> Any:
         """Calls `hf`, and again if another thread has changed its settings meanwhile, as calls by the user may.
