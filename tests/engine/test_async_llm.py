@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -185,6 +186,53 @@ LEAVE = [abort_by_break, abort_by_cancellation, abort_by_error]
 @pytest.mark.parametrize("n", [1, 3])
 def test_closing_the_iterator_aborts_a_running_request(llm: AsyncLLM, run: Run, leave: Any, n: int) -> None:
     run(leave(llm, PROMPTS[0], params(max_tokens=100_000, n=n, temperature=0.5, output_kind=DELTA)))
+
+
+def test_the_stacks_of_the_engine_core_can_be_read(llm: AsyncLLM, run: Run) -> None:
+    assert llm.is_idle
+    run(last(llm.generate(PROMPTS[0], params())))
+    [description] = llm.describe_cores()
+    assert str(llm.core_pids[0]) in description and "run_busy_loop" in description
+
+
+def test_a_cancelled_change_of_state_is_complete_or_undone(llm: AsyncLLM, run: Run, checkpoint: Path) -> None:
+    async def cancelled(call: Coroutine[Any, Any, Any], num_turns: int) -> None:
+        task = asyncio.create_task(call)
+        for _ in range(num_turns):  # of the event loop
+            await asyncio.sleep(0)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    async def settled(is_asleep: bool) -> None:
+        async with llm._sleep_lock:  # the call has ended
+            pass
+        assert llm.is_asleep is is_asleep
+        assert llm.heartbeat_age == 0.0
+
+    async def test() -> None:
+        version = (await llm.weight_info())["weight_version"]
+        for num_turns in (2, 4, 8):
+            await cancelled(llm.sleep(), num_turns)
+            await settled(True)
+            await cancelled(llm.wake_up(), num_turns)
+            await settled(False)
+            await cancelled(llm.pause_generation(mode="keep"), num_turns)
+            assert not await llm.is_paused()
+            await cancelled(llm.start_weight_update(), num_turns)
+            assert not (await llm.weight_info())["is_updating"] and not await llm.is_paused()
+            await cancelled(llm.update_weights(path=str(checkpoint)), num_turns)
+            version += 1
+            while (await llm.weight_info())["weight_version"] != version:
+                await asyncio.sleep(0.01)
+            running = asyncio.create_task(last(llm.generate(PROMPTS[0], LONG)))
+            while not llm.num_requests:
+                await asyncio.sleep(0)
+            await cancelled(llm.pause_generation(mode="wait"), num_turns)
+            assert not await llm.is_paused()
+            await asyncio.gather(running, last(llm.generate(PROMPTS[1], params())))
+
+    run(test())
 
 
 def test_closing_the_iterator_before_the_first_output_aborts_the_request(llm: AsyncLLM, run: Run) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 from mvllm import LLM, LoRARequest, RequestError, RequestOutput, SamplingParams
+from mvllm.engine.core import lora_manager
+from mvllm.engine.frontend import lora_request_validator
 from mvllm.errors import ConfigError
 from mvllm.ops.lora import add_lora_by_slot
 from mvllm.plugin_api import OpProvider
@@ -20,6 +23,7 @@ from tests.helpers.lora_adapters import check_against, edit_config, merged, writ
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.parity import engine
 from tests.helpers.thread_executor import ThreadExecutor
+from tests.helpers.threads import run_in_threads
 from tests.helpers.zoo_recent import QUICK
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2, detokenize=False)
@@ -220,6 +224,29 @@ def test_adapters_work_with_quantized_weights(llama: Family) -> None:
         assert other.logprobs is not None
         for token, entry in other.logprobs[0].items():
             assert abs(entry.logprob - float(reference[token])) < 0.3
+
+
+def test_threads_generate_with_their_own_adapters(llm: LLM, llama: Family) -> None:
+    work = [partial(llama.generate, llm, PROMPTS[i:], [name] * len(PROMPTS[i:])) for i, name in enumerate(EVERYONE)]
+    assert [type(found) for found in run_in_threads(*work)] == [list] * len(EVERYONE)
+
+
+def test_records_of_adapters_are_bounded(llm: LLM, llama: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (lora_manager, lora_request_validator):
+        monkeypatch.setattr(module, "MAX_ADAPTER_RECORDS", 6)
+    manager = llm.llm_engine._client._core._lora_manager  # type: ignore[union-attr]
+    path = str(llama.paths["one"])
+    for i in range(10, 30):
+        request = LoRARequest(f"copy-{i}", i, path)
+        [output] = llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False, lora_request=request)
+        check_against(llama.models["one"], [output], request.lora_name)
+        assert len(llm.llm_engine.list_loras()) <= 6 and i in llm.llm_engine.list_loras()
+        assert len(manager._file_states) <= 6 + len(manager.ids)
+    for i in range(1, 10):
+        llm.update_lora(LoRARequest("copy-29", 29, path + "/" * i))
+    assert len(manager._replaced) == 6
+    llm.llm_engine.remove_lora(29)
+    llama.generate(llm, PROMPTS, EVERYONE)
 
 
 def test_after_level_2_sleep_adapters_are_reloaded(llm: LLM, llama: Family) -> None:

@@ -1,8 +1,10 @@
-"""A whole engine under random requests, rejections and aborts, with a cache that is too small for them."""
+"""A whole engine under random requests, rejections and aborts of several threads, with drafts, and with a cache that is
+too small for them."""
 
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,16 @@ from mvllm import RequestError, SamplingParams
 from mvllm.messages.sampling_params import RequestOutputKind
 from tests.engine.conftest import MakeLLM
 from tests.engine.test_async_scheduling import BLOCK_BYTES, TIGHT
+from tests.engine.test_speculative import spec_config
 from tests.helpers.late_plugin import LOG
 from tests.helpers.model_zoo import VOCAB_SIZE
 from tests.helpers.plugins import example_platform_path, late_platform_path, prepend
+from tests.helpers.threads import run_in_threads
 
-NUM_REQUESTS = 300
+NUM_REQUESTS = 90
+NUM_THREADS = 2
+NUM_CALLS = 6
+UNTIL_FULL = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 
 
 def random_params(rng: random.Random) -> SamplingParams:
@@ -47,60 +54,94 @@ def late_exports(platform: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("async_scheduling", "late"),
-    [(False, None), (True, None), (True, "late"), pytest.param(True, "example", marks=pytest.mark.exhaustive)],
+    ("draft", "late"),  # asynchronous scheduling excludes drafts
+    [
+        (None, None),
+        (None, "late"),
+        ("ngram", None),
+        ("near", None),
+        pytest.param(None, "example", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_random_traffic_keeps_the_state_consistent_and_the_outputs_correct(
-    make_llm: MakeLLM, async_scheduling: bool, late: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_llm: MakeLLM, draft: str | None, late: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One thread adds and aborts requests and runs steps, while others call `generate`."""
     rng = random.Random(11)
+    guesses = {"async_scheduling": True} if draft is None else {"speculative_config": spec_config(draft, 3)}
     llm = make_llm(
-        **TIGHT,
-        async_scheduling=async_scheduling,
+        kv_cache_memory_bytes=TIGHT["kv_cache_memory_bytes"] * (2 if draft == "near" else 1),  # two models
         max_num_seqs=6,
         max_num_batched_tokens=40,
         scheduling_policy="priority",
         **(late_exports(late, tmp_path, monkeypatch) if late else {}),
+        **guesses,
     )
     engine, scheduler = llm.llm_engine, llm.llm_engine._client._core.scheduler
     shared = [rng.randrange(2, VOCAB_SIZE) for _ in range(150)]
     probes = [{"prompt_token_ids": shared[:length]} for length in (3, 40, 100)]
     settings = [SamplingParams(temperature=t, seed=3, max_tokens=12, ignore_eos=True) for t in (0, 1, 0)]
-    before = [output.outputs[0].token_ids for output in llm.generate(probes, settings, use_tqdm=False)]
 
-    alive: set[str] = set()
-    num_added = num_steps = 0
-    while num_added < NUM_REQUESTS or engine.has_unfinished_requests():
-        while num_added < NUM_REQUESTS and len(alive) < rng.choice([1, 6, 16]):
-            length = rng.choice([1, 15, 16, 17, 90, 150])
-            own = rng.randrange(1, length + 1)
-            ids = shared[: length - own] + [rng.randrange(2, VOCAB_SIZE) for _ in range(own)]
-            with pytest.raises(RequestError):
-                engine.add_request(str(num_added), {"prompt_token_ids": [*ids, VOCAB_SIZE]})
-            salt = {"cache_salt": "s"} if rng.random() < 0.1 else {}
-            prompt = {"prompt_token_ids": ids, **salt}
-            engine.add_request(str(num_added), prompt, random_params(rng), priority=rng.randrange(-2, 3))
-            alive.add(str(num_added))
-            num_added += 1
-        if rng.random() < 0.1 and alive:
-            dropped = rng.choice(sorted(alive))
-            engine.abort_request(dropped)
-            alive.remove(dropped)
-        for output in engine.step():
-            assert output.request_id in alive
-            if output.finished:
-                alive.remove(output.request_id)
+    def answers() -> list[list[int]]:
+        return [list(output.outputs[0].token_ids) for output in llm.generate(probes, settings, use_tqdm=False)]
+
+    def random_prompt(rng: random.Random) -> list[int]:
+        length = rng.choice([1, 15, 16, 17, 90, 150])
+        own = rng.randrange(1, length + 1)
+        return shared[: length - own] + [rng.randrange(2, VOCAB_SIZE) for _ in range(own)]
+
+    def run_steps() -> None:
+        alive = {f"long-{i}" for i in range(3)}  # more than the cache holds
+        for request_id in alive:
+            engine.add_request(request_id, {"prompt_token_ids": random_prompt(rng)[:20]}, UNTIL_FULL, priority=1)
+        num_added = num_steps = 0
+        while num_added < NUM_REQUESTS or alive:
+            while num_added < NUM_REQUESTS and len(alive) < rng.choice([1, 6, 16]):
+                request_id, ids = f"mine-{num_added}", random_prompt(rng)
+                with pytest.raises(RequestError):
+                    engine.add_request(request_id, {"prompt_token_ids": [*ids, VOCAB_SIZE]})
+                salt = {"cache_salt": "s"} if rng.random() < 0.1 else {}
+                prompt = {"prompt_token_ids": ids, **salt}
+                engine.add_request(request_id, prompt, random_params(rng), priority=rng.randrange(-2, 3))
+                alive.add(request_id)
+                num_added += 1
+            if rng.random() < 0.1 and (short := sorted(name for name in alive if name.startswith("mine"))):
+                dropped = rng.choice(short)
+                engine.abort_request(dropped)
+                alive.remove(dropped)
+            for output in engine.step():
+                assert output.request_id in alive
+                if output.finished:
+                    alive.remove(output.request_id)
+                    assert {sequence.finish_reason for sequence in output.outputs} <= {"stop", "length"}
+            num_steps += 1
+            if num_steps % 10 == 0:
+                with engine._shared_steps.lock:
+                    scheduler.check_integrity()
+
+    def call(rng: random.Random) -> None:
+        for _ in range(NUM_CALLS):
+            prompts = [{"prompt_token_ids": random_prompt(rng)} for _ in range(rng.randrange(1, 4))]
+            wanted = [random_params(rng) for _ in prompts]
+            outputs = llm.generate(prompts, wanted, use_tqdm=False, priority=rng.randrange(-2, 3))
+            assert [output.prompt_token_ids for output in outputs] == [each["prompt_token_ids"] for each in prompts]
+            for output, params in zip(outputs, wanted, strict=True):
+                assert output.finished and len(output.outputs) == params.n
                 assert {sequence.finish_reason for sequence in output.outputs} <= {"stop", "length"}
-        num_steps += 1
-        if num_steps % 10 == 0:
-            scheduler.check_integrity()
+            if rng.random() < 0.3:
+                assert answers() == before
+
+    before = answers()
+    callers = [partial(call, random.Random(seed)) for seed in range(NUM_THREADS)]
+    assert run_in_threads(run_steps, *callers) == [None] * (1 + NUM_THREADS)
 
     scheduler.check_integrity()
     stats = scheduler.make_stats()
-    assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0) and not alive
-    assert stats.num_preemptions > 0
+    assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0)
+    assert not engine.has_unfinished_requests()
+    assert stats.num_preemptions > 0 and (stats.num_accepted_tokens > 0) == (draft is not None)
     for _ in range(2):
-        assert [o.outputs[0].token_ids for o in llm.generate(probes, settings, use_tqdm=False)] == before
+        assert answers() == before
         assert llm.reset_prefix_cache()
 
 

@@ -28,6 +28,7 @@ from tests.helpers.lora_adapters import write_adapter
 from tests.helpers.model_zoo import VOCAB_SIZE, make_checkpoint
 from tests.helpers.parity import bytes_of_blocks, engine
 from tests.helpers.thread_executor import ThreadExecutor
+from tests.helpers.threads import generate_in_threads
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
 GREEDY = {"temperature": 0, "ignore_eos": True, "detokenize": False}
@@ -215,8 +216,8 @@ def test_random_engines_and_requests_give_the_outputs_without_speculation(seed: 
             num_blocks = llm.llm_engine.cache_summary.blocks_per_request + rng.choice([0, 2])
             settings["kv_cache_memory_bytes"] = bytes_of_blocks(llm, num_blocks)
     with engine(folder, **settings) as llm:
-        for _ in range(2):
-            check_close(run(llm, prompts, wanted), expected)
+        for num_threads in (1, 3):
+            check_close(generate_in_threads(llm, prompts, wanted, num_threads), expected)
         llm.llm_engine._client._core.scheduler.check_integrity()
 
 

@@ -1,7 +1,7 @@
 """Models with sequence states give every request the outputs that it gets alone, whatever its settings.
 
 Engines with random limits, drafts and ranks run random requests: structured outputs, penalties, log-probabilities of
-prompts and outputs, stops, several samples of a prompt, guidance, and pooling.
+prompts and outputs, stops, several samples of a prompt, guidance, and pooling. One thread or several ask for them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pytest
 from mvllm import SamplingParams
 from tests.engine.test_speculative import THREADS, check_close, drafts, draw, random_requests, run
 from tests.helpers.parity import engine
+from tests.helpers.threads import generate_in_threads
 
 FAMILIES = (
     "granitehybrid",
@@ -78,8 +79,8 @@ def test_random_engines_and_requests_give_the_outputs_of_requests_alone(seed: in
     if rng.random() < 0.5:
         settings["kv_cache_memory_bytes"] = smallest_memory(settings, folder, rng)
     with engine(folder, **settings) as llm:
-        for _ in range(2):
-            check_close(run(llm, prompts, wanted), expected)
+        for num_threads in (1, 3):
+            check_close(generate_in_threads(llm, prompts, wanted, num_threads), expected)
         scheduler = llm.llm_engine._client._core.scheduler  # type: ignore[attr-defined]
         scheduler.check_integrity()
         assert scheduler.make_stats().kv_cache_usage == 0

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig
+from mvllm.engine.async_adapters import AsyncAdapters
 from mvllm.engine.async_images import AsyncImages
 from mvllm.engine.async_items import AsyncItems, prepare_items
-from mvllm.engine.async_rollouts import AsyncRollouts
 from mvllm.engine.core.sleep import check_sleep_level, check_wake_up_tags
 from mvllm.engine.frontend.admission import AdmissionControl
 from mvllm.engine.frontend.engine_frontend import EngineFrontend
@@ -38,6 +38,7 @@ from mvllm.engine.metrics.periodic_stats_log import PeriodicStatsLog
 from mvllm.engine.metrics.stats import EngineLoad, EngineMetrics, EngineMetricsSnapshot, RateMeter
 from mvllm.engine.metrics.tracing import Tracer
 from mvllm.engine.process.async_core_client import AsyncEngineCoreClient, make_async_client
+from mvllm.engine.run_to_end import run_to_end
 from mvllm.errors import EngineDeadError, EngineSleepingError, RequestError
 from mvllm.logging import get_logger
 from mvllm.messages.inputs import PromptType
@@ -53,7 +54,7 @@ _DRAIN_POLL_SECONDS = 0.05
 _T = TypeVar("_T")
 
 
-class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages, AsyncItems):
+class AsyncLLM(AsyncAdapters, EngineFrontend[AsyncEngineCoreClient], AsyncImages, AsyncItems):
     """An engine for use in an event loop. The engine core runs in its own process.
 
     The constructor loads the model; call it in any thread, with or without a running loop. All methods must then be
@@ -358,6 +359,17 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
         return self._output_processor.num_requests
 
     @property
+    def is_idle(self) -> bool:
+        """Whether no request runs or waits in the engine cores, by their last report, and no long call runs."""
+        is_busy = self.stats.num_running or self.stats.num_waiting or self._num_long_calls or self._sleep_lock.locked()
+        return not is_busy
+
+    def describe_cores(self) -> list[str]:
+        """What each engine core is doing, with the stacks of its threads if this process has started it. Blocks for up
+        to half a second each; callable in any thread."""
+        return self._client.describe_cores()
+
+    @property
     def core_pids(self) -> list[int]:
         """The process ids of the engine cores."""
         return self._client.core_pids
@@ -378,45 +390,8 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
         self._require_alive()
         return await self._client.call_utility("reset_prefix_cache")
 
-    async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Loads an adapter before its first request. With several front ends, call it on each of them.
-
-        Returns:
-            Whether it was not loaded before.
-
-        Raises:
-            RequestError: Its files are not usable with this model, or its id belongs to another adapter.
-            EngineSleepingError: The engine sleeps.
-        """
-        self._require_alive()
-        validator = self._lora_validator
-        if validator.is_loaded(validator.validate(lora_request)):
-            return False
-        await self._run_in_thread(lambda: validator.check_files(lora_request))
-        await self._client.call_utility("add_lora", lora_request)
-        if validator.is_loaded(validator.validate(lora_request)):  # by a concurrent call
-            return False
-        validator.add(lora_request)
-        return True
-
-    async def remove_lora(self, lora_id: int) -> bool:
-        """Removes an adapter and frees its id. Unfinished requests that use it continue.
-
-        Returns:
-            Whether it was loaded.
-        """
-        self._require_alive()
-        known = self._lora_validator.remove(lora_id)
-        if known:
-            await self._client.call_utility("remove_lora", lora_id)
-        return known
-
-    async def list_loras(self) -> set[int]:
-        """The ids of the loaded adapters."""
-        return self._lora_validator.ids
-
     async def sleep(self, level: int = 1) -> None:
-        """Aborts all requests, frees memory, and rejects requests until `wake_up`.
+        """Aborts all requests, frees memory, and rejects requests until `wake_up`. Goes on if the caller is cancelled.
 
         Args:
             level: 1 frees the KV cache; 2 also frees the weights, which `wake_up` reads from the checkpoint again.
@@ -427,12 +402,15 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
         """
         check_sleep_level(level)
         self._require_alive()
+        await run_to_end(self._sleep(level))
+
+    async def _sleep(self, level: int) -> None:
         async with self._sleep_lock:
             was_sleeping, self._is_sleeping = self._is_sleeping, True  # rejects new requests
             try:
                 if (await self._client.call_utility("weight_info"))["is_updating"]:
                     raise RequestError("A weight update is under way. Finish it before putting the engine to sleep.")
-            except BaseException:  # also a cancellation
+            except BaseException:  # also the end of the event loop
                 self._is_sleeping = was_sleeping
                 raise
             self._abort(self._output_processor.requests)
@@ -445,7 +423,7 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
                 raise
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocates memory again, and accepts requests once all of it is allocated.
+        """Allocates memory again, and accepts requests once all of it is allocated. Goes on if the caller is cancelled.
 
         Args:
             tags: What to allocate, of `weights` and `kv_cache`; all by default.
@@ -456,8 +434,11 @@ class AsyncLLM(AsyncRollouts, EngineFrontend[AsyncEngineCoreClient], AsyncImages
         """
         checked_tags = check_wake_up_tags(tags)
         self._require_alive()
+        await run_to_end(self._wake_up(checked_tags))
+
+    async def _wake_up(self, tags: list[str]) -> None:
         async with self._sleep_lock:
-            self._is_sleeping = not await self._client.call_utility("wake_up", checked_tags)
+            self._is_sleeping = not await self._client.call_utility("wake_up", tags)
             await self._client.broadcast_sleep(self._is_sleeping)
 
     async def is_sleeping(self) -> bool:

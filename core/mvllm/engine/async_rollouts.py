@@ -8,25 +8,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mvllm.engine.frontend.lora_request_validator import LoRARequestValidator
 from mvllm.engine.frontend.weight_update_source import transfer_info, weight_update_in_thread
 from mvllm.engine.process.async_core_client import AsyncEngineCoreClient
-from mvllm.engine.rollouts import JOIN_POLL_SECONDS
+from mvllm.engine.rollouts import DRAIN_POLL_SECONDS, JOIN_POLL_SECONDS
+from mvllm.engine.run_to_end import run_to_end
 from mvllm.errors import MvllmError, RequestError
-from mvllm.messages.lora import LoRARequest
 from mvllm.messages.weights import WeightTransferInfo
 
 if TYPE_CHECKING:
     import torch
-
-_DRAIN_POLL_SECONDS = 0.01
 
 
 class AsyncRollouts(ABC):
     """Base of AsyncLLM, which defines the attributes that it uses."""
 
     _client: AsyncEngineCoreClient
-    _lora_validator: LoRARequestValidator
     _num_long_calls = 0  # that take longer than a step, and during which the core does not report
 
     @abstractmethod
@@ -35,6 +31,7 @@ class AsyncRollouts(ABC):
 
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
         """Stops computing, and returns when no step runs. Requests that come meanwhile wait for `resume_generation`.
+        If it is cancelled, the engine runs on as before.
 
         Args:
             mode: `abort` ends running requests with the outputs so far and `finish_reason` "abort"; `wait` lets them
@@ -46,13 +43,20 @@ class AsyncRollouts(ABC):
             RequestError: There is no such mode, or the engine was resumed before all requests had finished.
         """
         self._require_alive()
-        paused = await self._client.call_utility("pause_scheduler", mode, clear_cache)
-        while not paused:
-            await asyncio.sleep(_DRAIN_POLL_SECONDS)
-            self._require_alive()
-            if await self._client.call_utility("is_scheduler_running"):
-                raise RequestError("The engine was resumed before its requests had finished, so it is not paused.")
-            paused = await self._client.call_utility("is_scheduler_paused")
+        was_running = await self._client.call_utility("is_scheduler_running")
+        pausing = asyncio.ensure_future(self._client.call_utility("pause_scheduler", mode, clear_cache))
+        try:
+            paused = await asyncio.shield(pausing)
+            while not paused:
+                await asyncio.sleep(DRAIN_POLL_SECONDS)
+                self._require_alive()
+                if await self._client.call_utility("is_scheduler_running"):
+                    raise RequestError("The engine was resumed before its requests had finished, so it is not paused.")
+                paused = await self._client.call_utility("is_scheduler_paused")
+        except asyncio.CancelledError:
+            if was_running:  # nobody else would resume it
+                await asyncio.shield(self._undo(pausing, "resume_scheduler"))
+            raise
 
     async def resume_generation(self) -> None:
         """Continues after `pause_generation`.
@@ -95,16 +99,17 @@ class AsyncRollouts(ABC):
                 self._require_alive()
         finally:
             if not has_joined:
-                await asyncio.shield(self._stop_joining(beginning))
+                await asyncio.shield(self._undo(beginning, "has_joined_weight_transfer", True))
 
-    async def _stop_joining(self, beginning: asyncio.Future[Any]) -> None:
-        """Lets the workers stop waiting for a trainer, if the call `init_weight_transfer` was not refused."""
+    async def _undo(self, beginning: asyncio.Future[Any], method: str, *args: Any) -> None:
+        """Calls what ends a state that another call begins, if that call was not refused."""
         with contextlib.suppress(MvllmError):
             await beginning
-            await self._client.call_utility("has_joined_weight_transfer", True)
+            await self._client.call_utility(method, *args)
 
     async def start_weight_update(self) -> None:
-        """Stops computing at the end of the step in flight, and begins a weight update of one or more parts.
+        """Stops computing at the end of the step in flight, and begins a weight update of one or more parts. If it is
+        cancelled, the update is abandoned.
 
         Raises:
             RequestError: An update is under way.
@@ -112,7 +117,12 @@ class AsyncRollouts(ABC):
             PlatformError: The platform's worker does not support it.
         """
         self._require_alive()
-        await self._call_long("start_weight_update")
+        starting = asyncio.ensure_future(self._call_long("start_weight_update"))
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await asyncio.shield(self._undo(starting, "abandon_weight_update"))
+            raise
 
     async def update_weights(
         self,
@@ -127,7 +137,7 @@ class AsyncRollouts(ABC):
         dtype_names: list[str] | None = None,
         shapes: list[list[int]] | None = None,
     ) -> None:
-        """Loads weights into the running model, see `LLM.update_weights`."""
+        """Loads weights into the running model, see `LLM.update_weights`. Goes on if the caller is cancelled."""
         self._require_alive()
         fields = {
             "path": path,
@@ -138,7 +148,10 @@ class AsyncRollouts(ABC):
             "dtype_names": dtype_names,
             "shapes": shapes,
         }
-        async with weight_update_in_thread({**fields, **(update_info_ or {})}) as update:
+        await run_to_end(self._update_weights({**fields, **(update_info_ or {})}))
+
+    async def _update_weights(self, fields: Mapping[str, Any]) -> None:
+        async with weight_update_in_thread(fields) as update:
             await self._call_long("update_weights", update)
 
     async def finish_weight_update(
@@ -157,13 +170,6 @@ class AsyncRollouts(ABC):
         """`weight_version`, `is_updating`, and `failure`: why the weights are unusable, or None."""
         self._require_alive()
         return dict(await self._client.call_utility("weight_info"))
-
-    async def update_lora(self, lora_request: LoRARequest) -> None:
-        """Loads an adapter anew in place of the one of its id, see `LLM.update_lora`."""
-        self._require_alive()
-        self._lora_validator.validate_update(lora_request)
-        await self._call_long("update_lora", lora_request)
-        self._lora_validator.add(lora_request)
 
     async def collective_rpc(
         self, method: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -185,6 +191,10 @@ class AsyncRollouts(ABC):
         return list(await self._call_long("call_workers", method, list(args), dict(kwargs or {})))
 
     async def _call_long(self, method: str, *args: Any) -> Any:
+        """A utility call that is counted in `_num_long_calls` to its end, also if the caller is cancelled."""
+        return await run_to_end(self._counted(method, *args))
+
+    async def _counted(self, method: str, *args: Any) -> Any:
         self._num_long_calls += 1
         try:
             return await self._client.call_utility(method, *args)

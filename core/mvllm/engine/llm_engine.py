@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig
@@ -16,13 +17,17 @@ from mvllm.engine.metrics.stats import EngineLoad, EngineMetrics
 from mvllm.engine.process.core_client_properties import CoreClientProperties
 from mvllm.engine.process.inproc_client import make_client
 from mvllm.engine.rollouts import EngineRollouts
-from mvllm.errors import EngineDeadError, EngineSleepingError, RequestError
+from mvllm.engine.shared_steps import SharedSteps, StepCaller, exclusive
+from mvllm.errors import EngineDeadError, EngineSleepingError, MvllmError, RequestError
 from mvllm.messages.core_protocol import UtilityArg
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.platform.worker_protocol import WORKER_METHODS
+
+if TYPE_CHECKING:
+    from mvllm.engine.metrics.reader import Metric
 
 _T = TypeVar("_T")
 
@@ -59,7 +64,11 @@ class EngineCoreClient(CoreClientProperties, Protocol):
 
 
 class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
-    """An engine that runs one step per call of `step()`. Used from one thread.
+    """An engine that runs one step per call of `step()`.
+
+    Thread-safe: its methods run one after another, in the order of the calls. Outputs that `step` returns go to the
+    thread that called it. Threads that share steps, each with its own outputs, use `add_caller` and `next_outputs`, as
+    LLM does; `step` returns the outputs of all other requests.
 
     Args:
         config: The requested configuration. The platform may change it; the attribute `config` is the one in use.
@@ -80,6 +89,8 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
         self._fatal_error: BaseException | None = None
         self._is_sleeping = False
         self._stats: SchedulerStats | None = None
+        self._shared_steps = SharedSteps(self._drive_step, self._has_work)
+        self._unread_outputs: deque[list[RequestOutput]] = deque()  # of steps that callers ran; for `step`
         self.num_generated_tokens = 0
         self._metrics = EngineMetrics(self.config.model.max_model_len)
         self.item_client.on_processed = self._metrics.observe_item
@@ -114,6 +125,13 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
             generation_tokens_per_second=0.0,
             heartbeat_age=0.0,
         )
+
+    @exclusive
+    def read_metrics(self) -> list[Metric]:
+        """The metrics since the start, see `mvllm.engine.metrics.reader`."""
+        from mvllm.engine.metrics.reader import read_metrics  # imports prometheus-client
+
+        return read_metrics(self)
 
     def get_tokenizer(self) -> Any:
         """The model's Hugging Face tokenizer.
@@ -154,6 +172,7 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
         )
         self.add_processed_requests([processed])
 
+    @exclusive
     def add_processed_requests(self, requests: Sequence[ProcessedRequest]) -> None:
         """Queues requests that an input processor has returned. If one id is in use, none is queued."""
         self._require_alive()
@@ -179,6 +198,32 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
             self.abort_request(new_ids)
             raise
 
+    @exclusive
+    def add_caller(self, requests: Sequence[ProcessedRequest]) -> StepCaller:
+        """As `add_processed_requests`, for a call that waits for the outputs with `next_outputs`. The call ends with
+        `remove_caller`."""
+        self.add_processed_requests(requests)
+        return self._shared_steps.add([request.core.request_id for request in requests])
+
+    def next_outputs(self, caller: StepCaller, before_step: Callable[[], None]) -> list[RequestOutput]:
+        """Runs steps until there are outputs of a caller's requests, or sleeps while another caller runs them.
+
+        See `SharedSteps.next_outputs`. The requests of all callers run in the same steps.
+        """
+        return self._shared_steps.next_outputs(caller, before_step)
+
+    @exclusive
+    def remove_caller(self, caller: StepCaller) -> None:
+        """Ends a call, and aborts its unfinished requests. Other callers continue."""
+        self._shared_steps.remove(caller)
+        self.abort_request(caller.unfinished)
+
+    @property
+    def is_driven(self) -> bool:
+        """Whether a caller runs steps, or waits for work."""
+        return self._shared_steps.is_driven
+
+    @exclusive
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Loads an adapter before its first request.
 
@@ -197,6 +242,7 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
         self._lora_validator.add(request)
         return True
 
+    @exclusive
     def remove_lora(self, lora_id: int) -> bool:
         """Removes an adapter and frees its id. Unfinished requests that use it continue.
 
@@ -219,27 +265,55 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
         for lora_request in adapters.values():
             self.add_lora(lora_request)
 
+    @exclusive
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """Aborts requests in any state, without further outputs. Unknown ids are ignored."""
+        """Aborts requests in any state, without further outputs. Unknown ids are ignored.
+
+        A caller that waits for the outputs of one gets a RequestError.
+        """
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        self._drop_requests(ids, RequestError("The request was aborted (abort_request)."))
+
+    def _drop_requests(self, ids: Sequence[str], error: MvllmError) -> None:
+        """Aborts requests. Their callers raise the error."""
+        dropped = set(ids)
         removed = self._output_processor.remove_requests(self._output_processor.find_requests(ids))
+        self._shared_steps.fail(ids, error)
+        kept = ([output for output in outputs if output.request_id not in dropped] for outputs in self._unread_outputs)
+        self._unread_outputs = deque(filter(None, kept))
         if removed.requests_to_abort and self._fatal_error is None and not self._closed:
             self._client.abort_requests(removed.requests_to_abort)
 
     def has_unfinished_requests(self) -> bool:
         """Whether there are unfinished requests."""
-        return self._output_processor.num_requests > 0
+        return self._output_processor.num_requests > 0 or bool(self._unread_outputs)
 
+    @exclusive
     def step(self) -> list[RequestOutput]:
         """Runs one step of the engine.
 
         Returns:
-            The new outputs, at most one per request.
+            The new outputs, at most one per request; without those of `add_caller`, whose callers get them. If callers
+            have run steps since, those of the oldest such step, and no step runs.
 
         Raises:
             EngineDeadError: The engine failed in this or an earlier step; `__cause__` is the original error.
         """
         self._require_alive()
+        if self._unread_outputs:
+            return self._unread_outputs.popleft()
+        return self._shared_steps.deliver(self._run_step())
+
+    def _drive_step(self) -> None:
+        """A step that a caller runs."""
+        if others := self._shared_steps.deliver(self._run_step()):
+            self._unread_outputs.append(others)
+
+    def _has_work(self) -> bool:
+        self._require_alive()
+        return self._client.has_requests()
+
+    def _run_step(self) -> list[RequestOutput]:
         try:
             return self._step()
         except BaseException as e:  # an interrupt, too, leaves the step incomplete
@@ -274,6 +348,7 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
         if not self._closed:
             self._client.interrupt_step()
 
+    @exclusive
     def decode_images(self, codes: bytes, rows: int, columns: int) -> bytes:
         """Decodes image codes, see `WorkerProtocol.decode_images`.
 
@@ -284,11 +359,13 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
         self._require_alive()
         return bytes(self._client.call_utility("decode_images", codes, rows, columns))
 
+    @exclusive
     def reset_prefix_cache(self) -> bool:
         """Clears the prefix cache. Returns False if running requests use some of its blocks."""
         self._require_alive()
         return self._client.call_utility("reset_prefix_cache")
 
+    @exclusive
     def reset_mm_cache(self) -> bool:
         """Drops prepared items of this front end, and the encoder cache. The prefix cache stays.
 
@@ -299,6 +376,7 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
         self.item_client.cache.clear()
         return bool(self._client.call_utility("reset_encoder_cache"))
 
+    @exclusive
     def sleep(self, level: int = 1) -> None:
         """Aborts all requests, frees memory, and rejects requests until `wake_up`.
 
@@ -306,15 +384,19 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
             level: 1 frees the KV cache; 2 also frees the weights, which `wake_up` reads from the checkpoint again.
 
         Raises:
-            RequestError: `level` is neither 1 nor 2.
+            RequestError: `level` is neither 1 nor 2, or a weight update is under way; nothing was aborted.
             PlatformError: The platform's worker does not support it; requests are accepted as before.
         """
         self._require_alive()
         check_sleep_level(level)
-        self.abort_request([request.request_id for request in self._output_processor.requests])
+        if self._client.call_utility("weight_info")["is_updating"]:
+            raise RequestError("A weight update is under way. Finish it before putting the engine to sleep.")
+        ids = [request.request_id for request in self._output_processor.requests]
+        self._drop_requests(ids, EngineSleepingError("The engine was put to sleep before the request had finished."))
         self._client.call_utility("sleep", level)
         self._is_sleeping = True
 
+    @exclusive
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocates memory again, and accepts requests once all of it is allocated.
 
@@ -338,6 +420,7 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
         """As `is_sleeping`, under the name that AsyncLLM has."""
         return self._is_sleeping
 
+    @exclusive
     def collective_rpc(
         self,
         method: str,
@@ -364,6 +447,7 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
             return self.call_workers(method, args, kwargs)
         return self._client.collective_rpc(method, args, timeout)
 
+    @exclusive
     def apply_model(self, function: Callable[[Any], _T]) -> list[_T]:
         """Calls a function with the model of every worker; returns the results in rank order.
 
@@ -374,7 +458,13 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
         return self._client.apply_model(function)
 
     def shutdown(self) -> None:
-        """Ends the engine and frees its memory. Idempotent."""
+        """Ends the engine and frees its memory, after the step that runs. Callers that wait for outputs get an
+        EngineDeadError. Idempotent."""
+        self.wake()  # another thread may wait for the engine core's process
+        self._shutdown()
+
+    @exclusive
+    def _shutdown(self) -> None:
         if not self._closed:
             self._closed = True
             try:

@@ -32,7 +32,7 @@ from mvllm.entrypoints.llm_rollouts import LLMRollouts
 from mvllm.entrypoints.pooling_tasks import PoolingArgument, for_named_task, for_one_vector, for_task
 from mvllm.entrypoints.prompt_lists import as_prompt_list, one_per_prompt
 from mvllm.entrypoints.score_inputs import ContentInput, score_inputs
-from mvllm.entrypoints.step_loop import step_until_finished
+from mvllm.entrypoints.step_loop import run_requests
 from mvllm.entrypoints.thinking_defaults import with_thinking_tags
 from mvllm.errors import EngineDeadError, RequestError
 from mvllm.logging import configure_logging
@@ -54,9 +54,14 @@ LoRAArgument = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM(LLMRollouts, LLMImages):
-    """A loaded model for offline inference. Not thread-safe.
+    """A loaded model for offline inference.
 
     The model's memory is freed by `close()`, or at the end of a `with` block.
+
+    Thread-safe: methods may be called in several threads at once. Their requests run in the same batches, and an error
+    in one call does not affect the others. What changes the engine as a whole (`sleep`, weight updates, `close`, ...)
+    runs between two steps, in the order of the calls; calls that wait for outputs then wait on, or raise an error if
+    their requests were dropped.
 
     Args:
         model: Model folder, GGUF file, hub name, or `demo`.
@@ -105,7 +110,10 @@ class LLM(LLMRollouts, LLMImages):
         return self._engine
 
     def close(self) -> None:
-        """Shuts the engine down and frees the model's memory. Idempotent."""
+        """Shuts the engine down and frees the model's memory. Idempotent.
+
+        Calls in other threads that wait for outputs raise EngineDeadError.
+        """
         engine, self._engine = getattr(self, "_engine", None), None
         if engine is not None:
             engine.shutdown()
@@ -171,9 +179,7 @@ class LLM(LLMRollouts, LLMImages):
 
     def get_metrics(self) -> list[Metric]:
         """The engine's metrics since its start; see `mvllm.engine.metrics.reader` for their types."""
-        from mvllm.engine.metrics.reader import read_metrics  # imports prometheus-client
-
-        return read_metrics(self.llm_engine)
+        return self.llm_engine.read_metrics()
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """Starts recording the torch operations of this process, with one worker those of the engine.
@@ -504,8 +510,7 @@ class LLM(LLMRollouts, LLMImages):
         ids = [request.core.request_id for request in requests]
         outputs: dict[str, RequestOutput] = {}
         with GenerateProgress(len(ids), use_tqdm) as progress:
-            engine.add_processed_requests(requests)
-            with closing(step_until_finished(engine, ids)) as steps:
+            with closing(run_requests(engine, requests)) as steps:
                 for output in steps:
                     if output.finished:
                         if raise_on_error:

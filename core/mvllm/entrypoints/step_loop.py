@@ -1,7 +1,7 @@
 """The step loop of an engine in this process: steps until every request has finished, and handles Ctrl-C.
 
-    for output in step_until_finished(engine, request_ids):     offline generation, offline benchmarks
-    for output in stream_request(engine, prompt, params):       one request, with its new text after each step
+    for output in run_requests(engine, requests):             offline generation, offline benchmarks
+    for output in stream_request(engine, prompt, params):     one request, with its new text after each step
 
 Ctrl-C takes effect between two steps, never in the middle of one, so that the engine stays usable.
 """
@@ -17,34 +17,45 @@ from types import FrameType
 
 import msgspec
 
+from mvllm.engine.frontend.input_processor import ProcessedRequest
 from mvllm.engine.frontend.outputs import RequestOutput
 from mvllm.engine.llm_engine import LLMEngine
+from mvllm.engine.shared_steps import StepCaller
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
 
 _stream_numbers = itertools.count()
 
 
-def step_until_finished(engine: LLMEngine, request_ids: Sequence[str]) -> Generator[RequestOutput, None, None]:
-    """Steps the engine until it has no unfinished request; yields the outputs of every step.
+def run_requests(engine: LLMEngine, requests: Sequence[ProcessedRequest]) -> Generator[RequestOutput, None, None]:
+    """Adds requests and yields their outputs, those of every step, until all have finished.
 
-    Aborts the requests if the caller leaves the loop early, by an exception or Ctrl-C too: the engine is idle then.
+    Several threads may do so at once: their requests run in the same steps. Aborts the requests if the caller leaves
+    the loop early, by an exception or Ctrl-C too; those of other threads continue.
 
     Args:
-        request_ids: The requests to abort. They have been added to the engine.
+        requests: From one of the engine's input processors. If one cannot be added, none is.
 
     Raises:
+        RequestError: A request id is in use, or a request was aborted by someone else.
+        EngineSleepingError: The engine sleeps, or was put to sleep.
         KeyboardInterrupt: Ctrl-C was pressed; raised between two steps.
-        EngineDeadError: The engine failed as a whole.
+        EngineDeadError: The engine failed as a whole, or was closed.
     """
-    try:
-        with interrupts_between_steps(engine.wake) as raise_pending_interrupt:
-            while engine.has_unfinished_requests():
-                raise_pending_interrupt()
-                yield from engine.step()
-    except BaseException:  # GeneratorExit, too: the caller has left the loop
-        engine.abort_request(request_ids)
-        raise
+    caller: StepCaller | None = None
+
+    def wake() -> None:
+        if caller is not None:
+            caller.wake()
+        engine.wake()
+
+    with interrupts_between_steps(wake) as raise_pending_interrupt:
+        caller = engine.add_caller(requests)
+        try:
+            while caller.unfinished:
+                yield from engine.next_outputs(caller, raise_pending_interrupt)
+        finally:
+            engine.remove_caller(caller)
 
 
 def stream_request(
@@ -56,8 +67,8 @@ def stream_request(
         RequestError: The prompt or a parameter is invalid.
     """
     request_id = f"stream-{next(_stream_numbers)}"
-    engine.add_request(request_id, prompt, msgspec.structs.replace(params, output_kind=RequestOutputKind.DELTA))
-    yield from step_until_finished(engine, [request_id])
+    streamed = msgspec.structs.replace(params, output_kind=RequestOutputKind.DELTA)
+    yield from run_requests(engine, [engine.input_processor.process(request_id, prompt, streamed)])
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from mvllm.errors import WorkerDiedError, WorkerError
+from mvllm.errors import EngineDeadError, WorkerDiedError, WorkerError
 from mvllm.executor.message_queue import StopSignal
 from mvllm.executor.worker_handle import WorkerHandle
 from mvllm.logging import get_logger
@@ -151,10 +151,11 @@ class WorkerGroup(ABC, Generic[Handle]):
             WorkerStuckError: One is not ready in time.
         """
         late: list[WorkerHandle] = []
+        waiting: list[Handle] = []
         with self._state_changed:
             while self.failure is None and not late:
                 waiting = [worker for worker in self.workers if not worker.is_ready]
-                if not waiting:
+                if not waiting or self._is_shutting_down:
                     break
                 late = [worker for worker in waiting if worker.activity.seconds >= timeout]
                 if not late:
@@ -162,6 +163,8 @@ class WorkerGroup(ABC, Generic[Handle]):
         if late:
             self.fail(self.stuck_error(late, timeout, "was not ready"))
         self.check()
+        if waiting and self._is_shutting_down:
+            raise EngineDeadError(f"{waiting[0]} was ended while it started.")
 
     def check(self) -> None:
         """Raises the failure, if there is one."""
@@ -245,7 +248,9 @@ class WorkerGroup(ABC, Generic[Handle]):
 
     def expect_exits(self) -> None:
         """From now on, the end of a worker is no failure. Call it before sending the stop request."""
-        self._is_shutting_down = True
+        with self._state_changed:
+            self._is_shutting_down = True
+            self._state_changed.notify_all()
 
     def _tear_down(self, error: Exception, callbacks: Sequence[FailureCallback]) -> None:
         for callback in callbacks:

@@ -45,10 +45,8 @@ def hold(folder: Path) -> bool:
         return folder.is_dir()
     found = os.fstat(file)
     key = found.st_dev, found.st_ino
-    if key in _held:
+    if _held.setdefault(key, file) != file:
         os.close(file)
-    else:
-        _held[key] = file
     return (folder / LOCK_NAME).exists()  # it may have been renamed before it was locked
 
 

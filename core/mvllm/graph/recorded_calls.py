@@ -7,6 +7,7 @@ caches and states. Its results have shapes and no data.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -65,17 +66,24 @@ class Recording:
         return list(torch.ops.mvllm_graph.call(len(self.calls) - 1, list(arrays)))
 
 
-_current: list[Recording] = []
+class _Current(threading.local):
+    """The recordings of this thread's traces, the innermost last."""
+
+    def __init__(self) -> None:
+        self.recordings: list[Recording] = []
+
+
+_current = _Current()
 
 
 @contextmanager
 def recording() -> Iterator[Recording]:
     """The calls inside the context are recorded."""
-    _current.append(Recording())
+    _current.recordings.append(Recording())
     try:
-        yield _current[-1]
+        yield _current.recordings[-1]
     finally:
-        _current.pop()
+        _current.recordings.pop()
 
 
 def current_recording() -> Recording:
@@ -84,9 +92,9 @@ def current_recording() -> Recording:
     Raises:
         PlatformError: No trace is being made: on such a platform, attention runs in graphs only.
     """
-    if not _current:
+    if not _current.recordings:
         raise PlatformError("Attention of a model was called outside of its graph.")
-    return _current[-1]
+    return _current.recordings[-1]
 
 
 _LIBRARY = torch.library.Library("mvllm_graph", "DEF")
@@ -117,7 +125,7 @@ def recording_providers(operations: Collection[str]) -> list[OpProvider]:
 
 def _recorder(op: str) -> Callable[..., Any]:
     def function(*args: Any) -> Any:
-        if not _current:  # of a part of the model that is in no graph, such as a classification head
+        if not _current.recordings:  # of a part of the model that is in no graph, such as a classification head
             reference = GRAPH_OPERATIONS[op].reference
             assert reference is not None, "attention has a backend"
             return reference(*args)

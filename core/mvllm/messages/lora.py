@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+MAX_ADAPTER_RECORDS = 4096
+"""Adapters that a front end and an engine core remember beside the loaded ones. Requests may name any number."""
+
 
 class LoRARequest(msgspec.Struct, frozen=True):
     """A LoRA adapter.

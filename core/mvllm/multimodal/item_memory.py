@@ -68,6 +68,7 @@ class ItemMemory:
                 raise _closed()
             self._waiting.append((future, counts))
             self._admit()
+        future.add_done_callback(self._on_done)
         return future
 
     @property
@@ -84,6 +85,12 @@ class ItemMemory:
         for future, _ in waiting:
             if future.set_running_or_notify_cancel():
                 future.set_exception(_closed())
+
+    def _on_done(self, future: Future[ItemLease]) -> None:
+        """A reservation that is given up may have kept those after it waiting."""
+        if future.cancelled():
+            with self._lock:
+                self._admit()
 
     def _admit(self) -> None:
         while self._waiting:

@@ -184,6 +184,7 @@ class ProcessorPool:
             others = (until <= now and self._takes(i, queued.job) for i, until in enumerate(self._off_until))
             if self._is_closed or not self._has_worked or not any(others):
                 self._off_until = [0.0] * len(self._processes)  # the caller refuses items, but not embeddings
+                self._changed.notify_all()
                 return False
             self._queue.appendleft(queued)
             self._changed.notify_all()

@@ -86,6 +86,8 @@ class DeviceRuntime(ABC):
     """A bound device: memory, copies, ordering, health.
 
     Phase: worker; every method, from the worker's thread. One instance per worker, returned by `Platform.init_device`.
+    A worker in the caller's process has no thread of its own: it is called in several, one at a time, see
+    `bind_thread`.
 
     Where a worker drives several devices, core treats them as one device: it computes with whole tensors and states for
     each weight how the devices share it (`place`). The platform divides the work and communicates between the devices,
@@ -96,6 +98,13 @@ class DeviceRuntime(ABC):
     """
 
     device: torch.device
+
+    def bind_thread(self) -> None:
+        """Sets what the device's libraries keep for each thread: the current device, the number of compute threads.
+
+        Called when the worker is called in another thread than before. The thread that bound the device is not told.
+        Default: nothing.
+        """
 
     @abstractmethod
     def synchronize(self) -> None:

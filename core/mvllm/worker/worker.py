@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from mvllm.config.engine_config import EngineConfig
@@ -52,8 +53,10 @@ class Worker:
         self._groups: ParallelGroups | None = None
         self._runner: ModelRunner | None = None
         self._updater: WeightUpdater | None = None
+        self._thread = threading.get_ident()  # that made the last call
 
     def init_device(self) -> None:
+        self._thread = threading.get_ident()
         self._runtime = call_checked(self._platform, "init_device", self._ctx, returns=DeviceRuntime)
         self._groups = join_groups(self._config.parallel, self._platform, self._ctx, self._runtime.device)
         self._runner = ModelRunner(
@@ -246,6 +249,7 @@ class Worker:
         self.runtime.health()
 
     def shutdown(self) -> None:
+        self._bind_thread()
         if self._updater is not None:
             self._updater.leave()
             self._updater = None
@@ -259,17 +263,27 @@ class Worker:
             self._runtime.shutdown()
             self._runtime = None
 
+    def _bind_thread(self) -> None:
+        """Follows callers into other threads."""
+        thread = threading.get_ident()
+        if thread != self._thread and self._runtime is not None:
+            self._thread = thread
+            self._runtime.bind_thread()
+
     @property
     def runtime(self) -> DeviceRuntime:
         assert self._runtime is not None, "init_device has not been called"
+        self._bind_thread()
         return self._runtime
 
     @property
     def runner(self) -> ModelRunner:
         assert self._runner is not None, "init_device has not been called"
+        self._bind_thread()
         return self._runner
 
     @property
     def updater(self) -> WeightUpdater:
         assert self._updater is not None, "init_device has not been called"
+        self._bind_thread()
         return self._updater

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -104,6 +106,27 @@ def test_a_replay_gives_the_functions_result_without_calling_it(block, backend):
     assert block.calls == calls == 3
     for (rows, seed), result in found.items():
         assert torch.equal(result, block(*inputs(block, rows, seed)))
+
+
+def test_threads_may_share_a_function_and_a_backend(block, backend):
+    """Two functions of one backend, each called by two threads, also while they are recorded."""
+    blocks = [block, Block()]
+    expected = [[each(*inputs(each, rows, 1)) for rows in (1, 2, 3)] for each in blocks]
+    compiled = [backend.compile(each, dynamic=True) for each in blocks]
+    start = threading.Barrier(4)
+
+    def call(index):
+        start.wait(30)
+        for _ in range(20):
+            for rows in (1, 2, 3):
+                found = compiled[index](*inputs(blocks[index], rows, 1))
+                if not torch.equal(found, expected[index][rows - 1]):
+                    return f"other values with {rows} rows"
+        return None
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(call, (0, 1, 0, 1))) == [None] * 4
+    assert [each.calls for each in blocks] == [3 + 3] * 2  # recorded once each
 
 
 def test_keys_and_values_are_stored(block, backend):

@@ -14,6 +14,7 @@ from mvllm.engine.process.coordinator import DPCoordinator
 from mvllm.engine.process.coordinator_client import CoordinatorClient
 from mvllm.engine.process.dp_load_balancer import DPLoadBalancer
 from mvllm.engine.process.message_socket import MessageSocket, message_socket_pair
+from mvllm.errors import EngineDeadError
 from mvllm.messages.coordinator_protocol import CoreLoad, CoreLoads, SentPrefixes, Sleep, SleepDone, ToFrontEnd
 from mvllm.messages.requests import SchedulerStats
 
@@ -108,6 +109,20 @@ def test_a_prompt_goes_to_the_replica_to_which_another_front_end_sent_its_prefix
                 assert other.choose(PROMPT, salt, 1) == replica
                 other.finish_sequence(replica)
         assert list(choices[0].pop_new_prefixes()) == []  # the load update has arrived
+
+    run(net, work)
+
+
+def test_a_front_end_that_closes_waits_for_no_answer(net: Net) -> None:
+    async def work(
+        front_ends: list[CoordinatorClient], choices: list[DPLoadBalancer], loads: list[list[CoreLoad]]
+    ) -> None:
+        sleeping = asyncio.create_task(front_ends[0].broadcast_sleep(True))
+        await until(lambda: front_ends[0]._pending_sleeps)
+        front_ends[0].close()
+        async with asyncio.timeout(30):
+            with pytest.raises(EngineDeadError):
+                await sleeping
 
     run(net, work)
 

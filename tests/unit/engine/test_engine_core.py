@@ -15,7 +15,7 @@ from mvllm.engine.process import inproc_client
 from mvllm.errors import CacheError, ConfigError, EngineDeadError
 from mvllm.executor.interface import Executor
 from mvllm.messages.requests import EngineCoreRequest, FinishReason
-from mvllm.messages.sampling_params import SamplingParams
+from mvllm.messages.sampling_params import SamplingParams, StructuredOutputsParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput
 from mvllm.platform.worker_protocol import KVCacheNeeds
 from tests.unit.engine.builders import make_config
@@ -209,6 +209,19 @@ class TestSteps:
         plans = make_core.executors[0].plans
         assert tokens == {"a": [0, 1, 2, 3, 4]}
         assert [plan.step for plan in plans] == list(range(5)) and all(plan.rows for plan in plans)
+
+    def test_a_request_whose_grammar_cannot_be_submitted_is_not_left_waiting(self, make_core, monkeypatch):
+        core = make_core()
+
+        def fail(*args):
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(core, "_submit_grammar", fail)
+        asked = request()
+        asked.sampling_params.structured_outputs = StructuredOutputsParams(regex="a+")
+        with pytest.raises(RuntimeError, match="new thread"):
+            core.add_request(asked)
+        assert not core.has_requests()
 
     def test_a_row_freed_between_steps_is_in_the_next_plan(self, make_core):
         core = make_core(async_scheduling=True)

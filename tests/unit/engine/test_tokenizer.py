@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 from tokenizers import processors
@@ -17,6 +19,7 @@ from mvllm.engine.frontend.thinking_tags import thinking_tokens_of
 from mvllm.engine.tokenizer import tokenizer_json
 from mvllm.engine.tokenizer.tokenizer import Tokenizer, check_supports_grammars, load_tokenizer
 from tests.helpers.plugins import write_metadata
+from tests.helpers.threads import run_in_threads
 from tests.unit.engine.builders import make_config
 from tests.unit.engine.tokenizers import KINDS, make_hf_tokenizer, make_tokenizer, save_tokenizer
 
@@ -52,6 +55,30 @@ def test_settings_left_in_the_backend_have_no_effect():
     made.hf(TEXTS, truncation=True, max_length=2)
     made.hf("x", split_special_tokens=True)
     assert made.encode_batch(TEXTS) == expected
+
+
+def test_threads_that_truncate_do_not_truncate_the_texts_of_others():
+    made, text = Tokenizer(make_hf_tokenizer), "Hello world, this is a text. " * 40
+    single, truncated = made.encode(text), made.encode_truncated(text, max_tokens=7)
+    stops = threading.Event()
+
+    def truncate():  # as a user may, with the tokenizer of the engine
+        while not stops.is_set():
+            with contextlib.suppress(RuntimeError):  # "Already borrowed", in this thread
+                made.hf(text, truncation=True, max_length=3)
+
+    def encode():
+        try:
+            return all(
+                made.encode_batch([text, text]) == [single, single]
+                and made.encode_truncated(text, max_tokens=7) == truncated
+                and made.decode(single)
+                for _ in range(60)
+            )
+        finally:
+            stops.set()
+
+    assert run_in_threads(encode, truncate) == [True, None]
 
 
 def test_a_class_with_its_own_call_method_is_used():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,9 @@ import openai
 import pytest
 from openai import OpenAI
 
+from mvllm.entrypoints.openai.common.errors import APIError
+from mvllm.entrypoints.openai.responses.background import BackgroundResponses
+from mvllm.entrypoints.openai.responses.database import EventBatch
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from tests.unit.entrypoints.builders import save_model_folder
 from tests.unit.entrypoints.live_server import CONVERSATION_TEMPLATE, LiveServer, live_server
@@ -82,6 +86,30 @@ def test_a_stream_is_resumed_after_any_event_and_its_reader_may_leave(sdk: OpenA
     assert list(sdk.responses.retrieve(response_id, stream=True, starting_after=10**30)) == []
     with pytest.raises(openai.NotFoundError), server.sdk("another") as other:
         other.responses.retrieve(response_id, stream=True)
+
+
+def test_events_are_stored_after_an_error_of_the_store() -> None:
+    stored: list[EventBatch] = []
+
+    class Store:
+        fails = True
+
+        async def add_events(self, batches: list[EventBatch]) -> None:
+            if self.fails:
+                self.fails = False
+                raise APIError(503, "the disk is full")
+            stored.extend(batches)
+
+    async def test() -> None:
+        background = BackgroundResponses(Store(), 1.0)  # type: ignore[arg-type]
+        for number in range(2):
+            background._add(EventBatch(f"resp_{number}", 0, 0, b"", False))
+            async with asyncio.timeout(10):
+                while background._flush_task is not None:
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(test())
+    assert [batch.response_id for batch in stored] == ["resp_1"]
 
 
 def test_a_response_is_cancelled_once_however_many_ask(sdk: OpenAI, server: LiveServer) -> None:

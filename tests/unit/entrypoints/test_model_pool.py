@@ -374,6 +374,54 @@ def test_an_administrator_unloads_a_model_after_its_requests_and_a_pinned_one_st
     run(test)
 
 
+def test_an_unload_during_a_load_follows_it_and_its_requests() -> None:
+    async def test() -> None:
+        rig = Rig()
+        rig.gates["a"] = asyncio.Event()
+        running, end = rig.begin("a")
+        await rig.states("Luu")
+        unloads = [asyncio.create_task(rig.pool.unload(rig["a"])) for _ in range(2)]
+        await settle()
+        rig.gates["a"].set()
+        await rig.states("duu")
+        end.set()
+        await running
+        assert await asyncio.gather(*unloads) == [True, True]
+        await rig.states("uuu")
+        rig.failures["a"] = [ModelError("damaged")]
+        loading = asyncio.create_task(rig.pool.load(rig["a"]))
+        await settle()
+        assert not await rig.pool.unload(rig["a"])  # the load has failed
+        await refused([loading])
+
+    run(test)
+
+
+def test_an_unload_that_is_cancelled_keeps_a_pinned_model_loaded() -> None:
+    async def test() -> None:
+        rig = Rig(a={"is_pinned": True})
+        rig.gates["a"] = asyncio.Event()
+        await rig.states("Luu")
+        for opens in (True, False):
+            running, end = rig.begin("a")
+            await settle()
+            unload = asyncio.create_task(rig.pool.unload(rig["a"]))
+            await settle()
+            unload.cancel()
+            await settle()
+            if opens:
+                rig.gates["a"].set()
+            await rig.states("luu")
+            end.set()
+            await running
+        rig.servers[-1].die(ModelError("died"))
+        await settle()
+        await rig.states("luu")
+        assert len(rig.servers) == 2
+
+    run(test)
+
+
 def test_a_request_that_is_cancelled_while_it_waits_leaves_nothing() -> None:
     async def test() -> None:
         rig = Rig()

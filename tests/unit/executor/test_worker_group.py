@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 
 import pytest
 
-from mvllm.errors import WorkerError, WorkerStuckError
+from mvllm.errors import EngineDeadError, WorkerError, WorkerStuckError
 from mvllm.executor.process.activity_table import ActivityTable
 from mvllm.executor.worker_group import WorkerGroup
 from mvllm.executor.worker_handle import WorkerHandle
@@ -60,6 +62,15 @@ def test_a_stopped_worker_is_named_first_among_late_ones() -> None:
     assert first_line(error).startswith("Worker_TP2 (rank 2, pid 102) has not finished its step within 2 s")
     assert "is stopped" in first_line(error) and "Worker_TP0" in str(error)
     group.close()
+
+
+def test_the_end_of_a_group_ends_the_wait_for_its_start() -> None:
+    group = Group(size=1)
+    threading.Timer(0.02, group.expect_exits).start()
+    started = time.monotonic()
+    with pytest.raises(EngineDeadError, match="was ended while it started"):
+        group.wait_ready(30.0)
+    assert time.monotonic() - started < 20.0
 
 
 def test_a_failure_while_another_worker_is_stopped_names_the_stopped_one_first() -> None:

@@ -29,6 +29,7 @@ def test_prompts_wait_in_their_order_until_there_is_room() -> None:
     lease = first.result(0)
     assert not second.done() and not third.done()  # the third one would fit, but it is not its turn
     second.cancel()
+    assert third.done() and memory.num_waiting == 1  # it is its turn now
     [lease] = lease.split([[("image", FIRST_ESTIMATE)] * 2])
     assert third.done() and not fourth.done() and memory.num_waiting == 1
     lease.release()

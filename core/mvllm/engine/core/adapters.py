@@ -23,7 +23,12 @@ class CoreAdapters(CoreRollouts):
         """
         if WEIGHTS in self._released_memory:
             raise EngineSleepingError("The engine has been put to sleep. Wake it up (wake_up) before loading adapters.")
-        self._required_lora_manager.add(request)
+        manager = self._required_lora_manager
+        manager.add(request)
+        if manager.has_many_records:
+            self._collect_all_steps()
+            self.scheduler.forget_computed(restart=False)
+            manager.forget_unloaded()
         return True
 
     def remove_lora(self, lora_int_id: int) -> bool:

@@ -202,7 +202,11 @@ class EngineCore(CoreAdapters):
             request = msgspec.structs.replace(request, sibling_group=None)
         self.scheduler.add_request(request)
         if request.sampling_params.structured_outputs is not None:
-            self._submit_grammar(request)
+            try:
+                self._submit_grammar(request)
+            except BaseException:  # nobody would wake it
+                self.scheduler.abort_requests([request.request_id])
+                raise
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Drops requests in any state; they have no further output. Unknown ids are ignored."""

@@ -16,7 +16,7 @@ from mvllm.config.model_fingerprint import files_fingerprint
 from mvllm.errors import MvllmError, PlatformError, RequestError, WorkerDiedError, WorkerStuckError
 from mvllm.executor.interface import Executor
 from mvllm.logging import get_logger
-from mvllm.messages.lora import LoRARequest
+from mvllm.messages.lora import MAX_ADAPTER_RECORDS, LoRARequest
 from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.models.peft_adapter import adapter_files, folder_fingerprint
 
@@ -49,10 +49,12 @@ class LoRAManager:
         self._in_use = in_use
         self._loaded: dict[int, LoRARequest] = {}  # least recently used first
         self._replaced: dict[LoRARequest, LoRARequest] = {}
-        """The adapter that has replaced another one of its id. Requests that named the other one use it."""
+        """The adapter that has replaced another one of its id, for the last MAX_ADAPTER_RECORDS. Requests that named
+        the other one use it.
+        """
         self._file_states: dict[LoRARequest, tuple[int, ...]] = {}
         """The fingerprint of an adapter's files when they were first read. Kept when the adapter is unloaded, because
-        the prefix cache keeps blocks that were computed with it.
+        the prefix cache keeps blocks that were computed with it; see `has_many_records`.
         """
         self._hashes_files = hashes_files
         self._file_hashes: dict[LoRARequest, str] = {}  # as long as their fingerprints
@@ -72,6 +74,18 @@ class LoRAManager:
     def has_replaced(self, lora_int_id: int) -> bool:
         """Whether cached blocks may have the keys of an adapter that the one with this id has replaced."""
         return not self._hashes_files and any(old.lora_int_id == lora_int_id for old in self._replaced)
+
+    @property
+    def has_many_records(self) -> bool:
+        """Whether `forget_unloaded` is due."""
+        return len(self._file_states) > MAX_ADAPTER_RECORDS + len(self._loaded)
+
+    def forget_unloaded(self) -> None:
+        """Forgets the files of adapters that are not loaded. The caller drops the prefix cache, which may have results
+        of them."""
+        loaded = set(self._loaded.values())
+        self._file_states = {request: state for request, state in self._file_states.items() if request in loaded}
+        self._file_hashes = {request: found for request, found in self._file_hashes.items() if request in loaded}
 
     def add(self, request: LoRARequest) -> None:
         """Loads an adapter. If running requests use all places, it is loaded and unloaded again, as a check.
@@ -145,6 +159,8 @@ class LoRAManager:
         earlier = [old for old in self._replaced if old.lora_int_id == request.lora_int_id]
         self._replaced.update(dict.fromkeys(earlier, request))
         self._replaced.pop(request, None)
+        while len(self._replaced) > MAX_ADAPTER_RECORDS:
+            del self._replaced[next(iter(self._replaced))]
 
     def remove(self, lora_int_id: int) -> bool:
         """Unloads an adapter; False, with nothing changed, if it is not loaded or a running request uses it."""

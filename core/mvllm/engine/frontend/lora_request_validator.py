@@ -5,7 +5,7 @@ from __future__ import annotations
 from mvllm.config.engine_config import EngineConfig
 from mvllm.errors import ModelError, RequestError
 from mvllm.messages.field_checks import is_unicode
-from mvllm.messages.lora import LoRARequest
+from mvllm.messages.lora import MAX_ADAPTER_RECORDS, LoRARequest
 from mvllm.models.peft_adapter import read_peft_adapter
 
 _MAX_LORA_ID = 2**31 - 1
@@ -22,7 +22,7 @@ class LoRARequestValidator:
 
     def __init__(self, config: EngineConfig) -> None:
         self._lora = config.lora
-        self._by_id: dict[int, LoRARequest] = {}
+        self._by_id: dict[int, LoRARequest] = {}  # the last MAX_ADAPTER_RECORDS
 
     @property
     def ids(self) -> set[int]:
@@ -93,7 +93,10 @@ class LoRARequestValidator:
 
     def add(self, request: LoRARequest) -> None:
         """Records that the engine core has loaded the adapter."""
+        self._by_id.pop(request.lora_int_id, None)
         self._by_id[request.lora_int_id] = request
+        if len(self._by_id) > MAX_ADAPTER_RECORDS:  # loaded again by its next request
+            del self._by_id[next(iter(self._by_id))]
 
     def remove(self, lora_int_id: int) -> bool:
         """Forgets an adapter. Returns whether it was recorded."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +21,11 @@ _DEFAULT_FOLDER = "mvllm_profile"
 
 
 class Profiler:
-    """Records torch operations between `start` and `stop`, and writes a trace in Chrome's format."""
+    """Records torch operations of all threads between `start` and `stop`, and writes a trace in Chrome's format.
+    Thread-safe."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._running: profile | None = None
         self._path = Path()
 
@@ -36,9 +39,13 @@ class Profiler:
             RequestError: It records already.
             ConfigError: The folder of the traces cannot be created.
         """
-        if self._running is not None:
-            raise RequestError("The profiler is running. Call stop_profile() first.")
-        from torch.profiler import profile, supported_activities
+        with self._lock:
+            if self._running is not None:
+                raise RequestError("The profiler is running. Call stop_profile() first.")
+            self._start(prefix)
+
+    def _start(self, prefix: str | None) -> None:
+        from torch.profiler import _ExperimentalConfig, profile, supported_activities
 
         folder = Path(os.environ.get(FOLDER_VARIABLE) or _DEFAULT_FOLDER).expanduser()
         try:
@@ -46,7 +53,9 @@ class Profiler:
         except OSError as e:
             raise ConfigError(f"The folder {str(folder)!r} of {FOLDER_VARIABLE} cannot be created: {e}") from e
         self._path = folder / f"{prefix or 'mvllm'}.{os.getpid()}.{time.time_ns()}.pt.trace.json"
-        recorder: Any = profile(activities=supported_activities())
+        # Steps may run in another thread than this one, which alone is recorded by default.
+        config = _ExperimentalConfig(profile_all_threads=True)
+        recorder: Any = profile(activities=supported_activities(), experimental_config=config)
         recorder.start()
         self._running = recorder
 
@@ -56,7 +65,8 @@ class Profiler:
         Raises:
             RequestError: It does not record.
         """
-        recorder, self._running = self._running, None
+        with self._lock:
+            recorder, self._running = self._running, None
         if recorder is None:
             raise RequestError("The profiler is not running. Call start_profile() first.")
         recorder.stop()

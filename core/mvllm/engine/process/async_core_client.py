@@ -37,6 +37,9 @@ class AsyncEngineCoreClient(CoreClientProperties, Protocol):
     def core_pids(self) -> list[int]:
         """The process ids of the cores."""
 
+    def describe_cores(self) -> list[str]:
+        """See `AsyncLLM.describe_cores`."""
+
     def attach(self, loop: asyncio.AbstractEventLoop, on_outputs: OnOutputs, on_death: OnDeath) -> None:
         """Starts to read updates in `loop`, the event loop of the calling thread."""
 

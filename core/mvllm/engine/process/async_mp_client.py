@@ -89,6 +89,10 @@ class AsyncMPClient(MPClient):
         """The process id of the engine core."""
         return [self._connection.pid]
 
+    def describe_cores(self) -> list[str]:
+        """See `AsyncLLM.describe_cores`."""
+        return [f"Engine core {self._connection.pid} ({self._connection.activity}):\n{self._connection.dump_stack()}"]
+
     @property
     def failure(self) -> EngineDeadError | None:
         """Why the core can no longer be used, or None."""

@@ -14,6 +14,7 @@ import msgspec
 
 from mvllm.engine.process.dp_load_balancer import DPLoadBalancer
 from mvllm.engine.process.message_socket import MessageSocket
+from mvllm.errors import EngineDeadError
 from mvllm.logging import get_logger
 from mvllm.messages.coordinator_protocol import CoreLoad, CoreLoads, SentPrefixes, Sleep, SleepDone, ToFrontEnd
 
@@ -88,6 +89,9 @@ class CoordinatorClient:
             if self._publish_timer is not None:
                 self._publish_timer.cancel()
             loop.remove_reader(self._socket.fd)
+            for done in self._pending_sleeps.values():
+                if not done.done():
+                    done.set_exception(EngineDeadError("The engine has been shut down."))
         self._socket.close()
 
     def _publish_prefixes(self) -> None:

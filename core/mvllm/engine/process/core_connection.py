@@ -84,6 +84,10 @@ class CoreConnection(ABC):
     def kill_unresponsive(self) -> None:
         """Ends a core that has sent no update for `unresponsive_timeout`, or has its parent end it."""
 
+    def dump_stack(self) -> str:
+        """The stacks of the core's threads; empty if another process has started it."""
+        return ""
+
     @property
     def is_open(self) -> bool:
         """Whether `shutdown` has not been called."""

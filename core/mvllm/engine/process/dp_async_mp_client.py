@@ -136,6 +136,10 @@ class DPLBAsyncMPClient:
         """The process ids of the cores, by rank."""
         return [pid for core in self._cores for pid in core.core_pids]
 
+    def describe_cores(self) -> list[str]:
+        """See `AsyncLLM.describe_cores`."""
+        return [text for core in self._cores for text in core.describe_cores()]
+
     @property
     def failure(self) -> EngineDeadError | None:
         """Why one of the cores can no longer be used, or None."""

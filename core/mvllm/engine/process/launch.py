@@ -108,6 +108,10 @@ class ChildProcess(ChildProcessGroup):
         """Whether it is ready and has not failed."""
         return self.failure is None and bool(self.workers) and self._handle.is_ready
 
+    def dump_stack(self) -> str:
+        """The stacks of its threads, as written within half a second; may be empty."""
+        return self._handle.dump_stack()
+
     def unresponsive_error(self, seconds: float, what: str) -> EngineDeadError:
         """The error that names the process, its activity and its stacks."""
         return EngineDeadError(str(self.stuck_error([self._handle], seconds, what)))

@@ -64,6 +64,10 @@ class LaunchedCoreConnection(CoreConnection):
         failure = self.process.failure
         return None if failure is None else as_engine_dead_error(failure)
 
+    def dump_stack(self) -> str:
+        """As in CoreConnection. Blocks for up to half a second."""
+        return self.process.dump_stack()
+
     def launch(self) -> None:
         self._launched = time.perf_counter()
         self.process.launch()

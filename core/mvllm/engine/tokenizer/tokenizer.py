@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +26,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.mo
 
 _GUARD = "\n"
 _LONG_TEXT = 1 << 16  # characters; shorter texts are tokenized quickly
+_BORROWED_SECONDS = 60.0
+_BORROWED_PAUSE = 0.001
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
@@ -45,6 +49,7 @@ class Tokenizer:
         self, hf: Callable[[], Any], plain: JsonTokenizer | None = None, template: FolderTemplate | None = None
     ) -> None:
         self._make_hf = hf
+        self._hf_lock = threading.RLock()  # a call of `hf` may set truncation and padding, which all calls share
         self._json_tokenizer = plain
         self._folder_template = template
         self._fast: Any = plain.fast if plain is not None else None
@@ -55,10 +60,32 @@ class Tokenizer:
     @cached_property
     def hf(self) -> Any:
         """The tokenizer of `transformers`."""
-        hf = self._make_hf()
-        if self._json_tokenizer is not None:
-            self._fast, self._json_tokenizer = hf.backend_tokenizer, None
-        return hf
+        with self._hf_lock:
+            if "hf" not in vars(self):  # of another thread
+                hf = self._make_hf()
+                if self._json_tokenizer is not None:
+                    self._fast, self._json_tokenizer = hf.backend_tokenizer, None
+                vars(self)["hf"] = hf
+            return vars(self)["hf"]
+
+    def _call_hf(self, *texts: Any, **settings: Any) -> Any:
+        """Calls `hf`, and again if another thread has changed its settings meanwhile, as calls by the user may.
+
+        A call that changes a setting waits while other threads tokenize: the library refuses that.
+        """
+        deadline = time.monotonic() + _BORROWED_SECONDS
+        with self._hf_lock:
+            while True:
+                try:
+                    found = self.hf(*texts, verbose=False, **settings)
+                    set_now = None if self._fast is None else self._fast.truncation
+                    length = None if set_now is None else set_now["max_length"]
+                    if self._fast is None or length == settings.get("max_length") or time.monotonic() > deadline:
+                        return found
+                except RuntimeError as e:
+                    if str(e) != "Already borrowed" or time.monotonic() > deadline:
+                        raise
+                time.sleep(_BORROWED_PAUSE)
 
     @property
     def template_renderer(self) -> Any:
@@ -168,13 +195,16 @@ class Tokenizer:
 
     def _encode_truncated(self, first: str, second: str | None, max_tokens: int | None) -> tuple[list[int], list[int]]:
         """Token ids and their type ids."""
-        plain = self._json_tokenizer
-        if plain is None and not (self._encodes_by_backend and self._has_default_settings()):
+        plain, encoding = self._json_tokenizer, None
+        if plain is not None:
+            encoding = plain.fast.encode(first, second)
+        elif self._encodes_by_backend and self._has_default_settings():
+            encoding = self._fast.encode(first, second)
+        if encoding is None or (plain is None and not self._has_default_settings()):
             longest = {} if max_tokens is None else {"max_length": max_tokens}
             truncation = max_tokens is not None and ("longest_first" if second is not None else "only_first")
-            found = self.hf(first, second, truncation=truncation, verbose=False, **longest)
+            found = self._call_hf(first, second, truncation=truncation, **longest)
             return found["input_ids"], found.get("token_type_ids", [])
-        encoding = (self._fast if plain is None else plain.fast).encode(first, second)
         ids: list[int] = encoding.ids
         types: list[int] = encoding.type_ids
         if plain is None and "token_type_ids" not in self.hf.model_input_names:
@@ -206,8 +236,9 @@ class Tokenizer:
             return found
         if self._encodes_by_backend and self._has_default_settings():
             encodings: Sequence[Any] = self._fast.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-            return encodings
-        encoded = self.hf(texts, add_special_tokens=add_special_tokens, truncation=False, verbose=False)
+            if self._has_default_settings():  # still: the user may call `hf` in another thread
+                return encodings
+        encoded = self._call_hf(texts, add_special_tokens=add_special_tokens, truncation=False)
         ids: Sequence[Any] = encoded["input_ids"]
         return ids
 

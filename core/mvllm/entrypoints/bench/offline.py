@@ -10,7 +10,7 @@ from typing import Any
 from mvllm.engine.llm_engine import LLMEngine
 from mvllm.entrypoints.bench.datasets import SampleRequest
 from mvllm.entrypoints.bench.report import standard_percentiles
-from mvllm.entrypoints.step_loop import step_until_finished
+from mvllm.entrypoints.step_loop import run_requests
 from mvllm.errors import ConfigError, MvllmError
 from mvllm.messages.inputs import PromptType, TokensPrompt
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
@@ -112,9 +112,8 @@ def _run(
     ids = [f"bench-{i}" for i in range(len(requests))]
     start = time.perf_counter()
     processed = engine.input_processor.process_batch(ids, [p for p, _ in requests], [params for _, params in requests])
-    engine.add_processed_requests(processed)
     num_input = num_output = 0
-    with closing(step_until_finished(engine, ids)) as steps:
+    with closing(run_requests(engine, processed)) as steps:
         for output in steps:
             if not output.finished:
                 continue

@@ -267,7 +267,7 @@ class ModelPool:
         started = time.monotonic()
         logger.info("Loading the model %s.", model.entry.name)
         model.server = server
-        model.state = ModelState.LOADING
+        self._set_state(model, ModelState.LOADING)
         try:
             await server.start()
         except Exception as e:
@@ -282,7 +282,7 @@ class ModelPool:
         except BaseException:
             await asyncio.shield(self._free(model))
             raise
-        model.state = ModelState.LOADED
+        self._set_state(model, ModelState.LOADED)
         model.failure = None
         model._num_failures = 0
         model.last_used = model.idle_since = time.monotonic()
@@ -359,7 +359,7 @@ class ModelPool:
             victim = self._least_recently_used(idle=True, beside=model)
             if victim is None:
                 return
-            victim.state = ModelState.UNLOADING
+            self._set_state(victim, ModelState.UNLOADING)
             self._spawn(self._stop_marked(victim, "memory"))
 
     def _least_recently_used(self, *, idle: bool, beside: PooledModel | None = None) -> PooledModel | None:
@@ -371,7 +371,7 @@ class ModelPool:
 
     def _begin_drain(self, model: PooledModel) -> None:
         model._num_drains += 1
-        model.state = ModelState.DRAINING
+        self._set_state(model, ModelState.DRAINING)
 
     def _end_drain(self, model: PooledModel | None) -> None:
         """The model may have new requests again, unless it has been unloaded or must be for another reason."""
@@ -379,30 +379,36 @@ class ModelPool:
             return
         model._num_drains -= 1
         if model.state is ModelState.DRAINING and model._num_drains == 0:
-            model.state = ModelState.LOADED
+            self._set_state(model, ModelState.LOADED)
             self._grant_waiting(model)
-            self._notify()
 
     # --- unloads
 
     async def unload(self, model: PooledModel) -> bool:
-        """Unloads a model when its running requests have ended; returns whether it was loaded.
+        """Unloads a model when its running requests have ended; returns whether it was loaded. A load that has begun
+        ends first.
 
         A pinned model stays unloaded until a request needs it.
         """
         model._is_suspended = True
-        await self._wait_until(lambda: model.state not in (ModelState.LOADING, ModelState.UNLOADING))
-        if model.state is ModelState.UNLOADED:
-            return False
-        self._begin_drain(model)
         try:
-            await self._wait_until(lambda: model.is_idle or model.state is not ModelState.DRAINING)
-            if model.state is ModelState.DRAINING:
-                await self._stop(model, "request")
-        finally:
-            self._end_drain(model)
-        await self._wait_until(lambda: model.state is not ModelState.UNLOADING)
-        return True
+            await self._wait_until(lambda: model.state not in (ModelState.LOADING, ModelState.UNLOADING))
+            if model.state is ModelState.UNLOADED:
+                return False
+            self._begin_drain(model)
+            try:
+                await self._wait_until(lambda: model.is_idle or model.state is not ModelState.DRAINING)
+                if model.state is ModelState.DRAINING:
+                    await self._stop(model, "request")
+            finally:
+                self._end_drain(model)
+            await self._wait_until(lambda: model.state is not ModelState.UNLOADING)
+            return True
+        except asyncio.CancelledError:
+            if model.state is not ModelState.UNLOADING:  # it stays, and a pinned one is loaded again if it dies
+                model._is_suspended = False
+                self._notify()
+            raise
 
     async def unload_when_idle(self, model: PooledModel) -> None:
         """Unloads a model now if no request uses it, else after its requests, unless a later one keeps it."""
@@ -427,11 +433,11 @@ class ModelPool:
     def _expire(self, model: PooledModel) -> None:
         model._timer = None
         if model.is_loaded and model.is_idle:
-            model.state = ModelState.UNLOADING
+            self._set_state(model, ModelState.UNLOADING)
             self._spawn(self._stop_marked(model, "idle"))
 
     async def _stop(self, model: PooledModel, reason: str) -> None:
-        model.state = ModelState.UNLOADING
+        self._set_state(model, ModelState.UNLOADING)
         await asyncio.shield(self._spawn(self._stop_marked(model, reason)))
 
     async def _stop_marked(self, model: PooledModel, reason: str) -> None:
@@ -441,7 +447,7 @@ class ModelPool:
 
     async def _free(self, model: PooledModel) -> None:
         """Ends the server of a model, which is unloaded then."""
-        model.state = ModelState.UNLOADING
+        self._set_state(model, ModelState.UNLOADING)
         if model._timer is not None:
             model._timer.cancel()
             model._timer = None
@@ -452,8 +458,7 @@ class ModelPool:
                 logger.exception("The server of the model %s could not be ended.", model.entry.name)
         model.server = None
         model.adapters = frozenset()
-        model.state = ModelState.UNLOADED
-        self._notify()
+        self._set_state(model, ModelState.UNLOADED)
 
     def _on_death(self, model: PooledModel, server: ModelServer, error: Exception) -> None:
         """The server of a loaded model has died. The next request loads it again."""
@@ -462,7 +467,7 @@ class ModelPool:
         logger.error("The model %s has stopped; the next request loads it again: %s", model.entry.name, error)
         model.failure = error
         model._retry_at = 0.0
-        model.state = ModelState.UNLOADING
+        self._set_state(model, ModelState.UNLOADING)
         self._spawn(self._stop_marked(model, "death"))
 
     # --- tasks
@@ -471,6 +476,11 @@ class ModelPool:
         while not is_true():
             self._changed.clear()
             await self._changed.wait()
+
+    def _set_state(self, model: PooledModel, state: ModelState) -> None:
+        """Changes a model's state, and wakes those who wait for a change."""
+        model.state = state
+        self._notify()
 
     def _notify(self) -> None:
         self._changed.set()

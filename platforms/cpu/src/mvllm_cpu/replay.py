@@ -8,8 +8,9 @@ execute them all with one call into the library:
                                               │             │                    │
     where the pointers point            intermediates   weights (fixed)     argument 2: this step's plan
 
-Intermediate tensors are placed in one arena that all recordings share; memory is reused after a tensor's last reader.
-Addresses of arguments and of the result are patched for each run.
+Intermediate tensors are placed in one arena that all recordings of a thread share; memory is reused after a tensor's
+last reader. Addresses of arguments and of the result are patched for each run, so one thread at a time runs a function;
+threads that run different functions, of different engines, do not wait for each other.
 
 Whether a function can be replayed is detected. While it is recorded, torch reports its operations; kernels compute
 some of them (`recordable_torch_ops.py`), and any other operation that computes makes the record incomplete. Then the
@@ -28,6 +29,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import struct
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -144,6 +146,12 @@ def _is_within(result: Any, args: tuple[Any, ...]) -> bool:
     return all(r.untyped_storage().data_ptr() in storages for r in results if isinstance(r, torch.Tensor))
 
 
+class _Arena(threading.local):
+    """The memory of a thread's intermediate tensors."""
+
+    memory = torch.empty(0, dtype=torch.uint8)
+
+
 class Replay(CompileBackend):
     """Compile backend that records and replays functions whose work is done by this package's kernels.
 
@@ -159,7 +167,7 @@ class Replay(CompileBackend):
             self._run.argtypes = (pointer, length, length, pointer, pointer, length, pointer)
             self._run.restype = length
             self.torch_ops = RecordableTorchOps(library)
-        self._arena = torch.empty(0, dtype=torch.uint8)
+        self._arena = _Arena()
 
     def compile(self, function: Callable[..., Any], *, dynamic: bool) -> Callable[..., Any]:
         """A callable that replays `function` if possible. Each shape is recorded separately, dynamic or not."""
@@ -174,17 +182,18 @@ class Replay(CompileBackend):
         return False
 
     def arena(self, size: int) -> int:
-        """Address of `size` bytes for intermediate tensors, with undefined contents."""
-        if self._arena.numel() < size + ALIGNMENT:
-            self._arena = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
-        return -(-self._arena.data_ptr() // ALIGNMENT) * ALIGNMENT
+        """Address of `size` bytes for this thread's intermediate tensors, with undefined contents."""
+        memory = self._arena.memory
+        if memory.numel() < size + ALIGNMENT:
+            memory = self._arena.memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
+        return -(-memory.data_ptr() // ALIGNMENT) * ALIGNMENT
 
     def poison_arena(self) -> None:
-        """Fills the arena with NaNs of every dtype."""
-        self._arena.fill_(0xFF)
+        """Fills this thread's arena with NaNs of every dtype."""
+        self._arena.memory.fill_(0xFF)
 
     def run(self, program: _Program, arguments: tuple[Any, ...]) -> torch.Tensor:
-        """Executes a program's calls for these arguments."""
+        """Executes a program's calls for these arguments. No other thread may run the program meanwhile."""
         result = torch.empty(program.shape, dtype=program.dtype)
         given = list(map(_base_of, _addressed(arguments)))
         bases = (ctypes.c_int64 * (FIRST_ARGUMENT + len(given)))(
@@ -210,6 +219,7 @@ class _Compiled:
         self._backend = backend
         self._function = function
         self._programs: dict[Hashable, _Program | None] = {}
+        self._lock = threading.RLock()  # guards the programs, whose arguments a run patches
         self.refusals: dict[Hashable, str] = {}
 
     def __call__(self, *args: Any) -> Any:
@@ -218,12 +228,13 @@ class _Compiled:
         if rows > MOST_ROWS:
             return self._function(*args)
         key = tuple(map(_key_of, args))
-        program = self._programs.get(key, self)
-        if program is None:
-            return self._function(*args)
-        if not isinstance(program, _Program):
-            return self._record(key, args)
-        return self._backend.run(program, args)
+        with self._lock:
+            program = self._programs.get(key, self)
+            if isinstance(program, _Program):
+                return self._backend.run(program, args)
+            if program is not None:
+                return self._record(key, args)
+        return self._function(*args)
 
     def _record(self, key: Hashable, args: tuple[Any, ...]) -> Any:
         before = _copies(args)  # the function may modify its arguments
@@ -257,22 +268,29 @@ class _CompiledEncoder:
     def __init__(self, backend: Replay, function: Callable[..., Any]) -> None:
         self._backend, self._function = backend, function
         self._recordings: OrderedDict[int, _Compiled | None] = OrderedDict()
+        self._lock = threading.Lock()
 
     def __call__(self, items: torch.Tensor) -> Any:
         """Calls or replays the function for items [n, rows of an item, ...]."""
         count = len(items)
         if items.shape[0] * items.shape[1] > MOST_PATCHES:
             return self._function(items)
-        if count not in self._recordings:  # a number that occurs once would only be slower
+        with self._lock:
+            found = self._recorded(count)
+        return self._function(items) if found is None else found(items)
+
+    def _recorded(self, count: int) -> _Compiled | None:
+        """The recordings of a number of items; None at its first occurrence, since one run would only be slower."""
+        if count not in self._recordings:
             self._recordings[count] = None
             if len(self._recordings) > MOST_ENCODER_SHAPES:
                 self._recordings.popitem(last=False)
-            return self._function(items)
+            return None
         self._recordings.move_to_end(count)
         found = self._recordings[count]
         if found is None:
             found = self._recordings[count] = _Compiled(self._backend, self._function)
-        return found(items)
+        return found
 
 
 def _copies(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -51,6 +51,10 @@ class CPURuntime(DeviceRuntime):
         self.device = torch.device("cpu")
         self.seed(ctx.seed)
 
+    def bind_thread(self) -> None:
+        """Gives the thread the number of compute threads that was set in the first one: OpenMP keeps it for each."""
+        torch.get_num_threads()
+
     def synchronize(self) -> None:
         pass
 

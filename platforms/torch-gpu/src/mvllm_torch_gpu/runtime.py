@@ -141,6 +141,9 @@ class TorchGpuRuntime(DeviceRuntime):
     def refusal(self, properties: Any) -> str | None:
         """Why a device with these torch properties cannot be used, and what to do; None if it can."""
 
+    def bind_thread(self) -> None:
+        self.module.api.set_device(self.device)
+
     def synchronize(self) -> None:
         self.module.api.synchronize(self.device)
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mvllm.engine.async_llm import AsyncLLM
+from mvllm.engine.run_to_end import run_to_end
 from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.errors import ConfigError, RequestError
 from mvllm.messages.lora import LoRARequest
@@ -100,8 +101,12 @@ class OpenAIServingModels:
         if request is None:
             raise _no_adapter(name)
         updated = LoRARequest(name, request.lora_int_id, path or request.lora_path)
-        await engine.update_lora(updated)
-        self._lora_requests[name] = updated
+
+        async def update() -> None:
+            await engine.update_lora(updated)
+            self._lora_requests[name] = updated
+
+        await run_to_end(update())
 
     async def load_lora_modules(self, engine: AsyncLLM, modules: Sequence[tuple[str, str]]) -> None:
         """Loads the adapters of `--lora-modules`, given as names and folders.

@@ -137,6 +137,11 @@ class EventStreamResponse(Response):
         self.background = None
         self.status_code = 200
 
+    @property
+    def waits_for_client(self) -> bool:
+        """Whether the next event can be sent only when the client has read some."""
+        return self._waiting_since is not None
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events."""
         task = asyncio.current_task()

@@ -104,7 +104,10 @@ class BackgroundResponses:
         """Stores the events, until there are none for a while."""
         while self._pending:
             batches, self._pending = self._pending, []
-            await self._store.add_events(batches)
+            try:
+                await self._store.add_events(batches)
+            except Exception:  # later events, of other responses too, are still to be stored
+                logger.exception("Events of background responses could not be stored.")
             flushed, self._flushed = self._flushed, asyncio.Event()
             flushed.set()
             await asyncio.sleep(_FLUSH_SECONDS)

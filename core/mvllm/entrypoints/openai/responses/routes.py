@@ -81,7 +81,7 @@ class ResponsesRoutes:
                 "background needs the response to be stored, but this server stores none (--max-stored-responses 0).",
                 parameter="background",
             )
-        admitted = self._body_routes.admit(handler, model, in_background=True)
+        admitted = self._body_routes.admit(request, handler, model, in_background=True)
         return await self._background.start(request, handler, admitted)
 
     async def input_tokens(self, request: Request) -> Response:

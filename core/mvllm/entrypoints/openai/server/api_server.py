@@ -45,6 +45,7 @@ from mvllm.entrypoints.openai.server.rate_limits import KeyCounters, RateLimiter
 from mvllm.entrypoints.openai.server.server_state import ServerPhase, ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.openai.server.shared_metrics import ServerMetricsSnapshot, SharedServerMetrics
+from mvllm.entrypoints.openai.server.stall_watchdog import StallWatchdog
 from mvllm.entrypoints.openai.server.tokenizer_trial import TokenizerTrial
 from mvllm.entrypoints.shutdown_signals import SHUTDOWN_SECONDS, exit_now, force_exit_after, shutdown_signals
 from mvllm.errors import ConfigError
@@ -280,6 +281,8 @@ class APIServer:
             status = await self._serve(engine)
         finally:
             force_exit_after(SHUTDOWN_SECONDS)
+            if self._state.watchdog is not None:
+                self._state.watchdog.close()
             self._http.stop()
             self._chat_template_renderer.close()
             if self._tokenizer_trial is not None:
@@ -352,6 +355,7 @@ class APIServer:
         await self._models.load_lora_modules(engine, settings.lora_modules)
         await self._check_template(engine)
         freeze_garbage_collection()
+        state.watchdog = StallWatchdog(asyncio.get_running_loop(), engine)
         state.set_ready(context)
         if self._server_group is None:
             seconds = time.monotonic() - state.started

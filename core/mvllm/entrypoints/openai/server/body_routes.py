@@ -129,7 +129,7 @@ class BodyRoutes:
         Raises:
             As the handler.
         """
-        admitted = self.admit(handler, model)
+        admitted = self.admit(request, handler, model)
         is_streaming = False
         try:
             async with cancel_on_disconnect(request.receive):
@@ -143,12 +143,14 @@ class BodyRoutes:
             is_streaming = True
             handler.connection = request.scope.get("mvllm.connection")
             # It calls `end`, however it ends.
-            return EventStreamResponse(handler.stream(), self.send_timeout, admitted.end, handler.stream_format)
+            response = EventStreamResponse(handler.stream(), self.send_timeout, admitted.end, handler.stream_format)
+            admitted.set_response(response)
+            return response
         finally:
             if not is_streaming:
                 admitted.end()
 
-    def admit(self, handler: Handler, model: str, *, in_background: bool = False) -> AdmittedRequest:
+    def admit(self, request: Request, handler: Handler, model: str, *, in_background: bool = False) -> AdmittedRequest:
         """Counts a request as in flight for the server, until it is ended.
 
         Args:
@@ -156,7 +158,8 @@ class BodyRoutes:
             in_background: Whether it continues after its response, and so counts for its key until it is ended.
         """
         handler.lora_request = self._models.lora_request(model)
-        return AdmittedRequest(self._state, handler, current_request(), in_background=in_background)
+        name = f"{request.method} {request.url.path}"
+        return AdmittedRequest(self._state, handler, current_request(), name, in_background=in_background)
 
 
 class AdmittedRequest:
@@ -164,11 +167,12 @@ class AdmittedRequest:
 
     Args:
         counted: The request of its key; None without limits.
+        name: What it is, for the watchdog's report.
         in_background: As for `BodyRoutes.admit`.
     """
 
     def __init__(
-        self, state: ServerState, handler: Handler, counted: RunningRequest | None, *, in_background: bool
+        self, state: ServerState, handler: Handler, counted: RunningRequest | None, name: str, *, in_background: bool
     ) -> None:
         self._state = state
         self._handler = handler
@@ -176,7 +180,14 @@ class AdmittedRequest:
         self._in_background = in_background
         if counted is not None and in_background:
             counted.hold()
+        self._watchdog = state.watchdog
+        self._watched = None if state.watchdog is None else state.watchdog.begin(name)
         state.request_started()
+
+    def set_response(self, response: EventStreamResponse) -> None:
+        """Tells the watchdog of the stream, which may wait until its client reads."""
+        if self._watched is not None:
+            self._watched.waits_for_client = lambda: response.waits_for_client
 
     def count_tokens(self) -> None:
         """Counts the tokens so far for the request's key."""
@@ -185,6 +196,8 @@ class AdmittedRequest:
 
     def end(self) -> None:
         """Closes the handler. To be called once."""
+        if self._watchdog is not None and self._watched is not None:
+            self._watchdog.end(self._watched)
         self._handler.close()
         self._state.request_finished()
         self.count_tokens()

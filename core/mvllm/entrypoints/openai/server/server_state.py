@@ -15,6 +15,7 @@ from mvllm.engine.async_llm import AsyncLLM
 from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.server.shared_metrics import SharedServerMetrics
+from mvllm.entrypoints.openai.server.stall_watchdog import StallWatchdog
 
 
 class ServerPhase(enum.Enum):
@@ -38,6 +39,7 @@ class ServerState:
         started: Monotonic time of the start.
         num_in_flight: Requests to the engine whose response has not ended, in this process.
         idle: Set while no requests are in flight.
+        watchdog: Watches the requests of a loaded engine.
     """
 
     def __init__(self, heartbeat_timeout: float, shared_metrics: SharedServerMetrics | None = None) -> None:
@@ -50,6 +52,7 @@ class ServerState:
         self._shared_metrics = shared_metrics
         self._context: ServingContext | None = None
         self._closers: list[Callable[[], Awaitable[None]]] = []
+        self.watchdog: StallWatchdog | None = None
 
     def add_closer(self, close: Callable[[], Awaitable[None]]) -> None:
         """Adds what `close` calls: the end of something that routes use."""
