@@ -239,7 +239,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput") and threading.current_thread() is threading.main_thread():
         # As Ctrl-C: pytest ends the run and prints its summaries.
         previous = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-        config.add_cleanup(lambda: signal.signal(signal.SIGTERM, previous))
+
+        def restore() -> None:
+            signal.signal(signal.SIGTERM, previous)
+
+        config.add_cleanup(restore)
     config.pluginmanager.register(run, "mvllm-conformance-run")
 
 

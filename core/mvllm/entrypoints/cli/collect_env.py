@@ -131,7 +131,7 @@ def _line(value: object, indent: int) -> str:
 
 
 def _mvllm() -> Report:
-    from mvllm.entrypoints.cli.platforms import dotted
+    from mvllm.platform.discovery import dotted
     from mvllm.platform.spec import CONTRACT
 
     return {

@@ -48,6 +48,7 @@ _TIMEOUT_SECONDS = 120
 _TORCH_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 Checks = Iterable[Check]
+_ByName = dict[str, ForkResult]
 
 
 def run_checks(*, platform: str | None = None, model: str | None = None) -> list[Check]:
@@ -87,7 +88,7 @@ def run_checks(*, platform: str | None = None, model: str | None = None) -> list
     return checks
 
 
-def _run_forked(candidates: Sequence[Candidate]) -> tuple[ForkResult, *tuple[dict[str, ForkResult], ...]]:
+def _run_forked(candidates: Sequence[Candidate]) -> tuple[ForkResult, _ByName, _ByName, _ByName]:
     """Runs the checks that may crash.
 
     Returns:
