@@ -420,3 +420,31 @@ def test_white_space_after_a_call_takes_linear_time():
         deltas += stream.feed(" ")
     assert time.perf_counter() - start < 1.5
     assert len(merge_deltas([*deltas, *stream.finish()]).tool_calls) == 1
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm47", "minimax_m2"])
+def test_a_string_of_an_enum_is_no_null(name):
+    """In the formats that write strings without quotes, whatever else the text is written like."""
+    enum = ["none", "None", "null", "true", "3", None]
+    schemas = {
+        "a": {"type": ["string", "null"], "enum": enum},
+        "b": {"enum": enum},
+        "c": {"anyOf": [{"type": "string", "enum": enum[:-1]}, {"type": "null"}, {"type": "boolean"}]},
+        "d": {"$ref": "#/$defs/mode"},
+    }
+    tool = function("f", **schemas, other={"type": ["string", "null"]})
+    tool["function"]["parameters"]["$defs"] = {"mode": {"type": ["string", "integer", "null"], "enum": enum}}
+    parser, write = tool_parser(name)([tool]), dict(WRITERS)[name]
+    for text in enum[:-1]:
+        assert calls_of(parser.parse(write([("f", dict.fromkeys(schemas, text))]))) == [
+            ("f", dict.fromkeys(schemas, text))
+        ]
+    assert calls_of(parser.parse(write([("f", {"a": "NULL", "other": "null"})]))) == [("f", {"a": None, "other": None})]
+
+
+def test_minimax_keeps_the_line_breaks_of_strings():
+    """Its template writes values directly between the tags; those of Qwen3-Coder are lines of their own."""
+    for text in ("line\n", "\nline\n\n", "\n", "a\n</x>\n"):
+        for name, write in (("minimax_m2", minimax_m2), ("qwen3_coder", qwen3_coder), ("deepseek_v32", deepseek_v32)):
+            call = ("write", {"path": "a", "text": text})
+            assert calls_of(make(name).parse(write([call, T]))) == [call, T], name
