@@ -4,7 +4,11 @@ too small for them."""
 from __future__ import annotations
 
 import random
+<<<<<<< HEAD
 from functools import partial
+=======
+from collections.abc import Sequence
+>>>>>>> h/tiers
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +18,16 @@ from mvllm import RequestError, SamplingParams
 from mvllm.messages.sampling_params import RequestOutputKind
 from tests.engine.conftest import MakeLLM
 from tests.engine.test_async_scheduling import BLOCK_BYTES, TIGHT
+<<<<<<< HEAD
 from tests.engine.test_speculative import spec_config
 from tests.helpers.late_plugin import LOG
 from tests.helpers.model_zoo import VOCAB_SIZE
 from tests.helpers.plugins import example_platform_path, late_platform_path, prepend
 from tests.helpers.threads import run_in_threads
+=======
+from tests.helpers.model_zoo import VOCAB_SIZE
+from tests.helpers.plugins import example_platform_path, prepend
+>>>>>>> h/tiers
 
 NUM_REQUESTS = 90
 NUM_THREADS = 2
@@ -42,17 +51,18 @@ def random_params(rng: random.Random) -> SamplingParams:
     )
 
 
-def late_exports(platform: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Settings of an engine whose blocks arrive in host memory after the next step was launched, and stay on disk."""
-    install = late_platform_path if platform == "late" else example_platform_path
-    prepend(monkeypatch, install(folder / "plugins"))
-    monkeypatch.setenv(LOG, str(folder / "log"))
-    settings: dict[str, Any] = {"platform": platform, "kv_disk_cache": str(folder / "kv")}
-    if platform == "example":
-        settings["distributed_executor_backend"] = "mp"
-    return settings | {"kv_offloading_size": 14 * BLOCK_BYTES / 2**30}
+def late_exports(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Settings of an engine whose blocks arrive in host memory after the next step was launched, and stay on disk.
+
+    Few requests run at once, so that blocks which the last step has saved are loaded by the next one.
+    """
+    prepend(monkeypatch, example_platform_path(folder / "plugins"))
+    tiers = {"kv_offloading_size": 14 * BLOCK_BYTES / 2**30, "kv_disk_cache": str(folder / "kv")}
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 64}
+    return {"platform": "example", "distributed_executor_backend": "mp", **tiers, **limits}
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize(
     ("draft", "late"),  # asynchronous scheduling excludes drafts
     [
@@ -65,23 +75,36 @@ def late_exports(platform: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -
 )
 def test_random_traffic_keeps_the_state_consistent_and_the_outputs_correct(
     make_llm: MakeLLM, draft: str | None, late: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+=======
+@pytest.mark.parametrize(("async_scheduling", "late"), [(False, False), (True, False), (True, True)])
+def test_random_traffic_keeps_the_state_consistent_and_the_outputs_correct(
+    make_llm: MakeLLM, async_scheduling: bool, late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+>>>>>>> h/tiers
 ) -> None:
     """One thread adds and aborts requests and runs steps, while others call `generate`."""
     rng = random.Random(11)
     guesses = {"async_scheduling": True} if draft is None else {"speculative_config": spec_config(draft, 3)}
     llm = make_llm(
+<<<<<<< HEAD
         kv_cache_memory_bytes=TIGHT["kv_cache_memory_bytes"] * (2 if draft == "near" else 1),  # two models
         max_num_seqs=6,
         max_num_batched_tokens=40,
         scheduling_policy="priority",
         **(late_exports(late, tmp_path, monkeypatch) if late else {}),
         **guesses,
+=======
+        **TIGHT,
+        async_scheduling=async_scheduling,
+        scheduling_policy="priority",
+        **(late_exports(tmp_path, monkeypatch) if late else {"max_num_seqs": 6, "max_num_batched_tokens": 40}),
+>>>>>>> h/tiers
     )
     engine, scheduler = llm.llm_engine, llm.llm_engine._client._core.scheduler
     shared = [rng.randrange(2, VOCAB_SIZE) for _ in range(150)]
     probes = [{"prompt_token_ids": shared[:length]} for length in (3, 40, 100)]
     settings = [SamplingParams(temperature=t, seed=3, max_tokens=12, ignore_eos=True) for t in (0, 1, 0)]
 
+<<<<<<< HEAD
     def answers() -> list[list[int]]:
         return [list(output.outputs[0].token_ids) for output in llm.generate(probes, settings, use_tqdm=False)]
 
@@ -134,6 +157,44 @@ def test_random_traffic_keeps_the_state_consistent_and_the_outputs_correct(
     before = answers()
     callers = [partial(call, random.Random(seed)) for seed in range(NUM_THREADS)]
     assert run_in_threads(run_steps, *callers) == [None] * (1 + NUM_THREADS)
+=======
+    alive: set[str] = set()
+    known: dict[str, Sequence[int]] = {}  # the tokens of probes among the requests
+    num_requests = NUM_REQUESTS // 3 if late else NUM_REQUESTS
+    num_added = num_steps = 0
+    while num_added < num_requests or engine.has_unfinished_requests():
+        while num_added < num_requests and len(alive) < rng.choice([1, 6, 16]):
+            if late and rng.random() < 0.5:
+                probe = rng.randrange(len(probes))
+                engine.add_request(str(num_added), probes[probe], settings[probe])
+                known[str(num_added)] = before[probe]
+                alive.add(str(num_added))
+                num_added += 1
+                continue
+            length = rng.choice([1, 15, 16, 17, 90, 150])
+            own = rng.randrange(1, length + 1)
+            ids = shared[: length - own] + [rng.randrange(2, VOCAB_SIZE) for _ in range(own)]
+            with pytest.raises(RequestError):
+                engine.add_request(str(num_added), {"prompt_token_ids": [*ids, VOCAB_SIZE]})
+            salt = {"cache_salt": "s"} if rng.random() < 0.1 else {}
+            prompt = {"prompt_token_ids": ids, **salt}
+            engine.add_request(str(num_added), prompt, random_params(rng), priority=rng.randrange(-2, 3))
+            alive.add(str(num_added))
+            num_added += 1
+        if rng.random() < 0.1 and alive:
+            dropped = rng.choice(sorted(alive))
+            engine.abort_request(dropped)
+            alive.remove(dropped)
+        for output in engine.step():
+            assert output.request_id in alive
+            if output.finished:
+                alive.remove(output.request_id)
+                assert {sequence.finish_reason for sequence in output.outputs} <= {"stop", "length"}
+                assert known.get(output.request_id, output.outputs[0].token_ids) == output.outputs[0].token_ids
+        num_steps += 1
+        if num_steps % 10 == 0:
+            scheduler.check_integrity()
+>>>>>>> h/tiers
 
     scheduler.check_integrity()
     stats = scheduler.make_stats()

@@ -9,7 +9,8 @@ Blocks of host memory are reported by the index of host blocks, those of a conne
 hash alone. The recorder keeps an index of all reported blocks, from which it takes their tokens.
 
 A hash is set when the plan is made that writes the block. Whoever acts on an event sends a request, which is planned
-later, so it finds the block written. Blocks of a failed plan are removed again, see `KVCacheManager.discard`.
+later, so it finds the block written. Blocks of a failed plan are removed again, see `KVCacheManager.discard`. The same
+holds for host blocks: a later plan may load them, and workers wait for the copy that fills them.
 """
 
 from __future__ import annotations

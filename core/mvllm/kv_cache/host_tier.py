@@ -1,7 +1,8 @@
 """The host tier: copies of cached blocks and of state snapshots in host memory, made and read by the steps themselves.
 
 A plan names blocks to copy to host blocks, and host blocks to copy to blocks. Workers do that first: saves, loads, then
-the model. Plans are executed in order, so contents are known as soon as a plan is made.
+the model. Plans are executed in order, so contents are known as soon as a plan is made: a later plan may load them,
+and the workers wait for their copies first. Who reads host memory without a plan gets names when copies have ended.
 
     plan     5                     6                        7                   8
              block 4 gets a hash   results of 5: confirmed

@@ -150,12 +150,12 @@ def test_workers_get_the_settings_of_this_process(platform, monkeypatch):
     assert ExamplePlatform().topology(ParallelConfig(tensor_parallel_size=2)).env_per_worker == (given, given)
 
 
-def test_the_plugin_has_at_most_620_lines_and_250_for_the_mode_replay():
+def test_the_plugin_has_at_most_660_lines_and_250_for_the_mode_replay():
     files = [*PACKAGE.glob("*.py"), EXAMPLE_SOURCE.parent / "setup.py"]
     replay = [file for file in files if file.name in ("replay.py", "replay_platform.py")]
 
     def num_lines(files):
         return sum(bool(line.strip()) for file in files for line in file.read_text("utf-8").splitlines())
 
-    assert num_lines(set(files) - set(replay)) <= 620
+    assert num_lines(set(files) - set(replay)) <= 660
     assert len(replay) == 2 and num_lines(replay) <= 250

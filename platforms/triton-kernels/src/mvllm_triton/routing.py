@@ -47,16 +47,16 @@ def select_experts(
     if num_tokens == 0:
         return weights, ids
     of_chosen = scores == "softmax_of_chosen"
-    corrected = correction is not None and not of_chosen
+    added = None if of_chosen or correction is None else correction.contiguous()
     experts_pad = power_of_two(num_experts)
     kernels.select_experts[(num_tokens,)](
-        weights, ids, logits, correction.contiguous() if corrected else weights, logits.stride(0), scale,
+        weights, ids, logits, weights if added is None else added, logits.stride(0), scale,
         NUM_EXPERTS=num_experts,
         EXPERTS_PAD=experts_pad,
         TOP_K=top_k,
         CHOSEN_PAD=power_of_two(top_k),
         SCORES=_SCORES[scores].value,
-        CORRECTED=corrected,
+        CORRECTED=added is not None,
         NORMALIZE=normalize and not of_chosen,
         NUM_GROUPS=1 if of_chosen else num_groups,
         GROUPS_PAD=power_of_two(num_groups),
