@@ -15,11 +15,8 @@ import pytest
 from mvllm import SamplingParams
 from tests.engine.test_speculative import THREADS, check_close, drafts, draw, random_requests, run
 from tests.helpers.parity import engine
-<<<<<<< HEAD
-from tests.helpers.threads import generate_in_threads
-=======
 from tests.helpers.plugins import example_platform_path, prepend
->>>>>>> h/tiers
+from tests.helpers.threads import generate_in_threads
 
 FAMILIES = (
     "granitehybrid",
