@@ -188,7 +188,7 @@ class Engine(AsyncLLM):
     def _require_ready(self) -> None:
         pass
 
-    async def _run_in_thread(self, work: Callable[[], Any]) -> Any:
+    async def _run_in_thread(self, work: Callable[[], Any], num_chars: int = 0) -> Any:
         return work()
 
 
