@@ -227,7 +227,9 @@ def test_stored_completions_counted_tokens_and_the_time_of_loading(client: httpx
     assert client.get(f"{path}/messages").json()["data"][0]["content"] == QUESTION[0]["content"]
     assert client.delete(path).json()["deleted"] and client.get(path).status_code == 404
     body = {"model": "small", "input": QUESTION[0]["content"]}
-    counted = client.post("/v1/responses/input_tokens", json=body).json()["input_tokens"]
+    answer = client.post("/v1/responses/input_tokens", json=body)
+    assert answer.status_code == 200, answer.text
+    counted = answer.json()["input_tokens"]
     assert counted == made["usage"]["prompt_tokens"]
     assert client.post("/v1/responses/compact", json=body).status_code == 404
     for path in ("/api/tags", "/v1/models", "/health", "/tokenizer_info?model=small", "/"):

@@ -46,6 +46,7 @@ _OF_A_LOADED_MODEL = ("/sleep", "/wake_up", "/reset_mm_cache", "/reset_prefix_ca
 _LORA_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _STORED = ("/v1/responses/", "/v1/chat/completions/")
 """Beginnings of paths with the id of a stored response or chat completion."""
+_WITHOUT_ID = ("/v1/responses/input_tokens", "/v1/responses/compact")
 _COMPLETIONS = "/v1/chat/completions"
 _CONVERSATIONS = "/v1/conversations"
 _PLUGINS = "/plugins/"
@@ -151,12 +152,8 @@ class RouterApp:
         """Whether the path is about objects in a store that all models share: no model has to be loaded."""
         if self._settings.responses_store is None:
             return False
-        is_stored = self._is_of_stored_response(method, path) or (method == "GET" and path == _COMPLETIONS)
+        is_stored = _has_id(path) or (method == "GET" and path == _COMPLETIONS)
         return is_stored or path.startswith(f"{_CONVERSATIONS}/") or path == _CONVERSATIONS
-
-    def _is_of_stored_response(self, method: str, path: str) -> bool:
-        """Whether the path has the id of a response or completion, unlike those of routes without parameters."""
-        return path.startswith(_STORED) and (method, path) not in self._forwarded
 
     def _find_route(self, scope: Scope) -> BaseRoute | OwnRoute | None:
         if scope["path"].startswith(_PLUGINS):
@@ -174,7 +171,7 @@ class RouterApp:
         fields = RoutingFields()
         if name is not None:
             body = await self._reader.read_any(request)
-        elif self._is_of_stored_response(scope["method"], path):
+        elif _has_id(path):
             body, name = await self._reader.read_any(request), await self._model_with_response(scope)
         elif scope["method"] in ("POST", "PUT", "PATCH"):
             body = await self._reader.read(request)
@@ -251,6 +248,11 @@ class RouterApp:
             return None
         await self._pool.unload_when_idle(model)
         return self._catalog.unloaded_response(model, is_chat=path == "/api/chat")
+
+
+def _has_id(path: str) -> bool:
+    """Whether the path has the id of a stored response or chat completion."""
+    return path.startswith(_STORED) and path not in _WITHOUT_ID
 
 
 class OwnRoute:
