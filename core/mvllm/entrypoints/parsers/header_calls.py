@@ -175,8 +175,8 @@ class HeaderCalls(MarkedCalls):
         return end if self._keep_separator else self.hold(text, end, found.end())
 
     @property
-    def _all_ends(self) -> tuple[str, ...]:
-        return (*self._ends, *self._closers)
+    def _all_markers(self) -> tuple[str, ...]:
+        return (*self._ends, *self._markers)
 
     @property
     def _openers(self) -> tuple[str, ...]:

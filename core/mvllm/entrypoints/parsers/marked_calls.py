@@ -102,9 +102,9 @@ class MarkedCalls(ToolStream):
             if not self.is_cut:
                 self._reader.finish(out, self._tail)
             self._reader, self._tail = None, ""
-        if self._held and is_tag(self._held[0]) and self.may_be_call():
+        if self._held and (is_tag(self._held[0]) or self._follows_call) and self.may_be_call():
             self._held, self._tail = [], ""
-        if self._follows_call and any(is_partial_marker(self._tail, 0, marker) for marker in self._all_ends):
+        if self._follows_call and any(is_partial_marker(self._tail, 0, marker) for marker in self._all_markers):
             self._tail = ""
         self.say(self._shown_text() + self._tail, out)
         self._held, self._tail = [], ""
@@ -171,7 +171,7 @@ class MarkedCalls(ToolStream):
 
     def no_call(self, text: str, i: int, out: list[Delta]) -> int:
         """State after text that is not a call: it is content, except before another call."""
-        if is_tag(self._held[0]) and any(is_partial_marker(text, i, marker) for marker in self._openers):
+        if self._held and is_tag(self._held[0]) and any(is_partial_marker(text, i, marker) for marker in self._openers):
             return self.wait(text, i)
         end = self.drop_unfinished(text, i)
         return self.give_up(i, out) if end is None else end
@@ -279,7 +279,9 @@ class MarkedCalls(ToolStream):
     def drop_unfinished(self, text: str, i: int) -> int | None:
         """Drops the stored text if it is the beginning of a call before another one. Returns `i`, else None."""
         found = self._pattern.match(text, i)
-        if not (found and found.group() in self._openers and is_tag(self._held[0]) and self.may_be_call()):
+        if not (found and found.group() in self._openers and self._held and is_tag(self._held[0])):
+            return None
+        if not self.may_be_call():
             return None
         self._held, self._in_list, self._reader = [], False, None
         self._follows_call = True
@@ -287,8 +289,8 @@ class MarkedCalls(ToolStream):
         return i
 
     @property
-    def _all_ends(self) -> tuple[str, ...]:
-        return self._closers
+    def _all_markers(self) -> tuple[str, ...]:
+        return self._markers
 
     def may_be_call(self) -> bool:
         """Whether the stored text is the beginning of a call, which is dropped at the end of the text."""
