@@ -45,7 +45,8 @@ class Profiler:
             self._start(prefix)
 
     def _start(self, prefix: str | None) -> None:
-        from torch.profiler import _ExperimentalConfig, profile, supported_activities
+        from torch._C._profiler import _ExperimentalConfig
+        from torch.profiler import profile, supported_activities
 
         folder = Path(os.environ.get(FOLDER_VARIABLE) or _DEFAULT_FOLDER).expanduser()
         try:
