@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -43,19 +44,46 @@ def generate(llm: LLM, first: int, params: SamplingParams = LONG, **settings: An
 
 
 @contextmanager
-def generating(llm: LLM, *firsts: int) -> Iterator[list[Any]]:
-    """Generates in a thread for each first token; the results are in the list after the block."""
-    results: list[Any] = []
-    work = [lambda first=first: generate(llm, first) for first in firsts]
+def calling(llm: LLM, *firsts: int, until_error: bool = True) -> Iterator[list[list[Any]]]:
+    """Calls `generate` again and again in a thread for each first token, until an error, or else the end of the block.
+
+    After the block, the list has the results of each thread, the error last.
+    """
+    stops, results = threading.Event(), list[list[Any]]()
+
+    def call(first: int) -> list[Any]:
+        found: list[Any] = []
+        try:
+            while not stops.is_set():
+                found.append(generate(llm, first))
+        except Exception as e:
+            found.append(e)
+        return found
+
+    work = [lambda first=first: call(first) for first in firsts]
     runner = threading.Thread(target=lambda: results.extend(run_in_threads(*work)))
     runner.start()
-    while llm.llm_engine._output_processor.num_requests < len(firsts) and runner.is_alive():
+    while not llm.llm_engine.load.num_requests and runner.is_alive():
         time.sleep(0.001)
     try:
         yield results
     finally:
+        if not until_error:
+            stops.set()
         runner.join(SECONDS)
-        assert not runner.is_alive()
+        assert not runner.is_alive() and len(results) == len(firsts)
+
+
+def errors(results: list[list[Any]]) -> list[type]:
+    return [type(found[-1]) for found in results]
+
+
+def check_outputs(results: list[list[Any]], expected: list[list[int]], *, whole: bool = True) -> None:
+    """Asserts right outputs; a call that came while the engine was paused was refused."""
+    for found, wanted in zip(results, expected, strict=True):
+        if found and isinstance(found[-1], RequestError):
+            assert "paused" in str(found.pop())
+        assert all(tokens == wanted if whole else tokens == wanted[: len(tokens)] for tokens in found)
 
 
 def test_requests_of_threads_run_in_the_same_steps(make_llm: MakeLLM) -> None:
@@ -162,7 +190,8 @@ def test_ctrl_c_ends_the_call_of_the_main_thread_only(shared: LLM, drives: bool)
     def other() -> None:
         wait_for_requests(1 if drives else 0)
         interrupting.start()
-        results.append(generate(llm, 50))
+        while not results or interrupting.is_alive():
+            results.append(generate(llm, 50))
 
     def interrupt() -> None:
         wait_for_requests(2)
@@ -173,29 +202,28 @@ def test_ctrl_c_ends_the_call_of_the_main_thread_only(shared: LLM, drives: bool)
         generating.start()
         if not drives:
             wait_for_requests(1)
-        for _ in range(100):
+        while generating.is_alive():
             generate(llm, 51)
     for thread in (interrupting, generating):
         thread.join(SECONDS)
-    assert results == [expected]
+    assert results and all(result == expected for result in results)
     check_idle(llm)
 
 
 def test_an_aborted_request_ends_its_call(shared: LLM) -> None:
-    with generating(shared, 60, 61) as results:
-        shared.llm_engine.abort_request(shared.llm_engine._output_processor.requests[0].request_id)
-    [error] = [result for result in results if isinstance(result, RequestError)]
-    [other] = [result for result in results if isinstance(result, list)]
-    assert "aborted" in str(error) and other in (generate(shared, 60), generate(shared, 61))
+    llm_engine = shared.llm_engine
+    with calling(shared, 60, 61) as results:
+        while not results:  # both threads have ended
+            llm_engine.abort_request([request.request_id for request in llm_engine._output_processor.requests])
+            time.sleep(0.001)
+    assert errors(results) == [RequestError] * 2 and all("aborted" in str(found[-1]) for found in results)
     check_idle(shared)
 
 
 def test_sleep_ends_waiting_calls_with_an_error(shared: LLM) -> None:
-    with generating(shared, 60, 61) as results:
+    with calling(shared, 60, 61) as results:
         shared.sleep()
-    assert [type(result) for result in results] == [EngineSleepingError] * 2
-    with pytest.raises(EngineSleepingError):
-        generate(shared, 60)
+    assert errors(results) == [EngineSleepingError] * 2
     shared.wake_up()
     assert len(generate(shared, 60)) == LONG.max_tokens
     check_idle(shared)
@@ -203,34 +231,25 @@ def test_sleep_ends_waiting_calls_with_an_error(shared: LLM) -> None:
 
 def test_a_paused_engine_keeps_waiting_calls_until_it_resumes(shared: LLM) -> None:
     expected = [generate(shared, first) for first in (60, 61)]
-    with generating(shared, 60, 61) as results:
-        shared.pause_generation(mode="keep")
-        assert shared.is_paused()
-        time.sleep(0.05)
-        assert not results
-        shared.resume_generation()
-    assert results == expected
-    with generating(shared, 60, 61) as results:
-        shared.pause_generation(mode="wait")
-        assert shared.is_paused()
-    assert results == expected
-    shared.resume_generation()
-    with generating(shared, 60, 61) as results:
-        shared.pause_generation(mode="abort")
-    assert all(found == wanted[: len(found)] for found, wanted in zip(results, expected, strict=True))
-    shared.resume_generation()
+    for mode in ("keep", "wait", "abort"):
+        with calling(shared, 60, 61, until_error=False) as results:
+            shared.pause_generation(mode=mode)
+            assert shared.is_paused()
+            time.sleep(0.02)
+            shared.resume_generation()
+        check_outputs(results, expected, whole=mode != "abort")
     check_idle(shared)
 
 
 def test_a_weight_update_runs_between_two_steps(shared: LLM, checkpoint: Path) -> None:
     expected = [generate(shared, first) for first in (60, 61)]
-    with generating(shared, 60, 61) as results:
+    with calling(shared, 60, 61, until_error=False) as results:
         for _ in range(2):
             shared.update_weights(path=checkpoint)
         shared.start_weight_update()
         shared.update_weights(path=checkpoint)
         shared.finish_weight_update(reset_running_requests=True)
-    assert results == expected
+    check_outputs(results, expected)
     check_idle(shared)
 
 
@@ -251,25 +270,24 @@ def test_requests_of_add_request_keep_their_outputs(shared: LLM) -> None:
 @pytest.mark.parametrize("in_process", [True, False], ids=["in-process", "core process"])
 def test_close_ends_waiting_calls_with_an_error(checkpoint: Path, in_process: bool) -> None:
     with engine(checkpoint, engine_core_process=not in_process) as llm:
-        with generating(llm, 60, 61) as results:
+        with calling(llm, 60, 61) as results:
             llm.close()
-        assert [type(result) for result in results] == [EngineDeadError] * 2
-        assert all("shut down" in str(result) for result in results)
+        assert errors(results) == [EngineDeadError] * 2
         with pytest.raises(EngineDeadError, match="closed"):
             generate(llm, 60)
 
 
 def test_a_step_that_fails_ends_every_call(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make_llm()
-    with generating(llm, 60, 61) as results:
+    with calling(llm, 60, 61) as results:
         monkeypatch.setattr(llm.llm_engine._client, "step", lambda: 1 / 0)
-    assert [type(result) for result in results] == [EngineDeadError] * 2
-    assert all("division by zero" in str(result) for result in results)
+    assert errors(results) == [EngineDeadError] * 2
+    assert all("division by zero" in str(found[-1]) for found in results)
 
 
 def test_two_engines_run_in_two_threads(checkpoint: Path) -> None:
     with engine(checkpoint) as one, engine(checkpoint) as other:
-        expected = [generate(one, first, LONG) for first in (80, 81)]
+        expected = [generate(one, first) for first in (80, 81)]
         for _ in range(3):
             assert run_in_threads(lambda: generate(one, 80), lambda: generate(other, 81)) == expected
 
@@ -279,5 +297,9 @@ def test_an_engine_outlives_the_thread_that_started_it(checkpoint: Path) -> None
     [llm] = run_in_threads(opened.__enter__)
     try:
         assert generate(llm, 90) == generate(llm, 90)
+        with calling(llm, 91, 92) as results:  # calls that sleep notice the death of the core
+            llm.pause_generation(mode="keep")
+            os.kill(llm.llm_engine._client.core_pid, signal.SIGKILL)
+        assert set(errors(results)) <= {EngineDeadError, RequestError}  # RequestError: called while it was paused
     finally:
         opened.__exit__(None, None, None)

@@ -311,7 +311,10 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
 
     def _has_work(self) -> bool:
         self._require_alive()
-        return self._client.has_requests()
+        if self._client.has_requests():
+            return True
+        self._client.call_utility("is_scheduler_paused")  # raises if the engine core has died
+        return False
 
     def _run_step(self) -> list[RequestOutput]:
         try:

@@ -13,9 +13,10 @@ asked for it (FairLock): whatever they ask for while a step runs is done before 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 
 from mvllm.engine.fair_lock import FairLock
@@ -23,6 +24,9 @@ from mvllm.engine.frontend.outputs import RequestOutput
 from mvllm.errors import MvllmError
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+
+_IDLE_SECONDS = 1.0
+"""Between two looks at an engine that has unfinished requests and no work."""
 
 
 class StepCaller:
@@ -45,9 +49,10 @@ class StepCaller:
         """Ends its wait, or the next one. Callable in any thread or a signal handler."""
         self._signals.put(None)
 
-    def wait(self) -> None:
-        """Sleeps until `wake`."""
-        self._signals.get()
+    def wait(self, timeout: float | None) -> None:
+        """Sleeps until `wake`, for that many seconds at most."""
+        with contextlib.suppress(Empty):
+            self._signals.get(timeout=timeout)
 
 
 class SharedSteps:
@@ -148,7 +153,9 @@ class SharedSteps:
                         self._step()
                         continue
                 self._asleep[caller] = None
-            caller.wait()
+                # A paused engine has no work and no driver, who would notice its death.
+                timeout = _IDLE_SECONDS if self._driver is None else None
+            caller.wait(timeout)
 
     def _wake(self, caller: StepCaller) -> None:
         if caller in self._asleep:

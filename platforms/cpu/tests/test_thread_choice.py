@@ -7,13 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from mvllm.plugin_api import WorkerContext
-from mvllm_cpu import doctor, host_resources
+from mvllm_cpu import doctor, host_resources, kernels
 from mvllm_cpu.runtime import CPURuntime
 
 Write = Callable[[str, str], None]
@@ -167,6 +168,19 @@ def in_process(prepare: Callable[[int], None]) -> tuple[int, float]:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
+@pytest.mark.skipif(kernels.load().library is None, reason="no kernels, which load OpenMP")
+def test_other_threads_compute_with_the_number_of_threads_of_the_first():
+    library, before = kernels.load().library, torch.get_num_threads()
+    runtime = CPURuntime(WorkerContext(in_engine_process=True))
+    torch.set_num_threads(3)
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(runtime.bind_thread).result()
+            assert thread.submit(library.omp_get_max_threads).result() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_process_that_is_pinned_to_one_cpu_computes_with_one_thread():
     cpu = min(os.sched_getaffinity(0))
     threads, used = in_process(lambda pid: os.sched_setaffinity(pid, {cpu}))
