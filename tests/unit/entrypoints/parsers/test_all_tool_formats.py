@@ -12,7 +12,7 @@ import pytest
 from mvllm.entrypoints.parsers.interface import ContentDelta, ToolCallDelta, merge_deltas
 from mvllm.entrypoints.parsers.output_parser import OutputParser
 from mvllm.entrypoints.parsers.registry import tool_parser, tool_parser_names
-from tests.unit.entrypoints.parsers.parser_helpers import stream_deltas, streamed, without_ids, without_tags
+from tests.unit.entrypoints.parsers.parser_helpers import stream_deltas, streamed, without_ids
 
 
 def function(name, **properties):
@@ -264,7 +264,8 @@ class TestEveryFormat:
             whole = without_ids(parser.parse(text))
             assert without_ids(streamed(parser, random_cuts(rng, text, 6))) == whole, text
             if not whole[1] and name != "gpt_oss":
-                assert without_tags(parser, text).startswith(without_tags(parser, whole[0]))
+                rest = iter(text)  # the texts of unfinished calls are dropped, nothing is moved or repeated
+                assert all(c in rest for c in whole[0])
             for _, arguments in whole[1]:
                 assert isinstance(json.loads(arguments), dict)
 
