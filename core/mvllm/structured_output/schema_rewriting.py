@@ -17,13 +17,13 @@ from typing import Any
 from mvllm.structured_output.additional_properties import STRICT_KEY, resolve_reference
 from mvllm.structured_output.schema_values import (
     ANNOTATIONS,
-    TYPES,
     canonical,
     count_of,
     disjoint,
     escape_key,
     finite_values,
     is_regex,
+    other_types,
     reference_targets,
     strings_of,
     types_of,
@@ -48,6 +48,7 @@ _LIBRARY_KEY = "x-guidance"
 
 _NOTHING: Mapping[str, Any] = {"enum": []}
 _MAX_COMPARED = 64
+_MAX_NEGATED = 16
 _DATA = frozenset({"const", "enum", "default", "examples"})
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "items"})
@@ -516,32 +517,44 @@ class _Rewrites:
         if not keys:
             return False
         if keys == {"type"}:
-            gone = set(types_of(schema))
-            left = [kind for kind in TYPES if kind not in gone]
-            return {"type": left} if "integer" not in gone or "number" in gone else None
+            return other_types(schema)
         if keys == {"required"} or (keys == {"required", "type"} and schema["type"] == "object"):
-            names = strings_of(schema["required"])
-            if self._part.get("type") != "object" and "type" in keys:
-                return None
-            without: list[_Schema] = [{"type": "object", "properties": {name: False}} for name in names]
-            if len(without) == 1:
-                return without[0]
-            return {"anyOf": without} if 0 < len(without) <= 4 and self._rewriter.may_rewrite() else None
-        if keys == {"anyOf"} and isinstance(schema["anyOf"], list) and len(schema["anyOf"]) <= 16:
-            rest = [self._negated(self._rewriter.resolve(each)) for each in schema["anyOf"]]
-            if any(each is False for each in rest):
-                return False
-            return None if None in rest else {"allOf": [each for each in rest if each is not True]}
+            return self._without_one_of(schema)
+        if keys == {"anyOf"} and isinstance(schema["anyOf"], list):
+            return self._none_of(schema["anyOf"])
         if keys == {"not"}:
             rewritten: _Schema | bool = self._inner(schema["not"], "not/not")
             return rewritten
-        gone_values = finite_values(schema) if keys <= {"const", "enum", "type"} else None
+        return self._other_values(schema) if keys <= {"const", "enum", "type"} else None
+
+    def _without_one_of(self, schema: _Schema) -> _Schema | None:
+        """Objects that lack one of the names in `required`."""
+        names = strings_of(schema["required"])
+        if "type" in schema and self._part.get("type") != "object":
+            return None  # values that are no objects would have to be listed
+        without: list[_Schema] = [{"type": "object", "properties": {name: False}} for name in names]
+        if len(without) == 1:
+            return without[0]
+        return {"anyOf": without} if 0 < len(without) <= 4 and self._rewriter.may_rewrite() else None
+
+    def _none_of(self, options: list[Any]) -> _Schema | bool | None:
+        """Values that satisfy none of the options."""
+        if len(options) > _MAX_NEGATED:
+            return None
+        rest = [self._negated(self._rewriter.resolve(each)) for each in options]
+        if any(each is False for each in rest):
+            return False
+        return None if None in rest else {"allOf": [each for each in rest if each is not True]}
+
+    def _other_values(self, schema: _Schema) -> _Schema | bool | None:
+        """The values of this part without those of `schema`, if both have finitely many."""
+        gone = finite_values(schema)
         own = finite_values({key: value for key, value in self._part.items() if key != "not"})
-        if gone_values is not None and own is not None:
-            gone_keys = {canonical(value) for value in gone_values}
-            left_values = [value for value in own if canonical(value) not in gone_keys]
-            return {"enum": left_values} if left_values else False
-        return None
+        if gone is None or own is None:
+            return None
+        gone_keys = {canonical(value) for value in gone}
+        left = [value for value in own if canonical(value) not in gone_keys]
+        return {"enum": left} if left else False
 
     def _one_of(self) -> None:
         part, rewriter = self._part, self._rewriter

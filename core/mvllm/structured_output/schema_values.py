@@ -62,6 +62,13 @@ def types_of(schema: Mapping[str, Any]) -> tuple[str, ...]:
     return TYPES if values is None else tuple(sorted({_type_of(value) for value in values}))
 
 
+def other_types(schema: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Values of the types that a schema of types excludes; None if that takes integers from numbers."""
+    gone = set(types_of(schema))
+    left = [kind for kind in TYPES if kind not in gone]
+    return {"type": left} if "integer" not in gone or "number" in gone else None
+
+
 def _type_of(value: Any) -> str:
     match value:
         case None:
