@@ -223,7 +223,7 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
 
     @property
     def is_driven(self) -> bool:
-        """Whether a caller runs steps, or waits for work."""
+        """Whether a call in another thread runs steps, or waits for work."""
         return self._shared_steps.is_driven
 
     @exclusive
