@@ -26,6 +26,7 @@ from mvllm.messages.sampling_params import RequestOutputKind
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.structured_output import llguidance_library
 from mvllm.structured_output.grammar_compiler import CompiledGrammar, GrammarCompiler, make_compile_job
+from mvllm.structured_output.output_validator import ValidationJob
 from mvllm.structured_output.sandbox import GrammarSandbox
 from mvllm.structured_output.sandbox_main import CompileJob, to_grammar
 from mvllm.structured_output.sequence_grammar import SequenceGrammar
@@ -34,6 +35,7 @@ from mvllm_cpu.platform import CPUPlatform
 from tests.engine.conftest import MakeLLM
 from tests.helpers.parity import engine
 from tests.helpers.schemas import random_regex, random_schema
+from tests.helpers.threads import SECONDS, run_in_threads
 
 ROOM = {"kv_cache_memory_bytes": 1 << 24, "max_num_seqs": 32}
 PROMPT = [5, 6, 7, 8]
@@ -304,6 +306,32 @@ def test_results_are_validated_against_what_is_not_enforced(llm: LLM, kind: Requ
     )
     assert warnings["right"][0] == [] and warnings["right"][-1] == []
     assert {*warnings["annotation"], *warnings["cut"], *warnings["enforced"]} == {None}
+
+
+def test_requests_of_other_threads_run_while_a_result_is_validated(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, opened = threading.Event(), threading.Event()
+    now = llm.llm_engine._output_validator._run
+
+    def later(job: ValidationJob) -> list[str]:
+        entered.set()
+        assert opened.wait(SECONDS)
+        return now(job)
+
+    monkeypatch.setattr(llm.llm_engine._output_validator, "_run", later)
+
+    def free() -> list[int]:
+        assert entered.wait(SECONDS)
+        try:
+            return run(llm, [SamplingParams(max_tokens=8, ignore_eos=True)])[0].token_ids
+        finally:
+            assert not opened.is_set()
+            opened.set()
+
+    wrong, tokens = run_in_threads(
+        lambda: run(llm, [wanted(json=TWICE, disable_any_whitespace=True)])[0].warnings, free
+    )
+    assert "non-unique elements" in wrong[0] and len(tokens) == 8
+    assert not llm.llm_engine._validations
 
 
 def test_a_result_that_was_not_detokenized_is_named_as_not_validated(llm: LLM) -> None:

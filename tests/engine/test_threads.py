@@ -241,6 +241,32 @@ def test_a_paused_engine_keeps_waiting_calls_until_it_resumes(shared: LLM) -> No
     check_idle(shared)
 
 
+def test_a_pause_waits_for_a_stream_that_is_being_read(shared: LLM) -> None:
+    read, paused = threading.Event(), threading.Event()
+
+    def stream() -> int:
+        count = 0
+        for count, _ in enumerate(stream_request(shared.llm_engine, {"prompt_token_ids": [60]}, LONG), 1):
+            if count == 1:
+                read.set()
+                while not paused.is_set() and shared.llm_engine._call_core("is_scheduler_running"):
+                    time.sleep(0.001)
+                paused.wait(0.05)  # with an output at hand, and no call that runs steps
+        return count
+
+    def pause() -> bool:
+        assert read.wait(SECONDS)
+        shared.pause_generation(mode="wait")
+        is_paused = shared.is_paused()
+        paused.set()
+        shared.resume_generation()
+        return is_paused
+
+    count, is_paused = run_in_threads(stream, pause)
+    assert count > 1 and is_paused
+    check_idle(shared)
+
+
 def test_a_weight_update_runs_between_two_steps(shared: LLM, checkpoint: Path) -> None:
     expected = [generate(shared, first) for first in (60, 61)]
     with calling(shared, 60, 61, until_error=False) as results:

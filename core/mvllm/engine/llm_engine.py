@@ -91,6 +91,7 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
         self._stats: SchedulerStats | None = None
         self._shared_steps = SharedSteps(self._drive_step, self._has_work)
         self._unread_outputs: deque[list[RequestOutput]] = deque()  # of steps that callers ran; for `step`
+        self._validations: dict[str, list[Callable[[], None]]] = {}  # by request id: what waits for them
         self.num_generated_tokens = 0
         self._metrics = EngineMetrics(self.config.model.max_model_len)
         self.item_client.on_processed = self._metrics.observe_item
@@ -210,17 +211,19 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
 
         See `SharedSteps.next_outputs`. The requests of all callers run in the same steps.
         """
-        return self._shared_steps.next_outputs(caller, before_step)
+        return self._finish_validations(self._shared_steps.next_outputs(caller, before_step))
 
     @exclusive
     def remove_caller(self, caller: StepCaller) -> None:
         """Ends a call, and aborts its unfinished requests. Other callers continue."""
         self._shared_steps.remove(caller)
         self.abort_request(caller.unfinished)
+        for output in caller.outputs:
+            self._validations.pop(output.request_id, None)
 
     @property
     def is_driven(self) -> bool:
-        """Whether a caller runs steps, or waits for work."""
+        """Whether a call in another thread runs steps, or waits for work."""
         return self._shared_steps.is_driven
 
     @exclusive
@@ -281,6 +284,8 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
         self._shared_steps.fail(ids, error)
         kept = ([output for output in outputs if output.request_id not in dropped] for outputs in self._unread_outputs)
         self._unread_outputs = deque(filter(None, kept))
+        for request_id in ids:
+            self._validations.pop(request_id, None)
         if removed.requests_to_abort and self._fatal_error is None and not self._closed:
             self._client.abort_requests(removed.requests_to_abort)
 
@@ -288,7 +293,6 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
         """Whether there are unfinished requests."""
         return self._output_processor.num_requests > 0 or bool(self._unread_outputs)
 
-    @exclusive
     def step(self) -> list[RequestOutput]:
         """Runs one step of the engine.
 
@@ -299,10 +303,22 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
         Raises:
             EngineDeadError: The engine failed in this or an earlier step; `__cause__` is the original error.
         """
+        return self._finish_validations(self._next_step())
+
+    @exclusive
+    def _next_step(self) -> list[RequestOutput]:
         self._require_alive()
         if self._unread_outputs:
             return self._unread_outputs.popleft()
         return self._shared_steps.deliver(self._run_step())
+
+    def _finish_validations(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """Waits until outputs have their warnings. Without the lock: other threads run steps meanwhile."""
+        if self._validations:
+            for output in outputs:
+                for finish in self._validations.pop(output.request_id, ()):
+                    finish()
+        return outputs
 
     def _drive_step(self) -> None:
         """A step that a caller runs."""
@@ -339,8 +355,8 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
                 self._client.add_request(child)
         self.num_generated_tokens += processed.num_new_tokens
         self._metrics.record(processed)
-        if processed.texts_to_validate:
-            self._output_validator.validate(processed.texts_to_validate)
+        for request_id, texts in processed.texts_to_validate.items():
+            self._validations.setdefault(request_id, []).append(self._output_validator.start(texts))
         if core_outputs.stats is not None:
             self._stat_loggers.record(core_outputs.stats, processed.num_new_tokens)
         return processed.request_outputs

@@ -34,7 +34,7 @@ class EngineRollouts(ABC):
     @property
     @abstractmethod
     def is_driven(self) -> bool:
-        """Whether a caller runs steps, or waits for work."""
+        """Whether a call in another thread runs steps, or waits for work."""
 
     @abstractmethod
     def _require_alive(self) -> None:

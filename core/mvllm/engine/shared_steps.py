@@ -14,6 +14,7 @@ asked for it (FairLock): whatever they ask for while a step runs is done before 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from queue import Empty, SimpleQueue
@@ -37,10 +38,12 @@ class StepCaller:
 
     Attributes:
         unfinished: The ids of those that have not finished.
+        thread: The thread that made it.
     """
 
     def __init__(self, request_ids: Iterable[str]) -> None:
         self.unfinished = set(request_ids)
+        self.thread = threading.get_ident()
         self.outputs: list[RequestOutput] = []
         self.error: MvllmError | None = None
         self._signals: SimpleQueue[None] = SimpleQueue()
@@ -76,8 +79,11 @@ class SharedSteps:
 
     @property
     def is_driven(self) -> bool:
-        """Whether a thread waits for outputs, so that steps run as long as there is work."""
-        return self._driver is not None or bool(self._asleep)
+        """Whether another thread has a call with unfinished requests, so that steps run as long as there is work. That
+        thread may be between two steps, with outputs of the last one."""
+        me = threading.get_ident()
+        with self.lock:
+            return any(caller.thread != me for caller in self._callers.values())
 
     def add(self, request_ids: Sequence[str]) -> StepCaller:
         """Registers a call, whose requests have just been queued. Called with the lock."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
@@ -76,13 +76,22 @@ class OutputValidator:
 
     def validate(self, jobs: Sequence[tuple[HasWarnings, ValidationJob]]) -> None:
         """Sets the warnings of outputs."""
+        self.start(jobs)()
+
+    def start(self, jobs: Sequence[tuple[HasWarnings, ValidationJob]]) -> Callable[[], None]:
+        """Begins to validate outputs. Returns a function that waits for the end and sets their warnings."""
         submitted = [(output, job, self._submit(job)) for output, job in jobs]
         deadline = time.monotonic() + MAX_WAIT_SECONDS
-        for output, job, future in submitted:
-            try:
-                output.warnings = future.result(max(0.0, deadline - time.monotonic()))
-            except FutureTimeoutError:
-                output.warnings = job.not_validated("too many outputs are waiting")
+
+        def finish() -> None:
+            for output, job, future in submitted:
+                try:
+                    output.warnings = future.result(max(0.0, deadline - time.monotonic()))
+                except FutureTimeoutError:
+                    future.cancel()
+                    output.warnings = job.not_validated("too many outputs are waiting")
+
+        return finish
 
     async def validate_async(self, jobs: Sequence[tuple[HasWarnings, ValidationJob]]) -> None:
         """As `validate`, in an event loop."""

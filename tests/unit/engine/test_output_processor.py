@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from unittest.mock import Mock
 
 import pytest
 
-from mvllm import Logprob, SamplingParams
+from mvllm import Logprob, SamplingParams, StructuredOutputsParams
 from mvllm.engine.frontend.input_processor import ProcessedRequest
 from mvllm.engine.frontend.output_processor import OutputProcessor, OutputProcessorOutput
 from mvllm.engine.frontend.parallel_sampling import CoreRequestIds
+from mvllm.engine.frontend.request_output_stream import RequestOutputStream
 from mvllm.messages.requests import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -436,3 +438,26 @@ def test_the_memory_of_items_is_given_back_when_the_request_ends(how):
     else:
         run.processor.remove_requests([run.state])
     assert memory.num_bytes == 0
+
+
+def test_a_wait_for_the_validation_that_is_cancelled_loses_no_output():
+    schema = StructuredOutputsParams(json={"uniqueItems": True})
+    run, calls = Run(DELTA, structured_outputs=schema), []
+
+    class Validator:
+        async def validate_async(self, texts):
+            calls.append(texts)
+            if len(calls) == 1:
+                await asyncio.sleep(60)
+            for output, _ in texts:
+                output.warnings = ["wrong"]
+
+    async def read():
+        run.state.stream = stream = RequestOutputStream(run.state, lambda _: None, lambda _: None, Validator())
+        run.step(ids_of("ab"), FinishReason.STOP, relaxations=("uniqueItems (at #)",))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(stream), 0.01)
+        return [output async for output in stream]
+
+    [output] = asyncio.run(read())
+    assert output.finished and output.outputs[0].warnings == ["wrong"] and len(calls) == 2

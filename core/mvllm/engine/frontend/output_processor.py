@@ -30,7 +30,7 @@ class OutputProcessorOutput:
 
     Attributes:
         request_outputs: Of the requests without a stream, at most one each.
-        texts_to_validate: Ended sequences of these whose JSON schema is not enforced whole.
+        texts_to_validate: By request id, ended sequences of these whose JSON schema is not enforced whole.
         requests_to_abort: Core ids of sequences that ended in the front end (on a stop string) and still run in the
             engine core.
         requests_to_add: Requests that beam searches send to the engine core next; those of one search together.
@@ -42,7 +42,7 @@ class OutputProcessorOutput:
     """
 
     request_outputs: list[RequestOutput] = field(default_factory=list)
-    texts_to_validate: list[tuple[CompletionOutput, ValidationJob]] = field(default_factory=list)
+    texts_to_validate: dict[str, list[tuple[CompletionOutput, ValidationJob]]] = field(default_factory=dict)
     requests_to_abort: list[str] = field(default_factory=list)
     requests_to_add: list[list[EngineCoreRequest]] = field(default_factory=list)
     num_new_tokens: int = 0
@@ -112,8 +112,8 @@ class OutputProcessor:
             output = request.make_request_output()
             if output is not None:
                 result.request_outputs.append(output)
-                if output.relaxations:
-                    result.texts_to_validate += request.texts_to_validate(output)
+                if output.relaxations and (texts := request.texts_to_validate(output)):
+                    result.texts_to_validate[request.request_id] = texts
             if request.undecodable_core_ids:
                 self.finish_undecodable(request, result)
         return result

@@ -118,9 +118,11 @@ class RequestOutputStream:
 
     async def _finish_output(self, output: RequestOutput) -> RequestOutput:
         """The next output, validated if need be."""
+        if output.relaxations and (texts := self._state.texts_to_validate(output)):
+            self._passed = output  # a wait that is cancelled loses no output
+            await self._validator.validate_async(texts)
+            self._passed = None
         self._has_ended = output.finished
-        if output.relaxations:
-            await self._validator.validate_async(self._state.texts_to_validate(output))
         return output
 
     async def __aenter__(self) -> RequestOutputStream:

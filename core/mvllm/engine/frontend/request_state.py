@@ -214,7 +214,8 @@ class RequestState:
         for sequence in output.outputs:
             if sequence.finish_reason != _STOP:
                 continue
-            if (before := self._validated.get(sequence.index)) is not None:
+            before = self._validated.get(sequence.index)
+            if before is not None and before.warnings is not None:
                 sequence.warnings = before.warnings
                 continue
             self._validated[sequence.index] = sequence
