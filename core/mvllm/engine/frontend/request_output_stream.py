@@ -9,6 +9,7 @@ from types import TracebackType
 from mvllm.engine.frontend.outputs import RequestOutput
 from mvllm.engine.frontend.request_state import RequestState
 from mvllm.errors import EngineDeadError
+from mvllm.multimodal.media_fetcher import current_client
 from mvllm.structured_output.output_validator import OutputValidator
 
 Consume = Callable[[RequestOutput], bool]
@@ -119,8 +120,8 @@ class RequestOutputStream:
     async def _finish_output(self, output: RequestOutput) -> RequestOutput:
         """The next output, validated if need be."""
         self._has_ended = output.finished
-        if output.relaxations:
-            await self._validator.validate_async(self._state.texts_to_validate(output))
+        if output.relaxations and (jobs := self._state.texts_to_validate(output)):
+            await self._validator.validate_async(jobs, current_client.get())
         return output
 
     async def __aenter__(self) -> RequestOutputStream:
