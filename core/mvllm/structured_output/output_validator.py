@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from mvllm.executor.process.pipe_process import PipeProcess, PipeProcessError
 from mvllm.messages.structured_outputs import StructuredOutputsParams
@@ -73,6 +75,7 @@ class OutputValidator:
         self._process = PipeProcess("mvllm.structured_output.validation_main")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="output-validator")
         self._slow: dict[bytes, None] = {}  # hashes of schemas that have exceeded the limits
+        self._turns: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()  # by client
 
     def validate(self, jobs: Sequence[tuple[HasWarnings, ValidationJob]]) -> None:
         """Sets the warnings of outputs."""
@@ -93,15 +96,20 @@ class OutputValidator:
 
         return finish
 
-    async def validate_async(self, jobs: Sequence[tuple[HasWarnings, ValidationJob]]) -> None:
-        """As `validate`, in an event loop."""
-        submitted = [(output, job, asyncio.wrap_future(self._submit(job))) for output, job in jobs]
-        deadline = time.monotonic() + MAX_WAIT_SECONDS
-        for output, job, future in submitted:
-            try:
-                output.warnings = await asyncio.wait_for(future, max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
-                output.warnings = job.not_validated("too many outputs are waiting")
+    async def validate_async(self, jobs: Sequence[tuple[HasWarnings, ValidationJob]], client: Hashable = None) -> None:
+        """As `validate`, in an event loop.
+
+        Args:
+            client: Whose outputs they are. One of each client is validated at a time, so nobody's hostile schemas make
+                others wait for more than one of them.
+        """
+        for output, job in jobs:
+            output.warnings = job.not_validated("too many outputs are waiting")
+        turn = self._turns.setdefault(client, asyncio.Lock())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MAX_WAIT_SECONDS), turn:
+                for output, job in jobs:
+                    output.warnings = await asyncio.wrap_future(self._submit(job))
 
     def close(self) -> None:
         """Ends the process for good. Idempotent."""

@@ -299,6 +299,14 @@ class TestWhatIsNotEnforced:
             for choice in last.get("choices", ()):
                 assert choice["finish_reason"] == "stop"
 
+    def test_a_stored_completion_has_them_too(self, client: httpx.Client) -> None:
+        path, ask = ways_to_send(TWICE)["chat"]
+        for answer, last in answers(client, path, {**ask, "store": True}):
+            assert answer.headers[NOT_ENFORCED] == "uniqueItems"
+            stored = client.get(f"{CHAT}/{last['id']}").json()
+            assert stored["warnings"] == last["warnings"] != []
+            assert client.delete(f"{CHAT}/{last['id']}").json()["deleted"]
+
     @pytest.mark.parametrize("way", ["chat", "responses"])
     def test_a_result_that_satisfies_all_has_no_warning(self, client: httpx.Client, way: str) -> None:
         path, ask = ways_to_send({**EMPTY, "not": {"pattern": "x"}})[way]

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.entrypoints.openai.common.chat_prompt_renderer import ChatPromptRenderer
+from mvllm.entrypoints.openai.common.chat_template_renderer import ChatTemplateRenderer
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
@@ -87,6 +88,9 @@ class Server:
         folder: Folder of the model.
         reason: Finish reason.
         parsers: Arguments of ChatPromptRenderer.
+
+    Attributes:
+        templates: Renders conversations in processes; None for this process.
     """
 
     def __init__(self, folder: str, text: str, reason: FinishReason = FinishReason.STOP, **parsers: Any) -> None:
@@ -94,6 +98,7 @@ class Server:
         self.parsers = {"tool_parser": "hermes", "reasoning_parser": "qwen3", **parsers}
         self.settings = ServerSettings()
         self.force_include_usage = False
+        self.templates: ChatTemplateRenderer | None = None
 
     def exchange(
         self,
@@ -169,7 +174,7 @@ class Server:
     @contextlib.asynccontextmanager
     async def _running_app(self) -> AsyncIterator[ASGIApp]:
         engine = AsyncLLM(self.core.config, log_stats=False, client=self.core)  # type: ignore[arg-type]
-        tokenizer_pool = TokenizerPool(engine.tokenizer, engine.model_config.max_model_len)
+        tokenizer_pool = TokenizerPool(engine.tokenizer, engine.model_config.max_model_len, self.templates)
         state = ServerState(60)
         renderer = ChatPromptRenderer(engine, tokenizer_pool, **self.parsers)
         state.set_ready(ServingContext(engine, tokenizer_pool, renderer, self.force_include_usage))

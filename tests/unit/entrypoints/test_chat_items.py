@@ -189,4 +189,4 @@ def test_characters_that_every_template_writes() -> None:
         {"role": "user"},
         "no message",
     ]
-    assert num_rendered_chars(messages) == 6
+    assert num_rendered_chars(messages) == 13

@@ -57,7 +57,7 @@ def test_an_entry_overrides_the_defaults_of_the_file_which_override_the_command_
     assert (full.settings.tool_call_parser, full.settings.reasoning_parser) == ("hermes", "none")
     assert (plain.settings.tool_call_parser, plain.is_pinned) == ("auto", False)
     of_server = model_server_settings(full, "key")
-    assert of_server.served_model_names == ("full", "a", "b") and of_server.admin_api_keys == ("key",)
+    assert of_server.served_model_names == ("full", "a", "b") and of_server.router_key == "key"
     assert engine_arguments(full.engine)["max_num_seqs"] == 16 and "seed" not in engine_arguments(full.engine)
 
 

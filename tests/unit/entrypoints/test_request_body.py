@@ -70,7 +70,13 @@ def test_a_body_that_arrives_in_small_parts_times_out() -> None:
     assert raised.value.status == 408 and raised.value.close
 
 
-@pytest.mark.parametrize("path", ["/api/show", "/v1/conversations/conv_1", "/v1/load_lora_adapter", "/models/unload"])
+SHORT_PATHS = (
+    *("/api/show", "/models/unload", "/v1/load_lora_adapter"),
+    *("/v1/conversations/conv_1", "/v1/chat/completions/chatcmpl-1"),
+)
+
+
+@pytest.mark.parametrize("path", SHORT_PATHS)
 def test_a_route_whose_bodies_are_short_reads_no_long_one(path: str) -> None:
     read = 0
 

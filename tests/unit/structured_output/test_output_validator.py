@@ -113,6 +113,24 @@ def test_many_outputs_in_an_event_loop(validator: OutputValidator) -> None:
     assert [len(output.warnings or ()) for output in outputs] == [0, 1, *[0] * 18]
 
 
+def test_a_clients_slow_schemas_delay_others_by_one_of_them(validator: OutputValidator) -> None:
+    slow = [{"type": "string", "pattern": f"^(a|a)*{i}$", "uniqueItems": True} for i in range(4)]
+    ended: list[str] = []
+
+    async def validate(client: str, jobs: list[tuple[Output, ValidationJob]]) -> None:
+        await validator.validate_async([(output, each) for output, each in jobs], client)
+        ended.append(client)
+
+    async def run() -> Output:
+        output = Output()
+        hostile = [validate("hostile", [(Output(), job(schema, json.dumps("a" * 40)))]) for schema in slow]
+        await asyncio.gather(*hostile, validate("other", [(output, job(UNIQUE, "[1, 1]"))]))
+        return output
+
+    assert "non-unique" in str(asyncio.run(run()).warnings)
+    assert ended.index("other") <= 1
+
+
 def test_a_closed_validator_says_so() -> None:
     validator = OutputValidator()
     validator.close()

@@ -9,6 +9,7 @@ from types import TracebackType
 from mvllm.engine.frontend.outputs import RequestOutput
 from mvllm.engine.frontend.request_state import RequestState
 from mvllm.errors import EngineDeadError
+from mvllm.multimodal.media_fetcher import current_client
 from mvllm.structured_output.output_validator import OutputValidator
 
 Consume = Callable[[RequestOutput], bool]
@@ -120,7 +121,7 @@ class RequestOutputStream:
         """The next output, validated if need be."""
         if output.relaxations and (texts := self._state.texts_to_validate(output)):
             self._passed = output  # a wait that is cancelled loses no output
-            await self._validator.validate_async(texts)
+            await self._validator.validate_async(texts, current_client.get())
             self._passed = None
         self._has_ended = output.finished
         return output

@@ -52,6 +52,7 @@ class StoredCompletionHandler(StreamingHandler):
         """See Handler."""
         self._inner.lora_request = self.lora_request
         await self._inner.start()
+        self.relaxations = self._inner.relaxations
 
     def close(self) -> None:
         """See Handler."""
@@ -101,6 +102,8 @@ class _AssembledCompletion:
         if "choices" not in chunk:
             self.has_failed = True
             return
+        if "warnings" in chunk:  # of the last choice
+            self.completion["warnings"] = chunk["warnings"]
         if not self.completion:
             fields = {name: value for name, value in chunk.items() if name not in ("choices", "usage")}
             self.completion = {**fields, "object": "chat.completion", "choices": []}
@@ -114,8 +117,8 @@ class _AssembledCompletion:
             if part["finish_reason"] is not None:
                 choice["finish_reason"] = part["finish_reason"]
             if part.get("logprobs") is not None:
-                before = (choice["logprobs"] or {"content": []})["content"]
-                choice["logprobs"] = {"content": [*before, *part["logprobs"]["content"]], "refusal": None}
+                logprobs = choice["logprobs"] = choice["logprobs"] or {"content": [], "refusal": None}
+                logprobs["content"] += part["logprobs"]["content"]
 
 
 def _add_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:

@@ -169,7 +169,11 @@ class ChatPromptRenderer:
         """
         if not await self._tokenizer_pool.run(self.template_text):
             return without_template.format(text)
-        settings = {"chat_template": self._chat_template, "add_generation_prompt": True}
+        settings = {
+            "chat_template": self._chat_template,
+            "add_generation_prompt": True,
+            "chat_template_kwargs": self._default_variables,
+        }
         return await self._tokenizer_pool.render([{"role": "user", "content": text}], settings)
 
     def _check_length(self, request: ConversationRequest) -> None:

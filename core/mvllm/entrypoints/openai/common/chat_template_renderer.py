@@ -72,7 +72,7 @@ class ChatTemplateRenderer:
         if max_bytes is not None and len(conversation) > max_bytes:
             raise RequestError(
                 f"The conversation and its tools have {len(conversation)} bytes as JSON; with this model they may have "
-                f"{max_bytes}, many times as much as fits into its context. Shorten the conversation.",
+                f"{max_bytes}, many times as much as fits into its context (max_model_len). Shorten the conversation.",
                 parameter="messages",
             )
         job = ChatTemplateJob(self._seconds, dict(special_tokens), conversation)

@@ -40,7 +40,8 @@ MAX_TIMEOUTS_PER_BODY = 10
 
 SMALL_BODY_BYTES = 64 << 10
 _SMALL_BODIES = re.compile(
-    r"/api/show|/models/(un)?load|/v1/(un)?load_lora_adapter|/v1/conversations/[^/]+|/v1/responses/[^/]+/cancel"
+    r"/api/show|/models/(un)?load|/v1/(un)?load_lora_adapter|/v1/conversations/[^/]+|/v1/chat/completions/[^/]+"
+    r"|/v1/responses/[^/]+/cancel"
 )
 """Paths whose bodies have a few short fields: SMALL_BODY_BYTES are read at most."""
 
