@@ -159,7 +159,7 @@ class TestGenerate:
         def interrupted(engine):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("mvllm.engine.llm_engine.LLMEngine.step", interrupted)
+        monkeypatch.setattr("mvllm.engine.llm_engine.LLMEngine._step", interrupted)
         assert main(["generate", "--model", folder, "--prompt", "x"]) == 130
         assert "Traceback" not in capsys.readouterr().err
         assert clients[0].is_shut_down
