@@ -138,7 +138,7 @@ def discover(only: str | None = None, *, isolated: bool = True) -> list[Candidat
         for source in wanted
     ]
     answers: dict[str, ProbeAnswer] = {}
-    if isolated and sys.executable:
+    if isolated:
         probes = {c.name: c.spec.probe for c in loaded if c.spec and not c.failure and not c.spec.probe_in_process}
         answers = run_isolated(probes, f"{__name__}:run_probe")
     return [_probed(candidate, answers.get(candidate.name)) for candidate in loaded]

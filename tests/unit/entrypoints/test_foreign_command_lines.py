@@ -6,15 +6,18 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
+import sys
 from typing import Any
 
 import pytest
 
 from mvllm.config.foreign_keywords import FOREIGN_KEYWORDS
-from mvllm.entrypoints.cli import serve
+from mvllm.entrypoints.cli import generate, serve
+from mvllm.entrypoints.cli.argument_parser import find_subcommand
 from mvllm.entrypoints.cli.arguments import engine_args
 from mvllm.entrypoints.cli.foreign_server_options import FOREIGN_SERVER_OPTIONS, apply_foreign_server_options
-from mvllm.entrypoints.cli.main import _make_parser
+from mvllm.entrypoints.cli.main import _make_parser, main
 from mvllm.entrypoints.cli.option_spellings import SHORT_OPTIONS, as_declared
 from mvllm.errors import ConfigError
 from tests.unit.entrypoints.builders import save_model_folder
@@ -182,6 +185,49 @@ def test_values_are_left_alone() -> None:
     for words in (["--chat-template", "a_b.c"], ["--served-model-name", "x.y_z"], ["--seed", "-1"]):
         assert as_declared(argparse.ArgumentParser(), words) == words
     assert as_declared(argparse.ArgumentParser(), ["--", "--max_model_len"]) == ["--", "--max_model_len"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "-n=5 apples",
+        "-n.b. read this",
+        "-q is what?",
+        "-sc.x is what?",
+        "--max_tokens is what?",
+        "-O what",
+        "- item_one",
+    ],
+)
+def test_a_prompt_may_begin_with_a_dash(text: str) -> None:
+    parser = _make_parser("generate", generate)
+    command = find_subcommand(parser, ["generate"])[0]
+    assert as_declared(command, ["demo", "--prompt", text]) == ["demo", "--prompt", text]
+    assert as_declared(command, ['-sc={"method": "ngram"}']) == ['--speculative-config={"method": "ngram"}']
+
+
+def test_the_number_of_machines_is_not_mistaken_for_that_of_outputs() -> None:
+    command = find_subcommand(_make_parser("generate", generate), ["generate"])[0]
+    assert as_declared(command, ["-n", "4"]) == ["-n", "4"], "unknown to argparse"
+
+
+def test_help_about_a_word_of_all_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "--help=rate", "serve"])
+    assert ended.value.code == 0 and "--request-rate" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--api-key", "--api_key", "--admin_api_key"])
+def test_no_spelling_of_a_key_stays_on_the_command_line(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    executed: list[Any] = []
+    monkeypatch.setattr(os, "execve", lambda path, words, environment: executed.append((words, environment)))
+    for words in ([option, "secret"], [f"{option}=secret"]):
+        monkeypatch.setattr(sys, "argv", ["mvllm", "serve", "demo", *words, "--port", "1"])
+        serve.hide_keys(sys.argv)
+    assert len(executed) == 2
+    for command, environment in executed:
+        assert command[-4:] == ["serve", "demo", "--port", "1"] and not any("secret" in word for word in command)
+        assert "secret" in environment.values()
 
 
 @pytest.mark.parametrize(

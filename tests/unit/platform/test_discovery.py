@@ -354,6 +354,10 @@ def hanging(): time.sleep(1); time.sleep(1)
 def raising(): raise OSError("driver too old")
 def stale(): return ProbeResult(True)
 def wrong(): return True
+class Bytes:
+    def __index__(self): return 2**40
+def foreign_number(): return ProbeResult(True, "1 device", (DeviceInfo(0, "Acme One", Bytes()),))
+def variable(): return ProbeResult(True, os.environ.get("PYTHONPATH", "none"))
 
 class AcmePlatform(Platform):
     spec = capabilities = None
@@ -417,3 +421,58 @@ class TestIsolatedProbes:
         add("crashing", "absent")
         with pytest.raises(PlatformError, match=r"(?s)None of the installed platforms.*SIGSEGV"):
             choose.choose_platform()
+
+    @pytest.mark.parametrize(
+        "program",
+        ["/nonexistent/python", "/bin/false", "", None],
+        ids=["no-such-file", "another-program", "unknown", "frozen"],
+    )
+    def test_without_a_child_process_probes_run_in_this_one(self, add, monkeypatch, program):
+        add("good")
+        if program is None:
+            monkeypatch.setattr(sys, "frozen", True, raising=False)
+        else:
+            monkeypatch.setattr(sys, "executable", program)
+        open_before = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []
+        (found,) = discover()
+        assert found.available and found.probe.reason == f"1 device, process {os.getpid()}"
+        if open_before:
+            assert len(os.listdir("/proc/self/fd")) == len(open_before)
+
+    def test_the_child_imports_nothing_from_the_current_folder(self, add, tmp_path, monkeypatch):
+        folder = tmp_path / "untrusted"
+        folder.mkdir()
+        (folder / "tempfile.py").write_text("import os; os._exit(9)")
+        monkeypatch.chdir(folder)
+        add("good")
+        assert discover()[0].probe.reason not in ("", f"1 device, process {os.getpid()}")
+
+    def test_programs_that_a_probe_starts_get_the_search_path_of_the_user(self, add, monkeypatch):
+        add("variable")
+        monkeypatch.delenv("PYTHONPATH", raising=False)
+        assert discover()[0].probe.reason == "none"
+        monkeypatch.setenv("PYTHONPATH", "/a/folder")
+        assert discover()[0].probe.reason == "/a/folder"
+
+    def test_numbers_of_other_types_arrive(self, add):
+        add("foreign_number")
+        assert discover()[0].probe.devices[0].memory_bytes == 2**40
+
+    def test_it_works_in_a_process_with_many_open_files(self, add):
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if 0 <= hard < 1200:
+            pytest.skip("this machine permits too few open files")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+        opened = []
+        try:
+            while not opened or opened[-1] < 1100:
+                opened.append(os.dup(1))
+            add("good")
+            found = discover()[0]
+        finally:
+            for fd in opened:
+                os.close(fd)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert found.available and f"process {os.getpid()}" not in found.probe.reason

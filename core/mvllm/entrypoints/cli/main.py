@@ -79,8 +79,9 @@ def _run(name: str | None, arguments: list[str]) -> int:
             installed = _installed_commands()
             module = _load_installed(name) if name in installed else None
         parser = _make_parser(name, module, installed)
+        arguments = expand_help(arguments)
         command, rest = find_subcommand(parser, arguments)
-        arguments = [*arguments[: len(arguments) - len(rest)], *as_declared(command, expand_help(rest))]
+        arguments = [*arguments[: len(arguments) - len(rest)], *as_declared(command, rest)]
         parser.arguments = arguments
         args = parser.parse_args(expand_config(parser, arguments))
         check_model(command, args)

@@ -67,7 +67,7 @@ def as_declared(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> li
     for argument in rest:
         name, equals, value = argument.partition("=")
         option, _, path = name.partition(".")
-        declared = _declared(parser, option) if argument.startswith("-") else None
+        declared = None if _is_text(argument, name, value) else _declared(parser, option)
         if declared is None:
             found += _optimization_level(parser, argument)
         elif not path:
@@ -84,6 +84,15 @@ def as_declared(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> li
     return [*found, *arguments[end:]]
 
 
+def _is_text(argument: str, name: str, value: str) -> bool:
+    """Whether an argument is no option but a value, perhaps one that begins with a dash: `-n=5 is what?`.
+
+    As for argparse, which knows no short options with spaces in them; here JSON may have some.
+    """
+    is_short = not argument.startswith("--")
+    return not argument.startswith("-") or " " in name or (is_short and " " in value and value[0] not in "{[")
+
+
 def _declared(parser: argparse.ArgumentParser, option: str) -> str | None:
     """The name that the parser has for an option; None if it has none."""
     known = parser._option_string_actions
@@ -91,7 +100,7 @@ def _declared(parser: argparse.ArgumentParser, option: str) -> str | None:
         return option
     if not option.startswith("--"):
         long = SHORT_OPTIONS.get(option)
-        return long if long in known else None
+        return long if long in known and f"-{option}" not in known else None  # -n is not clear beside --n
     words = option[2:]
     for spelling in (words.replace("_", "-"), words.replace("-", "_")):
         if f"--{spelling}" in known:

@@ -274,6 +274,7 @@ def hide_keys(argv: Sequence[str]) -> None:
     rest = iter(argv)
     for argument in rest:
         name, equals, value = argument.partition("=")
+        name = name.replace("_", "-")
         if name not in options:
             kept.append(argument)
         else:
