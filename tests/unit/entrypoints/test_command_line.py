@@ -159,11 +159,7 @@ class TestGenerate:
         def interrupted(engine):
             raise KeyboardInterrupt
 
-<<<<<<< HEAD
         monkeypatch.setattr("mvllm.engine.llm_engine.LLMEngine._run_step", interrupted)
-=======
-        monkeypatch.setattr("mvllm.engine.llm_engine.LLMEngine._step", interrupted)
->>>>>>> h/rev3
         assert main(["generate", "--model", folder, "--prompt", "x"]) == 130
         assert "Traceback" not in capsys.readouterr().err
         assert clients[0].is_shut_down
