@@ -7,11 +7,14 @@ Each call is checked against the packages' documentation and recorded in `calls`
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import types
 from typing import Any
 
 import torch
+
+as_recorded = importlib.import_module("platforms.torch-gpu.tests.flashinfer_signatures").as_recorded
 
 FLASH_ATTN, FLASHINFER, VARLEN = "flash_attn", "flashinfer", "torch.nn.attention.varlen"
 
@@ -113,13 +116,17 @@ def make_varlen(calls: list[str]) -> types.ModuleType:
 
 
 def make_flashinfer(calls: list[str]) -> types.ModuleType:
-    """The package, with its wrappers for prompts and for decode steps."""
+    """The package, with its wrappers for prompts and for decode steps. Their signatures are the recorded ones."""
+    prefill = as_recorded("BatchPrefillWithPagedKVCacheWrapper")
+    decode = as_recorded("BatchDecodeWithPagedKVCacheWrapper")
 
     class BatchPrefillWithPagedKVCacheWrapper:
+        @prefill
         def __init__(self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, **buffers):
             assert float_workspace_buffer.dtype == torch.uint8 and kv_layout == "NHD"
             self.planned: dict[str, Any] = {}
 
+        @prefill
         def plan(
             self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads,
             head_dim_qk, page_size, head_dim_vo=None, custom_mask=None, packed_custom_mask=None, causal=False,
@@ -135,6 +142,7 @@ def make_flashinfer(calls: list[str]) -> types.ModuleType:
             assert all(table.dtype == torch.int32 for table in tables)
             self.planned = {**locals(), "tables": [table.clone() for table in tables]}
 
+        @prefill
         def run(self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None):
             calls.append("run")
             p, (keys, values) = self.planned, paged_kv_cache
@@ -150,6 +158,7 @@ def make_flashinfer(calls: list[str]) -> types.ModuleType:
     class BatchDecodeWithPagedKVCacheWrapper:
         """With `use_cuda_graph`. `run` reads the tables in its buffers alone, by operations that can be captured."""
 
+        @decode
         def __init__(
             self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, use_tensor_cores=False,
             paged_kv_indptr_buffer=None, paged_kv_indices_buffer=None, paged_kv_last_page_len_buffer=None,
@@ -159,6 +168,7 @@ def make_flashinfer(calls: list[str]) -> types.ModuleType:
             assert len(paged_kv_indptr_buffer) == len(paged_kv_last_page_len_buffer) + 1
             self.buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
 
+        @decode
         def plan(
             self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
             pos_encoding_mode="NONE", window_left=-1, logits_soft_cap=None, q_data_type="float16", kv_data_type=None,
@@ -174,6 +184,7 @@ def make_flashinfer(calls: list[str]) -> types.ModuleType:
                 buffer[: len(table)].copy_(table)
             self.planned = (sm_scale, window_left, logits_soft_cap)
 
+        @decode
         def run(self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None):
             calls.append("run decode")
             (indptr, indices, last), (keys, values) = self.buffers, paged_kv_cache

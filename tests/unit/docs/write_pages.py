@@ -5,6 +5,7 @@ python -m tests.unit.docs.write_pages
 
 from __future__ import annotations
 
+import importlib.util
 import runpy
 import subprocess
 import sys
@@ -19,4 +20,7 @@ if __name__ == "__main__":
     sys.argv[1:] = []
     for name in GENERATORS:
         runpy.run_module(f"tests.unit.docs.{name}", run_name="__main__")
-    subprocess.run([sys.executable, Path(__file__).parents[3] / "ci" / "plugin_figures.py", "--write"], check=True)
+    root = Path(__file__).parents[3]
+    subprocess.run([sys.executable, root / "ci" / "plugin_figures.py", "--write"], check=True)
+    if importlib.util.find_spec("triton") is not None:
+        subprocess.run([sys.executable, "-m", "platforms.torch-gpu.tests.step_costs"], cwd=root, check=True)
