@@ -118,9 +118,10 @@ def test_a_front_end_that_closes_waits_for_no_answer(net: Net) -> None:
         front_ends: list[CoordinatorClient], choices: list[DPLoadBalancer], loads: list[list[CoreLoad]]
     ) -> None:
         sleeping = asyncio.create_task(front_ends[0].broadcast_sleep(True))
-        await until(lambda: front_ends[0]._pending_sleeps)
-        front_ends[0].close()
         async with asyncio.timeout(30):
+            while not front_ends[0]._pending_sleeps:
+                await asyncio.sleep(0)  # closed before the answer
+            front_ends[0].close()
             with pytest.raises(EngineDeadError):
                 await sleeping
 
