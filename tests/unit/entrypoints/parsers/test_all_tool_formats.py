@@ -264,7 +264,8 @@ class TestEveryFormat:
             whole = without_ids(parser.parse(text))
             assert without_ids(streamed(parser, random_cuts(rng, text, 6))) == whole, text
             if not whole[1] and name != "gpt_oss":
-                assert without_tags(parser, text).startswith(without_tags(parser, whole[0]))
+                rest = iter(text)  # the texts of unfinished calls are dropped, nothing is moved or repeated
+                assert all(c in rest for c in whole[0])
             for _, arguments in whole[1]:
                 assert isinstance(json.loads(arguments), dict)
 
