@@ -12,7 +12,7 @@ import pytest
 from mvllm.entrypoints.parsers.interface import ContentDelta, ToolCallDelta, merge_deltas
 from mvllm.entrypoints.parsers.output_parser import OutputParser
 from mvllm.entrypoints.parsers.registry import tool_parser, tool_parser_names
-from tests.unit.entrypoints.parsers.parser_helpers import stream_deltas, streamed, without_ids, without_tags
+from tests.unit.entrypoints.parsers.parser_helpers import stream_deltas, streamed, without_ids
 
 
 def function(name, **properties):
