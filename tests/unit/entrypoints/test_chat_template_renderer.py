@@ -130,6 +130,26 @@ class TestTheModelsOwnTemplate:
         finally:
             renderer.close()
 
+    def test_a_process_that_works_for_a_client_who_has_left_is_busy(self, tokenizer: Tokenizer) -> None:
+        renderer = ChatTemplateRenderer(60.0)
+        template = "{% if messages[0].content == 'slow' %}" + self.LOOPS + "{% endif %}{{ messages[0].content[:4] }}"
+
+        async def render(text: str) -> str:
+            return await renderer.render([{"role": "user", "content": text}], {"chat_template": template}, {})
+
+        async def main() -> None:
+            assert await render("x" * LONG_BYTES) == "xxxx"  # starts the second process
+            slow = asyncio.create_task(render("slow"))
+            await asyncio.sleep(0.1)
+            slow.cancel()
+            await asyncio.sleep(0)
+            assert await asyncio.wait_for(render("hi"), 30) == "hi"
+
+        try:
+            asyncio.run(main())
+        finally:
+            renderer.close()
+
     def test_a_conversation_of_many_times_the_context_is_not_rendered(self, tokenizer: Tokenizer) -> None:
         renderer = ChatTemplateRenderer()
         work = TokenizerPool(tokenizer, 100, renderer)

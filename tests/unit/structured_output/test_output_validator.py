@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.server
 import json
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -82,8 +83,9 @@ def test_other_constraints_and_broken_texts_are_named_as_not_validated(validator
 
 def test_hostile_schemas_are_bounded_and_the_next_output_is_validated(validator: OutputValidator) -> None:
     slow = {"type": "string", "pattern": "^(a+)+$"}
+    bounded = r"it takes more than 1 s|it took longer than 8 s"  # of processor time; of time, on a busy machine
     for _ in range(2):  # the second time at once
-        assert "it takes more than 1 s" in warnings_of(validator, slow, '"%sb"' % ("a" * 40))[0]
+        assert re.search(bounded, warnings_of(validator, slow, '"%sb"' % ("a" * 40))[0])
     deep: dict[str, Any] = {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}}
     assert "not validated" in warnings_of(validator, deep, "1")[0]
     assert warnings_of(validator, UNIQUE, "[1]") == []

@@ -7,6 +7,7 @@ second process    long conversations, and others when it has nothing to do; star
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -78,9 +79,15 @@ class ChatTemplateRenderer:
         job = ChatTemplateJob(self._seconds, dict(special_tokens), conversation)
         process = self._process_for(len(conversation))
         process.num_jobs += 1
-        answering = asyncio.get_running_loop().run_in_executor(process.thread, self._run_job, process, job)
-        answering.add_done_callback(process.job_done)  # which may be long after this call was cancelled
-        answer = await answering
+        loop = asyncio.get_running_loop()
+
+        def ended(unused: object) -> None:  # which may be long after this call was cancelled
+            with contextlib.suppress(RuntimeError):  # the loop may have ended
+                loop.call_soon_threadsafe(process.job_done)
+
+        answering = process.thread.submit(self._run_job, process, job)
+        answering.add_done_callback(ended)
+        answer = await asyncio.wrap_future(answering)
         if answer.text is None:
             kind = ChatTemplateLimitError if answer.over_limit else RequestError
             raise kind(answer.error or "The chat template failed.", parameter=answer.parameter)
@@ -161,5 +168,6 @@ class _TemplateProcess:
         self.num_jobs = 0
         self.has_answered = False
 
-    def job_done(self, unused: object) -> None:
+    def job_done(self) -> None:
+        """One job less: it has ended, or was cancelled before it began."""
         self.num_jobs -= 1
