@@ -169,9 +169,7 @@ def build(name: str, num_layers: int, device: Device = H100, kv_dtype: str | Non
             backends[spec] = TritonAttention(spec, float8=device.float8)
         return backends[spec]
 
-    providers = mvllm_torch_gpu.ops.providers(
-        device.float8, multiplies_float8=device.multiplies_float8, linear=TRITON
-    )
+    providers = mvllm_torch_gpu.ops.providers(device.float8, multiplies_float8=device.multiplies_float8, linear=TRITON)
     ops = OpTable.resolve(providers)
     context = BuildContext(
         dtype=torch_dtype(config.dtype),

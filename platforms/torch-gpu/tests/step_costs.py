@@ -198,7 +198,10 @@ def whole(name: str) -> dict[str, Cost]:
 
 def page() -> str:
     """The complete page."""
-    lines = ["| model | step | Triton | torch | collectives | bytes | floor | bytes / floor |", "|---|---|" + "--:|" * 6]
+    lines = [
+        "| model | step | Triton | torch | collectives | bytes | floor | bytes / floor |",
+        "|---|---|" + "--:|" * 6,
+    ]
     for name in MODELS:
         spec = meta_models.MODELS[name]
         shown = name if spec.get("tp", 1) == 1 else f"{name}, one of {spec['tp']} ranks"
