@@ -48,8 +48,11 @@ device has to do. Nothing is timed.
 | Triton | launches of the kernels of `mvllm-triton-kernels` |
 | torch | operations of torch that launch a kernel: views and allocations do not count |
 | collectives | calls that all ranks of the group make together |
-| bytes | of all launches: each tensor that it is given or returns, once. Of weights of experts, caches, tables and embeddings only what the step reads or writes; the experts of tokens are drawn evenly |
-| floor | what any implementation moves: weights, caches, states and tables once, what the collectives exchange, and the logits, written and read |
+| bytes | of all launches: each tensor that it is given or returns, once. Of weights of \
+experts, caches, tables and embeddings only what the step reads or writes; the experts \
+of tokens are drawn evenly |
+| floor | what any implementation moves: weights, caches, states and tables once, what the \
+collectives exchange, and the logits, written and read |
 
 Steps are counted as they run without `torch.compile`. Products of at most 64 rows are those of the
 Triton kernel, whichever is faster on a device. Prompts use the Triton kernel for attention.
