@@ -26,6 +26,7 @@ MODULES = {
 }
 METHODS = ("__init__", "plan", "run")
 
+
 @cache
 def recorded() -> dict[str, Any]:
     """The recorded version and parameters."""

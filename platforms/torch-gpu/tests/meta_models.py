@@ -47,7 +47,8 @@ BLOCK_SIZE = 16
 
 MODELS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 """By name: `config`, the parts of config.json that give sizes; `tp`, the ranks of a group; `fixed`, layers that occur
-once, before the others; `period`, layers after which the kinds of layers repeat."""
+once, before the others; `period`, layers after which the kinds of layers repeat; `layers`, all of them;
+`like`, the model that has the rest of `config`."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +152,12 @@ class MetaModel:
         return found
 
 
-def build(name: str, num_layers: int, device: Device = H100) -> MetaModel:
-    """A model of MODELS with this number of layers. Call it within `device_like`."""
+def build(name: str, num_layers: int, device: Device = H100, kv_dtype: str | None = None) -> MetaModel:
+    """A model of MODELS with this number of layers. Call it within `device_like`.
+
+    Args:
+        kv_dtype: Storage dtype of the KV cache; None for the compute dtype.
+    """
     config = _config(name, num_layers)
     tp = int(MODELS[name].get("tp", 1))
     communicator = MetaCommunicator(tp) if tp > 1 else None
@@ -164,9 +169,7 @@ def build(name: str, num_layers: int, device: Device = H100) -> MetaModel:
             backends[spec] = TritonAttention(spec, float8=device.float8)
         return backends[spec]
 
-    providers = mvllm_torch_gpu.ops.providers(
-        device.float8, multiplies_float8=device.multiplies_float8, linear=TRITON
-    )
+    providers = mvllm_torch_gpu.ops.providers(device.float8, multiplies_float8=device.multiplies_float8, linear=TRITON)
     ops = OpTable.resolve(providers)
     context = BuildContext(
         dtype=torch_dtype(config.dtype),
@@ -175,7 +178,7 @@ def build(name: str, num_layers: int, device: Device = H100) -> MetaModel:
         attention=attention,
         tp=GroupCoordinator(GroupSpec(name="tp", ranks=tuple(range(tp)), rank=0), communicator),
         pp=GroupCoordinator.single("pp"),
-        kv_dtype=config.dtype,
+        kv_dtype=kv_dtype or config.dtype,
         quantization=quantization_method(config),
     )
     model = resolve_model_class(config.architecture, config.model_impl, config.language_architecture)(config, context)
@@ -225,7 +228,8 @@ def step_arguments(
 
 @cache
 def _config(name: str, num_layers: int) -> ModelConfig:
-    values = {**MODELS[name]["config"], "num_hidden_layers": num_layers}
+    spec = MODELS[name]
+    values = {**MODELS[spec.get("like", name)]["config"], **spec["config"], "num_hidden_layers": num_layers}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(values), encoding="utf-8")
         args = EngineArgs(model=folder, skip_tokenizer_init=True, dtype="bfloat16")

@@ -25,6 +25,7 @@ from mvllm.layers.rotary import RotaryEmbedding
 meta_models = import_module("platforms.torch-gpu.tests.meta_models")
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "step-costs.md"
+MODELS = ("Llama-3.1-8B", "Qwen3-30B-A3B", "DeepSeek-V3", "Qwen3-Next-80B-A3B")
 STEPS = {
     "decode, 1 request": (1, 1, 4096),
     "decode, 64 requests": (64, 1, 4096),
@@ -47,8 +48,11 @@ device has to do. Nothing is timed.
 | Triton | launches of the kernels of `mvllm-triton-kernels` |
 | torch | operations of torch that launch a kernel: views and allocations do not count |
 | collectives | calls that all ranks of the group make together |
-| bytes | of all launches: each tensor that it is given or returns, once. Of weights of experts, caches, tables and embeddings only what the step reads or writes; the experts of tokens are drawn evenly |
-| floor | what any implementation moves: weights, caches, states and tables once, what the collectives exchange, and the logits, written and read |
+| bytes | of all launches: each tensor that it is given or returns, once. Of weights of \
+experts, caches, tables and embeddings only what the step reads or writes; the experts \
+of tokens are drawn evenly |
+| floor | what any implementation moves: weights, caches, states and tables once, what the \
+collectives exchange, and the logits, written and read |
 
 Steps are counted as they run without `torch.compile`. Products of at most 64 rows are those of the
 Triton kernel, whichever is faster on a device. Prompts use the Triton kernel for attention.
@@ -197,8 +201,12 @@ def whole(name: str) -> dict[str, Cost]:
 
 def page() -> str:
     """The complete page."""
-    lines = ["| model | step | Triton | torch | collectives | bytes | floor | bytes / floor |", "|---|---|" + "--:|" * 6]
-    for name, spec in meta_models.MODELS.items():
+    lines = [
+        "| model | step | Triton | torch | collectives | bytes | floor | bytes / floor |",
+        "|---|---|" + "--:|" * 6,
+    ]
+    for name in MODELS:
+        spec = meta_models.MODELS[name]
         shown = name if spec.get("tp", 1) == 1 else f"{name}, one of {spec['tp']} ranks"
         for step, cost in whole(name).items():
             numbers = f"{cost.triton:,} | {cost.torch:,} | {cost.collectives:,}"
@@ -270,7 +278,8 @@ def _shown(size: float) -> str:
 
 
 def _print_kernels() -> None:
-    for name, spec in meta_models.MODELS.items():
+    for name in MODELS:
+        spec = meta_models.MODELS[name]
         for step, counted in count(name, spec["fixed"] + spec["period"]).items():
             print(f"{name}, {spec['fixed'] + spec['period']} layers, {step}: {counted.cost}")
             for kernel, number in counted.kernels.most_common():

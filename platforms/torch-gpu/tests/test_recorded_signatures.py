@@ -21,8 +21,9 @@ signatures = importlib.import_module("platforms.torch-gpu.tests.flashinfer_signa
 
 def test_the_signatures_are_those_of_the_pinned_version():
     project = tomllib.loads((Path(__file__).parents[2] / "cuda" / "pyproject.toml").read_text("utf-8"))
-    assert f"flashinfer-python=={signatures.recorded()['version']}" in (
-        project["project"]["optional-dependencies"]["flashinfer"]
+    assert (
+        f"flashinfer-python=={signatures.recorded()['version']}"
+        in (project["project"]["optional-dependencies"]["flashinfer"])
     )
 
 
