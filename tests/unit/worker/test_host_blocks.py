@@ -26,6 +26,7 @@ class Layers:
 
     def __init__(self) -> None:
         self.log: list[str] = []
+        self.has_states = False
         rows = np.arange(8, dtype=np.uint8)[:, None]
         self.caches = [np.repeat(rows + 10 * i, size, 1) for i, size in enumerate(NUM_BYTES, 1)]
 
@@ -33,7 +34,7 @@ class Layers:
         return [self._part(i, size) for i, size in enumerate(NUM_BYTES)]
 
     def copied_slots(self) -> list[CopiedRows]:
-        return []
+        return [self._part(i, size) for i, size in enumerate(NUM_BYTES)] if self.has_states else []
 
     def _part(self, i: int, size: int) -> CopiedRows:
         def save(blocks: np.ndarray, out: np.ndarray) -> Transfer:
@@ -136,6 +137,24 @@ def test_a_host_block_that_is_saved_again_keeps_the_later_contents(
     second.wait()
     first.wait()
     assert host.block(2)[2:10].tolist() == [14] * 3 + [24] * 5
+
+
+def test_states_wait_for_saves_of_states_and_not_of_blocks(layers: Layers, host: HostKVCache) -> None:
+    layers.has_states = True
+    blocks, states = HostBlocks(1, layers, 16), HostKVCache(NUM_HOST, host.rank_bytes)
+    blocks.map(host.path, NUM_HOST, host.rank_bytes, states.path, NUM_HOST, states.rank_bytes)
+    saved_block = blocks.start(SchedulerOutput(step=0, saved_blocks=[3], saved_host_blocks=[2]))
+    first = blocks.start(SchedulerOutput(step=1, saved_states=[4], saved_host_states=[2]))
+    layers.log.clear()
+    blocks.start(SchedulerOutput(step=2, loaded_states=[6], loaded_host_states=[2])).wait()
+    assert layers.log == ["wait 0", "wait 1", "load 0", "load 1"], "of the state alone"
+    assert [cache[6, 0] for cache in layers.caches] == [14, 24] and not host.block(2).any()
+    second = blocks.start(SchedulerOutput(step=3, saved_states=[5], saved_host_states=[2]))
+    third = blocks.start(SchedulerOutput(step=4, saved_states=[1], saved_host_states=[2]))
+    for copies in (third, second, first, saved_block):
+        copies.wait()
+    assert states.block(2)[2:10].tolist() == [11] * 3 + [21] * 5
+    assert host.block(2)[2:10].tolist() == [13] * 3 + [23] * 5
 
 
 def test_host_blocks_of_a_process_that_is_gone_cannot_be_mapped(blocks: HostBlocks, host: HostKVCache) -> None:
