@@ -115,7 +115,10 @@ def test_many_outputs_in_an_event_loop(validator: OutputValidator) -> None:
     assert [len(output.warnings or ()) for output in outputs] == [0, 1, *[0] * 18]
 
 
-def test_a_clients_slow_schemas_delay_others_by_one_of_them(validator: OutputValidator) -> None:
+def test_a_clients_slow_schemas_delay_others_by_one_of_them(
+    validator: OutputValidator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mvllm.structured_output.output_validator.MAX_WAIT_SECONDS", 60.0)
     slow = [{"type": "string", "pattern": f"^(a|a)*{i}$", "uniqueItems": True} for i in range(4)]
     ended: list[str] = []
 
