@@ -28,6 +28,7 @@ def rows():
     return numbers
 
 
+@pytest.mark.exhaustive
 def test_the_counts_are_those_of_the_page():
     command = [sys.executable, "-m", "platforms.torch-gpu.tests.step_costs", "--check"]
     path = os.pathsep.join([str(ROOT), *sys.path])
