@@ -575,7 +575,8 @@ def test_a_server_pauses_in_every_mode_and_updates_between_two_steps(llama: Pair
 
         running = ask()
         pausing = asyncio.ensure_future(llm.pause_generation(mode="wait"))
-        await asyncio.sleep(0)
+        while await llm._client.call_utility("is_scheduler_running"):
+            await asyncio.sleep(0)
         await llm.resume_generation()
         with pytest.raises(RequestError, match="was resumed before"):
             await pausing

@@ -138,7 +138,7 @@ def test_a_stale_plugin_that_fails_before_it_reports_its_contract(seen_with, acm
 
 def test_a_stale_device_module_is_reported_when_the_platform_is_created(seen_with, acme):
     seen = seen_with(acme(device_line="from mvllm.plugin_api import DeviceWarp"), ask=["acme"])
-    seen.found("platform.acme.doctor", "broken", "DeviceWarp")
+    seen.found("platform.acme.factory", "broken", "DeviceWarp")
     seen.refused("acme", "mvllm-acme 1.2.3 was built for another platform contract", "DeviceWarp", "pip install -U")
 
 

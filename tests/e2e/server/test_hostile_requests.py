@@ -152,7 +152,7 @@ class TestBodies:
         body = json.dumps(STORY)
         for origin in ({"Origin": "http://example.com"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}):
             answer = client.post(PATH, content=body, headers={"Content-Type": kind, **origin})
-            assert error_of(answer)[0] == 415
+            assert error_of(answer)[0] == (403 if "Origin" in origin else 415)
         is_simple = kind != "application/jsonp"
         own = str(client.base_url).rstrip("/")
         for origin in ({}, {"Origin": own, "Sec-Fetch-Site": "same-origin"}):

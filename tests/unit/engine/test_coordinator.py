@@ -117,10 +117,12 @@ def test_a_front_end_that_closes_waits_for_no_answer(net: Net) -> None:
     async def work(
         front_ends: list[CoordinatorClient], choices: list[DPLoadBalancer], loads: list[list[CoreLoad]]
     ) -> None:
-        sleeping = asyncio.create_task(front_ends[0].broadcast_sleep(True))
         async with asyncio.timeout(30):
+            sleeping = asyncio.create_task(front_ends[0].broadcast_sleep(True))
             while not front_ends[0]._pending_sleeps:
-                await asyncio.sleep(0)  # closed before the answer
+                if sleeping.done():  # the answer was faster
+                    sleeping = asyncio.create_task(front_ends[0].broadcast_sleep(True))
+                await asyncio.sleep(0)
             front_ends[0].close()
             with pytest.raises(EngineDeadError):
                 await sleeping

@@ -445,7 +445,7 @@ def test_a_wait_for_the_validation_that_is_cancelled_loses_no_output():
     run, calls = Run(DELTA, structured_outputs=schema), []
 
     class Validator:
-        async def validate_async(self, texts):
+        async def validate_async(self, texts, client):
             calls.append(texts)
             if len(calls) == 1:
                 await asyncio.sleep(60)

@@ -136,7 +136,8 @@ def test_admitted_requests_are_watched_until_their_end() -> None:
         state = ServerState(heartbeat_timeout=1.0)
         with watching(FakeEngine(), seconds=60.0) as watchdog:
             state.watchdog = watchdog
-            admitted = AdmittedRequest(state, FakeHandler(), None, "POST /v1/completions", in_background=False)  # type: ignore[arg-type]
+            handler: Any = FakeHandler()
+            admitted = AdmittedRequest(state, handler, None, "POST /v1/completions", in_background=False)
             [request] = watchdog._requests
             response = EventStreamResponse(events(), 10.0)
             admitted.set_response(response)
