@@ -1,8 +1,9 @@
 """Runs every kernel with edge shapes, compiled with the address and undefined-behaviour sanitizers.
 
 The library is built for one instruction set at a time and loaded by a new process that runs `edge_shapes.py`, with the
-sanitizer's runtime preloaded. By default only this processor's instruction set is tested, with small register tiles and
-without optimization, and with the address sanitizer only, which compiles four times faster. The address sanitizer does
+sanitizer's runtime preloaded. All are exhaustive tests: run them after changes to the C++ sources. The first ones have
+this processor's instruction set alone, with small register tiles and without optimization, and the address sanitizer
+only, which compiles four times faster. The address sanitizer does
 not see the accesses of AMX tiles. So on a processor whose vectors are those beside the tiles this library has emulated
 tiles, too, and a second test runs kernels with them.
 
@@ -22,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from platforms.cpu.tests.instruction_sets import NEEDS, features, skip_unless_supported
+from platforms.cpu.tests.instruction_sets import skip_unless_supported
 from platforms.cpu.tests.test_other_instruction_sets import TESTS_WITH_ISA
 
 from mvllm_cpu import kernels
@@ -120,6 +121,7 @@ def run(library: Path, isa: str, request, *command: object) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # a minute of a core
 @pytest.mark.parametrize("isa", [pytest.param(ISA, id=f"{ISA}-small-tiles")])
 def test_no_kernel_accesses_memory_out_of_bounds(isa, small_tiles, request):
     assert run(small_tiles, isa, request, HERE / "edge_shapes.py").split()[-1] == isa
@@ -152,15 +154,12 @@ for name in {edges}:
 
 EVERY_NTH = "24"
 """Every case of each test that runs: emulated tiles are slow."""
-OFTEN_WITHOUT_AMX = pytest.mark.exhaustive if NEEDS["amx_int8"] <= features() else pytest.mark.slow
-
-
 SLOWEST = ("prompts_of_many_tiles", "cache_of_another_dtype", "values_that_are_the_first", "long_latent_context")
 """Tests with many tiles: half of the time. `edge_shapes.attention` has the same kinds of caches and tiles."""
 
 
 @pytest.mark.slow
-@OFTEN_WITHOUT_AMX
+@pytest.mark.exhaustive
 def test_kernels_with_emulated_tiles_are_correct_and_stay_in_bounds(small_tiles, tmp_path, request):
     run_with_emulated_tiles(small_tiles, tmp_path, request, EDGES, EMULATED_TESTS, without=SLOWEST)
 
