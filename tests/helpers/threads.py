@@ -33,7 +33,7 @@ def generate_in_threads(
 
     def generate(first: int) -> list[RequestOutput]:
         ids = [{"prompt_token_ids": prompt} for prompt in prompts[first::num_threads]]
-        return llm.generate(ids, params[first::num_threads], use_tqdm=False)
+        return llm.generate(ids, params[first::num_threads], use_tqdm=False, raise_on_error=False)
 
     parts = run_in_threads(*(lambda i=i: generate(i) for i in range(num_threads)))
     for part in parts:
