@@ -49,7 +49,7 @@ def programs(monkeypatch, on_a_large_device):
                 monkeypatch.setattr(module.kernels, name, recorder)
                 if name == "multiply":
                     recorders.append(recorder)
-    for name in ("count", "arrange"):
+    for name in ("count", "add_earlier_pieces", "arrange"):
         monkeypatch.setattr(quantized_moe.moe.kernels, name, Recorder())
     monkeypatch.setattr(importlib.import_module("mvllm_triton.splits").kernels, "add_splits", Recorder())
     return lambda: [math.prod(grid) for recorder in recorders for grid in recorder.grids]
