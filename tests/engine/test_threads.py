@@ -100,6 +100,24 @@ def test_requests_of_threads_run_in_the_same_steps(make_llm: MakeLLM) -> None:
     assert scheduler.next_step - before < 2 * LONG.max_tokens
 
 
+def test_a_request_need_not_wait_for_the_outputs_of_another_thread(
+    shared: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of a core process ends with the next outputs, which may be the last ones of a request."""
+    processor, counts = shared.llm_engine._output_processor, list[int]()
+    add = processor.add_request
+
+    def count(request: Any) -> Any:
+        found = add(request)
+        counts.append(processor.num_requests)
+        return found
+
+    monkeypatch.setattr(processor, "add_request", count)
+    run_in_threads(*(lambda i=i: [generate(shared, 30 + i) for _ in range(10)] for i in range(2)))
+    assert counts.count(2) >= 5
+    check_idle(shared)
+
+
 def test_every_method_gives_each_thread_its_own_results(shared: LLM) -> None:
     llm = shared
     prompts, params = requests(seed=5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 
 
 class FairLock:
@@ -11,9 +12,13 @@ class FairLock:
 
     A thread that releases a `threading.RLock` and takes it again at once, as a step loop does, usually gets it before
     the threads that wait. Here it gets it after them.
+
+    Args:
+        on_wait: Called in a thread that has to wait, when it is in the queue.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_wait: Callable[[], None] = lambda: None) -> None:
+        self._on_wait = on_wait
         self._state = threading.Lock()  # held for a few instructions
         self._owner: int | None = None
         self._depth = 0
@@ -32,6 +37,7 @@ class FairLock:
             turn.acquire()
             self._queue.append((me, turn))
         try:
+            self._on_wait()
             turn.acquire()  # until the lock is handed over
         except BaseException:  # Ctrl-C
             with self._state:

@@ -89,7 +89,7 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
         self._fatal_error: BaseException | None = None
         self._is_sleeping = False
         self._stats: SchedulerStats | None = None
-        self._shared_steps = SharedSteps(self._drive_step, self._has_work)
+        self._shared_steps = SharedSteps(self._drive_step, self._has_work, self.wake)
         self._unread_outputs: deque[list[RequestOutput]] = deque()  # of steps that callers ran; for `step`
         self._validations: dict[str, list[Callable[[], None]]] = {}  # by request id: what waits for them
         self.num_generated_tokens = 0

@@ -8,7 +8,8 @@ of its own returns them to its caller, and another one drives on:
                        ^ takes effect between two steps, as every other method of the engine
 
 So one thread alone runs its steps itself and wakes nobody. The lock hands the engine over in the order in which threads
-asked for it (FairLock): whatever they ask for while a step runs is done before the next step.
+asked for it (FairLock): whatever they ask for while a step runs is done before the next step. A step that waits for
+another process ends then, because that may not have outputs for long.
 """
 
 from __future__ import annotations
@@ -64,13 +65,19 @@ class SharedSteps:
     Args:
         step: Runs one step, whose outputs it passes to `deliver`.
         has_work: Whether `step` would do something. Raises if the engine is closed or dead.
+        interrupt_step: Makes a `step` that waits return early. Called in any thread.
 
     Attributes:
         lock: Guards the engine and this object.
     """
 
-    def __init__(self, step: Callable[[], None], has_work: Callable[[], bool]) -> None:
-        self.lock = FairLock()
+    def __init__(
+        self,
+        step: Callable[[], None],
+        has_work: Callable[[], bool],
+        interrupt_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.lock = FairLock(interrupt_step)
         self._step = step
         self._has_work = has_work
         self._callers: dict[str, StepCaller] = {}  # by request id

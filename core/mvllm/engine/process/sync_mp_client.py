@@ -129,7 +129,8 @@ class SyncMPClient(MPClient):
     def interrupt_step(self) -> None:
         """Makes the `step` that waits, or the next one, return at once. From any thread, or a signal handler."""
         if self._connection.is_open:
-            self._interrupt_notifier.notify()
+            with contextlib.suppress(OSError):  # closed meanwhile
+                self._interrupt_notifier.notify()
 
     def call_utility(self, method: str, *args: UtilityArg) -> Any:
         """Calls a method of the core, see `EngineCore.call_utility`; waits for the step in flight.
