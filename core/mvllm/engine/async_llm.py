@@ -97,7 +97,7 @@ class AsyncLLM(AsyncAdapters, EngineFrontend[AsyncEngineCoreClient], AsyncImages
         self._fatal_error: EngineDeadError | None = None
         self._is_closed = False
         self._is_sleeping = False
-        self._sleep_lock = asyncio.Lock()
+        self._sleep_lock, self._pause_lock = asyncio.Lock(), asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._threads = TextThreads("tokenizer")
         logs = log_stats and config.log_stats

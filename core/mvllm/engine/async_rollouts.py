@@ -23,6 +23,7 @@ class AsyncRollouts(ABC):
     """Base of AsyncLLM, which defines the attributes that it uses."""
 
     _client: AsyncEngineCoreClient
+    _pause_lock: asyncio.Lock  # keeps the order of calls that pause and resume
     _num_long_calls = 0  # that take longer than a step, and during which the core does not report
 
     @abstractmethod
@@ -43,10 +44,13 @@ class AsyncRollouts(ABC):
             RequestError: There is no such mode, or the engine was resumed before all requests had finished.
         """
         self._require_alive()
-        was_running = await self._client.call_utility("is_scheduler_running")
-        pausing = asyncio.ensure_future(self._client.call_utility("pause_scheduler", mode, clear_cache))
+        pausing: asyncio.Future[bool] | None = None
+        was_running = False
         try:
-            paused = await asyncio.shield(pausing)
+            async with self._pause_lock:
+                was_running = await self._client.call_utility("is_scheduler_running")
+                pausing = asyncio.ensure_future(self._client.call_utility("pause_scheduler", mode, clear_cache))
+                paused = await asyncio.shield(pausing)
             while not paused:
                 await asyncio.sleep(DRAIN_POLL_SECONDS)
                 self._require_alive()
@@ -54,7 +58,7 @@ class AsyncRollouts(ABC):
                     raise RequestError("The engine was resumed before its requests had finished, so it is not paused.")
                 paused = await self._client.call_utility("is_scheduler_paused")
         except asyncio.CancelledError:
-            if was_running:  # nobody else would resume it
+            if was_running and pausing is not None:  # nobody else would resume it
                 await asyncio.shield(self._undo(pausing, "resume_scheduler"))
             raise
 
@@ -66,7 +70,8 @@ class AsyncRollouts(ABC):
             EngineSleepingError: A weight update has failed, and the weights are unusable.
         """
         self._require_alive()
-        await self._client.call_utility("resume_scheduler")
+        async with self._pause_lock:
+            await self._client.call_utility("resume_scheduler")
 
     async def is_paused(self) -> bool:
         """Whether the engine is paused."""
