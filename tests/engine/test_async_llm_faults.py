@@ -140,7 +140,7 @@ def test_the_death_of_an_idle_engine_is_noticed(make: Make) -> None:
     llm = make("slow")
     assert llm.dead_error is None
     process("EngineCore").kill()
-    wait_until(lambda: llm.errored, 30, "its death is noticed")  # no event loop has run yet
+    wait_until(lambda: llm.errored, 120, "its death is noticed")  # no event loop has run yet
     assert "SIGKILL" in str(llm.dead_error)
 
     async def use() -> None:

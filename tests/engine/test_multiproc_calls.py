@@ -391,11 +391,11 @@ def test_an_executor_that_is_collected_in_its_monitor_thread_ends_its_workers_gr
     try:
         del executor, cycle
         os.kill(victim, signal.SIGKILL)
-        wait_until(lambda: not threads & set(threading.enumerate()), 30, "the monitor has ended")
+        wait_until(lambda: not threads & set(threading.enumerate()), 120, "the monitor has ended")
     finally:
         gc.enable()
     assert is_collected() is None
-    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= num_open, 30, "all descriptors are closed")
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= num_open, 120, "all descriptors are closed")
     assert not problems, problems
     assert not tagged_processes(tag)
 

@@ -37,6 +37,8 @@ ACTIVITY = {
     "idle": "idle",
     "mid-request": "execute_model of step|idle",  # on a busy machine the signal may arrive between two steps
 }
+START_SECONDS = 120
+"""Time for processes to start on a machine that is busy with other tests."""
 
 
 class Engine:
@@ -65,9 +67,9 @@ class Engine:
         if phase in ("idle", "mid-request"):
             self.expect("idle")
             # A signal just before Python enters the read would be handled only after the next line.
-            wait_until(lambda: is_reading_stdin(self.process.pid), 30, "it waits for its next line")
+            wait_until(lambda: is_reading_stdin(self.process.pid), START_SECONDS, "it waits for its next line")
         else:
-            wait_until(self._hangs, 30, f"workers hang in {phase}")
+            wait_until(self._hangs, START_SECONDS, lambda: f"workers hang in {phase}; it has {self._state()}")
         if phase == "mid-request":
             self.go()
             self.expect("running")
@@ -93,6 +95,13 @@ class Engine:
 
     def assert_nothing_left(self) -> None:
         assert_nothing_left(self.tag, self.shared_memory_before)
+
+    def _state(self) -> str:
+        """What there is, for a message."""
+        if self.process.poll() is not None:
+            return f"ended with {self.process.returncode}: {self.process.communicate()}"
+        workers = [worker for rank in range(2) for worker in worker_processes(self.tag, f"Worker_TP{rank}")]
+        return f"workers {[(worker.pid, is_sleeping(worker.pid)) for worker in workers]}"
 
     def _hangs(self) -> bool:
         """Whether both workers are in time.sleep."""
@@ -156,7 +165,7 @@ def test_killing_the_caller_leaves_nothing(start: StartEngine, phase: str) -> No
 )
 def test_killing_the_caller_while_workers_are_being_started_leaves_nothing(start: StartEngine, delay: float) -> None:
     engine = start("slow")
-    wait_until(lambda: len(tagged_processes(engine.tag)) > 1, 30, "a worker exists")
+    wait_until(lambda: len(tagged_processes(engine.tag)) > 1, START_SECONDS, "a worker exists")
     time.sleep(delay)
     engine.process.kill()
     engine.process.wait()

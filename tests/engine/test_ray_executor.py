@@ -60,7 +60,7 @@ class TwoNodes:
 
     def restore(self) -> None:
         self.second = self.cluster.add_node(num_cpus=1)
-        wait_until(lambda: ray.cluster_resources().get("CPU") == 2, 30, "the second node is back")
+        wait_until(lambda: ray.cluster_resources().get("CPU") == 2, 120, "the second node is back")
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def nothing_left(nodes: TwoNodes) -> Iterator[None]:
     """Checks that no actor, reserved resource or shared memory is left."""
     before = shared_memory_names()
     yield
-    wait_until(lambda: not _workers_alive(), 30, "no actor is left")
+    wait_until(lambda: not _workers_alive(), 120, "no actor is left")
     wait_until(lambda: ray.available_resources().get("CPU") == 2, 40, "nothing of the cluster is claimed")
     assert not {name for name in shared_memory_names() - before if "mvllm" in name}
 
@@ -286,7 +286,7 @@ def test_a_node_lost_during_a_request_ends_the_engine_with_an_error_that_names_i
         finally:
             nodes.restore()
     message = str(caught.value)
-    wait_until(lambda: not psutil.pid_exists(worker.pid), 30, "the lost node's worker is gone")
+    wait_until(lambda: not psutil.pid_exists(worker.pid), 120, "the lost node's worker is gone")
     assert f"Worker_TP1 (rank 1, pid {worker.pid} on node {worker.node_ip}) was lost" in message
     assert "execute_model of step" in message or "idle" in message
     assert isinstance(caught.value.__cause__, WorkerDiedError)
@@ -365,7 +365,7 @@ def test_a_worker_killed_in_a_call_or_idle_is_named_with_its_node_and_what_it_di
     failures: list[Exception] = []
     executor.on_failure(failures.append)
     os.kill(worker.pid, signal.SIGKILL)
-    wait_until(lambda: failures, 20, "the callback is called without a waiting call")
+    wait_until(lambda: failures, 120, "the callback is called without a waiting call")
     with pytest.raises(WorkerDiedError, match=rf"Worker_TP{rank} .*while it was idle"):
         executor.collective_rpc("check_health")
 
@@ -405,7 +405,7 @@ def test_shutdown_may_be_repeated_and_takes_little_time(make: MakeExecutor) -> N
     time.sleep(0.6)
     for _ in range(2):
         executor.shutdown()
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 20, "the actors are gone")
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 120, "the actors are gone")
     assert ray.is_initialized()  # initialized by the caller
     with pytest.raises(EngineDeadError, match="shut down"):
         pending.result()
@@ -436,7 +436,7 @@ def test_killing_the_driver_leaves_no_actor_whether_busy_or_not(
             assert len(pids) == 2 and all(psutil.pid_exists(pid) for pid in pids)
         finally:
             driver.kill()
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 30, "the actors are gone")
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 120, "the actors are gone")
 
 
 VISITOR = """

@@ -46,7 +46,7 @@ def nothing_left(cluster: ServeCluster) -> Iterator[None]:
     """After each test the application is deleted, and no server process is left."""
     yield
     cluster.delete()
-    wait_until(lambda: not servers(), 20, "no server is left")
+    wait_until(lambda: not servers(), 120, "no server is left")
 
 
 def servers() -> list[psutil.Process]:
@@ -100,9 +100,9 @@ def test_without_retries_a_request_of_a_lost_server_ends_with_503_and_succeeds_w
     with Load(cluster.url, 4, **LONG) as load:
         load.wait_for(4)
         os.kill(server.pid, signal.SIGKILL)
-        wait_until(lambda: any(not each.is_complete for each in load.outcomes), 30, "the loss is noticed")
+        wait_until(lambda: any(not each.is_complete for each in load.outcomes), 120, "the loss is noticed")
         refused = [each for each in load.outcomes if each.status == 503]
-        wait_until(lambda: bool([each for each in load.outcomes if each.status == 503]), 30, "a request is refused")
+        wait_until(lambda: bool([each for each in load.outcomes if each.status == 503]), 120, "a request is refused")
         refused = [each for each in load.outcomes if each.status == 503]
         assert all(each.retry_after == "1" and each.error["code"] == "replica_unavailable" for each in refused)
         load._stop.set()
@@ -116,7 +116,7 @@ def test_the_server_of_a_killed_replica_ends_too(cluster: ServeCluster) -> None:
     cluster.deploy()
     [server] = servers()
     os.kill(server.ppid(), signal.SIGKILL)
-    wait_until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, 20, "the server has ended")
+    wait_until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, 120, "the server has ended")
     assert until_complete(lambda: ask(cluster), 60).is_complete
 
 

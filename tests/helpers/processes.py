@@ -70,7 +70,7 @@ def stop_process(pid: int) -> None:
     a busy machine, the others go on.
     """
     os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: all(state in "Tt" for state in _thread_states(pid)), 20, f"every thread of {pid} is stopped")
+    wait_until(lambda: all(state in "Tt" for state in _thread_states(pid)), 120, f"every thread of {pid} is stopped")
 
 
 def _thread_states(pid: int) -> list[str]:

@@ -87,7 +87,7 @@ class ServeCluster:
 
     def add_node(self) -> None:
         self.nodes.append(self.cluster.add_node(num_cpus=1))
-        wait_until(lambda: ray.cluster_resources().get("CPU") == 3, 30, "the node has joined")
+        wait_until(lambda: ray.cluster_resources().get("CPU") == 3, 120, "the node has joined")
 
 
 @contextlib.contextmanager

@@ -74,7 +74,7 @@ class OutputValidator:
     def __init__(self) -> None:
         self._process = PipeProcess("mvllm.structured_output.validation_main")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="output-validator")
-        self._slow: dict[bytes, None] = {}  # hashes of schemas that have exceeded the limits
+        self._slow: dict[bytes, str] = {}  # hashes of schemas that have exceeded a limit -> which
         self._turns: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()  # by client
 
     def validate(self, jobs: Sequence[tuple[HasWarnings, ValidationJob]]) -> None:
@@ -129,12 +129,12 @@ class OutputValidator:
             return job.not_validated("it is not one JSON text")
         key = hashlib.sha256(job.message.schema.encode()).digest()
         if key in self._slow:
-            return job.not_validated(_FAILURES["time"])
+            return job.not_validated(_FAILURES[self._slow[key]])
         try:
             result = self._process.run(job.message, ValidationResult, _WALL_SECONDS)
         except PipeProcessError as e:
-            if e.reason in ("time", "memory"):
-                self._slow[key] = None
+            if e.reason in ("time", "timeout", "memory"):
+                self._slow[key] = e.reason
                 if len(self._slow) > _MAX_SLOW_SCHEMAS:
                     del self._slow[next(iter(self._slow))]
             return job.not_validated(_FAILURES[e.reason])

@@ -171,4 +171,4 @@ def test_a_killed_decode_server_ends_its_streams_with_an_error(cluster: Cluster)
             cluster.prefill.wait()
         answer = client.post("/v1/completions", json=REQUEST)
         assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
-        wait_until(lambda: client.get("/health").status_code == 503, 20, "the router is ready without engines")
+        wait_until(lambda: client.get("/health").status_code == 503, 120, "the router is ready without engines")

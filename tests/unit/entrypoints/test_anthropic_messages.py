@@ -252,6 +252,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}, "disable_parallel_tool_use"),
     ({"thinking": {"type": DEEP}}, "thinking.type"),
     ({"thinking": {"type": "enabled", "budget_tokens": True}}, "budget_tokens"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 1 << 63}}, "budget_tokens must be an integer from 1 to"),
     ({"output_config": {"effort": ["high"]}}, "output_config.effort"),
     ({"output_config": {"format": {"type": "json_schema", "schema": 5}}, "tools": None}, "output_config"),
     ({"mcp_servers": [{}]}, "mcp_servers is not supported"),

@@ -149,3 +149,12 @@ def test_the_chunk_that_ends_the_first_prompt_has_the_kv_transfer_params(
     ends = [each for each in events if each["choices"] and each["choices"][0]["finish_reason"] is not None]
     of_first_prompt = [each for each in ends if each["choices"][0]["index"] == 0 or body.get("n") == 2]
     assert event is of_first_prompt[-1] and len(ends) == (2 if "n" in body or body.get("prompt") == ["a", "b"] else 1)
+
+
+def test_the_usage_of_two_choices_counts_no_token_before_it_is_sent(folder: str) -> None:
+    server = Server(folder, "Hello you", tool_parser=None, reasoning_parser=None)
+    server.core = SteppedCore(server.core.config, "Hello you", FinishReason.LENGTH)
+    content = server.post({**CHAT, **USAGE, "n": 2, "stream": True}, "/v1/chat/completions").content
+    events = [json.loads(event.removeprefix(b"data: ")) for event in content.split(b"\n\n")[:-2]]
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts[0] == 0 and counts == sorted(counts) and counts[-1] > 2

@@ -77,14 +77,14 @@ def test_many_clients_with_silent_hosts_leave_a_thread_for_a_new_one(hosts: Host
     for client in range(7):
         for host in range(20):
             hosts.ask(f"attacker{client}", f"silent{host}.test")
-    wait_until(lambda: len(hosts.asked) >= 60, 30, "the fetches have not begun")
+    wait_until(lambda: len(hosts.asked) >= 60, 120, "the fetches have not begun")
     assert hosts.num_asked("/attacker0/") == media_fetcher.MAX_PER_CLIENT and len(hosts.asked) < ALL
     assert hosts.ask("victim", "fine.test")[0].result(30)
 
 
 def test_the_programs_own_fetches_use_all_threads(hosts: Hosts) -> None:
     futures = hosts.ask(None, "silent.test", ALL + 5, hosts.fetcher.group())
-    wait_until(lambda: len(hosts.asked) == ALL, 30, "the fetches have not begun")
+    wait_until(lambda: len(hosts.asked) == ALL, 120, "the fetches have not begun")
     hosts.answer.set()
     assert all(future.result(30) for future in futures)
 

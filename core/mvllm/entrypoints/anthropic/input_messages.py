@@ -22,6 +22,7 @@ from mvllm.entrypoints.anthropic.tools import chat_tool_choice, chat_tools
 from mvllm.entrypoints.openai.common.thinking_variables import thinking_variables
 from mvllm.entrypoints.openai.protocol import ChatCompletionRequest
 from mvllm.errors import RequestError
+from mvllm.messages.field_checks import INT64_MAX
 
 CHAT_TO_MESSAGES_FIELDS = {
     "prompt": "messages",
@@ -325,8 +326,11 @@ def _thinking(thinking: Mapping[str, Any] | None) -> tuple[bool, int | None, boo
         )
     if isinstance(budget, float) and budget.is_integer():
         budget = int(budget)
-    if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
-        raise RequestError("thinking.budget_tokens must be an integer of at least 1.", parameter="thinking")
+    if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or not 1 <= budget <= INT64_MAX):
+        raise RequestError(
+            f"thinking.budget_tokens must be an integer from 1 to {INT64_MAX}; found {ascii(budget)[:40]}.",
+            parameter="thinking",
+        )
     if kind == "disabled":
         return False, None, False
     return True, budget, thinking.get("display") != "omitted"

@@ -20,7 +20,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mvllm.config.option_arguments import add_named_option
 from mvllm.entrypoints.cli.argument_parser import find_subcommand
+from mvllm.entrypoints.cli.option_spellings import ENGINE_OPTION
 from mvllm.errors import ConfigError
 
 FLAG = "--config"
@@ -55,6 +57,8 @@ def expand_config(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> 
     extra: list[str] = []
     for key, value in _read(path).items():
         name = key.replace("-", "_")
+        if name not in options and ENGINE_OPTION in command._option_string_actions and add_named_option(command, name):
+            options = option_table(command)
         action = options.get(name)
         if action is None or name in _NOT_IN_A_FILE:
             raise ConfigError(_unknown(path, key, command.prog, options))

@@ -48,7 +48,7 @@ SHORT_OPTIONS = {
 
 _LEVEL = re.compile(r"-O=?(\w+)")
 _TAKES_JSON = (json_object, json_object_or_pairs, json_or_text)
-_ENGINE_OPTION = "--tensor-parallel-size"
+ENGINE_OPTION = "--tensor-parallel-size"
 """Commands with this option have the engine's settings."""
 
 
@@ -105,7 +105,7 @@ def _declared(parser: argparse.ArgumentParser, option: str) -> str | None:
     for spelling in (words.replace("_", "-"), words.replace("-", "_")):
         if f"--{spelling}" in known:
             return f"--{spelling}"
-    if _ENGINE_OPTION in known and add_named_option(parser, words.replace("-", "_").removeprefix("no_")):
+    if ENGINE_OPTION in known and add_named_option(parser, words.replace("-", "_").removeprefix("no_")):
         return f"--{words.replace('_', '-')}"
     return None
 

@@ -135,8 +135,7 @@ class _ChatChoice:
             fields: dict[str, Any] = {"prompt_token_ids": output.prompt_token_ids} if self._return_token_ids else {}
             if self._handler._request.return_prompt_text:
                 fields["prompt_text"] = output.prompt
-            num_unsent = len(sequence.token_ids) if len(output.outputs) == 1 else 0
-            encoded = self._chunks.encode_start_of_choice(self._first_choice(output), num_unsent, fields)
+            encoded = self._chunks.encode_start_of_choice(self._first_choice(output), len(sequence.token_ids), fields)
         if self._plain:
             if text:
                 encoded += self._before + encode_json(text) + self._after

@@ -250,8 +250,9 @@ class ChoicesHandler(GenerationHandler):
             for sequence in output.outputs:
                 if sequence.finish_reason is not None or sequence.index not in encoders:
                     return False
-            self._usage.add(0, output)
+            self._usage.add_prompt(0, output)
             for sequence in output.outputs:
+                self._usage.add_completion(sequence)
                 written += encoders[sequence.index](output, sequence)
             if written:
                 write(written)
@@ -262,8 +263,9 @@ class ChoicesHandler(GenerationHandler):
             requests.set_consumer(write_now)
         try:
             async for position, output in requests.outputs():
-                self._usage.add(position, output)
+                self._usage.add_prompt(position, output)
                 for sequence in output.outputs:
+                    self._usage.add_completion(sequence)
                     if output.finished and sequence is output.outputs[-1]:
                         transfer = self._kv_transfer_fields([output]) if position == 0 else {}
                         chunks.end_fields = {**transfer, **(self.warning_fields if num_open == 1 else {})}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mvllm.engine.frontend.outputs import RequestOutput
+from mvllm.engine.frontend.outputs import CompletionOutput, RequestOutput
 
 
 class UsageCounter:
@@ -31,12 +31,20 @@ class UsageCounter:
         Args:
             position: Index of the output's prompt in the request.
         """
+        self.add_prompt(position, output)
+        for sequence in output.outputs:
+            self.add_completion(sequence)
+
+    def add_prompt(self, position: int, output: RequestOutput) -> None:
+        """Counts the prompt of an output, once."""
         if position not in self._seen:
             self._seen.add(position)
             self._prompt += len(output.prompt_token_ids)
             self._cached += output.num_cached_tokens
-        for sequence in output.outputs:
-            self._completion += len(sequence.token_ids)
+
+    def add_completion(self, sequence: CompletionOutput) -> None:
+        """Counts the new tokens of a sequence."""
+        self._completion += len(sequence.token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:

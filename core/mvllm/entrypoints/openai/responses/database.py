@@ -342,14 +342,20 @@ class ResponseDatabase:
             row = self._use(conversation_id, _CONVERSATION, "body, owner")
         return None if row is None else StoredConversation(*row)
 
-    def conversations(self, prefix: str, *, descending: bool) -> Iterator[tuple[str, bytes | None, bytes]]:
-        """Id, owner and body of the conversations whose ids begin with `prefix`, by the time when they were added. Read
-        one by one: all of them may be large."""
+    def conversations(
+        self, prefix: str, owner: bytes | None, *, of_all_owners: bool, descending: bool
+    ) -> Iterator[tuple[str, bytes]]:
+        """Id and body of the conversations whose ids begin with `prefix`, by the time when they were added. Read one by
+        one: all of them may be large.
+
+        Args:
+            owner: Only those of this owner, unless `of_all_owners`.
+        """
         order = "DESC" if descending else "ASC"
         yield from self._connection.execute(
-            "SELECT id, owner, body FROM objects WHERE kind = ? AND used >= ? AND SUBSTR(id, 1, ?) = ? "  # noqa: S608
-            f"ORDER BY rowid {order}",
-            (_CONVERSATION, self._oldest_use(), len(prefix), prefix),
+            "SELECT id, body FROM objects WHERE kind = ? AND used >= ? AND SUBSTR(id, 1, ?) = ? "  # noqa: S608
+            f"AND (? OR owner IS ?) ORDER BY rowid {order}",
+            (_CONVERSATION, self._oldest_use(), len(prefix), prefix, of_all_owners, owner),
         )
 
     def update_conversation(self, conversation_id: str, body: bytes) -> None:

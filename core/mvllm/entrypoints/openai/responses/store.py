@@ -31,7 +31,7 @@ from mvllm.entrypoints.openai.responses.database import (
     StoreLimits,
 )
 from mvllm.entrypoints.openai.responses.items import Item, encode_items
-from mvllm.entrypoints.openai.server.authentication import Caller
+from mvllm.entrypoints.openai.server.authentication import Caller, Role
 from mvllm.logging import get_logger
 
 logger = get_logger(__name__)
@@ -386,9 +386,10 @@ class ResponseStore:
         def find() -> list[Item] | None:
             found: list[Item] = []
             is_before = after is not None
-            for object_id, owner, data in self._database.conversations(COMPLETION_PREFIX, descending=descending):
-                if not caller.may_access(owner):
-                    continue
+            stored = self._database.conversations(
+                COMPLETION_PREFIX, caller.key, of_all_owners=caller.role is Role.ADMIN, descending=descending
+            )
+            for object_id, data in stored:
                 if is_before:
                     is_before = object_id != after
                 elif matches(body := msgspec.json.decode(data)):
