@@ -214,6 +214,16 @@ class RowParallelLinear(Linear):
         return self._tp
 
 
+def leave_sums_to_caller(module: nn.Module) -> None:
+    """From now on the module's result is this rank's part of a sum over ranks.
+
+    Args:
+        module: Its result depends linearly on the one of its only RowParallelLinear.
+    """
+    [last] = [each for each in module.modules() if isinstance(each, RowParallelLinear)]
+    last.leave_sum_to_caller()
+
+
 class ReplicatedLinear(Linear):
     """Every rank holds the whole matrix."""
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from mvllm.layers.context import BuildContext
-from mvllm.layers.linear import ReplicatedLinear
+from mvllm.layers.linear import ReplicatedLinear, leave_sums_to_caller
 from mvllm.layers.routing import Routing
 from mvllm.layers.transposed_moe import TransposedMoE
 
@@ -25,7 +25,7 @@ class Llama4MoE(nn.Module):
         ctx: Build context.
         router: The checkpoint module of the router, which is never quantized.
         experts: The routed experts, one for each row of their input.
-        shared_expert: A module whose output for every token is added.
+        shared_expert: A module whose output for every token is added; see `leave_sums_to_caller`.
         top_k: Experts per token.
 
     Raises:
@@ -45,6 +45,7 @@ class Llama4MoE(nn.Module):
         self._select = ctx.op("select_experts", scores=best.scores, **facts).function
         self._scores, self._best, self._top_k = scores.arguments(), best.arguments(), top_k
         self._tp = ctx.tp
+        leave_sums_to_caller(shared_expert)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
@@ -58,4 +59,4 @@ class Llama4MoE(nn.Module):
             rows = (x.unsqueeze(1) * scores.unsqueeze(2)).flatten(0, 1)
             each = self.experts(rows, torch.ones_like(ones).view(-1, 1), ids.view(-1, 1)).float()
             routed = functools.reduce(torch.add, each.unflatten(0, (-1, self._top_k)).unbind(1)).to(x.dtype)
-        return self._tp.all_reduce(routed) + self.shared_expert(x)
+        return self._tp.all_reduce(routed + self.shared_expert(x))

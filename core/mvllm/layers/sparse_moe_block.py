@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mvllm.layers.context import BuildContext
-from mvllm.layers.linear import ReplicatedLinear
+from mvllm.layers.linear import ReplicatedLinear, leave_sums_to_caller
 from mvllm.layers.norm import whole_tensor_target
 from mvllm.layers.routing import Routing
 from mvllm.layers.weight_target import WeightTarget
@@ -42,7 +42,8 @@ class SparseMoeBlock(nn.Module):
         correction: Checkpoint tensor of the correction bias for the selection, or None.
         correction_is_row: The checkpoint stores it as [1, num_experts].
         router_dtype: Dtype of the router, if it is not the compute dtype.
-        shared_experts: A module whose output for every token is added, or None.
+        shared_experts: A module whose output for every token is added, or None. It is summed over ranks with those of
+            the routed experts, see `leave_sums_to_caller`.
 
     Raises:
         ModelError: The routing does not fit the experts.
@@ -77,14 +78,16 @@ class SparseMoeBlock(nn.Module):
         self._correction_name = correction
         self._router_dtype = floats.dtype
         self._tp = ctx.tp
+        if shared_experts is not None:
+            leave_sums_to_caller(shared_experts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
         logits = self.router(x.to(self._router_dtype))
         correction = None if self.correction is None else self.correction.flatten()
         weights, ids = self._select_experts(logits, correction, *self._routing)
-        routed = self._tp.all_reduce(self.experts(x, weights, ids))
-        return routed if self.shared_experts is None else routed + self.shared_experts(x)
+        result = self.experts(x, weights, ids)
+        return self._tp.all_reduce(result if self.shared_experts is None else result + self.shared_experts(x))
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """The target of the correction bias; router and experts have their own targets."""
