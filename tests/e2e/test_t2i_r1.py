@@ -113,6 +113,7 @@ def test_the_trainer_raises_the_probability_of_the_better_samples_of_a_group(exa
         assert gained[better].mean() > gained[~better].mean()
 
 
+@pytest.mark.exhaustive
 def test_a_short_run_raises_the_reward_and_the_engine_follows_the_trainer(
     example: SimpleNamespace, tmp_path: Path
 ) -> None:

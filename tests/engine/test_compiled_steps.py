@@ -21,11 +21,11 @@ PARAMS = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in 
     ("name", "settings"),
     [
         ("llama-gqa", {}),
-        ("llama-gqa", {"pipeline_parallel_size": 2}),
+        pytest.param("llama-gqa", {"pipeline_parallel_size": 2}, marks=pytest.mark.exhaustive),
         ("llama-gqa", {"quantization": "int8"}),
         ("llama-gqa", {"quantization": "int4"}),
         ("qwen3", {}),
-        ("qwen3-head-dim-tied", {}),
+        pytest.param("qwen3-head-dim-tied", {}, marks=pytest.mark.exhaustive),
         ("mistral-window", {}),
         ("gpt2", {}),
     ],

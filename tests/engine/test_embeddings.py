@@ -114,6 +114,7 @@ def test_tensor_and_pipeline_parallel_give_the_states_of_transformers(name: str,
     ("tensor", "pipeline"),
     [(1, 2), *(pytest.param(*sizes, marks=pytest.mark.exhaustive) for sizes in ((2, 1), (2, 2)))],
 )
+@pytest.mark.exhaustive
 def test_worker_processes_give_the_states_of_transformers(tensor: int, pipeline: int) -> None:
     expected = reference("llama-gqa")
     sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}

@@ -67,7 +67,7 @@ def run(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
 def test_a_worker_in_the_engines_process_gives_the_tokens_of_transformers(plugin_path: list[str]) -> None:
     path = os.pathsep.join([*plugin_path, *(folder for folder in sys.path if folder)])
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.example_device_parity", "llama-gqa", "gpt2", "mamba2", "glm5"],
+        [sys.executable, "-m", "tests.engine.example_device_parity", "llama-gqa", "mamba2", "glm5"],
         env={**os.environ, "PYTHONPATH": path},
         cwd=ROOT,
         capture_output=True,
@@ -75,8 +75,8 @@ def test_a_worker_in_the_engines_process_gives_the_tokens_of_transformers(plugin
         timeout=500,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = done.stdout.splitlines()[-4:]
-    assert lines == ["llama-gqa is equal", "gpt2 is equal", "mamba2 is equal", "glm5 is equal"]
+    lines = done.stdout.splitlines()[-3:]
+    assert lines == ["llama-gqa is equal", "mamba2 is equal", "glm5 is equal"]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,9 @@ def test_worker_processes_give_the_tokens_of_transformers(make: Make, name: str,
     parity.check(expected, parity.generate(llm, expected.prompts[:8]))
 
 
-@pytest.mark.parametrize("mode", ["static", "lazy", pytest.param("eager", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "mode", ["static", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("lazy", "eager"))]
+)
 def test_modes_give_the_same_tokens_and_core_keeps_their_rules(make: Make, mode: str) -> None:
     """Mode `static` raises on a shape that the warm-up has not compiled, mode `lazy` on a step that was not ended."""
     expected = parity.oracle("llama-gqa")

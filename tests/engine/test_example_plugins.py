@@ -107,7 +107,11 @@ class TestModel:
         tight = {"max_num_batched_tokens": 9, "max_num_seqs": 3, "max_model_len": 80, "kv_cache_memory_bytes": 49152}
         assert generate(model, prompts, **tight) == expected(prompts)
 
-    @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
+    @pytest.mark.parametrize(
+        "sizes",
+        [{"tensor_parallel_size": 2}, pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.exhaustive)],
+        ids=str,
+    )
     def test_tokens_are_the_same_with_two_workers_that_load_the_plugin(self, model, sizes):
         assert generate(model, **sizes) == expected()
 
@@ -168,7 +172,9 @@ class TestQuantization:
         save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
         return ternary, plain
 
-    @pytest.mark.parametrize("sizes", [{}, {"tensor_parallel_size": 2}], ids=str)
+    @pytest.mark.parametrize(
+        "sizes", [{}, pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.exhaustive)], ids=str
+    )
     def test_its_tokens_are_those_of_the_same_weights_as_floats(self, checkpoints, sizes):
         ternary, plain = checkpoints
         assert generate(ternary, **sizes) == generate(plain)

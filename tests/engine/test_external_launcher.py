@@ -169,6 +169,7 @@ def test_speculative_ranks_agree_on_the_tokens_of_one_process(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("poor", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
+@pytest.mark.exhaustive
 def test_the_rank_with_the_least_memory_decides_for_every_engine(poor: int, tmp_path: Path) -> None:
     free = 200 << 20  # for two ranks, minus the tenth that the engine must not use
     paths = [*fault_platform_path(tmp_path / "plugins"), *filter(None, [os.environ.get("PYTHONPATH")])]

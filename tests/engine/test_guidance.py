@@ -122,6 +122,7 @@ def test_tokens_of_guided_requests_are_those_of_transformers(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_tokens_of_guided_requests_are_those_of_transformers_in_processes(make_llm: MakeLLM, oracle: Oracle) -> None:
     sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
     llm = make_llm(async_scheduling=True, max_num_batched_tokens=40, engine_core_process=True, **sizes)

@@ -87,6 +87,7 @@ def test_every_rank_copies_its_part(stack: ExitStack, folder_of: Any, name: str,
     driver.check_round_trip(PROMPT)
 
 
+@pytest.mark.exhaustive
 def test_worker_processes_map_the_host_blocks(stack: ExitStack, folder_of: Any) -> None:
     llm = start(
         stack,

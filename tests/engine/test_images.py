@@ -153,7 +153,11 @@ def test_prompts_are_formatted_as_transformers_processors_do(llm: LLM) -> None:
             marks=pytest.mark.exhaustive,
         ),
         pytest.param({"tensor_parallel_size": 2, **THREADS}, id="TP"),
-        pytest.param({"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}, id="TP, processes"),
+        pytest.param(
+            {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+            id="TP, processes",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
             id="PP, processes",

@@ -69,7 +69,10 @@ def site(tmp_path: Path) -> Path:
     return site
 
 
-@pytest.mark.parametrize("backend", ["acme", "acme_executor.ThreadExecutor", "acme_executor:ThreadExecutor"])
+@pytest.mark.parametrize(
+    "backend",
+    ["acme", *(pytest.param(f"acme_executor{mark}ThreadExecutor", marks=pytest.mark.exhaustive) for mark in ".:")],
+)
 def test_an_executor_of_another_distribution_runs_the_model(backend: str, site: Path, tmp_path: Path) -> None:
     path = os.pathsep.join([str(site), *filter(None, sys.path)])
     steps = tmp_path / "steps"

@@ -60,7 +60,7 @@ def test_layers_with_windows_keep_only_the_blocks_of_their_window(stack: ExitSta
 
 
 @pytest.mark.parametrize("name", [SOME_LAYERS, WIDE_WINDOW])
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_a_tight_cache_changes_no_token(stack: ExitStack, name: str, asynchronous: bool) -> None:
     settings = {"max_num_batched_tokens": 40, "max_num_seqs": 8, "async_scheduling": asynchronous}
     llm = make(stack, name, 24 if name == SOME_LAYERS else 6, **settings)

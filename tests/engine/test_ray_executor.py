@@ -184,6 +184,7 @@ def test_weights_are_updated_on_both_nodes(tmp_path: Path) -> None:
         assert tokens(llm) == expected
 
 
+@pytest.mark.exhaustive
 def test_inside_a_placement_group_ray_is_chosen_and_each_rank_gets_a_bundle() -> None:
     expected = parity.oracle("llama-gqa")
     group = ray.util.placement_group([{"CPU": 1}, {"CPU": 1}], "STRICT_SPREAD")
@@ -465,6 +466,7 @@ print("done")
 """
 
 
+@pytest.mark.exhaustive
 def test_a_cluster_that_the_engine_joined_is_left_at_its_end_and_leaving_it_early_is_an_error(
     make: MakeExecutor, nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

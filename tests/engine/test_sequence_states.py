@@ -64,6 +64,7 @@ def test_an_engine_that_slept_gives_the_same(stack: ExitStack, expected: Oracle,
 @pytest.mark.parametrize(
     ("tensor", "pipeline"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.exhaustive)], ids=["pipeline", "tensor"]
 )
+@pytest.mark.exhaustive
 def test_worker_processes_give_the_same(stack: ExitStack, expected: Oracle, tensor: int, pipeline: int) -> None:
     llm = start(
         stack, expected, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, distributed_executor_backend="mp"

@@ -47,6 +47,7 @@ def test_anonymous_memory_does_not_depend_on_the_file_system(size: int) -> None:
 
 @pytest.mark.slow
 @SIZES
+@pytest.mark.exhaustive
 def test_without_anonymous_memory_rings_shrink_into_the_file_system(size: int) -> None:
     found, _ = run(size, "--without-anonymous-memory")
     assert found["tokens"] == parity.oracle("llama-gqa", WHICH, 24).tokens

@@ -451,7 +451,7 @@ def core_of(llm: LLM) -> EngineCore:
             "engine_core_process": True,
             "async_scheduling": True,
         },
-        {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+        pytest.param({"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, marks=pytest.mark.exhaustive),
         pytest.param({"distributed_executor_backend": "mp", "async_scheduling": True}, marks=pytest.mark.exhaustive),
     ],
     ids=["core process and tensor parallel", "pipeline", "asynchronous worker process"],

@@ -155,7 +155,7 @@ def test_only_a_batch_that_reads_tokens_waits_and_does_so_while_the_device_compu
         pytest.param("uni", {"max_num_seqs": 1, "max_num_batched_tokens": 16}, marks=pytest.mark.exhaustive),
         pytest.param("uni", {**TIGHT, "enable_chunked_prefill": False}, marks=pytest.mark.exhaustive),
         ("uni", {"max_num_batched_tokens": 33, "scheduling_policy": "priority", **TIGHT}),
-        ("mp-tp2", {"max_num_batched_tokens": 33, **TIGHT}),
+        pytest.param("mp-tp2", {"max_num_batched_tokens": 33, **TIGHT}, marks=pytest.mark.exhaustive),
         pytest.param("mp-pp2", {"max_num_batched_tokens": 33}, marks=pytest.mark.exhaustive),
     ],
 )
@@ -315,7 +315,9 @@ def test_pooled_vectors_are_read_late_like_tokens(make: MakeLLM, checkpoint: Pat
             np.testing.assert_allclose(one.outputs.data, other.outputs.data, atol=1e-5)
 
 
-@pytest.mark.parametrize("executor", ["uni", "mp", pytest.param("mp-tp2", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "executor", ["uni", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("mp", "mp-tp2"))]
+)
 def test_a_step_loads_blocks_that_the_step_before_it_saves(make: MakeLLM, tmp_path: Path, executor: str) -> None:
     """Exported blocks arrive when their copies are waited for. So few blocks are cached on the device and in host
     memory that some are saved when they are evicted, and loaded by the next plan."""

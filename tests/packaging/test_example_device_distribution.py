@@ -33,6 +33,7 @@ def build(project, kind, **variables):
     )
 
 
+@pytest.mark.exhaustive
 def test_without_a_compiler_nothing_is_built_and_the_remedy_is_named(project):
     done = build(project, "wheel", CC="/nonexistent/cc", CXX="/nonexistent/c++")
     assert done.returncode != 0 and not list((project / "dist").glob("*.whl"))
@@ -50,6 +51,7 @@ def test_with_one_the_wheel_holds_the_library_that_was_just_built(project):
         assert archive.read("mvllm_example_device/_device.so")[:4] == b"\x7fELF"
 
 
+@pytest.mark.exhaustive
 def test_the_source_archive_holds_the_device_and_nothing_built(project):
     done = build(project, "sdist")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -89,7 +89,11 @@ def test_the_frozen_plugin_is_unchanged():
     assert digest.hexdigest() == FROZEN_SHA256, "a frozen plugin is not changed to follow the core: see its README.md"
 
 
-@pytest.mark.parametrize("contract", [CONTRACT, (CONTRACT[0], CONTRACT[1] + 1)], ids=["this_core", "the_next_minor"])
+@pytest.mark.parametrize(
+    "contract",
+    [pytest.param(CONTRACT, marks=pytest.mark.exhaustive), (CONTRACT[0], CONTRACT[1] + 1)],
+    ids=["this_core", "the_next_minor"],
+)
 def test_a_plugin_of_an_older_minor_generates_the_expected_text(core_only, beside_torch, frozen, core_of, contract):
     folders = [] if contract == CONTRACT else [core_of(*contract)]
     path = [*folders, frozen, beside_torch]

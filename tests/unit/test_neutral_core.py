@@ -27,7 +27,9 @@ def offences(source: str) -> list[str]:
     return [offence.text for offence in checker.check_source(source)]
 
 
+@pytest.mark.exhaustive
 def test_the_core_names_no_hardware():
+    """The linters of each run check it, too."""
     modules = list(checker.CORE.rglob("*.py"))
     assert len(modules) > 40, f"looked in the wrong place: {checker.CORE}"
     assert checker.check_paths([checker.CORE]) == []

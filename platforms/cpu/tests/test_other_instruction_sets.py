@@ -70,7 +70,7 @@ SAME_EVERYWHERE = "not more_tokens_than_one_batch and not do_not_depend_on_the_n
 """Excludes large tests of the division among batches and threads, which is the same code for all instruction sets. Only
 the exhaustive runs repeat them.
 """
-FURTHER = ("avx512", "avx512_vnni")
+FURTHER = ("avx512", "avx512_vnni", "avx512_bf16", "avx2_vnni")
 """Instruction sets that only the exhaustive tests cover, besides the others."""
 OTHERS = [isa for isa in dict.fromkeys(NAMES["isa"] + NAMES["quantized_isa"]) if kinds_of(isa)]
 
@@ -78,7 +78,7 @@ OTHERS = [isa for isa in dict.fromkeys(NAMES["isa"] + NAMES["quantized_isa"]) if
 @pytest.mark.parametrize(
     ("isa", "nth"),
     [
-        *(pytest.param(isa, 12, id=isa) for isa in OTHERS if isa not in FURTHER),
+        *(pytest.param(isa, 20, id=isa) for isa in OTHERS if isa not in FURTHER),
         *(pytest.param(isa, 1, id=f"{isa} in every form", marks=pytest.mark.exhaustive) for isa in OTHERS),
     ],
 )

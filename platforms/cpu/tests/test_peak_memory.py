@@ -65,7 +65,7 @@ def write_model(folder: Path, vocab: int, *, tied: bool) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
-@pytest.mark.parametrize(("vocab", "tied"), [(16000, False), (100000, True)])
+@pytest.mark.parametrize(("vocab", "tied"), [pytest.param(16000, False, marks=pytest.mark.exhaustive), (100000, True)])
 def test_memory_beside_weights_and_cache_is_within_the_limit(tmp_path, vocab, tied):
     """A tied head must be in memory once: a second copy would exceed OVERHEAD_BYTES."""
     weights = write_model(tmp_path, vocab, tied=tied)

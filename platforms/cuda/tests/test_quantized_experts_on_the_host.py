@@ -103,6 +103,7 @@ def test_gpt_oss_in_mxfp4_gives_the_tokens_of_transformers(tmp_path, monkeypatch
         assert weight.data.nbytes <= elements // 2 * (1 + padded)
 
 
+@pytest.mark.exhaustive
 def test_experts_of_8_bit_floats_give_the_tokens_of_transformers(tmp_path, monkeypatch):
     made = float8_zoo.make_float8("ct-blocks", tmp_path, "qwen3moe")
     experts = Experts("float8_e4m3fnuz")

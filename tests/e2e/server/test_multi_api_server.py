@@ -198,7 +198,7 @@ def test_the_death_of_the_coordinator_ends_the_server(server: ServerProcess, bot
     assert_nothing_left(server.tag, before)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.exhaustive)])
 def test_when_an_api_server_dies_or_hangs_the_others_finish_their_requests(tmp_path: Path, number: int) -> None:
     """The requests of the dead or hung server are aborted, so that nothing computes for them. The server exits with
     status 1."""

@@ -30,7 +30,11 @@ def deaths(role: str, size: int, *options: str) -> list[dict[str, int]]:
 
 CASES = pytest.mark.parametrize(
     ("size", "options", "least"),
-    [(100, (), 200), (100, ("--line", "--wait"), 40), (LARGE, ("--line",), 40)],
+    [
+        (100, (), 200),
+        pytest.param(100, ("--line", "--wait"), 40, marks=pytest.mark.exhaustive),
+        pytest.param(LARGE, ("--line",), 40, marks=pytest.mark.exhaustive),
+    ],
     ids=["in a slot", "while it waits", "through the socket"],
 )
 

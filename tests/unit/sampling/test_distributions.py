@@ -119,7 +119,14 @@ def test_tokens_that_tie_with_the_last_kept_token_are_kept(settings):
     assert_drawn_from(draw_counts(torch.nn.functional.pad(logits, (0, 52), value=-9.0), settings)[:8], expected)
 
 
-@pytest.mark.parametrize("settings", [{"top_k": 1500}, {"top_k": 1500, "top_p": 0.9}, {"top_k": 300}], ids=id_of)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ({"top_k": 1500}, {"top_k": 300})),
+        {"top_k": 1500, "top_p": 0.9},
+    ],
+    ids=id_of,
+)
 def test_large_top_k(settings):
     logits = random_logits(1, 4000, seed=14, scale=0.5)[0]
     expected = distribution(logits.numpy(), SamplingParams(**settings))
@@ -171,7 +178,14 @@ def test_a_large_temperature_is_close_to_uniform():
     assert_drawn_from(counts, np.full(VOCAB, 1 / VOCAB))
 
 
-@pytest.mark.parametrize("settings", [{}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.01}], ids=id_of)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ({}, {"top_k": 40}, {"min_p": 0.01})),
+        {"top_p": 0.9},
+    ],
+    ids=id_of,
+)
 def test_a_large_vocabulary_in_one_batch(settings):
     """Cumulative shares of the vocabulary, most probable first, match within the error of 2000 samples."""
     vocab_size, num_rows = 128_256, 100

@@ -167,6 +167,7 @@ def test_the_plugin_is_opt_in(run):
     assert "unrecognized arguments" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_two_one_line_files_are_enough(tmp_path, run):
     (tmp_path / "conftest.py").write_text("from mvllm.testing.plugin import *\n")
     (tmp_path / "test_some.py").write_text("from mvllm.testing.suite.everything import *\n")
@@ -245,6 +246,7 @@ class HangingPlatform(InterpreterPlatform):
 """
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_hangs_in_its_start_is_named_with_its_stack(tmp_path, monkeypatch):
     (
         write_metadata(tmp_path, "mvllm-hanging", "[mvllm.platforms]\nhanging = hanging_device\n") / "hanging_device.py"
