@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import types
-from collections import deque
 from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -63,19 +62,6 @@ class PendingCopy(Strict):
         return tensor
 
 
-class LentBuffersEvent(Strict, api.NullEvent):
-    """A point in the order of calls: reaching it ends the copies to the device that were made before."""
-
-    def __init__(self, runtime: ExampleRuntime) -> None:
-        self._runtime, self._count = runtime, 0
-
-    def record(self) -> None:
-        self._count = self._runtime.num_lent
-
-    def synchronize(self) -> None:
-        self._runtime.finish_lent_buffers(self._count)
-
-
 class ExampleRuntime(Strict, api.DeviceRuntime):
     """Runtime of the device `local_rank`. Public methods outside of the contract are for this package.
 
@@ -99,8 +85,7 @@ class ExampleRuntime(Strict, api.DeviceRuntime):
         _load_library(settings)
         self._settings, self._faults = settings, faults
         self._process, self._thread = os.getpid(), None if ctx.in_engine_process else threading.get_ident()
-        self._lent: deque[tuple[torch.Tensor, bytes]] = deque()
-        self.num_lent = 0  # since the start
+        self._lent: list[tuple[torch.Tensor, bytes]] = []
         self._batch: api.BatchLayout | None = None
         self._compiled: set[Hashable] = set()
         self._warm = False
@@ -142,12 +127,7 @@ class ExampleRuntime(Strict, api.DeviceRuntime):
         if host.device.type != "cpu":
             raise api.ContractError(f"to_device takes a tensor of the host, not of {host.device}.")
         self._lent.append((host, _bytes_of(host)))
-        self.num_lent += 1
         return host.to(self.device)
-
-    def event(self) -> api.Event:
-        self.check()
-        return LentBuffersEvent(self)
 
     def to_host(self, tensor: torch.Tensor) -> api.HostCopy:
         self.check()
@@ -215,13 +195,12 @@ class ExampleRuntime(Strict, api.DeviceRuntime):
             raise api.PlatformError(f"A step after the warm-up needed a compilation: {shape} is a new shape.")
         self._compiled.add(shape)
 
-    def finish_lent_buffers(self, count: int | None = None) -> None:
-        """Marks copies to the device, the first `count` or all, as done: their sources must not have changed."""
-        num_finished = self.num_lent - len(self._lent)
-        for _ in range((self.num_lent if count is None else count) - num_finished):
-            host, content = self._lent.popleft()
+    def finish_lent_buffers(self) -> None:
+        """Marks earlier copies to the device as done, after checking that their sources have not changed."""
+        for host, content in self._lent:
             if _bytes_of(host) != content:
                 raise api.ContractError("A host tensor was changed before the copy of it to the device was done.")
+        self._lent.clear()
 
     def _end_step(self) -> None:
         torch.ops.mvllm_example_device.open(self._settings.devices, self._settings.memory)  # ends the fault `oom`
