@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -239,11 +239,3 @@ def as_arrays(features: Mapping[str, ArrayData]) -> dict[str, np.ndarray[Any, An
         name: np.frombuffer(each.data, dtype=np.dtype(each.dtype)).reshape(each.shape)
         for name, each in features.items()
     }
-
-
-def count_items(contents: Sequence[tuple[str, ItemContent]]) -> dict[str, int]:
-    """Number of items by modality."""
-    counts: dict[str, int] = {}
-    for modality, _ in contents:
-        counts[modality] = counts.get(modality, 0) + 1
-    return counts

@@ -143,11 +143,6 @@ class StructuredOutputManager:
         """Process ids of the sandboxes."""
         return self._compile_pool.sandbox_pids
 
-    @property
-    def cache_memory(self) -> int:
-        """Approximate bytes of the cached grammars."""
-        return self._cache.memory
-
     def shutdown(self) -> None:
         """Ends threads and processes. Idempotent."""
         self._close()

@@ -86,16 +86,6 @@ class DriverMemory(Protocol):
         """Bytes that this process holds; None if the driver cannot tell."""
 
 
-class UnknownDriverMemory:
-    """DriverMemory of a device that the driver does not show."""
-
-    def free(self) -> None:
-        """Unknown."""
-
-    def held_by_this_process(self) -> None:
-        """Unknown."""
-
-
 class DeviceMemory:
     """The memory of one bound device.
 
