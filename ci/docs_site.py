@@ -82,11 +82,13 @@ def changelog(version: str | None) -> int:
 
 
 def draft() -> str:
-    """The notes of the changes since the last release, in Markdown.
+    """The notes of the changes since the last release, in Markdown; empty without changes.
 
     Raises:
         StepFailed: towncrier failed.
     """
+    if all(path.name == "README.md" for path in (ROOT / "docs" / "changes").glob("*.md")):
+        return ""
     output, status = DOCS.capture([DOCS.bin / "towncrier", "build", "--draft", "--version", "Not released"])
     if status != 0:
         raise StepFailed(f"error: towncrier failed:\n{output}")
