@@ -176,12 +176,21 @@ def wait_idle(client: httpx.Client, seconds: float = 30) -> None:
 @contextlib.contextmanager
 def as_before(server: ServerProcess, client: httpx.Client) -> Iterator[None]:
     """Context manager; afterwards an ordinary request must be answered by the same processes."""
-    before = server.pids()
+    before = settled_pids(server)
     yield
     ask = {"model": "demo", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 4, "ignore_eos": True}
     answer = client.post("/v1/completions", json=ask)
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4, answer.text
-    assert server.pids() == before
+    wait_until(lambda: server.pids() == before, 10, lambda: f"the processes {before} run, found {server.pids()}")
+
+
+def settled_pids(server: ServerProcess) -> set[int]:
+    """`server.pids()` without a sandbox that is being started: until its program runs, it looks like its parent."""
+    found = server.pids()
+    while (again := server.pids()) != found:
+        found = again
+        time.sleep(0.05)
+    return found
 
 
 def assert_idle(server: ServerProcess, share: float = 0.01) -> None:

@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from mvllm.entrypoints.openai.server.http_protocol import MAX_HEAD_BYTES, MAX_HEADERS
-from tests.helpers.server import ServerProcess, head_of, raw_post, wait_idle
+from tests.helpers.processes import wait_until
+from tests.helpers.server import ServerProcess, head_of, raw_post, settled_pids, wait_idle
 
 PATH = "/v1/completions"
 STORY = {"model": "demo", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 4}
@@ -23,11 +24,11 @@ LEAKS = ("Traceback", "0x", '.py"', "/work", "/home", "site-packages", "msgspec"
 
 @pytest.fixture(autouse=True)
 def works_as_before(server: ServerProcess, client: httpx.Client) -> Iterator[None]:
-    before = server.pids()
+    before = settled_pids(server)
     yield
     answer = client.post(PATH, json=STORY)
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
-    assert server.pids() == before
+    wait_until(lambda: server.pids() == before, 10, "the same processes run")
     wait_idle(client)
 
 

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from mvllm.entrypoints.anthropic import protocol as anthropic_protocol
 from mvllm.entrypoints.ollama import protocol as ollama_protocol
 from mvllm.entrypoints.openai import protocol
-from tests.helpers.server import ServerProcess, wait_idle
+from tests.helpers.processes import wait_until
+from tests.helpers.server import ServerProcess, settled_pids, wait_idle
 
 BODIES = {
     "/v1/completions": protocol.CompletionRequest,
@@ -67,10 +68,10 @@ def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def works_as_before(server: ServerProcess, client: httpx.Client) -> Iterator[None]:
-    before = server.pids()
+    before = settled_pids(server)
     yield
     assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
-    assert server.pids() == before
+    wait_until(lambda: server.pids() == before, 10, "the same processes run")
 
 
 def check(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
