@@ -37,6 +37,7 @@ def run_suite(folder: Path, fault: str, clauses: tuple[str, ...]) -> dict[str, s
 
 
 @pytest.mark.timeout(700)
+@pytest.mark.exhaustive
 def test_a_platform_with_several_devices_per_worker_keeps_the_clauses(tmp_path: Path) -> None:
     found = run_suite(tmp_path, "", (*CLAUSES, "E2E-03"))
     assert found == {**dict.fromkeys(CLAUSES, "passed"), "E2E-03": "not claimed"}

@@ -31,6 +31,8 @@ from tests.helpers.processes import (
 PROGRAM = Path(__file__).with_name("multiproc_program.py")
 PHASES = {"start-up": "hang-starting", "loading": "hang-loading", "idle": "slow", "mid-request": "slow"}
 """Phase -> the mode of the scripted worker that holds the engine there."""
+SOME = [pytest.param(phase, marks=pytest.mark.exhaustive if phase in ("loading", "idle") else ()) for phase in PHASES]
+"""The exhaustive tests have all phases."""
 ACTIVITY = {
     "start-up": "importing the worker",
     "loading": "load_model",
@@ -150,7 +152,7 @@ def test_a_killed_worker_is_named_and_no_process_is_left(start: StartEngine, pha
     engine.assert_nothing_left()
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", SOME)
 def test_killing_the_caller_leaves_nothing(start: StartEngine, phase: str) -> None:
     engine = start(PHASES[phase])
     engine.reach(phase)
@@ -172,7 +174,7 @@ def test_killing_the_caller_while_workers_are_being_started_leaves_nothing(start
     engine.assert_nothing_left()
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", SOME)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_end_everything_soon(start: StartEngine, phase: str, number: signal.Signals) -> None:
     engine = start(PHASES[phase])

@@ -29,7 +29,7 @@ prompts = st.sampled_from([None, "assistant\n", "assistant\n<think>\n", "assista
 
 
 @pytest.mark.parametrize(("tools", "reasoning"), PAIRS)
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(text=messy_text, at=cuts, prompt=prompts)
 def test_the_output_does_not_depend_on_the_split(tools, reasoning, text, at, prompt):
     parser = make_parser(tools, reasoning)
@@ -46,7 +46,7 @@ def test_the_output_does_not_depend_on_the_split(tools, reasoning, text, at, pro
 
 
 @pytest.mark.parametrize("tools", TOOLS)
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(text=messy_text)
 def test_text_without_calls_is_content(tools, text):
     parser = make_parser(tools)
@@ -58,7 +58,7 @@ def test_text_without_calls_is_content(tools, text):
 
 
 @pytest.mark.parametrize("tools", TOOLS)
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(text=messy_text.map(lambda text: "".join(c for c in text if c not in '{}"')))
 def test_text_that_cannot_contain_a_call_is_content_unchanged(tools, text):
     parser = make_parser(tools)
@@ -69,7 +69,7 @@ def test_text_that_cannot_contain_a_call_is_content_unchanged(tools, text):
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}], ids=str)
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(text=messy_text, at=cuts)
 def test_parsers_of_constrained_output_accept_any_text(choice, text, at):
     choice = parse_tool_choice([{"type": "function", "function": {"name": "f"}}], choice)

@@ -63,7 +63,7 @@ plain_texts = st.text(st.sampled_from("ab é.\n!"), max_size=12)
 
 
 @pytest.mark.parametrize(("name", "wrap"), FORMS, ids=[f"{name}-{wrap.__name__}" for name, wrap in FORMS])
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     written=st.lists(calls, min_size=1, max_size=3),
     before=plain_texts.map(lambda text: text + "\n" if text.strip() else text),
