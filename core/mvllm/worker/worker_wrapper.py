@@ -26,6 +26,7 @@ _OPTIONAL = frozenset(
         "allocate_states",
         "host_block_needs",
         "map_host_blocks",
+        "check_sleep",
         "sleep",
         "wake_up",
         "add_lora",

@@ -89,6 +89,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isAvailable() const override { return !memories.empty(); }
   c10::DeviceIndex deviceCount() const override { return c10::DeviceIndex(memories.size()); }
   c10::DeviceIndex getCurrentDevice() const override { return current; }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    const c10::DeviceGuard guard(storage.device());  // the device that allocates
+    at::native::resize_bytes_cpu(storage.unsafeGetStorageImpl(), bytes);
+  }
 };
 const bool registered = (at::RegisterPrivateUse1HooksInterface(new Hooks()), true);
 
