@@ -79,6 +79,13 @@ class WorkerProtocol(Protocol):
     def available_kv_bytes(self) -> int:
         """After `load_model`: bytes that remain for the KV cache after a profiling step. May be negative."""
 
+    def update_max_model_len(self, max_model_len: int) -> None:
+        """Before `group_layers`: no sequence has more than so many tokens, fewer than `ModelConfig.max_model_len`.
+
+        Since contract 1.1. Called only with `ModelConfig.max_model_len_is_auto`. Layers are still grouped by the
+        model's own length. A class may leave this method out; its buffers are then larger than they need be.
+        """
+
     def group_layers(self, windows: list[int | None]) -> None:
         """Before `allocate_kv_cache`: the windows of the KV cache groups, each of which has its own block table.
 

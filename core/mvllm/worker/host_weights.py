@@ -49,7 +49,7 @@ _WITHOUT_WEIGHTS = (
     int,
     float,
 )
-"""Objects that models refer to, and whose memory stays: it may be known to other ranks or to a library by its address."""
+"""Objects whose memory stays: other ranks or a library may know its address."""
 
 
 class HostWeights:

@@ -23,7 +23,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from mvllm.config.engine_config import EngineConfig
+from mvllm.config.engine_config import EngineConfig, with_max_model_len
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import StepMemoryError
 from mvllm.layers.lora import LoRAMapping
@@ -163,11 +163,7 @@ class ModelRunner:
         self._forward.bind_model()
 
     def kv_cache_needs(self) -> KVCacheNeeds:
-        """Bytes of one token and of one state slot over all layers, and the block sizes that all backends accept.
-
-        Raises:
-            CacheError: The backends have no block size in common.
-        """
+        """As `KVCacheLayers.kv_cache_needs`."""
         return self._layers.kv_cache_needs()
 
     @in_inference_mode
@@ -201,6 +197,10 @@ class ModelRunner:
         """Runs the encoder once over the largest item, if the model has an encoder that gives one."""
         with step_out_of_memory_error(self._config.scheduler, self._runtime):
             self._encoders.encode_largest_item(self.loader.model.item_encoder)
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        """Shortens the longest sequence, before `allocate_kv_cache`. The model stays as it was built."""
+        self._config = self._forward.config = with_max_model_len(self._config, max_model_len)
 
     def group_layers(self, windows: Sequence[int | None]) -> None:
         """Gives each group of layers its own block table.

@@ -165,6 +165,9 @@ class Worker:
         self.runner.encode_largest_item()
         return max(0, runtime.memory().peak_by_me - before)
 
+    def update_max_model_len(self, max_model_len: int) -> None:
+        self.runner.update_max_model_len(max_model_len)
+
     def group_layers(self, windows: list[int | None]) -> None:
         self.runner.group_layers(windows)
 

@@ -22,6 +22,7 @@ _OPTIONAL = frozenset(
     {
         "sample_tokens",
         "collect_output",
+        "update_max_model_len",
         "group_layers",
         "allocate_states",
         "host_block_needs",

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from mvllm.config.engine_config import EngineConfig
+from mvllm.config.engine_config import EngineConfig, with_max_model_len
 from mvllm.config.rope_parameters import prompt_cache_key
 from mvllm.engine.core.encoder_planning import make_encoder_planner
 from mvllm.engine.core.grammar_vocabulary import load_vocabulary
@@ -29,7 +29,14 @@ from mvllm.engine.core.rollouts import PauseState
 from mvllm.engine.core.sleep import WEIGHTS
 from mvllm.engine.core.sleep_mode import CoreSleep
 from mvllm.engine.core.weight_updates import WeightUpdateManager
-from mvllm.errors import ConfigError, EngineDeadError, EngineSleepingError, MvllmError, RequestError
+from mvllm.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineSleepingError,
+    MvllmError,
+    RequestError,
+    UnsupportedMethodError,
+)
 from mvllm.executor.factory import can_sample_later, make_executor
 from mvllm.executor.worker_topology import launch_topology
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
@@ -134,10 +141,12 @@ class EngineCore(CoreSleep):
         try:
             self._timed("load model", self._executor.start)
             self.cache_summary = self._timed("size KV cache", self._size_kv_cache)
+            built_config = config  # the model is that of its own length, which host blocks name
+            self.config = config = with_max_model_len(config, self.cache_summary.max_model_len)
             self._timed("allocate KV cache", self._allocate_kv_cache)
             self._tiers: KVTiers | None = None
             if config.kv_transfer.is_used:
-                make_tiers = partial(KVTiers, config, self._executor, self.cache_summary)
+                make_tiers = partial(KVTiers, built_config, self._executor, self.cache_summary)
                 self._tiers = self._timed("map host blocks", make_tiers)
         except BaseException:
             self._executor.shutdown()
@@ -525,6 +534,9 @@ class EngineCore(CoreSleep):
         )
 
     def _allocate_kv_cache(self) -> None:
+        if self.config.model.max_model_len != self._executor.config.model.max_model_len:
+            with contextlib.suppress(UnsupportedMethodError):  # its rows are as long as the model permits
+                self._executor.collective_rpc("update_max_model_len", (self.config.model.max_model_len,))
         if len(self.cache_summary.windows) > 1:
             self._executor.collective_rpc("group_layers", (list(self.cache_summary.windows),))
         summary = self.cache_summary
