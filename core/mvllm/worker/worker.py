@@ -242,6 +242,7 @@ class Worker:
         if "weights" in tags and self._host_weights is not None:
             self._host_weights.restore()
             self._host_weights = None
+            self.runtime.release_cached_memory()  # the host's buffers
         self.runner.wake_up(tags)
 
     def _weights_to_offload(self, level: int) -> HostWeights | None:
