@@ -164,8 +164,11 @@ class DeviceBytes:
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"tensor_parallel_size": 2, "quantization": "int8", "with_draft": False}, id="quantized shards"),
-        pytest.param({"with_draft": True, "kv_offloading_size": 0.01}, id="draft model and host blocks"),
+        pytest.param({"tensor_parallel_size": 2, "with_draft": False}, id="shards"),
+        pytest.param(
+            {"with_draft": True, "kv_offloading_size": 0.01, "quantization": "int8"},
+            id="quantized, with a draft model and host blocks",
+        ),
         pytest.param({"pipeline_parallel_size": 2, "with_draft": False}, id="stages", marks=pytest.mark.exhaustive),
     ],
 )

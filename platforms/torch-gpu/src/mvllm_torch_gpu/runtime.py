@@ -155,9 +155,7 @@ class TorchGpuRuntime(DeviceRuntime):
 
     def release_cached_memory(self) -> None:
         self.module.api.empty_cache()
-        empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)  # torch may be older
-        if empty_host_cache is not None and torch.accelerator.is_available():
-            empty_host_cache()  # page-locked buffers, for example of weights that have slept
+        self.module.empty_host_cache()
 
     def is_out_of_memory(self, error: Exception) -> bool:
         return super().is_out_of_memory(error) or is_out_of_memory(error)
