@@ -15,7 +15,6 @@ tokens without communication. Pipeline parallel: the last stage samples and send
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -47,6 +46,7 @@ from mvllm.sampling.sampler_output import SamplerOutput
 from mvllm.sampling.sampling_state import PROCESSED, SamplingState
 from mvllm.sampling.token_masks import TokenMasks
 from mvllm.worker.encoder_runner import EncoderRunner
+from mvllm.worker.garbage import collect_garbage
 from mvllm.worker.graph_layers import GraphKVCacheLayers
 from mvllm.worker.greedy_head import Argmax
 from mvllm.worker.guided_sampling import GuidedSampling
@@ -304,6 +304,7 @@ class ModelRunner:
             self.rows.sampling.device_counts.free()
         if drop_weights:
             self._drop_models()
+        collect_garbage()
 
     def wake_up(self, tags: Sequence[str]) -> None:
         """Restores the parts that `tags` names (`weights`, `kv_cache`), where they are missing.
@@ -317,6 +318,7 @@ class ModelRunner:
                 self.load_model()
             except BaseException:
                 self._drop_models()
+                collect_garbage()
                 raise
             self._sampler, self._guided_sampling = samplers
         if "kv_cache" in tags and self._layers.has_missing_caches:
@@ -340,11 +342,6 @@ class ModelRunner:
     def _drop_models(self) -> None:
         self._forward.release()
         self.loader.unload()
-        was_frozen = gc.get_freeze_count() > 0
-        gc.unfreeze()  # the model is among the objects that a server's process has frozen
-        gc.collect()  # modules and their compiled functions are in reference cycles
-        if was_frozen:
-            gc.freeze()
 
     # ------------------------------------------------------------------------------------------------------- steps
 
