@@ -13,10 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from mvllm import LLM, SamplingParams
-from mvllm.errors import CacheError, EngineDeadError, ModelError, PlatformError, WorkerDiedError, WorkerStuckError
+from mvllm import LLM, LoRARequest, SamplingParams
+from mvllm.errors import (
+    CacheError,
+    EngineDeadError,
+    EngineSleepingError,
+    ModelError,
+    PlatformError,
+    WorkerDiedError,
+    WorkerStuckError,
+)
 from mvllm.platform.choose import choose_platform
 from tests.helpers import parity
+from tests.helpers.lora_adapters import write_adapter
 from tests.helpers.plugins import ROOT, example_platform_path, prepend
 from tests.helpers.processes import TAG, assert_nothing_left, new_tag, shared_memory_names
 
@@ -144,6 +153,65 @@ def test_out_of_memory_at_start_is_an_error_that_names_the_settings(make: Make) 
         make(MVLLM_EXAMPLE_MEMORY=20_000)
     with pytest.raises(CacheError, match=r"KV cache of \d+ blocks .* cannot be allocated .*out of memory on example:0"):
         make(MVLLM_EXAMPLE_MEMORY=2 << 20, kv_cache_memory_bytes=3 << 20, **MANY)
+
+
+class DeviceBytes:
+    """Worker extension: the device's memory in use."""
+
+    def device_bytes(self) -> int:
+        memory: int = self.runtime.memory().used_by_me  # type: ignore[attr-defined]
+        return memory
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"tensor_parallel_size": 2, "with_draft": False}, id="shards"),
+        pytest.param(
+            {"with_draft": True, "kv_offloading_size": 0.01, "quantization": "int8"},
+            id="quantized, with a draft model and host blocks",
+        ),
+        pytest.param({"pipeline_parallel_size": 2, "with_draft": False}, id="stages", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_sleep_level_1_frees_the_weights_and_restores_them_with_captured_steps_and_adapters(
+    make: Make, checkpoint: Path, tmp_path: Path, settings: dict[str, object]
+) -> None:
+    if settings.pop("with_draft"):
+        settings["speculative_config"] = {"model": str(checkpoint), "num_speculative_tokens": 2}
+    llm = make(
+        MVLLM_EXAMPLE_MODE="replay",
+        enable_lora=True,
+        worker_extension_cls=f"{DeviceBytes.__module__}.{DeviceBytes.__name__}",
+        kv_cache_memory_bytes=1 << 20,
+        **settings,
+    )
+    adapter = LoRARequest("adapter", 1, str(write_adapter(tmp_path / "adapter", checkpoint, targets=("q_proj",))))
+    other = LoRARequest("other", 2, str(tmp_path / "adapter"))
+
+    def results() -> list[list[int]]:
+        outputs = [
+            *llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=adapter),
+            *llm.generate(PROMPTS, GREEDY, use_tqdm=False),
+        ]
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    expected, awake = results(), llm.collective_rpc("device_bytes")
+    assert expected[: len(PROMPTS)] != expected[len(PROMPTS) :], "the adapter shows"
+    for tags in (["weights"], None):
+        llm.sleep(1)
+        asleep = llm.collective_rpc("device_bytes")
+        assert all(now < 0.1 * (before - (1 << 20)) for now, before in zip(asleep, awake, strict=True)), (asleep, awake)
+        with pytest.raises(EngineSleepingError):
+            llm.llm_engine.add_lora(other)
+        if tags is not None:
+            llm.wake_up(tags)
+            with_weights = llm.collective_rpc("device_bytes")
+            assert all(now < before - (1 << 19) for now, before in zip(with_weights, awake, strict=True))
+        llm.wake_up()
+        assert results() == expected
+    again = llm.collective_rpc("device_bytes")
+    assert all(now < 1.1 * before for now, before in zip(again, awake, strict=True)), (again, awake)
 
 
 # --------------------------------------------------------------------------------------------------------------- faults

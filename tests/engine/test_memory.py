@@ -8,7 +8,7 @@ import resource
 import pytest
 
 from mvllm import SamplingParams
-from mvllm.errors import CacheError, ModelError
+from mvllm.errors import CacheError, ModelError, RequestError
 from tests.engine.conftest import MakeLLM
 
 BYTES_PER_TOKEN = 3 * 2 * 2 * 16 * 4  # layers, key and value, heads, head size, float32
@@ -67,8 +67,26 @@ def test_too_little_memory_for_one_request_is_an_error_with_the_length_that_fits
     needs = re.search(r"raise kv_cache_memory_bytes to (\d+)", message)
     assert fits and needs and (int(fits[1]), int(needs[1])) == (7 * 16, 11 * BLOCK)
     # Both hints of the error work.
+    assert "or to auto" in message
     make_llm(kv_cache_memory_bytes=7 * BLOCK, max_model_len=int(fits[1]))
     make_llm(kv_cache_memory_bytes=int(needs[1]), max_model_len=176)
+
+
+@pytest.mark.parametrize("length", ["auto", -1])
+def test_the_longest_length_that_fits_is_chosen_and_used_everywhere(make_llm: MakeLLM, length: object) -> None:
+    processes = {"engine_core_process": True, "distributed_executor_backend": "mp"} if length == "auto" else {}
+    llm = make_llm(kv_cache_memory_bytes=7 * BLOCK, max_model_len=length, **processes)
+    assert llm.model_config.max_model_len == llm.llm_engine.cache_summary.max_model_len == 7 * 16
+    prompts = [{"prompt_token_ids": [5] * 100}]
+    [output] = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=None, ignore_eos=True), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 12 and output.outputs[0].finish_reason == "length"
+    with pytest.raises(RequestError, match=r"112 \(max_model_len\)"):
+        llm.generate([{"prompt_token_ids": [5] * 112}], use_tqdm=False)
+    with make_llm(kv_cache_memory_bytes=7 * BLOCK, max_model_len=112) as fixed:
+        [expected] = fixed.generate(
+            prompts, SamplingParams(temperature=0, ignore_eos=True, max_tokens=12), use_tqdm=False
+        )
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
 def test_a_block_size_that_no_backend_supports_is_rejected(make_llm: MakeLLM) -> None:

@@ -10,7 +10,10 @@ import pytest
 
 from mvllm import LLM, ModelError, PlatformError, RequestError, SamplingParams
 from mvllm.errors import EngineSleepingError
+from mvllm.platform.capabilities import Capabilities
+from mvllm.worker import host_weights, worker
 from tests.engine.conftest import MakeLLM
+from tests.helpers.changed_weights import changed_copy
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.plugins import null_platform_path, prepend
 from tests.helpers.processes import wait_until
@@ -190,3 +193,65 @@ def test_a_worker_without_sleep_and_pooling_raises_errors_and_keeps_working(
     with pytest.raises(PlatformError, match="does not support pooling"):
         llm.encode([[5, 6]], use_tqdm=False)
     assert tokens(llm) == expected
+
+
+# -------------------------------------------------------------------------------------------- weights in host memory
+
+
+@pytest.fixture
+def offloading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Level 1 moves the weights of the CPU platform, as it does those of devices with a memory of their own."""
+    monkeypatch.setattr(Capabilities, "offloads_weights", property(lambda self: True))
+
+
+def test_level_1_keeps_updated_weights_and_their_version(make_llm: MakeLLM, offloading: None, tmp_path: Path) -> None:
+    llm = make_llm(enforce_eager=True)
+    old = tokens(llm)
+    changed = changed_copy(Path(llm.model_config.path), tmp_path / "changed")
+    llm.update_weights(path=changed)
+    expected = tokens(llm)
+    assert expected != old
+    llm.sleep(1)
+    with pytest.raises(EngineSleepingError, match="weights sleep"):
+        llm.update_weights(path=changed)
+    with pytest.raises(EngineSleepingError, match="weights sleep"):
+        llm.apply_model(type)
+    with pytest.raises(RequestError, match="while the weights sleep"):
+        llm.wake_up(["kv_cache"])
+    llm.wake_up(["weights"])
+    assert llm.weight_info()["weight_version"] == 1
+    llm.sleep(1)  # the KV cache sleeps already
+    llm.wake_up()
+    assert tokens(llm) == expected and llm.weight_info()["weight_version"] == 1
+    llm.sleep(1)
+    llm.sleep(2)  # drops the copy
+    llm.sleep(1)
+    llm.wake_up()
+    assert tokens(llm) == old and llm.weight_info()["weight_version"] == 0
+
+
+def test_level_1_is_refused_without_host_memory_before_anything_is_lost(
+    make_llm: MakeLLM, offloading: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm(enforce_eager=True)
+    expected, engine = tokens(llm), llm.llm_engine
+    engine.add_request("long", {"prompt_token_ids": PROMPTS[0]}, SamplingParams(max_tokens=20, ignore_eos=True))
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "free_host_memory", lambda: 1000)
+        with pytest.raises(RequestError, match=r"host memory: 1 workers .* are free\. Use level 2"):
+            llm.sleep(1)
+    assert not engine.is_sleeping
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            assert output.outputs[0].finish_reason in (None, "length")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host_weights.HostWeights, "offload", lambda self: _no_memory())
+        with pytest.raises(ModelError, match="no memory after all"):
+            llm.sleep(1)
+    assert tokens(llm) == expected, "it is awake"
+
+
+def _no_memory() -> None:
+    raise ModelError("no memory after all")

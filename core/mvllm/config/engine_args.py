@@ -12,7 +12,7 @@ import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.engine_config_builder import build_engine_config
@@ -96,9 +96,10 @@ class EngineArgs(MultiModalArgs):
         "their method in config.json.",
         group="model",
     )
-    max_model_len: int | None = option(
+    max_model_len: int | Literal["auto"] | None = option(
         None,
-        help="Longest sequence in tokens, prompt and output together; by default the model's context length.",
+        help="Longest sequence in tokens, prompt and output together; by default the model's context length. 'auto' "
+        "or -1: the longest up to that length that fits into the KV cache.",
         group="model",
         minimum=1,
     )
@@ -408,6 +409,8 @@ class EngineArgs(MultiModalArgs):
     )
 
     def __post_init__(self) -> None:
+        if self.max_model_len == -1:
+            self.max_model_len = "auto"
         for name in ("model", "tokenizer", "generation_config"):
             value = getattr(self, name)
             if isinstance(value, os.PathLike):

@@ -186,6 +186,13 @@ class EngineConfig:
     multimodal: MultiModalConfig = field(default_factory=MultiModalConfig)
 
 
+def with_max_model_len(config: EngineConfig, max_model_len: int) -> EngineConfig:
+    """`config`, or a copy with another length of the longest sequence."""
+    if config.model.max_model_len == max_model_len:
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, max_model_len=max_model_len))
+
+
 def replace_field(config: EngineConfig, field: str, value: Any) -> EngineConfig:
     """A copy of `config` with one setting changed.
 

@@ -26,6 +26,7 @@ class ModelConfig:
             applied.
         checkpoint_dtype: The weights' dtype in `config.json`.
         max_model_len: Longest sequence, prompt and output together, in tokens.
+        max_model_len_is_auto: The engine core lowers it to what fits into the KV cache.
         vocab_size: Rows of the token embedding.
         hidden_size, num_layers, num_heads, num_kv_heads, head_size: The transformer's shape.
         sliding_window: Window in tokens of the layers that have one, or None.
@@ -78,6 +79,7 @@ class ModelConfig:
     token_spaces: dict[str, TokenSpace] = field(default_factory=dict)
     multimodal: MultiModalModel | None = None
     language_architecture: str = ""
+    max_model_len_is_auto: bool = False
 
     @property
     def has_non_causal_spans(self) -> bool:

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mvllm.config.context_length import resolve_max_model_len
 from mvllm.config.generation_config import (
@@ -178,7 +178,7 @@ def build_model_config(
     folder: Path,
     tokenizer: str | None,
     dtype: str = "auto",
-    max_model_len: int | None = None,
+    max_model_len: int | Literal["auto"] | None = None,
     hf_overrides: Mapping[str, Any] | None = None,
     generation_config: Path | None = None,
     max_logprobs: int = DEFAULT_MAX_LOGPROBS,
@@ -196,6 +196,7 @@ def build_model_config(
         model: The user's setting, for messages.
         folder: The model folder.
         generation_config: Folder of the `generation_config.json` with sampling defaults; None for no defaults.
+        max_model_len: The user's setting; `auto` begins with the model's context length, as None does.
         max_logprobs: -1 permits the whole vocabulary.
         logprobs_mode, model_impl: As in ModelConfig.
         seed: None draws a seed.
@@ -231,9 +232,11 @@ def build_model_config(
     if multimodal is None and architecture in _TEXT_MODELS and language:
         architecture = language
     kind = ModelKind.of(architecture, hf_config, folder)
-    if max_model_len is None and not kind.generates:
+    is_auto = max_model_len == "auto"
+    requested = None if max_model_len == "auto" else max_model_len
+    if requested is None and not kind.generates:
         longest = resolve_max_model_len(hf_config, None)
-        max_model_len = min(longest, max_seq_length(folder) or longest)
+        requested = min(longest, max_seq_length(folder) or longest)
     return ModelConfig(
         model=model,
         path=folder,
@@ -242,7 +245,8 @@ def build_model_config(
         architecture=architecture,
         dtype=DTYPE_ALIASES.get(dtype, dtype),
         checkpoint_dtype=checkpoint_dtype(hf_config),
-        max_model_len=resolve_max_model_len(hf_config, max_model_len),
+        max_model_len=resolve_max_model_len(hf_config, requested),
+        max_model_len_is_auto=is_auto,
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         num_layers=shape.num_layers,

@@ -34,6 +34,7 @@ class Option:
         help: One sentence for `--help`.
         group: One of GROUPS.
         choices: The permitted texts; empty for any text.
+        words: Texts that may be given instead of a value of the kind: those of a Literal in the annotation.
         minimum, maximum: Permitted range, inclusive, except `minimum` if `above` is set.
         above: Whether `minimum` itself is excluded.
         aliases: Other names of the setting.
@@ -50,6 +51,7 @@ class Option:
     maximum: float | None = None
     above: bool = False
     aliases: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
 
     def checked(self, value: Any) -> Any:
         """`value`, converted to the setting's type and checked.
@@ -61,6 +63,8 @@ class Option:
             if self.nullable:
                 return None
             raise ConfigError(f"{self.name} must be {self.permitted()}, found None.")
+        if isinstance(value, str) and value in self.words:
+            return value
         value = self._of_kind(value)
         if self.choices and value not in self.choices:
             raise ConfigError(f"{self.name} must be {self.permitted()}, found {value!r}.")
@@ -78,7 +82,8 @@ class Option:
                 text += f" {'>' if self.above else '>='} {self.minimum}"
             if self.maximum is not None:
                 text += f"{' and' if self.minimum is not None else ''} <= {self.maximum}"
-        return text + (" or None" if self.nullable else "")
+        others = [*map(repr, self.words), *(["None"] if self.nullable else [])]
+        return " or ".join([", ".join([text, *others[:-1]]), *others[-1:]])
 
     def _of_kind(self, value: Any) -> Any:
         error = ConfigError(f"{self.name} must be {self.permitted()}, found {value!r}.")
@@ -134,16 +139,17 @@ def options_of(cls: type) -> tuple[Option, ...]:
     options = []
     for field in dataclasses.fields(cls):
         if "group" in field.metadata:
-            kind, nullable = _kind_of(hints[field.name])
-            options.append(Option(field.name, kind, nullable, field.default, **field.metadata))
+            kind, nullable, words = _kind_of(hints[field.name])
+            options.append(Option(field.name, kind, nullable, field.default, **field.metadata, words=words))
     return tuple(sorted(options, key=lambda option: GROUPS.index(option.group)))
 
 
-def _kind_of(annotation: Any) -> tuple[type, bool]:
-    """`int | None` -> (int, True); `dict[str, Any]` -> (dict, False)."""
+def _kind_of(annotation: Any) -> tuple[type, bool, tuple[str, ...]]:
+    """`int | Literal["auto"] | None` -> (int, True, ("auto",)); `dict[str, Any]` -> (dict, False, ())."""
     members = [annotation]
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         members = list(typing.get_args(annotation))
     nullable = type(None) in members
-    [member] = [m for m in members if m is not type(None)]
-    return typing.get_origin(member) or member, nullable
+    words = tuple(word for m in members if typing.get_origin(m) is typing.Literal for word in typing.get_args(m))
+    [member] = [m for m in members if m is not type(None) and typing.get_origin(m) is not typing.Literal]
+    return typing.get_origin(member) or member, nullable, words

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from mvllm.config.foreign_keywords import FOREIGN_KEYWORDS, ForeignKeyword, find_foreign
@@ -28,6 +28,11 @@ def option_help(setting: Option) -> str:
     return setting.help.replace("%", "%%") + (f" Default: {default}." if shown else "")
 
 
+def _value_type(setting: Option) -> Callable[[str], Any]:
+    read: Callable[[str], Any] = human_readable_int if setting.kind is int else setting.kind
+    return (lambda text: text if text in setting.words else read(text)) if setting.words else read
+
+
 def add_option(group: Any, setting: Option, default: Any = argparse.SUPPRESS) -> None:
     """Adds one setting to a parser or an argument group.
 
@@ -43,7 +48,7 @@ def add_option(group: Any, setting: Option, default: Any = argparse.SUPPRESS) ->
     else:
         group.add_argument(
             *flags,
-            type=human_readable_int if setting.kind is int else setting.kind,
+            type=_value_type(setting),
             choices=setting.choices or None,
             metavar=None if setting.choices else {int: "N", float: "X", str: "TEXT"}.get(setting.kind),
             **common,

@@ -39,7 +39,7 @@ from mvllm.engine.metrics.stats import EngineLoad, EngineMetrics, EngineMetricsS
 from mvllm.engine.metrics.tracing import Tracer
 from mvllm.engine.process.async_core_client import AsyncEngineCoreClient, make_async_client
 from mvllm.engine.run_to_end import run_to_end
-from mvllm.errors import EngineDeadError, EngineSleepingError, RequestError
+from mvllm.errors import EngineDeadError, EngineSleepingError
 from mvllm.logging import get_logger
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.lora import LoRARequest
@@ -394,10 +394,12 @@ class AsyncLLM(AsyncAdapters, EngineFrontend[AsyncEngineCoreClient], AsyncImages
         """Aborts all requests, frees memory, and rejects requests until `wake_up`. Goes on if the caller is cancelled.
 
         Args:
-            level: 1 frees the KV cache; 2 also frees the weights, which `wake_up` reads from the checkpoint again.
+            level: 1 frees the KV cache, and moves the weights to host memory if the device has a memory of its own;
+                2 drops both, and `wake_up` reads the checkpoint again.
 
         Raises:
-            RequestError: `level` is neither 1 nor 2, or a weight update is under way; nothing was aborted.
+            RequestError: `level` is neither 1 nor 2, a weight update is under way, or the host has no memory for the
+                weights; nothing was aborted.
             PlatformError: The platform's worker does not support it; requests are accepted as before.
         """
         check_sleep_level(level)
@@ -408,8 +410,7 @@ class AsyncLLM(AsyncAdapters, EngineFrontend[AsyncEngineCoreClient], AsyncImages
         async with self._sleep_lock:
             was_sleeping, self._is_sleeping = self._is_sleeping, True  # rejects new requests
             try:
-                if (await self._client.call_utility("weight_info"))["is_updating"]:
-                    raise RequestError("A weight update is under way. Finish it before putting the engine to sleep.")
+                await self._client.call_utility("check_sleep", level)
             except BaseException:  # also the end of the event loop
                 self._is_sleeping = was_sleeping
                 raise

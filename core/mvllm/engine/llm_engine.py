@@ -400,16 +400,17 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
         """Aborts all requests, frees memory, and rejects requests until `wake_up`.
 
         Args:
-            level: 1 frees the KV cache; 2 also frees the weights, which `wake_up` reads from the checkpoint again.
+            level: 1 frees the KV cache, and moves the weights to host memory if the device has a memory of its own;
+                2 drops both, and `wake_up` reads the checkpoint again.
 
         Raises:
-            RequestError: `level` is neither 1 nor 2, or a weight update is under way; nothing was aborted.
+            RequestError: `level` is neither 1 nor 2, a weight update is under way, or the host has no memory for the
+                weights; nothing was aborted.
             PlatformError: The platform's worker does not support it; requests are accepted as before.
         """
         self._require_alive()
         check_sleep_level(level)
-        if self._client.call_utility("weight_info")["is_updating"]:
-            raise RequestError("A weight update is under way. Finish it before putting the engine to sleep.")
+        self._client.call_utility("check_sleep", level)
         ids = [request.request_id for request in self._output_processor.requests]
         self._drop_requests(ids, EngineSleepingError("The engine was put to sleep before the request had finished."))
         self._client.call_utility("sleep", level)

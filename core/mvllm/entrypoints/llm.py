@@ -143,10 +143,11 @@ class LLM(LLMRollouts, LLMImages):
         """Frees device memory. Requests are rejected until `wake_up`.
 
         Args:
-            level: 1 frees the KV cache; 2 frees the weights, too, and `wake_up` reads the checkpoint again.
+            level: 1 frees the KV cache, and moves the weights to host memory if the device has a memory of its own;
+                2 drops both, and `wake_up` reads the checkpoint again.
 
         Raises:
-            RequestError: `level` is neither 1 nor 2.
+            RequestError: `level` is neither 1 nor 2, or the host has no memory for the weights.
             PlatformError: The platform's worker does not support sleep.
         """
         self.llm_engine.sleep(level)

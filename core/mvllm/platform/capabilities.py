@@ -55,6 +55,9 @@ class Capabilities:
             it, core keeps keys and values on the device only.
         non_causal_spans: Since contract 1.1. Attention backends accept specs with `AttentionSpec.non_causal_spans` and
             read `BatchLayout.visible_lens`. Without it, core refuses images for models whose images need it.
+        weight_offloading: Since contract 1.1. Sleep level 1 moves the weights to host memory: storages of the device's
+            tensors can be freed and allocated again (`UntypedStorage.resize_`), and no operation keeps the address of
+            a weight. Without it, and with `unified_memory`, the weights stay.
     """
 
     dtypes: tuple[str, ...]
@@ -86,3 +89,9 @@ class Capabilities:
     stores_by_block_table: bool = False
     kv_transfer: bool = False
     non_causal_spans: bool = False
+    weight_offloading: bool = False
+
+    @property
+    def offloads_weights(self) -> bool:
+        """Whether sleep level 1 moves the weights to host memory. Since contract 1.1."""
+        return self.weight_offloading and not self.unified_memory

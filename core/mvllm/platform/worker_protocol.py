@@ -79,6 +79,13 @@ class WorkerProtocol(Protocol):
     def available_kv_bytes(self) -> int:
         """After `load_model`: bytes that remain for the KV cache after a profiling step. May be negative."""
 
+    def update_max_model_len(self, max_model_len: int) -> None:
+        """Before `group_layers`: no sequence has more than so many tokens, fewer than `ModelConfig.max_model_len`.
+
+        Since contract 1.1. Called only with `ModelConfig.max_model_len_is_auto`. Layers are still grouped by the
+        model's own length. A class may leave this method out; its buffers are then larger than they need be.
+        """
+
     def group_layers(self, windows: list[int | None]) -> None:
         """Before `allocate_kv_cache`: the windows of the KV cache groups, each of which has its own block table.
 
@@ -173,17 +180,24 @@ class WorkerProtocol(Protocol):
         needs neither may leave this method out.
         """
 
+    def check_sleep(self, level: int) -> None:
+        """Raises RequestError if `sleep` would fail, because the host has no memory for the weights. Changes nothing.
+
+        Since contract 1.1. Called on all workers before requests are aborted. A class may leave this method out.
+        """
+
     def sleep(self, level: int) -> None:
         """Frees memory, between steps and while no request runs. A class that cannot may leave this method out.
 
         Has no effect on memory that is already freed. Called on all workers.
 
         Args:
-            level: 1 frees the KV cache; 2 also the weights.
+            level: 1 frees the KV cache, and with `Capabilities.weight_offloading` moves the weights to host memory; 2
+                drops both.
         """
 
     def wake_up(self, tags: list[str]) -> None:
-        """Allocates again what `sleep` freed: an empty KV cache, and the weights from the checkpoint.
+        """Allocates again what `sleep` freed: an empty KV cache, and the weights from the host or the checkpoint.
 
         Has no effect on memory that is already allocated. `warm_up` follows when everything is allocated. A class
         without `sleep` may leave this method out.

@@ -40,6 +40,8 @@ def check_length(model: CausalLM, memory: MemoryInfo) -> None:
         memory.free // per_position if per_position else length,
         (memory.total - windowed) // (per_position + per_token) if per_position + per_token else length,
     )
+    if model.config.max_model_len_is_auto and per_position * length <= memory.free:
+        return  # the engine core lowers the length, but the tables stay
     if fits >= length:
         return
     tables = f" and {_gib(per_position * length)} of rotary tables" if per_position else ""

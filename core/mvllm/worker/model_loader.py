@@ -237,6 +237,12 @@ class ModelLoader:
         return self._model
 
     @property
+    def weight_owners(self) -> list[object]:
+        """The loaded models, and the slots of adapters: whatever has weights on the device."""
+        draft = None if self.draft is None else self.draft.model
+        return [each for each in (self._model, draft, self._adapters) if each is not None]
+
+    @property
     def supports_lora(self) -> bool:
         """Whether the engine was started with LoRA."""
         return self._adapters is not None

@@ -15,7 +15,6 @@ tokens without communication. Pipeline parallel: the last stage samples and send
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -23,7 +22,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from mvllm.config.engine_config import EngineConfig
+from mvllm.config.engine_config import EngineConfig, with_max_model_len
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import StepMemoryError
 from mvllm.layers.lora import LoRAMapping
@@ -47,6 +46,7 @@ from mvllm.sampling.sampler_output import SamplerOutput
 from mvllm.sampling.sampling_state import PROCESSED, SamplingState
 from mvllm.sampling.token_masks import TokenMasks
 from mvllm.worker.encoder_runner import EncoderRunner
+from mvllm.worker.garbage import collect_garbage
 from mvllm.worker.graph_layers import GraphKVCacheLayers
 from mvllm.worker.greedy_head import Argmax
 from mvllm.worker.guided_sampling import GuidedSampling
@@ -163,11 +163,7 @@ class ModelRunner:
         self._forward.bind_model()
 
     def kv_cache_needs(self) -> KVCacheNeeds:
-        """Bytes of one token and of one state slot over all layers, and the block sizes that all backends accept.
-
-        Raises:
-            CacheError: The backends have no block size in common.
-        """
+        """As `KVCacheLayers.kv_cache_needs`."""
         return self._layers.kv_cache_needs()
 
     @in_inference_mode
@@ -201,6 +197,10 @@ class ModelRunner:
         """Runs the encoder once over the largest item, if the model has an encoder that gives one."""
         with step_out_of_memory_error(self._config.scheduler, self._runtime):
             self._encoders.encode_largest_item(self.loader.model.item_encoder)
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        """Shortens the longest sequence, before `allocate_kv_cache`. The model stays as it was built."""
+        self._config = self._forward.config = with_max_model_len(self._config, max_model_len)
 
     def group_layers(self, windows: Sequence[int | None]) -> None:
         """Gives each group of layers its own block table.
@@ -304,6 +304,7 @@ class ModelRunner:
             self.rows.sampling.device_counts.free()
         if drop_weights:
             self._drop_models()
+        collect_garbage()
 
     def wake_up(self, tags: Sequence[str]) -> None:
         """Restores the parts that `tags` names (`weights`, `kv_cache`), where they are missing.
@@ -317,6 +318,7 @@ class ModelRunner:
                 self.load_model()
             except BaseException:
                 self._drop_models()
+                collect_garbage()
                 raise
             self._sampler, self._guided_sampling = samplers
         if "kv_cache" in tags and self._layers.has_missing_caches:
@@ -340,11 +342,6 @@ class ModelRunner:
     def _drop_models(self) -> None:
         self._forward.release()
         self.loader.unload()
-        was_frozen = gc.get_freeze_count() > 0
-        gc.unfreeze()  # the model is among the objects that a server's process has frozen
-        gc.collect()  # modules and their compiled functions are in reference cycles
-        if was_frozen:
-            gc.freeze()
 
     # ------------------------------------------------------------------------------------------------------- steps
 

@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 
 
 @contextmanager
-def out_of_memory_as(kind: type[MvllmError], what: str, remedy: str) -> Iterator[None]:
+def out_of_memory_as(kind: type[MvllmError], what: str, remedy: str, *, where: str = "device") -> Iterator[None]:
     """Raises `kind` with an explanation if the allocation of `what` fails.
 
     Allocators raise many kinds of RuntimeError.
@@ -39,7 +39,7 @@ def out_of_memory_as(kind: type[MvllmError], what: str, remedy: str) -> Iterator
         raise
     except (MemoryError, RuntimeError) as e:
         reason = (str(e) or type(e).__name__).splitlines()[0]
-        raise kind(f"{what} cannot be allocated on the device: {reason.rstrip('.')}. {remedy}") from e
+        raise kind(f"{what} cannot be allocated on the {where}: {reason.rstrip('.')}. {remedy}") from e
 
 
 @contextmanager

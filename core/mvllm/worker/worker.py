@@ -7,15 +7,18 @@ from typing import Any
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.distributed.parallel_groups import ParallelGroups, join_groups
+from mvllm.errors import EngineSleepingError, RequestError
 from mvllm.logging import get_logger
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.messages.weights import WeightTransferInfo, WeightUpdate
 from mvllm.platform.checked_calls import call_checked, check_kv_transfer
+from mvllm.platform.host_memory import free_host_memory
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.topology import WorkerContext
 from mvllm.platform.worker_protocol import HostBlockNeeds, KVCacheNeeds
+from mvllm.worker.host_weights import HostWeights
 from mvllm.worker.image_decoding import decode_images, peak_decode_bytes
 from mvllm.worker.model_runner import ModelRunner
 from mvllm.worker.useful_kv_bytes import useful_kv_bytes
@@ -53,6 +56,7 @@ class Worker:
         self._groups: ParallelGroups | None = None
         self._runner: ModelRunner | None = None
         self._updater: WeightUpdater | None = None
+        self._host_weights: HostWeights | None = None  # while the weights sleep at level 1
         self._thread = threading.get_ident()  # that made the last call
 
     def init_device(self) -> None:
@@ -161,6 +165,9 @@ class Worker:
         self.runner.encode_largest_item()
         return max(0, runtime.memory().peak_by_me - before)
 
+    def update_max_model_len(self, max_model_len: int) -> None:
+        self.runner.update_max_model_len(max_model_len)
+
     def group_layers(self, windows: list[int | None]) -> None:
         self.runner.group_layers(windows)
 
@@ -199,15 +206,52 @@ class Worker:
         return self.runner.collect_output(step)
 
     def get_model(self) -> Any:
-        """The model, with this rank's share of the weights."""
+        """The model, with this rank's share of the weights.
+
+        Raises:
+            EngineSleepingError: They are not on the device.
+        """
+        if self._host_weights is not None or not self.runner.loader.is_loaded:
+            raise EngineSleepingError("The weights sleep. Wake them up (wake_up) before using the model.")
         return self.runner.loader.model
+
+    def check_sleep(self, level: int) -> None:
+        weights = self._weights_to_offload(level)
+        if weights is None:
+            return
+        self.runtime.release_cached_memory()
+        num_workers, free = self._ctx.local_world_size, free_host_memory()
+        if weights.num_bytes * num_workers > free:
+            raise RequestError(
+                f"Sleep level 1 keeps the weights in host memory: {num_workers} workers on this host need about "
+                f"{weights.num_bytes * num_workers / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free. Use level 2, "
+                "which drops the weights and reads the checkpoint again, or free memory on the host.",
+                parameter="level",
+            )
 
     def sleep(self, level: int) -> None:
         self.runner.sleep(drop_weights=level > 1)
+        if level > 1:
+            self._host_weights = None
+        elif (weights := self._weights_to_offload(level)) is not None:
+            weights.offload()
+            self._host_weights = weights
         self.runtime.release_cached_memory()
 
     def wake_up(self, tags: list[str]) -> None:
+        if "weights" in tags and self._host_weights is not None:
+            self._host_weights.restore()
+            self._host_weights = None
+            self.runtime.release_cached_memory()  # the host's buffers
         self.runner.wake_up(tags)
+
+    def _weights_to_offload(self, level: int) -> HostWeights | None:
+        """The weights that a sleep of this level copies to the host; None if it copies none."""
+        loader = self.runner.loader
+        stays = self._host_weights is not None or not loader.is_loaded or loader.graph is not None
+        if level > 1 or stays or not self._platform.capabilities.offloads_weights:
+            return None
+        return HostWeights(loader.weight_owners, self.runtime)
 
     def add_lora(self, request: LoRARequest) -> None:
         self.runner.loader.lora_manager.add_adapter(request)

@@ -22,10 +22,12 @@ _OPTIONAL = frozenset(
     {
         "sample_tokens",
         "collect_output",
+        "update_max_model_len",
         "group_layers",
         "allocate_states",
         "host_block_needs",
         "map_host_blocks",
+        "check_sleep",
         "sleep",
         "wake_up",
         "add_lora",

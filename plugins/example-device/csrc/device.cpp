@@ -89,6 +89,14 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isAvailable() const override { return !memories.empty(); }
   c10::DeviceIndex deviceCount() const override { return c10::DeviceIndex(memories.size()); }
   c10::DeviceIndex getCurrentDevice() const override { return current; }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    auto* impl = storage.unsafeGetStorageImpl();
+    const c10::Device device = impl->device();
+    const c10::DeviceGuard guard(device);  // the device that allocates
+    if (bytes != 0) return at::native::resize_bytes_cpu(impl, bytes);
+    impl->set_data_ptr_noswap(c10::DataPtr(nullptr, device));
+    impl->set_nbytes(0);
+  }
 };
 const bool registered = (at::RegisterPrivateUse1HooksInterface(new Hooks()), true);
 

@@ -299,3 +299,24 @@ def test_startup_errors_are_those_of_a_single_server(tmp_path: Path) -> None:
     with ServerProcess(tmp_path, "demo", "--port", "0", "--api-server-count", "0", *SMALL) as server:
         assert server.wait() == 1
     assert "--api-server-count is 0" in server.log
+
+
+@pytest.mark.exhaustive
+def test_all_servers_use_the_length_that_the_engine_core_has_chosen(tmp_path: Path) -> None:
+    auto = ("--max-model-len", "auto", "--kv-cache-memory-bytes", "600000")
+    with (
+        ServerProcess(tmp_path, "demo", "--port", "0", "--api-server-count", "2", *auto) as server,
+        ExitStack() as stack,
+    ):
+        server.wait_ready()
+        lengths = set()
+        for client in clients_of_each(server, stack):
+            [length] = {card["max_model_len"] for card in client.get("/v1/models").json()["data"]}
+            lengths.add(length)
+            assert client.post("/tokenize", json={"prompt": "Once"}).json()["max_model_len"] == length
+            long = client.post("/v1/completions", json={"prompt": [5] * length, "max_tokens": 1})
+            assert long.status_code == 400 and f"{length} (max_model_len)" in long.text
+            whole = client.post("/v1/completions", json={"prompt": [5] * (length - 2), "ignore_eos": True})
+            assert whole.json()["usage"]["total_tokens"] <= length
+        assert len(lengths) == 1 and 1 < length < 1024, lengths
+    assert f"max_model_len auto: {length} of the model's 1,024 tokens fit" in server.log

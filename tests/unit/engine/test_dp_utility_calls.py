@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from mvllm.config.engine_config import EngineConfig
+from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
 from mvllm.engine.process.async_mp_client import AsyncMPClient
 from mvllm.engine.process.dp_async_mp_client import DPLBAsyncMPClient
 from mvllm.errors import PlatformError, RequestError
@@ -69,3 +70,10 @@ def test_a_replica_stops_waiting_for_a_trainer_if_another_one_refuses() -> None:
     assert [core.calls[0][1].rank_offset for core in cores] == [1, 3], "each has two workers"
     assert cores[0].calls[1:] == [("has_joined_weight_transfer", True)]
     assert len(cores[1].calls) == 1, "it may wait for another call"
+
+
+def test_the_longest_sequence_is_that_of_the_replica_with_the_least_memory() -> None:
+    summaries = [KVCacheSummary(num_blocks=n, block_size=16, total_bytes=0, max_model_len=16 * n) for n in (9, 4, 6)]
+    cores = [SimpleNamespace(cache_summary=summary, platform_summary="") for summary in summaries]
+    client = DPLBAsyncMPClient(cast(EngineConfig, SimpleNamespace()), cast("list[AsyncMPClient]", cores))
+    assert client.cache_summary.max_model_len == 64

@@ -18,8 +18,8 @@ NEEDS = KVCacheNeeds(bytes_per_token=100, block_sizes=(16, 32))
 BLOCK = 16 * 100
 
 
-def config(*, max_model_len=64, max_num_seqs=4, **cache):
-    settings = make_config(max_model_len=max_model_len)
+def config(*, max_model_len=64, max_num_seqs=4, auto=False, **cache):
+    settings = make_config(max_model_len=max_model_len, max_model_len_is_auto=auto)
     scheduler = SchedulerConfig(max_num_seqs=max_num_seqs)
     return replace(settings, scheduler=scheduler, cache=CacheConfig(**{"memory_utilization": 0.9, **cache}))
 
@@ -107,6 +107,60 @@ class TestRefusal:
         text = self.refuse(-5 * 2**20)
         assert "the weights and one step already take 5.0 MiB more" in text
         assert "set max_model_len" not in text, "no length fits"
+
+
+class TestAutoLength:
+    """`max_model_len` auto: the longest that fits, never longer than the model's own."""
+
+    def test_it_is_the_longest_that_fits(self):
+        summary = size_kv_cache(config(auto=True), [NEEDS], [3 * BLOCK + 1])
+        assert (summary.max_model_len, summary.num_blocks) == (48, 3)
+        assert size_kv_cache(config(auto=True), [NEEDS], [10**6]).max_model_len == 64
+        assert size_kv_cache(config(auto=True), [NEEDS, NEEDS], [10**6, 2 * BLOCK]).max_model_len == 32
+
+    def test_the_log_says_so(self, caplog):
+        with caplog.at_level("INFO", "mvllm"):
+            size_kv_cache(config(auto=True, max_model_len=2048), [NEEDS], [100 * BLOCK])
+        assert "max_model_len auto: 1,600 of the model's 2,048 tokens fit in the KV cache (0.2 MiB)" in caplog.text
+
+    def test_less_than_a_block_is_the_error_of_a_fixed_length(self):
+        with pytest.raises(CacheError, match="max_model_len 64 needs"):
+            size_kv_cache(config(auto=True), [NEEDS], [BLOCK - 1])
+        with pytest.raises(CacheError, match="max_model_len 64 needs") as caught:
+            size_kv_cache(config(auto=True), [KVCacheNeeds(100, (1,))], [100])
+        assert type(caught.value) is CacheError, "other processes know no subclass"
+        assert size_kv_cache(config(auto=True), [KVCacheNeeds(100, (1,))], [200]).max_model_len == 2
+
+    def test_with_windows_layers_stay_grouped_as_the_workers_group_them(self):
+        needs = KVCacheNeeds(200, (16,), layer_windows=(32, None))
+        whole = size_kv_cache(config(max_model_len=256), [needs], [10**6])
+        assert whole.windows == (None, 32) or whole.windows == (32, None)
+        summary = size_kv_cache(
+            config(auto=True, max_model_len=256), [needs], [3 * whole.total_bytes // whole.num_blocks]
+        )
+        assert summary.windows == whole.windows and summary.max_model_len < 32
+        assert summary.blocks_per_request <= summary.num_blocks
+
+    def test_beside_states(self):
+        needs = KVCacheNeeds(100, (16,), state_bytes=1000)
+        summary = size_kv_cache(config(auto=True), [needs], [3 * 1000 + 3 * BLOCK])
+        assert summary.max_model_len == 48 and summary.num_state_slots == 3
+        with pytest.raises(CacheError):
+            size_kv_cache(config(auto=True), [needs], [1000])
+
+    @given(st.integers(2, 500), st.integers(0, 10**5), st.sampled_from([1, 8, 16]), st.integers(1, 300))
+    def test_a_longer_one_would_not_fit(self, max_len, available, block_size, bytes_per_token):
+        needs = [KVCacheNeeds(bytes_per_token, (block_size,))]
+        try:
+            found = size_kv_cache(config(auto=True, max_model_len=max_len), needs, [available]).max_model_len
+        except CacheError:
+            assert available < max(2, block_size) * bytes_per_token
+            return
+        assert found <= max_len
+        assert size_kv_cache(config(max_model_len=found), needs, [available]).num_blocks
+        if found < max_len:
+            with pytest.raises(CacheError):
+                size_kv_cache(config(max_model_len=found + 1), needs, [available])
 
 
 class TestBlockSize:

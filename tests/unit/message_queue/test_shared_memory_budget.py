@@ -14,11 +14,11 @@ from mvllm.executor.message_queue import (
     RingShape,
     SharedMemoryError,
     plan_rings,
-    shared_memory_budget,
     shared_memory_space,
     shared_segment,
 )
 from mvllm.executor.message_queue.shared_memory_budget import SharedMemorySpace
+from mvllm.platform import host_memory
 
 MIB = 1 << 20
 
@@ -101,8 +101,8 @@ def limit_memory(monkeypatch, root, line, folders):
         (root / "cgroup" / folder).mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             (root / "cgroup" / folder / name).write_text(f"{content}\n")
-    monkeypatch.setattr(shared_memory_budget, "PROC", root / "proc")
-    monkeypatch.setattr(shared_memory_budget, "CGROUPS", root / "cgroup")
+    monkeypatch.setattr(host_memory, "PROC", root / "proc")
+    monkeypatch.setattr(host_memory, "CGROUPS", root / "cgroup")
 
 
 @pytest.mark.parametrize("where", ["its own group", "a group above"])

@@ -10,16 +10,15 @@ import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
-from mvllm.config.engine_config import EngineConfig
+from mvllm.config.engine_config import EngineConfig, with_max_model_len
 from mvllm.config.rope_parameters import prompt_cache_key
-from mvllm.engine.core.adapters import CoreAdapters
 from mvllm.engine.core.encoder_planning import make_encoder_planner
 from mvllm.engine.core.grammar_vocabulary import load_vocabulary
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary, choose_block_size, no_kv_cache, size_kv_cache
@@ -27,9 +26,17 @@ from mvllm.engine.core.kv_event_reporting import KVEventReporter
 from mvllm.engine.core.kv_tiers import KVTiers
 from mvllm.engine.core.lora_manager import LoRAManager
 from mvllm.engine.core.rollouts import PauseState
-from mvllm.engine.core.sleep import KV_CACHE, SLEEP_LEVELS, TAGS, WEIGHTS, check_sleep_level
+from mvllm.engine.core.sleep import WEIGHTS
+from mvllm.engine.core.sleep_mode import CoreSleep
 from mvllm.engine.core.weight_updates import WeightUpdateManager
-from mvllm.errors import ConfigError, EngineDeadError, EngineSleepingError, MvllmError, RequestError
+from mvllm.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineSleepingError,
+    MvllmError,
+    RequestError,
+    UnsupportedMethodError,
+)
 from mvllm.executor.factory import can_sample_later, make_executor
 from mvllm.executor.worker_topology import launch_topology
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
@@ -60,6 +67,7 @@ UTILITY_METHODS = frozenset(
         "add_lora",
         "call_workers",
         "check_health",
+        "check_sleep",
         "decode_images",
         "finish_weight_update",
         "has_joined_weight_transfer",
@@ -91,7 +99,7 @@ _SAVE_SECONDS = 5.0
 _T = TypeVar("_T")
 
 
-class EngineCore(CoreAdapters):
+class EngineCore(CoreSleep):
     """Turns requests into tokens, one step at a time. Used from one thread.
 
     Args:
@@ -119,6 +127,7 @@ class EngineCore(CoreAdapters):
         self._max_in_flight = num_stages if num_stages > 1 else 2 if config.scheduler.async_scheduling else 1
         self._grammar_manager: StructuredOutputManager | None = None
         self._released_memory: tuple[str, ...] = ()  # the TAGS that sleep
+        self._offloads_weights = platform.capabilities.offloads_weights
         self._pending_outputs: deque[EngineCoreOutputs] = deque()  # returned by the next steps, one each
         self._pause = PauseState.RUNNING
         self._held_requests: list[EngineCoreRequest] = []  # that came while the engine drains
@@ -132,10 +141,12 @@ class EngineCore(CoreAdapters):
         try:
             self._timed("load model", self._executor.start)
             self.cache_summary = self._timed("size KV cache", self._size_kv_cache)
+            built_config = config  # the model is that of its own length, which host blocks name
+            self.config = config = with_max_model_len(config, self.cache_summary.max_model_len)
             self._timed("allocate KV cache", self._allocate_kv_cache)
             self._tiers: KVTiers | None = None
             if config.kv_transfer.is_used:
-                make_tiers = partial(KVTiers, config, self._executor, self.cache_summary)
+                make_tiers = partial(KVTiers, built_config, self._executor, self.cache_summary)
                 self._tiers = self._timed("map host blocks", make_tiers)
         except BaseException:
             self._executor.shutdown()
@@ -343,58 +354,6 @@ class EngineCore(CoreAdapters):
         """Drops encoder results that no running request uses. Returns whether none is left."""
         return self.scheduler.reset_encoder_cache()
 
-    def sleep(self, level: int) -> None:
-        """Releases memory on all workers: at level 1 the KV cache, at level 2 the weights as well.
-
-        Unfinished requests end with an error. New ones are refused until `wake_up` has restored everything.
-
-        Raises:
-            RequestError: `level` is neither 1 nor 2.
-            PlatformError: A worker does not support it; the engine stays awake.
-            EngineDeadError: The step in flight failed.
-        """
-        given_back = SLEEP_LEVELS[check_sleep_level(level)]
-        if self._weights.is_open:
-            raise RequestError("A weight update is under way. Finish it before putting the engine to sleep.")
-        self._collect_all_steps()
-        self._fail_all_requests("The engine was put to sleep.")
-        self._save_blocks()
-        freed = self.scheduler.reset_prefix_cache(keeps_tiers=True)
-        self._kv_events.publish()
-        assert freed, "blocks without a request"
-        self._executor.collective_rpc("sleep", (level,))
-        if self._lora_manager is not None and WEIGHTS in given_back:
-            self._lora_manager.clear()
-        self._released_memory = tuple(tag for tag in TAGS if tag in (*given_back, *self._released_memory))
-
-    def wake_up(self, tags: Sequence[str] = ()) -> bool:
-        """Allocates released memory again.
-
-        Args:
-            tags: `weights`, `kv_cache` or both; empty for everything that sleeps.
-
-        Returns:
-            Whether nothing sleeps any more, so that requests are accepted.
-
-        Raises:
-            RequestError: `kv_cache` alone, while the weights sleep.
-            CacheError, ModelError: Not enough memory, or the checkpoint is gone. The call may be repeated.
-        """
-        wanted = [tag for tag in self._released_memory if not tags or tag in tags]
-        if WEIGHTS in self._released_memory and wanted == [KV_CACHE]:
-            raise RequestError(
-                "kv_cache cannot be woken up while the weights sleep. Wake up weights first, or both together.",
-                parameter="tags",
-            )
-        if wanted:
-            self._executor.collective_rpc("wake_up", (wanted,))
-            if KV_CACHE in wanted:
-                self._executor.collective_rpc("warm_up")
-            self._released_memory = tuple(tag for tag in self._released_memory if tag not in wanted)
-            if WEIGHTS in wanted:
-                self._weights_reloaded()
-        return not self._released_memory
-
     @property
     def _has_steps_in_flight(self) -> bool:
         return bool(self._in_flight)
@@ -575,6 +534,9 @@ class EngineCore(CoreAdapters):
         )
 
     def _allocate_kv_cache(self) -> None:
+        if self.config.model.max_model_len != self._executor.config.model.max_model_len:
+            with contextlib.suppress(UnsupportedMethodError):  # its rows are as long as the model permits
+                self._executor.collective_rpc("update_max_model_len", (self.config.model.max_model_len,))
         if len(self.cache_summary.windows) > 1:
             self._executor.collective_rpc("group_layers", (list(self.cache_summary.windows),))
         summary = self.cache_summary

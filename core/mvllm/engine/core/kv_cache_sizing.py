@@ -21,10 +21,16 @@ from mvllm.config.sliding_window_blocks import max_blocks_held
 from mvllm.engine.core.kv_cache_groups import bytes_per_block, choose_group_windows
 from mvllm.engine.core.state_slot_sizing import MIN_SLOTS, StateNeeds, divide_memory
 from mvllm.errors import CacheError
+from mvllm.logging import get_logger
 from mvllm.platform.worker_protocol import KVCacheNeeds
+
+logger = get_logger(__name__)
 
 _MAX_SLOTS = 2**31 - 1
 """Slot indices have 32 bits."""
+
+_SHORTEST_AUTO_LEN = 2
+"""A token of the prompt and one of the output."""
 
 
 @dataclass(frozen=True)
@@ -111,21 +117,52 @@ def choose_block_size(config: EngineConfig, needs: Sequence[KVCacheNeeds]) -> in
     return configured
 
 
+class _TooSmallError(CacheError):
+    """One sequence does not fit, but one of `fits` tokens would; 0 if none would."""
+
+    def __init__(self, message: str, fits: int) -> None:
+        super().__init__(message)
+        self.fits = fits
+
+
 def size_kv_cache(config: EngineConfig, needs: Sequence[KVCacheNeeds], available: Sequence[int]) -> KVCacheSummary:
     """Divides the available bytes into blocks.
+
+    With `ModelConfig.max_model_len_is_auto`, the longest sequence of the result is the longest that fits, and the log
+    says so. Layers are grouped as for the model's own length, by which the workers group them.
 
     Args:
         needs: Bytes per token and accepted block sizes, per worker.
         available: Bytes for the KV cache, and for state slots, per worker.
 
     Raises:
-        CacheError: Not even one sequence of `max_model_len` fits; the error names the bytes needed and a length that
-            fits.
+        CacheError: Not even one sequence of `max_model_len`, or with auto of two tokens, fits; the error names the
+            bytes needed and a length that fits.
     """
+    own_len, is_auto = config.model.max_model_len, config.model.max_model_len_is_auto
+    try:
+        summary = _size_for(config, needs, available, own_len)
+    except _TooSmallError as e:
+        if not is_auto or e.fits < _SHORTEST_AUTO_LEN:
+            raise CacheError(str(e)) from None
+        summary = _size_for(config, needs, available, e.fits)
+    if not is_auto:
+        return summary
+    found, size = summary.max_model_len, _format_bytes(summary.total_bytes)
+    logger.info(
+        "max_model_len auto: %s of the model's %s tokens fit in the KV cache (%s)", f"{found:,}", f"{own_len:,}", size
+    )
+    return summary
+
+
+def _size_for(
+    config: EngineConfig, needs: Sequence[KVCacheNeeds], available: Sequence[int], max_len: int
+) -> KVCacheSummary:
+    """As `size_kv_cache`, for sequences of `max_len` tokens."""
     block_size = choose_block_size(config, needs)
-    max_len, max_step_tokens = config.model.max_model_len, config.scheduler.max_num_batched_tokens
-    windows = choose_group_windows(needs, max_len)
-    costs = [bytes_per_block(need, windows, max_len, block_size) for need in needs]
+    own_len, max_step_tokens = config.model.max_model_len, config.scheduler.max_num_batched_tokens
+    windows = choose_group_windows(needs, own_len)
+    costs = [bytes_per_block(need, windows, own_len, block_size) for need in needs]
     longest = max_blocks_of_sequence(max_len, block_size, windows, max_step_tokens)
     if any(need.state_bytes for need in needs):
         state_needs = StateNeeds(
@@ -137,7 +174,7 @@ def size_kv_cache(config: EngineConfig, needs: Sequence[KVCacheNeeds], available
             config.cache.state_snapshot_interval,
             config.cache.enable_prefix_caching,
         )
-        return _size_with_states(config, needs, state_needs, available, windows)
+        return _size_with_states(config, needs, state_needs, available, windows, max_len)
     affordable = min(max(0, free) // cost for free, cost in zip(available, costs, strict=True))
     num_blocks, limit = min(affordable, _MAX_SLOTS // block_size), _memory_limit(config)
     usable = config.scheduler.max_num_seqs * max_blocks_of_sequence(max_len, block_size) * len(windows)
@@ -155,9 +192,10 @@ def _size_with_states(
     state_needs: StateNeeds,
     available: Sequence[int],
     windows: tuple[int | None, ...],
+    max_len: int,
 ) -> KVCacheSummary:
     """Divides the available bytes into blocks and state slots, see `size_kv_cache`."""
-    max_len, max_step_tokens = config.model.max_model_len, config.scheduler.max_num_batched_tokens
+    max_step_tokens = config.scheduler.max_num_batched_tokens
     block_size, costs = state_needs.block_size, state_needs.block_bytes
     fixed = [need.fixed_state_bytes for need in needs]
     num_slots, num_blocks = divide_memory(
@@ -203,7 +241,7 @@ def _too_small_error(
     available: Sequence[int],
     required_by: Sequence[int],
     fits: int,
-) -> CacheError:
+) -> _TooSmallError:
     max_len = config.model.max_model_len
     tightest = min(range(len(needs)), key=lambda i: available[i] / required_by[i])
     required, found = required_by[tightest], available[tightest]
@@ -226,8 +264,8 @@ def _too_small_error(
     else:
         limits = f"memory_utilization {config.cache.memory_utilization} leaves {_format_bytes(found)}"
         grow = "raise memory_utilization, or give the KV cache its size with kv_cache_memory_bytes"
-    shrink = f"set max_model_len to {fits} or less, or " if fits > 0 else ""
-    return CacheError(f"{need}, but {limits}. To fix it, {shrink}{grow}.")
+    shrink = f"set max_model_len to {fits} or less, or to auto, " if fits > 0 else ""
+    return _TooSmallError(f"{need}, but {limits}. To fix it, {shrink}{'or ' if shrink else ''}{grow}.", fits)
 
 
 def _format_bytes(num_bytes: int) -> str:

@@ -1,6 +1,8 @@
 """Sleep levels, and the tags of the memory that they release.
 
 level 1   kv_cache            unfinished requests and the prefix cache are lost
+          weights             host memory keeps them, with their version; on hosts with unified memory, and on platforms
+                              without `Capabilities.weight_offloading`, they stay where they are
 level 2   kv_cache, weights   the weights are read from the checkpoint again
 """
 
@@ -15,6 +17,7 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 LONG_RUNNING_METHODS = frozenset(
     {
         "call_workers",
+        "check_sleep",
         "finish_weight_update",
         "init_weight_transfer",
         "sleep",
@@ -29,8 +32,7 @@ LONG_RUNNING_METHODS = frozenset(
 TAGS = (WEIGHTS, KV_CACHE)
 """All tags, in the order in which `wake_up` allocates them."""
 
-SLEEP_LEVELS = {1: (KV_CACHE,), 2: TAGS}
-"""The tags that each level releases."""
+SLEEP_LEVELS = (1, 2)
 
 
 def check_sleep_level(level: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Generic, TypeVar, cast
 
-from mvllm.config.engine_config import EngineConfig
+from mvllm.config.engine_config import EngineConfig, with_max_model_len
 from mvllm.config.model import ModelConfig
 from mvllm.config.tokenizer_check import check_tokenizer
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
@@ -77,6 +77,8 @@ class EngineFrontend(Generic[Client]):
             raise
         self._startup_timer.finish(getattr(self._client, "start_seconds", {}))
         self.config = self._client.config
+        if self.config.model.max_model_len_is_auto:  # all replicas have room for at least this length
+            self.config = with_max_model_len(self.config, self._client.cache_summary.max_model_len)
         runs_functions = getattr(self._client, "runs_functions", False)
         if self.config.multimodal.refusal is None:
             for problem in processor_problems(self.config.model):

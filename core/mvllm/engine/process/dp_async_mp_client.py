@@ -117,8 +117,11 @@ class DPLBAsyncMPClient:
 
     @property
     def cache_summary(self) -> KVCacheSummary:
-        """The smallest KV cache of the cores."""
-        return min((core.cache_summary for core in self._cores), key=lambda summary: summary.num_blocks)
+        """The smallest KV cache of the cores, with the shortest longest sequence."""
+        return min(
+            (core.cache_summary for core in self._cores),
+            key=lambda summary: (summary.max_model_len, summary.num_blocks),
+        )
 
     @property
     def num_workers(self) -> int:

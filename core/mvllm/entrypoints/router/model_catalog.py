@@ -148,7 +148,8 @@ class ModelCatalog:
     def _max_model_len(self, model: PooledModel) -> int | None:
         if isinstance(model.server, ModelServerProcess) and model.server.max_model_len is not None:
             self._max_model_lens[model.entry.name] = model.server.max_model_len
-        return self._max_model_lens.get(model.entry.name, model.entry.engine.max_model_len)
+        configured = model.entry.engine.max_model_len  # "auto" is decided when the model is loaded
+        return self._max_model_lens.get(model.entry.name, configured if isinstance(configured, int) else None)
 
     # --- Ollama
 

@@ -7,22 +7,18 @@ says how much memory is missing.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
-import psutil  # type: ignore[import-untyped]
 
 from mvllm.executor.message_queue.errors import SharedMemoryError
 from mvllm.executor.message_queue.ring_buffer import RingShape
 from mvllm.executor.message_queue.shared_segment import anonymous_directory
+from mvllm.platform.host_memory import free_host_memory
 
 MIN_SLOT_BYTES = 64 << 10
 MIN_SLOTS = 3
-PROC = Path("/proc")
-CGROUPS = Path("/sys/fs/cgroup")
 USABLE = 7 / 8  # communication libraries use shared memory too
 
 
@@ -46,11 +42,11 @@ def shared_memory_space(directory: str | None = None) -> SharedMemorySpace:
     if directory is not None:
         stat = os.statvfs(directory)
         return SharedMemorySpace(
-            min(stat.f_bavail * stat.f_frsize, _free_memory()),
+            min(stat.f_bavail * stat.f_frsize, free_host_memory()),
             directory,
             f"a larger {directory}: start the container with --shm-size, or with --ipc=host",
         )
-    return SharedMemorySpace(_free_memory(), "memory", "more memory: a larger --memory limit of the container")
+    return SharedMemorySpace(free_host_memory(), "memory", "more memory: a larger --memory limit of the container")
 
 
 def plan_rings(requested: Sequence[RingShape], space: SharedMemorySpace) -> list[RingShape]:
@@ -89,38 +85,3 @@ def _space_error(
         f"{needed:,}, but {space.place} has {usable:,} to spare ({space.free_bytes:,} free). "
         f"Use fewer workers, or {space.remedy}."
     )
-
-
-def _free_memory() -> int:
-    return min(psutil.virtual_memory().available, *_cgroup_headrooms(), 1 << 62)
-
-
-def _cgroup_headrooms() -> list[int]:
-    """The bytes left under the memory limits of this process's control groups, from its own up to the root."""
-    headrooms = []
-    with contextlib.suppress(OSError):
-        for line in (PROC / "self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers in ("", "memory"):
-                root = CGROUPS / controllers
-                group = root / path.lstrip("/")
-                for folder in (group, *group.parents):
-                    if folder.is_relative_to(root):
-                        headrooms += _headroom(folder)
-    return headrooms
-
-
-def _headroom(folder: Path) -> list[int]:
-    for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-        with contextlib.suppress(OSError, ValueError):  # no limit reads "max"
-            used = int((folder / usage).read_text()) - _droppable(folder)
-            return [max(0, int((folder / limit).read_text()) - used)]
-    return []
-
-
-def _droppable(folder: Path) -> int:
-    """Bytes of cached files, which count as used, but which the kernel drops before it refuses memory."""
-    with contextlib.suppress(OSError, ValueError):
-        fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
-    return 0

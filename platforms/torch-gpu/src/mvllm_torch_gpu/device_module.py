@@ -58,6 +58,13 @@ class DeviceModule:
 
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
+    def empty_host_cache(self) -> None:
+        """Returns freed host buffers, for example of weights that have slept, to the system; older torch keeps them."""
+        accelerator = torch.accelerator  # noqa: TID251 the runtime's module, through which others reach the device
+        empty = getattr(accelerator, "empty_host_cache", None)
+        if empty is not None and accelerator.is_available():
+            empty()
+
     def new_graph(self) -> Any:
         """An empty graph."""
         return self.api.CUDAGraph()

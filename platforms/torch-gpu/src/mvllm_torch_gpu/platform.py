@@ -111,6 +111,7 @@ class TorchGpuPlatform(Platform):
             lazy_kernels=True,
             kv_transfer=True,
             non_causal_spans=True,
+            weight_offloading=True,
         )
 
     def plan(self, config: EngineConfig) -> Plan | Refusals:

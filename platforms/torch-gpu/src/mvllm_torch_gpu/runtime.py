@@ -155,6 +155,7 @@ class TorchGpuRuntime(DeviceRuntime):
 
     def release_cached_memory(self) -> None:
         self.module.api.empty_cache()
+        self.module.empty_host_cache()
 
     def is_out_of_memory(self, error: Exception) -> bool:
         return super().is_out_of_memory(error) or is_out_of_memory(error)

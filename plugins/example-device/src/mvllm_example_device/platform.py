@@ -63,6 +63,7 @@ class ExamplePlatform(Strict, api.Platform):
             sparse_attention=True,
             kv_transfer=True,
             non_causal_spans=True,
+            weight_offloading=True,
         )
 
     def plan(self, config: api.EngineConfig) -> api.Plan | api.Refusals:

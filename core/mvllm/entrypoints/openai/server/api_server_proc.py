@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -160,6 +160,8 @@ class ServerGroupMember:
             self.tokenizer_trial.start(config.model.tokenizer)
         self._activity_table.write(0, "loading the tokenizer")
         clients = [AsyncMPClient(config, each, self._shared_args.platform_summary) for each in self._core_connections]
+        if config.model.max_model_len_is_auto:  # the engine is made for the length that the cores have chosen
+            self._join_cores(clients)
         engine = AsyncLLM(
             config,
             log_stats=self._server_args.index == 0,  # the log line has the totals of all servers
@@ -167,6 +169,12 @@ class ServerGroupMember:
             name=f"{self._server_args.index}-",
             other_metrics=self.shared_metrics.other_engine_metrics,
         )
+        if not config.model.max_model_len_is_auto:
+            self._join_cores(clients)
+        return engine
+
+    def _join_cores(self, clients: Sequence[AsyncMPClient]) -> None:
+        """Waits until the cores have started, and connects the clients."""
         self._activity_table.write(0, "waiting for the engine cores")
         self._cores_ready.wait()
         if self._failure is not None:
@@ -174,7 +182,6 @@ class ServerGroupMember:
         self._activity_table.write(0, "joining the engine cores")
         for client in clients:
             client.wait_ready()
-        return engine
 
     def start_receiving(self, loop: asyncio.AbstractEventLoop, on_signal: Callable[[int], None]) -> None:
         """Handles the parent's messages in `loop`, and passes the signals that it received to `on_signal`."""
