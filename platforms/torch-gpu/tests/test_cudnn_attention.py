@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from mvllm_torch_gpu.attention_library import UNSUPPORTED  # noqa: E402
 from mvllm_torch_gpu.autotuned_attention import AutotunedAttention  # noqa: E402
 
 KERNELS = importlib.import_module("platforms.cuda.tests.hosted_platform").KERNELS
+on_device = importlib.import_module("platforms.torch-gpu.tests.on_device")
 operation = importlib.import_module("platforms.torch-gpu.tests.cudnn_operation")
 
 
@@ -41,7 +43,8 @@ def shapes(calls):
 
 
 def backend_of(**fields):
-    spec = make_spec(**{"dtype": "float16", **fields})
+    # Few keys have most of the weight. With nearly equal weights every result, and every error, would be close to 0.
+    spec = make_spec(**{"dtype": "float16", "scale": 0.5, **fields})
     found, reasons = attention_libraries.libraries_for(spec, ("cudnn",))
     assert found, reasons
     return AutotunedAttention(spec, found, forced=True)
@@ -197,3 +200,22 @@ def test_layers_that_cudnn_does_not_support_are_refused(fields, reason, calls):
 def test_hosts_without_cudnn_do_not_use_it():
     found, [reason] = attention_libraries.libraries_for(make_spec(dtype="float16"), ("cudnn",))
     assert not found and "compute capability 9.0" in reason
+
+
+def test_the_checks_on_devices_work_on_the_host_and_find_a_wrong_mask(monkeypatch):
+    for name, value in (("HEADS", {4: (4, 1)}), ("SMALL_PROMPTS", {"512 after 1100": [(1100, 512)]})):
+        monkeypatch.setattr(on_device, name, value)
+    with ExitStack() as stack:
+        runtime = on_device.on_host(stack)
+        for name, function in KERNELS.items():
+            monkeypatch.setattr(mvllm_torch_gpu.attention, name, function)
+        [right] = on_device.comparisons(runtime, small=True)
+        dense_attention = cudnn_attention.dense_attention
+        monkeypatch.setattr(
+            cudnn_attention,
+            "dense_attention",
+            lambda q, k, v, *, scale, causal: dense_attention(q, k, v, scale=scale, causal=True),
+        )
+        [wrong] = on_device.comparisons(runtime, small=True)
+    assert right.is_right and right.computed == 1
+    assert not wrong.is_right and wrong.from_exact > 10 * wrong.allowed and wrong.from_triton > 10 * wrong.allowed

@@ -166,7 +166,7 @@ class CudnnAttention(AttentionLibrary):
         if reason not in _warned:
             _warned.add(reason)
             logger.warning(
-                "cuDNN has no attention for a prompt of %d tokens in a sequence of %d, which Triton kernels compute: %s",
+                "cuDNN refuses a prompt of %d tokens in a sequence of %d, and the Triton kernels compute it: %s",
                 prompt.num_tokens,
                 prompt.length,
                 reason,
