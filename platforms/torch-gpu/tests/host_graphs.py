@@ -72,11 +72,18 @@ class HostGraphs:
     """
 
     is_active: ClassVar[bool] = False
+    _recorder: ClassVar[_Recorder | None] = None
 
     def __init__(self, *, refuses: str | None = None, refuses_capture: BaseException | None = None) -> None:
         self._refuses = refuses
         self._refuses_capture = refuses_capture
         self.captures = self.replays = self.tries = 0
+
+    @classmethod
+    def record(cls, call: Any) -> None:
+        """Adds work that is not an operation of torch to the capture that runs now, if any; `call` is like a _Call."""
+        if cls._recorder is not None:
+            cls._recorder.calls.append(call)
 
     def permit(self) -> None:
         """From now on nothing raises."""
@@ -97,7 +104,11 @@ class HostGraphs:
         self.captures += 1
         with _active():
             with _Recorder() as recorder:
-                step()
+                HostGraphs._recorder = recorder
+                try:
+                    step()
+                finally:
+                    HostGraphs._recorder = None
             calls = [call for call in recorder.calls if call.computes]
             for call in calls:
                 if not call.works_in_place:

@@ -130,7 +130,7 @@ def context_of(subject: PlatformUnderTest, runtime: DeviceRuntime, name: str) ->
 def test_a_long_chunk_of_a_prompt_among_decodes(
     subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str, context: str, shared_by: str
 ) -> None:
-    # Four times the usual scale gives few keys most of the weight. With nearly equal weights every result is close to 0.
+    # Four times the usual scale: few keys have most of the weight. With equal weights every result would be close to 0.
     spec = make_spec(*SHARED_BY[shared_by], 64, claimed_dtype, scale=0.5)
     requests = [(5, 1), (300, 1), (context_of(subject, bound_device, context), LONG_CHUNK)]
     assert_exact(subject, bound_device, spec, requests)
