@@ -51,7 +51,8 @@ def run(folder: Path, case: str, platform: str) -> dict[str, Any]:
         params |= {"repetition_penalty": 1.1, "presence_penalty": 0.2}
     lora = None
     if "lora" in options:
-        lora = LoRARequest("adapter", 1, str(write_adapter(folder / f"{model}-adapter", checkpoint)))
+        adapter = folder / f"{model}-adapter"
+        lora = LoRARequest("adapter", 1, str(adapter if adapter.exists() else write_adapter(adapter, checkpoint)))
         settings |= {"enable_lora": True}
     prompts = PROMPTS
     if "offload" in options:

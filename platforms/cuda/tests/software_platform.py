@@ -52,11 +52,31 @@ from mvllm_torch_gpu.device_module import DeviceModule
 from mvllm_torch_gpu.memory import UnknownDriverMemory
 from mvllm_torch_gpu.runtime import TorchGpuRuntime
 from mvllm_torch_gpu.step_graphs import StepGraphBackend
+from tests.helpers.host_sync import ForbidHostReads
 
 MOST_TOKENS = 1 << 8
 """Maximum tokens of a sequence in a captured step: kernels are launched for as many."""
 
 HostGraphs = importlib.import_module("platforms.torch-gpu.tests.host_graphs").HostGraphs
+
+
+class ForbidDeviceReads(ForbidHostReads):
+    """Raises on calls that read values of the device's tensors; their addresses are no values."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda tensor: tensor.device.type != "example")
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if getattr(func, "__name__", "") == "data_ptr":
+            return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class SoftwareGraphs(HostGraphs):
+    """HostGraphs that tell tensors of the host from those of the device."""
+
+    def forbid_reads(self) -> ForbidDeviceReads:
+        return ForbidDeviceReads()
 
 
 class SoftwareModule(DeviceModule):
@@ -114,7 +134,7 @@ class SoftwarePlatform(CUDAPlatform):
         return SoftwareRuntime(ctx)
 
     def compiler(self) -> StepGraphBackend:
-        graphs = HostGraphs()
+        graphs = SoftwareGraphs()
         self.graphs_made.append(graphs)
         return StepGraphBackend(lambda: graphs, "software", table_tokens=MOST_TOKENS)
 

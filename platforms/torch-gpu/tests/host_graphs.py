@@ -7,7 +7,7 @@ capture stay constant. A capture computes no results: they are overwritten with 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -92,10 +92,14 @@ class HostGraphs:
     @contextmanager
     def forbid_synchronization(self) -> Iterator[None]:
         """Fails on operations that would make the host wait for the device."""
-        with ForbidSynchronizingOps(), ForbidHostReads(lambda tensor: False), _active():
+        with ForbidSynchronizingOps(), self.forbid_reads(), _active():
             yield
         if self._refuses is not None:
             raise PlatformError(self._refuses)
+
+    def forbid_reads(self) -> AbstractContextManager[Any]:
+        """Fails on reads of tensors of the device, which are tensors of the host here."""
+        return ForbidHostReads(lambda tensor: False)
 
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
         self.tries += 1
