@@ -80,6 +80,7 @@ def main(folder: Path, cases: Sequence[str]) -> None:
             found[case] = {platform: run(folder, case, platform) for platform in ("cpu", "software")}
         except Exception:  # the test shows it
             found[case] = traceback.format_exc()
+        print(case, "is done", file=sys.stderr, flush=True)
     print(json.dumps(found))
 
 
