@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tests.conformance.chunk_mutants import CHUNK_MUTANTS
 from tests.conformance.kv_transfer_mutants import KV_TRANSFER_MUTANTS
 from tests.conformance.non_causal_span_mutants import NON_CAUSAL_SPAN_MUTANTS
 from tests.conformance.sparse_attention_mutants import SPARSE_ATTENTION_MUTANTS
@@ -371,17 +372,7 @@ MUTANTS = (
         "        wider = spec.sliding_window and spec.sliding_window + 1\n"
         "        super().__init__(dataclasses.replace(spec, sliding_window=wider))\n",
     ),
-    Mutant(
-        "chunks of two tokens are not causal",
-        "ATT-03",
-        "attention.py",
-        _STEP,
-        "        import dataclasses\n\n"
-        "        step = super().build_metadata(batch)\n"
-        "        pairs = [s.tokens.stop - s.tokens.start == 2 for s in step.sequences]\n"
-        "        moved = [dataclasses.replace(s, begin=s.begin + p) for s, p in zip(step.sequences, pairs)]\n"
-        "        return dataclasses.replace(step, sequences=tuple(moved))\n",
-    ),
+    *(Mutant(*fields) for fields in CHUNK_MUTANTS),
     Mutant(
         "three heads that share a key are mixed up",
         "ATT-04",

@@ -1,6 +1,7 @@
 """Kernels one by one: their results, and their rates beside torch's own attention and the device's limits.
 
     numerics             the conformance suite's cases of attention, operations and sampling
+    cudnn numerics       cuDNN's attention of long prompts, beside exact attention and the Triton kernels
     decode attention     bytes of keys and values per second, beside a copy's
     prompt attention     operations per second, beside torch's attention on dense tensors
     products             weights' bytes per second at few rows, operations per second at many
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.gpu.bench import ceilings
 from tests.gpu.conformance import run_suite
-from tests.gpu.result_log import MEASURED, ResultLog, Row
+from tests.gpu.result_log import FAILED, MEASURED, NOT_RUN, OK, ResultLog, Row
 from tests.gpu.settings import Item, Settings
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def items(settings: Settings) -> list[Item]:
     """Results first."""
     return [
         Item("numerics", 30, 150),
+        Item("cudnn numerics", 10, 60),
         Item("decode attention", 5, 60),
         Item("prompt attention", 5, 60),
         Item("products", 5, 60),
@@ -77,6 +79,9 @@ def run(item: str, settings: Settings, result_log: ResultLog) -> None:
     """See the module."""
     if item == "numerics":
         run_suite("kernels", item, settings, result_log, only="KVL" if settings.quick else NUMERICS, limit=150)
+        return
+    if item == "cudnn numerics":
+        _cudnn_numerics(item, settings, result_log)
         return
     copied, multiplied = ceilings(settings, result_log)
     from tests.gpu.device import open_device
@@ -89,6 +94,22 @@ def run(item: str, settings: Settings, result_log: ResultLog) -> None:
             _decodes(timer, runtime, copied, settings, result_log)
         else:
             _prompts(timer, runtime, multiplied, settings, result_log)
+
+
+def _cudnn_numerics(item: str, settings: Settings, result_log: ResultLog) -> None:
+    import importlib
+
+    from tests.gpu.device import open_device
+
+    with open_device(settings.platform) as runtime:
+        on_device = importlib.import_module("platforms.torch-gpu.tests.on_device")
+        if reasons := on_device.refusals():
+            result_log.add(Row("kernels", item, item, NOT_RUN, {}, "; ".join(reasons)))
+            return
+        for found in on_device.comparisons(runtime):
+            figures = {"from_exact": found.from_exact, "from_triton": found.from_triton, "allowed": found.allowed}
+            status = OK if found.is_right else FAILED
+            result_log.add(Row("kernels", item, found.name, status, figures, "" if found.is_right else str(found)))
 
 
 def _decodes(timer: Timer, runtime: DeviceRuntime, copied: float, settings: Settings, result_log: ResultLog) -> None:

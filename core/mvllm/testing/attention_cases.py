@@ -21,6 +21,9 @@ from mvllm.plugin_api import AttentionBackend, AttentionSpec, BatchLayout, Devic
 
 _ARRAYS = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
 
+_QUERY_TILE = 256
+"""Queries for which `expected` computes scores at once, which bounds their memory."""
+
 OUT_OF_RANGE = 10**6
 """Value in the block table after a request's last block, where entries are undefined and must not be used."""
 
@@ -235,30 +238,31 @@ def expected(case: Case, variant: AttentionVariant = AttentionVariant()) -> torc
         return x.repeat(1, group, 1) if variant.heads_in_turn else x.repeat_interleave(group, dim=1)
 
     for r, ((before, new), keys, values) in enumerate(zip(case.requests, case.keys, case.values, strict=True)):
-        query = case.query[start : start + new].double()
-        start += new
         k = of_query_heads(stored(keys, spec.kv_dtype))
         v = k[..., : spec.value_size] if spec.values_in_keys else of_query_heads(stored(values, spec.kv_dtype))
-        scores = torch.einsum("qhd,khd->hqk", query, k) * spec.scale
-        if spec.soft_cap is not None:
-            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-        at = torch.arange(before, before + new).unsqueeze(1)
         key_at = torch.arange(before + new).unsqueeze(0)
-        last = at
-        if case.visible_lens is not None and not variant.without_spans:
-            last = torch.from_numpy(case.visible_lens[r][before:]).unsqueeze(1) - 1
-        visible = key_at <= last + variant.future
-        if spec.sliding_window is not None:
-            in_window = key_at > at - spec.sliding_window
-            visible &= in_window | (last > at) if variant.spans_without_window else in_window
-        if variant.only_new:
-            visible &= key_at >= before
-        scores = scores.masked_fill(~visible, -math.inf)
-        if case.sinks is not None and not variant.without_sinks:
-            extra = case.sinks.double().view(-1, 1, 1).expand(-1, new, 1)
-            scores = torch.cat([scores, extra], dim=-1)
-        weights = torch.softmax(scores, dim=-1)[..., : before + new]
-        outputs.append(torch.einsum("hqk,khd->qhd", weights, v).flatten(1))
+        for tile in range(before, before + new, _QUERY_TILE):
+            at = torch.arange(tile, min(tile + _QUERY_TILE, before + new)).unsqueeze(1)
+            query = case.query[start : start + len(at)].double()
+            start += len(at)
+            scores = torch.einsum("qhd,khd->hqk", query, k) * spec.scale
+            if spec.soft_cap is not None:
+                scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+            last = at
+            if case.visible_lens is not None and not variant.without_spans:
+                last = torch.from_numpy(case.visible_lens[r][tile : tile + len(at)]).unsqueeze(1) - 1
+            visible = key_at <= last + variant.future
+            if spec.sliding_window is not None:
+                in_window = key_at > at - spec.sliding_window
+                visible &= in_window | (last > at) if variant.spans_without_window else in_window
+            if variant.only_new:
+                visible &= key_at >= before
+            scores = scores.masked_fill(~visible, -math.inf)
+            if case.sinks is not None and not variant.without_sinks:
+                extra = case.sinks.double().view(-1, 1, 1).expand(-1, len(at), 1)
+                scores = torch.cat([scores, extra], dim=-1)
+            weights = torch.softmax(scores, dim=-1)[..., : before + new]
+            outputs.append(torch.einsum("hqk,khd->qhd", weights, v).flatten(1))
     return torch.cat(outputs)
 
 

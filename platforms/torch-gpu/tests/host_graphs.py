@@ -7,7 +7,7 @@ capture stay constant. A capture computes no results: they are overwritten with 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -72,11 +72,18 @@ class HostGraphs:
     """
 
     is_active: ClassVar[bool] = False
+    _recorder: ClassVar[_Recorder | None] = None
 
     def __init__(self, *, refuses: str | None = None, refuses_capture: BaseException | None = None) -> None:
         self._refuses = refuses
         self._refuses_capture = refuses_capture
         self.captures = self.replays = self.tries = 0
+
+    @classmethod
+    def record(cls, call: Any) -> None:
+        """Adds work that is not an operation of torch to the capture that runs now, if any; `call` is like a _Call."""
+        if cls._recorder is not None:
+            cls._recorder.calls.append(call)
 
     def permit(self) -> None:
         """From now on nothing raises."""
@@ -85,10 +92,14 @@ class HostGraphs:
     @contextmanager
     def forbid_synchronization(self) -> Iterator[None]:
         """Fails on operations that would make the host wait for the device."""
-        with ForbidSynchronizingOps(), ForbidHostReads(lambda tensor: False), _active():
+        with ForbidSynchronizingOps(), self.forbid_reads(), _active():
             yield
         if self._refuses is not None:
             raise PlatformError(self._refuses)
+
+    def forbid_reads(self) -> AbstractContextManager[Any]:
+        """Fails on reads of tensors of the device, which are tensors of the host here."""
+        return ForbidHostReads(lambda tensor: False)
 
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
         self.tries += 1
@@ -97,7 +108,11 @@ class HostGraphs:
         self.captures += 1
         with _active():
             with _Recorder() as recorder:
-                step()
+                HostGraphs._recorder = recorder
+                try:
+                    step()
+                finally:
+                    HostGraphs._recorder = None
             calls = [call for call in recorder.calls if call.computes]
             for call in calls:
                 if not call.works_in_place:

@@ -35,6 +35,14 @@ HEADS = [(4, 4), (4, 1), (6, 2), (8, 2)]
 HEAD_SIZES = (16, 32, 40, 64, 80, 96, 128, 192, 256)
 WINDOWS = (1, 5, 16, 33, 1000)
 
+LONG_CHUNK = 2048
+"""New tokens of a request in a step for which backends use other kernels than for short prompts."""
+CONTEXTS = {"alone": 0, "after a context": 1030, "after a long context": 30_000}
+SHARED_BY = {"1": (2, 2), "4": (4, 1), "8": (8, 1)}
+"""Query heads for each key/value head, with numbers of heads."""
+LONG_CONTEXT_BYTES = 8 << 30
+"""Memory of the devices on which a long context is tested."""
+
 
 def grid(batches: set[str]) -> list[Any]:
     """Names of BATCHES as parameters; those not in `batches` are exhaustive cases, which --quick leaves out."""
@@ -102,6 +110,30 @@ def test_random_steps(subject: PlatformUnderTest, bound_device: DeviceRuntime, c
         new = 1 if before and (not chunked or rng.random() < 0.5) else int(rng.integers(1, 80))
         requests.append((before, new))
     assert_exact(subject, bound_device, simple_spec(claimed_dtype), requests, seed=seed)
+
+
+def context_of(subject: PlatformUnderTest, runtime: DeviceRuntime, name: str) -> int:
+    """Tokens before a long chunk. A host, and a device that a host emulates, would take minutes for the longest."""
+    context = CONTEXTS[name]
+    if context and not (subject.capabilities.chunked_prefill or subject.capabilities.prefix_caching):
+        skip_not_claimed("chunked_prefill, prefix_caching")
+    if context > LONG_CHUNK and (subject.capabilities.unified_memory or runtime.memory().total < LONG_CONTEXT_BYTES):
+        return 2 * LONG_CHUNK - 1
+    return context
+
+
+@clause("ATT-03")
+@pytest.mark.parametrize("shared_by", [pytest.param(n, marks=() if n == "4" else exhaustive) for n in SHARED_BY])
+@pytest.mark.parametrize(
+    "context", [pytest.param(name, marks=() if name == "after a context" else exhaustive) for name in CONTEXTS]
+)
+def test_a_long_chunk_of_a_prompt_among_decodes(
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str, context: str, shared_by: str
+) -> None:
+    # Four times the usual scale: few keys have most of the weight. With equal weights every result would be close to 0.
+    spec = make_spec(*SHARED_BY[shared_by], 64, claimed_dtype, scale=0.5)
+    requests = [(5, 1), (300, 1), (context_of(subject, bound_device, context), LONG_CHUNK)]
+    assert_exact(subject, bound_device, spec, requests)
 
 
 @clause("ATT-01")

@@ -13,6 +13,10 @@ a prompt is computed in two parts that are merged by their log-sum-exps, and siz
 
 `base` is the largest multiple of CONTEXT_STEP tokens before the new ones. Rows between `base` and the first new token
 have arbitrary queries, and their results are dropped.
+
+cuDNN is told that addresses and strides are multiples of ALIGNMENT bytes, and torch does not check it: a query that is
+not aligned is copied. Torch's function is called for many rows only; with one row cuDNN 9.19 to 9.25 returns wrong
+results on some devices (pytorch/pytorch#193893).
 """
 
 from __future__ import annotations
@@ -26,12 +30,15 @@ import torch
 
 from mvllm.plugin_api import AttentionSpec, BatchLayout, get_logger
 from mvllm_torch_gpu.attention_library import UNSUPPORTED, AttentionLibrary
+from mvllm_torch_gpu.message_text import first_line
 from mvllm_torch_gpu.out_of_memory import is_out_of_memory
 from mvllm_torch_gpu.paged_metadata import PagedMetadata
 from mvllm_triton.attention import paged_attention
 from mvllm_triton.merge import merge_attention
 
 logger = get_logger("mvllm.torch_gpu.cudnn_attention")
+
+_warned: set[str] = set()  # reasons of cuDNN that the log has, one line each
 
 LEAST_TOKENS = 2048
 """Tokens of the shortest prompt: shorter ones are not worth the gathering."""
@@ -41,6 +48,9 @@ ROW_STEP = 512
 
 GATHERED_BYTES = 1 << 30
 """Memory limit for the gathered keys and values of one prompt."""
+
+ALIGNMENT = 16
+"""Bytes of which the addresses and strides of tensors are multiples."""
 
 FIRST_DEVICE = (9, 0)
 """Compute capability from which cuDNN's kernels are faster than portable ones."""
@@ -137,17 +147,30 @@ class CudnnAttention(AttentionLibrary):
             )
         for prompt in plan.prompts:
             tokens = slice(prompt.first, prompt.first + prompt.num_tokens)
-            table, has_memory = metadata.block_table[prompt.request], True
+            table, is_done = metadata.block_table[prompt.request], True
             try:
                 self._attend_prompt(query[tokens], keys, values, table, prompt, out[tokens])
             except RuntimeError as e:
-                if not is_out_of_memory(e):
+                if is_out_of_memory(e):
+                    logger.debug("The memory does not suffice for cuDNN and a sequence of %d tokens.", prompt.length)
+                elif is_refusal(e):
+                    self._warn_once(prompt, first_line(e))
+                else:
                     raise
-                has_memory = False
-            if not has_memory:  # behind the except clause, which refers to the gathered tensors
-                logger.debug("The memory does not suffice for cuDNN and a sequence of %d tokens.", prompt.length)
+                is_done = False
+            if not is_done:  # after the except clause, which refers to the gathered tensors
                 self._attend_in_place(query[tokens], keys, values, metadata, prompt, out[tokens])
         return out
+
+    def _warn_once(self, prompt: Prompt, reason: str) -> None:
+        if reason not in _warned:
+            _warned.add(reason)
+            logger.warning(
+                "cuDNN refuses a prompt of %d tokens in a sequence of %d, and the Triton kernels compute it: %s",
+                prompt.num_tokens,
+                prompt.length,
+                reason,
+            )
 
     def _attend_in_place(
         self,
@@ -190,7 +213,7 @@ class CudnnAttention(AttentionLibrary):
         size = -(-(prompt.length - base) // ROW_STEP) * ROW_STEP
         before = context - base
         rows = query
-        if size != prompt.num_tokens:
+        if size != prompt.num_tokens or not is_aligned(query):
             rows = query.new_zeros((size, *query.shape[1:]))
             rows[before : before + prompt.num_tokens] = query
         first, last = base // block_size, -(-prompt.length // block_size)
@@ -203,6 +226,17 @@ class CudnnAttention(AttentionLibrary):
         earlier = [_gathered(part, table[:first], base, base) for part in (keys, values)]
         found_earlier, sums_earlier = dense_attention(rows, earlier[0], earlier[1], scale=scale, causal=False)
         merge_attention(out, found[new], sums[:, new], found_earlier[new], sums_earlier[:, new])
+
+
+def is_aligned(query: torch.Tensor) -> bool:
+    """Whether the address and the strides of a query [rows, heads, size] are as cuDNN is told that they are."""
+    places = query.data_ptr(), *(stride * query.itemsize for stride in query.stride()[:-1])
+    return query.stride(-1) == 1 and not any(place % ALIGNMENT for place in places)
+
+
+def is_refusal(error: RuntimeError) -> bool:
+    """Whether cuDNN has refused a call, and computed nothing: it has no kernel for these sizes, or none that loads."""
+    return "cudnn" in str(error).lower()
 
 
 def has_cudnn(module: ModuleType) -> bool:
@@ -229,7 +263,9 @@ def dense_attention(
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *(x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)), None, True, 0.0, causal, scale=scale
     )
-    return found[0].squeeze(0).transpose(0, 1), found[1].reshape(query.shape[1], query.shape[0])
+    # With TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 torch returns the logarithms of the heads of a row one after the other.
+    sums = found[1].reshape(query.shape[1], query.shape[0]).contiguous()
+    return found[0].squeeze(0).transpose(0, 1), sums
 
 
 def _gathered(cache: torch.Tensor, blocks: torch.Tensor, num_tokens: int, size: int) -> torch.Tensor:
