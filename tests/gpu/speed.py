@@ -3,8 +3,8 @@
 What bench.py measures of three models in full is measured here in short, of more kinds of models. Those other than
 Llama-3.1-8B have fewer layers than published (models.py), so that they are written and loaded within seconds.
 
-    of_bandwidth   bytes of the weights that a step reads (the experts that uniform routing is expected to use), keys and
-                   values left out, over the rate of the fastest copy or reduction, as a share of the step's time
+    of_bandwidth   bytes of the weights that a step reads (of experts those that uniform routing is expected to use;
+                   without keys and values) over the rate of a copy or reduction, as a share of the step's time
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ def items(settings: Settings) -> list[Item]:
         obstacle = f"needs a device: platform {settings.platform} runs on the host"
     elif settings.quick:
         obstacle = "left out by --quick"
-    found = [Item(name, 10, 120) for name in TINY] if settings.quick else []
-    found += [Item(name, NEEDS.get(name, 25.0), 120, obstacle=obstacle) for name in LARGE]
-    return [*found, Item(SAMPLER, 5, 60), Item(SERVING, 30, 150)]
+    tiny = [Item(name, 10, 120) for name in TINY] if settings.quick else []
+    large = [Item(name, NEEDS.get(name, 25.0), 120, obstacle=obstacle) for name in LARGE]
+    # The server is started while the weights of the first model are there.
+    return [*tiny[:1], *large[:1], Item(SERVING, 30, 150), *tiny[1:], *large[1:], Item(SAMPLER, 5, 60)]
 
 
 def run(item: str, settings: Settings, result_log: ResultLog) -> None:
@@ -126,7 +127,7 @@ def _read_rate(settings: Settings, result_log: ResultLog) -> float:
 
 
 def _sampler(settings: Settings, result_log: ResultLog) -> None:
-    """The engine's sampler, with the host's part of it: greedy, a temperature, and a temperature with top-k and top-p."""
+    """The engine's sampler with the host's part of it: greedy, with a temperature, and with top-k and top-p, too."""
     import numpy as np
     import torch
 
