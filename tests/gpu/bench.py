@@ -153,7 +153,8 @@ def engine_arguments(name: str, settings: Settings, plan: Plan) -> dict[str, Any
         "max_num_batched_tokens": BUDGET_PER_STEP,
         "enable_prefix_caching": False,
     }
-    return found | ({"kv_cache_memory_bytes": 64 << 20} if settings.quick else {})
+    small = {"kv_cache_memory_bytes": 64 << 20, "max_num_batched_tokens": 256}
+    return found | (small if settings.quick else {})
 
 
 def _engine(name: str, folder: Path, load_format: str, item: str, settings: Settings, result_log: ResultLog) -> None:

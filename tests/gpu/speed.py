@@ -46,10 +46,11 @@ def items(settings: Settings) -> list[Item]:
         obstacle = f"needs a device: platform {settings.platform} runs on the host"
     elif settings.quick:
         obstacle = "left out by --quick"
-    tiny = [Item(name, 10, 120) for name in TINY] if settings.quick else []
+    tiny = [Item(name, 10, 300) for name in TINY] if settings.quick else []
     large = [Item(name, NEEDS.get(name, 25.0), 120, obstacle=obstacle) for name in LARGE]
     # The server is started while the weights of the first model are there.
-    return [*tiny[:1], *large[:1], Item(SERVING, 30, 150), *tiny[1:], *large[1:], Item(SAMPLER, 5, 60)]
+    serving = Item(SERVING, 30, 300 if settings.quick else 150)
+    return [*tiny[:1], *large[:1], serving, *tiny[1:], *large[1:], Item(SAMPLER, 5, 120)]
 
 
 def run(item: str, settings: Settings, result_log: ResultLog) -> None:

@@ -38,8 +38,8 @@ def items(settings: Settings) -> list[Item]:
     """Four, of which the others need the first."""
     obstacle = _obstacle(settings)
     return [
-        Item("install", 5, 60, obstacle=obstacle),
-        Item("doctor", 5, 60, obstacle=obstacle),
+        Item("install", 5, 180, obstacle=obstacle),
+        Item("doctor", 5, 90, obstacle=obstacle),
         Item("generate", 15, 180, obstacle=obstacle),
         Item("serve", 15, 240, obstacle=obstacle),
     ]
@@ -108,6 +108,8 @@ def _build(settings: Settings) -> list[Path]:
     """Builds the wheels, from copies: build backends write beside what they read."""
     sources, out = settings.scratch / "sources", settings.scratch / "built"
     left_out = shutil.ignore_patterns("build", "dist", "*.egg-info", "tests", "__pycache__", ".*", "docs", "plugins")
+    for remains in (sources, out):
+        shutil.rmtree(remains, ignore_errors=True)
     for name, folder in distributions(settings.platform).items():
         copy = sources / name
         if folder != ROOT:
@@ -160,7 +162,7 @@ def _doctor(folder: Path, settings: Settings) -> tuple[dict[str, float], str]:
 
 
 def _generate(folder: Path, settings: Settings) -> tuple[dict[str, float], str]:
-    options = ["demo", "--platform", settings.platform, "--prompt", PROMPT, "--max-tokens", "8", "--temperature", "0"]
+    options = [*_model(settings), "--prompt", PROMPT, "--max-tokens", "8", "--temperature", "0"]
     said = _run([*_mvllm("generate"), *options], settings, variables(folder, settings))
     assert said.strip(), "`mvllm generate` printed nothing"
     return {}, said.strip()[-200:]
@@ -169,10 +171,10 @@ def _generate(folder: Path, settings: Settings) -> tuple[dict[str, float], str]:
 def _serve(folder: Path, settings: Settings) -> tuple[dict[str, float], str]:
     import httpx
 
-    from tests.helpers.server import SMALL, ServerProcess
+    from tests.helpers.server import ServerProcess
 
-    options = ["demo", "--platform", settings.platform, "--port", "0", *(SMALL if settings.quick else ())]
-    with ServerProcess(settings.out / "logs", *options, **variables(folder, settings)) as server:
+    arguments, environment = [*_model(settings), "--port", "0"], variables(folder, settings)
+    with ServerProcess(settings.out / "logs", *arguments, **environment) as server:
         server.wait_ready()
 
         def post(path: str, **body: Any) -> Any:
@@ -193,6 +195,17 @@ def _serve(folder: Path, settings: Settings) -> tuple[dict[str, float], str]:
         found = json.loads(chosen["message"]["content"])
         assert set(found) == {"city", "visits"}, f"not of the schema: {found}"
     return {}, f"temperature 0.8: {drawn['text']!r}; JSON schema: {json.dumps(found)}"
+
+
+def _model(settings: Settings) -> list[str]:
+    """The demo model; in quick runs with steps as small as these requests need."""
+    found = ["demo", "--platform", settings.platform]
+    if settings.quick:
+        small = {"max-model-len": 192, "max-num-batched-tokens": 192, "max-num-seqs": 2}
+        small["kv-cache-memory-bytes"] = 64 << 20
+        for option, value in small.items():
+            found += [f"--{option}", str(value)]
+    return found
 
 
 def _mvllm(command: str) -> list[str]:
