@@ -30,7 +30,8 @@ LARGE = ("ATT", "OPS", "E2E")
 """Families with hundreds of cases, which start first."""
 SIDE_BY_SIDE = 8  # families at a time: they do not measure time, and most of it is that of compilers
 PROCESSES = 4  # of each of the LARGE families, if pytest can distribute tests
-QUICK_LIMIT = 150
+QUICK_LIMIT = 300
+SPARE = 15  # seconds for rows and reports of a family that is stopped
 _RESULT = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b")
 
 
@@ -40,8 +41,8 @@ def items(settings: Settings) -> list[Item]:
 
     families = sorted(FAMILIES, key=lambda family: family not in LARGE)
     if settings.quick:
-        return [Item(family, 5, QUICK_LIMIT) for family in families]
-    return [Item(family, 30 if family in LARGE else 10, 420) for family in families]
+        return [Item(family, SPARE + 5, QUICK_LIMIT) for family in families]
+    return [Item(family, SPARE + (30 if family in LARGE else 10), 420) for family in families]
 
 
 def run(item: str, settings: Settings, result_log: ResultLog) -> None:
@@ -77,7 +78,7 @@ def run_suite(
         *(sys.executable, "-m", "pytest"),
         *arguments(Run(settings.platform, report, only=only, quick=settings.quick, pytest_arguments=further)),
     ]
-    limit = max(1.0, min(settings.seconds_left(), limit) - 15)
+    limit = max(1.0, min(settings.seconds_left(), limit) - SPARE)
     stopped = ""
     with log.open("wb") as output:
         try:

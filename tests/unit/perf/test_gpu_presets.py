@@ -19,7 +19,9 @@ from tests.gpu.models import CONFIGS, checkpoint_bytes, stored
 from tests.gpu.parts import PARTS, load
 from tests.gpu.presets import PRESETS, Preset, Step
 from tests.gpu.result_log import FAILED, NOT_RUN, OK, ResultLog, Row
+from tests.gpu.runner import Runner
 from tests.gpu.settings import ROOT, Item, Settings
+from tests.unit.perf import gpu_part
 
 PART = "tests.unit.perf.gpu_part"
 
@@ -48,7 +50,7 @@ def names_in(file: Path) -> list[str]:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, list[tuple[str, str]]]]:
-    """Runs a preset of nine items, each of which takes 40 s of the clock. Returns status, and items with results."""
+    """Runs a preset of three items, each of which takes 40 s of the clock. Returns status, and items with results."""
     steps = (Step(PART, ("second",)), Step(PART, ("f*",), share=0.5), Step(PART, ("third",)))
     monkeypatch.setitem(PRESETS, "three", Preset("three", "for a test", 300.0, steps))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
@@ -94,15 +96,31 @@ def test_a_resumed_preset_skips_what_was_done(run, tmp_path: Path, kind: str) ->
     assert names_in(tmp_path / "second" / archive.ARCHIVE)[:3] == ["rows.jsonl", "items.txt", "table.md"]
 
 
-def test_a_failure_of_this_run_is_its_exit_status(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing = (Step(PART, ("second",)), Step("tests.unit.perf.no_part"))
-    monkeypatch.setitem(PRESETS, "three", Preset("three", "for a test", 300.0, failing))
+def test_only_a_failure_of_this_run_is_its_exit_status(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def preset(*steps: Step) -> None:
+        monkeypatch.setitem(PRESETS, "three", Preset("three", "for a test", 300.0, steps))
+
+    preset(Step(PART, ("second",)), Step("tests.unit.perf.no_part"))
     with pytest.raises(ModuleNotFoundError):
         run("first")
     assert "rows.jsonl" in names_in(tmp_path / "first" / archive.ARCHIVE), "a run that breaks off has its archive"
-    ResultLog(tmp_path / "first").add(Row(PART, "second", "second", FAILED))
-    monkeypatch.setitem(PRESETS, "three", Preset("three", "for a test", 300.0, (Step(PART, ("third",)),)))
+    preset(Step(PART, ("raises",)))
+    assert run("first") == (1, [("raises", FAILED)])
+    preset(Step(PART, ("third",)))
     assert run("second", "--resume", str(tmp_path / "first"))[0] == 0, "the failure is an earlier run's"
+
+
+def test_an_item_that_the_budget_cuts_off_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    settings = Settings("cpu", tmp_path, tmp_path, deadline=30.0, only=("leaves",))
+    log = ResultLog(tmp_path)
+    clock = Clock(lambda: 40.0 * len(log.rows()))  # its row takes longer than the budget
+    assert not Runner(settings, log, clock).run(PART, gpu_part.items(settings))
+    written, cut = log.rows()
+    assert (written.status, cut.status) == (OK, NOT_RUN) and cut.note.startswith("the budget was over before")
+    assert not log.is_done(PART, gpu_part.items(settings)[0])
+    log.mark_done(PART, cut.item)
+    assert not log.is_done(PART, gpu_part.items(settings)[0]), "its last row is the one that counts"
 
 
 def test_what_a_step_had_no_share_for_is_run_when_all_had_their_turn(tmp_path: Path) -> None:
@@ -125,7 +143,7 @@ def test_what_a_step_had_no_share_for_is_run_when_all_had_their_turn(tmp_path: P
             assert not items
 
     settings = Settings("scripted", tmp_path, tmp_path, 0.0)
-    steps = [Step(PART, share=0.5), Step(PART, ("third",))]
+    steps = [Step(PART, ("first", "second", "third"), share=0.5), Step(PART, ("third",))]
     presets.run_steps(steps, Scripted(), settings, log, budget=160)  # type: ignore[arg-type]
     assert [call for call in calls if call] == [["first", "second"], ["third"], ["third"]]
 

@@ -196,7 +196,7 @@ def test_kernels_that_a_compiler_is_writing_are_left_out(tmp_path: Path) -> None
         assert archive.getnames() == ["kernel/attend.cubin"]
 
 
-@pytest.mark.parametrize("arguments", [["--budget", "581"], ["--budget", "0"], ["--resume", "/nowhere"], ["speed"]])
+@pytest.mark.parametrize("arguments", [["--budget", "581"], ["--budget", "0"], ["--resume", "/nowhere"], ["velocity"]])
 def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         script.parse(arguments)
@@ -322,6 +322,7 @@ def test_a_platform_that_is_not_installed_is_found_in_the_working_tree(
             "carried-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
         archive.writestr("carried-1.0.dist-info/RECORD", "")
+    (wheel.parent / "mvllm_cuda-9.9-py3-none-any.whl").touch()  # the project's own are for the part `wheels`
     installed.install(tmp_path / "here", wheel.parent, "cuda")
     found = importlib.metadata.entry_points(group="mvllm.platforms", name="cuda")
     assert [point.value for point in found] == ["mvllm_cuda.plugin"]
