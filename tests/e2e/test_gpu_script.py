@@ -1,4 +1,4 @@
-"""`python -m tests.gpu` on the CPU platform: short runs of a script that is made for machines with a device."""
+"""`python -m tests.gpu` without a device: short runs of a script that is made for machines with one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.result_log import OK, ResultLog, Row
-from tests.gpu.settings import ROOT
+from tests.gpu import library_kernels, sanitizer, speed
+from tests.gpu.archive import ARCHIVE
+from tests.gpu.presets import PRESETS
+from tests.gpu.result_log import FAILED, NOT_RUN, OK, ResultLog, Row
+from tests.gpu.settings import ROOT, Settings
+
+WITHOUT_TIME = """
+import sys
+from tests.gpu.__main__ import main
+from tests.gpu.clock import Clock
+
+sys.exit(main(sys.argv[1:], Clock(monotonic=lambda: 0.0)))
+"""
+"""A run on whose clock no time passes: no item is cut off, however slow the machine is."""
 
 
 def run(folder: Path, parts: list[str], items: list[str]) -> dict[str, Row]:
@@ -36,5 +48,27 @@ def test_results_are_compared_with_the_limits_of_the_same_run(tmp_path: Path) ->
 @pytest.mark.exhaustive
 def test_parity_and_execution_modes(tmp_path: Path) -> None:
     rows = run(tmp_path, ["parity", "graphs"], ["llama-gqa"])
-    assert len(rows) == 12 and {row.status for row in rows.values()} == {OK}
+    assert len(rows) == 16 and {row.status for row in rows.values()} == {OK}
     assert rows["llama-gqa:bfloat16"].figures["within"] == 1.0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("platform", ["interpreted", "replayed"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_runs_whole_without_a_device(preset: str, platform: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITHOUT_TIME, "--preset", preset, "--platform", platform, "--quick"]
+    done = subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    rows = ResultLog(tmp_path).rows()
+    failed = [f"{row.part} {row.name}: {row.note}" for row in rows if row.status == FAILED]
+    assert done.returncode == 0 and not failed, f"{failed}\n{done.stderr}"
+    parts = {sanitizer: "sanitizer", library_kernels: "library_kernels", speed: "speed"}
+    wanted = {step.part for step in PRESETS[preset].steps}
+    expected = {
+        (name, item.name)
+        for part, name in parts.items()
+        for item in part.items(Settings(platform, tmp_path, tmp_path, 0.0, quick=True))
+        if name in wanted and item.obstacle
+    }
+    assert {(row.part, row.item) for row in rows if row.status == NOT_RUN} == expected
+    assert (tmp_path / ARCHIVE).stat().st_size < 16 << 20

@@ -1,20 +1,24 @@
-"""`python -m tests.gpu`: runs the parts in order, within a time limit, and prints one table."""
+"""`python -m tests.gpu`: runs the parts, or a preset, in order, within a time limit, and prints one table."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import shutil
+import signal
 import sys
+import tarfile
 import tempfile
-import time
 from pathlib import Path
 
+from tests.gpu import archive
+from tests.gpu.clock import SYSTEM, Clock, Repeated
 from tests.gpu.compiler_cache import kept_compiler_cache
 from tests.gpu.installed import EVERYTHING, install, missing
-from tests.gpu.parts import PARTS, Part, load
-from tests.gpu.result_log import FAILED, NOT_RUN, ROWS, ResultLog, Row, table
-from tests.gpu.runner import run_items
+from tests.gpu.parts import PARTS
+from tests.gpu.presets import PRESETS, Step, described, run_steps
+from tests.gpu.result_log import FAILED, ROWS, ResultLog, table
+from tests.gpu.runner import Runner
 from tests.gpu.settings import ROOT, Settings
 
 BUDGET = 560.0
@@ -26,13 +30,25 @@ WHEEL_FOLDERS = ("wheels", ".whl", "build/wheels")
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.gpu", description="What a machine with a device is needed for, in one table."
+        prog="python -m tests.gpu",
+        description="What a machine with a device is needed for, in one table.",
+        epilog=f"presets, the most valuable first:\n{described()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"Of: {', '.join(PARTS)}. Default: all, in order.")
+    parser.add_argument("--preset", choices=PRESETS, help="Instead of parts: a selection for a short time, see below.")
     parser.add_argument("--platform", default="cuda", help="The platform's name (default: cuda).")
     parser.add_argument("--quick", action="store_true", help="Tiny models, seconds: whether it works, no figures.")
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="Folder for figures, reports and logs.")
-    parser.add_argument("--budget", type=float, default=BUDGET, help="Seconds for all parts together.")
+    parser.add_argument(
+        "--archive",
+        type=Path,
+        metavar="FOLDER",
+        help=f"Folder for {archive.ARCHIVE}, which has all results, and for the compiled kernels (default: --out).",
+    )
+    parser.add_argument(
+        "--budget", type=float, help=f"Seconds for everything together (default: the preset's, or {BUDGET:g})."
+    )
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="Only items with TEXT in the name.")
     parser.add_argument(
         "--also", action="append", default=[], metavar="NAME=VALUE", help="graphs: one more way, with this variable."
@@ -43,22 +59,28 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--resume",
         type=Path,
-        metavar="FOLDER",
-        help="The --out folder of an earlier run: continue its rows, skip what it has done, and use its compiled "
-        "kernels.",
+        metavar="RUN",
+        help=f"The --out folder of an earlier run, or its {archive.ARCHIVE}: continue its rows, skip what it has done, "
+        f"and use its compiled kernels.",
     )
     parser.add_argument(
         "--wheels",
         type=Path,
-        help=f"Folder with wheels of packages that the machine lacks (default: {' or '.join(WHEEL_FOLDERS)}, if there "
-        f"is one with wheels).",
+        help=f"Folder with wheels of packages that the machine lacks, and of the project, for the part `wheels` "
+        f"(default: {' or '.join(WHEEL_FOLDERS)}, if there is one with wheels).",
     )
     parser.add_argument("--scratch", type=Path, help="Folder for checkpoints (default: where there is most room).")
     args = parser.parse_args(arguments)
+    if args.preset and args.parts:
+        parser.error(f"--preset {args.preset} has its own parts: leave out {args.parts[0]!r}")
+    if args.budget is None:
+        args.budget = PRESETS[args.preset].seconds if args.preset else BUDGET
     if not 0 < args.budget <= LARGEST_BUDGET:
         parser.error(f"--budget {args.budget:g}: a run takes at most {LARGEST_BUDGET:g} seconds")
-    if args.resume is not None and not (args.resume / ROWS).is_file():
-        parser.error(f"--resume {args.resume}: there is no {ROWS} of an earlier run")
+    if args.resume is not None and not (
+        tarfile.is_tarfile(args.resume) if args.resume.is_file() else (args.resume / ROWS).is_file()
+    ):
+        parser.error(f"--resume {args.resume}: there is no {ROWS} of an earlier run, and it is no {archive.ARCHIVE}")
     if unknown := [part for part in args.parts if part not in PARTS]:
         parser.error(f"there is no part {unknown[0]!r}; there are: {', '.join(PARTS)}")
     if wrong := [text for text in args.also if "=" not in text]:
@@ -66,56 +88,70 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return args
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, clock: Clock = SYSTEM) -> int:
     """Runs what was asked for. 0 when nothing failed."""
     args = parse(sys.argv[1:] if arguments is None else arguments)
-    begin = time.time()
-    result_log = ResultLog(args.out.absolute())
-    if not args.keep and not (args.resume and args.resume.absolute() == result_log.folder):
-        result_log.start_anew()
-    if args.resume:
-        result_log.continue_from(args.resume.absolute())
+    deadline = clock.monotonic() + args.budget
+    result_log = ResultLog(args.out.absolute(), clock)
     scratch = Path(tempfile.mkdtemp(prefix="gpu-run-", dir=args.scratch or roomiest()))
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    settings = Settings(
-        platform=args.platform,
-        out=result_log.folder,
-        scratch=scratch,
-        deadline=begin + args.budget,
-        quick=args.quick,
-        only=tuple(args.only),
-        also=tuple(args.also),
-    )
+    kept = (args.archive or args.out).absolute()
+    kept.mkdir(parents=True, exist_ok=True)
     try:
-        install(scratch / "installed", args.wheels or default_wheels(), args.platform)
-        obstacle = what_is_in_the_way(settings.platform)
-        with kept_compiler_cache(scratch / "compiled", result_log.folder):
-            for name in args.parts or PARTS:
-                if obstacle and name != "environment":
-                    result_log.add(Row(name, name, name, NOT_RUN, note=obstacle))
-                    continue
-                part = load(name)
-                items = [item for item in part.items(settings) if not (args.resume and result_log.is_done(name, item))]
-                run_items(name, items, settings, result_log, side_by_side(part, settings))
+        if not args.keep and not (args.resume and args.resume.absolute() == result_log.folder):
+            result_log.start_anew()
+        if args.resume:
+            result_log.continue_from(resumed(args.resume.absolute(), scratch / "resumed"), kept)
+        num_earlier = len(result_log.rows())
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        wheels = args.wheels or default_wheels()
+        settings = Settings(
+            platform=args.platform,
+            out=result_log.folder,
+            scratch=scratch,
+            deadline=deadline,
+            quick=args.quick,
+            only=tuple(args.only),
+            also=tuple(args.also),
+            wheels=wheels.absolute() if wheels else None,
+        )
+        renewed = Repeated(lambda: archive.pack(result_log.folder, kept / archive.ARCHIVE), archive.SECONDS, clock)
+        with renewed.in_thread(), kept_compiler_cache(scratch / "compiled", kept, clock=clock):
+            install(scratch / "installed", wheels, args.platform)
+            steps = PRESETS[args.preset].steps if args.preset else [Step(part) for part in args.parts or PARTS]
+            run_steps(
+                steps,
+                Runner(settings, result_log, clock),
+                settings,
+                result_log,
+                budget=args.budget,
+                obstacle=what_is_in_the_way(settings.platform),
+                resumed=args.resume is not None,
+            )
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        result_log.write()
         rows = result_log.rows()
         print("\n" + table(rows), flush=True)
-    return int(any(row.status == FAILED and row.at >= begin for row in rows))
+    return int(any(row.status == FAILED for row in rows[num_earlier:]))
+
+
+def resumed(path: Path, scratch: Path) -> Path:
+    """The folder of an earlier run; its archive is unpacked into `scratch`."""
+    if path.is_dir():
+        return path
+    archive.unpack(path, scratch)
+    return scratch
+
+
+def stop_when_asked() -> None:
+    """SIGTERM ends the run as an interrupt does: processes are ended, and the archive is written once more."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def default_wheels() -> Path | None:
     """The first of WHEEL_FOLDERS with wheels in it."""
     folders = (ROOT / name for name in WHEEL_FOLDERS)
     return next((folder for folder in folders if any(folder.glob("*.whl"))), None)
-
-
-def side_by_side(part: Part, settings: Settings) -> int:
-    """How many processes share a part's items: as many as it wants, with two processors for each."""
-    wanted: int = getattr(part, "SIDE_BY_SIDE", 1)
-    return 1 if settings.quick or (os.cpu_count() or 1) < 2 * wanted else wanted
 
 
 def what_is_in_the_way(platform: str) -> str:
@@ -139,4 +175,5 @@ def roomiest() -> Path:
 
 
 if __name__ == "__main__":
+    stop_when_asked()
     sys.exit(main())

@@ -1,6 +1,7 @@
 """Benchmarks of the engine beside the device's limits, measured in the same run.
 
-    ceilings       bytes per second of a copy on the device, operations per second of a product in bfloat16
+    ceilings       bytes per second of a copy on the device and of reading alone, operations per second of a product in
+                   bfloat16
     MODEL:engine   decode steps, prompts, gaps on the device, offline throughput: one engine, one start
     MODEL:peer     the same requests with transformers' continuous batching
     MODEL:serving  latencies through the HTTP server, under requests that come at random times
@@ -119,13 +120,16 @@ def run(item: str, settings: Settings, result_log: ResultLog) -> None:
 
 def measure_ceilings(settings: Settings, result_log: ResultLog) -> tuple[float, float]:
     """Bytes per second of a copy, and operations per second of a product, measured now."""
-    from tests.gpu.device import copy_bandwidth, matmul_rate, open_device
+    from tests.gpu.device import copy_bandwidth, matmul_rate, open_device, read_bandwidth
 
     num_bytes, size = (16 << 20, 256) if settings.quick else (4 << 30, 8192)
     with open_device(settings.platform) as runtime:
         copied, multiplied = copy_bandwidth(runtime, num_bytes), matmul_rate(runtime, size)
-    figures = {"copy_gb_s": copied / 1e9, "matmul_tflop_s": multiplied / 1e12}
-    note = f"copies of {num_bytes >> 20} MiB, read and written bytes; bfloat16 products of {size} x {size}"
+        read = read_bandwidth(runtime, num_bytes)
+    figures = {"copy_gb_s": copied / 1e9, "read_gb_s": read / 1e9, "matmul_tflop_s": multiplied / 1e12}
+    note = (
+        f"copies and reductions of {num_bytes >> 20} MiB, read and written bytes; bfloat16 products of {size} x {size}"
+    )
     result_log.add(Row("bench", "ceilings", "ceilings", MEASURED, figures, note))
     return copied, multiplied
 
@@ -149,7 +153,8 @@ def engine_arguments(name: str, settings: Settings, plan: Plan) -> dict[str, Any
         "max_num_batched_tokens": BUDGET_PER_STEP,
         "enable_prefix_caching": False,
     }
-    return found | ({"kv_cache_memory_bytes": 64 << 20} if settings.quick else {})
+    small = {"kv_cache_memory_bytes": 64 << 20, "max_num_batched_tokens": 256}
+    return found | (small if settings.quick else {})
 
 
 def _engine(name: str, folder: Path, load_format: str, item: str, settings: Settings, result_log: ResultLog) -> None:
@@ -170,8 +175,14 @@ def _engine(name: str, folder: Path, load_format: str, item: str, settings: Sett
         start = {"start_s": time.perf_counter() - begin}
         result_log.add(Row("bench", item, f"{name}: start", MEASURED, start, str(llm.llm_engine.cache_summary)))
         measures: list[tuple[str, Callable[[], tuple[dict[str, float], str]]]] = [
-            *((f"decode, batch {batch}", partial(_decode, llm, batch, plan, size, limits)) for batch in plan.batches),
-            *((f"prompt of {length}", partial(_prompt, llm, length, size, limits[1])) for length in plan.prompts),
+            *(
+                (f"decode, batch {batch}", partial(measure_decode, llm, batch, plan, size, limits))
+                for batch in plan.batches
+            ),
+            *(
+                (f"prompt of {length}", partial(measure_prompt, llm, length, size, limits[1]))
+                for length in plan.prompts
+            ),
             (f"trace of a prompt of {plan.prompts[-1]}", partial(trace_prompt, llm, name, plan, size, settings)),
             *(
                 (f"steps at batch {batch}", partial(trace_steps, llm, name, batch, plan, size, settings))
@@ -190,7 +201,10 @@ def _engine(name: str, folder: Path, load_format: str, item: str, settings: Sett
                 result_log.add(Row("bench", item, f"{name}: {title}", MEASURED, figures, note))
 
 
-def _decode(llm: LLM, batch: int, plan: Plan, size: Size, limits: tuple[float, float]) -> tuple[dict[str, float], str]:
+def measure_decode(
+    llm: LLM, batch: int, plan: Plan, size: Size, limits: tuple[float, float]
+) -> tuple[dict[str, float], str]:
+    """Decode steps of `batch` requests beside their bounds: figures, and a note."""
     for _ in decoding_steps(llm, batch, plan.context, 4, size.vocab):
         pass  # what is compiled late is compiled now
     seconds, context = decode_seconds(llm, batch, plan, size.vocab)
@@ -205,7 +219,8 @@ def _decode(llm: LLM, batch: int, plan: Plan, size: Size, limits: tuple[float, f
     return figures, f"context {context:.0f}"
 
 
-def _prompt(llm: LLM, length: int, size: Size, multiplied: float) -> tuple[dict[str, float], str]:
+def measure_prompt(llm: LLM, length: int, size: Size, multiplied: float) -> tuple[dict[str, float], str]:
+    """A prompt of `length` tokens beside the bound of its operations: figures, and a note."""
     seconds = prompt_seconds(llm, length, size.vocab)
     rate = size.prompt_operations(length) / seconds
     return {"ms": seconds * 1e3, "tokens_s": length / seconds, "of_matmul_rate": rate / multiplied}, ""

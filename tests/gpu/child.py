@@ -1,7 +1,8 @@
-"""Runs items of one part in this process: `python -m tests.gpu.child PART SETTINGS DONE ITEM ...`. See runner.py.
+"""Runs items of one part in this process: `python -m tests.gpu.child PART SETTINGS DONE`. See runner.py.
 
-Exit status 0 when every item is done, with or without failures among its rows; 3 when an unexpected error has
-left the process in a state that the rest had better not inherit.
+The names of items come on standard input, one per line. After each item a line is appended to the file DONE: `done`
+(with or without failures among its rows), or `fresh process needed` when an unexpected error has left the process in a
+state that the next item had better not inherit.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import traceback
 
 from tests.gpu.parts import load
 from tests.gpu.result_log import FAILED, ResultLog, Row
-from tests.gpu.runner import FRESH_PROCESS_NEEDED
+from tests.gpu.runner import DONE, FRESH_PROCESS_NEEDED
 from tests.gpu.settings import Settings
 
 _PR_SET_PDEATHSIG = 1
@@ -28,13 +29,17 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def main() -> int:
+def main() -> None:
     """See the module."""
     end_with_parent()
     name, settings = sys.argv[1], Settings.from_json(sys.argv[2])
+    # Processes that an item starts have no standard input: it is the parent's.
+    names = os.fdopen(os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
     part, result_log = load(name), ResultLog(settings.out)
-    for item in sys.argv[4:]:
-        unforeseen = False
+    for line in iter(names.readline, ""):
+        item, report = line.rstrip("\n"), DONE
         try:
             part.run(item, settings, result_log)
         except AssertionError as e:
@@ -43,13 +48,12 @@ def main() -> int:
         except Exception as e:
             result_log.add(Row(name, item, item, FAILED, note=f"{type(e).__name__}: {e}"))
             traceback.print_exc()
-            unforeseen = True
+            report = FRESH_PROCESS_NEEDED
         with open(sys.argv[3], "a") as done:
-            done.write(item + "\n")
-        if unforeseen:
-            return FRESH_PROCESS_NEEDED
-    return 0
+            done.write(report + "\n")
+        if report != DONE:
+            return
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import tarfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
+
+from tests.gpu.clock import SYSTEM, Clock, Repeated
 
 ARCHIVE = "compiler-cache.tar.gz"
 SECONDS = 25.0
@@ -18,34 +19,24 @@ VARIABLE = "TRITON_CACHE_DIR"
 
 
 @contextlib.contextmanager
-def kept_compiler_cache(folder: Path, out: Path, seconds: float = SECONDS) -> Iterator[None]:
+def kept_compiler_cache(folder: Path, out: Path, seconds: float = SECONDS, clock: Clock = SYSTEM) -> Iterator[None]:
     """Processes that are started in this context compile into `folder`, which is copied to `out`.
 
     Args:
         folder: Filled from the archive in `out`, if there is one.
         out: Where the archive is.
         seconds: Between two copies.
+        clock: Measures them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if (out / ARCHIVE).is_file():
         with contextlib.suppress(tarfile.TarError, OSError), tarfile.open(out / ARCHIVE) as archive:
             archive.extractall(folder, filter="data")
     before, os.environ[VARIABLE] = os.environ.get(VARIABLE), str(folder)
-    ended = threading.Event()
-
-    def keep() -> None:
-        while not ended.wait(seconds):
-            with contextlib.suppress(OSError):  # a folder has vanished meanwhile, for instance: the next copy has it
-                pack(folder, out)
-
-    thread = threading.Thread(target=keep, daemon=True)
-    thread.start()
     try:
-        yield
+        with Repeated(lambda: pack(folder, out), seconds, clock).in_thread():
+            yield
     finally:
-        ended.set()
-        thread.join()
-        pack(folder, out)
         if before is None:
             del os.environ[VARIABLE]
         else:

@@ -63,6 +63,15 @@ def copy_bandwidth(runtime: DeviceRuntime, num_bytes: int, calls: int = 10) -> f
     return 2 * num_bytes / seconds_of(runtime, lambda: target.copy_(source), calls=calls)
 
 
+def read_bandwidth(runtime: DeviceRuntime, num_bytes: int, calls: int = 10) -> float:
+    """Bytes per second that are only read: the faster of two reductions of float32, to a sum and to a maximum."""
+    import torch
+
+    source = runtime.empty((num_bytes // 4,), torch.float32)
+    source.zero_()
+    return num_bytes / min(seconds_of(runtime, reduce, calls=calls) for reduce in (source.sum, source.amax))
+
+
 def matmul_rate(runtime: DeviceRuntime, size: int, calls: int = 10) -> float:
     """Operations per second (a multiply-add is two) of a product of two bfloat16 matrices of random numbers."""
     import torch

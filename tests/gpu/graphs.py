@@ -16,8 +16,9 @@ from typing import Any
 from tests.gpu.result_log import FAILED, OK, ResultLog, Row
 from tests.gpu.settings import Item, Settings
 
-MODELS = ("llama-gqa", "qwen3moe", "mistral-window")
-QUICK_MODELS = ("llama-gqa",)
+KINDS = ("llama-gqa", "qwen3moe", "qwen3next", "deepseek2")
+"""Dense, with experts, hybrid (recurrent states beside attention), and MLA."""
+MODELS = (*KINDS, "mistral-window")
 NUM_TOKENS = 48
 SIDE_BY_SIDE = 6  # processes: nothing is timed, and each compiles kernels
 QUICK_NUM_TOKENS = 12
@@ -37,8 +38,9 @@ PLAIN_ATTENTION = "eager, attention in plain torch"
 
 def items(settings: Settings) -> list[Item]:
     """Each model in both dtypes, in all ways."""
-    models = QUICK_MODELS if settings.quick else MODELS
-    return [Item(f"{model}:{dtype}", 15, 240) for model in models for dtype in ("float32", "bfloat16")]
+    if settings.quick:
+        return [Item(f"{model}:float32", 15, 240) for model in KINDS] + [Item(f"{KINDS[0]}:bfloat16", 15, 240)]
+    return [Item(f"{model}:{dtype}", 15, 240) for model in MODELS for dtype in ("float32", "bfloat16")]
 
 
 def run(item: str, settings: Settings, result_log: ResultLog) -> None:

@@ -15,7 +15,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.settings import ROOT
+from tests.gpu.settings import ON_THE_HOST, ROOT
 from tests.helpers.plugins import write_metadata
 
 MODULES = {
@@ -26,11 +26,6 @@ MODULES = {
     "pyzmq": "zmq",
 }
 """Names of modules that differ from those of their packages."""
-ON_THE_HOST = {
-    "replayed": "tests.gpu.replayed_plugin",
-    "interpreted": "tests.gpu.interpreted_plugin",
-}
-"""Platforms that have the host in the place of a device: for trying this script, and kernels without a device."""
 SERVE_ONLY = ("fastapi", "httptools", "prometheus-client", "uvicorn", "uvloop")
 EVERYTHING = "everything"
 EXTRAS = ("bench", "testing")
@@ -129,7 +124,10 @@ def _name(requirement: str) -> str:
 
 
 def _unpack(wheels: Path, folder: Path) -> Path:
-    files = sorted(str(path) for path in wheels.glob("*.whl"))
+    found = sorted(str(path) for path in wheels.glob("*.whl"))
+    files = [path for path in found if not Path(path).name.startswith("mvllm")]  # those are for the part `wheels`
+    if found and not files:
+        return folder
     if not files:
         raise SystemExit(f"--wheels {wheels}: there are no wheels. Put them there, or leave the option away.")
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--upgrade"]

@@ -87,7 +87,7 @@ def run(item: str, settings: Settings, result_log: ResultLog) -> None:
     from tests.gpu.device import open_device
 
     with open_device(settings.platform) as runtime:
-        timer = _timer(runtime, settings)
+        timer = device_timer(runtime, settings)
         if item == "products":
             _products(timer, runtime, copied, multiplied, settings, result_log)
         elif item == "decode attention":
@@ -160,7 +160,7 @@ def _products(
         # As many weights as a cache does not hold, so that each product reads its own from memory.
         copies = max(1, int(4e8 / (inner * outer * BFLOAT16)))
         weights = [_random(torch, runtime, outer, inner) for _ in range(1 if settings.quick else copies)]
-        linear, prepared = _linear(settings, weights)
+        linear, prepared = linear_of(settings, weights)
         for rows in counts:
             x = _random(torch, runtime, rows, inner)
             seconds = timer(partial(_next_product, linear, x, itertools.cycle(prepared)))
@@ -170,7 +170,7 @@ def _products(
             result_log.add(Row("kernels", "products", name, MEASURED, figures))
 
 
-def _timer(runtime: DeviceRuntime, settings: Settings, calls: int = 8) -> Timer:
+def device_timer(runtime: DeviceRuntime, settings: Settings, calls: int = 8) -> Timer:
     from mvllm.platform.choose import choose_platform
     from tests.gpu.device import graph_seconds_of
 
@@ -183,7 +183,7 @@ def _next_product(linear: Callable[..., Any], x: Any, weights: Iterator[Any]) ->
     return linear(x, next(weights), None)
 
 
-def _linear(settings: Settings, weights: list[Any]) -> tuple[Callable[..., Any], list[Any]]:
+def linear_of(settings: Settings, weights: list[Any]) -> tuple[Callable[..., Any], list[Any]]:
     """The `linear` operation of the platform's engine, and the weights in the form that it takes."""
     import torch
 

@@ -19,6 +19,9 @@ from typing import Any
 import numpy as np
 
 Shape = tuple[int, ...]
+Tensor = tuple[str, str, Shape]
+"""Name, dtype as safetensors calls it, shape."""
+BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "I32": 4, "U8": 1}
 SHARD_BYTES = 4 << 30
 BLOCK = (1 << 24) + 3  # elements of the block that weights repeat; odd, so that no two rows are the same
 SPREAD = 0.02
@@ -97,6 +100,162 @@ CONFIGS["tiny-experts"] = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
 }
+
+
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+_FLOAT8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+_QWEN3_8B = {
+    **CONFIGS["qwen3-0.6b"],
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "tie_word_embeddings": False,
+}
+CONFIGS["qwen3-8b-awq"] = {**_QWEN3_8B, "quantization_config": _AWQ}
+CONFIGS["qwen3-8b-fp8"] = {**_QWEN3_8B, "quantization_config": _FLOAT8}
+CONFIGS["gpt-oss-20b"] = {
+    **_COMMON,
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "head_dim": 64,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+    "tie_word_embeddings": False,
+    "eos_token_id": 1,
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+    },
+}
+CONFIGS["deepseek-v2-lite"] = {
+    **_COMMON,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "vocab_size": 102400,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "topk_method": "greedy",
+    "n_group": 1,
+    "topk_group": 1,
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "eos_token_id": 1,
+}
+CONFIGS["qwen3-next-80b-a3b"] = {
+    **_COMMON,
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_hidden_layers": 48,
+    "full_attention_interval": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "max_position_embeddings": 262144,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000000.0,
+    "tie_word_embeddings": False,
+    "eos_token_id": 1,
+}
+CUT = {
+    "qwen3-30b-a3b": 16,
+    "qwen3-8b-awq": 8,
+    "qwen3-8b-fp8": 8,
+    "gpt-oss-20b": 8,
+    "deepseek-v2-lite": 6,
+    "qwen3-next-80b-a3b": 4,
+}
+"""Layers of models that are made smaller, so that they are written and loaded within seconds."""
+CONFIGS |= {f"{name}-{n}-layers": {**CONFIGS[name], "num_hidden_layers": n} for name, n in CUT.items()}
+_SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 1024}
+_FEW = {**_SMALL, "num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 64}
+CONFIGS |= {
+    "tiny-awq": {**CONFIGS["qwen3-8b-awq"], **_FEW, "head_dim": 32},
+    "tiny-fp8": {**CONFIGS["qwen3-8b-fp8"], **_FEW, "head_dim": 32},
+    "tiny-mxfp4": {**CONFIGS["gpt-oss-20b"], **_FEW, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "tiny-mla": {
+        **CONFIGS["deepseek-v2-lite"],
+        **_FEW,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "tiny-hybrid": {
+        **CONFIGS["qwen3-next-80b-a3b"],
+        **_FEW,
+        "num_hidden_layers": 2,
+        "full_attention_interval": 2,
+        "head_dim": 32,
+        "shared_expert_intermediate_size": 64,
+        "linear_key_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+}
+RANDOM_ONLY = ("deepseek_v2", "qwen3_next")
+"""Kinds of models for which no checkpoint is written: the engine draws their weights."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +357,50 @@ def tensors(config: dict[str, Any]) -> Iterator[tuple[str, Shape]]:
         yield "lm_head.weight", (config["vocab_size"], hidden)
 
 
+def stored(config: dict[str, Any]) -> Iterator[Tensor]:
+    """Names, dtypes and shapes of the tensors in the files of a checkpoint, in its quantization's format."""
+    method = config.get("quantization_config", {}).get("quant_method")
+    if method == "mxfp4":
+        yield from _gpt_oss(config)
+        return
+    for name, shape in tensors(config):
+        module = name.removesuffix(".weight")
+        if method is None or len(shape) != 2 or "embed_tokens" in name or name == "lm_head.weight":
+            yield name, "BF16", shape
+        elif method == "awq":
+            (outer, inner), group = shape, _AWQ["group_size"]
+            yield f"{module}.qweight", "I32", (inner, outer // 8)
+            yield f"{module}.qzeros", "I32", (inner // group, outer // 8)
+            yield f"{module}.scales", "F16", (inner // group, outer)
+        else:
+            blocks = (-(-shape[0] // 128), -(-shape[1] // 128))
+            yield name, "F8_E4M3", shape
+            yield f"{name}_scale_inv", "F32", blocks
+
+
+def _gpt_oss(config: dict[str, Any]) -> Iterator[Tensor]:
+    """Experts in MXFP4: blocks of 32 values in 16 bytes, and the exponent of each block."""
+    hidden, inner, experts = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
+    heads, kv = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    yield "model.embed_tokens.weight", "BF16", (config["vocab_size"], hidden)
+    for i in range(config["num_hidden_layers"]):
+        at = f"model.layers.{i}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{at}.{norm}.weight", "BF16", (hidden,)
+        for name, outer, columns in (("q", heads, hidden), ("k", kv, hidden), ("v", kv, hidden), ("o", hidden, heads)):
+            yield f"{at}.self_attn.{name}_proj.weight", "BF16", (outer, columns)
+            yield f"{at}.self_attn.{name}_proj.bias", "BF16", (outer,)
+        yield f"{at}.self_attn.sinks", "BF16", (config["num_attention_heads"],)
+        yield f"{at}.mlp.router.weight", "BF16", (experts, hidden)
+        yield f"{at}.mlp.router.bias", "BF16", (experts,)
+        for name, outer, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
+            yield f"{at}.mlp.experts.{name}_blocks", "U8", (experts, outer, columns // 32, 16)
+            yield f"{at}.mlp.experts.{name}_scales", "U8", (experts, outer, columns // 32)
+            yield f"{at}.mlp.experts.{name}_bias", "BF16", (experts, outer)
+    yield "model.norm.weight", "BF16", (hidden,)
+    yield "lm_head.weight", "BF16", (config["vocab_size"], hidden)
+
+
 def prepare_model(name: str, root: Path) -> tuple[Path, str]:
     """One of CONFIGS in a folder under `root`, in the place of others that were there before.
 
@@ -208,10 +411,18 @@ def prepare_model(name: str, root: Path) -> tuple[Path, str]:
     if not (folder / "complete").exists():
         shutil.rmtree(root, ignore_errors=True)
         folder.mkdir(parents=True)
-        needed = BFLOAT16 * sum(math.prod(shape) for _, shape in tensors(CONFIGS[name]))
-        write_checkpoint(name, folder, weights=shutil.disk_usage(folder).free > 1.05 * needed)
+        config, room = CONFIGS[name], shutil.disk_usage(folder).free
+        drawn = config["model_type"] in RANDOM_ONLY
+        write_checkpoint(name, folder, weights=not drawn and room > 1.05 * checkpoint_bytes(config))
         (folder / "complete").touch()
     return folder, "safetensors" if any(folder.glob("*.safetensors")) else "dummy"
+
+
+def checkpoint_bytes(config: dict[str, Any], without: str = "") -> int:
+    """Bytes of the tensors of a checkpoint; without those that have this text in their names."""
+    return sum(
+        BYTES[dtype] * math.prod(shape) for name, dtype, shape in stored(config) if not without or without not in name
+    )
 
 
 def write_checkpoint(name: str, folder: Path, *, weights: bool = True) -> None:
@@ -223,10 +434,10 @@ def write_checkpoint(name: str, folder: Path, *, weights: bool = True) -> None:
         return
     block = _block()
     places: dict[str, str] = {}
-    for number, shard in enumerate(_shards(tensors(config)), 1):
+    for number, shard in enumerate(_shards(stored(config)), 1):
         file = f"model-{number:05d}.safetensors"
         _write_shard(folder / file, shard, block)
-        places |= dict.fromkeys((name for name, _ in shard), file)
+        places |= dict.fromkeys((name for name, _, _ in shard), file)
     index = {"metadata": {}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
@@ -256,15 +467,15 @@ def _mlp(at: str, hidden: int, inner: int) -> Iterator[tuple[str, Shape]]:
     yield f"{at}.down_proj.weight", (hidden, inner)
 
 
-def _shards(found: Iterator[tuple[str, Shape]]) -> Iterator[list[tuple[str, Shape]]]:
-    shard: list[tuple[str, Shape]] = []
+def _shards(found: Iterator[Tensor]) -> Iterator[list[Tensor]]:
+    shard: list[Tensor] = []
     size = 0
-    for name, shape in found:
+    for name, dtype, shape in found:
         if shard and size >= SHARD_BYTES:
             yield shard
             shard, size = [], 0
-        shard.append((name, shape))
-        size += BFLOAT16 * math.prod(shape)
+        shard.append((name, dtype, shape))
+        size += BYTES[dtype] * math.prod(shape)
     yield shard
 
 
@@ -274,26 +485,40 @@ def _block() -> np.ndarray:
     return (random.view(np.uint32) >> 16).astype(np.uint16)
 
 
-def _write_shard(path: Path, shard: list[tuple[str, Shape]], block: np.ndarray) -> None:
+def _write_shard(path: Path, shard: list[Tensor], block: np.ndarray) -> None:
     """A safetensors file: eight bytes that say how long the header is, the header as JSON, then the values."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, shape in shard:
-        begin, end = end, end + BFLOAT16 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+    for name, dtype, shape in shard:
+        begin, end = end, end + BYTES[dtype] * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
-    one = np.array([0x3F80], dtype=np.uint16)  # 1.0: the gain of a norm
     at = 0
+    # Bits of bfloat16 are also integers; as float8 they have no NaN, whose lower seven bits are ones.
+    octets = block.view(np.uint8) & 0xF7
     with path.open("wb") as file:
         file.write(len(head).to_bytes(8, "little") + head)
-        for _, shape in shard:
+        for name, dtype, shape in shard:
             left = math.prod(shape)
-            if len(shape) == 1:
-                file.write(np.repeat(one, left).data)
+            if (same := _constant(name, dtype, shape)) is not None:
+                file.write(np.repeat(same, left).data)
                 continue
+            source = block if dtype == "BF16" else octets
+            left = left * BYTES[dtype] // source.itemsize
             while left:
-                piece = block[at : at + left]
+                piece = source[at % len(source) :][:left]
                 file.write(piece.data)
                 left -= len(piece)
-                at = (at + len(piece)) % len(block)
+                at = (at + len(piece)) % len(source)
+
+
+def _constant(name: str, dtype: str, shape: Shape) -> np.ndarray | None:
+    """The value of all elements: of scales, and of the gains of norms. None for random ones."""
+    if name.endswith("_scales"):
+        return np.array([118], dtype=np.uint8)  # 2 ** -9
+    if name.endswith((".scales", "_scale_inv")):
+        return np.array([2e-3 if dtype == "F16" else 1e-4], dtype=np.float16 if dtype == "F16" else np.float32)
+    if len(shape) == 1:
+        return np.array([0x3F80 if name.endswith("norm.weight") else 0], dtype=np.uint16)
+    return None

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 TOLERANCES = {"float16": (0.1, 0.06), "bfloat16": (0.6, 0.4)}
 """Per dtype: the largest gap between a token's logit and the largest logit, the largest log-probability error."""
+FIRST_OF_FAMILY = "first of its family"
+"""The kind of the items of the first checkpoint of each family."""
 QUICK = ("llama-gqa",)
 WITH_EXPERTS = 0.95  # share of the tokens that must be within the tolerances
 NUM_TOKENS = 32
@@ -37,7 +39,11 @@ def items(settings: Settings) -> list[Item]:
     ordered = [name for name in names if name in first.values()] + [
         name for name in names if name not in first.values()
     ]
-    return [Item(f"{name}:{dtype}", 5, 180) for name in ordered for dtype in dtypes]
+    return [
+        Item(f"{name}:{dtype}", 5, 180, kind=FIRST_OF_FAMILY if name in first.values() else "")
+        for name in ordered
+        for dtype in dtypes
+    ]
 
 
 def run(item: str, settings: Settings, result_log: ResultLog) -> None:

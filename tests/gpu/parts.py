@@ -8,7 +8,10 @@ from typing import Protocol, cast
 from tests.gpu.result_log import ResultLog
 from tests.gpu.settings import Item, Settings
 
-PARTS = ("environment", "graphs", "kernels", "bench", "parity", "oom", "conformance")
+PARTS = (
+    *("environment", "wheels", "graphs", "kernels", "sanitizer", "bench", "speed", "library_kernels", "parity", "oom"),
+    "conformance",
+)
 
 
 class Part(Protocol):

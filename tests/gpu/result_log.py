@@ -15,11 +15,11 @@ import fcntl
 import json
 import os
 import shutil
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from tests.gpu.clock import SYSTEM, Clock
 from tests.gpu.compiler_cache import ARCHIVE
 from tests.gpu.settings import Item
 
@@ -57,16 +57,17 @@ class ResultLog:
 
     Args:
         folder: Where the files are; made if need be.
+        clock: Says when a row was added.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, clock: Clock = SYSTEM) -> None:
+        self.folder, self._clock = folder, clock
         folder.mkdir(parents=True, exist_ok=True)
         self._file = folder / ROWS
 
     def add(self, row: Row) -> None:
         """Keeps a row, prints it, and writes the files anew."""
-        row = Row(row.part, row.item, row.name, row.status, dict(row.figures), one_line(row.note), time.time())
+        row = Row(row.part, row.item, row.name, row.status, dict(row.figures), one_line(row.note), self._clock.wall())
         with (self.folder / "lock").open("a") as lock:  # children may run side by side
             fcntl.flock(lock, fcntl.LOCK_EX)
             self._add(row)
@@ -88,23 +89,28 @@ class ResultLog:
         for file in (*self.folder.glob("*.json"), self.folder / DONE):
             file.unlink(missing_ok=True)
 
-    def continue_from(self, folder: Path) -> None:
-        """Takes over the rows, the done items and the compiled kernels of an earlier run's folder."""
-        if folder == self.folder:
-            return
-        for name in (ROWS, DONE, ARCHIVE):
-            if (folder / name).is_file():
-                shutil.copyfile(folder / name, self.folder / name)
+    def continue_from(self, folder: Path, compiled: Path | None = None) -> None:
+        """Takes over the rows, done items, reports and compiled kernels of an earlier run's folder.
+
+        Args:
+            folder: Of the earlier run.
+            compiled: Where compiled kernels go; None for this run's folder.
+        """
+        places = dict.fromkeys((folder / ROWS, folder / DONE, *folder.glob("*-report.json")), self.folder)
+        for path, place in (places | {folder / ARCHIVE: compiled or self.folder}).items():
+            if path.is_file() and path.resolve() != (place / path.name).resolve():
+                shutil.copyfile(path, place / path.name)
 
     def mark_done(self, part: str, item: str) -> None:
         """An item has been run to its end, with or without failures."""
-        with (self.folder / DONE).open("a") as file:
+        with (self.folder / DONE).open("a") as file:  # one write: children side by side append to it
             file.write(f"{part}\t{item}\n")
 
     def is_done(self, part: str, item: Item) -> bool:
-        """Whether an item was run to its end, and none of its rows failed."""
+        """Whether an item was run to its end, none of its rows failed, and the last one is not "not run"."""
         done = self.folder / DONE
-        failed = any(row.status == FAILED for row in self.rows() if (row.part, row.item) == (part, item.name))
+        statuses = [row.status for row in self.rows() if (row.part, row.item) == (part, item.name)]
+        failed = FAILED in statuses or statuses[-1:] == [NOT_RUN]
         return not failed and done.is_file() and f"{part}\t{item.name}" in done.read_text().splitlines()
 
     def rows(self) -> list[Row]:

@@ -1,32 +1,37 @@
 """Runs items in processes of their own, within a time limit, and records every result.
 
-    parent ── python -m tests.gpu.child PART SETTINGS DONE ITEM ITEM ... ──> rows.jsonl, DONE, logs/PART.log
+    parent ── python -m tests.gpu.child PART SETTINGS DONE ──> rows.jsonl, DONE, logs/PART.log
+       └───── standard input: the next item, once the one before is in DONE and time is left for it
 
-A child takes items in order and says when each is done. One that ends in between (a device that failed takes its
-process along), fails in a way that may have left the device in disorder, or is too slow, costs the item that it was at:
-the next child goes on behind it.
+A child runs one item after the other. One that ends in between (a device that failed takes its process along), fails in
+a way that may have left the device in disorder, or is too slow, costs the item that it was at: the next item gets a
+process of its own.
 
-Parts in which nothing is timed may have several children side by side, each with its share of the items: most of what
-they take is the time of compilers, which one process would spend one after the other.
+Parts in which nothing is timed may have several children side by side, which take items from the same list: most of
+what they take is the time of compilers, which one process would spend one after the other.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tests.gpu.clock import SYSTEM, Clock
 from tests.gpu.result_log import FAILED, NOT_RUN, ResultLog, Row, one_line
 from tests.gpu.settings import ROOT, Item, Settings
 
-FRESH_PROCESS_NEEDED = 3  # exit status of a child whose last item is done, and that no other should follow in it
+DONE, FRESH_PROCESS_NEEDED = "done", "fresh process needed"
+"""What a child reports about an item that came to its end; after the second it takes no other."""
 GRACE = 10.0  # seconds between asking a child to end and making it
 
 
@@ -54,105 +59,142 @@ class Lane:
         return {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.among))}
 
 
-def run_items(
-    part: str, items: Sequence[Item], settings: Settings, result_log: ResultLog, side_by_side: int = 1
-) -> None:
-    """Runs what the budget allows; the rest gets rows that say so."""
-    wanted = [item for item in items if settings.wants(item.name)]
-    lanes = [Lane(number, side_by_side) for number in range(side_by_side)]
-    if side_by_side == 1:
-        _run_in_turn(part, wanted, settings, result_log, lanes[0])
-        return
-    threads = [
-        threading.Thread(
-            target=_run_in_turn,
-            args=(part, wanted[lane.number :: side_by_side], settings, result_log, lane),
-            daemon=True,
-        )
-        for lane in lanes
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+class Runner:
+    """Runs items of parts, within the budget of a run.
 
-
-def _run_in_turn(part: str, items: Sequence[Item], settings: Settings, result_log: ResultLog, lane: Lane) -> None:
-    done_file = lane.file(settings.out, "done.txt")
-    left = list(items)
-    while left:
-        if settings.seconds_left() < left[0].needs:
-            result_log.add(_not_run(part, left.pop(0), settings))
-            continue
-        batch = _batch(left, settings.seconds_left())
-        done_file.write_text("")
-        status, problem = _run_child(part, batch, settings, done_file, lane)
-        done = set(done_file.read_text().splitlines())
-        for item in left:
-            if item.name in done:
-                result_log.mark_done(part, item.name)
-        left = [item for item in left if item.name not in done]
-        if problem and left and left[0] in batch:
-            result_log.add(Row(part, left[0].name, left[0].name, status, note=problem))
-            left.pop(0)
-
-
-def _batch(left: Sequence[Item], seconds: float) -> list[Item]:
-    """Those that one child may take: as long as their needs, one behind the other, are within the budget."""
-    batch: list[Item] = []
-    for item in left:
-        if sum(other.needs for other in batch) + item.needs > seconds:
-            break
-        batch.append(item)
-    return batch
-
-
-def _run_child(part: str, batch: Sequence[Item], settings: Settings, done_file: Path, lane: Lane) -> tuple[str, str]:
-    """Runs items until they are done, the child ends or an item takes too long.
-
-    Returns:
-        What becomes of the item that it was at, and why; two empty texts where nothing went wrong.
+    Args:
+        settings: Of the run; its deadline is one of `clock`.
+        result_log: Gets the rows.
+        clock: Measures the budget and the limits of items.
     """
-    logs = settings.out / "logs"
-    logs.mkdir(exist_ok=True)
-    log = lane.file(logs, f"{part.rpartition('.')[2]}.log")
-    names = [item.name for item in batch]
-    command = [sys.executable, "-m", "tests.gpu.child", part, settings.to_json(), str(done_file), *names]
-    with log.open("ab") as output:
-        begun = output.tell()
-        child = subprocess.Popen(
-            command, cwd=ROOT, env=lane.environment(), stdin=subprocess.DEVNULL, stderr=output, process_group=0
-        )
-    try:
-        status, problem = _watch(child, batch, settings, done_file)
-    finally:
-        end(child)
-    if problem:
-        with log.open("rb") as written:
-            written.seek(begun)
+
+    def __init__(self, settings: Settings, result_log: ResultLog, clock: Clock = SYSTEM) -> None:
+        self._settings, self._result_log, self._clock = settings, result_log, clock
+
+    def run(
+        self, part: str, items: Sequence[Item], side_by_side: int = 1, *, seconds: float = math.inf
+    ) -> tuple[Item, ...]:
+        """Runs items in order. Those with an obstacle get a row that says so.
+
+        Args:
+            side_by_side: Number of processes.
+            seconds: No item is started after them, or that is known to need more than is left of them.
+
+        Returns:
+            The items that were not started because there was no time. They have no row.
+        """
+        until = self._clock.monotonic() + seconds
+        queue = deque(item for item in items if self._settings.wants(item.name))
+        late: list[Item] = []
+        lanes = [Lane(number, side_by_side) for number in range(side_by_side)]
+        threads = [
+            threading.Thread(target=self._run_lane, args=(part, queue, late, until, lane), daemon=True)
+            for lane in lanes[1:]
+        ]
+        for thread in threads:
+            thread.start()
+        self._run_lane(part, queue, late, until, lanes[0])
+        for thread in threads:
+            thread.join()
+        return tuple(item for item in items if item in late)
+
+    def report_not_run(self, part: str, items: Sequence[Item]) -> None:
+        """Adds a row for each item that the budget did not reach."""
+        left = max(0.0, self._settings.seconds_left(self._clock))
+        for item in items:
+            note = f"{left:.0f} s left, it needs about {item.needs:.0f} s"
+            self._result_log.add(Row(part, item.name, item.name, NOT_RUN, note=note))
+
+    def _run_lane(self, part: str, queue: deque[Item], late: list[Item], until: float, lane: Lane) -> None:
+        child: _Child | None = None
+        try:
+            while True:
+                try:
+                    item = queue.popleft()
+                except IndexError:  # also where another lane took the last one
+                    return
+                if item.obstacle:
+                    self._result_log.add(Row(part, item.name, item.name, NOT_RUN, note=item.obstacle))
+                    continue
+                now = self._clock.monotonic()
+                if item.needs > min(until, self._settings.deadline) - now:
+                    late.append(item)
+                    continue
+                child = child or _Child(part, self._settings, self._clock, lane)
+                status, problem = child.run(item)
+                if problem:
+                    self._result_log.add(Row(part, item.name, item.name, status, note=problem))
+                else:
+                    self._result_log.mark_done(part, item.name)
+                if status != DONE:
+                    child.end(idle=not problem)
+                    child = None
+        finally:
+            if child is not None:
+                child.end(idle=sys.exc_info()[0] is None)
+
+
+class _Child:
+    """A process that runs items of one part. Started by the first of them."""
+
+    def __init__(self, part: str, settings: Settings, clock: Clock, lane: Lane) -> None:
+        self._settings, self._clock = settings, clock
+        self._done = lane.file(settings.out, "done.txt")
+        self._done.write_text("")
+        self._num_done = 0
+        logs = settings.out / "logs"
+        logs.mkdir(exist_ok=True)
+        self._log = lane.file(logs, f"{part.rpartition('.')[2]}.log")
+        # The child's clock is the system's.
+        own = replace(settings, deadline=time.monotonic() + settings.seconds_left(clock))
+        command = [sys.executable, "-m", "tests.gpu.child", part, own.to_json(), str(self._done)]
+        with self._log.open("ab") as output:
+            self._begun = output.tell()
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=lane.environment(), stdin=subprocess.PIPE, stderr=output, process_group=0
+            )
+
+    def run(self, item: Item) -> tuple[str, str]:
+        """Runs an item until it is done, the process ends, or it takes too long.
+
+        Returns:
+            DONE or FRESH_PROCESS_NEEDED without a problem; else the status of the item's row, and the problem.
+        """
+        assert self._process.stdin is not None
+        since = self._clock.monotonic()
+        with contextlib.suppress(BrokenPipeError):  # it has ended: seen below
+            self._process.stdin.write(f"{item.name}\n".encode())
+            self._process.stdin.flush()
+        while True:
+            ended = None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                ended = self._process.wait(0.1)
+            reports = self._done.read_text().split("\n")[:-1]
+            if len(reports) > self._num_done:
+                self._num_done += 1
+                return reports[-1], ""
+            if ended is not None:
+                return FAILED, self._with_last_line(f"its process ended with status {ended}")
+            if self._clock.monotonic() - since > item.limit:
+                return FAILED, self._with_last_line(f"not done after {item.limit:.0f} s")
+            if self._settings.seconds_left(self._clock) <= 0:
+                return NOT_RUN, self._with_last_line("the budget was over before it was done")
+
+    def end(self, *, idle: bool = False) -> None:
+        """Ends it with all that it has started. One that is `idle` ends by itself, with what it does at its end."""
+        assert self._process.stdin is not None
+        if idle:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GRACE)
+        end(self._process)
+
+    def _with_last_line(self, problem: str) -> str:
+        with self._log.open("rb") as written:
+            written.seek(self._begun)
             said = written.read().decode(errors="replace").strip().splitlines()
-        problem = f"{problem}; last line: {one_line(said[-1], 200)}" if said else problem
-    return status, problem
-
-
-def _watch(
-    child: subprocess.Popen[bytes], batch: Sequence[Item], settings: Settings, done_file: Path
-) -> tuple[str, str]:
-    limits = {item.name: item.limit for item in batch}
-    done, since = 0, time.time()
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            status = child.wait(0.2)
-            names = done_file.read_text().split("\n")[:-1]
-            fine = status == FRESH_PROCESS_NEEDED or (status == 0 and len(names) == len(batch))
-            return ("", "") if fine else (FAILED, f"its process ended with status {status}")
-        names = done_file.read_text().split("\n")[:-1]
-        if len(names) > done:
-            done, since = len(names), time.time()
-        if done < len(batch) and time.time() - since > limits[batch[done].name]:
-            return FAILED, f"not done after {limits[batch[done].name]:.0f} s"
-        if settings.seconds_left() <= 0:
-            return NOT_RUN, "the budget was over before it was done"
+        return f"{problem}; last line: {one_line(said[-1], 200)}" if said else problem
 
 
 def end(child: subprocess.Popen[bytes]) -> None:
@@ -165,9 +207,6 @@ def end(child: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
-
-
-def _not_run(part: str, item: Item, settings: Settings) -> Row:
-    left = max(0.0, settings.seconds_left())
-    note = f"{left:.0f} s of the budget were left, it needs {item.needs:.0f}"
-    return Row(part, item.name, item.name, NOT_RUN, note=note)
+    if child.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.close()

@@ -18,8 +18,10 @@ FIGURES = ("output_throughput", "mean_ttft_ms", "p99_ttft_ms", "mean_itl_ms", "p
 MOST_SECONDS = 120.0
 
 
-def measure_serving(name: str, folder: Path, item: str, plan: Plan, settings: Settings, result_log: ResultLog) -> None:
-    """A row for each rate at which requests come, by a Poisson process."""
+def measure_serving(
+    name: str, folder: Path, item: str, plan: Plan, settings: Settings, result_log: ResultLog, part: str = "bench"
+) -> None:
+    """A row of `part` for each rate at which requests come, by a Poisson process."""
     from tests.gpu.bench import engine_arguments
     from tests.helpers.server import ServerProcess
 
@@ -30,12 +32,12 @@ def measure_serving(name: str, folder: Path, item: str, plan: Plan, settings: Se
     with ServerProcess(settings.out / "logs", str(folder), "--port", "0", *arguments) as server:
         server.wait_ready()
         for rate in plan.rates:
-            _measure(name, folder, item, rate, server.url, plan, settings, result_log)
+            result_log.add(_measured(part, name, folder, item, rate, server.url, plan, settings))
 
 
-def _measure(
-    name: str, folder: Path, item: str, rate: float, url: str, plan: Plan, settings: Settings, result_log: ResultLog
-) -> None:
+def _measured(
+    part: str, name: str, folder: Path, item: str, rate: float, url: str, plan: Plan, settings: Settings
+) -> Row:
     result = settings.out / f"serving-{name}-{rate:g}.json"
     input_len, output_len = plan.served_lengths
     options = {
@@ -56,10 +58,9 @@ def _measure(
     done = subprocess.run(command, capture_output=True, text=True, timeout=MOST_SECONDS)
     if done.returncode or not result.exists():
         note = one_line(done.stderr[-400:])
-        result_log.add(Row("bench", item, title, FAILED, note=note))
-        return
+        return Row(part, item, title, FAILED, note=note)
     found = json.loads(result.read_text().splitlines()[-1])
     figures = {"completed": found["completed"], **{figure: found[figure] for figure in FIGURES}}
     status = FAILED if found["failed"] else MEASURED
     note = f"{input_len} tokens in, {output_len} out" + (f"; {found['failed']} requests failed" * (found["failed"] > 0))
-    result_log.add(Row("bench", item, title, status, figures, note))
+    return Row(part, item, title, status, figures, note)
