@@ -90,7 +90,7 @@ class DecoderForward:
             prompt_lens = prompt_lens if is_needed else None
         args = inputs.token_ids, inputs.positions, prompt_lens, intermediate, *metadata
         if self.static_items is not None:
-            return function(*args, self.static_items.tensors(items, inputs))
+            return function(*args, *self.static_items.arguments(items, inputs))
         if items is not None:
             with nullcontext() if adapters is None else self._active(adapters):
                 return self._call_model(
@@ -115,13 +115,13 @@ class DecoderForward:
 
         Args:
             others: Attention metadata in the order of `attention_groups`; for models with sequence states then a
-                StateArguments; then in a captured step with LoRA the slot of each token's adapter, and with static
-                shapes the items.
+                StateArguments; then in a captured step with LoRA the slot of each token's adapter, or with static
+                shapes the tensors of items.
         """
         num_metadata = len(self.attention_groups) + (self.state_backend is not None)
         metadata = others[:num_metadata]
-        if len(others) > num_metadata and isinstance(others[num_metadata], StepItemTensors):
-            items = others[num_metadata]
+        if self.static_items is not None:
+            items = self.static_items.items(others[num_metadata:])
             return self._call_model(token_ids, positions, prompt_lens, intermediate, metadata, items)
         if len(others) > num_metadata:
             with self._active(LoRAMapping(None, (), others[num_metadata])):

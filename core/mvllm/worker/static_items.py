@@ -11,6 +11,8 @@ are not part of them: their shapes are those of the images, and they run on the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -42,18 +44,13 @@ class StaticItemInputs:
         self._items, self._dtype, self._runtime, self._has_rows = items, dtype, runtime, has_rows
         self._no_rows: dict[int, torch.Tensor] = {}
 
-    def tensors(self, items: StepItemTensors | None, inputs: StepInputs) -> StepItemTensors:
-        """The inputs of a step.
+    def arguments(self, items: StepItemTensors | None, inputs: StepInputs) -> tuple[torch.Tensor, ...]:
+        """The arguments of the model's compiled function behind the metadata of a step.
 
         Args:
             items: Of the step, on the host; None if it reads none.
         """
-        found = StepItemTensors()
-        if self._items.has_rope_positions:
-            given = None if items is None else items.rope_positions
-            assert inputs.host_positions is not None
-            host = inputs.host_positions[None].repeat(3, axis=0) if given is None else given.numpy()
-            found.rope_positions = self._runtime.from_numpy(host)
+        found: list[torch.Tensor] = []
         if self._has_rows:
             num_tokens = len(inputs.token_ids)
             index = np.full(num_tokens, -1, dtype=np.int32)
@@ -61,9 +58,20 @@ class StaticItemInputs:
             if items is not None and rows is not None:
                 assert items.item_indices is not None
                 index[items.item_indices.numpy()] = np.arange(len(rows), dtype=np.int32)
-            found.item_index = self._runtime.from_numpy(index)
-            found.item_embeds = self._zeros(num_tokens) if rows is None else self._padded(rows, num_tokens)
-        return found
+            embeds = self._zeros(num_tokens) if rows is None else self._padded(rows, num_tokens)
+            found += [self._runtime.from_numpy(index), embeds]
+        if self._items.has_rope_positions:
+            given = None if items is None else items.rope_positions
+            assert inputs.host_positions is not None
+            host = inputs.host_positions[None].repeat(3, axis=0) if given is None else given.numpy()
+            found.append(self._runtime.from_numpy(host))
+        return tuple(found)
+
+    def items(self, arguments: Sequence[torch.Tensor]) -> StepItemTensors:
+        """The items of a step whose `arguments` these are."""
+        rows = arguments[:2] if self._has_rows else (None, None)
+        rope_positions = arguments[-1] if self._items.has_rope_positions else None
+        return StepItemTensors(item_index=rows[0], item_embeds=rows[1], rope_positions=rope_positions)
 
     def _padded(self, rows: torch.Tensor, num_tokens: int) -> torch.Tensor:
         padded = rows.new_zeros((num_tokens, self._items.width), dtype=self._dtype)
