@@ -94,7 +94,7 @@ class DecoderForward:
         if items is not None:
             with nullcontext() if adapters is None else self._active(adapters):
                 return self._call_model(
-                    inputs.token_ids, inputs.positions, prompt_lens, intermediate, tuple(metadata), items
+                    inputs.token_ids, inputs.positions, prompt_lens, intermediate, tuple(metadata), vars(items)
                 )
         if adapters is None:
             return function(*args)
@@ -121,8 +121,8 @@ class DecoderForward:
         num_metadata = len(self.attention_groups) + (self.state_backend is not None)
         metadata = others[:num_metadata]
         if self.static_items is not None:
-            items = self.static_items.items(others[num_metadata:])
-            return self._call_model(token_ids, positions, prompt_lens, intermediate, metadata, items)
+            fields = self.static_items.fields(others[num_metadata:])
+            return self._call_model(token_ids, positions, prompt_lens, intermediate, metadata, fields)
         if len(others) > num_metadata:
             with self._active(LoRAMapping(None, (), others[num_metadata])):
                 return self._call_model(token_ids, positions, prompt_lens, intermediate, metadata)
@@ -135,7 +135,7 @@ class DecoderForward:
         prompt_lens: torch.Tensor | None,
         intermediate: torch.Tensor | None,
         metadata: tuple[Any, ...],
-        items: StepItemTensors | None = None,
+        fields: dict[str, Any] | None = None,
     ) -> torch.Tensor:
         if self.token_buffer is not None:
             token_ids = self.token_buffer.replace_placeholders(token_ids)
@@ -143,7 +143,7 @@ class DecoderForward:
         if self.state_backend is not None:
             metadata, slots = metadata[:-1], metadata[-1]
         of_groups: dict[Hashable, AttentionMetadata] = dict(zip(self.attention_groups, metadata, strict=True))
-        step = ForwardStep(of_groups, prompt_lens, state_metadata=slots, **({} if items is None else vars(items)))
+        step = ForwardStep(of_groups, prompt_lens, state_metadata=slots, **(fields or {}))
         hidden: torch.Tensor = self.model(token_ids, positions, step, intermediate)
         return hidden
 

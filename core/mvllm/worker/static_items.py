@@ -67,11 +67,12 @@ class StaticItemInputs:
             found.append(self._runtime.from_numpy(host))
         return tuple(found)
 
-    def items(self, arguments: Sequence[torch.Tensor]) -> StepItemTensors:
-        """The items of a step whose `arguments` these are."""
-        rows = arguments[:2] if self._has_rows else (None, None)
-        rope_positions = arguments[-1] if self._items.has_rope_positions else None
-        return StepItemTensors(item_index=rows[0], item_embeds=rows[1], rope_positions=rope_positions)
+    def fields(self, arguments: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The fields of ForwardStep for a step whose `arguments` these are. Called in the compiled function."""
+        found = {"item_index": arguments[0], "item_embeds": arguments[1]} if self._has_rows else {}
+        if self._items.has_rope_positions:
+            found["rope_positions"] = arguments[-1]
+        return found
 
     def _padded(self, rows: torch.Tensor, num_tokens: int) -> torch.Tensor:
         padded = rows.new_zeros((num_tokens, self._items.width), dtype=self._dtype)

@@ -51,6 +51,13 @@ def test_supported_dtypes_are_accepted(platform, dtype, kv_dtype):
     assert platform.plan(engine_config(dtype, kv_dtype)) == Plan()
 
 
+@pytest.mark.parametrize("library", ["cudnn", "varlen_attn"])
+def test_attention_of_cuda_devices_is_rejected_with_the_values_for_rocm(platform, library, monkeypatch):
+    monkeypatch.setenv("MVLLM_ROCM_ATTENTION", library)
+    with pytest.raises(ConfigError, match="set it to one of measured, triton, flash_attn, flashinfer, or unset it"):
+        platform.plan(engine_config())
+
+
 def test_unsupported_dtypes_are_rejected_with_the_supported_ones(platform):
     answer = platform.plan(engine_config("float64", "float8_e5m2"))
     assert isinstance(answer, Refusals)
