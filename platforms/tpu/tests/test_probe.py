@@ -78,6 +78,17 @@ def test_chips_without_device_files_are_reported(host, installed):
     assert not found.available and "TPU v5e is there" in found.reason and "--device" in found.remedy
 
 
+def test_device_files_that_this_user_may_not_open_are_reported(host, installed, monkeypatch):
+    installed("torch_xla")
+    host.add("0x0063")
+    host.files("vfio/vfio", "vfio/0")
+    monkeypatch.setattr(xla_devices.os, "access", lambda path, mode: path.name != "0")
+    found = probe()
+    assert not found.available and "TPU v5e is there, but this user may not open /dev/vfio/0" in found.reason
+    [check] = [check for check in doctor.checks() if check.id == "platform.tpu.devices"]
+    assert check.status is CheckStatus.BROKEN and check.remedy == found.remedy and "ls -l" in check.remedy
+
+
 def test_hidden_chips_are_not_shown(host, installed, monkeypatch):
     installed("torch_xla")
     host.add("0x005e", "0x0063")
