@@ -6,7 +6,7 @@
 #       -p 127.0.0.1:8000:8000 -v mvllm-models:/models mvllm:rocm
 #
 # `conformance --platform rocm` at the end of the second command runs the conformance suite instead of the server.
-FROM rocm/dev-ubuntu-24.04:6.4-complete
+FROM rocm/dev-ubuntu-24.04:7.2.3-complete
 LABEL mvllm.tested-on-hardware="no"
 RUN apt-get update && apt-get install -y --no-install-recommends g++ python3-dev python3-pip python3-venv \
     && rm -rf /var/lib/apt/lists/*
@@ -14,8 +14,9 @@ RUN python3 -m venv /opt/mvllm
 ENV PATH=/opt/mvllm/bin:$PATH VIRTUAL_ENV=/opt/mvllm
 COPY ci/constraints/cpu.txt /src/constraints.txt
 RUN python3 -m pip install --no-cache-dir -c /src/constraints.txt uv
-# uv fetches torch from PyTorch's index of builds for this version of ROCm.
-ARG TORCH_BACKEND=rocm6.4
+# uv fetches torch from PyTorch's index of builds for this version of ROCm. Builds for 6.4 end with torch 2.9, and only
+# builds for 7.0 and newer contain gfx950.
+ARG TORCH_BACKEND=rocm7.2
 RUN uv pip install --no-cache --torch-backend="$TORCH_BACKEND" torch
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./

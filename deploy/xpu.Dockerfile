@@ -16,6 +16,9 @@ COPY ci/constraints/cpu.txt /src/constraints.txt
 RUN python3 -m pip install --no-cache-dir -c /src/constraints.txt uv
 # uv fetches torch from PyTorch's index of builds for XPU.
 ARG TORCH_BACKEND=xpu
+# torch brings the oneAPI libraries that it was built with. Those of the image, which is used for its driver of the
+# devices and for Triton's compiler, must not come first.
+ENV LD_LIBRARY_PATH=
 RUN uv pip install --no-cache --torch-backend="$TORCH_BACKEND" torch
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./

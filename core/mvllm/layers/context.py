@@ -56,6 +56,8 @@ class BuildContext:
         batch_invariant: The engine was started with `batch_invariant`.
         state: Returns the backend of a spec of sequence states; equal specs have the same backend.
         non_causal_spans: The platform's attention supports spans of prompts that attend in both directions.
+        encoders_on_host: The encoders of images and audio are built and run on the host: the platform compiles a
+            program for every shape, and items differ in shape.
     """
 
     dtype: torch.dtype
@@ -72,6 +74,7 @@ class BuildContext:
     batch_invariant: bool = False
     state: Callable[[StateSpec], StateBackend] = StateBackend
     non_causal_spans: bool = False
+    encoders_on_host: bool = False
 
     @classmethod
     def of(cls, context: BuildContext) -> Self:
@@ -147,8 +150,8 @@ class ForwardStep:
             which later layers without an indexer read; None before the first.
         item_indices: [n], int64, device: the tokens of the step that take a row of `item_embeds` instead of the
             embedding of their id; None in steps without images, audio or embeddings.
-        item_index: [T], int32, device: the row of `item_embeds` that each token takes, -1 for none. Models that are
-            traced read it instead of `item_indices`, see `layers/item_rows.py`.
+        item_index: [T], int32, device: the row of `item_embeds` that each token takes, -1 for none. With static shapes,
+            and in models that are traced, it is read instead of `item_indices`, see `layers/item_rows.py`.
         item_embeds: [n, embedding_width], compute dtype, device.
         rope_positions: [3, T], int32, device: temporal position, height and width of each token; None in steps in which
             the three are equal, and are the `positions` of the model.

@@ -1,7 +1,7 @@
 """Puts rows of items (images, audio, embeddings) into arrays that have a row for each token of a step.
 
 A step has either the tokens that take a row, in the order of the rows, or for each token the row that it takes. The
-second form has the same shapes whatever the tokens take, so models that run as graphs are traced with it:
+second form has the same shapes whatever the tokens take: it is for static shapes and for models that run as graphs:
 
     tokens           a  P  P  b  P  c
     item_indices     1  2  4                 with rows 0, 1, 2 of item_embeds

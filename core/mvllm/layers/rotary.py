@@ -161,9 +161,11 @@ class RotaryEmbedding(nn.Module):
 
     def _rows_of_axes(self, rope_positions: torch.Tensor) -> CosSinRows:
         """A row for each token, with the elements of each frequency from the row of its own position."""
-        assert self._is_of_axis, "only models with sections have three positions for each token"
+        # torch.compile takes the tuple itself for a condition on a tensor.
+        assert len(self._is_of_axis) == 2, "only models with sections have three positions for each token"
         table, _ = self._tables
-        of_time, of_height, of_width = (table.index_select(0, positions) for positions in rope_positions)
+        of_time = table.index_select(0, rope_positions[0])
+        of_height, of_width = table.index_select(0, rope_positions[1]), table.index_select(0, rope_positions[2])
         is_time, is_height = self._is_of_axis
         rows = torch.where(is_time, of_time, torch.where(is_height, of_height, of_width))
         return CosSinRows(torch.arange(rows.shape[0], dtype=rope_positions.dtype, device=rows.device), rows)

@@ -17,6 +17,9 @@ import re
 from abc import abstractmethod
 from collections.abc import Mapping
 
+import numpy as np
+import torch
+
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
 from mvllm.distributed.group_coordinator import GroupCoordinator
@@ -26,6 +29,7 @@ from mvllm.logging import get_logger
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.item_encoder import ItemEncoder
 from mvllm.models.module_names import names_with_prefixes
+from mvllm.ops.registry import OpTable
 
 logger = get_logger(__name__)
 
@@ -116,5 +120,9 @@ class MultiModalCausalLM(CausalLM):
 
 def encoder_context(ctx: BuildContext) -> BuildContext:
     """The build context of encoders: unquantized, without adapters, and with a group of this rank alone, so that every
-    layer is whole on each rank."""
-    return dataclasses.replace(ctx.floats(), tp=GroupCoordinator.single("tp"), with_adapters=False)
+    layer is whole on each rank. With `encoders_on_host` their parameters and operations are the host's."""
+    whole = dataclasses.replace(ctx.floats(), tp=GroupCoordinator.single("tp"), with_adapters=False)
+    if not ctx.encoders_on_host:
+        return whole
+    host = torch.from_numpy(np.empty(0)).device
+    return dataclasses.replace(whole, device=host, ops=OpTable.resolve(), num_devices=1, spread=None)

@@ -17,6 +17,7 @@ from mvllm.platform.state import StateArguments, StateBackend
 from mvllm.worker.encoder_runner import StepItemTensors
 from mvllm.worker.kv_cache_layers import AttentionGroups, MetadataBuilder
 from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
+from mvllm.worker.static_items import StaticItemInputs
 from mvllm.worker.step_inputs import StepInputs
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class DecoderForward:
         lora: The LoRA mapping that the layers of the model read; None without LoRA.
         token_buffer: Replaces placeholders among the token ids as part of the compiled function; None if token ids
             have no placeholders.
+        static_items: Places the items of every step, where shapes are static; None without items.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class DecoderForward:
         self.state_backend = state_backend
         self.lora: CurrentLoRAMapping | None = None
         self.token_buffer: SampledTokenBuffer | None = None
+        self.static_items: StaticItemInputs | None = None
         self._compiled: Callable[..., torch.Tensor] | None = None
         self._omits_prompt_lens = False
 
@@ -70,7 +73,8 @@ class DecoderForward:
         Args:
             intermediate: Hidden states of the previous pipeline stage; None on the first.
             adapters: LoRA adapters of the step's tokens.
-            items: Images, audio and embeddings in the step. It is not compiled then: the number of rows differs.
+            items: Images, audio and embeddings in the step. It is not compiled then, unless shapes are static: the
+                number of rows differs.
         """
         function = self.call_model if self._compiled is None else self._compiled
         metadata: list[Any] = [
@@ -84,12 +88,14 @@ class DecoderForward:
         if prompt_lens is not None and self._omits_prompt_lens:
             is_needed = inputs.longest_partial_prompt > self.model.original_context
             prompt_lens = prompt_lens if is_needed else None
+        args = inputs.token_ids, inputs.positions, prompt_lens, intermediate, *metadata
+        if self.static_items is not None:
+            return function(*args, *self.static_items.arguments(items, inputs))
         if items is not None:
             with nullcontext() if adapters is None else self._active(adapters):
                 return self._call_model(
-                    inputs.token_ids, inputs.positions, prompt_lens, intermediate, tuple(metadata), items
+                    inputs.token_ids, inputs.positions, prompt_lens, intermediate, tuple(metadata), vars(items)
                 )
-        args = inputs.token_ids, inputs.positions, prompt_lens, intermediate, *metadata
         if adapters is None:
             return function(*args)
         if inputs.layout.capture and adapters.is_on_device:
@@ -109,10 +115,14 @@ class DecoderForward:
 
         Args:
             others: Attention metadata in the order of `attention_groups`; for models with sequence states then a
-                StateArguments; in a captured step with LoRA then the slot of each token's adapter.
+                StateArguments; then in a captured step with LoRA the slot of each token's adapter, or with static
+                shapes the tensors of items.
         """
         num_metadata = len(self.attention_groups) + (self.state_backend is not None)
         metadata = others[:num_metadata]
+        if self.static_items is not None:
+            fields = self.static_items.fields(others[num_metadata:])
+            return self._call_model(token_ids, positions, prompt_lens, intermediate, metadata, fields)
         if len(others) > num_metadata:
             with self._active(LoRAMapping(None, (), others[num_metadata])):
                 return self._call_model(token_ids, positions, prompt_lens, intermediate, metadata)
@@ -125,7 +135,7 @@ class DecoderForward:
         prompt_lens: torch.Tensor | None,
         intermediate: torch.Tensor | None,
         metadata: tuple[Any, ...],
-        items: StepItemTensors | None = None,
+        fields: dict[str, Any] | None = None,
     ) -> torch.Tensor:
         if self.token_buffer is not None:
             token_ids = self.token_buffer.replace_placeholders(token_ids)
@@ -133,7 +143,7 @@ class DecoderForward:
         if self.state_backend is not None:
             metadata, slots = metadata[:-1], metadata[-1]
         of_groups: dict[Hashable, AttentionMetadata] = dict(zip(self.attention_groups, metadata, strict=True))
-        step = ForwardStep(of_groups, prompt_lens, state_metadata=slots, **({} if items is None else vars(items)))
+        step = ForwardStep(of_groups, prompt_lens, state_metadata=slots, **(fields or {}))
         hidden: torch.Tensor = self.model(token_ids, positions, step, intermediate)
         return hidden
 

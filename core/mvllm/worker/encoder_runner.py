@@ -37,6 +37,7 @@ class StepItemTensors:
     """Fields of ForwardStep for a step over positions of items; see there."""
 
     item_indices: torch.Tensor | None = None
+    item_index: torch.Tensor | None = None
     item_embeds: torch.Tensor | None = None
     rope_positions: torch.Tensor | None = None
     cross_inputs: list[torch.Tensor | None] | None = None
@@ -50,13 +51,20 @@ class EncoderRunner:
         config: The engine's configuration.
         runtime: The bound device.
         tp, pp: The rank's groups.
+        on_host: Encoders, their results and the tensors of steps are on the host, see BuildContext.
 
     Attributes:
-        max_cache_bytes: Most bytes of the results that the scheduler keeps here.
+        max_cache_bytes: Most bytes of the device's memory that the results take that the scheduler keeps here.
     """
 
     def __init__(
-        self, config: EngineConfig, runtime: DeviceRuntime, tp: GroupCoordinator, pp: GroupCoordinator
+        self,
+        config: EngineConfig,
+        runtime: DeviceRuntime,
+        tp: GroupCoordinator,
+        pp: GroupCoordinator,
+        *,
+        on_host: bool = False,
     ) -> None:
         model = config.model
         self._runtime = runtime
@@ -67,7 +75,8 @@ class EncoderRunner:
         limits = limits_of(config) if pp.is_first else None
         self._item_tokens = 0 if limits is None else limits.item_tokens
         num_rows = 0 if limits is None else limits.cache_tokens
-        self.max_cache_bytes = num_rows * self._width * self._dtype.itemsize
+        self.max_cache_bytes = 0 if on_host else num_rows * self._width * self._dtype.itemsize
+        self._on_host = on_host
         # With several stages NaN keeps the wrong keys and values from being used, should the report be overlooked.
         self._missing = 0.0 if pp.is_last else float("nan")
         self._results: dict[bytes, torch.Tensor] = {}
@@ -104,8 +113,9 @@ class EncoderRunner:
         self._seconds = time.perf_counter() - start
 
     def encode_largest_item(self, encoder: ItemEncoder | None) -> None:
-        """Runs the encoder once over the largest item that requests may have, if it gives one."""
-        example = None if encoder is None else encoder.largest_item(self._item_tokens)
+        """Runs the encoder once over the largest item that requests may have, if it gives one, for the memory of the
+        device that this takes."""
+        example = None if encoder is None or self._on_host else encoder.largest_item(self._item_tokens)
         if encoder is not None and example is not None:
             modality, features = example
             encoder.encode(modality, [features])
@@ -129,10 +139,10 @@ class EncoderRunner:
             host = np.repeat(inputs.host_positions[None], 3, axis=0)
             for start, positions in items.rope_spans:
                 host[:, start : start + positions.shape[1]] = positions
-            rope_positions = self._runtime.from_numpy(host)
+            rope_positions = self._from_numpy(host)
         tensors = StepItemTensors(rope_positions=rope_positions)
         if self._is_first and items.rows:
-            tensors.item_indices = self._runtime.from_numpy(items.indices)
+            tensors.item_indices = self._from_numpy(items.indices)
             tensors.item_embeds = torch.cat([self._rows_of(rows, items.errors) for rows in items.rows])
         if self._is_first and items.cross_items:
             tensors.cross_inputs = [
@@ -147,7 +157,7 @@ class EncoderRunner:
             return result[rows.start : rows.stop]
         errors[rows.position] = self._failures.get(rows.content_hash, _MISSING)
         missing = np.full((rows.stop - rows.start, self._width), self._missing, dtype=np.float32)
-        return self._runtime.from_numpy(missing).to(self._dtype)
+        return self._from_numpy(missing).to(self._dtype)
 
     def _cross_input(self, hashes: Sequence[bytes], position: int, errors: dict[int, str]) -> torch.Tensor | None:
         """The results of a request's items behind each other; None without any."""
@@ -191,8 +201,13 @@ class EncoderRunner:
             self._failures.pop(item.content_hash, None)
         return True
 
+    def _from_numpy(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array) if self._on_host else self._runtime.from_numpy(array)
+
     def _upload(self, item: EncoderInput) -> Features:
-        tensors = {name: self._runtime.to_device(_tensor_of(data)) for name, data in item.features.items()}
+        tensors = {name: _tensor_of(data) for name, data in item.features.items()}
+        if not self._on_host:
+            tensors = {name: self._runtime.to_device(each) for name, each in tensors.items()}
         return {name: each.to(self._dtype) if each.is_floating_point() else each for name, each in tensors.items()}
 
     def _check(self, items: Sequence[EncoderInput], results: Sequence[torch.Tensor]) -> None:

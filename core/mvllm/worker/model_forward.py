@@ -11,11 +11,14 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from mvllm.config.encoder_limits import items_of
 from mvllm.config.engine_config import EngineConfig
+from mvllm.graph.trace import GraphItems
 from mvllm.layers.context import ForwardStep
 from mvllm.layers.lora import LoRAMapping
 from mvllm.models.item_encoder import ItemEncoder
 from mvllm.ops.argmax import argmax as reference_argmax
+from mvllm.ops.dtypes import torch_dtype
 from mvllm.platform.checked_calls import call_checked
 from mvllm.platform.graphs import CompileBackend
 from mvllm.platform.interface import Platform
@@ -33,6 +36,7 @@ from mvllm.worker.pipeline_transport import PipelineTransport
 from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
 from mvllm.worker.space_logits import LogitsModel, SpaceLogits
 from mvllm.worker.state_layers import step_backend_of
+from mvllm.worker.static_items import StaticItemInputs, encoders_on_host
 from mvllm.worker.step_inputs import StepInputs
 
 
@@ -87,6 +91,10 @@ class ModelForward:
         groups = self.layers.attention_groups_of(model.attention_layers())
         self.decoder = DecoderForward(model, groups, step_backend_of(model.state_layers()))
         self.decoder.lora = self.loader.lora_manager.step if self.loader.supports_lora else None
+        items = GraphItems.of(items_of(self.config))
+        if items is not None and encoders_on_host(self.platform.capabilities):
+            dtype, has_rows = torch_dtype(self.config.model.dtype), self.pipeline.is_first
+            self.decoder.static_items = StaticItemInputs(items, dtype, self.runtime, has_rows=has_rows)
 
     def release(self) -> None:
         """Drops the model and its compiled functions."""
@@ -142,7 +150,8 @@ class ModelForward:
             self.samples_on_host = is_plain and self._computes_logits
             return
         compiler = self.compile(self.decoder)
-        if compiler is not None and (encoder := self._item_encoder) is not None:
+        on_device = not encoders_on_host(self.platform.capabilities)
+        if compiler is not None and on_device and (encoder := self._item_encoder) is not None:
             encoder.compile_towers(compiler)
         if compiler is None or self.shapes().capture is None or not self._computes_logits:
             return

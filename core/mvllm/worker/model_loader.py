@@ -36,6 +36,7 @@ from mvllm.worker.length_check import check_length
 from mvllm.worker.lora_model_manager import LoRAModelManager
 from mvllm.worker.out_of_memory import out_of_memory_as
 from mvllm.worker.spec_decode.draft_model import DraftModel
+from mvllm.worker.static_items import encoders_on_host
 
 if TYPE_CHECKING:
     from mvllm.layers.state import SequenceState
@@ -120,6 +121,7 @@ class ModelLoader:
             batch_invariant=self._config.batch_invariant,
             state=self._layers.states.backend_for,
             non_causal_spans=self._platform.capabilities.non_causal_spans,
+            encoders_on_host=encoders_on_host(self._platform.capabilities),
         )
         self._context = context
         model = self._model = self._load(config, context, weightless=weightless)

@@ -61,6 +61,7 @@ from mvllm.worker.pipeline_transport import PipelineTransport
 from mvllm.worker.prompt_logprobs import PromptLogprobsComputer
 from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
 from mvllm.worker.spec_decode.proposer import Proposer, make_proposer
+from mvllm.worker.static_items import encoders_on_host
 from mvllm.worker.step_inputs import StepInputBuilder, StepInputs, ragged_ranges
 from mvllm.worker.step_result import ComputedStep, StepResult
 from mvllm.worker.warm_up import profile_step, sample_sizes, warm_up
@@ -128,7 +129,7 @@ class ModelRunner:
         self._sampler = self._make_sampler()
         self._argmax: Argmax = reference_argmax
         self._logsumexp: LogSumExp = reference_logsumexp
-        self._encoders = EncoderRunner(config, runtime, tp, pp)
+        self._encoders = EncoderRunner(config, runtime, tp, pp, on_host=encoders_on_host(platform.capabilities))
         self._proposer: Proposer | None = None
         self._sampled_token_buffer: SampledTokenBuffer | None = None
         self._step_awaiting_masks: _UnsampledStep | None = None

@@ -62,7 +62,7 @@ class StepInputs:
             causal. See BatchLayout.
         visible_lens_device: The same on the device.
         items: The items that the step reads; None in steps without any.
-        host_positions: int32 [T], host: as `positions`; valid until the next step is built. Only with `items`.
+        host_positions: int32 [T], host: as `positions`; valid until the next step is built.
         num_logits: L without padding.
         selects_all: The L rows of logits are those of the T tokens, in order, without padding.
         built: `token_ids` and `positions` as they were built, and the same on the host; None if they are not known.
@@ -409,7 +409,7 @@ class StepInputBuilder:
             visible_lens=seen,
             visible_lens_device=None if seen is None else self._runtime.from_numpy(seen),
             items=items,
-            host_positions=None if items is None else positions,
+            host_positions=positions,
             num_logits=num_logits_rows,
             selects_all=num_logits_rows == padded_logits_rows == padded_tokens and not self._is_static,
             built=(views[0], views[1], token_ids, positions),

@@ -272,6 +272,7 @@ def dummy_inputs(
         prompt_lens=views[7] if with_prompt_lens else None,
         sample_rows=views[8] if with_sample_rows else None,
         state_layout=layout.state_layout(parts, views, layouts[0], is_static=forward.is_static),
+        host_positions=positions,
         num_logits=num_requests,
         selects_all=not forward.is_static and num_requests == layout.logits_rows == layout.tokens,
     )

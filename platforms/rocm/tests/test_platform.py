@@ -51,6 +51,13 @@ def test_supported_dtypes_are_accepted(platform, dtype, kv_dtype):
     assert platform.plan(engine_config(dtype, kv_dtype)) == Plan()
 
 
+@pytest.mark.parametrize("library", ["cudnn", "varlen_attn"])
+def test_attention_of_cuda_devices_is_rejected_with_the_values_for_rocm(platform, library, monkeypatch):
+    monkeypatch.setenv("MVLLM_ROCM_ATTENTION", library)
+    with pytest.raises(ConfigError, match="set it to one of measured, triton, flash_attn, flashinfer, or unset it"):
+        platform.plan(engine_config())
+
+
 def test_unsupported_dtypes_are_rejected_with_the_supported_ones(platform):
     answer = platform.plan(engine_config("float64", "float8_e5m2"))
     assert isinstance(answer, Refusals)
@@ -141,6 +148,24 @@ def test_a_worker_rejects_unsupported_targets(arch, supported):
         assert found is None
     else:
         assert "is a gfx1030, needed is gfx90a" in found and "HIP_VISIBLE_DEVICES" in found
+
+
+@pytest.mark.parametrize("module", [runtime.RocmRuntime.module, make_platform().module])
+def test_devices_are_counted_by_hip_and_not_by_amd_smi(module, monkeypatch):
+    """AMD SMI counts 0 where the package amdsmi and torch's wheel each bring a copy of its library."""
+    started = []
+    monkeypatch.setattr(torch.cuda, "init", lambda: started.append(True))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2 if started else 0)
+    assert module.device_count() == 2
+
+
+def test_hip_that_does_not_start_shows_no_device(monkeypatch, caplog):
+    def fails():
+        raise RuntimeError("No HIP GPUs are available\nand more")
+
+    monkeypatch.setattr(torch.cuda, "init", fails)
+    assert runtime.RocmRuntime.module.device_count() == 0
+    assert "HIP does not start: No HIP GPUs are available." in caplog.text
 
 
 # --------------------------------------------------------------------------------------------------------------- doctor

@@ -293,6 +293,11 @@ def test_varlen_attn_needs_flash_attention_3_and_a_torch_that_takes_block_tables
     found, [reason] = attention_libraries.libraries_for(spec, names)
     assert not found and "compute capability 9.0" in reason
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 4))  # HIP's for gfx942
+    monkeypatch.setattr(torch.version, "cuda", None)
+    found, [reason] = attention_libraries.libraries_for(spec, names)
+    assert not found and "needs a CUDA device" in reason
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     found, [reason] = attention_libraries.libraries_for(spec, names)
     assert not found and "FlashAttention 2, which has no block tables" in reason and "flash_attn_interface" in reason

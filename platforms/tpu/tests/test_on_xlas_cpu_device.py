@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -22,13 +23,14 @@ import torch_xla
 import torch_xla.debug.metrics as metrics
 
 from mvllm import LLM, SamplingParams
+from mvllm.multimodal import processor_client
 from mvllm.testing.attention_cases import make_spec
 from mvllm.testing.zoo import Zoo
 from mvllm_tpu.attention import XlaMetadata
 from mvllm_tpu.lazy_runtime import num_compilations
 from mvllm_tpu.runtimes.lazy_attention import LazyAttention
 from mvllm_tpu.step_compiler import LazyStepCompiler
-from tests.helpers import parity
+from tests.helpers import multimodal_suite, parity
 
 LENGTHS = (3, 21, 40, 57)
 NUM_TOKENS = 12
@@ -95,6 +97,22 @@ def test_hybrid_models_give_the_tokens_of_transformers_with_chunks_and_kept_stat
             tokens, cached = greedy(llm, expected.prompts)
             assert tokens == expected.tokens
         assert max(cached) >= 16, "the second time from kept states"
+        assert num_compilations() == warm and metrics.counter_value("DynamoExtractCompiledGraph") > 0
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl"])
+def test_images_give_the_tokens_of_transformers_without_a_compilation(name):
+    """Rows of plain embeddings; three-dimensional positions and rows behind layers. The encoders run on the host."""
+    expected = multimodal_suite.oracle(name)
+    settings = {"max_model_len": 256, "skip_tokenizer_init": False, "dtype": "float32"}
+    with (
+        patch.object(processor_client, "_make_pool", multimodal_suite.ProcessorHere),
+        engine(expected.folder, **settings) as llm,
+    ):
+        warm = num_compilations()
+        for _ in range(2):
+            outputs = multimodal_suite.generate(llm, expected.requests[:3], num_tokens=NUM_TOKENS)
+            multimodal_suite.check(expected, outputs)
         assert num_compilations() == warm and metrics.counter_value("DynamoExtractCompiledGraph") > 0
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 
 import pytest
+from packaging.requirements import Requirement
 
-from mvllm_tpu import xla_devices
+from mvllm.plugin_api import CheckStatus
+from mvllm_tpu import doctor, xla_devices
 from mvllm_tpu.probe import probe
+from tests.helpers.plugins import ROOT
 
 
 def test_without_a_tpu_the_remedy_is_xlas_cpu_device(host, installed):
@@ -74,6 +78,17 @@ def test_chips_without_device_files_are_reported(host, installed):
     assert not found.available and "TPU v5e is there" in found.reason and "--device" in found.remedy
 
 
+def test_device_files_that_this_user_may_not_open_are_reported(host, installed, monkeypatch):
+    installed("torch_xla")
+    host.add("0x0063")
+    host.files("vfio/vfio", "vfio/0")
+    monkeypatch.setattr(xla_devices.os, "access", lambda path, mode: path.name != "0")
+    found = probe()
+    assert not found.available and "TPU v5e is there, but this user may not open /dev/vfio/0" in found.reason
+    [check] = [check for check in doctor.checks() if check.id == "platform.tpu.devices"]
+    assert check.status is CheckStatus.BROKEN and check.remedy == found.remedy and "ls -l" in check.remedy
+
+
 def test_hidden_chips_are_not_shown(host, installed, monkeypatch):
     installed("torch_xla")
     host.add("0x005e", "0x0063")
@@ -90,6 +105,56 @@ def test_another_value_of_pjrt_device_is_unavailable(host, installed, monkeypatc
     monkeypatch.setenv(xla_devices.PJRT_VARIABLE, "ROCKET")
     found = probe()
     assert not found.available and "'ROCKET'" in found.reason and xla_devices.PJRT_VARIABLE in found.remedy
+
+
+@pytest.fixture
+def versions(monkeypatch):
+    """`versions(name=version, ...)`: the installed distributions."""
+
+    def only(**found):
+        monkeypatch.setattr("mvllm_tpu.runtimes.torch_xla.version", lambda name: found.get(name, "none"))
+
+    return only
+
+
+@pytest.mark.parametrize("torch", ["2.15.0", "2.13.0+cpu"])
+def test_torch_xla_beside_a_torch_of_another_version_is_unavailable(host, installed, versions, monkeypatch, torch):
+    """Its metadata does not require torch, and importing it fails."""
+    installed("torch_xla")
+    versions(torch_xla="2.9.0", torch=torch)
+    monkeypatch.setenv(xla_devices.PJRT_VARIABLE, "CPU")
+    found = probe()
+    assert not found.available and f"torch_xla 2.9.0 needs torch 2.9, and torch {torch} is installed" in found.reason
+    assert "mvllm-tpu[torch-xla]" in found.remedy
+    [check] = [check for check in doctor.checks() if check.id == "platform.tpu.runtime"]
+    assert check.status is CheckStatus.BROKEN and "needs torch 2.9" in check.found and check.remedy == found.remedy
+
+
+def test_torch_xla_runs_with_every_build_of_its_torch(host, installed, versions, monkeypatch):
+    installed("torch_xla")
+    versions(torch_xla="2.9.0", torch="2.9.1+cpu")
+    monkeypatch.setenv(xla_devices.PJRT_VARIABLE, "CPU")
+    assert probe().available
+    assert {check.status for check in doctor.checks()} == {CheckStatus.OK}
+
+
+def test_the_doctor_reports_devices_that_the_runtime_does_not_open(host, installed, monkeypatch):
+    installed("torch_tpu")
+    monkeypatch.setenv(xla_devices.PJRT_VARIABLE, "CPU")
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    [check] = [check for check in doctor.checks() if check.id == "platform.tpu.runtime"]
+    assert check.status is CheckStatus.BROKEN and "no CPU device" in check.found
+
+
+def test_the_extras_require_the_torch_for_which_torch_xla_was_built():
+    project = tomllib.loads((ROOT / "platforms/tpu/pyproject.toml").read_text())["project"]
+    pins = dict(line.split("==") for line in (ROOT / "ci/constraints/tpu.txt").read_text().splitlines() if "==" in line)
+    for extra in ("torch-xla", "pallas"):
+        required = [Requirement(each) for each in project["optional-dependencies"][extra]]
+        assert {each.name for each in required} == {"torch", "torch_xla"}
+        for each in required:
+            assert each.specifier.contains(pins[each.name])
+            assert not any(each.specifier.contains(other) for other in ("2.8.0", "2.10.0", "2.15.0"))
 
 
 @pytest.mark.parametrize("asked", ["nonsense", "torch_xla"])

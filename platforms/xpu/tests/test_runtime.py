@@ -78,6 +78,14 @@ def test_a_card_without_free_bytes_has_its_total_minus_our_own():
     assert stats.driver_free == stats.total - stats.reserved - (1 << 20) and stats.used_by_others <= 1 << 20
 
 
+@pytest.mark.parametrize(("reported", "expected"), [(0, None), (24, 17), (9, 9)])
+def test_free_bytes_that_the_driver_reports_wrongly_are_not_used(monkeypatch, reported, expected):
+    """0 for a card with memory, and free bytes that do not shrink when this process allocates."""
+    monkeypatch.setattr(XPU, "mem_get_info", lambda device=None: (reported, 24))
+    monkeypatch.setattr(XPU, "memory_reserved", lambda device=None: 7)
+    assert HOSTED.free_and_total(fake_device.HOST) == (expected, 24)
+
+
 def test_other_errors_are_not_memory_errors(runtime, monkeypatch):
     def lost(device=None):
         raise RuntimeError("level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)")

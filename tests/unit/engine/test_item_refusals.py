@@ -36,6 +36,7 @@ def test_a_causal_model_with_images_is_accepted() -> None:
     assert make_encoder_planner(config_of()) is not None
     assert refusal_of_items(config_of(), AS_GRAPHS) is None
     assert refusal_of_items(config_of(), replace(AS_GRAPHS, static_shapes=True)) is None
+    assert refusal_of_items(config_of(), replace(ABLE, static_shapes=True)) is None
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,13 @@ def test_a_causal_model_with_images_is_accepted() -> None:
         (config_of(spans_attend_both_ways=True), replace(AS_GRAPHS, non_causal_spans=True), "attention is causal"),
         (config_of(cross_attention=True), AS_GRAPHS, "no cross-attention"),
         (config_of(by_transformers=True), AS_GRAPHS, "runs through transformers"),
-        (config_of(), replace(ABLE, static_shapes=True), "compiles every shape"),
+        (config_of(by_transformers=True), replace(ABLE, static_shapes=True), "for every shape of its encoders"),
+        (config_of(cross_attention=True), replace(ABLE, static_shapes=True), "lengths of cross-attention differ"),
+        (
+            config_of(spans_attend_both_ways=True),
+            replace(ABLE, static_shapes=True, non_causal_spans=True),
+            "every shape for causal attention",
+        ),
         (config_of(), replace(ABLE, torch_device=False), "its own worker"),
     ],
 )
@@ -87,7 +94,8 @@ def test_cross_attention_is_refused_with_pipeline_stages() -> None:
 def test_the_resolved_configuration_has_the_refusal() -> None:
     platform = FakePlatform()
     platform.capabilities = replace(ABLE, static_shapes=True)
-    assert "compiles every shape" in str(resolve_config(config_of(), platform).multimodal.refusal)
+    config = config_of(cross_attention=True)
+    assert "compiles every shape" in str(resolve_config(config, platform).multimodal.refusal)
     assert resolve_config(make_config(), platform).multimodal.refusal is None
 
 

@@ -72,8 +72,6 @@ def refusal_of_items(config: EngineConfig, capabilities: Capabilities) -> str | 
         return None
     if not capabilities.torch_device:
         why = "the platform has its own worker, which takes token ids only"
-    elif capabilities.static_shapes and not capabilities.graph_compiler:
-        why = "the platform compiles every shape, and the number of their rows differs in each step"
     elif config.model.kind.is_encoder:
         why = "the model is a text encoder"
     elif not runs_natively(config.model) and (model is None or not model.by_transformers):
@@ -86,6 +84,12 @@ def refusal_of_items(config: EngineConfig, capabilities: Capabilities) -> str | 
         why = "the platform runs models as graphs, whose attention is causal, and the tokens of an image see later ones"
     elif capabilities.graph_compiler and model.cross_attention:
         why = "the platform runs models as graphs, which have no cross-attention"
+    elif capabilities.static_shapes and model.by_transformers:
+        why = "the model runs through transformers, and the platform compiles a program for every shape of its encoders"
+    elif capabilities.static_shapes and model.cross_attention:
+        why = "the platform compiles every shape, and lengths of cross-attention differ in each step"
+    elif capabilities.static_shapes and model.spans_attend_both_ways:
+        why = "the platform compiles every shape for causal attention, and the tokens of an image see later ones"
     elif model.spans_attend_both_ways and not capabilities.non_causal_spans:
         why = "the platform does not claim non_causal_spans, and the tokens of an image attend to later ones"
     elif model.cross_attention and config.parallel.pipeline_parallel_size > 1:

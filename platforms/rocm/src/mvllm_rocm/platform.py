@@ -8,6 +8,7 @@ from functools import cached_property
 
 from mvllm.plugin_api import Check, DeviceRuntime, Platform, PlatformSpec, WorkerContext, get_logger
 from mvllm_rocm import targets, visible
+from mvllm_rocm.device_module import HIP
 from mvllm_rocm.plugin import SPEC
 from mvllm_rocm.settings import SETTINGS
 from mvllm_rocm.topology import RocmDevice, read_inventory
@@ -29,6 +30,7 @@ class ROCmPlatform(TorchGpuPlatform):
     package = "mvllm-rocm"
     settings = SETTINGS
     device_variable = visible.VARIABLE
+    module = HIP
 
     @property
     def spec(self) -> PlatformSpec:

@@ -12,6 +12,7 @@ import torch
 
 from mvllm.plugin_api import PlatformError, get_logger
 from mvllm_rocm import targets, visible
+from mvllm_rocm.device_module import HIP
 from mvllm_rocm.driver_memory import SysfsDriverMemory
 from mvllm_rocm.topology import RocmDevice, read_inventory
 from mvllm_torch_gpu.device_discovery import TopologyError, describe_variables
@@ -26,6 +27,7 @@ class RocmRuntime(TorchGpuRuntime):
     library = "HIP"
     others_counted = False  # HIP's free bytes ignore other compute processes and part of a desktop's use
     after_failure = "See the kernel's log (dmesg, entries of amdgpu) and amd-smi; restart the engine."
+    module = HIP
 
     def check_build(self) -> None:
         check_build()

@@ -119,8 +119,10 @@ def activate_fa3() -> str | None:
     """
     from torch.nn import attention
 
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != FA3_CAPABILITY:
-        return f"FlashAttention 3 needs a device of compute capability {FA3_CAPABILITY}.0"
+    # HIP reports the version of gfx942 as capability 9.4.
+    is_cuda = torch.version.cuda is not None and torch.cuda.is_available()
+    if not is_cuda or torch.cuda.get_device_capability()[0] != FA3_CAPABILITY:
+        return f"FlashAttention 3 needs a CUDA device of compute capability {FA3_CAPABILITY}.0"
     if FA3 not in attention.list_flash_attention_impls():
         return f"torch {torch.__version__} does not know FlashAttention 3"
     if attention.current_flash_attention_impl() == FA3:

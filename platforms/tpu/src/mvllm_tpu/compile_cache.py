@@ -17,6 +17,7 @@ from mvllm_tpu import xla_devices
 logger = get_logger("mvllm.tpu.compile_cache")
 
 VARIABLE = "MVLLM_TPU_CACHE"
+UNKNOWN_VERSION = "none"
 
 _done = False
 
@@ -34,11 +35,11 @@ def folder() -> Path | None:
 
 
 def version(name: str) -> str:
-    """Version of an installed distribution; `none` if it is not installed."""
+    """Version of an installed distribution; UNKNOWN_VERSION if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
-        return "none"
+        return UNKNOWN_VERSION
 
 
 def enable() -> None:

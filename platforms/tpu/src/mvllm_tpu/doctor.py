@@ -28,6 +28,8 @@ def _runtime() -> Check:
         return Check("platform.tpu.runtime", CheckStatus.BROKEN, str(e), f"Unset {runtimes.VARIABLE}.")
     if runtime is None:
         return Check("platform.tpu.runtime", CheckStatus.BROKEN, "Nothing here leads from torch to XLA.", INSTALL)
+    if problem := runtime.problem(xla_devices.find()):
+        return Check("platform.tpu.runtime", CheckStatus.BROKEN, f"{problem}.", INSTALL)
     versions = ", ".join(f"{name} {_version(name)}" for name in (runtime.name, "torch"))
     return Check("platform.tpu.runtime", CheckStatus.OK, f"{versions}.")
 

@@ -100,6 +100,13 @@ def _chips(root: Path, environ: Mapping[str, str]) -> Devices:
             problem=f"{names[0]} is there, but neither /dev/accel* nor /dev/vfio/* can be seen",
             remedy="Give the container its devices (--privileged, or --device=/dev/vfio or --device=/dev/accel0 ...).",
         )
+    if closed := [file for file in files if not os.access(file, os.R_OK | os.W_OK)]:
+        chip = names[0] if names else "A TPU"
+        return Devices(
+            "TPU",
+            problem=f"{chip} is there, but this user may not open /{closed[0].relative_to(root)}",
+            remedy="Run as root, or give this user access to these files (ls -l shows the group that has it).",
+        )
     names = names or ("TPU",) * len(files)
     visible = environ.get(VISIBLE_VARIABLE)
     if visible is None:

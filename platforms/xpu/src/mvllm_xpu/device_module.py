@@ -1,7 +1,8 @@
 """DeviceModule for `torch.xpu`, with its differences from `torch.cuda`.
 
 device count   before the initialization it may come from another library, which ignores ONEAPI_DEVICE_SELECTOR
-free bytes     integrated GPUs and some drivers of cards do not report them; torch raises then
+free bytes     integrated GPUs and some drivers of cards do not report them; torch raises then. Others report 0, or do
+               not subtract what this process has allocated (vllm-project/vllm#49273, pytorch/pytorch#161381)
 graphs         another class, in newer versions of torch; other threads may make driver calls during a capture
 waiting        cannot be forbidden; an operation that waits fails in the capture
 """
@@ -37,11 +38,14 @@ class XpuModule(DeviceModule):
 
     def free_and_total(self, device: torch.device) -> tuple[int | None, int]:
         try:
-            return super().free_and_total(device)
+            free, total = super().free_and_total(device)
         except RuntimeError as e:
             if "free memory" not in str(e) and "free_memory" not in str(e):
                 raise
-        return None, int(self.api.get_device_properties(device).total_memory)
+            return None, int(self.api.get_device_properties(device).total_memory)
+        if not free:
+            return None, total
+        return min(free, max(0, total - int(self.api.memory_reserved(device)))), total
 
     def new_graph(self) -> Any:
         return self.api.XPUGraph()

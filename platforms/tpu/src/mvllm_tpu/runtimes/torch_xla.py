@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+from mvllm_tpu.compile_cache import UNKNOWN_VERSION, version
 from mvllm_tpu.runtimes.interface import Runtime
 
 if TYPE_CHECKING:
@@ -37,6 +38,14 @@ class TorchXla(Runtime):
     supports_spmd: ClassVar[bool] = True
     _num_devices: ClassVar[int] = 0
     """Number of devices of this process's worker; 0 before it has bound them."""
+
+    def problem(self, devices: Devices) -> str | None:
+        """torch_xla's libraries are linked against one minor version of torch, which its metadata does not require."""
+        found = {name: version(name) for name in ("torch_xla", "torch")}
+        needed, installed = (".".join(each.split(".")[:2]) for each in found.values())
+        if UNKNOWN_VERSION in found.values() or needed == installed:
+            return None
+        return f"torch_xla {found['torch_xla']} needs torch {needed}, and torch {found['torch']} is installed"
 
     def runs_in_engine_process(self, num_devices: int) -> bool:
         """False if the process has bound another number of devices: XLA cannot enter or leave SPMD mode afterwards."""
