@@ -1,16 +1,24 @@
-"""Compiles the launches of real models for absent devices, with the tiles that each device gets.
+"""Compiles the launches of whole models for absent devices, with the tiles that each device gets.
 
-python -m platforms.torch-gpu.tests.real_launches TARGET [MODEL ...]
+python -m platforms.torch-gpu.tests.real_launches TARGETS [MODEL ...] [--decode] [--record FILE]
 
-Prints a line for each distinct launch, and exits with 1 if one does not fit the target's shared memory, or spills
-registers and is not listed in real_launches.json, or spills more than is listed there. An entry of that file is for
-the launches of a kernel on some targets that have the given constants.
+TARGETS are names of DEVICES with commas between them. A MODEL is one of meta_models.json, one of the zoo
+(zoo_configs.py), or `zoo` for all of these; without one, all. Prints a line for each distinct launch, and exits with 1
+if one does not fit the target's shared memory, or spills registers and is not listed in real_launches.json, or spills
+more than is listed there. An entry of that file is for the launches of a kernel on some targets that have the given
+constants; docs/reference/register-spills.md shows it.
+
+--decode compiles the launches of one decode of each model only. --record appends what was compiled to a file of JSON
+lines, and does not compile what is in it already: a run that was cut goes on where it stopped.
 """
 
 from __future__ import annotations
 
+import argparse
+import hashlib
 import json
 import sys
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,6 +31,7 @@ Device = meta_models.Device
 
 
 def _device(target: str, multiprocessors: int, **more: Any) -> Any:
+    more["multiplies_from_registers"] = compiled.from_registers(target)
     return Device(multiprocessors, compiled.SHARED_MEMORY[target], **more)
 
 
@@ -41,20 +50,30 @@ DEVICES = {
 }
 """By target: A100, A10, L4, H100, B200, B300, RTX 5090, MI300X, MI355X."""
 
-STEPS = ((1, 1, 4096), (16, 1, 4096), (64, 1, 4096), (256, 1, 4096), (64, 5, 4096), (1, 2048, 2048), (1, 8192, 8192))
+DECODE = (64, 1, 4096)
+STEPS = ((1, 1, 4096), (16, 1, 4096), DECODE, (256, 1, 4096), (64, 5, 4096), (1, 2048, 2048), (1, 8192, 8192))
 """Requests, new tokens of each, and tokens of each sequence: decodes, a verification of drafts, and prompts."""
+
+ZOO_STEPS = ((1, 1, 40), (16, 1, 40), (4, 5, 40), (1, 48, 48), (1, 160, 160))
+"""Likewise, for the tests' small models."""
 
 KV_DTYPES = (None, "float8_e4m3fn")
 
 
-def launches_of(name: str, target: str) -> list[Any]:
-    """The distinct launches of a model on a device with this target."""
-    spec, device = meta_models.MODELS[name], DEVICES[target]
-    found: dict[str, Any] = {}
+def launches_of(name: str, target: str, *, decode: bool = False) -> list[Any]:
+    """The distinct launches of a model on a device with this target; of one decode only with `decode`."""
+    device, found = DEVICES[target], {}
     with meta_models.device_like(device), compiled.launches() as caught:
-        for kv_dtype in KV_DTYPES:
-            built = meta_models.build(name, spec["fixed"] + spec["period"], device, kv_dtype)
-            for sizes in STEPS:
+        if name in meta_models.MODELS:
+            spec = meta_models.MODELS[name]
+            for kv_dtype in KV_DTYPES[: 1 if decode else None]:
+                built = meta_models.build(name, spec["fixed"] + spec["period"], device, kv_dtype)
+                for sizes in (DECODE,) if decode else STEPS:
+                    built.run(*sizes)
+        else:
+            values = import_module("platforms.torch-gpu.tests.zoo_configs").values_of(name)
+            built = meta_models.build_config(meta_models.read_config(values), 1, device)
+            for sizes in ZOO_STEPS:
                 built.run(*sizes)
     for launch in caught:
         found.setdefault(key_of(launch), launch)
@@ -86,25 +105,61 @@ def allowed_spill(launch: Any, target: str, entries: list[dict[str, Any]]) -> in
     )
 
 
-def main(target: str, names: list[str]) -> int:
-    """Compiles for a target, and returns how many launches are not as they should be."""
+def distinct_launches(targets: Sequence[str], names: Sequence[str], *, decode: bool) -> Iterator[tuple[str, str, Any]]:
+    """Target, model and launch of each launch that no earlier model has on the target."""
+    for target in targets:
+        seen = set()
+        for name in names:
+            for launch in launches_of(name, target, decode=decode):
+                if (key := key_of(launch)) not in seen:
+                    seen.add(key)
+                    yield target, name, launch
+
+
+def main(targets: Sequence[str], names: Sequence[str], *, decode: bool = False, record: Path | None = None) -> int:
+    """Compiles for targets, and returns how many launches are not as they should be."""
     entries = json.loads(SPILLS.read_text(encoding="utf-8"))
-    wrong, seen = 0, set()
-    for name in names or meta_models.MODELS:
-        for launch in launches_of(name, target):
-            if (key := key_of(launch)) in seen:
-                continue
-            seen.add(key)
+    known = {row["key"]: row for row in map(json.loads, _lines(record))}
+    wrong = 0
+    for target, name, launch in distinct_launches(targets, names, decode=decode):
+        content = launch.function.cache_key + key_of(launch) + target
+        key = hashlib.sha256(content.encode()).hexdigest()
+        if (row := known.get(key)) is None:
             kernel = compiled.compile_for(launch, target)
-            problems = []
-            if kernel.shared > compiled.SHARED_MEMORY[target]:
-                problems.append("DOES NOT FIT")
-            if (kernel.spilled or 0) > (allowed := allowed_spill(launch, target, entries)):
-                problems.append(f"SPILLS MORE THAN {allowed}: {launch.constants} {launch.options}")
-            wrong += bool(problems)
-            print(f"{name:26} {name_of(launch).split('.')[0]:16}", kernel, *problems, flush=True)
+            row = {"key": key, "target": target, "kernel": name_of(launch), "model": name, "shared": kernel.shared}
+            row |= {"registers": kernel.registers, "spilled": kernel.spilled, "moved": kernel.moved}
+            row["constants"] = {**launch.constants, **launch.options}
+            if record is not None:
+                with record.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row, default=str) + "\n")
+        problems = []
+        if row["shared"] > compiled.SHARED_MEMORY[target]:
+            problems.append("DOES NOT FIT")
+        if (row["spilled"] or 0) > (allowed := allowed_spill(launch, target, entries)):
+            problems.append(f"SPILLS MORE THAN {allowed}: {launch.constants} {launch.options}")
+        wrong += bool(problems)
+        numbers = f"shared {row['shared'] / 1024:6.1f} KiB  registers {row['registers']}  spilled {row['spilled']}"
+        numbers += f"  moved {row['moved']}"
+        print(f"{name:26} {name_of(launch):32} {target:7} {numbers}", *problems, flush=True)
     return wrong
 
 
+def _lines(path: Path | None) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path is not None and path.exists() else []
+
+
+def _names(given: Sequence[str]) -> list[str]:
+    names: list[str] = []
+    for name in given or (*meta_models.MODELS, "zoo"):
+        names += import_module("platforms.torch-gpu.tests.zoo_configs").NAMES if name == "zoo" else (name,)
+    return names
+
+
 if __name__ == "__main__":
-    sys.exit(bool(main(sys.argv[1], sys.argv[2:])))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("targets")
+    parser.add_argument("models", nargs="*")
+    parser.add_argument("--decode", action="store_true")
+    parser.add_argument("--record", type=Path)
+    given = parser.parse_args()
+    sys.exit(bool(main(given.targets.split(","), _names(given.models), decode=given.decode, record=given.record)))
