@@ -234,9 +234,7 @@ def step_arguments(
 @cache
 def _config(name: str, num_layers: int) -> ModelConfig:
     spec = MODELS[name]
-    return read_config(
-        {**MODELS[spec.get("like", name)]["config"], **spec["config"], "num_hidden_layers": num_layers}
-    )
+    return read_config({**MODELS[spec.get("like", name)]["config"], **spec["config"], "num_hidden_layers": num_layers})
 
 
 def read_config(values: Mapping[str, Any]) -> ModelConfig:

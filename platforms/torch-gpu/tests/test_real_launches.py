@@ -29,13 +29,14 @@ def test_a_spill_is_allowed_for_the_listed_kernel_targets_and_constants_only():
     attend.__module__ = "kernels.attention"
     function = types.SimpleNamespace(fn=attend, __name__="attend")
     entries = [{"kernel": "attention.attend", "targets": ["sm_90"], "constants": {"GROUP": 128}, "bytes": 400}]
+    entries[0]["moved"] = 8
 
     def allowed(target, **constants):
         launch = types.SimpleNamespace(function=function, constants=constants, options={"num_warps": 4})
         return real_launches.allowed_spill(launch, target, entries)
 
-    assert allowed("sm_90", GROUP=128, HEADS=4) == 400
-    assert allowed("sm_90", GROUP=16) == allowed("sm_80", GROUP=128) == 0
+    assert allowed("sm_90", GROUP=128, HEADS=4) == (400, 8)
+    assert allowed("sm_90", GROUP=16) == allowed("sm_80", GROUP=128) == (0, 0)
 
 
 NVIDIA = """\
@@ -71,6 +72,11 @@ def test_listed_spills_have_known_targets_and_a_reason():
     entries = json.loads(real_launches.SPILLS.read_text("utf-8"))
     for entry in entries:
         assert set(entry["targets"]) <= set(real_launches.DEVICES) and entry["bytes"] > 0 and entry["reason"]
+        assert entry["moved"] * entry["threads"] <= entry["tile_bytes"], "as much local memory as loads: smaller tiles"
+
+
+def test_the_page_shows_the_list():
+    assert real_launches.page() == real_launches.PAGE.read_text("utf-8")
 
 
 def compile_models(folder, *arguments):

@@ -112,8 +112,8 @@ class Compiled:
     def __str__(self) -> str:
         return (
             f"{self.name:28} {self.target:7} shared {self.shared / 1024:6.1f} KiB  "
-            f"registers {self.registers}  spilled {self.spilled}  moved {self.moved}  copies {self.copies}  waits {self.waits}  "
-            f"buffers {self.buffers}  products {self.products}  "
+            f"registers {self.registers}  spilled {self.spilled}  moved {self.moved}  "
+            f"copies {self.copies}  waits {self.waits}  buffers {self.buffers}  products {self.products}  "
             f"packed {','.join(map(str, self.packed_loads)) or None}  wide {self.wide_loads}"
         )
 
@@ -194,6 +194,8 @@ def compile_for(launch: Launch, target: str) -> Compiled:
             text = subprocess.run([tool, "--dump-resource-usage", binary], capture_output=True, text=True).stdout
         if match := re.search(r"REG:(\d+) STACK:(\d+)", text):
             registers, spilled = int(match[1]), int(match[2])
+            if spilled and not any(map(_local_bytes, _machine_code(kernel.asm["cubin"]).splitlines())):
+                spilled = 0  # a stack that nothing accesses
     else:
         text = kernel.asm["amdgcn"]
         registers = int(re.search(r"\.vgpr_count:\s+(\d+)", text)[1])
@@ -226,11 +228,16 @@ def _moved(asm: dict[str, Any]) -> int:
     """`Compiled.moved` of a kernel."""
     if "cubin" not in asm:
         return moved_in_loops(asm["amdgcn"])
+    return moved_in_loops(_machine_code(asm["cubin"]))
+
+
+def _machine_code(binary: bytes) -> str:
+    """nvdisasm's text of a kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(asm["cubin"])
+        file.write(binary)
         file.flush()
         tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-        return moved_in_loops(subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout)
+        return subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
 
 
 def moved_in_loops(text: str) -> int:
