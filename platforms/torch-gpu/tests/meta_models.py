@@ -60,7 +60,7 @@ class Device:
         shared_memory: Bytes that a program may have.
         warp_size: Threads of a warp.
         has_ptx: Whether it executes PTX.
-        has_tensor_memory: As in mvllm_triton.device.
+        has_tensor_memory, multiplies_from_registers: As in mvllm_triton.device.
         reads_float8: Whether it converts `float8` itself.
         multiplies_float8: Whether it multiplies `float8`.
         float8: Name of its float8 format.
@@ -71,6 +71,7 @@ class Device:
     warp_size: int = 32
     has_ptx: bool = True
     has_tensor_memory: bool = False
+    multiplies_from_registers: bool = False
     reads_float8: bool = True
     multiplies_float8: bool = True
     float8: str = "float8_e4m3fn"
@@ -87,6 +88,7 @@ def device_like(device: Device) -> Iterator[None]:
         "shared_memory": lambda _: device.shared_memory,
         "warp_size": lambda _: device.warp_size,
         "has_tensor_memory": lambda _: device.has_tensor_memory,
+        "multiplies_from_registers": lambda _: device.multiplies_from_registers,
         "has_ptx": lambda _, dtype: device.has_ptx and dtype == torch.bfloat16,
         "reads_float8": lambda _, float8: device.reads_float8 and str(float8) == f"torch.{device.float8}",
     }
@@ -158,8 +160,11 @@ def build(name: str, num_layers: int, device: Device = H100, kv_dtype: str | Non
     Args:
         kv_dtype: Storage dtype of the KV cache; None for the compute dtype.
     """
-    config = _config(name, num_layers)
-    tp = int(MODELS[name].get("tp", 1))
+    return build_config(_config(name, num_layers), int(MODELS[name].get("tp", 1)), device, kv_dtype)
+
+
+def build_config(config: ModelConfig, tp: int, device: Device, kv_dtype: str | None = None) -> MetaModel:
+    """A model of any config, one of `tp` ranks. Call it within `device_like`. For `kv_dtype` see `build`."""
     communicator = MetaCommunicator(tp) if tp > 1 else None
     backends: dict[AttentionSpec, AttentionBackend] = {}
 
@@ -229,7 +234,11 @@ def step_arguments(
 @cache
 def _config(name: str, num_layers: int) -> ModelConfig:
     spec = MODELS[name]
-    values = {**MODELS[spec.get("like", name)]["config"], **spec["config"], "num_hidden_layers": num_layers}
+    return read_config({**MODELS[spec.get("like", name)]["config"], **spec["config"], "num_hidden_layers": num_layers})
+
+
+def read_config(values: Mapping[str, Any]) -> ModelConfig:
+    """The config of a checkpoint whose config.json has these values; computed in bfloat16."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(values), encoding="utf-8")
         args = EngineArgs(model=folder, skip_tokenizer_init=True, dtype="bfloat16")

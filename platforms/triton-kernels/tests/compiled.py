@@ -86,6 +86,8 @@ class Compiled:
     """Resources of a compiled kernel. `registers` and `spilled` bytes per thread are None if no tool reports them.
 
     Attributes:
+        moved: Spilled bytes that a thread stores or loads in an iteration of the loop with the products, the largest of
+            such loops.
         copies: Asynchronous copies from global to shared memory.
         waits: The most groups of such copies that may be in flight after a wait; None without a wait.
         buffers: The least number of buffers of a tile that the compiler's pipeline fills; 0 without a pipeline.
@@ -105,12 +107,13 @@ class Compiled:
     products: int
     packed_loads: tuple[int, ...] = ()
     wide_loads: int = 0
+    moved: int = 0
 
     def __str__(self) -> str:
         return (
             f"{self.name:28} {self.target:7} shared {self.shared / 1024:6.1f} KiB  "
-            f"registers {self.registers}  spilled {self.spilled}  copies {self.copies}  waits {self.waits}  "
-            f"buffers {self.buffers}  products {self.products}  "
+            f"registers {self.registers}  spilled {self.spilled}  moved {self.moved}  "
+            f"copies {self.copies}  waits {self.waits}  buffers {self.buffers}  products {self.products}  "
             f"packed {','.join(map(str, self.packed_loads)) or None}  wide {self.wide_loads}"
         )
 
@@ -168,7 +171,14 @@ def device_like(target: str, multiprocessors: int = 132) -> Iterator[None]:
         for module in (quantized_linear, quantized_moe):
             ptx = mock.patch.object(module, "has_ptx", lambda _, dtype: is_nvidia and dtype == torch.bfloat16)
             stack.enter_context(ptx)
+            registers = mock.patch.object(module, "multiplies_from_registers", lambda _: from_registers(target))
+            stack.enter_context(registers)
         yield
+
+
+def from_registers(target: str) -> bool:
+    """What `mvllm_triton.device.multiplies_from_registers` is on a target's device."""
+    return target in ("sm_80", "sm_86", "sm_89", "sm_120")
 
 
 def compile_for(launch: Launch, target: str) -> Compiled:
@@ -184,6 +194,8 @@ def compile_for(launch: Launch, target: str) -> Compiled:
             text = subprocess.run([tool, "--dump-resource-usage", binary], capture_output=True, text=True).stdout
         if match := re.search(r"REG:(\d+) STACK:(\d+)", text):
             registers, spilled = int(match[1]), int(match[2])
+            if spilled and not any(map(_local_bytes, _machine_code(kernel.asm["cubin"]).splitlines())):
+                spilled = 0  # a stack that nothing accesses
     else:
         text = kernel.asm["amdgcn"]
         registers = int(re.search(r"\.vgpr_count:\s+(\d+)", text)[1])
@@ -208,9 +220,58 @@ def compile_for(launch: Launch, target: str) -> Compiled:
         len(re.findall(r"wgmma\.mma_async|tcgen05\.mma", device_text)),
         _packed_loads(kernel.asm["ttgir"]),
         len(_WIDE_LOADS.findall(device_text)),
+        _moved(kernel.asm) if spilled else 0,
     )
 
 
+def _moved(asm: dict[str, Any]) -> int:
+    """`Compiled.moved` of a kernel."""
+    if "cubin" not in asm:
+        return moved_in_loops(asm["amdgcn"])
+    return moved_in_loops(_machine_code(asm["cubin"]))
+
+
+def _machine_code(binary: bytes) -> str:
+    """nvdisasm's text of a kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+        return subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+
+
+def moved_in_loops(text: str) -> int:
+    """Bytes of local memory that one iteration of a loop accesses, the most of all innermost loops with products.
+
+    Args:
+        text: Output of nvdisasm, or AMD assembly with LLVM's comments on spills.
+    """
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    for line in text.splitlines():
+        if label := re.match(r"\s*(\.L\w+):", line):
+            labels[label[1]] = len(code)
+        elif line.strip():
+            code.append(line)
+    jumps = [(labels.get(found[1], end + 1), end) for end, found in enumerate(map(_JUMP.search, code)) if found]
+    loops = {(first, end) for first, end in jumps if any(_PRODUCT.search(each) for each in code[first : end + 1])}
+    inner = [loop for loop in loops if not any(_is_inside(other, loop) for other in loops)]
+    return max((sum(map(_local_bytes, code[first : end + 1])) for first, end in inner), default=0)
+
+
+def _local_bytes(line: str) -> int:
+    if found := re.search(r"\b(?:LDL|STL)(?:\.(?!64|128)\w+)*(?:\.(64|128))?\b", line):
+        return int(found[1] or 32) // 8
+    found = re.search(r"; (\d+)-byte Folded (?:Spill|Reload)", line)
+    return int(found[1]) if found else 0
+
+
+def _is_inside(inner: tuple[int, int], outer: tuple[int, int]) -> bool:
+    return inner != outer and outer[0] <= inner[0] and inner[1] <= outer[1]
+
+
+_JUMP = re.compile(r"\b(?:BRA|s_c?branch\w*)\b.*?(\.L\w+)")
+_PRODUCT = re.compile(r"MMA|_mfma_|_wmma_")
 _WIDE_LOADS = re.compile(
     r"cp\.async\.cg\.shared\.global [^;]*, 0x10|ld\.global[\w.:]*\.v4\.b32|(?:global|buffer)_load\w*_dwordx4"
 )

@@ -109,3 +109,24 @@ def test_tiles_of_few_rows_follow_the_measurements():
     assert found(16, 28672, 4096) == (64, 128, 4, 5, 1)
     assert found(32, 4096, 14336) == (64, 128, 4, 6, 2)
     assert found(64, 128256, 4096) == (128, 128, 8, 4, 1)
+
+
+@pytest.mark.parametrize("shared_memory", [99 << 10, 163 << 10, 227 << 10])
+def test_latents_of_8_bit_caches_have_few_rows_and_many_threads(shared_memory):
+    for group, length in ((16, 1), (16, 2048), (128, 1), (128, 2048)):
+        found = tiles.attention_tiles(
+            512, 16, 2, group, length, latent=True, narrow=True, shared_memory=shared_memory
+        )  # fmt: skip
+        assert found.rows <= 32 and found.columns == 32 and found.num_warps == 8
+    wide = tiles.attention_tiles(512, 16, 2, 128, 1, latent=True, shared_memory=227 << 10)
+    assert (wide.rows, wide.num_warps) == (64, 8)  # rows for a group of warps
+
+
+def test_int4_weights_that_are_multiplied_from_registers_have_narrow_tiles():
+    assert [tiles.quantized_tiles(2048, 6144, 2, unpacked_in_registers=n).columns for n in (False, True)] == [128, 64]
+    assert tiles.quantized_tiles(16, 1024, 2, unpacked_in_registers=True).columns == 32
+    columns = [
+        tiles.packed_expert_tiles(65536, 128, 2, gated=gated, unpacked_in_registers=narrow).columns
+        for gated, narrow in ((False, False), (False, True), (True, True))
+    ]
+    assert columns == [128, 64, 64]

@@ -52,6 +52,16 @@ def has_tensor_memory(device: torch.device) -> bool:
 
 
 @cache
+def multiplies_from_registers(device: torch.device) -> bool:
+    """Whether NVIDIA's matrix instructions read both matrices from registers; on sm_90, sm_100 and sm_103 the second
+    matrix is in shared memory.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return int(torch.get_device_module(device).get_device_properties(device).major) not in (9, 10)
+
+
+@cache
 def reads_float8(device: torch.device, float8: torch.dtype) -> bool:
     """Whether the device converts numbers of a float8 format with instructions of its own."""
     if device.type != "cuda":  # HIP devices have this name, too

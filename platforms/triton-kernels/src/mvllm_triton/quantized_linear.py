@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from mvllm_triton.device import has_ptx, processors
+from mvllm_triton.device import has_ptx, multiplies_from_registers, processors
 from mvllm_triton.dtypes import TRITON_DTYPES
 from mvllm_triton.kernels import quantized_linear as kernels
 from mvllm_triton.splits import add_splits, partial_results
@@ -134,7 +134,10 @@ def quantized_linear(x: torch.Tensor, weight: PackedIntegers, bias: torch.Tensor
         row_scales = rows  # an unused pointer
         if weight.int8_activations:
             rows, row_scales = rounded_rows(rows)
-        tiles = quantized_tiles(num_rows, weight.out_features, x.element_size())
+        in_registers = weight.bits == 4 and multiplies_from_registers(x.device)
+        tiles = quantized_tiles(
+            num_rows, weight.out_features, x.element_size(), unpacked_in_registers=in_registers
+        )  # fmt: skip
         grid = -(-num_rows // tiles.rows), -(-weight.out_features // tiles.columns)
         most = most_splits(tiles.rows, weight.out_features, weight.data.nbytes)
         splits = inner_splits(math.prod(grid), weight.in_features, weight.inner, processors(x.device), most=most)

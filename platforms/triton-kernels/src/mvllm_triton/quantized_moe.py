@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mvllm_triton import moe
-from mvllm_triton.device import has_ptx, processors
+from mvllm_triton.device import has_ptx, multiplies_from_registers, processors
 from mvllm_triton.dtypes import TRITON_DTYPES
 from mvllm_triton.float8 import BIAS
 from mvllm_triton.float8_linear import float8_rows
@@ -138,7 +138,10 @@ def quantized_moe(
             num_warps=4,
         )  # fmt: skip
 
-    tiles = packed_expert_tiles(*sizes, gated=False, narrow=down.kind == MXFP4)
+    in_registers = down.kind == INT4 and multiplies_from_registers(x.device)
+    tiles = packed_expert_tiles(
+        *sizes, gated=False, narrow=down.kind == MXFP4, unpacked_in_registers=in_registers
+    )  # fmt: skip
     splits = _splits(down, tiles, max_tiles, hidden_size, x.device)
     dtype = torch.float32 if splits.num > 1 else x.dtype
     parts = torch.empty((splits.num, num_entries, hidden_size), dtype=dtype, device=x.device)

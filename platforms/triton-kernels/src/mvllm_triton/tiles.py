@@ -80,7 +80,8 @@ def attention_tiles(
         group: Query heads that share a key/value head.
         max_query_len: Maximum query tokens of a request.
         latent: Whether values are parts of their keys.
-        narrow: Whether the cache has 8-bit elements; widening them takes registers.
+        narrow: Whether the cache has 8-bit elements. Widening them takes registers: latents of 64 rows then move more
+            bytes to and from local memory than from the cache, in each iteration.
         shared_memory: Bytes of shared memory of a program at most.
         warp_size: Threads of a warp.
         tensor_memory: Whether the device sums products of 64 rows in a memory of its own. Sums of latents are scaled
@@ -91,7 +92,7 @@ def attention_tiles(
     row_bytes = size * itemsize
     large = shared_memory >= LARGE_SHARED_MEMORY and itemsize == 2
     most_rows = max(16, min(128, (2 if itemsize == 2 else 1) * (2 if large else 1) * TILE_BYTES // row_bytes))
-    if latent and tensor_memory:
+    if latent and (tensor_memory or narrow):
         most_rows = min(most_rows, 32)
     rows = min(most_rows, power_of_two(group * max_query_len, 16))
     short = rows < 64 and not latent
@@ -104,11 +105,11 @@ def attention_tiles(
     columns = max(32 if latent else 16, min(128, tile_bytes // row_bytes))
     while columns > max(block_size, 64):  # more keys per iteration need more block_table lookups
         columns //= 2
-    if narrow and rows >= 64:
+    if narrow and rows >= 32:
         columns = min(columns, 32)
     heads = min(group, rows)
     held = rows * size * max(itemsize, 2) // 2  # elements that a program keeps in registers
-    num_threads = 256 if rows >= 128 or held >= 1 << 14 else 128
+    num_threads = 256 if rows >= 128 or held >= 1 << 14 or (latent and narrow and warp_size == 32) else 128
     # One tile of rows and few threads: many programs of a multiprocessor wait for memory at the same time. On an H200
     # two warps with two stages are faster than four warps with three from 64 sequences on, less clearly below.
     few = short and large and not narrow and warp_size == 32 and rows == 16 and size <= 128
@@ -310,7 +311,13 @@ def lora_splits(num_programs: int, in_features: int, inner: int, processors: int
 
 
 def packed_expert_tiles(
-    num_entries: int, num_experts: int, itemsize: int, *, gated: bool, narrow: bool = False
+    num_entries: int,
+    num_experts: int,
+    itemsize: int,
+    *,
+    gated: bool,
+    narrow: bool = False,
+    unpacked_in_registers: bool = False,
 ) -> ProductTiles:
     """Tiles for experts whose weights are widened in registers; the weight sets `inner`.
 
@@ -319,17 +326,28 @@ def packed_expert_tiles(
         itemsize: Bytes of an element of the compute dtype.
         gated: Whether there are accumulators of both gate and up.
         narrow: Whether a row has 32 bytes per load. More columns then give each thread of 256 16 bytes to load.
+        unpacked_in_registers: As for `quantized_tiles`.
     """
     rows = expert_tiles(num_entries, num_experts, itemsize).rows
-    wide = (rows <= 16 and narrow) or (rows >= 128 and not gated)
+    wide = (rows <= 16 and narrow) or (rows >= 128 and not gated and not unpacked_in_registers)
     columns = 32 if itemsize > 2 else 128 if wide else 64
     return ProductTiles(rows, columns, 0, 8 if rows >= 128 else 4, _stages(rows, itemsize))
 
 
-def quantized_tiles(num_rows: int, out_features: int, itemsize: int) -> ProductTiles:
-    """Tiles for products with integers; the weight sets `inner`."""
+def quantized_tiles(
+    num_rows: int, out_features: int, itemsize: int, *, unpacked_in_registers: bool = False
+) -> ProductTiles:
+    """Tiles for products with integers; the weight sets `inner`.
+
+    Args:
+        unpacked_in_registers: Whether the weight has 4 bits and its tile is multiplied from registers. A tile of 128
+            rows and 128 columns has no registers left for it beside the sums of a group and of all groups: it would
+            move 352 bytes per thread to local memory and back in each iteration, more than its loads.
+    """
     rows = min(128 if itemsize == 2 else 64, power_of_two(num_rows, 16))
     columns = 32 if itemsize > 2 else _columns(rows, out_features)
+    if unpacked_in_registers:
+        columns = min(columns, 64)
     return ProductTiles(rows, columns, 0, 8 if rows >= 128 else 4, _stages(rows, itemsize))
 
 
