@@ -137,7 +137,7 @@ def test_paths_are_accepted_like_strings(tmp_path):
             [1e-9, 0.5, 1, 1.0],
             [0, -0.1, 1.0000001, 10**400, float("nan"), float("inf"), True, "0.5"],
         ),
-        ("max_model_len", [1, None], [0, -1, 1.5, "10", True]),
+        ("max_model_len", [1, None, "auto", -1], [0, -2, 1.5, "10", "longest", True]),
         ("seed", [0, 2**63 - 1, None], [-1, 2**63, 0.5]),
         ("max_logprobs", [-1, 0, 20], [-2, None, "5"]),
         ("kv_cache_memory_bytes", [1, None], [0, -1, 1e9]),
