@@ -16,6 +16,4 @@ from __future__ import annotations
 
 from mvllm_torch_gpu.settings import Settings
 
-SETTINGS = Settings(
-    prefix="MVLLM_ROCM", library="rccl", attentions=("measured", "triton", "flash_attn", "flashinfer")
-)
+SETTINGS = Settings(prefix="MVLLM_ROCM", library="rccl", attentions=("measured", "triton", "flash_attn", "flashinfer"))
