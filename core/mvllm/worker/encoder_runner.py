@@ -37,7 +37,6 @@ class StepItemTensors:
     """Fields of ForwardStep for a step over positions of items; see there."""
 
     item_indices: torch.Tensor | None = None
-    item_index: torch.Tensor | None = None
     item_embeds: torch.Tensor | None = None
     rope_positions: torch.Tensor | None = None
     cross_inputs: list[torch.Tensor | None] | None = None

@@ -245,6 +245,7 @@ class StepInputBuilder:
             positions=views[1],
             logits_indices=views[5],
             layouts=layouts,
+            host_positions=positions,
             num_logits=1,
             selects_all=True,
             built=(views[0], views[1], token_ids, positions),
