@@ -70,8 +70,10 @@ class Comparison:
 
 def refusals() -> list[str]:
     """Why cuDNN cannot be used here; empty if it can."""
-    from mvllm_torch_gpu.cudnn_attention import CudnnAttention
-
+    try:
+        from mvllm_torch_gpu.cudnn_attention import CudnnAttention
+    except ImportError as e:
+        return [f"its module cannot be imported: {e}"]
     return CudnnAttention.refusals(torch, make_spec(dtype="bfloat16"))
 
 
