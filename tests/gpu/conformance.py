@@ -48,8 +48,9 @@ def items(settings: Settings) -> list[Item]:
 
 
 def _obstacle(family: str, settings: Settings) -> str:
-    if family == "COM" and settings.platform in ON_THE_HOST:
-        return f"needs a device: the collectives of platform {settings.platform} do not run on the host"
+    """Families of what the platforms that have the host for a device only imitate."""
+    if family in ("COM", "GRF") and settings.platform in ON_THE_HOST:
+        return f"needs a device: platform {settings.platform} imitates collectives and graphs on the host"
     return ""
 
 
