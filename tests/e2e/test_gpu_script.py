@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu import library_kernels, sanitizer, speed
 from tests.gpu.archive import ARCHIVE
+from tests.gpu.parts import load
 from tests.gpu.presets import PRESETS
 from tests.gpu.result_log import FAILED, NOT_RUN, OK, ResultLog, Row
 from tests.gpu.settings import ROOT, Settings
@@ -62,13 +62,12 @@ def test_a_preset_runs_whole_without_a_device(preset: str, platform: str, tmp_pa
     rows = ResultLog(tmp_path).rows()
     failed = [f"{row.part} {row.name}: {row.note}" for row in rows if row.status == FAILED]
     assert done.returncode == 0 and not failed, f"{failed}\n{done.stderr}"
-    parts = {sanitizer: "sanitizer", library_kernels: "library_kernels", speed: "speed"}
-    wanted = {step.part for step in PRESETS[preset].steps}
+    settings = Settings(platform, tmp_path, tmp_path, 0.0, quick=True)
     expected = {
-        (name, item.name)
-        for part, name in parts.items()
-        for item in part.items(Settings(platform, tmp_path, tmp_path, 0.0, quick=True))
-        if name in wanted and item.obstacle
+        (step.part, item.name)
+        for step in PRESETS[preset].steps
+        for item in load(step.part).items(settings)
+        if step.wants(item) and item.obstacle
     }
     assert {(row.part, row.item) for row in rows if row.status == NOT_RUN} == expected
     assert (tmp_path / ARCHIVE).stat().st_size < 16 << 20

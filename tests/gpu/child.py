@@ -1,8 +1,8 @@
 """Runs items of one part in this process: `python -m tests.gpu.child PART SETTINGS DONE`. See runner.py.
 
-The names of items come on standard input, one per line. After each item a line is appended to the file DONE: `done`
-(with or without failures among its rows), or `fresh process needed` when an unexpected error has left the process in a
-state that the next item had better not inherit.
+Standard input has a line for each item: the seconds that are left of the budget, and its name. After each item a line
+is appended to the file DONE: `done` (with or without failures among its rows), or `fresh process needed` when an
+unexpected error has left the process in a state that the next item had better not inherit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import ctypes
 import os
 import signal
 import sys
+import time
 import traceback
+from dataclasses import replace
 
 from tests.gpu.parts import load
 from tests.gpu.result_log import FAILED, ResultLog, Row
@@ -39,9 +41,10 @@ def main() -> None:
         os.dup2(nothing.fileno(), 0)
     part, result_log = load(name), ResultLog(settings.out)
     for line in iter(names.readline, ""):
-        item, report = line.rstrip("\n"), DONE
+        left, _, item = line.rstrip("\n").partition(" ")
+        own, report = replace(settings, deadline=time.monotonic() + float(left)), DONE
         try:
-            part.run(item, settings, result_log)
+            part.run(item, own, result_log)
         except AssertionError as e:
             result_log.add(Row(name, item, item, FAILED, note=str(e) or "an assertion failed, see the log"))
             traceback.print_exc()

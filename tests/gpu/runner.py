@@ -1,7 +1,7 @@
 """Runs items in processes of their own, within a time limit, and records every result.
 
     parent ── python -m tests.gpu.child PART SETTINGS DONE ──> rows.jsonl, DONE, logs/PART.log
-       └───── standard input: the next item, once the one before is in DONE and time is left for it
+       └───── standard input: seconds left and the next item, once the one before is in DONE
 
 A child runs one item after the other. One that ends in between (a device that failed takes its process along), fails in
 a way that may have left the device in disorder, or is too slow, costs the item that it was at: the next item gets a
@@ -20,10 +20,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.gpu.clock import SYSTEM, Clock
@@ -145,9 +144,7 @@ class _Child:
         logs = settings.out / "logs"
         logs.mkdir(exist_ok=True)
         self._log = lane.file(logs, f"{part.rpartition('.')[2]}.log")
-        # The child's clock is the system's.
-        own = replace(settings, deadline=time.monotonic() + settings.seconds_left(clock))
-        command = [sys.executable, "-m", "tests.gpu.child", part, own.to_json(), str(self._done)]
+        command = [sys.executable, "-m", "tests.gpu.child", part, settings.to_json(), str(self._done)]
         with self._log.open("ab") as output:
             self._begun = output.tell()
             self._process = subprocess.Popen(
@@ -163,7 +160,8 @@ class _Child:
         assert self._process.stdin is not None
         since = self._clock.monotonic()
         with contextlib.suppress(BrokenPipeError):  # it has ended: seen below
-            self._process.stdin.write(f"{item.name}\n".encode())
+            left = self._settings.seconds_left(self._clock)  # the child's clock is the system's
+            self._process.stdin.write(f"{left} {item.name}\n".encode())
             self._process.stdin.flush()
         while True:
             ended = None

@@ -10,6 +10,7 @@ Llama-3.1-8B have fewer layers than published (models.py), so that they are writ
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,8 @@ LARGE = (
 TINY = ("tiny", "tiny-experts", "tiny-awq", "tiny-fp8", "tiny-mxfp4", "tiny-mla", "tiny-hybrid")
 NEEDS = {DENSE: 45.0, "qwen3-30b-a3b-16-layers": 45.0}
 """Seconds of models of 16 GB; the others need 25."""
+QUICK = replace(bench.QUICK, batches=(1, 2), prompts=(24,), steps=2, served=3)
+"""Less than bench.py's: an interpreter of kernels takes seconds for a step."""
 PLAN = bench.Plan(batches=(1, 64), steps=32, prompts=(2048, 8192), rates=(8.0,), served=64)
 SAMPLED = (1, 64, 256)  # rows
 SAMPLER, SERVING = "sampler", "serving"
@@ -64,7 +67,7 @@ def run(item: str, settings: Settings, result_log: ResultLog) -> None:
 
 
 def _plan(settings: Settings) -> bench.Plan:
-    return bench.QUICK if settings.quick else PLAN
+    return QUICK if settings.quick else PLAN
 
 
 def _model(name: str, settings: Settings, result_log: ResultLog) -> None:

@@ -25,7 +25,7 @@ def run(item: str, settings: Settings, result_log: ResultLog) -> None:
         raise AssertionError("seven is not eight")
     if item == "raises":
         raise RuntimeError("the device\nis gone")
-    figures = {"pid": os.getpid()}
+    figures: dict[str, float | int] = {"pid": os.getpid(), "left": settings.seconds_left()}
     if item == "leaves a process":
         figures["other"] = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
     result_log.add(Row("gpu_part", item, item, OK, figures))

@@ -79,6 +79,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[
 def test_a_budget_that_ends_in_between_keeps_the_first_items_and_names_the_others(run, tmp_path: Path) -> None:
     status, rows = run("first", "--budget", "90", "--archive", str(tmp_path / "kept"))
     assert rows == [("second", OK), ("first", OK), ("third", NOT_RUN)] and status == 0
+    left = [row.figures["left"] for row in ResultLog(tmp_path / "first").rows()[:2]]
+    assert left == pytest.approx([90, 50], abs=2), "each item knows how much is left of the budget"
     table = (tmp_path / "first" / "table.md").read_text()
     assert "| 10 s left, it needs about 40 s |" in table
     assert {path.name for path in (tmp_path / "kept").iterdir()} == {archive.ARCHIVE, "compiler-cache.tar.gz"}
