@@ -136,13 +136,9 @@ def test_a_run_that_is_killed_keeps_its_rows_and_leaves_no_process(tmp_path: Pat
     run.kill()
     run.wait()
     [row] = result_log.rows()
-<<<<<<< HEAD
-    wait_until(lambda: not any(map(is_alive, row.figures.values())), 120, f"of {row.figures} one lives")
-=======
     wait_until(
-        lambda: not any(is_alive(row.figures[name]) for name in ("pid", "other")), 30, f"of {row.figures} one lives"
+        lambda: not any(is_alive(row.figures[name]) for name in ("pid", "other")), 120, f"of {row.figures} one lives"
     )
->>>>>>> h/presets
     assert row.status == OK and "leaves a process" in written.read_text()
 
 
