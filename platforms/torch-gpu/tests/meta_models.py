@@ -30,6 +30,7 @@ from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.quantization.registry import quantization_method
 from mvllm.models.causal_lm import CausalLM
+from mvllm.models.gemma4_layers import LayerScalar
 from mvllm.models.registry import resolve_model_class
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.ops.registry import OpTable
@@ -188,7 +189,11 @@ def build_config(config: ModelConfig, tp: int, device: Device, kv_dtype: str | N
     )
     model = resolve_model_class(config.architecture, config.model_impl, config.language_architecture)(config, context)
     model.weight_targets()
-    with mock.patch.object(float8_weight, "_with_nan", lambda codes, scales, block: scales):  # weights have no values
+    without_values = (
+        mock.patch.object(float8_weight, "_with_nan", lambda codes, scales, block: scales),
+        mock.patch.object(LayerScalar, "prepare_weights", lambda layer: setattr(layer, "factor", 0.5)),
+    )
+    with without_values[0], without_values[1]:
         model.after_load()
     model.eval()
     for layer in model.attention_layers():

@@ -125,8 +125,10 @@ def test_latents_of_8_bit_caches_have_few_rows_and_many_threads(shared_memory):
 def test_int4_weights_that_are_multiplied_from_registers_have_narrow_tiles():
     assert [tiles.quantized_tiles(2048, 6144, 2, unpacked_in_registers=n).columns for n in (False, True)] == [128, 64]
     assert tiles.quantized_tiles(16, 1024, 2, unpacked_in_registers=True).columns == 32
-    columns = [
-        tiles.packed_expert_tiles(65536, 128, 2, gated=gated, unpacked_in_registers=narrow).columns
-        for gated, narrow in ((False, False), (False, True), (True, True))
-    ]
-    assert columns == [128, 64, 64]
+    columns = {
+        (gated, bits): tiles.packed_expert_tiles(65536, 128, 2, gated=gated, unpacked_bits=bits).columns
+        for gated in (False, True)
+        for bits in (0, 4, 8)
+    }
+    assert [columns[False, bits] for bits in (0, 4, 8)] == [128, 64, 128]
+    assert [columns[True, bits] for bits in (0, 4, 8)] == [64, 64, 32]

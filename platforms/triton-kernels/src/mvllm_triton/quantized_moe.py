@@ -116,7 +116,8 @@ def quantized_moe(
         return out
     num_entries, inner_size = num_tokens * top_k, gate_up.out_features // 2
     sizes = num_entries, num_experts, x.element_size()
-    tiles = packed_expert_tiles(*sizes, gated=True, narrow=gate_up.kind == MXFP4)
+    bits = _unpacked_bits(gate_up, x)
+    tiles = packed_expert_tiles(*sizes, gated=True, narrow=gate_up.kind == MXFP4, unpacked_bits=bits)
     max_tiles = min(num_entries, num_entries // tiles.rows + num_experts)
     order = moe.ordered(expert_ids.contiguous(), num_experts, max_tiles, tiles)
     gate = 0.0 if alpha is None else alpha, 0.0 if limit is None else limit
@@ -138,10 +139,8 @@ def quantized_moe(
             num_warps=4,
         )  # fmt: skip
 
-    in_registers = down.kind == INT4 and multiplies_from_registers(x.device)
-    tiles = packed_expert_tiles(
-        *sizes, gated=False, narrow=down.kind == MXFP4, unpacked_in_registers=in_registers
-    )  # fmt: skip
+    bits = _unpacked_bits(down, x)
+    tiles = packed_expert_tiles(*sizes, gated=False, narrow=down.kind == MXFP4, unpacked_bits=bits)
     splits = _splits(down, tiles, max_tiles, hidden_size, x.device)
     dtype = torch.float32 if splits.num > 1 else x.dtype
     parts = torch.empty((splits.num, num_entries, hidden_size), dtype=dtype, device=x.device)
@@ -156,6 +155,15 @@ def quantized_moe(
         num_warps=4,
     )  # fmt: skip
     return out
+
+
+def _unpacked_bits(weight: PackedExperts, x: torch.Tensor) -> int:
+    """Bits of int4 or float8 weights that are widened and multiplied from registers; 0 for others."""
+    if not multiplies_from_registers(x.device):
+        return 0
+    if weight.kind == FLOAT8:
+        return 0 if weight.rounded and weight.native else 8
+    return 4 if weight.kind == INT4 else 0
 
 
 def _splits(

@@ -317,7 +317,7 @@ def packed_expert_tiles(
     *,
     gated: bool,
     narrow: bool = False,
-    unpacked_in_registers: bool = False,
+    unpacked_bits: int = 0,
 ) -> ProductTiles:
     """Tiles for experts whose weights are widened in registers; the weight sets `inner`.
 
@@ -326,11 +326,14 @@ def packed_expert_tiles(
         itemsize: Bytes of an element of the compute dtype.
         gated: Whether there are accumulators of both gate and up.
         narrow: Whether a row has 32 bytes per load. More columns then give each thread of 256 16 bytes to load.
-        unpacked_in_registers: As for `quantized_tiles`.
+        unpacked_bits: Bits of the weights if their tiles are unpacked to registers and multiplied from there, else 0.
+            See `quantized_tiles`. Tiles of 64 columns of gate and up with 8 bits would move 368 bytes per thread to
+            and from local memory in each iteration.
     """
     rows = expert_tiles(num_entries, num_experts, itemsize).rows
-    wide = (rows <= 16 and narrow) or (rows >= 128 and not gated and not unpacked_in_registers)
-    columns = 32 if itemsize > 2 else 128 if wide else 64
+    wide = (rows <= 16 and narrow) or (rows >= 128 and not gated and unpacked_bits != 4)
+    small = itemsize > 2 or (rows >= 64 and gated and unpacked_bits == 8)
+    columns = 32 if small else 128 if wide else 64
     return ProductTiles(rows, columns, 0, 8 if rows >= 128 else 4, _stages(rows, itemsize))
 
 
@@ -342,7 +345,7 @@ def quantized_tiles(
     Args:
         unpacked_in_registers: Whether the weight has 4 bits and its tile is multiplied from registers. A tile of 128
             rows and 128 columns has no registers left for it beside the sums of a group and of all groups: it would
-            move 352 bytes per thread to local memory and back in each iteration, more than its loads.
+            move 352 bytes per thread to local memory and back in each iteration, four times its loads.
     """
     rows = min(128 if itemsize == 2 else 64, power_of_two(num_rows, 16))
     columns = 32 if itemsize > 2 else _columns(rows, out_features)
