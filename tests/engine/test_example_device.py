@@ -162,6 +162,10 @@ class DeviceBytes:
         memory: int = self.runtime.memory().used_by_me  # type: ignore[attr-defined]
         return memory
 
+    def bytes_to_offload(self) -> int:
+        weights = self._weights_to_offload(1)  # type: ignore[attr-defined]
+        return int(weights.num_bytes)
+
 
 @pytest.mark.parametrize(
     "settings",
@@ -197,6 +201,7 @@ def test_sleep_level_1_frees_the_weights_and_restores_them_with_captured_steps_a
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     expected, awake = results(), llm.collective_rpc("device_bytes")
+    needed = llm.collective_rpc("bytes_to_offload")
     assert expected[: len(PROMPTS)] != expected[len(PROMPTS) :], "the adapter shows"
     for tags in (["weights"], None):
         llm.sleep(1)
@@ -208,6 +213,8 @@ def test_sleep_level_1_frees_the_weights_and_restores_them_with_captured_steps_a
             llm.wake_up(tags)
             with_weights = llm.collective_rpc("device_bytes")
             assert all(now < before - (1 << 19) for now, before in zip(with_weights, awake, strict=True))
+            of_weights = [now - before for now, before in zip(with_weights, asleep, strict=True)]
+            assert all(0.9 * size < need < 1.1 * size for need, size in zip(needed, of_weights, strict=True))
         llm.wake_up()
         assert results() == expected
     again = llm.collective_rpc("device_bytes")

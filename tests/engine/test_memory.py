@@ -82,6 +82,8 @@ def test_the_longest_length_that_fits_is_chosen_and_used_everywhere(make_llm: Ma
     assert len(output.outputs[0].token_ids) == 12 and output.outputs[0].finish_reason == "length"
     with pytest.raises(RequestError, match=r"112 \(max_model_len\)"):
         llm.generate([{"prompt_token_ids": [5] * 112}], use_tqdm=False)
+    with pytest.raises(RequestError, match=r"Shorten the prompt, or start .* more memory for the KV cache: .* is auto"):
+        llm.generate([{"prompt_token_ids": [5] * 113}], use_tqdm=False)
     with make_llm(kv_cache_memory_bytes=7 * BLOCK, max_model_len=112) as fixed:
         [expected] = fixed.generate(
             prompts, SamplingParams(temperature=0, ignore_eos=True, max_tokens=12), use_tqdm=False

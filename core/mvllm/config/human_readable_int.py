@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from decimal import Decimal
 
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -16,8 +17,11 @@ _BYTES = re.compile(r"([+-]?\d[\d_]*(?:\.\d+)?)\s?([KMGT])(I?)B", re.ASCII | re.
 _FORM = re.compile(r"([+-]?\d[\d_]*(?:\.\d+)?)([kmgtKMGT])", re.ASCII)
 
 
-def human_readable_int(text: str) -> int:
+def human_readable_int(text: str, words: Sequence[str] = ()) -> int:
     """The integer that `text` stands for. Lower-case suffixes are powers of 1000, upper-case ones of 1024.
+
+    Args:
+        words: What the option takes beside integers, for the error.
 
     Raises:
         ArgumentTypeError: `text` is not such a number.
@@ -36,7 +40,8 @@ def human_readable_int(text: str) -> int:
             return int(value)
     except ValueError:
         pass
+    kinds = " or ".join(["an integer", *map(repr, words)])
     raise argparse.ArgumentTypeError(
-        f"must be an integer, found {text!r}. 32k stands for 32,000, 32K for 32,768, and 1.5m for 1,500,000 (k, m, g, "
+        f"must be {kinds}, found {text!r}. 32k stands for 32,000, 32K for 32,768, and 1.5m for 1,500,000 (k, m, g, "
         "t are powers of 1000; K, M, G, T powers of 1024, of a whole number; 64MB and 64MiB are bytes)."
     )

@@ -29,8 +29,10 @@ def option_help(setting: Option) -> str:
 
 
 def _value_type(setting: Option) -> Callable[[str], Any]:
-    read: Callable[[str], Any] = human_readable_int if setting.kind is int else setting.kind
-    return (lambda text: text if text in setting.words else read(text)) if setting.words else read
+    if setting.kind is not int:
+        return setting.kind
+    words = setting.words
+    return (lambda text: text if text in words else human_readable_int(text, words)) if words else human_readable_int
 
 
 def add_option(group: Any, setting: Option, default: Any = argparse.SUPPRESS) -> None:

@@ -157,7 +157,7 @@ def _settings(config: EngineConfig) -> dict[str, str]:
     values: dict[str, object] = {
         "dtype": model.dtype,
         "seed": None if model.seed_is_random else model.seed,
-        "max_model_len": model.max_model_len,
+        "max_model_len": "auto" if model.max_model_len_is_auto else model.max_model_len,
         "architecture": model.architecture,
         "num_layers": model.num_layers,
         "vocab_size": model.vocab_size,

@@ -58,14 +58,17 @@ class HostWeights:
     Args:
         owners: The models and what belongs to them: modules, and any objects that they refer to.
         runtime: The device.
+        caches: KV caches and states that layers refer to: they are not weights.
 
     Attributes:
         num_bytes: Bytes of the storages.
     """
 
-    def __init__(self, owners: Iterable[object], runtime: DeviceRuntime) -> None:
+    def __init__(self, owners: Iterable[object], runtime: DeviceRuntime, caches: Iterable[object] = ()) -> None:
         self._runtime = runtime
-        self._storages = [(storage, storage.nbytes()) for storage in storages_of(owners, runtime.device)]
+        left_out = {storage._cdata for storage in storages_of(caches, runtime.device)}
+        found = [storage for storage in storages_of(owners, runtime.device) if storage._cdata not in left_out]
+        self._storages = [(storage, storage.nbytes()) for storage in found]
         self._buffers: list[torch.Tensor] = []
         self.num_bytes = sum(size for _, size in self._storages)
 

@@ -188,6 +188,11 @@ class KVCacheLayers:
         """Whether a layer has no cache or no states."""
         return self.states.has_missing_states or any(layer.kv_cache is None for layer in self._layers)
 
+    @property
+    def caches(self) -> list[object]:
+        """The KV caches and states of all layers that have one now."""
+        return [layer.kv_cache for layer in self._layers] + self.states.states
+
     def free_caches(self) -> None:
         """Frees all caches and states."""
         for layer in self._layers:

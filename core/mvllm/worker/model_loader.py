@@ -245,6 +245,11 @@ class ModelLoader:
         return [each for each in (self._model, draft, self._adapters) if each is not None]
 
     @property
+    def caches(self) -> list[object]:
+        """The KV caches and states that layers of the models refer to: they are not weights."""
+        return self._layers.caches
+
+    @property
     def supports_lora(self) -> bool:
         """Whether the engine was started with LoRA."""
         return self._adapters is not None

@@ -118,6 +118,11 @@ class StateLayers:
         """Whether a layer has no states."""
         return any(not layer.state for layer in (*self._layers, *self._draft_layers))
 
+    @property
+    def states(self) -> list[object]:
+        """The states of all layers that have some now."""
+        return [layer.state for layer in (*self._layers, *self._draft_layers)]
+
     def free(self) -> None:
         """Frees all states."""
         for layer in (*self._layers, *self._draft_layers):

@@ -251,7 +251,7 @@ class Worker:
         stays = self._host_weights is not None or not loader.is_loaded or loader.graph is not None
         if level > 1 or stays or not self._platform.capabilities.offloads_weights:
             return None
-        return HostWeights(loader.weight_owners, self.runtime)
+        return HostWeights(loader.weight_owners, self.runtime, loader.caches)
 
     def add_lora(self, request: LoRARequest) -> None:
         self.runner.loader.lora_manager.add_adapter(request)

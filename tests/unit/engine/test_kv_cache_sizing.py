@@ -128,6 +128,7 @@ class TestAutoLength:
             size_kv_cache(config(auto=True), [NEEDS], [BLOCK - 1])
         with pytest.raises(CacheError, match="max_model_len 64 needs") as caught:
             size_kv_cache(config(auto=True), [KVCacheNeeds(100, (1,))], [100])
+        assert "auto" not in str(caught.value), "no remedy: it is set"
         assert type(caught.value) is CacheError, "other processes know no subclass"
         assert size_kv_cache(config(auto=True), [KVCacheNeeds(100, (1,))], [200]).max_model_len == 2
 

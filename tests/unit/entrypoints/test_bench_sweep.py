@@ -151,6 +151,7 @@ class TestSettings:
             "enable_prefix_caching=false",
             "quantization=none,int8",
             "THREADS=1,2",
+            "max_model_len=auto,32k",
         ]
         axes = read_axes([*given, "api_server_count=1,2"], server=True)
         assert axes == {
@@ -158,6 +159,7 @@ class TestSettings:
             "enable_prefix_caching": [False],
             "quantization": [None, "int8"],
             "THREADS": ["1", "2"],
+            "max_model_len": ["auto", 32000],
             API_SERVERS: [1, 2],
         }
 

@@ -340,8 +340,11 @@ def test_a_damaged_gguf_file_is_reported_in_a_sentence(what, tmp_path, capsys):
         (["chat", "demo", "--dtype", "flot16"], "Did you mean float16?"),
         (["chat", "demo", "--model", "other"], "two models are given, 'demo' and --model 'other'; give one"),
         (["chat", "--model", "other", "demo"], "two models are given, 'demo' and --model 'other'; give one"),
-        (["chat", "demo", "--max-model-len", "32q"], "must be an integer, found '32q'. 32k stands for 32,000"),
-        (["chat", "demo", "--max-model-len", "1.5K"], "must be an integer, found '1.5K'"),
+        (
+            ["chat", "demo", "--max-model-len", "32q"],
+            "must be an integer or 'auto', found '32q'. 32k stands for 32,000",
+        ),
+        (["chat", "demo", "--max-model-len", "1.5K"], "must be an integer or 'auto', found '1.5K'"),
     ],
 )
 def test_wrong_usage_prints_two_lines(argv, words, capsys):

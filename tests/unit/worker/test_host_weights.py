@@ -70,6 +70,12 @@ def test_foreign_memory_and_other_devices_are_left_out() -> None:
     assert storages_of([{"a": mapped, "b": torch.ones(2, device="meta"), "c": torch.ones(0)}], CPU) == []
 
 
+def test_caches_that_layers_refer_to_are_no_weights() -> None:
+    layer, cache = Layer(), torch.ones(2, 8)
+    layer.kv_cache = (cache[0], cache[1])
+    assert HostWeights([layer], runtime(), [cache]).num_bytes == HostWeights([Layer()], runtime()).num_bytes
+
+
 def test_without_host_memory_the_weights_stay() -> None:
     def none(shape: object, dtype: object) -> torch.Tensor:
         raise MemoryError("no memory")

@@ -264,7 +264,7 @@ def _too_small_error(
     else:
         limits = f"memory_utilization {config.cache.memory_utilization} leaves {_format_bytes(found)}"
         grow = "raise memory_utilization, or give the KV cache its size with kv_cache_memory_bytes"
-    shrink = f"set max_model_len to {fits} or less, or to auto, " if fits > 0 else ""
+    shrink = f"set max_model_len to {fits} or less, or to auto, " if fits >= _SHORTEST_AUTO_LEN else ""
     return _TooSmallError(f"{need}, but {limits}. To fix it, {shrink}{'or ' if shrink else ''}{grow}.", fits)
 
 

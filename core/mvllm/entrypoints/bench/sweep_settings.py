@@ -193,6 +193,8 @@ def _value(option: Option, text: str) -> Any:
     """
     if text.lower() in ("none", "null") and option.nullable:
         return None
+    if text in option.words:
+        return text
     value: Any = text
     try:
         if option.kind is int:
