@@ -30,7 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
     plugin.pytest_configure(config)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    plugin.pytest_collection_modifyitems(config, items)  # this function has replaced it
     for item in items:
         if item.path.parent == HERE and any(fnmatch(f"{item.path.name}::{item.name}", each) for each in EXHAUSTIVE):
             item.add_marker(pytest.mark.exhaustive)

@@ -199,12 +199,22 @@ def test_other_families_give_the_outputs_of_the_merged_weights(
 @pytest.mark.exhaustive
 @pytest.mark.shows("lora")
 @pytest.mark.parametrize(
-    "name", ["glm4moe", "minimaxm2", "ernie45moe", "hunyuanmoe", "llama4-interleaved", "exaonemoe"]
+    ("name", "tensor"),
+    [
+        *(
+            (name, 1)
+            for name in ("glm4moe", "minimaxm2", "ernie45moe", "hunyuanmoe", "llama4-interleaved", "exaonemoe")
+        ),
+        ("glm4moe", 2),
+        ("llama4-interleaved", 2),
+    ],
 )
-def test_large_mixtures_give_the_outputs_of_the_merged_weights(name: str, tmp_path: Path) -> None:
+def test_large_mixtures_give_the_outputs_of_the_merged_weights(name: str, tensor: int, tmp_path: Path) -> None:
     """Adapters of the attention, of dense layers and of shared experts."""
     family = Family(tmp_path, name, ("q_proj", "down_proj", "k_proj", "o_proj"))
-    with engine(family.checkpoint, enable_lora=True, max_loras=3) as llm:
+    executor = THREADS if tensor > 1 else None
+    settings = {"tensor_parallel_size": tensor, "distributed_executor_backend": executor}
+    with engine(family.checkpoint, enable_lora=True, max_loras=3, **settings) as llm:
         family.generate(llm, PROMPTS[:2] * 4, [name for name in EVERYONE for _ in range(2)])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import socket
 from collections.abc import Callable, Mapping
@@ -10,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from _pytest.mark import ParameterSet
 
 from mvllm import AsyncLLM, WeightTransferGroup, WeightTransferInfo
 from tests.engine.test_multiproc_parity import check_under_pressure
 from tests.helpers import multi_device_platform, parity
 from tests.helpers.async_engine import async_engine
+from tests.helpers.multi_device_platform import MultiDevicePlatform, ShardedTensor
 from tests.helpers.multi_device_plugin import VARIABLE
+from tests.helpers.multimodal_suite import check, engine, generate, oracle
 from tests.helpers.plugins import multi_device_platform_path, prepend
 from tests.helpers.thread_executor import ThreadExecutor
 
@@ -107,6 +111,25 @@ def test_two_devices_give_the_tokens_of_one(
     assert found[1] == found[0]
     assert found[0] == expected.tokens or settings
     assert multi_device_platform.GATHERED == [] or not stays_cut
+
+
+def test_encoders_on_the_host_are_not_placed_on_the_devices(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With static shapes; the operations of other devices take no tensor of the host."""
+    drive(2)
+    claimed = MultiDevicePlatform.capabilities.fget
+    is_static = property(lambda self: dataclasses.replace(claimed(self), static_shapes=True))
+    monkeypatch.setattr(MultiDevicePlatform, "capabilities", is_static)
+    expected = oracle("llava")
+    limits = {"max_num_batched_tokens": 24, "max_model_len": 256}
+    with engine(expected.folder, platform="several", tensor_parallel_size=2, **limits) as llm:
+        check(expected, generate(llm, expected.requests[:3], num_tokens=12))
+        [placed] = llm.apply_model(_sharded_parts)
+    assert placed == {"embed_tokens", "layers", "norm", "lm_head"}
+
+
+def _sharded_parts(model: torch.nn.Module) -> set[str]:
+    names = {name for name, each in model.named_parameters() if isinstance(each.data, ShardedTensor)}
+    return {name.partition(".")[0] for name in names}
 
 
 def test_a_trainer_counts_one_rank_for_each_worker_of_several_devices(drive: Drive) -> None:

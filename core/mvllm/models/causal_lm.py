@@ -86,6 +86,7 @@ class CausalLM(nn.Module, ABC):
             ctx.quantization.use_names(self.checkpoint_names)
         self._place, self._uses_several_devices = ctx.place, ctx.num_devices > 1
         self._placed: dict[nn.Parameter, nn.Parameter] = {}
+        self._on_host: frozenset[nn.Module] = frozenset()  # not on the devices
         # By checkpoint tensor: modules that it fills, with the names of their tensors that are not loaded yet.
         self._unloaded: dict[str, list[tuple[nn.Module, set[str]]]] = {}
         self._prepared: set[nn.Module] = set()
@@ -256,7 +257,7 @@ class CausalLM(nn.Module, ABC):
         return iter(range(self.stage.first, self.stage.stop))
 
     def _prepare(self, module: nn.Module) -> None:
-        if self._uses_several_devices:
+        if self._uses_several_devices and module not in self._on_host:
             self._shard_parameters(module)
         prepare = getattr(module, "prepare_weights", None)
         if prepare is not None:

@@ -64,6 +64,8 @@ class MultiModalCausalLM(CausalLM):
         if config.multimodal is None or not self.stage.is_first:
             return
         self.item_encoder = self.build_item_encoder(encoder_context(ctx))
+        if ctx.encoders_on_host:
+            self._on_host = frozenset(self.item_encoder.modules())
         for module in self.item_encoder.modules():
             if isinstance(module, Linear):
                 module.supports_lora = False

@@ -186,7 +186,8 @@ class EncoderRunner:
                 raise
             if len(items) == 1:
                 reason = (str(e) or type(e).__name__).splitlines()[0].rstrip(".")
-                what = "does not fit into the device's memory" if is_memory else "cannot be encoded"
+                place = "host" if self._on_host else "device"
+                what = f"does not fit into the {place}'s memory" if is_memory else "cannot be encoded"
                 self._failures[items[0].content_hash] = f"An item of modality {modality!r} {what}: {reason}."
                 logger.exception("An item of modality %r %s.", modality, what)
             if is_memory:

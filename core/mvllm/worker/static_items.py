@@ -31,7 +31,7 @@ def encoders_on_host(capabilities: Capabilities) -> bool:
 class StaticItemInputs:
     """Places the items of steps on the device.
 
-    Keeps an array of zeros for each padded number of tokens there, which steps without rows read.
+    Keeps the arrays that steps without rows read there, for each padded number of tokens.
 
     Args:
         items: The items of the model.
@@ -42,7 +42,7 @@ class StaticItemInputs:
 
     def __init__(self, items: GraphItems, dtype: torch.dtype, runtime: DeviceRuntime, *, has_rows: bool) -> None:
         self._items, self._dtype, self._runtime, self._has_rows = items, dtype, runtime, has_rows
-        self._no_rows: dict[int, torch.Tensor] = {}
+        self._no_rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def arguments(self, items: StepItemTensors | None, inputs: StepInputs) -> tuple[torch.Tensor, ...]:
         """The arguments of the model's compiled function behind the metadata of a step.
@@ -52,14 +52,7 @@ class StaticItemInputs:
         """
         found: list[torch.Tensor] = []
         if self._has_rows:
-            num_tokens = len(inputs.token_ids)
-            index = np.full(num_tokens, -1, dtype=np.int32)
-            rows = None if items is None else items.item_embeds
-            if items is not None and rows is not None:
-                assert items.item_indices is not None
-                index[items.item_indices.numpy()] = np.arange(len(rows), dtype=np.int32)
-            embeds = self._zeros(num_tokens) if rows is None else self._padded(rows, num_tokens)
-            found += [self._runtime.from_numpy(index), embeds]
+            found += self._rows(items, len(inputs.token_ids))
         if self._items.has_rope_positions:
             given = None if items is None else items.rope_positions
             assert inputs.host_positions is not None
@@ -74,13 +67,18 @@ class StaticItemInputs:
             found["rope_positions"] = arguments[-1]
         return found
 
-    def _padded(self, rows: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        padded = rows.new_zeros((num_tokens, self._items.width), dtype=self._dtype)
-        padded[: len(rows)] = rows
-        return self._runtime.to_device(padded)
-
-    def _zeros(self, num_tokens: int) -> torch.Tensor:
-        if num_tokens not in self._no_rows:
-            host = torch.zeros((num_tokens, self._items.width), dtype=self._dtype)
-            self._no_rows[num_tokens] = self._runtime.to_device(host)
-        return self._no_rows[num_tokens]
+    def _rows(self, items: StepItemTensors | None, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`item_index` and `item_embeds` of a step."""
+        rows = None if items is None else items.item_embeds
+        if rows is None and (kept := self._no_rows.get(num_tokens)) is not None:
+            return kept
+        index = np.full(num_tokens, -1, dtype=np.int32)
+        embeds = torch.zeros((num_tokens, self._items.width), dtype=self._dtype)
+        if items is not None and rows is not None:
+            assert items.item_indices is not None
+            index[items.item_indices.numpy()] = np.arange(len(rows), dtype=np.int32)
+            embeds[: len(rows)] = rows
+        found = self._runtime.from_numpy(index), self._runtime.to_device(embeds)
+        if rows is None:
+            self._no_rows[num_tokens] = found
+        return found
