@@ -49,7 +49,6 @@ from mvllm_cuda.platform import CUDAPlatform
 from mvllm_example_device.runtime import _load_library
 from mvllm_example_device.settings import Settings
 from mvllm_torch_gpu.device_module import DeviceModule
-from mvllm_torch_gpu.memory import UnknownDriverMemory
 from mvllm_torch_gpu.runtime import TorchGpuRuntime
 from mvllm_torch_gpu.step_graphs import StepGraphBackend
 from tests.helpers.host_sync import ForbidHostReads
@@ -86,6 +85,16 @@ class SoftwareModule(DeviceModule):
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
+
+
+class UnknownDriverMemory:
+    """DriverMemory of a device that the driver does not show."""
+
+    def free(self) -> None:
+        """Unknown."""
+
+    def held_by_this_process(self) -> None:
+        """Unknown."""
 
 
 class SoftwareRuntime(TorchGpuRuntime):
