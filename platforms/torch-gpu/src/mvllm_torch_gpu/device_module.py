@@ -60,6 +60,8 @@ class DeviceModule:
 
     def empty_host_cache(self) -> None:
         """Returns freed host buffers, for example of weights that have slept, to the system; older torch keeps them."""
+        import torch
+
         accelerator = torch.accelerator  # noqa: TID251 the runtime's module, through which others reach the device
         empty = getattr(accelerator, "empty_host_cache", None)
         if empty is not None and accelerator.is_available():
