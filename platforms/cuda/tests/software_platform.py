@@ -86,6 +86,19 @@ class SoftwareModule(DeviceModule):
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
+    def empty_host_cache(self) -> None:
+        """There is none: torch's function accesses an allocator that this device has not registered."""
+
+
+class UnknownDriverMemory:
+    """DriverMemory of a device that the driver does not show."""
+
+    def free(self) -> None:
+        """Unknown."""
+
+    def held_by_this_process(self) -> None:
+        """Unknown."""
+
 
 class UnknownDriverMemory:
     """DriverMemory of a device that the driver does not show."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mvllm_torch_gpu import memory
+from mvllm_torch_gpu.device_module import DeviceModule
 from mvllm_torch_gpu.memory import MemoryStats
 
 GIB = 1 << 30
@@ -115,3 +116,7 @@ def test_the_drivers_free_memory_is_used_if_torch_ignores_other_processes(
     ).stats()
     assert mine.as_info().free == expected * GIB
     assert mine.outside == 1 * GIB and mine.used_by_others == (80 - expected - 1) * GIB
+
+
+def test_freed_host_buffers_can_be_returned_where_no_device_is() -> None:
+    DeviceModule().empty_host_cache()
