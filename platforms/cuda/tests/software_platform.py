@@ -100,16 +100,6 @@ class UnknownDriverMemory:
         """Unknown."""
 
 
-class UnknownDriverMemory:
-    """DriverMemory of a device that the driver does not show."""
-
-    def free(self) -> None:
-        """Unknown."""
-
-    def held_by_this_process(self) -> None:
-        """Unknown."""
-
-
 class SoftwareRuntime(TorchGpuRuntime):
     """The shared runtime on the software device."""
 
