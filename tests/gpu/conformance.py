@@ -30,8 +30,9 @@ LARGE = ("ATT", "OPS", "E2E")
 """Families with hundreds of cases, which start first."""
 SIDE_BY_SIDE = 8  # families at a time: they do not measure time, and most of it is that of compilers
 PROCESSES = 4  # of each of the LARGE families, if pytest can distribute tests
-QUICK_CLAUSES = {"OPS": "OPS-02"}
-"""What quick runs have of a family, if not its first clause: that of OPS takes minutes in an interpreter."""
+QUICK_CLAUSES = {"OPS": "OPS-02", "LIF": "LIF-07"}
+"""What quick runs have of a family, if not its first clause: that of OPS takes minutes in an interpreter, and that of
+LIF needs two ranks, for whose collectives there must be a device."""
 QUICK_LIMIT = 300
 SPARE = 15  # seconds for rows and reports of a family that is stopped
 _RESULT = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b")
