@@ -157,21 +157,27 @@ def engine_arguments(name: str, settings: Settings, plan: Plan) -> dict[str, Any
     return found | (small if settings.quick else {})
 
 
-def _engine(name: str, folder: Path, load_format: str, item: str, settings: Settings, result_log: ResultLog) -> None:
+def open_engine(name: str, folder: Path, load_format: str, settings: Settings, plan: Plan) -> LLM:
+    """An engine in this process on a prepared checkpoint, without a tokenizer."""
     from mvllm import LLM
-    from tests.gpu.trace import trace_prompt, trace_steps
 
-    limits = ceilings(settings, result_log)
-    plan, size = plan_of(settings), Size.of(CONFIGS[name])
-    begin = time.perf_counter()
-    with LLM(
+    return LLM(
         model=str(folder),
         load_format=load_format,
         skip_tokenizer_init=True,
         use_tqdm_on_load=False,
         distributed_executor_backend="uni",
         **engine_arguments(name, settings, plan),
-    ) as llm:
+    )
+
+
+def _engine(name: str, folder: Path, load_format: str, item: str, settings: Settings, result_log: ResultLog) -> None:
+    from tests.gpu.trace import trace_prompt, trace_steps
+
+    limits = ceilings(settings, result_log)
+    plan, size = plan_of(settings), Size.of(CONFIGS[name])
+    begin = time.perf_counter()
+    with open_engine(name, folder, load_format, settings, plan) as llm:
         start = {"start_s": time.perf_counter() - begin}
         result_log.add(Row("bench", item, f"{name}: start", MEASURED, start, str(llm.llm_engine.cache_summary)))
         measures: list[tuple[str, Callable[[], tuple[dict[str, float], str]]]] = [

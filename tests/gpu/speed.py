@@ -71,20 +71,11 @@ def _plan(settings: Settings) -> bench.Plan:
 
 
 def _model(name: str, settings: Settings, result_log: ResultLog) -> None:
-    from mvllm import LLM
-
     limits, plan, config = bench.ceilings(settings, result_log), _plan(settings), CONFIGS[name]
     folder, load_format = prepare_model(name, settings.scratch / "models")
     plain = "quantization_config" not in config and config["model_type"] not in RANDOM_ONLY
     begin = time.perf_counter()
-    with LLM(
-        model=str(folder),
-        load_format=load_format,
-        skip_tokenizer_init=True,
-        use_tqdm_on_load=False,
-        distributed_executor_backend="uni",
-        **bench.engine_arguments(name, settings, plan),
-    ) as llm:
+    with bench.open_engine(name, folder, load_format, settings, plan) as llm:
         start = {"start_s": time.perf_counter() - begin}
         result_log.add(Row("speed", name, f"{name}: start", MEASURED, start, str(llm.llm_engine.cache_summary)))
         for batch in plan.batches:

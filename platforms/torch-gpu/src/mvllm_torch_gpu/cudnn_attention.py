@@ -14,8 +14,8 @@ a prompt is computed in two parts that are merged by their log-sum-exps, and siz
 `base` is the largest multiple of CONTEXT_STEP tokens before the new ones. Rows between `base` and the first new token
 have arbitrary queries, and their results are dropped.
 
-cuDNN is told that addresses and strides are multiples of ALIGNMENT bytes, and torch does not check it: a query that is
-not aligned is copied. Torch's function is called for many rows only; with one row cuDNN 9.19 to 9.25 returns wrong
+Torch declares to cuDNN that addresses and strides are multiples of ALIGNMENT bytes, and does not check it: a query that
+is not aligned is copied. Torch's function is called for many rows only; with one row cuDNN 9.19 to 9.25 returns wrong
 results on some devices (pytorch/pytorch#193893).
 """
 
@@ -229,7 +229,7 @@ class CudnnAttention(AttentionLibrary):
 
 
 def is_aligned(query: torch.Tensor) -> bool:
-    """Whether the address and the strides of a query [rows, heads, size] are as cuDNN is told that they are."""
+    """Whether the address and the strides of a query [rows, heads, size] are multiples of ALIGNMENT bytes."""
     places = query.data_ptr(), *(stride * query.itemsize for stride in query.stride()[:-1])
     return query.stride(-1) == 1 and not any(place % ALIGNMENT for place in places)
 

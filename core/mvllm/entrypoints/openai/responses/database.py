@@ -345,12 +345,8 @@ class ResponseDatabase:
     def conversations(
         self, prefix: str, owner: bytes | None, *, of_all_owners: bool, descending: bool
     ) -> Iterator[tuple[str, bytes]]:
-        """Id and body of the conversations whose ids begin with `prefix`, by the time when they were added. Read one by
-        one: all of them may be large.
-
-        Args:
-            owner: Only those of this owner, unless `of_all_owners`.
-        """
+        """Id and body of the conversations of `owner`, or `of_all_owners`, whose ids begin with `prefix`, by the time
+        when they were added. Read one by one: all of them may be large."""
         order = "DESC" if descending else "ASC"
         yield from self._connection.execute(
             "SELECT id, body FROM objects WHERE kind = ? AND used >= ? AND SUBSTR(id, 1, ?) = ? "  # noqa: S608
