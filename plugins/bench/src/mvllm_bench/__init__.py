@@ -1,0 +1,1 @@
+"""Load generators and sweeps for mvllm: `mvllm bench`."""

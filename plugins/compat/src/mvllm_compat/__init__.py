@@ -1,0 +1,1 @@
+"""Other servers' APIs on mvllm's server: Ollama's and Anthropic's."""

@@ -1,0 +1,1 @@
+"""Stored responses, conversations and MCP servers for mvllm's /v1/responses."""

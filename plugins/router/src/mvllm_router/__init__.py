@@ -1,0 +1,1 @@
+"""Routers for mvllm: several models behind one server, prefill and decode on separate engines."""
