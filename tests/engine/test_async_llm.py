@@ -23,6 +23,7 @@ from mvllm.errors import (
     RequestError,
     UnavailableError,
 )
+from mvllm.messages.commands import Sleep
 from mvllm.messages.pooling_params import PoolingType
 from mvllm.messages.sampling_params import RequestOutputKind
 from tests.helpers.async_engine import PROMPTS, async_engine, joined, last, params
@@ -490,7 +491,7 @@ def test_a_sleeping_core_rejects_requests_of_other_front_ends(llm: AsyncLLM, run
 
     async def main() -> None:
         stream = await llm.add_request(PROMPTS[0], LONG)
-        assert await llm._client.call_utility("sleep", 1) is False
+        assert await llm._client.call(Sleep(1)) is None
         assert (await last(stream)).outputs[0].error == "The engine was put to sleep."
         refused = await last(llm.generate(PROMPTS[0], LONG))
         assert "wake_up" in str(refused.outputs[0].error)

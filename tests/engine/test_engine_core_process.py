@@ -22,6 +22,7 @@ from mvllm.engine.process.sync_mp_client import SyncMPClient
 from mvllm.engine.process.zmq_channel import ClientChannel
 from mvllm.entrypoints.step_loop import stream_request
 from mvllm.errors import CacheError, EngineDeadError, RequestError
+from mvllm.messages.commands import CheckHealth
 from mvllm.messages.requests import EngineCoreRequest, FinishReason
 from tests.helpers.parity import engine
 from tests.helpers.processes import stop_process
@@ -92,7 +93,7 @@ def test_engine_summaries_and_stats_are_the_same(llm: LLM, inproc_llm: LLM) -> N
     assert list(inproc_llm.llm_engine.start_seconds) == ["platform", "tokenizer", *phases, "first token"]
     assert all(seconds >= 0 for seconds in llm.llm_engine.start_seconds.values())
     assert llm.llm_engine.step() == []  # without requests, it does not wait
-    client_of(llm).call_utility("check_health")
+    client_of(llm).call(CheckHealth())
 
 
 def test_after_an_abort_the_prefix_cache_can_be_reset_at_once(llm: LLM) -> None:
@@ -228,7 +229,7 @@ def test_using_a_closed_engine_is_an_error_and_its_process_has_ended(checkpoint:
             lambda: llm.generate("x"),
             lambda: held.step(),
             client.step,
-            lambda: client.call_utility("check_health"),
+            lambda: client.call(CheckHealth()),
         ):
             with pytest.raises(EngineDeadError, match=r"closed|shut down"):
                 use()

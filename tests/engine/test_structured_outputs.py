@@ -431,7 +431,7 @@ def test_an_engine_whose_requests_all_wait_for_grammars_runs_no_steps(make_llm: 
 def test_engines_with_identical_plans_on_every_rank_wait_for_the_grammar(make_llm: MakeLLM) -> None:
     other = make_llm(**ROOM)
     core = core_of(other)
-    core._needs_identical_plans = True  # as if every rank ran the whole engine
+    core._grammars._in_submit = True  # as if every rank ran the whole engine
     other.llm_engine.add_request("here", {"prompt_token_ids": PROMPT}, wanted(regex="[a-z]{3}"))
     assert core.scheduler.num_waiting == 1 and not core.scheduler.is_waiting_for_masks
 

@@ -27,6 +27,7 @@ from mvllm import (
 )
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.errors import ConfigError, EngineSleepingError, PlatformError
+from mvllm.messages.commands import IsSchedulerRunning
 from mvllm.messages.sampling_params import RequestOutputKind
 from tests.engine import weight_update_extension
 from tests.engine.conftest import MakeLLM
@@ -575,7 +576,7 @@ def test_a_server_pauses_in_every_mode_and_updates_between_two_steps(llama: Pair
 
         running = ask()
         pausing = asyncio.ensure_future(llm.pause_generation(mode="wait"))
-        while await llm._client.call_utility("is_scheduler_running"):
+        while await llm._client.call(IsSchedulerRunning()):
             await asyncio.sleep(0)
         await llm.resume_generation()
         with pytest.raises(RequestError, match="was resumed before"):

@@ -9,6 +9,7 @@ from typing import TypeVar
 from mvllm.engine.async_rollouts import AsyncRollouts
 from mvllm.engine.frontend.lora_request_validator import LoRARequestValidator
 from mvllm.engine.run_to_end import run_to_end
+from mvllm.messages.commands import AddLoRA, RemoveLoRA, UpdateLoRA
 from mvllm.messages.lora import LoRARequest
 
 _T = TypeVar("_T")
@@ -42,7 +43,7 @@ class AsyncAdapters(AsyncRollouts):
 
     async def _add_checked_lora(self, lora_request: LoRARequest) -> bool:
         validator = self._lora_validator
-        await self._client.call_utility("add_lora", lora_request)
+        await self._client.call(AddLoRA(lora_request))
         if validator.is_loaded(validator.validate(lora_request)):  # by a concurrent call
             return False
         validator.add(lora_request)
@@ -57,7 +58,7 @@ class AsyncAdapters(AsyncRollouts):
         self._require_alive()
         known = self._lora_validator.remove(lora_id)
         if known:
-            await run_to_end(self._client.call_utility("remove_lora", lora_id))
+            await run_to_end(self._client.call(RemoveLoRA(lora_id)))
         return known
 
     async def list_loras(self) -> set[int]:
@@ -71,5 +72,5 @@ class AsyncAdapters(AsyncRollouts):
         await run_to_end(self._update_lora(lora_request))
 
     async def _update_lora(self, lora_request: LoRARequest) -> None:
-        await self._call_long("update_lora", lora_request)
+        await self._call_long(UpdateLoRA(lora_request))
         self._lora_validator.add(lora_request)

@@ -14,6 +14,7 @@ from mvllm.engine.frontend.outputs import RequestOutput
 from mvllm.engine.frontend.request_output_stream import RequestOutputStream
 from mvllm.engine.process.async_core_client import AsyncEngineCoreClient
 from mvllm.errors import RequestError
+from mvllm.messages.commands import DecodeImages
 from mvllm.messages.image_params import ImageParams
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.lora import LoRARequest
@@ -107,7 +108,7 @@ class AsyncImages(ABC):
         scale = self.image_requests.format.scale
         for batch in decode_batches(images):
             self._require_alive()
-            set_pixels(batch, await self._client.call_utility("decode_images", *encode_codes(batch)), scale)
+            set_pixels(batch, await self._client.call(DecodeImages(*encode_codes(batch))), scale)
 
     async def decode_images(
         self, codes: ArrayLike, *, height: int | None = None, width: int | None = None
@@ -116,6 +117,6 @@ class AsyncImages(ABC):
         self._require_alive()
         images = self.image_requests
         array, rows, columns = codes_array(codes, images.grid(ImageParams(height=height, width=width)))
-        pixels = await self._client.call_utility("decode_images", array.tobytes(), rows, columns)
+        pixels = await self._client.call(DecodeImages(array.tobytes(), rows, columns))
         scale = images.format.scale
         return np.frombuffer(pixels, dtype=np.uint8).reshape(len(array), rows * scale, columns * scale, 3).copy()

@@ -16,6 +16,7 @@ from mvllm.engine.frontend.prompt_items import PreparedItems, PromptItems, with_
 from mvllm.engine.frontend.tokenization_cost import num_text_chars
 from mvllm.engine.process.async_core_client import AsyncEngineCoreClient
 from mvllm.errors import RequestError
+from mvllm.messages.commands import ResetEncoderCache
 from mvllm.messages.inputs import EmbedsPrompt, ExpandedPrompt, PromptType
 from mvllm.messages.multimodal import EMBEDS
 from mvllm.multimodal.item_memory import ItemLease, LeasedArray, LeasedItems, lease_of
@@ -73,7 +74,7 @@ class AsyncItems(ABC):
         """
         self._require_alive()
         self.item_client.cache.clear()
-        return bool(await self._client.call_utility("reset_encoder_cache"))
+        return await self._client.call(ResetEncoderCache())
 
     async def item_placeholders(self) -> dict[str, str]:
         """By modality, what stands for an item in the text of a prompt, as the model's processor tells.

@@ -41,6 +41,7 @@ from mvllm.engine.process.async_core_client import AsyncEngineCoreClient, make_a
 from mvllm.engine.run_to_end import run_to_end
 from mvllm.errors import EngineDeadError, EngineSleepingError
 from mvllm.logging import get_logger
+from mvllm.messages.commands import CheckHealth, CheckSleep, ResetPrefixCache, Sleep, WakeUp
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams
@@ -383,12 +384,12 @@ class AsyncLLM(AsyncAdapters, EngineFrontend[AsyncEngineCoreClient], AsyncImages
             EngineDeadError: The engine has stopped.
         """
         self._require_alive()
-        await self._client.call_utility("check_health")
+        await self._client.call(CheckHealth())
 
     async def reset_prefix_cache(self) -> bool:
         """Clears the prefix cache. Returns False if running requests use some of its blocks."""
         self._require_alive()
-        return await self._client.call_utility("reset_prefix_cache")
+        return await self._client.call(ResetPrefixCache())
 
     async def sleep(self, level: int = 1) -> None:
         """Aborts all requests, frees memory, and rejects requests until `wake_up`. Goes on if the caller is cancelled.
@@ -410,16 +411,16 @@ class AsyncLLM(AsyncAdapters, EngineFrontend[AsyncEngineCoreClient], AsyncImages
         async with self._sleep_lock:
             was_sleeping, self._is_sleeping = self._is_sleeping, True  # rejects new requests
             try:
-                await self._client.call_utility("check_sleep", level)
+                await self._client.call(CheckSleep(level))
             except BaseException:  # also the end of the event loop
                 self._is_sleeping = was_sleeping
                 raise
             self._abort(self._output_processor.requests)
             await self._client.broadcast_sleep(True)
             try:
-                await self._client.call_utility("sleep", level)
+                await self._client.call(Sleep(level))
             except Exception:
-                self._is_sleeping = self._fatal_error is None and not await self._client.call_utility("wake_up", [])
+                self._is_sleeping = self._fatal_error is None and not await self._client.call(WakeUp([]))
                 await self._client.broadcast_sleep(self._is_sleeping)
                 raise
 
@@ -439,7 +440,7 @@ class AsyncLLM(AsyncAdapters, EngineFrontend[AsyncEngineCoreClient], AsyncImages
 
     async def _wake_up(self, tags: list[str]) -> None:
         async with self._sleep_lock:
-            self._is_sleeping = not await self._client.call_utility("wake_up", tags)
+            self._is_sleeping = not await self._client.call(WakeUp(tags))
             await self._client.broadcast_sleep(self._is_sleeping)
 
     async def is_sleeping(self) -> bool:

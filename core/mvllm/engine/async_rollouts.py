@@ -6,17 +6,34 @@ import asyncio
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mvllm.engine.frontend.weight_update_source import transfer_info, weight_update_in_thread
 from mvllm.engine.process.async_core_client import AsyncEngineCoreClient
 from mvllm.engine.rollouts import DRAIN_POLL_SECONDS, JOIN_POLL_SECONDS
 from mvllm.engine.run_to_end import run_to_end
 from mvllm.errors import MvllmError, RequestError
+from mvllm.messages.commands import (
+    AbandonWeightUpdate,
+    CallWorkers,
+    EngineCommand,
+    FinishWeightUpdate,
+    HasJoinedWeightTransfer,
+    InitWeightTransfer,
+    IsSchedulerPaused,
+    IsSchedulerRunning,
+    PauseScheduler,
+    ResumeScheduler,
+    StartWeightUpdate,
+    UpdateWeights,
+    WeightInfo,
+)
 from mvllm.messages.weights import WeightTransferInfo
 
 if TYPE_CHECKING:
     import torch
+
+_R = TypeVar("_R")
 
 
 class AsyncRollouts(ABC):
@@ -48,18 +65,18 @@ class AsyncRollouts(ABC):
         was_running = False
         try:
             async with self._pause_lock:
-                was_running = await self._client.call_utility("is_scheduler_running")
-                pausing = asyncio.ensure_future(self._client.call_utility("pause_scheduler", mode, clear_cache))
+                was_running = await self._client.call(IsSchedulerRunning())
+                pausing = asyncio.ensure_future(self._client.call(PauseScheduler(mode, clear_cache)))
                 paused = await asyncio.shield(pausing)
             while not paused:
                 await asyncio.sleep(DRAIN_POLL_SECONDS)
                 self._require_alive()
-                if await self._client.call_utility("is_scheduler_running"):
+                if await self._client.call(IsSchedulerRunning()):
                     raise RequestError("The engine was resumed before its requests had finished, so it is not paused.")
-                paused = await self._client.call_utility("is_scheduler_paused")
+                paused = await self._client.call(IsSchedulerPaused())
         except asyncio.CancelledError:
             if was_running and pausing is not None:  # nobody else would resume it
-                await asyncio.shield(self._undo(pausing, "resume_scheduler"))
+                await asyncio.shield(self._undo(pausing, ResumeScheduler()))
             raise
 
     async def resume_generation(self) -> None:
@@ -71,7 +88,7 @@ class AsyncRollouts(ABC):
         """
         self._require_alive()
         async with self._pause_lock:
-            await self._client.call_utility("resume_scheduler")
+            await self._client.call(ResumeScheduler())
 
     async def is_paused(self) -> bool:
         """Whether the engine is paused."""
@@ -80,7 +97,7 @@ class AsyncRollouts(ABC):
     async def is_scheduler_paused(self) -> bool:
         """Whether no step runs until `resume_generation`, or until the end of a weight update."""
         self._require_alive()
-        return bool(await self._client.call_utility("is_scheduler_paused"))
+        return await self._client.call(IsSchedulerPaused())
 
     async def init_weight_transfer_engine(self, init_info: Mapping[str, Any] | WeightTransferInfo) -> None:
         """Joins a trainer's process group on every worker; the trainer creates a WeightTransferGroup at the same time.
@@ -95,22 +112,22 @@ class AsyncRollouts(ABC):
                 another call waits for a trainer.
         """
         self._require_alive()
-        beginning = asyncio.ensure_future(self._client.call_utility("init_weight_transfer", transfer_info(init_info)))
+        beginning = asyncio.ensure_future(self._client.call(InitWeightTransfer(transfer_info(init_info))))
         has_joined = False
         try:
             await asyncio.shield(beginning)
-            while not (has_joined := await self._client.call_utility("has_joined_weight_transfer", False)):
+            while not (has_joined := await self._client.call(HasJoinedWeightTransfer(False))):
                 await asyncio.sleep(JOIN_POLL_SECONDS)
                 self._require_alive()
         finally:
             if not has_joined:
-                await asyncio.shield(self._undo(beginning, "has_joined_weight_transfer", True))
+                await asyncio.shield(self._undo(beginning, HasJoinedWeightTransfer(give_up=True)))
 
-    async def _undo(self, beginning: asyncio.Future[Any], method: str, *args: Any) -> None:
-        """Calls what ends a state that another call begins, if that call was not refused."""
+    async def _undo(self, beginning: asyncio.Future[Any], command: EngineCommand[Any]) -> None:
+        """Sends what ends a state that another call begins, if that call was not refused."""
         with contextlib.suppress(MvllmError):
             await beginning
-            await self._client.call_utility(method, *args)
+            await self._client.call(command)
 
     async def start_weight_update(self) -> None:
         """Stops computing at the end of the step in flight, and begins a weight update of one or more parts. If it is
@@ -122,11 +139,11 @@ class AsyncRollouts(ABC):
             PlatformError: The platform's worker does not support it.
         """
         self._require_alive()
-        starting = asyncio.ensure_future(self._call_long("start_weight_update"))
+        starting = asyncio.ensure_future(self._call_long(StartWeightUpdate()))
         try:
             await asyncio.shield(starting)
         except asyncio.CancelledError:
-            await asyncio.shield(self._undo(starting, "abandon_weight_update"))
+            await asyncio.shield(self._undo(starting, AbandonWeightUpdate()))
             raise
 
     async def update_weights(
@@ -157,24 +174,24 @@ class AsyncRollouts(ABC):
 
     async def _update_weights(self, fields: Mapping[str, Any]) -> None:
         async with weight_update_in_thread(fields) as update:
-            await self._call_long("update_weights", update)
+            await self._call_long(UpdateWeights(update))
 
     async def finish_weight_update(
         self, weight_version: int | None = None, *, reset_running_requests: bool = False
     ) -> int:
         """Ends a weight update, see `LLM.finish_weight_update`."""
         self._require_alive()
-        return int(await self._call_long("finish_weight_update", weight_version, reset_running_requests))
+        return await self._call_long(FinishWeightUpdate(weight_version, reset_running_requests))
 
     async def abandon_weight_update(self) -> None:
         """Ends a weight update without its remaining parts, see `LLM.abandon_weight_update`."""
         self._require_alive()
-        await self._client.call_utility("abandon_weight_update")
+        await self._client.call(AbandonWeightUpdate())
 
     async def weight_info(self) -> dict[str, Any]:
         """`weight_version`, `is_updating`, and `failure`: why the weights are unusable, or None."""
         self._require_alive()
-        return dict(await self._client.call_utility("weight_info"))
+        return await self._client.call(WeightInfo())
 
     async def collective_rpc(
         self, method: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -193,15 +210,15 @@ class AsyncRollouts(ABC):
             PlatformError: The method raised an exception, or its result cannot be sent to this process.
         """
         self._require_alive()
-        return list(await self._call_long("call_workers", method, list(args), dict(kwargs or {})))
+        return await self._call_long(CallWorkers(method, list(args), dict(kwargs or {})))
 
-    async def _call_long(self, method: str, *args: Any) -> Any:
-        """A utility call that is counted in `_num_long_calls` to its end, also if the caller is cancelled."""
-        return await run_to_end(self._counted(method, *args))
+    async def _call_long(self, command: EngineCommand[_R]) -> _R:
+        """An answer that is counted in `_num_long_calls` until it comes, also if the caller is cancelled."""
+        return await run_to_end(self._counted(command))
 
-    async def _counted(self, method: str, *args: Any) -> Any:
+    async def _counted(self, command: EngineCommand[_R]) -> _R:
         self._num_long_calls += 1
         try:
-            return await self._client.call_utility(method, *args)
+            return await self._client.call(command)
         finally:
             self._num_long_calls -= 1

@@ -19,7 +19,18 @@ from mvllm.engine.process.inproc_client import make_client
 from mvllm.engine.rollouts import EngineRollouts
 from mvllm.engine.shared_steps import SharedSteps, StepCaller, exclusive
 from mvllm.errors import EngineDeadError, EngineSleepingError, MvllmError, RequestError
-from mvllm.messages.core_protocol import UtilityArg
+from mvllm.messages.commands import (
+    AddLoRA,
+    CheckSleep,
+    DecodeImages,
+    EngineCommand,
+    IsSchedulerPaused,
+    RemoveLoRA,
+    ResetEncoderCache,
+    ResetPrefixCache,
+    Sleep,
+    WakeUp,
+)
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
@@ -29,6 +40,7 @@ from mvllm.platform.worker_protocol import WORKER_METHODS
 if TYPE_CHECKING:
     from mvllm.engine.metrics.reader import Metric
 
+_R = TypeVar("_R")
 _T = TypeVar("_T")
 
 
@@ -50,8 +62,8 @@ class EngineCoreClient(CoreClientProperties, Protocol):
     def interrupt_step(self) -> None:
         """Makes a waiting `step` return early. Callable in any thread or a signal handler."""
 
-    def call_utility(self, method: str, *args: UtilityArg) -> Any:
-        """Calls a method of the engine core and returns its result, see `EngineCore.call_utility`."""
+    def call(self, command: EngineCommand[_R]) -> _R:
+        """The engine core's answer to a command."""
 
     def collective_rpc(self, method: str, args: tuple[Any, ...], timeout: float | None) -> list[Any]:
         """Calls a method of every worker, see `Executor.collective_rpc`."""
@@ -241,7 +253,7 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
         if self._lora_validator.is_loaded(request):
             return False
         self._lora_validator.check_files(request)
-        self._client.call_utility("add_lora", request)
+        self._client.call(AddLoRA(request))
         self._lora_validator.add(request)
         return True
 
@@ -255,7 +267,7 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
         self._require_alive()
         known = self._lora_validator.remove(lora_id)
         if known:
-            self._client.call_utility("remove_lora", lora_id)
+            self._client.call(RemoveLoRA(lora_id))
         return known
 
     def list_loras(self) -> set[int]:
@@ -329,7 +341,7 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
         self._require_alive()
         if self._client.has_requests():
             return True
-        self._client.call_utility("is_scheduler_paused")  # raises if the engine core has died
+        self._client.call(IsSchedulerPaused())  # raises if the engine core has died
         return False
 
     def _run_step(self) -> list[RequestOutput]:
@@ -376,13 +388,13 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
             EngineSleepingError: The weights sleep.
         """
         self._require_alive()
-        return bytes(self._client.call_utility("decode_images", codes, rows, columns))
+        return self._client.call(DecodeImages(codes, rows, columns))
 
     @exclusive
     def reset_prefix_cache(self) -> bool:
         """Clears the prefix cache. Returns False if running requests use some of its blocks."""
         self._require_alive()
-        return self._client.call_utility("reset_prefix_cache")
+        return self._client.call(ResetPrefixCache())
 
     @exclusive
     def reset_mm_cache(self) -> bool:
@@ -393,7 +405,7 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
         """
         self._require_alive()
         self.item_client.cache.clear()
-        return bool(self._client.call_utility("reset_encoder_cache"))
+        return self._client.call(ResetEncoderCache())
 
     @exclusive
     def sleep(self, level: int = 1) -> None:
@@ -410,10 +422,10 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
         """
         self._require_alive()
         check_sleep_level(level)
-        self._client.call_utility("check_sleep", level)
+        self._client.call(CheckSleep(level))
         ids = [request.request_id for request in self._output_processor.requests]
         self._drop_requests(ids, EngineSleepingError("The engine was put to sleep before the request had finished."))
-        self._client.call_utility("sleep", level)
+        self._client.call(Sleep(level))
         self._is_sleeping = True
 
     @exclusive
@@ -428,7 +440,7 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
             CacheError, ModelError: Memory or the checkpoint is missing. The call can be repeated.
         """
         self._require_alive()
-        self._is_sleeping = not self._client.call_utility("wake_up", check_wake_up_tags(tags))
+        self._is_sleeping = not self._client.call(WakeUp(check_wake_up_tags(tags)))
 
     @property
     def is_sleeping(self) -> bool:

@@ -1,6 +1,6 @@
 """Messages between a front end and an engine core in another process. Typed msgpack; nothing is pickled.
 
-    front end       ── AddRequests | AbortRequests | CallUtility ──>  engine core      numbered from 1
+    front end       ── AddRequests | AbortRequests | CallCore ──>     engine core      numbered from 1
     parent process  ── StopCore | DropClient ──────────────────────>  engine core      (may be a front end, too)
     front end      <── EngineCoreOutputs ───────────────────────────  engine core      (requests.py)
 
@@ -15,20 +15,7 @@ from typing import Any
 
 import msgspec
 
-from mvllm.messages.lora import LoRARequest
 from mvllm.messages.process_failure import ProcessFailure
-from mvllm.messages.weights import WeightTransferInfo, WeightUpdate
-
-UtilityArg = Any
-"""What a utility method of the engine core takes: numbers, texts, lists and dicts, or one of UTILITY_STRUCTS."""
-
-UTILITY_STRUCTS: dict[str, tuple[type, ...]] = {
-    "add_lora": (LoRARequest,),
-    "init_weight_transfer": (WeightTransferInfo,),
-    "update_lora": (LoRARequest,),
-    "update_weights": (WeightUpdate,),
-}
-"""The types of arguments that are structs, by method."""
 
 
 class AddRequests(msgspec.Struct, tag=1, array_like=True, frozen=True):
@@ -50,18 +37,18 @@ class AbortRequests(msgspec.Struct, tag=2, array_like=True, frozen=True):
     request_ids: list[str]
 
 
-class CallUtility(msgspec.Struct, tag=3, array_like=True, frozen=True):
-    """A call that is answered with a UtilityResult.
+class CallCore(msgspec.Struct, tag=3, array_like=True, frozen=True):
+    """A command of `commands.py`, which is answered with a CallResult.
 
     Attributes:
         id: Given back in the result.
-        method: One of the engine core's UTILITY_METHODS.
-        args: Its arguments.
+        name: The command's.
+        command: The command, encoded: the caller gets the error if it cannot be decoded.
     """
 
     id: int
-    method: str
-    args: tuple[UtilityArg, ...] = ()
+    name: str
+    command: msgspec.Raw
 
 
 class StopCore(msgspec.Struct, tag=4, array_like=True, frozen=True):
@@ -78,11 +65,11 @@ class DropClient(msgspec.Struct, tag=5, array_like=True, frozen=True):
     index: int
 
 
-Command = AddRequests | AbortRequests | CallUtility | StopCore | DropClient
+CoreMessage = AddRequests | AbortRequests | CallCore | StopCore | DropClient
 
 
-class UtilityResult(msgspec.Struct, array_like=True, frozen=True):
-    """The result of a CallUtility: its value (numbers, texts, lists and dicts), or the exception that it raised."""
+class CallResult(msgspec.Struct, array_like=True, frozen=True):
+    """The result of a CallCore: its value (numbers, texts, lists and dicts), or the exception that it raised."""
 
     id: int
     value: Any = None

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from mvllm.messages.core_protocol import UtilityResult
+from mvllm.messages.core_protocol import CallResult
 from mvllm.messages.kv_events import CacheChanges
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.multimodal import MultiModalItem
@@ -207,7 +207,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
         stats: The scheduler's state after the step.
         num_acknowledged: Number of the last command that the core has received from this client.
         is_busy: Whether the core has unfinished requests of this client.
-        utility_results: Results of utility calls.
+        call_results: Answers to commands.
         weight_version: Version of the weights that sampled the tokens; 0 for those of the start.
         cache_changes: How the prefix cache has changed since the last update; None if it has not, or nobody asks.
     """
@@ -216,6 +216,6 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
     stats: SchedulerStats | None = None
     num_acknowledged: int = 0
     is_busy: bool = False
-    utility_results: list[UtilityResult] = []
+    call_results: list[CallResult] = []
     weight_version: int = 0
     cache_changes: CacheChanges | None = None

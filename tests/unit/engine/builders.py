@@ -10,6 +10,7 @@ from mvllm.config.engine_config import EngineConfig, SchedulerConfig
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
+from mvllm.messages.commands import ResetPrefixCache
 from mvllm.messages.requests import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -89,8 +90,8 @@ class FakeClient:
     def interrupt_step(self) -> None:
         pass
 
-    def call_utility(self, method: str, *args: object) -> bool:
-        assert method == "reset_prefix_cache" and not args
+    def call(self, command: object) -> bool:
+        assert command == ResetPrefixCache()
         return not self._running
 
     def shutdown(self) -> None:

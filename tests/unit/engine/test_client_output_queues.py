@@ -8,7 +8,7 @@ import pytest
 
 from mvllm.engine.process import client_output_queues
 from mvllm.engine.process.client_output_queues import ClientOutputQueues
-from mvllm.messages.core_protocol import UtilityResult
+from mvllm.messages.core_protocol import CallResult
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerStats
 
 
@@ -77,17 +77,17 @@ def test_requests_of_a_disconnected_client_are_dropped_and_it_gets_no_updates(co
     core.queues.add_request(2, "c")
     assert sorted(core.queues.drop_client(1)) == ["a", "b"]
     assert [core.queues.is_disconnected(source) for source in range(3)] == [False, True, False]
-    core.queues.add_result(1, UtilityResult(1, True))
+    core.queues.add_result(1, CallResult(1, True))
     assert list(core.step(token("a"), token("c"))) == [2]
     assert core.reports[-1] == (1, [0, 0, 1])
 
 
 def test_rejections_and_call_results_go_to_the_client_that_asked(core: Core) -> None:
     core.queues.reject_request(2, token("x", FinishReason.ERROR))
-    core.queues.add_result(0, UtilityResult(4, True))
+    core.queues.add_result(0, CallResult(4, True))
     sent = core.step(busy=False)
     assert ids(sent[2]) == ["x"] and not sent[2].is_busy
-    assert [result.id for result in sent[0].utility_results] == [4]
+    assert [result.id for result in sent[0].call_results] == [4]
     assert core.step(busy=False) == {}
 
 

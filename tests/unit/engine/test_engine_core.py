@@ -14,6 +14,7 @@ from mvllm.engine.core.engine_core import EngineCore
 from mvllm.engine.process import inproc_client
 from mvllm.errors import CacheError, ConfigError, EngineDeadError
 from mvllm.executor.interface import Executor
+from mvllm.messages.commands import COMMANDS, CheckHealth, EngineCommand, ResetPrefixCache
 from mvllm.messages.requests import EngineCoreRequest, FinishReason
 from mvllm.messages.sampling_params import SamplingParams, StructuredOutputsParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput
@@ -216,7 +217,7 @@ class TestSteps:
         def fail(*args):
             raise RuntimeError("can't start new thread")
 
-        monkeypatch.setattr(core, "_submit_grammar", fail)
+        monkeypatch.setattr(core._grammars, "submit", fail)
         asked = request()
         asked.sampling_params.structured_outputs = StructuredOutputsParams(regex="a+")
         with pytest.raises(RuntimeError, match="new thread"):
@@ -297,14 +298,18 @@ class TestFailure:
         with pytest.raises(RuntimeError, match="no answer"):
             core.check_health()
 
-    def test_utility_methods_are_called_by_name_and_no_other_method_is(self, make_core):
+    def test_every_command_is_answered(self, make_core):
         core = make_core()
-        assert core.call_utility("reset_prefix_cache") is True
-        assert core.call_utility("check_health") is False
+        assert core.call(ResetPrefixCache()) is True
+        assert core.call(CheckHealth()) is None
         assert make_core.executors[0].calls[-1] == "check_health"
-        for method in ("shutdown", "_launch_step", "nothing"):
-            with pytest.raises(ConfigError, match=rf"call_utility\('{method}'\): an engine core offers .*check_health"):
-                core.call_utility(method)
+        assert set(core._answers._methods) == set(COMMANDS.values())
+
+        class Dance(EngineCommand[None], tag="dance", frozen=True, array_like=True):
+            pass
+
+        with pytest.raises(ConfigError, match=r"no answer to .*Dance.*; it answers .*check_health"):
+            core.call(Dance())
 
 
 def test_several_replicas_are_refused():

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 import zmq
 
-from mvllm.engine.core.engine_core import EngineCore
 from mvllm.engine.process import inproc_client
 from mvllm.engine.process.client_output_queues import make_output_queues
 from mvllm.engine.process.engine_core_proc import EngineCoreProc
@@ -18,7 +17,8 @@ from mvllm.engine.process.mp_client import MPClient
 from mvllm.engine.process.zmq_channel import ClientChannel, CoreInputChannel, CoreOutputChannel, new_addresses
 from mvllm.errors import ConfigError, EngineDeadError, RequestError
 from mvllm.executor.process.activity_table import IDLE, ActivityTable
-from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallUtility, DropClient, StopCore
+from mvllm.messages.commands import CheckHealth, RemoveLoRA, ResetPrefixCache
+from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallCore, DropClient, StopCore
 from mvllm.messages.multimodal import ArrayData, ItemSpan, MultiModalItem
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats
 from mvllm.messages.sampling_params import SamplingParams
@@ -76,7 +76,8 @@ class TwoStepCore:
     def check_health(self):
         raise RuntimeError("no pulse")
 
-    call_utility = EngineCore.call_utility
+    def call(self, command):
+        return {ResetPrefixCache: self.reset_prefix_cache, CheckHealth: self.check_health}[type(command)]()
 
 
 @pytest.fixture
@@ -179,21 +180,23 @@ def test_commands_of_a_disconnected_client_are_ignored(loop):
     assert {target for target, _ in told} <= {0, 1}
 
 
-def test_utility_calls_return_results_and_errors(loop):
-    methods = ["reset_prefix_cache", "check_health", "shutdown"]
-    for number, method in enumerate(methods, 1):
-        loop.input_queue.put((0, number, CallUtility(number, method)))
+def test_commands_are_answered_with_results_and_errors(loop):
+    encode = msgspec.msgpack.encode
+    commands = [encode(ResetPrefixCache()), encode(CheckHealth()), encode(["shutdown"]), encode(RemoveLoRA("x"))]
+    for number, command in enumerate(commands, 1):
+        loop.input_queue.put((0, number, CallCore(number, "name", msgspec.Raw(command))))
     thread = threading.Thread(target=loop.proc.run_busy_loop)
     thread.start()
     answers = {}
-    while len(answers) < 3:
-        answers |= {result.id: result for result in loop.output_queue.get(timeout=30)[1].utility_results}
+    while len(answers) < 4:
+        answers |= {result.id: result for result in loop.output_queue.get(timeout=30)[1].call_results}
     loop.input_queue.put(STOP)
     thread.join(30)
     assert answers[1].value is True and answers[1].failure is None
     error = answers[2].failure.to_exception()
     assert isinstance(error, RuntimeError) and str(error) == "no pulse"
-    assert isinstance(answers[3].failure.to_exception(), ConfigError)  # only declared methods can be called
+    for number in (3, 4):  # no command, and an argument of a wrong type
+        assert isinstance(answers[number].failure.to_exception(), RequestError)
 
 
 def test_a_failure_of_the_workers_ends_the_loop_with_it_as_the_cause(loop):

@@ -10,29 +10,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mvllm.errors import RequestError
+from mvllm.errors import EngineSleepingError, RequestError
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
-
-LONG_RUNNING_METHODS = frozenset(
-    {
-        "call_workers",
-        "check_sleep",
-        "finish_weight_update",
-        "init_weight_transfer",
-        "sleep",
-        "start_weight_update",
-        "update_lora",
-        "update_weights",
-        "wake_up",
-    }
-)
-"""Utility methods of the engine core that may take as long as its start; `step_timeout` does not apply to them."""
 
 TAGS = (WEIGHTS, KV_CACHE)
 """All tags, in the order in which `wake_up` allocates them."""
 
 SLEEP_LEVELS = (1, 2)
+
+
+class ReleasedMemory:
+    """What sleeps.
+
+    Attributes:
+        tags: The TAGS of the memory that is released.
+    """
+
+    def __init__(self) -> None:
+        self.tags: tuple[str, ...] = ()
+
+    def require_weights(self, purpose: str) -> None:
+        """
+        Args:
+            purpose: What needs them: "decoding images".
+
+        Raises:
+            EngineSleepingError: The weights sleep.
+        """
+        if WEIGHTS in self.tags:
+            raise EngineSleepingError(f"The weights sleep. Wake them up (wake_up) before {purpose}.")
 
 
 def check_sleep_level(level: int) -> int:

@@ -49,6 +49,16 @@ class WeightUpdateManager:
         if self.failure is not None:
             raise EngineSleepingError(self.failure)
 
+    def check_can_run(self) -> None:
+        """
+        Raises:
+            EngineSleepingError: The weights are unusable.
+            RequestError: An update is open.
+        """
+        self.check_usable()
+        if self.is_open:
+            raise RequestError("A weight update is under way. Finish it before resuming.")
+
     def join_group(self, info: WeightTransferInfo) -> None:
         """Lets all workers begin to join the process group of a trainer, see `has_joined_group`.
 

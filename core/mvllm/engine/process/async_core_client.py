@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.core.config_resolution import resolve_config
@@ -13,9 +13,11 @@ from mvllm.engine.process.core_client_properties import CoreClientProperties
 from mvllm.engine.process.dp_async_mp_client import start_replicas
 from mvllm.engine.process.launched_core_connection import LaunchedCoreConnection
 from mvllm.errors import ConfigError, EngineDeadError
-from mvllm.messages.core_protocol import UtilityArg
+from mvllm.messages.commands import EngineCommand
 from mvllm.messages.requests import EngineCoreRequest, SchedulerStats
 from mvllm.platform.choose import ChosenPlatform
+
+R = TypeVar("R")
 
 
 class AsyncEngineCoreClient(CoreClientProperties, Protocol):
@@ -49,11 +51,11 @@ class AsyncEngineCoreClient(CoreClientProperties, Protocol):
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Drops sequences; unknown ids are ignored."""
 
-    async def call_utility(self, method: str, *args: UtilityArg) -> Any:
-        """Calls a utility method of every core.
+    async def call(self, command: EngineCommand[R]) -> R:
+        """The answer of every core to a command, joined by the command.
 
-        Returns:
-            Whether all returned True; of other results the first, and lists joined.
+        Raises:
+            Exception: What a core raised, after all have answered.
         """
 
     @property

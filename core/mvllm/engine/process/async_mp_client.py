@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import zmq
 
@@ -21,8 +21,11 @@ from mvllm.engine.process.core_connection import CoreConnection
 from mvllm.engine.process.launch import ChildProcess, failing_together
 from mvllm.engine.process.mp_client import MPClient
 from mvllm.errors import EngineDeadError
-from mvllm.messages.core_protocol import AbortRequests, Command, UtilityArg
+from mvllm.messages.commands import EngineCommand
+from mvllm.messages.core_protocol import AbortRequests, CoreMessage
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
+
+R = TypeVar("R")
 
 OnOutputs = Callable[[EngineCoreOutputs], None]
 OnDeath = Callable[[EngineDeadError], None]
@@ -77,7 +80,7 @@ class AsyncMPClient(MPClient):
         self._read_updates()
 
     def shutdown(self) -> None:
-        """Closes the connection; pending utility calls raise EngineDeadError. Idempotent."""
+        """Closes the connection; pending calls raise EngineDeadError. Idempotent."""
         loop = self._loop
         self._detach()
         if loop is not None and not loop.is_closed():  # no update is read any more
@@ -124,17 +127,17 @@ class AsyncMPClient(MPClient):
         if self._aborted:
             self._flush_soon()
 
-    async def call_utility(self, method: str, *args: UtilityArg) -> Any:
-        """Calls a method of the core, see `EngineCore.call_utility`.
+    async def call(self, command: EngineCommand[R]) -> R:
+        """The core's answer to a command.
 
         Raises:
             EngineDeadError: The core has exited.
-            Exception: What the method raised.
+            Exception: What the core raised.
         """
         self._connection.check_usable()
         assert self._loop is not None
         self._flush()  # the core processes commands in the order of the calls
-        call = self._number_call(method, args)
+        call = self._number_call(command)
         answer = self._calls[call.id] = self._loop.create_future()
         try:
             self._send(call)
@@ -170,7 +173,7 @@ class AsyncMPClient(MPClient):
             aborted, self._aborted = self._aborted, []
             self._send(AbortRequests(aborted))
 
-    def _send(self, command: Command) -> None:
+    def _send(self, command: CoreMessage) -> None:
         assert self._loop is not None
         if not self._expects_update:
             self._last_update_at = time.monotonic()
@@ -198,7 +201,7 @@ class AsyncMPClient(MPClient):
         while self._unacknowledged and self._unacknowledged[0][0] <= outputs.num_acknowledged:
             self.num_acknowledged_requests = self._unacknowledged.popleft()[1]
         self._last_update_at = time.monotonic()
-        for result in outputs.utility_results:
+        for result in outputs.call_results:
             answer = self._calls.get(result.id)
             if answer is None or answer.done():
                 continue

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 
-from mvllm.messages.core_protocol import UtilityResult
+from mvllm.messages.core_protocol import CallResult
 from mvllm.messages.kv_events import CacheChanges, merge_changes
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, SchedulerStats
 
@@ -33,7 +33,7 @@ class _Client:
         self.sent_busy = False
         self.sent_at = 0.0
         self.outputs: list[EngineCoreOutput] = []
-        self.results: list[UtilityResult] = []
+        self.results: list[CallResult] = []
         self.cache_changes: CacheChanges | None = None
         self.unfinished: set[str] = set()
         self.is_disconnected = False
@@ -85,8 +85,8 @@ class ClientOutputQueues:
         """Queues the error output of a request that the core could not accept."""
         self._clients[source].outputs.append(output)
 
-    def add_result(self, source: int, result: UtilityResult) -> None:
-        """Queues the result of a utility call."""
+    def add_result(self, source: int, result: CallResult) -> None:
+        """Queues the answer to a command."""
         self._clients[source].results.append(result)
 
     def pop_owned(self, source: int, request_ids: Sequence[str]) -> Sequence[str]:
@@ -175,7 +175,7 @@ class SingleClientOutputQueue(ClientOutputQueues):
         now = time.monotonic()
         if outputs.outputs or client.results or not is_busy or now - client.sent_at >= UPDATE_INTERVAL_SECONDS:
             outputs.num_acknowledged, outputs.is_busy = client.num_acknowledged, is_busy
-            outputs.utility_results, client.results = client.results, []
+            outputs.call_results, client.results = client.results, []
             outputs.cache_changes = merge_changes(client.cache_changes, outputs.cache_changes)
             client.cache_changes = None
             self._output_queue.put((0, outputs))

@@ -19,7 +19,7 @@ from mvllm.engine.process.core_handshake import CoreReady
 from mvllm.engine.process.zmq_channel import ChannelAddress, ClientChannel
 from mvllm.errors import EngineDeadError
 from mvllm.executor.process.activity_table import Activity, ActivityTable
-from mvllm.messages.core_protocol import Command
+from mvllm.messages.core_protocol import CoreMessage
 
 
 class CoreConnection(ABC):
@@ -114,7 +114,7 @@ class CoreConnection(ABC):
         if (failure := self.failure) is not None:
             raise failure
 
-    def send(self, command: Command) -> int:
+    def send(self, command: CoreMessage) -> int:
         """Queues a command; never blocks. Returns its number.
 
         Raises:

@@ -11,9 +11,7 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
-
-import msgspec
+from typing import Any, TypeVar
 
 from mvllm.config.engine_config import EngineConfig, replace_field
 from mvllm.config.rope_parameters import prompt_cache_key
@@ -26,11 +24,13 @@ from mvllm.engine.process.launched_core_connection import LaunchedCoreConnection
 from mvllm.errors import EngineDeadError
 from mvllm.kv_events.prefix_index import chunk_tokens
 from mvllm.kv_events.prefix_router import EXPECTED_OUTPUT_TOKENS
+from mvllm.messages.commands import EngineCommand
 from mvllm.messages.coordinator_protocol import CoreLoad
-from mvllm.messages.core_protocol import UtilityArg
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.models.checkpoint_support import runs_natively
 from mvllm.platform.choose import ChosenPlatform
+
+R = TypeVar("R")
 
 
 def replica_configs(config: EngineConfig) -> list[EngineConfig]:
@@ -91,7 +91,7 @@ class DPLBAsyncMPClient:
         self._position_key: Callable[[int], int] = lambda prompt_len: 0
         self._rank_by_request_id: dict[str, int] = {}  # of unfinished sequences
         self._coordinator_client = coordinator_client
-        self._decoding_turns = itertools.count()
+        self._turns = itertools.count()
         self._on_outputs: OnOutputs = lambda outputs: None
         self._on_death: OnDeath = lambda error: None
 
@@ -190,42 +190,26 @@ class DPLBAsyncMPClient:
                 self._remove_request(request_id)
                 self._cores[rank].abort_requests([request_id])
 
-    async def call_utility(self, method: str, *args: UtilityArg) -> Any:
-        """Calls a utility method of every core; `decode_images` of one, in turn.
-
-        Returns:
-            Whether all returned True; of other results the first, and lists joined.
+    async def call(self, command: EngineCommand[R]) -> R:
+        """The answer of all cores to a command, joined by it; or of one, in turn, if one suffices.
 
         Raises:
             Exception: What a core raised, after all have answered. If only some failed, its text says which.
         """
-        if method in ("reset_prefix_cache", "sleep", "finish_weight_update", "update_weights"):
+        if command.drops_prefixes:
             self._load_balancer.clear_prefixes()
-        if method == "decode_images":
-            return await self._cores[next(self._decoding_turns) % len(self._cores)].call_utility(method, *args)
-        if method == "init_weight_transfer":
-            (info,) = args
-            offsets = itertools.accumulate((core.num_workers for core in self._cores), initial=info.rank_offset)
-            infos = [msgspec.structs.replace(info, rank_offset=offset) for offset in offsets]
-            calls = [core.call_utility(method, info) for core, info in zip(self._cores, infos, strict=False)]
-        else:
-            calls = [core.call_utility(method, *args) for core in self._cores]
-        results: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
-        if method == "init_weight_transfer":
-            await self._stop_joining_alone(results)
-        _raise_failure(method, results)
-        if method == "weight_info":
-            return next((info for info in results if info["failure"] is not None), results[0])
-        if all(isinstance(result, bool) for result in results):
-            return all(results)
-        return [each for result in results for each in result] if isinstance(results[0], list) else results[0]
-
-    async def _stop_joining_alone(self, results: Sequence[Any]) -> None:
-        """Lets replicas that have begun to join a trainer stop if another one has refused."""
-        if any(isinstance(result, BaseException) for result in results):
-            begun = [core for core, result in zip(self._cores, results, strict=True) if result is None]
-            calls = [core.call_utility("has_joined_weight_transfer", True) for core in begun]
-            await asyncio.gather(*calls, return_exceptions=True)
+        if command.uses_one_replica:
+            return await self._cores[next(self._turns) % len(self._cores)].call(command)
+        before = itertools.accumulate((core.num_workers for core in self._cores), initial=0)
+        calls = [core.call(command.for_replica(workers)) for core, workers in zip(self._cores, before, strict=False)]
+        answers: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
+        if any(isinstance(answer, BaseException) for answer in answers):
+            if (withdrawal := command.withdrawal) is not None:
+                begun = zip(self._cores, answers, strict=True)
+                undone = [core.call(withdrawal) for core, answer in begun if not isinstance(answer, BaseException)]
+                await asyncio.gather(*undone, return_exceptions=True)
+            _raise_failure(command, answers)
+        return command.join(answers)
 
     def on_sleep(self, callback: Callable[[bool], None]) -> None:
         """Sets the callback for another front end's `sleep` (True) or `wake_up` (False)."""
@@ -274,22 +258,18 @@ class DPLBAsyncMPClient:
         self._load_balancer.finish_sequence(self._rank_by_request_id.pop(request_id), request_id)
 
 
-def _raise_failure(method: str, results: Sequence[Any]) -> None:
+def _raise_failure(command: EngineCommand[Any], results: Sequence[Any]) -> None:
     """Raises the first exception of the results. If other replicas have succeeded, its text says which failed."""
     failures = {rank: result for rank, result in enumerate(results) if isinstance(result, BaseException)}
-    if not failures:
-        return
     first = next(iter(failures.values()))
     if len(failures) == len(results) or isinstance(first, asyncio.CancelledError):
         raise first
     done = [rank for rank in range(len(results)) if rank not in failures]
-    text = f"{method} failed on {_replicas(list(failures))} of {len(results)}"
-    if method in ("init_weight_transfer", "has_joined_weight_transfer"):  # then none waits any longer
-        text += f": {first}"
-    else:
-        text += f" and was done on {_replicas(done)}, so that they differ until the call is repeated: {first}"
+    text = f"{command.name} failed on {_replicas(list(failures))} of {len(results)}"
+    if command.leaves_difference:
+        text += f" and was done on {_replicas(done)}, so that they differ until the call is repeated"
     error = copy.copy(first)
-    error.args = (text, *first.args[1:])
+    error.args = (f"{text}: {first}", *first.args[1:])
     raise error from first
 
 

@@ -30,16 +30,16 @@ from mvllm.executor.process.child_startup import run_child
 from mvllm.executor.process.handshake import send_message
 from mvllm.executor.process.process_utils import freeze_garbage_collection, gc_paused
 from mvllm.logging import get_logger
+from mvllm.messages.commands import decode_command
 from mvllm.messages.coordinator_protocol import CoreLoad
 from mvllm.messages.core_protocol import (
-    UTILITY_STRUCTS,
     AbortRequests,
     AddRequests,
-    CallUtility,
-    Command,
+    CallCore,
+    CallResult,
+    CoreMessage,
     DropClient,
     StopCore,
-    UtilityResult,
 )
 from mvllm.messages.multimodal import ArrayData, restore_sent_features
 from mvllm.messages.process_failure import describe_failure
@@ -59,7 +59,7 @@ logger = get_logger(__name__)
 _FLUSH_TIMEOUT_SECONDS = 1.5  # for the last updates of a core that exits
 _STEP = "execution"
 
-InputQueue = SimpleQueue[tuple[int, int, Command] | Exception]
+InputQueue = SimpleQueue[tuple[int, int, CoreMessage] | Exception]
 """(front end, number of the command there, command); an exception ends the busy loop."""
 
 
@@ -129,7 +129,7 @@ class EngineCoreProc:
                 self._handle_command(source, command)
         return True
 
-    def _handle_command(self, source: int, command: Command) -> None:
+    def _handle_command(self, source: int, command: CoreMessage) -> None:
         match command:
             case AddRequests():
                 features: dict[bytes, dict[str, ArrayData]] = {}
@@ -137,8 +137,8 @@ class EngineCoreProc:
                     self._add_request(source, request_id, request, features)
             case AbortRequests():
                 self._core.abort_requests(self._output_queues.pop_owned(source, command.request_ids))
-            case CallUtility():
-                self._output_queues.add_result(source, self._call_utility(command))
+            case CallCore():
+                self._output_queues.add_result(source, self._call(command))
             case DropClient():
                 self._core.abort_requests(self._output_queues.drop_client(command.index))
 
@@ -165,19 +165,17 @@ class EngineCoreProc:
                 EngineCoreOutput(request_id, [], FinishReason.ERROR, error=error, error_parameter=parameter),
             )
 
-    def _call_utility(self, command: CallUtility) -> UtilityResult:
-        self._activity_table.write(0, command.method, self._num_received)
+    def _call(self, call: CallCore) -> CallResult:
+        self._activity_table.write(0, call.name, self._num_received)
         try:
-            structs = UTILITY_STRUCTS.get(command.method, ())
-            args: list[Any] = [msgspec.convert(arg, struct) for arg, struct in zip(command.args, structs)]
-            value = self._core.call_utility(command.method, *args, *command.args[len(structs) :])
-            _check_encodable(command.method, value)
-            return UtilityResult(command.id, value)
+            value = self._core.call(decode_command(call.command))
+            _check_encodable(call.name, value)
+            return CallResult(call.id, value)
         except Exception as e:  # noqa: BLE001  (raised in the caller's process)
-            return UtilityResult(command.id, None, describe_failure(e, name=self._name, activity=command.method))
+            return CallResult(call.id, None, describe_failure(e, name=self._name, activity=call.name))
 
 
-def _check_encodable(method: str, value: Any) -> None:
+def _check_encodable(name: str, value: Any) -> None:
     """Checks a result before the thread that sends it does, which an error would end.
 
     Raises:
@@ -187,7 +185,7 @@ def _check_encodable(method: str, value: Any) -> None:
         msgspec.msgpack.encode(value)
     except Exception as e:
         raise PlatformError(
-            f"The result of {method} cannot be sent to the front end's process ({e}). Return numbers, texts, bytes, "
+            f"The result of {name} cannot be sent to the front end's process ({e}). Return numbers, texts, bytes, "
             "lists and dicts."
         ) from e
 

@@ -24,7 +24,7 @@ class InprocClient:
         platform_summary: The platform's name and the plugin it came from.
         has_local_worker: The worker runs in this process.
         runs_functions: Requests may have functions as logits processors: the model runs in this process, too.
-        cache_summary, num_workers, start_seconds, add_request, abort_requests, has_requests, step, call_utility,
+        cache_summary, num_workers, start_seconds, add_request, abort_requests, has_requests, step, call,
         collective_rpc, apply_model, shutdown: The EngineCore's.
     """
 
@@ -41,7 +41,7 @@ class InprocClient:
         self.abort_requests = core.abort_requests
         self.has_requests = core.has_requests
         self.step = core.step
-        self.call_utility = core.call_utility
+        self.call = core.call
         self.collective_rpc = core.collective_rpc
         self.apply_model = core.apply_model
         self.shutdown = core.shutdown

@@ -5,15 +5,17 @@ SyncMPClient waits for updates with `poll`, AsyncMPClient reads them in an event
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
-from mvllm.engine.core.sleep import LONG_RUNNING_METHODS
 from mvllm.engine.process.core_connection import CoreConnection
 from mvllm.engine.process.launch import TIMEOUT_MARGIN_SECONDS
 from mvllm.executor.process.activity_table import Activity
-from mvllm.messages.core_protocol import AddRequests, CallUtility, UtilityArg
+from mvllm.messages.commands import COMMANDS, EngineCommand
+from mvllm.messages.core_protocol import AddRequests, CallCore
 from mvllm.messages.multimodal import omit_sent_features
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest
 
@@ -79,9 +81,10 @@ class MPClient:
         self._new_ids, self._new_requests, self._new_items = [], [], set()
         return command
 
-    def _number_call(self, method: str, args: tuple[UtilityArg, ...]) -> CallUtility:
+    def _number_call(self, command: EngineCommand[Any]) -> CallCore:
+        encoded = msgspec.Raw(self._encoder.encode(command))
         self._num_calls += 1
-        return CallUtility(self._num_calls, method, args)
+        return CallCore(self._num_calls, command.name, encoded)
 
     def _record_progress(self, outputs: EngineCoreOutputs) -> None:
         self._num_acknowledged = outputs.num_acknowledged
@@ -95,6 +98,7 @@ class MPClient:
     def _silence_limit(self, activity: Activity) -> float:
         """Seconds for which a core with this activity may send no update before it is considered hung."""
         limit = self._connection.unresponsive_timeout
-        if activity.text in LONG_RUNNING_METHODS:  # may read the weights again
+        command = COMMANDS.get(activity.text)
+        if command is not None and command.is_long:  # may read the weights again
             return max(limit, self.config.parallel.start_timeout + TIMEOUT_MARGIN_SECONDS)
         return limit

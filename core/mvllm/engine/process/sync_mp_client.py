@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import zmq
 
@@ -21,14 +21,16 @@ from mvllm.engine.process.launched_core_connection import LaunchedCoreConnection
 from mvllm.engine.process.mp_client import MPClient
 from mvllm.errors import ConfigError, EngineDeadError
 from mvllm.executor.message_queue.notifier import make_notifier
+from mvllm.messages.commands import EngineCommand
 from mvllm.messages.core_protocol import (
     AbortRequests,
-    Command,
-    UtilityArg,
-    UtilityResult,
+    CallResult,
+    CoreMessage,
 )
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.platform.choose import ChosenPlatform
+
+R = TypeVar("R")
 
 _NOT_IN_THIS_PROCESS = (
     "{} needs the engine core in this process, and it runs in a process of its own. Leave engine_core_process unset."
@@ -56,8 +58,8 @@ class SyncMPClient(MPClient):
         self._connection: LaunchedCoreConnection = LaunchedCoreConnection("EngineCore", config, chosen.source.name)
         super().__init__(config, self._connection, str(chosen))
         self._process = self._connection.process
-        self._unread_outputs: deque[EngineCoreOutputs] = deque()  # received while a utility call waited for its result
-        self._results: dict[int, UtilityResult] = {}
+        self._unread_outputs: deque[EngineCoreOutputs] = deque()  # received while a call waited for its answer
+        self._results: dict[int, CallResult] = {}
         self._stats: SchedulerStats | None = None
         self._interrupt_notifier = make_notifier()
         self._close_notifier = weakref.finalize(self, self._interrupt_notifier.close)
@@ -132,15 +134,15 @@ class SyncMPClient(MPClient):
             with contextlib.suppress(OSError):  # closed meanwhile
                 self._interrupt_notifier.notify()
 
-    def call_utility(self, method: str, *args: UtilityArg) -> Any:
-        """Calls a method of the core, see `EngineCore.call_utility`; waits for the step in flight.
+    def call(self, command: EngineCommand[R]) -> R:
+        """The core's answer to a command; waits for the step in flight.
 
         Raises:
             EngineDeadError: The core has exited.
-            Exception: What the method raised.
+            Exception: What the core raised.
         """
         self._connection.check_usable()
-        call = self._number_call(method, args)
+        call = self._number_call(command)
         self._send(call)
         started = time.monotonic()
         while call.id not in self._results:
@@ -161,11 +163,11 @@ class SyncMPClient(MPClient):
         if (command := self._take_buffered_requests()) is not None:
             self._send_unflushed(command)
 
-    def _send(self, command: Command) -> None:
+    def _send(self, command: CoreMessage) -> None:
         self._flush()  # the core processes commands in the order of the calls
         self._send_unflushed(command)
 
-    def _send_unflushed(self, command: Command) -> None:
+    def _send_unflushed(self, command: CoreMessage) -> None:
         failure: EngineDeadError | None = None
         try:
             self._connection.send(command)
@@ -205,5 +207,5 @@ class SyncMPClient(MPClient):
     def _handle_outputs(self, outputs: EngineCoreOutputs) -> None:
         self._record_progress(outputs)
         self._stats = outputs.stats or self._stats
-        self._results.update((result.id, result) for result in outputs.utility_results)
+        self._results.update((result.id, result) for result in outputs.call_results)
         self._unread_outputs.append(outputs)

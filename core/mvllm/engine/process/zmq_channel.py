@@ -1,6 +1,6 @@
 """The sockets between a front end and its engine cores.
 
-    front end   ROUTER ── [token number] [Command] ──> DEALER   engine core      one of these per core
+    front end   ROUTER ── [token number] [CoreMessage] ──> DEALER   engine core   one of these per core
                 PULL   <── [token EngineCoreOutputs] ───────── PUSH     engine core
 
 The front end binds and cores connect. A front end may have several cores, each with its own identity, and a core
@@ -22,7 +22,7 @@ import zmq
 
 from mvllm.executor.message_queue.ipc_sockets import bind_ipc_socket, connect_ipc_socket, make_ipc_prefix
 from mvllm.logging import get_logger
-from mvllm.messages.core_protocol import Command
+from mvllm.messages.core_protocol import CoreMessage
 from mvllm.messages.requests import EngineCoreOutputs
 
 logger = get_logger(__name__)
@@ -110,7 +110,7 @@ class ClientChannel:
                 self._unconnected_identities.discard(frames[0])
         return True
 
-    def send(self, identity: bytes, command: Command) -> int:
+    def send(self, identity: bytes, command: CoreMessage) -> int:
         """Queues a command; never blocks. Returns its number.
 
         Raises:
@@ -166,9 +166,9 @@ class CoreInputChannel:
             self._sockets.append(socket)
             self._poller.register(socket, zmq.POLLIN)
         self._index = {socket: index for index, socket in enumerate(self._sockets)}
-        self._decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+        self._decoder: msgspec.msgpack.Decoder[CoreMessage] = msgspec.msgpack.Decoder(CoreMessage)
 
-    def receive(self) -> tuple[int, int, Command]:
+    def receive(self) -> tuple[int, int, CoreMessage]:
         """Waits for the next command; returns the front end's index, the command's number there, and the command.
 
         Messages without the token, or that are not commands, are dropped.

@@ -1,4 +1,4 @@
-"""Utility calls of several replicas: all answer before an error is raised, which names those that failed."""
+"""Commands to several replicas: all answer before an error is raised, which names those that failed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,20 @@ from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
 from mvllm.engine.process.async_mp_client import AsyncMPClient
 from mvllm.engine.process.dp_async_mp_client import DPLBAsyncMPClient
 from mvllm.errors import PlatformError, RequestError
-from mvllm.messages.weights import WeightTransferInfo
+from mvllm.messages.commands import (
+    CallWorkers,
+    DecodeImages,
+    EngineCommand,
+    HasJoinedWeightTransfer,
+    InitWeightTransfer,
+    UpdateWeights,
+    WeightInfo,
+)
+from mvllm.messages.weights import WeightSource, WeightTransferInfo, WeightUpdate
 
 
 class Core:
-    """Answers utility calls after some turns of the event loop."""
+    """Answers commands after some turns of the event loop."""
 
     platform_summary = ""
     num_workers = 2
@@ -25,10 +34,10 @@ class Core:
     def __init__(self, answer: Any, turns: int = 0) -> None:
         self._answer, self._turns = answer, turns
         self.num_answered = 0
-        self.calls: list[tuple[Any, ...]] = []
+        self.calls: list[EngineCommand[Any]] = []
 
-    async def call_utility(self, method: str, *args: Any) -> Any:
-        self.calls.append((method, *args))
+    async def call(self, command: EngineCommand[Any]) -> Any:
+        self.calls.append(command)
         for _ in range(self._turns):
             await asyncio.sleep(0)
         self.num_answered += 1
@@ -37,10 +46,13 @@ class Core:
         return self._answer
 
 
-def call(*cores: Core, method: str = "update_weights", argument: Any = "update") -> Any:
+UPDATE = UpdateWeights(WeightUpdate(source=WeightSource.FOLDER))
+
+
+def call(*cores: Core, command: EngineCommand[Any] = UPDATE) -> Any:
     config = cast(EngineConfig, SimpleNamespace())
     client = DPLBAsyncMPClient(config, cast("list[AsyncMPClient]", list(cores)))
-    return asyncio.run(client.call_utility(method, argument))
+    return asyncio.run(client.call(command))
 
 
 def test_the_failure_of_some_replicas_is_named_when_all_have_answered() -> None:
@@ -62,13 +74,31 @@ def test_flags_of_all_replicas_are_combined() -> None:
     assert call(Core(True), Core(False)) is False
 
 
+def test_lists_are_joined_and_an_unusable_replica_is_told() -> None:
+    assert call(Core([1]), Core([2, 3]), command=CallWorkers("method", [], {})) == [1, 2, 3]
+    broken = {"weight_version": 0, "is_updating": False, "failure": "why"}
+    assert call(Core({**broken, "failure": None}), Core(broken), command=WeightInfo()) == broken
+
+
+def test_one_replica_in_turn_decodes_images() -> None:
+    cores = Core(b"first"), Core(b"second")
+    client = DPLBAsyncMPClient(cast(EngineConfig, SimpleNamespace()), cast("list[AsyncMPClient]", list(cores)))
+
+    async def decode() -> list[bytes]:
+        return [await client.call(DecodeImages(b"", 1, 1)) for _ in range(3)]
+
+    assert asyncio.run(decode()) == [b"first", b"second", b"first"]
+
+
 def test_a_replica_stops_waiting_for_a_trainer_if_another_one_refuses() -> None:
     cores = Core(None), Core(RequestError("still joining"))
     info = WeightTransferInfo(master_address="127.0.0.1", master_port=1, world_size=3)
     with pytest.raises(RequestError, match=r"failed on replica 1 of 2: still joining"):
-        call(*cores, method="init_weight_transfer", argument=info)
-    assert [core.calls[0][1].rank_offset for core in cores] == [1, 3], "each has two workers"
-    assert cores[0].calls[1:] == [("has_joined_weight_transfer", True)]
+        call(*cores, command=InitWeightTransfer(info))
+    assert [cast(InitWeightTransfer, core.calls[0]).info.rank_offset for core in cores] == [1, 3], (
+        "each has two workers"
+    )
+    assert cores[0].calls[1:] == [HasJoinedWeightTransfer(give_up=True)]
     assert len(cores[1].calls) == 1, "it may wait for another call"
 
 
