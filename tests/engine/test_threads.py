@@ -268,7 +268,7 @@ def test_a_pause_waits_for_a_stream_that_is_being_read(shared: LLM) -> None:
         for count, _ in enumerate(stream_request(shared.llm_engine, {"prompt_token_ids": [60]}, LONG), 1):
             if count == 1:
                 read.set()
-                while not paused.is_set() and shared.llm_engine._call_core(IsSchedulerRunning()):
+                while not paused.is_set() and shared.llm_engine.rollouts.call(IsSchedulerRunning()):
                     time.sleep(0.001)
                 paused.wait(0.05)  # with an output at hand, and no call that runs steps
         return count

@@ -1,28 +1,41 @@
-"""LoRA adapters of AsyncLLM: loading, unloading and replacing them."""
+"""The part of AsyncLLM for LoRA adapters: loading, unloading and replacing them."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable
 
 from mvllm.engine.async_rollouts import AsyncRollouts
 from mvllm.engine.frontend.lora_request_validator import LoRARequestValidator
+from mvllm.engine.process.async_core_client import AsyncEngineCoreClient
 from mvllm.engine.run_to_end import run_to_end
 from mvllm.messages.commands import AddLoRA, RemoveLoRA, UpdateLoRA
 from mvllm.messages.lora import LoRARequest
 
-_T = TypeVar("_T")
 
+class AsyncAdapters:
+    """Loads, unloads and replaces the LoRA adapters of an AsyncLLM.
 
-class AsyncAdapters(AsyncRollouts):
-    """Base of AsyncLLM, which defines the attributes that it uses."""
+    Args:
+        client: Its engine cores.
+        validator: Knows the loaded adapters.
+        rollouts: A replaced adapter is a weight update.
+        run_in_thread: Runs a function in a thread of the engine.
+        require_alive: Raises if the engine is closed or dead.
+    """
 
-    _lora_validator: LoRARequestValidator
-
-    @abstractmethod
-    async def _run_in_thread(self, work: Callable[[], _T]) -> _T:
-        """Runs a function in a thread of the engine."""
+    def __init__(
+        self,
+        client: AsyncEngineCoreClient,
+        validator: LoRARequestValidator,
+        rollouts: AsyncRollouts,
+        run_in_thread: Callable[[Callable[[], None]], Awaitable[None]],
+        require_alive: Callable[[], None],
+    ) -> None:
+        self._client = client
+        self._validator = validator
+        self._rollouts = rollouts
+        self._run_in_thread = run_in_thread
+        self._require_alive = require_alive
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Loads an adapter before its first request. With several front ends, call it on each of them.
@@ -35,14 +48,14 @@ class AsyncAdapters(AsyncRollouts):
             EngineSleepingError: The engine sleeps.
         """
         self._require_alive()
-        validator = self._lora_validator
+        validator = self._validator
         if validator.is_loaded(validator.validate(lora_request)):
             return False
         await self._run_in_thread(lambda: validator.check_files(lora_request))
         return await run_to_end(self._add_checked_lora(lora_request))
 
     async def _add_checked_lora(self, lora_request: LoRARequest) -> bool:
-        validator = self._lora_validator
+        validator = self._validator
         await self._client.call(AddLoRA(lora_request))
         if validator.is_loaded(validator.validate(lora_request)):  # by a concurrent call
             return False
@@ -56,21 +69,21 @@ class AsyncAdapters(AsyncRollouts):
             Whether it was loaded.
         """
         self._require_alive()
-        known = self._lora_validator.remove(lora_id)
+        known = self._validator.remove(lora_id)
         if known:
             await run_to_end(self._client.call(RemoveLoRA(lora_id)))
         return known
 
     async def list_loras(self) -> set[int]:
         """The ids of the loaded adapters."""
-        return self._lora_validator.ids
+        return self._validator.ids
 
     async def update_lora(self, lora_request: LoRARequest) -> None:
         """Loads an adapter anew in place of the one of its id, see `LLM.update_lora`."""
         self._require_alive()
-        self._lora_validator.validate_update(lora_request)
+        self._validator.validate_update(lora_request)
         await run_to_end(self._update_lora(lora_request))
 
     async def _update_lora(self, lora_request: LoRARequest) -> None:
-        await self._call_long(UpdateLoRA(lora_request))
-        self._lora_validator.add(lora_request)
+        await self._rollouts.call_long(UpdateLoRA(lora_request))
+        self._validator.add(lora_request)

@@ -22,7 +22,9 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.async_adapters import AsyncAdapters
 from mvllm.engine.async_images import AsyncImages
 from mvllm.engine.async_items import AsyncItems, prepare_items
+from mvllm.engine.async_rollouts import AsyncRollouts
 from mvllm.engine.core.sleep import check_sleep_level, check_wake_up_tags
+from mvllm.engine.forward import forward
 from mvllm.engine.frontend.admission import AdmissionControl
 from mvllm.engine.frontend.engine_frontend import EngineFrontend
 from mvllm.engine.frontend.input_processor import ProcessedRequest
@@ -55,7 +57,15 @@ _DRAIN_POLL_SECONDS = 0.05
 _T = TypeVar("_T")
 
 
-class AsyncLLM(AsyncAdapters, EngineFrontend[AsyncEngineCoreClient], AsyncImages, AsyncItems):
+def _rollouts(engine: AsyncLLM) -> AsyncRollouts:
+    return engine.rollouts
+
+
+def _adapters(engine: AsyncLLM) -> AsyncAdapters:
+    return engine.adapters
+
+
+class AsyncLLM(EngineFrontend[AsyncEngineCoreClient], AsyncImages, AsyncItems):
     """An engine for use in an event loop. The engine core runs in its own process.
 
     The constructor loads the model; call it in any thread, with or without a running loop. All methods must then be
@@ -73,6 +83,8 @@ class AsyncLLM(AsyncAdapters, EngineFrontend[AsyncEngineCoreClient], AsyncImages
         input_processor, pooling_input_processor: The validators of requests.
         metrics: Counters and histograms since the start, for `mvllm.engine.metrics.prometheus`.
         tracer: Writes spans of requests. Set it before the first request; the caller closes it.
+        rollouts: Pauses the engine and changes its weights.
+        adapters: Loads, unloads and replaces LoRA adapters.
 
     Raises:
         PlatformError, ConfigError, ModelError: The engine cannot be started. No process or memory is left behind.
@@ -98,9 +110,13 @@ class AsyncLLM(AsyncAdapters, EngineFrontend[AsyncEngineCoreClient], AsyncImages
         self._fatal_error: EngineDeadError | None = None
         self._is_closed = False
         self._is_sleeping = False
-        self._sleep_lock, self._pause_lock = asyncio.Lock(), asyncio.Lock()
+        self._sleep_lock = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._threads = TextThreads("tokenizer")
+        self.rollouts = AsyncRollouts(self._client, self._require_alive)
+        self.adapters = AsyncAdapters(
+            self._client, self._lora_validator, self.rollouts, self._run_in_thread, self._require_alive
+        )
         logs = log_stats and config.log_stats
         self._stats_log = PeriodicStatsLog(lambda: self.load, lambda: self.stats) if logs else None
 
@@ -326,7 +342,7 @@ class AsyncLLM(AsyncAdapters, EngineFrontend[AsyncEngineCoreClient], AsyncImages
 
         0 while it is idle, and during `sleep`, `wake_up` and weight updates, which may take long. No message is sent.
         """
-        return 0.0 if self._sleep_lock.locked() or self._num_long_calls else self._client.heartbeat_age
+        return 0.0 if self._sleep_lock.locked() or self.rollouts.num_long_calls else self._client.heartbeat_age
 
     @property
     def stats(self) -> SchedulerStats:
@@ -362,7 +378,12 @@ class AsyncLLM(AsyncAdapters, EngineFrontend[AsyncEngineCoreClient], AsyncImages
     @property
     def is_idle(self) -> bool:
         """Whether no request runs or waits in the engine cores, by their last report, and no long call runs."""
-        is_busy = self.stats.num_running or self.stats.num_waiting or self._num_long_calls or self._sleep_lock.locked()
+        is_busy = (
+            self.stats.num_running
+            or self.stats.num_waiting
+            or self.rollouts.num_long_calls
+            or self._sleep_lock.locked()
+        )
         return not is_busy
 
     def describe_cores(self) -> list[str]:
@@ -390,6 +411,22 @@ class AsyncLLM(AsyncAdapters, EngineFrontend[AsyncEngineCoreClient], AsyncImages
         """Clears the prefix cache. Returns False if running requests use some of its blocks."""
         self._require_alive()
         return await self._client.call(ResetPrefixCache())
+
+    add_lora = forward(_adapters, AsyncAdapters.add_lora)
+    remove_lora = forward(_adapters, AsyncAdapters.remove_lora)
+    list_loras = forward(_adapters, AsyncAdapters.list_loras)
+    update_lora = forward(_adapters, AsyncAdapters.update_lora)
+
+    pause_generation = forward(_rollouts, AsyncRollouts.pause_generation)
+    resume_generation = forward(_rollouts, AsyncRollouts.resume_generation)
+    is_paused = is_scheduler_paused = forward(_rollouts, AsyncRollouts.is_paused)
+    init_weight_transfer_engine = forward(_rollouts, AsyncRollouts.init_weight_transfer_engine)
+    start_weight_update = forward(_rollouts, AsyncRollouts.start_weight_update)
+    update_weights = forward(_rollouts, AsyncRollouts.update_weights)
+    finish_weight_update = forward(_rollouts, AsyncRollouts.finish_weight_update)
+    abandon_weight_update = forward(_rollouts, AsyncRollouts.abandon_weight_update)
+    weight_info = forward(_rollouts, AsyncRollouts.weight_info)
+    collective_rpc = forward(_rollouts, AsyncRollouts.collective_rpc)
 
     async def sleep(self, level: int = 1) -> None:
         """Aborts all requests, frees memory, and rejects requests until `wake_up`. Goes on if the caller is cancelled.

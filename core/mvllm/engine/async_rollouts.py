@@ -1,11 +1,10 @@
-"""The methods of AsyncLLM for reinforcement learning: pause, weight updates, calls of the workers."""
+"""The part of AsyncLLM for reinforcement learning: pause, weight updates, calls of the workers."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mvllm.engine.frontend.weight_update_source import transfer_info, weight_update_in_thread
@@ -36,16 +35,22 @@ if TYPE_CHECKING:
 _R = TypeVar("_R")
 
 
-class AsyncRollouts(ABC):
-    """Base of AsyncLLM, which defines the attributes that it uses."""
+class AsyncRollouts:
+    """Pauses an AsyncLLM and changes its weights.
 
-    _client: AsyncEngineCoreClient
-    _pause_lock: asyncio.Lock  # keeps the order of calls that pause and resume
-    _num_long_calls = 0  # that take longer than a step, and during which the core does not report
+    Args:
+        client: Its engine cores.
+        require_alive: Raises if it is closed or dead.
 
-    @abstractmethod
-    def _require_alive(self) -> None:
-        """Raises if the engine is closed or dead."""
+    Attributes:
+        num_long_calls: Calls under way that take longer than a step, and during which the cores do not report.
+    """
+
+    def __init__(self, client: AsyncEngineCoreClient, require_alive: Callable[[], None]) -> None:
+        self._client = client
+        self._require_alive = require_alive
+        self._pause_lock = asyncio.Lock()  # keeps the order of calls that pause and resume
+        self.num_long_calls = 0
 
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
         """Stops computing, and returns when no step runs. Requests that come meanwhile wait for `resume_generation`.
@@ -91,10 +96,6 @@ class AsyncRollouts(ABC):
             await self._client.call(ResumeScheduler())
 
     async def is_paused(self) -> bool:
-        """Whether the engine is paused."""
-        return await self.is_scheduler_paused()
-
-    async def is_scheduler_paused(self) -> bool:
         """Whether no step runs until `resume_generation`, or until the end of a weight update."""
         self._require_alive()
         return await self._client.call(IsSchedulerPaused())
@@ -139,7 +140,7 @@ class AsyncRollouts(ABC):
             PlatformError: The platform's worker does not support it.
         """
         self._require_alive()
-        starting = asyncio.ensure_future(self._call_long(StartWeightUpdate()))
+        starting = asyncio.ensure_future(self.call_long(StartWeightUpdate()))
         try:
             await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -174,14 +175,14 @@ class AsyncRollouts(ABC):
 
     async def _update_weights(self, fields: Mapping[str, Any]) -> None:
         async with weight_update_in_thread(fields) as update:
-            await self._call_long(UpdateWeights(update))
+            await self.call_long(UpdateWeights(update))
 
     async def finish_weight_update(
         self, weight_version: int | None = None, *, reset_running_requests: bool = False
     ) -> int:
         """Ends a weight update, see `LLM.finish_weight_update`."""
         self._require_alive()
-        return await self._call_long(FinishWeightUpdate(weight_version, reset_running_requests))
+        return await self.call_long(FinishWeightUpdate(weight_version, reset_running_requests))
 
     async def abandon_weight_update(self) -> None:
         """Ends a weight update without its remaining parts, see `LLM.abandon_weight_update`."""
@@ -210,15 +211,15 @@ class AsyncRollouts(ABC):
             PlatformError: The method raised an exception, or its result cannot be sent to this process.
         """
         self._require_alive()
-        return await self._call_long(CallWorkers(method, list(args), dict(kwargs or {})))
+        return await self.call_long(CallWorkers(method, list(args), dict(kwargs or {})))
 
-    async def _call_long(self, command: EngineCommand[_R]) -> _R:
-        """An answer that is counted in `_num_long_calls` until it comes, also if the caller is cancelled."""
+    async def call_long(self, command: EngineCommand[_R]) -> _R:
+        """An answer that is counted in `num_long_calls` until it comes, also if the caller is cancelled."""
         return await run_to_end(self._counted(command))
 
     async def _counted(self, command: EngineCommand[_R]) -> _R:
-        self._num_long_calls += 1
+        self.num_long_calls += 1
         try:
             return await self._client.call(command)
         finally:
-            self._num_long_calls -= 1
+            self.num_long_calls -= 1

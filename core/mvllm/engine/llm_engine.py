@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.core.sleep import check_sleep_level, check_wake_up_tags
+from mvllm.engine.forward import forward
 from mvllm.engine.frontend.engine_frontend import EngineFrontend
 from mvllm.engine.frontend.input_processor import ProcessedRequest
 from mvllm.engine.frontend.outputs import RequestOutput
@@ -75,7 +76,11 @@ class EngineCoreClient(CoreClientProperties, Protocol):
         """Ends the engine core. Idempotent."""
 
 
-class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
+def _rollouts(engine: LLMEngine) -> EngineRollouts:
+    return engine.rollouts
+
+
+class LLMEngine(EngineFrontend[EngineCoreClient]):
     """An engine that runs one step per call of `step()`.
 
     Thread-safe: its methods run one after another, in the order of the calls. Outputs that `step` returns go to the
@@ -90,6 +95,7 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
         config: The configuration in use.
         input_processor, pooling_input_processor: The validators of requests.
         num_generated_tokens: Tokens generated since the start.
+        rollouts: Pauses the engine and changes its weights.
 
     Raises:
         PlatformError, ConfigError, ModelError: The engine cannot be started. No process or memory is left behind.
@@ -102,6 +108,7 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
         self._is_sleeping = False
         self._stats: SchedulerStats | None = None
         self._shared_steps = SharedSteps(self._drive_step, self._has_work, self.wake)
+        self.rollouts = EngineRollouts(self._client, self._shared_steps, self._lora_validator, self._require_alive)
         self._unread_outputs: deque[list[RequestOutput]] = deque()  # of steps that callers ran; for `step`
         self._validations: dict[str, list[Callable[[], None]]] = {}  # by request id: what waits for them
         self.num_generated_tokens = 0
@@ -378,6 +385,23 @@ class LLMEngine(EngineRollouts, EngineFrontend[EngineCoreClient]):
         handler."""
         if not self._closed:
             self._client.interrupt_step()
+
+    # --- rollouts
+
+    pause_generation = forward(_rollouts, EngineRollouts.pause_generation)
+    resume_generation = forward(_rollouts, EngineRollouts.resume_generation)
+    is_paused = is_scheduler_paused = forward(_rollouts, EngineRollouts.is_paused)
+    require_not_paused = forward(_rollouts, EngineRollouts.require_not_paused)
+    init_weight_transfer_engine = forward(_rollouts, EngineRollouts.init_weight_transfer_engine)
+    start_weight_update = forward(_rollouts, EngineRollouts.start_weight_update)
+    update_weights = forward(_rollouts, EngineRollouts.update_weights)
+    finish_weight_update = forward(_rollouts, EngineRollouts.finish_weight_update)
+    abandon_weight_update = forward(_rollouts, EngineRollouts.abandon_weight_update)
+    weight_info = forward(_rollouts, EngineRollouts.weight_info)
+    update_lora = forward(_rollouts, EngineRollouts.update_lora)
+    call_workers = forward(_rollouts, EngineRollouts.call_workers)
+
+    # --- administration
 
     @exclusive
     def decode_images(self, codes: bytes, rows: int, columns: int) -> bytes:

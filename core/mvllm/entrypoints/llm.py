@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import msgspec
 
 from mvllm.config.engine_args import EngineArgs
+from mvllm.engine.forward import forward
 from mvllm.engine.frontend.input_processor import ProcessedRequest
 from mvllm.engine.frontend.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from mvllm.engine.frontend.pooling_outputs import (
@@ -23,12 +24,12 @@ from mvllm.engine.frontend.pooling_outputs import (
 from mvllm.engine.frontend.scoring import ScoringInput, ScoringRequests
 from mvllm.engine.llm_engine import LLMEngine
 from mvllm.engine.metrics.profiler import Profiler
+from mvllm.engine.rollouts import EngineRollouts
 from mvllm.entrypoints.chat_prompt import chat_prompt
 from mvllm.entrypoints.chat_template import Conversation, is_conversation
 from mvllm.entrypoints.failed_outputs import raise_failure
 from mvllm.entrypoints.generate_progress import GenerateProgress
 from mvllm.entrypoints.llm_images import LLMImages
-from mvllm.entrypoints.llm_rollouts import LLMRollouts
 from mvllm.entrypoints.pooling_tasks import PoolingArgument, for_named_task, for_one_vector, for_task
 from mvllm.entrypoints.prompt_lists import as_prompt_list, one_per_prompt
 from mvllm.entrypoints.score_inputs import ContentInput, score_inputs
@@ -53,7 +54,11 @@ ParamsArgument = SamplingParams | Sequence[SamplingParams] | None
 LoRAArgument = LoRARequest | Sequence[LoRARequest | None] | None
 
 
-class LLM(LLMRollouts, LLMImages):
+def _rollouts(llm: LLM) -> EngineRollouts:
+    return llm.llm_engine.rollouts
+
+
+class LLM(LLMImages):
     """A loaded model for offline inference.
 
     The model's memory is freed by `close()`, or at the end of a `with` block.
@@ -163,6 +168,17 @@ class LLM(LLMRollouts, LLMImages):
             CacheError, ModelError: The memory or the checkpoint is not available. The call may be repeated.
         """
         self.llm_engine.wake_up(tags)
+
+    pause_generation = forward(_rollouts, EngineRollouts.pause_generation)
+    resume_generation = forward(_rollouts, EngineRollouts.resume_generation)
+    is_paused = forward(_rollouts, EngineRollouts.is_paused)
+    init_weight_transfer_engine = forward(_rollouts, EngineRollouts.init_weight_transfer_engine)
+    start_weight_update = forward(_rollouts, EngineRollouts.start_weight_update)
+    update_weights = forward(_rollouts, EngineRollouts.update_weights)
+    finish_weight_update = forward(_rollouts, EngineRollouts.finish_weight_update)
+    abandon_weight_update = forward(_rollouts, EngineRollouts.abandon_weight_update)
+    weight_info = forward(_rollouts, EngineRollouts.weight_info)
+    update_lora = forward(_rollouts, EngineRollouts.update_lora)
 
     def collective_rpc(
         self,
@@ -507,7 +523,7 @@ class LLM(LLMRollouts, LLMImages):
 
         With `raise_on_error` the first request that fails ends the call: the others are aborted.
         """
-        engine.require_not_paused()
+        engine.rollouts.require_not_paused()
         ids = [request.core.request_id for request in requests]
         outputs: dict[str, RequestOutput] = {}
         with GenerateProgress(len(ids), use_tqdm) as progress:
