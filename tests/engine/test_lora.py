@@ -244,7 +244,7 @@ def test_threads_generate_with_their_own_adapters(llm: LLM, llama: Family) -> No
 def test_records_of_adapters_are_bounded(llm: LLM, llama: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (lora_manager, lora_request_validator):
         monkeypatch.setattr(module, "MAX_ADAPTER_RECORDS", 6)
-    manager = llm.llm_engine._client._core._lora_manager  # type: ignore[union-attr]
+    manager = llm.llm_engine._client._core._lora.require()  # type: ignore[union-attr]
     path = str(llama.paths["one"])
     for i in range(10, 30):
         request = LoRARequest(f"copy-{i}", i, path)
