@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mvllm import plugin_groups
 from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.metrics.stat_loggers import StatLoggerManager
 from mvllm.entrypoints.cli.main import COMMANDS, main
@@ -15,7 +16,6 @@ from mvllm.errors import ConfigError, ModelError
 from mvllm.messages.requests import SchedulerStats
 from mvllm.models.registry import resolve_model_class, supported_architectures
 from mvllm.ops.provider_plugins import check_providers, installed_providers
-from mvllm.platform import plugin_groups
 from tests.helpers.plugins import prepend, write_metadata
 from tests.unit.engine.builders import make_config
 
