@@ -12,7 +12,6 @@ from mvllm.logging import get_logger
 from mvllm.platform.discovery import (
     SLOW_PROBE_SECONDS,
     Candidate,
-    PluginSource,
     discover,
     find_sources,
     load_attribute,
@@ -20,6 +19,7 @@ from mvllm.platform.discovery import (
 )
 from mvllm.platform.interface import Platform
 from mvllm.platform.phases import Phase, enter_phase
+from mvllm.plugin_groups import PluginSource
 
 logger = get_logger(__name__)
 

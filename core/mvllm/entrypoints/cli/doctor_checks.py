@@ -29,7 +29,6 @@ from mvllm.platform.choose import ENVIRONMENT_VARIABLE, choose_candidate
 from mvllm.platform.discovery import (
     SLOW_PROBE_SECONDS,
     Candidate,
-    PluginSource,
     discover,
     dotted,
     find_sources,
@@ -39,6 +38,7 @@ from mvllm.platform.discovery import (
 )
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.spec import CONTRACT, Check, CheckStatus
+from mvllm.plugin_groups import PluginSource
 from mvllm.version import __version__
 
 _MIN_PYTHON = (3, 11)

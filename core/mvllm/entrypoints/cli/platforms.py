@@ -7,8 +7,9 @@ import json
 from typing import Any
 
 from mvllm import plugin_groups
-from mvllm.platform.discovery import SLOW_PROBE_SECONDS, Candidate, PluginSource, discover, dotted
+from mvllm.platform.discovery import SLOW_PROBE_SECONDS, Candidate, discover, dotted
 from mvllm.platform.spec import CONTRACT
+from mvllm.plugin_groups import PluginSource
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
