@@ -157,5 +157,5 @@ def test_inputs_of_16_bits_are_rounded_to_int8(tmp_path: Path) -> None:
 
 
 def test_tensor_types_must_be_a_mapping() -> None:
-    with pytest.raises(ModelError, match="'tensors' should map names of modules to tensor types"):
+    with pytest.raises(ModelError, match="'tensors' should map names of modules to block formats"):
         BlockQuantization.from_config(HFConfig({"tensors": ["model.layers.0.mlp.up_proj"]}, "config.json"))

@@ -20,6 +20,7 @@ from tests.helpers.plugins import prepend, write_metadata
 from tests.unit.engine.builders import make_config
 
 GROUPS = {
+    "mvllm.checkpoint_formats": "acme",
     "mvllm.models": "AcmeForCausalLM",
     "mvllm.quantization": "acme",
     "mvllm.executors": "acme",
