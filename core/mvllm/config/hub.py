@@ -278,16 +278,9 @@ def _choices(search: _Search, names: Iterable[str], where: str) -> _Choices | No
     if required is not None or search.quantization is not None:
         choices = _list_models(search, [required] if required else formats, names)
         if choices is None:
-            kind = required or (formats or format_names())[0]
-            request = f"':{search.quantization}'" if search.quantization is not None else f"load_format={required!r}"
-            raise ModelError(
-                f"{where} holds no model as a {kind.upper()} file, and {request} asks for one. Leave it out, or pass a "
-                f"folder or repository that has {kind.upper()} files."
-            )
-    elif search.what == "tokenizer" and any(_TOKENIZER_FILE.fullmatch(name) for name in names):
-        return None
-    elif search.what == "model" and any(name.endswith(".safetensors") and "/" not in name for name in names):
-        if formats:
+            raise _no_such_file(search, where, required or (formats or format_names())[0])
+    elif _has_own_files(search, names):
+        if formats and search.what == "model":
             kinds = " and ".join(name.upper() for name in formats)
             logger.info("%s holds safetensors and %s files; safetensors are read.", where, kinds)
         return None
@@ -296,6 +289,22 @@ def _choices(search: _Search, names: Iterable[str], where: str) -> _Choices | No
     if choices is not None:
         _check_load_format(search, where, choices.format_name)
     return choices
+
+
+def _has_own_files(search: _Search, names: Iterable[str]) -> bool:
+    """Whether a folder has safetensors, or files of a tokenizer if that is searched."""
+    if search.what == "tokenizer":
+        return any(_TOKENIZER_FILE.fullmatch(name) for name in names)
+    return any(name.endswith(".safetensors") and "/" not in name for name in names)
+
+
+def _no_such_file(search: _Search, where: str, format_name: str) -> ModelError:
+    kind = format_name.upper()
+    request = f"':{search.quantization}'" if search.quantization is not None else f"load_format={format_name!r}"
+    return ModelError(
+        f"{where} holds no model as a {kind} file, and {request} asks for one. Leave it out, or pass a folder or "
+        f"repository that has {kind} files."
+    )
 
 
 def _list_models(search: _Search, formats: Iterable[str], names: Sequence[str]) -> _Choices | None:
