@@ -6,7 +6,6 @@ other package `mvllm-*` of an extra has a platform.
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 
 _REQUIREMENT = re.compile(r"(mvllm-[a-z0-9-]+)[^;]*;.*extra == ['\"]([^'\"]+)['\"]")
@@ -45,6 +44,8 @@ def missing_part(name: str, what: str) -> str | None:
 
 def _packages(extra: str | None = None) -> set[str]:
     """Packages `mvllm-*` that one extra requires, or any extra."""
+    import importlib.metadata  # for errors and listings
+
     try:
         requirements = importlib.metadata.requires("mvllm") or []
     except importlib.metadata.PackageNotFoundError:

@@ -11,12 +11,17 @@ that fails names its distribution and version. `MVLLM_PLUGINS` restricts all gro
 
 from __future__ import annotations
 
-import importlib.metadata
+import functools
 import os
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mvllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 ENVIRONMENT_VARIABLE = "MVLLM_PLUGINS"
 
@@ -90,6 +95,23 @@ def allow_list() -> frozenset[str] | None:
 
 def list_plugins(group: PluginGroup) -> list[PluginSource]:
     """All installed plugins of a group, allowed or not, sorted by name. Imports none of them."""
+    import importlib.metadata  # by processes that list plugins
+
+    folders = tuple((folder, _modified(folder)) for folder in sys.path)
+    return list(_plugins(group.group, importlib.metadata.entry_points, folders))
+
+
+@functools.lru_cache(maxsize=64)
+def _plugins(
+    group: str, entry_points: Callable[..., Iterable[EntryPoint]], folders: tuple[tuple[str, int], ...]
+) -> tuple[PluginSource, ...]:
+    """The plugins of a group. Reading the metadata of all packages takes milliseconds, so it is kept.
+
+    Args:
+        group: The group of entry points.
+        entry_points: Lists those of a group.
+        folders: The search path, with the modification time of each folder: installing a package changes one.
+    """
     found = {
         PluginSource(
             name=ep.name,
@@ -97,9 +119,16 @@ def list_plugins(group: PluginGroup) -> list[PluginSource]:
             distribution=ep.dist.name if ep.dist else "unknown distribution",
             version=ep.dist.version if ep.dist else "unknown version",
         )
-        for ep in importlib.metadata.entry_points(group=group.group)
+        for ep in entry_points(group=group)
     }
-    return sorted(found, key=lambda s: (s.name, s.distribution, s.version))
+    return tuple(sorted(found, key=lambda s: (s.name, s.distribution, s.version)))
+
+
+def _modified(folder: str) -> int:
+    try:
+        return os.stat(folder or ".").st_mtime_ns
+    except OSError:
+        return 0
 
 
 def is_allowed(source: PluginSource) -> bool:
@@ -142,6 +171,8 @@ def load(group: PluginGroup, source: PluginSource) -> Any:
     Raises:
         ConfigError: It cannot be imported; names the distribution, and keeps the cause.
     """
+    import importlib.metadata
+
     try:
         return importlib.metadata.EntryPoint(source.name, source.entry_point, group.group).load()
     except KeyboardInterrupt:

@@ -7,9 +7,7 @@ The name of a format says what it opens, without an import: `x.gguf` is a file o
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -23,15 +21,23 @@ _FORMATS_OF_PARTS = ("gguf",)
 
 _INDEX = "_files.json"
 
+_SUFFIXES_OF_FOLDERS = frozenset(("bin", "jinja", "json", "md", "model", "pt", "py", "safetensors", "txt"))
+"""Suffixes in Hugging Face folders, which are no formats: for these folders nothing is looked up."""
+
 
 def format_names() -> tuple[str, ...]:
     """Names of the formats, sorted: the installed ones that are allowed, and those of mvllm's parts. Imports none."""
-    return tuple(sorted({*_FORMATS_OF_PARTS, *_installed(*_searched())}))
+    return tuple(sorted({*_FORMATS_OF_PARTS, *_installed()}))
 
 
 def load_format_names() -> tuple[str, ...]:
-    """The values of the setting `load_format`."""
+    """The values of the setting `load_format`: names of formats, and others."""
     return ("auto", "safetensors", *format_names(), "dummy")
+
+
+def is_format(load_format: str) -> bool:
+    """Whether a value of the setting `load_format` is the name of a format."""
+    return load_format not in ("auto", "safetensors", "dummy") and load_format in format_names()
 
 
 def checkpoint_format(name: str, what: str) -> CheckpointFormat:
@@ -45,15 +51,17 @@ def checkpoint_format(name: str, what: str) -> CheckpointFormat:
         ModelError: Its package is not installed.
         ConfigError: Its package is not allowed or cannot be loaded, or several packages have the name.
     """
-    if name not in (found := _loaded(*_searched())):
-        found[name] = _load(name, what)
-    return found[name]
+    source = plugin_groups.find(plugin_groups.CHECKPOINT_FORMATS, name)
+    if source is None:
+        missing = missing_part(name, what)
+        raise ModelError(missing or f"{what} needs the checkpoint format {name!r}, which no installed package has.")
+    return _load(source)
 
 
 def format_of_file(name: str) -> str | None:
     """The name of the format that a file has by its suffix; None for other files."""
-    _, dot, suffix = name.rpartition(".")
-    return suffix.lower() if dot and suffix.lower() in format_names() else None
+    _, dot, suffix = name.lower().rpartition(".")
+    return suffix if dot and suffix not in _SUFFIXES_OF_FOLDERS and suffix in format_names() else None
 
 
 def format_of_content(path: Path) -> str | None:
@@ -62,7 +70,7 @@ def format_of_content(path: Path) -> str | None:
     Raises:
         OSError: The file cannot be read.
     """
-    for name in _installed(*_searched()):
+    for name in _installed():
         if checkpoint_format(name, f"The file {str(path)!r}").is_model_file(path):
             return name
     return None
@@ -98,7 +106,7 @@ def installed_formats() -> list[CheckpointFormat]:
     Raises:
         ConfigError: A format cannot be loaded, or several packages have its name.
     """
-    return [checkpoint_format(name, f"The format {name!r}") for name in _installed(*_searched())]
+    return [checkpoint_format(name, f"The format {name!r}") for name in _installed()]
 
 
 def list_models(names: Iterable[str]) -> list[ModelFiles]:
@@ -108,33 +116,16 @@ def list_models(names: Iterable[str]) -> list[ModelFiles]:
         names: Relative paths of all files, with `/`.
     """
     names = list(names)
-    present = {format_of_file(name) for name in names} & set(_installed(*_searched()))
+    present = {format_of_file(name) for name in names} & set(_installed())
     formats = [checkpoint_format(name, f"The format {name!r}") for name in sorted(filter(None, present))]
     return [model for each in formats for model in each.list_models(names)]
 
 
-def _searched() -> tuple[tuple[str, ...], frozenset[str] | None]:
-    """What determines the installed formats."""
-    return tuple(sys.path), plugin_groups.allow_list()
-
-
-@functools.lru_cache(maxsize=4)
-def _installed(path: tuple[str, ...], allowed: frozenset[str] | None) -> tuple[str, ...]:
-    """Kept, because the metadata of all packages takes milliseconds to read."""
+def _installed() -> tuple[str, ...]:
     return plugin_groups.allowed_names(plugin_groups.CHECKPOINT_FORMATS)
 
 
-@functools.lru_cache(maxsize=4)
-def _loaded(path: tuple[str, ...], allowed: frozenset[str] | None) -> dict[str, CheckpointFormat]:
-    """The formats that have been loaded, by name."""
-    return {}
-
-
-def _load(name: str, what: str) -> CheckpointFormat:
-    source = plugin_groups.find(plugin_groups.CHECKPOINT_FORMATS, name)
-    if source is None:
-        missing = missing_part(name, what)
-        raise ModelError(missing or f"{what} needs the checkpoint format {name!r}, which no installed package has.")
+def _load(source: plugin_groups.PluginSource) -> CheckpointFormat:
     found = plugin_groups.load(plugin_groups.CHECKPOINT_FORMATS, source)
     if not (isinstance(found, type) and issubclass(found, CheckpointFormat)):
         raise ConfigError(

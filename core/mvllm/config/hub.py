@@ -23,7 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mvllm.checkpoint_formats.interface import CheckpointFormat, ModelFiles
-from mvllm.checkpoint_formats.registry import checkpoint_format, format_names, format_of_content, format_of_file
+from mvllm.checkpoint_formats.registry import (
+    checkpoint_format,
+    format_names,
+    format_of_content,
+    format_of_file,
+    is_format,
+)
 from mvllm.config.hub_repository import HubRepository, is_offline
 from mvllm.errors import ModelError, plain_reason
 from mvllm.logging import get_logger
@@ -274,7 +280,7 @@ def _choices(search: _Search, names: Iterable[str], where: str) -> _Choices | No
     """
     names = list(names)
     formats = sorted({found for name in names if (found := format_of_file(name)) is not None})
-    required = search.load_format if search.load_format in format_names() else None
+    required = search.load_format if is_format(search.load_format) else None
     if required is not None or search.quantization is not None:
         choices = _list_models(search, [required] if required else formats, names)
         if choices is None:
@@ -346,7 +352,7 @@ def _check_load_format(search: _Search, where: str, format_name: str) -> None:
 def _on_hub(search: _Search, repository: HubRepository, patterns: tuple[str, ...]) -> Path:
     """The snapshot of a repository. Lists its files first only if files of a format are likely, because that is one
     more request."""
-    asks = search.quantization is not None or search.load_format in format_names()
+    asks = search.quantization is not None or is_format(search.load_format)
     if asks or is_offline() or any(name in search.name.lower() for name in format_names()):
         if (choices := _choices(search, repository.file_names(), str(repository))) is not None:
             return _chosen_on_hub(search, repository, choices)

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from mvllm.checkpoint_formats.registry import is_derived_folder, load_format_names
+from mvllm.checkpoint_formats.registry import is_derived_folder, is_format, load_format_names
 from mvllm.checkpoint_formats.tensor_entry import TensorEntry, TensorReader, packed_name
 from mvllm.config.tokenizer_check import check_tokenizer
 from mvllm.errors import ConfigError, ModelError
@@ -100,7 +100,7 @@ def load_weights(
         _zero_padding(to_zero)
         _fill_dummy(targets, seed, on_loaded, allocate)
         return
-    if load_format not in load_format_names():
+    if load_format not in ("auto", "safetensors") and not is_format(load_format):
         raise ConfigError(
             f"load_format must be one of {', '.join(map(repr, load_format_names()))}, found {load_format!r}."
         )
