@@ -38,7 +38,7 @@ class ModelFiles:
 
 
 class CheckpointFormat(ABC):
-    """One format. Created without arguments whenever it is needed, so it keeps no state; importing its module needs no torch.
+    """One format. Created without arguments whenever it is needed, so it keeps no state. Its module needs no torch.
 
     The name of its entry point is its name: files `*.NAME` in any case are its files, `load_format` may be NAME, and
     each folder of `model_folder` has a file NAME_files.json.
