@@ -111,6 +111,16 @@ class TestEveryGroup:
             plugin_groups.load_plugin_by_name(group, "nobody")
 
 
+@pytest.mark.parametrize("listed", ["", "somebody-else"])
+def test_parts_of_mvllm_are_always_allowed(listed, site, monkeypatch):
+    site("", groups={"mvllm.checkpoint_formats": "acme"}, distribution="mvllm-acme")
+    monkeypatch.setenv("MVLLM_PLUGINS", listed)
+    assert "acme" not in plugin_groups.allowed_names(plugin_groups.CHECKPOINT_FORMATS)
+    requirement = "mvllm-acme<0.2,>=0.1; extra == 'parts'"
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: [requirement])
+    assert "acme" in plugin_groups.allowed_names(plugin_groups.CHECKPOINT_FORMATS)
+
+
 class TestModels:
     def test_an_installed_architecture_is_listed_as_supported(self, site):
         site("")
