@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LANE = Environment(ROOT, ROOT / ".venv-tpu")
 CONSTRAINTS = ROOT / "ci" / "constraints" / "tpu.txt"
 PLATFORM = ROOT / "platforms" / "tpu"
+GGUF = ROOT / "plugins" / "gguf"
 WAIVERS = PLATFORM / "waivers.toml"
 REPORTS = ROOT / "build" / "lanes" / "tpu" / "reports"
 LOGS = REPORTS.parent / "logs"
@@ -163,7 +164,7 @@ def install(steps: Steps) -> None:
 
 def install_ours(steps: Steps) -> None:
     """Installs the packages of this repository as editable."""
-    steps.run("mvllm and mvllm-tpu", [*PIP, "--no-build-isolation", "-e", ROOT, "-e", PLATFORM])
+    steps.run("mvllm, -gguf and -tpu", [*PIP, "--no-build-isolation", "-e", ROOT, "-e", GGUF, "-e", PLATFORM])
 
 
 # ---------------------------------------------------------------------------------------------------------------- parts

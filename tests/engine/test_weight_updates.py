@@ -33,7 +33,6 @@ from tests.engine import weight_update_extension
 from tests.engine.conftest import MakeLLM
 from tests.helpers.async_engine import async_engine, last
 from tests.helpers.changed_weights import changed_copy, tensors_of
-from tests.helpers.gguf_files import write_gguf
 from tests.helpers.lora_adapters import write_adapter
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.parity import engine
@@ -216,27 +215,6 @@ def test_models_through_transformers_are_updated_as_well(tmp_path: Path) -> None
     with engine(pair.old, **settings) as llm:
         llm.update_weights(path=pair.new)
         assert result_of(llm) == expected(pair.new, tuple(settings.items()))
-
-
-def test_blocks_of_a_gguf_file_are_replaced_by_those_of_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MVLLM_CACHE_DIR", str(tmp_path / "cache"))
-    pair = Pair("llama-gqa", tmp_path)
-
-    def type_of(name: str) -> str:
-        return "Q8_0" if "attn_" in name or "ffn_" in name else "F32"
-
-    old, new = (write_gguf(folder, folder.with_suffix(".gguf"), type_of) for folder in (pair.old, pair.new))
-    with engine(new, skip_tokenizer_init=True) as llm:
-        want = result_of(llm)
-    with engine(old, skip_tokenizer_init=True) as llm:
-        before = result_of(llm)
-        llm.update_weights(path=new)
-        assert result_of(llm) == want != before
-        with pytest.raises(RequestError, match=r"proj\.weight.*takes no floats"):
-            llm.update_weights(path=pair.old)
-        assert result_of(llm) == want
 
 
 def test_weights_in_files_that_other_engines_map_are_replaced(

@@ -62,8 +62,13 @@ def distributions(platform: str) -> dict[str, Path]:
         if project["name"] not in found:
             found[project["name"]] = folder
             needed = (requirement.split(">")[0] for requirement in project["dependencies"])
-            wanted += [ROOT / "platforms" / name.removeprefix("mvllm-") for name in needed if name.startswith("mvllm-")]
+            wanted += [_folder_of(name.removeprefix("mvllm-")) for name in needed if name.startswith("mvllm-")]
     return found
+
+
+def _folder_of(name: str) -> Path:
+    folder = ROOT / "platforms" / name
+    return folder if folder.is_dir() else ROOT / "plugins" / name
 
 
 def built(settings: Settings) -> list[Path]:

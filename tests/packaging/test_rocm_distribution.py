@@ -50,7 +50,10 @@ def test_a_wheel_is_for_any_machine_and_holds_the_package_alone(wheels, name, pa
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("rocm", {"mvllm", "mvllm-torch-gpu", "torch"}), ("torch-gpu", {"mvllm", "mvllm-triton-kernels", "torch"})],
+    [
+        ("rocm", {"mvllm", "mvllm-gguf", "mvllm-torch-gpu", "torch"}),
+        ("torch-gpu", {"mvllm", "mvllm-triton-kernels", "torch"}),
+    ],
 )
 def test_they_require_minimum_versions_and_no_exact_versions(name, expected):
     project = tomllib.loads((REPOSITORY / "platforms" / name / "pyproject.toml").read_text())["project"]

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from mvllm import LoRARequest, SamplingParams
+from mvllm.config.hub import find_model
 from mvllm.engine.tokenizer.tokenizer import load_tokenizer
-from mvllm.gguf.model_folder import model_folder
 from tests.helpers import parity
 from tests.helpers.lora_adapters import check_against, merged, write_adapter
 from tests.helpers.published import PACKAGES
@@ -49,7 +49,7 @@ def _converted(model: Published, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def oracle(published: Published, tmp_path_factory: pytest.TempPathFactory) -> Iterator[parity.Oracle]:
     folder = tmp_path_factory.mktemp("converted") / published.name
-    tokenizer = load_tokenizer(make_config(tokenizer=str(model_folder(published.path))).model)
+    tokenizer = load_tokenizer(make_config(tokenizer=str(find_model(str(published.path)))).model)
     prompts = [tokenizer.encode(text) for text in PROMPTS]
     yield parity.oracle_of(_converted(published, folder), prompts, NUM_TOKENS)
     shutil.rmtree(folder)  # up to 1.1 GB

@@ -1,4 +1,4 @@
-"""The models on this machine: repositories in the hub's cache, and GGUF files that have been loaded."""
+"""The models on this machine: repositories in the hub's cache, and files of installed formats that were loaded."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mvllm.checkpoint_formats.registry import installed_formats, list_models
 from mvllm.config.hf_config import read_json_object
 from mvllm.config.hub_repository import hub_cache
 from mvllm.errors import ConfigError, ModelError
-from mvllm.gguf.file_choice import list_choices
-from mvllm.gguf.model_folder import derived_files
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class CachedModel:
     """One model.
 
     Attributes:
-        name: As commands take it: a hub name, with `:Q4_K_M` for one of several GGUF files, or a path.
+        name: As commands take it: a hub name, with `:Q4_K_M` for one of several files of a format, or a path.
         num_bytes: Bytes of its files.
         quantization: The quantization or dtype of its weights; `?` if its files do not say.
         modified: When its files last changed, in seconds since the epoch.
@@ -39,13 +38,14 @@ def list_cached_models() -> list[CachedModel]:
     """All models, the last modified first. Repositories without weights are left out."""
     found = [model for repo in _repositories() for model in _models_of(repo)]
     cache = os.path.realpath(hub_cache())
-    for paths in derived_files():
-        is_cached = os.path.realpath(paths[0]).startswith(cache + os.sep)
-        if not is_cached and all(path.exists() for path in paths):
-            choice = list_choices([paths[0].name])
-            quantization = choice[0].quantization if choice else "?"
-            quantization = "?" if quantization == paths[0].stem else quantization
-            found.append(_model(str(paths[0]), quantization, paths))
+    for checkpoint_format in installed_formats():
+        for paths in checkpoint_format.known_files():
+            is_cached = os.path.realpath(paths[0]).startswith(cache + os.sep)
+            if not is_cached and all(path.exists() for path in paths):
+                models = checkpoint_format.list_models([paths[0].name])
+                quantization = models[0].quantization if models else "?"
+                quantization = "?" if quantization == paths[0].stem else quantization
+                found.append(_model(str(paths[0]), quantization, paths))
     return sorted(found, key=lambda model: -model.modified)
 
 
@@ -53,7 +53,7 @@ def remove_cached_model(name: str) -> int:
     """Deletes a model from the hub's cache.
 
     Args:
-        name: A hub name, or one with `:Q4_K_M` for one of its GGUF files.
+        name: A hub name, or one with `:Q4_K_M` for one of its files of a format.
 
     Returns:
         The freed bytes.
@@ -75,7 +75,7 @@ def remove_cached_model(name: str) -> int:
 
 
 def _remove_file(name: str, repo: Any) -> int:
-    """Deletes the files of one GGUF model, and their contents where no other file of the repository has them."""
+    """Deletes the files of one model, and their contents where no other file of the repository has them."""
     models = [] if repo is None else _models_of(repo)
     found = next((model for model in models if model.name.lower() == name.lower()), None)
     if found is None:
@@ -116,12 +116,10 @@ def _models_of(repo: Any) -> list[CachedModel]:
         }
         if any(name.endswith(".safetensors") for name in files):
             return [_model(repo.repo_id, _quantization(revision.snapshot_path), list(files.values()))]
-        if choices := list_choices(files):
+        if models := list_models(files):
             return [
-                _model(
-                    f"{repo.repo_id}:{choice.quantization}", choice.quantization, [files[each] for each in choice.files]
-                )
-                for choice in choices
+                _model(f"{repo.repo_id}:{each.quantization}", each.quantization, [files[name] for name in each.files])
+                for each in models
             ]
     return []
 

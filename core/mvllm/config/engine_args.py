@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from mvllm.checkpoint_formats.registry import load_format_names
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.engine_config_builder import build_engine_config
 from mvllm.config.foreign_keywords import find_foreign
@@ -365,7 +366,7 @@ class EngineArgs(MultiModalArgs):
         help="'safetensors' and 'gguf' read the checkpoint in that form, 'auto' in the one that there is (safetensors "
         "if both); 'dummy' fills in small random weights.",
         group="load",
-        choices=("auto", "safetensors", "gguf", "dummy"),
+        choices=load_format_names,
     )
     use_tqdm_on_load: bool = option(True, help="Show progress while loading weights.", group="load")
 

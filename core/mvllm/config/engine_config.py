@@ -122,7 +122,7 @@ class LoadConfig:
     """Source of the weights.
 
     Attributes:
-        load_format: `auto`, `safetensors` or `gguf` read the checkpoint; `dummy` fills in small random weights.
+        load_format: `dummy` fills in small random weights; all others read the checkpoint in the form that they name.
         use_tqdm: Show progress while loading.
     """
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 
 KNOWN_VARIABLES: dict[str, str] = {
     "MVLLM_PLATFORM": "Platform plugin to run on, where --platform or platform= does not say.",
-    "MVLLM_PLUGINS": "Comma-separated packages or names that may plug in beside platforms; without it, all that are "
-    "asked for may.",
+    "MVLLM_PLUGINS": "Comma-separated packages or names that may plug in beside platforms and parts of mvllm; without "
+    "it, all that are asked for may.",
     "MVLLM_API_KEY": "Key that requests to `mvllm serve` must carry; several, one per line.",
     "MVLLM_ADMIN_API_KEY": "Key for everything that `mvllm serve` offers, administration included.",
     "MVLLM_KV_TRANSFER_KEY": "Key that engines share which pass KV blocks to each other over TCP.",

@@ -1,13 +1,13 @@
 """Finds the folder of a model: a local one, the packaged demo, a snapshot from the Hugging Face hub, or the one derived
-from a GGUF file.
+from a file of an installed checkpoint format, such as GGUF.
 
 A local folder never causes network traffic. A hub name goes through `huggingface_hub`, which uses the cache in
 `HF_HOME` or `HF_HUB_CACHE` and the token `HF_TOKEN`; with `HF_HUB_OFFLINE=1` it reads the cache only. All files of a
 model have one revision.
 
-    folder                     the folder; if it has GGUF files and no safetensors, one of them
+    folder                     the folder; if it has such files and no safetensors, one of them
     organisation/name          the same of a repository, fetched
-    either of them:Q4_K_M      the GGUF file with this quantization
+    either of them:Q4_K_M      the file with this quantization
     file.gguf                  the file
     organisation/name/x.gguf   the file of the repository
 """
@@ -22,11 +22,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mvllm.checkpoint_formats.interface import CheckpointFormat, ModelFiles
+from mvllm.checkpoint_formats.registry import (
+    checkpoint_format,
+    format_names,
+    format_of_content,
+    format_of_file,
+    is_format,
+)
 from mvllm.config.hub_repository import HubRepository, is_offline
 from mvllm.errors import ModelError, plain_reason
-from mvllm.gguf.file_choice import GGUFChoice, choose, is_gguf_name, list_choices
-from mvllm.gguf.header import MAGIC
-from mvllm.gguf.model_folder import model_folder
 from mvllm.logging import get_logger
 
 __all__ = ["DEMO", "DEMO_VISION", "find_model", "find_tokenizer", "is_offline", "may_be_fetched"]
@@ -41,7 +46,7 @@ _WEIGHTS = ("*.safetensors",)
 _CODE = ("*.py",)
 
 _HUB_NAME = re.compile(r"[\w.\-]+(/[\w.\-]+)?", re.ASCII)
-_HUB_FILE = re.compile(r"(?P<repository>[\w.\-]+/[\w.\-]+)/(?P<file>(?!.*\.\.)[^\\]+\.gguf)", re.ASCII | re.IGNORECASE)
+_HUB_FILE = re.compile(r"(?P<repository>[\w.\-]+/[\w.\-]+)/(?P<file>(?!.*\.\.)[^\\]+)", re.ASCII)
 # Not `C:\folder`: a drive is one letter.
 _WITH_QUANTIZATION = re.compile(r"(?P<name>.{2,}):(?P<quantization>[\w.\-]+)", re.ASCII | re.DOTALL)
 _TOKENIZER_FILE = re.compile(r"tokenizer.*|vocab\.(json|txt)|.*\.(model|tiktoken)")
@@ -55,7 +60,7 @@ class _Search:
     Args:
         what: `model` or `tokenizer`.
         name: As given, without the quantization.
-        quantization: Quantization of the GGUF file to choose; None if none was given.
+        quantization: Quantization of the file to choose; None if none was given.
         load_format: As the setting.
         with_weights: As `find_model`.
         with_tokenizer: As `find_model`.
@@ -68,6 +73,25 @@ class _Search:
     with_weights: bool = True
     with_tokenizer: bool = True
 
+    def checkpoint_format(self, name: str) -> CheckpointFormat:
+        """The format of a name, which this search needs."""
+        return checkpoint_format(name, f"The {self.what} {self.name!r}")
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """The models of one format to choose from.
+
+    Args:
+        format_name: The format's name.
+        format: The format.
+        models: Its models; not empty.
+    """
+
+    format_name: str
+    format: CheckpointFormat
+    models: Sequence[ModelFiles]
+
 
 def find_model(
     model: str,
@@ -79,20 +103,23 @@ def find_model(
     with_tokenizer: bool = True,
     load_format: str = "auto",
 ) -> Path:
-    """The folder of `model`; of a GGUF file the one derived from it (`mvllm.gguf.model_folder`).
+    """The folder of `model`; of a file the one derived from it (`CheckpointFormat.model_folder`).
 
     Args:
         model: A folder, a GGUF file, `demo`, `demo-vision`, or a hub name (`organisation/name`). `:Q4_K_M` after a
-            folder or a hub name chooses one of its GGUF files.
+            folder or a hub name chooses one of its GGUF files. Likewise for other installed formats.
         revision: Branch, tag or commit on the hub; None is the default branch. Does not apply to folders.
         token: Hub token; None takes `HF_TOKEN` or the one stored by `hf auth login`.
         trust_remote_code: Fetch the repository's Python files as well.
-        with_weights: Fetch the weights as well. GGUF files are always fetched: they are the configuration, too.
-        with_tokenizer: Of a GGUF file, derive the tokenizer as well.
+        with_weights: Fetch the weights as well. Files of other formats are always fetched: they are the configuration,
+            too.
+        with_tokenizer: Of a file of another format, derive the tokenizer as well.
         load_format: As the setting; where there are both, `gguf` takes GGUF files, others safetensors.
 
     Raises:
-        ModelError: It was not found; lists what was tried, the results, and what to do.
+        ModelError: It was not found, which lists what was tried, the results, and what to do; or the package of its
+            format is not installed.
+        ConfigError: The package of its format is not allowed, or cannot be loaded.
     """
     patterns: tuple[str, ...] = _CONFIGURATION + _TOKENIZER
     if with_weights:
@@ -120,7 +147,7 @@ def find_tokenizer(
 ) -> Path:
     """The folder of a tokenizer that is not the model's; arguments and errors as `find_model`.
 
-    Tokenizer files in the folder of a GGUF file have precedence over the tokenizer in the GGUF file.
+    Tokenizer files in a folder have precedence over the tokenizer in a file of another format, such as GGUF.
     """
     patterns = _CONFIGURATION + _TOKENIZER + (_CODE if trust_remote_code else ())
     name, quantization = _split_quantization(tokenizer)
@@ -147,23 +174,23 @@ def _find(search: _Search, revision: str | None, token: str | None, patterns: tu
     try:
         is_folder, exists = folder.is_dir(), folder.exists()
         files = _names_in(folder) if is_folder else []
-        is_gguf = exists and not is_folder and _is_gguf(folder)
+        format_name = _format_of(folder) if exists and not is_folder else None
     except (OSError, ValueError) as e:
         raise ModelError(f"The {what} {name!r} cannot be looked up: {plain_reason(e)}.") from e
     if is_folder:
         return _in_folder(search, folder, files)
-    if is_gguf:
-        return _gguf_file(search, folder)
+    if format_name is not None:
+        return _file(search, folder, format_name)
     if exists:
         raise ModelError(
             f"The {what} {name!r} is a file. Pass the folder that holds it, with config.json, safetensors weights and "
             "tokenizer, or a GGUF file."
         )
-    repository_and_file = _HUB_FILE.fullmatch(name)
-    if repository_and_file and _may_be_hub_name(repository_and_file["repository"]):
+    format_name, repository_and_file = format_of_file(name), _HUB_FILE.fullmatch(name)
+    if format_name and repository_and_file and _may_be_hub_name(repository_and_file["repository"]):
         repository = HubRepository(repository_and_file["repository"], what, folder, revision, token)
-        return _hub_file(search, repository, repository_and_file["file"])
-    if _may_be_hub_name(name) and not is_gguf_name(name):
+        return _hub_file(search, repository, repository_and_file["file"], format_name)
+    if _may_be_hub_name(name) and format_name is None:
         return _on_hub(search, HubRepository(name, what, folder, revision, token), patterns)
     raise ModelError(
         f"The {what} {name!r} was not found.\n"
@@ -201,98 +228,121 @@ def _may_be_hub_name(name: str) -> bool:
 def _names_in(folder: Path) -> list[str]:
     """Names of the files of a folder; those of its subfolders as well if the folder itself has no weights."""
     names = sorted(path.name for path in folder.iterdir())
-    if not any(is_gguf_name(name) or name.endswith(".safetensors") for name in names):
+    if not any(format_of_file(name) or name.endswith(".safetensors") for name in names):
         for subfolder in [folder / name for name in names[:_MOST_SUBFOLDERS]]:
             with contextlib.suppress(OSError):
                 names += sorted(f"{subfolder.name}/{path.name}" for path in subfolder.iterdir())
     return names
 
 
-def _is_gguf(path: Path) -> bool:
-    """Whether an existing file is a GGUF file, by its name or its first bytes."""
-    if is_gguf_name(path.name):
-        return True
-    if not stat.S_ISREG(path.stat().st_mode):
-        return False
-    with path.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
+def _format_of(path: Path) -> str | None:
+    """The name of the format of an existing file, by its suffix or its first bytes."""
+    found = format_of_file(path.name)
+    return format_of_content(path) if found is None and stat.S_ISREG(path.stat().st_mode) else found
 
 
 def _in_folder(search: _Search, folder: Path, names: Sequence[str]) -> Path:
-    choices = _gguf_choices(search, names, str(folder))
-    if not choices:
+    choices = _choices(search, names, str(folder))
+    if choices is None:
         return folder
-    choice = choose(choices, search.quantization, str(folder), f"{folder}:{{}}")
-    _log_choice(choice, choices, str(folder))
+    chosen = _choose(search, choices, str(folder), f"{folder}:{{}}")
     unused = [name for name in ("config.json", "generation_config.json", "tokenizer.json") if name in names]
     if unused and search.what == "model":
         logger.info(
-            "%s: %s not used, as the GGUF file holds configuration and tokenizer.",
+            "%s: %s not used, as the %s file holds configuration and tokenizer.",
             folder,
             f"{', '.join(unused)} {'is' if len(unused) == 1 else 'are'}",
+            choices.format_name.upper(),
         )
-    return model_folder(folder / choice.files[0], with_tokenizer=search.with_tokenizer)
+    return choices.format.model_folder(folder / chosen.files[0], with_tokenizer=search.with_tokenizer)
 
 
-def _gguf_file(search: _Search, path: Path) -> Path:
-    _check_file_alone(search)
-    return model_folder(path, with_tokenizer=search.with_tokenizer)
+def _file(search: _Search, path: Path, format_name: str) -> Path:
+    _check_file_alone(search, format_name)
+    return search.checkpoint_format(format_name).model_folder(path, with_tokenizer=search.with_tokenizer)
 
 
-def _check_file_alone(search: _Search) -> None:
+def _check_file_alone(search: _Search, format_name: str) -> None:
     if search.quantization is not None:
         raise ModelError(
             f"{search.name!r} is a file, and ':{search.quantization}' would choose one of the files of a folder or a "
             "repository. Leave it out."
         )
-    _check_load_format(search, search.name)
+    _check_load_format(search, search.name, format_name)
 
 
-def _gguf_choices(search: _Search, names: Iterable[str], where: str) -> list[GGUFChoice]:
-    """The GGUF models to choose from; empty if GGUF files are not to be read.
+def _choices(search: _Search, names: Iterable[str], where: str) -> _Choices | None:
+    """The models to choose from among files; None if the folder is to be read as it is.
 
     Raises:
-        ModelError: The settings require GGUF files and there are none, or exclude them and there are no other files.
+        ModelError: The settings require files of a format and there are none, or exclude them and there are no other
+            files; or the package of their format is not installed.
     """
     names = list(names)
-    choices = list_choices(names)
-    if search.quantization is not None or search.load_format == "gguf":
-        if not choices:
-            request = f"':{search.quantization}'" if search.quantization is not None else "load_format='gguf'"
-            raise ModelError(
-                f"{where} holds no model as a GGUF file, and {request} asks for one. Leave it out, or pass a folder or "
-                "repository that has GGUF files."
-            )
-        _check_load_format(search, where)
-        return choices
-    if search.what == "tokenizer":
-        return [] if any(_TOKENIZER_FILE.fullmatch(name) for name in names) else choices
-    if any(name.endswith(".safetensors") and "/" not in name for name in names):
-        if choices:
-            logger.info("%s holds safetensors and GGUF files; safetensors are read.", where)
-        return []
-    if choices:
-        _check_load_format(search, where)
+    formats = sorted({found for name in names if (found := format_of_file(name)) is not None})
+    required = search.load_format if is_format(search.load_format) else None
+    if required is not None or search.quantization is not None:
+        choices = _list_models(search, [required] if required else formats, names)
+        if choices is None:
+            raise _no_such_file(search, where, required or (formats or format_names())[0])
+    elif _has_own_files(search, names):
+        if formats and search.what == "model":
+            kinds = " and ".join(name.upper() for name in formats)
+            logger.info("%s holds safetensors and %s files; safetensors are read.", where, kinds)
+        return None
+    else:
+        choices = _list_models(search, formats, names)
+    if choices is not None:
+        _check_load_format(search, where, choices.format_name)
     return choices
 
 
-def _check_load_format(search: _Search, where: str) -> None:
-    if search.load_format == "safetensors":
-        raise ModelError(
-            f"load_format is 'safetensors', but {where} is a model in GGUF form. Leave load_format out, or pass a "
-            "folder with safetensors weights."
-        )
+def _has_own_files(search: _Search, names: Iterable[str]) -> bool:
+    """Whether a folder has safetensors, or files of a tokenizer if that is searched."""
+    if search.what == "tokenizer":
+        return any(_TOKENIZER_FILE.fullmatch(name) for name in names)
+    return any(name.endswith(".safetensors") and "/" not in name for name in names)
 
 
-def _log_choice(choice: GGUFChoice, choices: Sequence[GGUFChoice], where: str) -> None:
-    if len(choices) > 1:
-        others = [each.quantization for each in choices if each is not choice]
+def _no_such_file(search: _Search, where: str, format_name: str) -> ModelError:
+    kind = format_name.upper()
+    request = f"':{search.quantization}'" if search.quantization is not None else f"load_format={format_name!r}"
+    return ModelError(
+        f"{where} holds no model as a {kind} file, and {request} asks for one. Leave it out, or pass a folder or "
+        f"repository that has {kind} files."
+    )
+
+
+def _list_models(search: _Search, formats: Iterable[str], names: Sequence[str]) -> _Choices | None:
+    """The models of the first of the formats that finds any."""
+    for name in formats:
+        found = search.checkpoint_format(name)
+        if models := found.list_models(names):
+            return _Choices(name, found, models)
+    return None
+
+
+def _choose(search: _Search, choices: _Choices, where: str, how: str) -> ModelFiles:
+    """Chooses the requested model, and logs that where there are several. The arguments are those of the format."""
+    chosen = choices.format.choose(choices.models, search.quantization, where, how)
+    if len(choices.models) > 1:
+        others = [each.quantization for each in choices.models if each.files != chosen.files]
         logger.info(
-            "Chose %s of %s. Further GGUF files: %s%s.",
-            choice.files[0],
+            "Chose %s of %s. Further %s files: %s%s.",
+            chosen.files[0],
             where,
+            choices.format_name.upper(),
             ", ".join(others[:40]),
             ", ..." if len(others) > 40 else "",
+        )
+    return chosen
+
+
+def _check_load_format(search: _Search, where: str, format_name: str) -> None:
+    if search.load_format == "safetensors":
+        raise ModelError(
+            f"load_format is 'safetensors', but {where} is a model in {format_name.upper()} form. Leave load_format "
+            "out, or pass a folder with safetensors weights."
         )
 
 
@@ -300,12 +350,11 @@ def _log_choice(choice: GGUFChoice, choices: Sequence[GGUFChoice], where: str) -
 
 
 def _on_hub(search: _Search, repository: HubRepository, patterns: tuple[str, ...]) -> Path:
-    """The snapshot of a repository. Lists its files first only if GGUF files are likely, because that is one more
-    request."""
-    is_likely = search.quantization is not None or search.load_format == "gguf" or "gguf" in search.name.lower()
-    if is_likely or is_offline():
-        names = repository.file_names()
-        if choices := _gguf_choices(search, names, str(repository)):
+    """The snapshot of a repository. Lists its files first only if files of a format are likely, because that is one
+    more request."""
+    asks = search.quantization is not None or is_format(search.load_format)
+    if asks or is_offline() or any(name in search.name.lower() for name in format_names()):
+        if (choices := _choices(search, repository.file_names(), str(repository))) is not None:
             return _chosen_on_hub(search, repository, choices)
         return repository.snapshot(patterns)
     folder = repository.snapshot(patterns)
@@ -315,32 +364,32 @@ def _on_hub(search: _Search, repository: HubRepository, patterns: tuple[str, ...
     try:
         names = repository.file_names()
     except ModelError as e:
-        logger.debug("GGUF files were not looked for: %s", e)
+        logger.debug("Files of other formats were not looked for: %s", e)
         return folder
-    if choices := _gguf_choices(search, names, str(repository)):
+    if (choices := _choices(search, names, str(repository))) is not None:
         return _chosen_on_hub(search, repository, choices)
     return folder
 
 
-def _chosen_on_hub(search: _Search, repository: HubRepository, choices: Sequence[GGUFChoice]) -> Path:
-    choice = choose(choices, search.quantization, str(repository), f"{repository.name}:{{}}")
-    _log_choice(choice, choices, str(repository))
-    return _fetched(search, repository, choice)
+def _chosen_on_hub(search: _Search, repository: HubRepository, choices: _Choices) -> Path:
+    return _fetched(search, repository, choices, _choose(search, choices, str(repository), f"{repository.name}:{{}}"))
 
 
-def _hub_file(search: _Search, repository: HubRepository, file: str) -> Path:
-    _check_file_alone(search)
-    choices = list_choices(repository.file_names())
-    found = next((choice for choice in choices if file in choice.files), None)
-    if found is None:
-        there = ", ".join(choice.files[0] for choice in choices[:40]) or "none"
+def _hub_file(search: _Search, repository: HubRepository, file: str, format_name: str) -> Path:
+    _check_file_alone(search, format_name)
+    found = search.checkpoint_format(format_name)
+    models = found.list_models(repository.file_names())
+    model = next((model for model in models if file in model.files), None)
+    if model is None:
+        kind, there = format_name.upper(), ", ".join(model.files[0] for model in models[:40]) or "none"
         raise ModelError(
-            f"{repository} has no model in a GGUF file {file!r}. Its GGUF files: {there}. Pass one of them, or a local "
-            "file."
+            f"{repository} has no model in a {kind} file {file!r}. Its {kind} files: {there}. Pass one of them, or a "
+            "local file."
         )
-    return _fetched(search, repository, choose([found], None, str(repository), ""))
+    choices = _Choices(format_name, found, [model])
+    return _fetched(search, repository, choices, _choose(search, choices, str(repository), ""))
 
 
-def _fetched(search: _Search, repository: HubRepository, choice: GGUFChoice) -> Path:
-    folder = repository.snapshot([glob.escape(file) for file in choice.files])
-    return model_folder(folder / choice.files[0], with_tokenizer=search.with_tokenizer)
+def _fetched(search: _Search, repository: HubRepository, choices: _Choices, chosen: ModelFiles) -> Path:
+    folder = repository.snapshot([glob.escape(file) for file in chosen.files])
+    return choices.format.model_folder(folder / chosen.files[0], with_tokenizer=search.with_tokenizer)

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from mvllm.gguf.model_folder import FILES_NAME
+from mvllm.checkpoint_formats.registry import source_files
 
-_SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt")
+_SUFFIXES = (".safetensors", ".bin", ".pt")
 _CACHE_FILE = "weight-hashes.json"
 _MOST_ENTRIES = 1000
 _CHUNK = 1 << 22
@@ -53,11 +53,11 @@ def files_fingerprint(files: Sequence[Path]) -> str:
 
 
 def _files_of(path: Path) -> list[Path]:
-    """The files with weights of a model folder, which may be derived from GGUF files elsewhere."""
+    """The files with weights of a model folder, which may be derived from files elsewhere."""
     if path.is_file():
         return [path]
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return [Path(file["path"]) for file in json.loads((path / FILES_NAME).read_bytes())["files"]]
+    if sources := source_files(path):
+        return sources
     files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
     if not files:
         raise FileNotFoundError(errno.ENOENT, "There are no files with weights", str(path))

@@ -11,6 +11,7 @@ import operator
 import sys
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,14 +114,18 @@ def option(
     *,
     help: str,
     group: str,
-    choices: tuple[str, ...] = (),
+    choices: tuple[str, ...] | Callable[[], tuple[str, ...]] = (),
     minimum: float | None = None,
     maximum: float | None = None,
     above: bool = False,
     aliases: tuple[str, ...] = (),
     secret: bool = False,
 ) -> Any:
-    """A dataclass field for a setting; the arguments are those of `Option`. A `secret` is not in the repr."""
+    """A dataclass field for a setting; the arguments are those of `Option`. A `secret` is not in the repr.
+
+    Args:
+        choices: A function is called when the settings are listed, for texts that depend on what is installed.
+    """
     facts = {
         "help": help,
         "group": group,
@@ -140,7 +145,10 @@ def options_of(cls: type) -> tuple[Option, ...]:
     for field in dataclasses.fields(cls):
         if "group" in field.metadata:
             kind, nullable, words = _kind_of(hints[field.name])
-            options.append(Option(field.name, kind, nullable, field.default, **field.metadata, words=words))
+            facts = dict(field.metadata)
+            if callable(facts["choices"]):
+                facts["choices"] = facts["choices"]()
+            options.append(Option(field.name, kind, nullable, field.default, **facts, words=words))
     return tuple(sorted(options, key=lambda option: GROUPS.index(option.group)))
 
 

@@ -5,12 +5,11 @@ The methods in `mvllm.layers.quantization` read the settings.
 
 from __future__ import annotations
 
+from mvllm.checkpoint_formats.registry import format_names
 from mvllm.config.hf_config import HFConfig
 from mvllm.errors import ConfigError, ModelError
 
 _KEYS = ("quantization_config", "compression_config")
-_DEQUANTIZED_ON_REQUEST = ("gguf",)
-"""Methods whose weights can be read dequantized, so that another method may quantize them on load."""
 
 
 def stored_quantization(hf_config: HFConfig) -> tuple[str, HFConfig] | None:
@@ -50,8 +49,8 @@ def resolve_quantization(hf_config: HFConfig, requested: str | None) -> str | No
     if stored is None:
         return None if requested is None else method_name(requested)
     name, settings = stored
-    if requested is not None and name in _DEQUANTIZED_ON_REQUEST:
-        return method_name(requested)
+    if requested is not None and name in format_names():
+        return method_name(requested)  # checkpoint formats provide their blocks as floats too, to quantize on load
     if requested is not None and method_name(requested) != name:
         raise ConfigError(
             f"quantization is {requested!r}, but the weights of this checkpoint are stored as {name!r} already "

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib
 
+from mvllm import plugin_groups
 from mvllm.config.engine_config import EngineConfig
 from mvllm.errors import ConfigError
 from mvllm.executor.interface import Executor
 from mvllm.executor.worker_topology import check_topology, launch_topology
+from mvllm.installable import installable_executors
 from mvllm.logging import get_logger
-from mvllm.platform import plugin_groups
 from mvllm.platform.discovery import load_attribute
-from mvllm.platform.installable import installable_executors
 from mvllm.platform.interface import Platform
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.topology import LaunchTopology

@@ -22,7 +22,7 @@ from mvllm.errors import ConfigError
 from mvllm.layers.context import BuildContext
 from mvllm.layers.linear import shard_slice
 from mvllm.layers.norm import whole_tensor_target
-from mvllm.layers.quantization.gguf import GGUF
+from mvllm.layers.quantization.block_quantization import BlockQuantization
 from mvllm.layers.quantization.mxfp4 import MXFP4
 from mvllm.layers.quantized_experts import prepared_experts, quantized_moe_op
 from mvllm.layers.stacked_experts import ExpertStack, StackedMXFP4, quantized_stack
@@ -66,7 +66,7 @@ class GptOssExperts(nn.Module):
     ) -> None:
         super().__init__()
         method = ctx.quantization
-        if method is not None and not method.quantizes_on_load and not isinstance(method, MXFP4 | GGUF):
+        if method is not None and not method.quantizes_on_load and not isinstance(method, MXFP4 | BlockQuantization):
             raise ConfigError(
                 f"{name}: quantization {type(method).__name__} is not supported for the experts of this family, only "
                 "floats, MXFP4 and GGUF files. Use the model's original checkpoint."

@@ -2,7 +2,7 @@
 
 StackedMXFP4     gate_up_proj_blocks, _scales    [experts, 2 · size, hidden_size / 32, ...]   gate and up alternate
                  down_proj_blocks, _scales       [experts, hidden_size, size / 32, ...]
-StackedBlocks    gate_up_proj.packed_weight      [experts, 2 · size, row_bytes], likewise, from a GGUF file
+StackedBlocks    gate_up_proj.packed_weight      [experts, 2 · size, row_bytes], likewise, in blocks
                  down_proj.packed_weight         [experts, hidden_size, row_bytes]
 StackedFloats    gate_up_proj, down_proj         floats, rounded to integers
 """
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from mvllm.layers.context import BuildContext
-from mvllm.layers.quantization.gguf import GGUF
+from mvllm.layers.quantization.block_quantization import BlockQuantization
 from mvllm.layers.quantization.interface import IntegerFormat
 from mvllm.layers.quantization.mxfp4 import GROUP_SIZE, MXFP4, as_blocks, dequantize
 from mvllm.layers.quantization.online_quantization import OnlineQuantization
@@ -119,7 +119,7 @@ def quantized_stack(ctx: BuildContext, sizes: ExpertStack) -> QuantizedStack | N
     method = ctx.quantization
     if isinstance(method, MXFP4):
         return StackedMXFP4(ctx, sizes)
-    if isinstance(method, GGUF):
+    if isinstance(method, BlockQuantization):
         formats = method.format_of(f"{sizes.name}.gate_up_proj"), method.format_of(f"{sizes.name}.down_proj")
         columns = sizes.hidden_size, sizes.band.start, sizes.band.stop, sizes.intermediate_size
         if not all(name in BLOCK_FORMATS for name in formats):
@@ -196,7 +196,7 @@ class StackedMXFP4(QuantizedStack):
 
 
 class StackedBlocks(QuantizedStack):
-    """Block-quantized experts of a GGUF file, staged on the host.
+    """Block-quantized experts of a checkpoint format, staged on the host.
 
     Args:
         ctx: Build context.
@@ -205,7 +205,9 @@ class StackedBlocks(QuantizedStack):
         of_gate_up, of_down: Block formats of gate_up and down.
     """
 
-    def __init__(self, ctx: BuildContext, sizes: ExpertStack, method: GGUF, of_gate_up: str, of_down: str) -> None:
+    def __init__(
+        self, ctx: BuildContext, sizes: ExpertStack, method: BlockQuantization, of_gate_up: str, of_down: str
+    ) -> None:
         super().__init__(sizes)
         self._ctx, self._method, self._of_gate_up, self._of_down = ctx, method, of_gate_up, of_down
         self.gate_up_facts = _block_facts(ctx, of_gate_up, of_gate_up)

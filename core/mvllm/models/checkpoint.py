@@ -1,4 +1,6 @@
-"""Finds the weight files of a model folder, lists their tensors, and opens them for reading.
+"""Finds the weight files of a model folder and lists their tensors.
+
+The folder has safetensors files, or was derived from files of another format, which then lists the tensors.
 
 Reads names and headers only, so that a bad checkpoint is refused before any tensor is read.
 """
@@ -7,21 +9,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 
+from mvllm.checkpoint_formats.registry import checkpoint_format, format_of_folder
+from mvllm.checkpoint_formats.tensor_entry import TensorEntry
 from mvllm.config.hf_config import read_json_object
 from mvllm.errors import ModelError
-from mvllm.gguf.model_folder import update_states
-from mvllm.models.gguf_checkpoint import GGUFEntry, GGUFReader, is_gguf_folder, read_gguf_folder
-from mvllm.models.safetensors_file import MOST_TENSORS, SafetensorsReader, header_limit, read_header
-from mvllm.models.tensor_entry import TensorEntry, TensorReader
+from mvllm.models.safetensors_file import MOST_TENSORS, header_limit, read_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_OTHER_FORMATS = (".gguf", ".h5", ".msgpack", ".onnx")
+_UNREADABLE = (".gguf", ".h5", ".msgpack", ".onnx")
 # Copies of the weights in another layout, and weights that do not belong to the model.
 _NOT_THE_MODEL = ("consolidated", "adapter_model", "optimizer", "scheduler")
 _SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
@@ -34,15 +34,14 @@ def read_checkpoint(
 
     Args:
         most_tensors: A checkpoint that has more is refused before it is parsed.
-        packed: As in `read_gguf_folder`.
+        packed: As in `CheckpointFormat.read_tensors`; safetensors files have no such weights.
 
     Raises:
-        ModelError: There are no weights in safetensors or GGUF files, a file is missing, damaged or outside the folder,
-            there are too many tensors, or a tensor is in two files.
+        ModelError: There are no weights, a file is missing, damaged or outside the folder, there are too many tensors,
+            or a tensor is in two files.
     """
-    if is_gguf_folder(folder):
-        update_states(folder)
-        return read_gguf_folder(folder, most_tensors, packed=packed)
+    if (name := format_of_folder(folder)) is not None:
+        return checkpoint_format(name, f"The model folder {str(folder)!r}").read_tensors(folder, most_tensors, packed)
     if (folder / SINGLE_FILE).is_file():
         return _merge({}, folder / SINGLE_FILE, most_tensors)
     if (folder / INDEX_FILE).is_file():
@@ -51,11 +50,6 @@ def read_checkpoint(
     for path in _shards_without_index(folder):
         _merge(tensors, path, most_tensors)
     return tensors
-
-
-def open_reader(entry: TensorEntry) -> AbstractContextManager[TensorReader]:
-    """A reader for tensors of the same checkpoint that are in the same file."""
-    return GGUFReader() if isinstance(entry, GGUFEntry) else SafetensorsReader(entry.file)
 
 
 def _read_indexed(folder: Path, most_tensors: int) -> dict[str, TensorEntry]:
@@ -141,7 +135,7 @@ def _no_weights(folder: Path) -> str:
             f"{folder} holds an adapter (adapter_model), not a model. Merge it into its base model and save that, or "
             "pass the base model."
         )
-    other = [name for name in names if name.endswith(_OTHER_FORMATS)]
+    other = [name for name in names if name.endswith(_UNREADABLE)]
     found = f"found {_list(other)}, which it cannot read" if other else f"found {_list(names) or 'nothing'}"
     return (
         f"{folder} holds no safetensors weights: expected {SINGLE_FILE} or {INDEX_FILE} with its shards, {found}. "

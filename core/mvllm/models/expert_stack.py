@@ -14,9 +14,9 @@ import re
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 
+from mvllm.checkpoint_formats.tensor_entry import TensorEntry
 from mvllm.errors import ModelError
 from mvllm.layers.weight_target import WeightTarget
-from mvllm.models.tensor_entry import TensorEntry
 
 _STACK = re.compile(r"(?P<experts>.*\.experts)\.(?P<kind>gate_up|down)_proj")
 _QUANTIZED_STACK = re.compile(

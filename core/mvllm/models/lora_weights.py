@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from mvllm.checkpoint_formats.tensor_entry import TensorEntry
 from mvllm.errors import ModelError
 from mvllm.layers.lora import LoRALayerWeights
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.peft_adapter import LoRAModule, PeftAdapter
 from mvllm.models.safetensors_file import SafetensorsReader
-from mvllm.models.tensor_entry import TensorEntry
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

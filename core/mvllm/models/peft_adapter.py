@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mvllm.checkpoint_formats.tensor_entry import TensorEntry
 from mvllm.errors import ModelError
 from mvllm.models.safetensors_file import read_header
-from mvllm.models.tensor_entry import TensorEntry
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 

@@ -10,9 +10,9 @@ import functools
 import importlib
 from typing import TYPE_CHECKING
 
+from mvllm import plugin_groups
 from mvllm.errors import ModelError
 from mvllm.logging import get_logger
-from mvllm.platform import plugin_groups
 
 if TYPE_CHECKING:
     from mvllm.models.causal_lm import CausalLM

@@ -25,8 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, TypeGuard
 
+from mvllm.checkpoint_formats.tensor_entry import TensorEntry
 from mvllm.errors import ModelError
-from mvllm.models.tensor_entry import TensorEntry
 
 # Bytes per element. Formats narrower than a byte belong to quantized checkpoints.
 ITEM_SIZES = {
@@ -82,6 +82,13 @@ _DOWNLOAD_AGAIN = "The file is damaged: download or copy it again."
 _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = 200
 _shown.maxlist = _MOST_DIMENSIONS
+
+
+class SafetensorsEntry(TensorEntry):
+    """A tensor in a safetensors file."""
+
+    def open_reader(self) -> SafetensorsReader:
+        return SafetensorsReader(self.file)
 
 
 def header_limit(most_tensors: int) -> int:
@@ -183,7 +190,7 @@ def _entry(path: Path, name: str, facts: Any, data_start: int) -> TensorEntry:
             f"{where}: {dtype} of shape {shape} takes {expected} bytes, but its data_offsets {offsets} span "
             f"{num_bytes}. {_DOWNLOAD_AGAIN}"
         )
-    return TensorEntry(name, path, dtype, tuple(shape), data_start + offsets[0], num_bytes)
+    return SafetensorsEntry(name, path, dtype, tuple(shape), data_start + offsets[0], num_bytes)
 
 
 def _are_sizes(value: Any) -> TypeGuard[list[int]]:

@@ -8,9 +8,8 @@ from contextlib import ExitStack
 
 import torch
 
+from mvllm.checkpoint_formats.tensor_entry import TensorEntry, TensorReader
 from mvllm.errors import ModelError
-from mvllm.models.checkpoint import open_reader
-from mvllm.models.tensor_entry import TensorEntry, TensorReader
 
 _CHUNK = 1 << 20
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -46,7 +45,7 @@ def check_tied_head(
 
 def _are_equal(head: TensorEntry, embedding: TensorEntry) -> bool:
     with ExitStack() as stack:
-        readers = [(stack.enter_context(open_reader(entry)), entry) for entry in (head, embedding)]
+        readers = [(stack.enter_context(entry.open_reader()), entry) for entry in (head, embedding)]
         total = math.prod(head.shape)
         for start in range(0, total, _CHUNK):
             one, other = (_values(reader, entry, start, min(_CHUNK, total - start)) for reader, entry in readers)

@@ -19,15 +19,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from mvllm.checkpoint_formats.registry import is_derived_folder, is_format, load_format_names
+from mvllm.checkpoint_formats.tensor_entry import TensorEntry, TensorReader, packed_name
 from mvllm.config.tokenizer_check import check_tokenizer
 from mvllm.errors import ConfigError, ModelError
 from mvllm.layers.weight_target import WeightTarget
-from mvllm.models.checkpoint import open_reader, read_checkpoint
+from mvllm.models.checkpoint import read_checkpoint
 from mvllm.models.dummy_weights import DummyTensors
 from mvllm.models.expert_stack import check_quantized_stacks, split_expert_stack
-from mvllm.models.gguf_checkpoint import is_gguf_folder
 from mvllm.models.safetensors_file import MOST_TENSORS
-from mvllm.models.tensor_entry import TensorEntry, TensorReader, packed_name
 from mvllm.models.tied_head import check_tied_head
 from mvllm.progress import show_progress
 
@@ -78,8 +78,8 @@ def load_weights(
 
     Args:
         folder: The model folder. `dummy` reads nothing from it.
-        load_format: `auto`, `safetensors` or `gguf` reads the checkpoint; `dummy` draws small random values that depend
-            only on `seed` and each tensor's name, whatever the number of ranks.
+        load_format: `dummy` draws small random values that depend only on `seed` and each tensor's name, whatever the
+            number of ranks; all others read the checkpoint.
         use_tqdm: Show progress on stderr.
         seed: For `dummy`.
         on_loaded: Called with a checkpoint tensor's name when all its targets are filled.
@@ -100,12 +100,14 @@ def load_weights(
         _zero_padding(to_zero)
         _fill_dummy(targets, seed, on_loaded, allocate)
         return
-    if load_format not in ("auto", "safetensors", "gguf"):
-        raise ConfigError(f"load_format must be one of 'auto', 'safetensors', 'gguf', 'dummy', found {load_format!r}.")
+    if load_format not in ("auto", "safetensors") and not is_format(load_format):
+        raise ConfigError(
+            f"load_format must be one of {', '.join(map(repr, load_format_names()))}, found {load_format!r}."
+        )
     checkpoint = read_checkpoint(folder, _most_tensors(len(targets)), packed=lambda name: packed_name(name) in targets)
     entries = match_names(checkpoint, model, targets, folder)
     tied = getattr(model, "tied_names", None)
-    if tied is not None and not is_gguf_folder(folder):
+    if tied is not None and not is_derived_folder(folder):
         check_tied_head(checkpoint, model.given_name, *tied)
     targets.update({name: targets_as_stored(entry, targets[name]) for name, entry in entries.items()})
     check_tensors(entries, targets, _vocab_size(model))
@@ -319,7 +321,7 @@ def _copy_all(
             for name, entry in ordered:
                 if entry.file != open_file:
                     files.close()
-                    reader, open_file = files.enter_context(open_reader(entry)), entry.file
+                    reader, open_file = files.enter_context(entry.open_reader()), entry.file
                     progress.set_postfix_str(entry.file.name, refresh=False)
                 assert reader is not None
                 for target in targets.pop(name):

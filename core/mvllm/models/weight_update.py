@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mvllm.checkpoint_formats.tensor_entry import TensorEntry, packed_name
 from mvllm.errors import RequestError
 from mvllm.layers.context import BuildContext
 from mvllm.layers.embedding import LMHead, VocabEmbedding
@@ -35,7 +36,6 @@ from mvllm.layers.quantization.quantized_matrix import QuantizedMatrix
 from mvllm.layers.stacked_moe import StackedMoE
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.models.causal_lm import CausalLM
-from mvllm.models.tensor_entry import TensorEntry, packed_name
 from mvllm.models.weight_loader import check_tensors, match_names, targets_as_stored
 
 _SHOWN_NAMES = 5

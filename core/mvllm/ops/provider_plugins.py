@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from mvllm import plugin_groups
 from mvllm.errors import ConfigError
-from mvllm.platform import plugin_groups
 from mvllm.platform.op_provider import OpProvider
 
 

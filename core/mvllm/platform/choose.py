@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mvllm.errors import PlatformError
+from mvllm.installable import installable_platforms
 from mvllm.logging import get_logger
 from mvllm.platform.discovery import (
     SLOW_PROBE_SECONDS,
     Candidate,
-    PluginSource,
     discover,
     find_sources,
     load_attribute,
     needs_another_contract,
 )
-from mvllm.platform.installable import installable_platforms
 from mvllm.platform.interface import Platform
 from mvllm.platform.phases import Phase, enter_phase
+from mvllm.plugin_groups import PluginSource
 
 logger = get_logger(__name__)
 

@@ -34,26 +34,8 @@ from mvllm.platform import hookspecs
 from mvllm.platform.isolated_probes import ProbeAnswer, run_isolated
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.spec import CONTRACT, ENTRY_POINT_GROUP, PlatformSpec, ProbeResult
+from mvllm.plugin_groups import PluginSource
 from mvllm.version import __version__
-
-
-@dataclass(frozen=True)
-class PluginSource:
-    """Where a plugin was found, known before anything of it is imported.
-
-    Attributes:
-        name: The entry point's name, which users type.
-        entry_point: Its value, `package.module`.
-        distribution, version: The installed distribution it belongs to.
-    """
-
-    name: str
-    entry_point: str
-    distribution: str
-    version: str
-
-    def __str__(self) -> str:
-        return f"{self.distribution} {self.version} (entry point {self.name} = {self.entry_point})"
 
 
 @dataclass(frozen=True)

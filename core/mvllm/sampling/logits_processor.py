@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from mvllm import plugin_groups
 from mvllm.errors import ConfigError, RequestError
 from mvllm.messages.sampling_params import SamplingParams
-from mvllm.platform import plugin_groups
-from mvllm.platform.discovery import PluginSource, load_attribute
+from mvllm.platform.discovery import load_attribute
+from mvllm.plugin_groups import PluginSource
 
 if TYPE_CHECKING:
     import torch

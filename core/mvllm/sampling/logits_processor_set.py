@@ -12,7 +12,7 @@ import torch
 from mvllm.errors import ConfigError
 from mvllm.logging import get_logger
 from mvllm.messages.sampling_params import SamplingParams
-from mvllm.platform.discovery import PluginSource
+from mvllm.plugin_groups import PluginSource
 from mvllm.sampling.logits_processor import LogitsProcessor, LogitsProcessorContext, RowTokens, processor_classes
 from mvllm.sampling.request_logits_processor import RequestFunctions
 

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import torch
 
+from mvllm.checkpoint_formats.registry import checkpoint_format, format_of_file
+from mvllm.checkpoint_formats.tensor_entry import TensorEntry, TensorReader
 from mvllm.distributed.weight_transfer import JoiningWeightTransferGroup, WeightTransferGroup
 from mvllm.errors import RequestError
-from mvllm.gguf.model_folder import model_folder
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.messages.weights import WeightSource, WeightTransferInfo, WeightUpdate
-from mvllm.models.checkpoint import open_reader, read_checkpoint
+from mvllm.models.checkpoint import read_checkpoint
 from mvllm.models.safetensors_file import DTYPE_NAMES, read_header
 from mvllm.models.shared_memory_weights import segment_path
-from mvllm.models.tensor_entry import TensorEntry, TensorReader
 from mvllm.models.weight_loader import BUFFER_BYTES, DTYPES, read_target, rectangle_of
 from mvllm.models.weight_update import CopyTensor, ModelWeightUpdate
 from mvllm.platform.runtime import DeviceRuntime
@@ -156,8 +156,8 @@ class WeightUpdater:
         match update.source:
             case WeightSource.FOLDER:
                 folder = Path(update.path)
-                if folder.suffix == ".gguf" and folder.is_file():
-                    folder = model_folder(folder, with_tokenizer=False)
+                if folder.is_file() and (name := format_of_file(folder.name)) is not None:
+                    folder = checkpoint_format(name, str(folder)).model_folder(folder, with_tokenizer=False)
                 return read_checkpoint(folder, packed=current.is_packed), folder
             case WeightSource.SHARED_MEMORY:
                 path = segment_path(update.path)
@@ -226,7 +226,7 @@ def _read_files(matched: Entries, current: ModelWeightUpdate) -> None:
         for name, entry in sorted(matched.items(), key=lambda item: (item[1].file, item[1].start)):
             if entry.file != open_file:
                 files.close()
-                reader, open_file = files.enter_context(open_reader(entry)), entry.file
+                reader, open_file = files.enter_context(entry.open_reader()), entry.file
             current.load(name, entry, copy)
 
 

@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mvllm.gguf.header import read_gguf
 from tests.helpers.published import FILES, MISSING, find_published
 from tests.perf.cpu_bench.engine_process import EngineFailed, EngineProcess
 from tests.perf.cpu_bench.engines import RUNNERS, Engine
@@ -61,6 +60,8 @@ class File:
         Raises:
             ModelError: It is not a GGUF file, or it is damaged.
         """
+        from mvllm_gguf.header import read_gguf
+
         header = read_gguf(path)
         values = header.metadata
         context = int(values.get(f"{values.get('general.architecture')}.context_length", MAX_POSITIONS))

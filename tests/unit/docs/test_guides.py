@@ -14,8 +14,9 @@ import mvllm
 from mvllm.engine.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from mvllm.entrypoints.cli import doctor_checks
 from mvllm.entrypoints.llm import LLM
-from mvllm.platform.discovery import Candidate, PluginFailure, PluginSource
+from mvllm.platform.discovery import Candidate, PluginFailure
 from mvllm.platform.spec import PlatformSpec, ProbeResult
+from mvllm.plugin_groups import PluginSource
 from tests.unit.docs.guide_tables import DOCS, PAGES, tables, with_table
 from tests.unit.entrypoints.builders import save_model_folder
 

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from mvllm.entrypoints.openai.common.request_body import BodyReader
 from mvllm.entrypoints.openai.server.app import _add_handlers
 from mvllm.entrypoints.openai.server.http_plugins import LoadedPlugin
-from mvllm.platform.discovery import PluginSource
+from mvllm.plugin_groups import PluginSource
 
 
 def request_plugin(method: str, path: str, **more: Any) -> httpx.Response:

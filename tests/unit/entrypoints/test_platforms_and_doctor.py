@@ -14,8 +14,9 @@ from mvllm.entrypoints.cli import doctor_checks as doctor_checks
 from mvllm.entrypoints.cli.main import main
 from mvllm.errors import ContractError
 from mvllm.platform.capabilities import Capabilities
-from mvllm.platform.discovery import Candidate, PluginFailure, PluginSource
+from mvllm.platform.discovery import Candidate, PluginFailure
 from mvllm.platform.spec import CONTRACT, Check, CheckStatus, DeviceInfo, PlatformSpec, ProbeResult
+from mvllm.plugin_groups import PluginSource
 from tests.helpers.small_shared_memory import MIB, mount, needs_mount
 from tests.unit.entrypoints.builders import save_model_folder
 

@@ -11,10 +11,10 @@ from mvllm.config.engine_config import EngineConfig, ParallelConfig
 from mvllm.errors import ConfigError, PlatformError
 from mvllm.executor.factory import make_executor
 from mvllm.executor.uniproc import UniProcExecutor
-from mvllm.platform.installable import installable_platforms
+from mvllm.installable import installable_platforms
 from mvllm.platform.phases import Phase
-from mvllm.platform.plugin_groups import EXECUTORS
 from mvllm.platform.topology import LaunchTopology
+from mvllm.plugin_groups import EXECUTORS
 from tests.unit.engine.builders import make_config
 from tests.unit.worker.fake_platform import FakePlatform
 

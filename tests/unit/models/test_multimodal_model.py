@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mvllm.checkpoint_formats.tensor_entry import TensorEntry
 from mvllm.layers.context import BuildContext
 from mvllm.layers.linear import Linear
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.models.causal_lm import CausalLM
-from mvllm.models.checkpoint import open_reader, read_checkpoint
+from mvllm.models.checkpoint import read_checkpoint
 from mvllm.models.llama import LlamaForCausalLM
 from mvllm.models.registry import resolve_model_class
-from mvllm.models.tensor_entry import TensorEntry
 from mvllm.models.vision.llava import Llava
 from mvllm.models.weight_loader import BUFFER_BYTES, load_weights, read_target
 from mvllm.models.weight_update import ModelWeightUpdate, UnallocatedContext
@@ -145,5 +145,5 @@ def test_weights_of_the_encoder_are_updated_in_place_by_their_names(folder: Path
 
 
 def _copy(entry: TensorEntry, target: WeightTarget) -> None:
-    with open_reader(entry) as reader:
+    with entry.open_reader() as reader:
         read_target(reader, entry, target, bytearray(BUFFER_BYTES))

@@ -17,12 +17,8 @@ from safetensors.torch import load_file
 
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import ContractError
-from mvllm.gguf.header import read_gguf
-from mvllm.gguf.model_config import model_config
-from mvllm.gguf.tensor_names import packed_modules
 from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.gpt_oss_experts import GptOssExperts
-from mvllm.layers.quantization.gguf import GGUF
 from mvllm.layers.quantization.quantized_matrix import QuantizedMatrix, staging
 from mvllm.layers.quantization.rtn_matrix import RTNMatrix, pack_nibbles, unpack_nibbles
 from mvllm.layers.quantized_experts import ReadOnce
@@ -35,7 +31,6 @@ from mvllm.ops.float8_linear import Float8Weight
 from mvllm.ops.quantized_moe import ExpertWeight, quantized_moe, quantized_ungated_moe
 from mvllm.platform.op_provider import OpCase, OpProvider
 from tests.helpers.float8_zoo import make_float8
-from tests.helpers.gguf_files import make_folder, write_gguf
 from tests.helpers.model_zoo import ZOO, make_checkpoint
 from tests.helpers.mxfp4 import pack_experts
 from tests.helpers.paged_driver import PagedDriver, load_model, make_context, read_config
@@ -98,23 +93,6 @@ def divisible_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(ZOO, name, with_sizes(ZOO[name]))
 
 
-def make_gguf(name: str, folder: Path, *types: str) -> Path:
-    """A model folder of a GGUF file. `types`: tensor types of gate, up and down of the experts; others are Q8_0."""
-    plain = make_checkpoint(name, folder / "plain", tokenizer=False)
-    of_kind = dict(zip(("gate_exps", "up_exps", "down_exps"), types, strict=True))
-    file = write_gguf(
-        plain,
-        folder / "model.gguf",
-        lambda tensor: next((kind for end, kind in of_kind.items() if end in tensor), "Q8_0"),
-    )
-    model = read_gguf(file)
-    config = {
-        **model_config(model),
-        "quantization_config": {"quant_method": "gguf", "tensors": packed_modules(model, 10**6)},
-    }
-    return make_folder(file, folder / "derived", config)
-
-
 def make_mxfp4(name: str, folder: Path) -> Path:
     pack_experts(make_checkpoint(name, folder / "plain", tokenizer=False), folder / "packed")
     return folder / "packed"
@@ -127,10 +105,6 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "awq-latent deepseek3": lambda folder: make_quantized("awq-latent", folder, "deepseek3").quantized,
     "fp8-blocks deepseek3": lambda folder: make_float8("fp8-blocks", folder, "deepseek3").quantized,
     "fp8-static qwen3moe": lambda folder: make_float8("fp8-static", folder, "qwen3moe").quantized,
-    "gguf mixtral": lambda folder: make_gguf("mixtral", folder, "Q4_0", "Q5_1", "Q8_0"),
-    "gguf deepseek3": lambda folder: make_gguf("deepseek3", folder, "Q5_0", "Q5_0", "Q4_1"),
-    "gguf nemotronh": lambda folder: make_gguf("nemotronh", folder, "", "Q5_0", "Q4_1"),
-    "gguf gptoss": lambda folder: make_gguf("gptoss", folder, "MXFP4", "MXFP4", "MXFP4"),
     "mxfp4 gptoss": lambda folder: make_mxfp4("gptoss", folder),
 }
 
@@ -143,10 +117,8 @@ def logits(model: CausalLM) -> torch.Tensor:
     return run(PagedDriver(model))
 
 
-@pytest.mark.usefixtures("divisible_sizes")
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_logits_equal_those_of_dequantized_experts_on_every_rank(checkpoint: str, tmp_path: Path) -> None:
-    folder = CHECKPOINTS[checkpoint](tmp_path)
+def check_experts_stay_quantized(folder: Path, ranks: Sequence[int] = (1, 2)) -> None:
+    """Compares the logits with those of dequantized experts."""
     plain = load_model(folder)
     assert not any(experts.stays_quantized for experts in experts_of(plain))
     wanted = logits(plain)
@@ -162,9 +134,38 @@ def test_logits_equal_those_of_dequantized_experts_on_every_rank(checkpoint: str
             assert not any("bias" not in name for name, _ in experts.named_parameters()), "no floats beside them"
         return logits(model)
 
-    for ranks in (1, 2) if checkpoint != "awq-latent deepseek3" else (1,):  # its attention weights cannot be sharded
-        for found in run_ranks(ranks, packed):
+    for num_ranks in ranks:
+        for found in run_ranks(num_ranks, packed):
             torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=0)
+
+
+def check_experts_are_dequantized(folder: Path, declined: str = "") -> None:
+    """Compares the logits with those of dequantized experts, where the provider does not support them."""
+    provider = Provider(declined=declined)
+    model = load_model(folder, make_context(providers=provider.providers))
+    assert not provider.prepared and not any(experts.stays_quantized for experts in experts_of(model))
+    torch.testing.assert_close(logits(model), logits(load_model(folder)), atol=1e-5, rtol=0)
+
+
+def check_split_blocks_are_dequantized(folder: Path) -> None:
+    """Compares the logits of one rank, and of two whose shards split a block."""
+    wanted = logits(load_model(folder))
+
+    def sharded_logits(tp: GroupCoordinator) -> torch.Tensor:
+        model = load_model(folder, make_context(tp=tp, providers=Provider().providers))
+        assert [experts.stays_quantized for experts in experts_of(model)] == [tp.world_size == 1] * 2
+        return logits(model)
+
+    for ranks in (1, 2):
+        for found in run_ranks(ranks, sharded_logits):
+            torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.usefixtures("divisible_sizes")
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_logits_equal_those_of_dequantized_experts_on_every_rank(checkpoint: str, tmp_path: Path) -> None:
+    can_be_sharded = checkpoint != "awq-latent deepseek3"  # its attention weights cannot
+    check_experts_stay_quantized(CHECKPOINTS[checkpoint](tmp_path), (1, 2) if can_be_sharded else (1,))
 
 
 @pytest.mark.usefixtures("divisible_sizes")
@@ -201,16 +202,6 @@ def test_ranks_quantize_their_shards_of_experts(tmp_path: Path) -> None:
 
     for each in run_ranks(2, found):
         assert (each - wanted).pow(2).mean().sqrt() < 0.1 * wanted.std()
-
-
-def test_stacked_experts_are_listed_once(tmp_path: Path) -> None:
-    folder = make_checkpoint("mixtral", tmp_path / "plain", tokenizer=False)
-    stacked = packed_modules(read_gguf(write_gguf(folder, tmp_path / "stacked.gguf", lambda name: "Q4_0")), 10**6)
-    experts = {f"model.layers.{layer}.block_sparse_moe.experts.*.w{i}" for layer in (0, 1) for i in (1, 3)}
-    assert {name for name in stacked if ".experts." in name} == experts, "the columns of w2 are not whole blocks"
-    method = GGUF(stacked)
-    assert method.format_of("model.layers.1.block_sparse_moe.experts.3.w1") == "q4_0"
-    assert GGUF({"x.experts.3.w1": "Q8_0"}).format_of("x.experts.2.w1") == ""
 
 
 @pytest.mark.usefixtures("divisible_sizes")
@@ -269,51 +260,21 @@ def test_an_expert_weight_can_be_read_once() -> None:
         weights[1]
 
 
-def with_unsupported_blocks(folder: Path) -> Path:
-    """A checkpoint that lists its experts with an unsupported tensor type, which the reader dequantizes."""
-    derived = make_gguf("mixtral", folder, "F16", "F16", "F16")
-    config = json.loads((derived / "config.json").read_text())
-    types = config["quantization_config"]["tensors"]
-    types |= {
-        f"model.layers.{i}.block_sparse_moe.experts.*.{name}": "Q2_K" for i in (0, 1) for name in ("w1", "w2", "w3")
-    }
-    (derived / "config.json").write_text(json.dumps(config))
-    return derived
-
-
 def float_formats() -> Iterator[tuple[str, Callable[[Path], Path], str]]:
     yield "column order", lambda folder: make_quantized("gptq-desc-act", folder, "qwen3moe").quantized, ""
     yield "declined", CHECKPOINTS["awq mixtral"], "'bits', 4"
-    yield "declined blocks", CHECKPOINTS["gguf mixtral"], "q5_1"
-    yield "other blocks", with_unsupported_blocks, ""
-    yield "floats of GGUF", lambda folder: make_gguf("gptoss", folder, "F16", "F16", "Q8_0"), ""
 
 
 @pytest.mark.usefixtures("divisible_sizes")
 @pytest.mark.parametrize(("checkpoint", "declined"), [pytest.param(*rest, id=name) for name, *rest in float_formats()])
 def test_unsupported_experts_are_dequantized(checkpoint: Callable[[Path], Path], declined: str, tmp_path: Path) -> None:
-    folder, provider = checkpoint(tmp_path), Provider(declined=declined)
-    model = load_model(folder, make_context(providers=provider.providers))
-    assert not provider.prepared and not any(experts.stays_quantized for experts in experts_of(model))
-    torch.testing.assert_close(logits(model), logits(load_model(folder)), atol=1e-5, rtol=0)
+    check_experts_are_dequantized(checkpoint(tmp_path), declined)
 
 
 @pytest.mark.usefixtures("divisible_sizes")
 def test_shards_that_split_a_block_are_dequantized(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(SIZES, "intermediate_size", 96)
-    for checkpoint in ("gguf mixtral", "gguf gptoss", "mxfp4 gptoss"):
-        (tmp_path / checkpoint).mkdir()
-        folder = CHECKPOINTS[checkpoint](tmp_path / checkpoint)
-        wanted = logits(load_model(folder))
-
-        def sharded_logits(tp: GroupCoordinator, folder: Path = folder) -> torch.Tensor:
-            model = load_model(folder, make_context(tp=tp, providers=Provider().providers))
-            assert [experts.stays_quantized for experts in experts_of(model)] == [tp.world_size == 1] * 2
-            return logits(model)
-
-        for ranks in (1, 2):
-            for found in run_ranks(ranks, sharded_logits):
-                torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=0)
+    check_split_blocks_are_dequantized(CHECKPOINTS["mxfp4 gptoss"](tmp_path))
 
 
 @pytest.mark.usefixtures("divisible_sizes")

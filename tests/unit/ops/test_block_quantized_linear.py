@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from mvllm.gguf.tensor_types import TENSOR_TYPES
 from mvllm.ops.all_schemas import SCHEMAS
 from mvllm.ops.block_formats import BLOCK_FORMATS, dequantize_rows
 from mvllm.ops.block_quantized_linear import BlockQuantizedPart, BlockQuantizedWeight, block_quantized_linear
@@ -42,9 +41,8 @@ def test_dequantized_values_equal_those_of_gguf_bit_for_bit(format: str) -> None
 
 
 def test_sizes_are_those_of_the_file_types() -> None:
-    of_files = {each.name.lower(): (each.block_values, each.block_bytes) for each in TENSOR_TYPES.values()}
     for name, known in BLOCK_FORMATS.items():
-        assert of_files[name] == (known.block_values, known.block_bytes)
+        assert GGML_QUANT_SIZES[GGMLQuantizationType[name.upper()]] == (known.block_values, known.block_bytes)
         assert known.row_bytes(512) == 512 // known.block_values * known.block_bytes
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from mvllm.gguf.header import read_gguf
 from tests.perf import mixture_files
 from tests.perf.mixture_files import (
     BF16,
@@ -66,13 +65,13 @@ def test_a_stopped_write_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(mixture_files, "PIECE", 4096)
     whole, resumed = small_gguf(tmp_path / "a"), small_gguf(tmp_path / "b")
     write_qwen3(whole, layers=0, report=lambda _: None)
-    header = read_gguf(whole.path)
-    assert {name: tensor.shape for name, tensor in header.tensors.items()} == {
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(whole.path).tensors}
+    assert {name: tuple(map(int, reversed(tensor.shape))) for name, tensor in stored.items()} == {
         tensor.name: tensor.shape for tensor in whole.parts["small.gguf"]
     }
     resumed.path.parent.mkdir()
     contents = whole.path.read_bytes()
-    resumed.path.with_suffix(".draft").write_bytes(contents[: header.tensors["output.weight"].start + 9])
+    resumed.path.with_suffix(".draft").write_bytes(contents[: stored["output.weight"].data_offset + 9])
     write_qwen3(resumed, layers=0, report=lambda _: None)
     assert resumed.path.read_bytes() == contents
     assert [path.name for path in resumed.path.parent.iterdir()] == ["small.gguf"]
@@ -83,7 +82,7 @@ def test_the_engine_reads_the_configuration_of_a_written_mixture(tmp_path: Path)
     experts = {tensor.name for tensor in mixture.parts["gpt-oss-2.gguf"] if "_exps" in tensor.name}
     small = replace(mixture, parts={"gpt-oss-2.gguf": [Tensor("token_embd.weight", (300, 32), Q8_0)]})
     write_gpt_oss_gguf(small, 2, report=lambda _: None)
-    values = read_gguf(small.path).metadata
+    values = {name: field.contents() for name, field in gguf.GGUFReader(small.path).fields.items()}
     assert values["general.architecture"] == "gpt-oss"
     assert values["gpt-oss.expert_used_count"] == 4
     assert values["gpt-oss.rope.scaling.type"] == "yarn"

@@ -7,8 +7,8 @@ import pytest
 from mvllm.errors import ConfigError, ContractError, PlatformError
 from mvllm.platform import checked_calls
 from mvllm.platform.checked_calls import call_checked
-from mvllm.platform.discovery import PluginSource
 from mvllm.platform.shapes import ShapePolicy
+from mvllm.plugin_groups import PluginSource
 from tests.unit.worker.fake_platform import FakePlatform
 
 

@@ -14,11 +14,12 @@ import pytest
 from mvllm import plugin_api
 from mvllm.errors import ContractError, PlatformError
 from mvllm.platform import choose, discovery, isolated_probes
-from mvllm.platform.discovery import PluginSource, check_contract, check_torch, discover, load_attribute
+from mvllm.platform.discovery import check_contract, check_torch, discover, load_attribute
 from mvllm.platform.hookspecs import hookimpl
 from mvllm.platform.interface import Platform
 from mvllm.platform.phases import Phase, current_phase
 from mvllm.platform.spec import CONTRACT, PlatformSpec, ProbeResult
+from mvllm.plugin_groups import PluginSource
 
 MAJOR, MINOR = CONTRACT
 SPEC = PlatformSpec(

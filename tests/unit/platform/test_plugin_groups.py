@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mvllm import plugin_groups
 from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.metrics.stat_loggers import StatLoggerManager
 from mvllm.entrypoints.cli.main import COMMANDS, main
@@ -15,11 +16,11 @@ from mvllm.errors import ConfigError, ModelError
 from mvllm.messages.requests import SchedulerStats
 from mvllm.models.registry import resolve_model_class, supported_architectures
 from mvllm.ops.provider_plugins import check_providers, installed_providers
-from mvllm.platform import plugin_groups
 from tests.helpers.plugins import prepend, write_metadata
 from tests.unit.engine.builders import make_config
 
 GROUPS = {
+    "mvllm.checkpoint_formats": "acme",
     "mvllm.models": "AcmeForCausalLM",
     "mvllm.quantization": "acme",
     "mvllm.executors": "acme",
@@ -108,6 +109,16 @@ class TestEveryGroup:
         site("")
         with pytest.raises(ConfigError, match=f"'nobody'.*{group.group}.*{GROUPS[group.group]}"):
             plugin_groups.load_plugin_by_name(group, "nobody")
+
+
+@pytest.mark.parametrize("listed", ["", "somebody-else"])
+def test_parts_of_mvllm_are_always_allowed(listed, site, monkeypatch):
+    site("", groups={"mvllm.checkpoint_formats": "acme"}, distribution="mvllm-acme")
+    monkeypatch.setenv("MVLLM_PLUGINS", listed)
+    assert "acme" not in plugin_groups.allowed_names(plugin_groups.CHECKPOINT_FORMATS)
+    requirement = "mvllm-acme<0.2,>=0.1; extra == 'parts'"
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: [requirement])
+    assert "acme" in plugin_groups.allowed_names(plugin_groups.CHECKPOINT_FORMATS)
 
 
 class TestModels:

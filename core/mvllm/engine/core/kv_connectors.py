@@ -6,11 +6,11 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from mvllm import plugin_groups
 from mvllm.config.kv_transfer import KVConnectorConfig
 from mvllm.errors import ConfigError, MvllmError
 from mvllm.kv_transfer.connector import KVConnector, KVConnectorContext
 from mvllm.kv_transfer.connectors import KVConnectors
-from mvllm.platform import plugin_groups
 
 BUILT_IN = {
     "disk": "mvllm.kv_transfer.disk_connector:DiskConnector",

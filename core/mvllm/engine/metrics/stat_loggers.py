@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from mvllm import plugin_groups
 from mvllm.config.engine_config import EngineConfig
 from mvllm.errors import ConfigError
 from mvllm.logging import get_logger
 from mvllm.messages.requests import SchedulerStats
-from mvllm.platform import plugin_groups
-from mvllm.platform.discovery import PluginSource
+from mvllm.plugin_groups import PluginSource
 
 logger = get_logger(__name__)
 

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mvllm.checkpoint_formats.registry import is_derived_folder
 from mvllm.config.hf_config import read_json_object
 from mvllm.config.model import ModelConfig
 from mvllm.engine.tokenizer.folder_template import FolderTemplate, read_folder_template, read_processor_template
@@ -19,7 +20,6 @@ from mvllm.engine.tokenizer.token_lengths import max_chars_per_token
 from mvllm.engine.tokenizer.tokenizer_expansion import check_tokenizer_expansion
 from mvllm.engine.tokenizer.tokenizer_json import JsonTokenizer, read_tokenizer_json
 from mvllm.errors import ModelError, RequestError, plain_reason
-from mvllm.gguf.model_folder import is_derived_folder
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
 """A folder with a tokenizer has at least one of these files."""

@@ -88,7 +88,7 @@ def collect(environ: Mapping[str, str] | None = None) -> Report:
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The relevant environment variables, secrets masked. Includes variables prefixed with an executor's name."""
-    from mvllm.platform import plugin_groups
+    from mvllm import plugin_groups
 
     executors = tuple(f"{name.upper()}_" for name in plugin_groups.allowed_names(plugin_groups.EXECUTORS))
     return {
@@ -213,8 +213,8 @@ def _platforms() -> Report:
 
 def _plugins() -> dict[str, str]:
     """Installed plugins other than platforms, from their metadata; none is imported."""
+    from mvllm import plugin_groups
     from mvllm.entrypoints.cli.platforms import installed_plugins
-    from mvllm.platform import plugin_groups
 
     return {
         f"{group.group}: {source.name}": f"{source.distribution} {source.version}"

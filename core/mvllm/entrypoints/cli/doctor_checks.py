@@ -18,17 +18,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mvllm import plugin_groups
 from mvllm.config.engine_config import ParallelConfig
 from mvllm.config.env import describe_unknown, unknown_variables
 from mvllm.entrypoints.cli.fork_runner import ForkResult, run_in_fork
 from mvllm.entrypoints.cli.platforms import installed_plugins
 from mvllm.errors import MvllmError, PlatformError
-from mvllm.platform import plugin_groups
+from mvllm.installable import installable_platforms
 from mvllm.platform.choose import ENVIRONMENT_VARIABLE, choose_candidate
 from mvllm.platform.discovery import (
     SLOW_PROBE_SECONDS,
     Candidate,
-    PluginSource,
     discover,
     dotted,
     find_sources,
@@ -36,9 +36,9 @@ from mvllm.platform.discovery import (
     needs_another_contract,
     reaches,
 )
-from mvllm.platform.installable import installable_platforms
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.spec import CONTRACT, Check, CheckStatus
+from mvllm.plugin_groups import PluginSource
 from mvllm.version import __version__
 
 _MIN_PYTHON = (3, 11)

@@ -121,7 +121,7 @@ def _prepare_standard_streams() -> None:
 
 def _installed_commands() -> dict[str, str]:
     """Allowed commands of other packages, with their package and version. None is imported."""
-    from mvllm.platform import plugin_groups
+    from mvllm import plugin_groups
 
     sources = [
         source for source in plugin_groups.list_plugins(plugin_groups.COMMANDS) if plugin_groups.is_allowed(source)
@@ -130,7 +130,7 @@ def _installed_commands() -> dict[str, str]:
 
 
 def _load_installed(name: str) -> ModuleType:
-    from mvllm.platform import plugin_groups
+    from mvllm import plugin_groups
 
     source, module = plugin_groups.load_plugin_by_name(plugin_groups.COMMANDS, name)
     if not all(callable(getattr(module, function, None)) for function in ("add_arguments", "run")):
@@ -143,7 +143,7 @@ def _require_part(name: str) -> None:
     Raises:
         ConfigError: A part of mvllm that is not installed has this command.
     """
-    from mvllm.platform.installable import missing_part
+    from mvllm.installable import missing_part
 
     if message := missing_part(name, f"`mvllm {name}`"):
         raise ConfigError(message)

@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mvllm.checkpoint_formats.registry import list_models
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.human_readable_int import human_readable_int
 from mvllm.entrypoints.cli.argument_parser import CommandLineParser
@@ -32,7 +33,6 @@ from mvllm.entrypoints.cli.config_file import as_arguments, option_table
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.router.model_entry import ModelEntry, parse_keep_alive
 from mvllm.errors import ConfigError
-from mvllm.gguf.file_choice import is_gguf_name, list_choices
 
 _OWN = ("model", "aliases", "pinned", "keep_alive", "max_concurrent_requests", "memory", "env")
 SERVER_OPTIONS_OF_A_MODEL = frozenset(
@@ -109,8 +109,8 @@ class ModelsReader:
             found = {path.name: path for path in paths if path.is_dir() and _has_model(path)}
         except OSError as e:
             raise ConfigError(f"The folder {folder!r} of --models-dir cannot be read: {e.strerror}.") from e
-        for choice in list_choices([path.name for path in paths if path.is_file() and is_gguf_name(path.name)]):
-            found.setdefault(choice.stem, root / choice.files[0])
+        for model in list_models([path.name for path in paths if path.is_file()]):
+            found.setdefault(model.stem, root / model.files[0])
         return [self._entry(name, {"model": str(path)}, str(path)) for name, path in found.items()]
 
     def _entry(self, name: str, given: Mapping[str, Any], where: str) -> ModelEntry:
@@ -207,7 +207,7 @@ def _normalized(options: Any, where: str) -> dict[str, Any]:
 
 def _has_model(folder: Path) -> bool:
     names = [path.name for path in folder.iterdir()]
-    return "config.json" in names or bool(list_choices([name for name in names if is_gguf_name(name)]))
+    return "config.json" in names or bool(list_models(names))
 
 
 def _text(value: Any, where: str) -> str:

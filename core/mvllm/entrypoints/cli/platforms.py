@@ -6,9 +6,10 @@ import argparse
 import json
 from typing import Any
 
-from mvllm.platform import plugin_groups
-from mvllm.platform.discovery import SLOW_PROBE_SECONDS, Candidate, PluginSource, discover, dotted
+from mvllm import plugin_groups
+from mvllm.platform.discovery import SLOW_PROBE_SECONDS, Candidate, discover, dotted
 from mvllm.platform.spec import CONTRACT
+from mvllm.plugin_groups import PluginSource
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 def _nothing_found(name: str | None) -> str:
     if name is not None:
         return f"No installed platform plugin is called {name!r}. Run: pip install mvllm-{name}"
-    from mvllm.platform.installable import installable_platforms
+    from mvllm.installable import installable_platforms
 
     known = installable_platforms()
     return "No platform plugin is installed. Run, for instance: pip install " + (

@@ -12,8 +12,8 @@ import re
 from pathlib import Path
 
 from mvllm.errors import ConfigError
+from mvllm.installable import installable_executors, installable_platforms
 from mvllm.platform.discovery import find_sources
-from mvllm.platform.installable import installable_executors, installable_platforms
 from mvllm.platform.spec import CONTRACT
 from mvllm.version import __version__
 

@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from mvllm import plugin_groups
 from mvllm.config.engine_args import SERVER_LONG_PREFILL_SLOWDOWN, SERVER_MAX_QUEUED_REQUESTS, EngineArgs
 from mvllm.config.human_readable_int import human_readable_int
 from mvllm.config.option_arguments import json_object, json_or_text
@@ -31,7 +32,6 @@ from mvllm.entrypoints.openai.server.authentication import KeyLimits, read_api_k
 from mvllm.entrypoints.openai.server.settings import DEFAULT_PORT, ServerSettings, UnknownFieldsPolicy
 from mvllm.entrypoints.shutdown_signals import ignore_shutdown_signals, remove_on_exit
 from mvllm.errors import ConfigError
-from mvllm.platform import plugin_groups
 
 KEY_VARIABLE = "MVLLM_API_KEY"
 ADMIN_KEY_VARIABLE = "MVLLM_ADMIN_API_KEY"

@@ -10,10 +10,10 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
+from mvllm import plugin_groups
 from mvllm.entrypoints.parsers.interface import ReasoningParser, ToolParser
 from mvllm.errors import ConfigError
 from mvllm.logging import get_logger
-from mvllm.platform import plugin_groups
 
 logger = get_logger(__name__)
 

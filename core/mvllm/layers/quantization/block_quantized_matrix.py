@@ -1,4 +1,4 @@
-"""BlockQuantizedMatrix: a matrix of GGUF blocks, for the operation `block_quantized_linear`.
+"""BlockQuantizedMatrix: a matrix in blocks (`mvllm.ops.block_formats`), for the operation `block_quantized_linear`.
 
 checkpoint tensors, uint8                        this rank's matrix: each part has a format
 ┌──────────────────────────┐                     ┌────────────┐

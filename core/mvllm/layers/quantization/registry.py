@@ -2,20 +2,22 @@
 
 Other packages add methods through entry points of `mvllm.quantization`: the name is the `quant_method` in config.json
 or the setting `quantization`, the value `package.module:Class`, a QuantizationMethod. Core's method takes precedence
-over a plugin's of the same name.
+over a plugin's of the same name. The name of a checkpoint format is that of the blocks in its files
+(`BlockQuantization`).
 """
 
 from __future__ import annotations
 
 import importlib
 
+from mvllm import plugin_groups
+from mvllm.checkpoint_formats.registry import format_names
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
 from mvllm.config.quantization import method_name, stored_quantization
 from mvllm.errors import ConfigError, ModelError, MvllmError
 from mvllm.layers.quantization.interface import QuantizationMethod
 from mvllm.logging import get_logger
-from mvllm.platform import plugin_groups
 
 logger = get_logger(__name__)
 
@@ -24,17 +26,18 @@ _METHODS = {
     "compressed-tensors": "mvllm.layers.quantization.compressed_tensors:CompressedTensors",
     "fbgemm-fp8": "mvllm.layers.quantization.float8:RowwiseFloat8",
     "fp8": "mvllm.layers.quantization.float8:Float8",
-    "gguf": "mvllm.layers.quantization.gguf:GGUF",
     "gptq": "mvllm.layers.quantization.gptq:GPTQ",
     "int4": "mvllm.layers.quantization.online_quantization:Int4",
     "int8": "mvllm.layers.quantization.online_quantization:Int8",
     "mxfp4": "mvllm.layers.quantization.mxfp4:MXFP4",
 }
 
+_OF_FORMATS = "mvllm.layers.quantization.block_quantization:BlockQuantization"
+
 
 def supported_methods() -> tuple[str, ...]:
     """Names of the supported methods, sorted: core's and those of installed plugins."""
-    return tuple(sorted({*_METHODS, *plugin_groups.allowed_names(plugin_groups.QUANTIZATION)}))
+    return tuple(sorted({*_METHODS, *format_names(), *plugin_groups.allowed_names(plugin_groups.QUANTIZATION)}))
 
 
 def quantization_method(config: ModelConfig) -> QuantizationMethod | None:
@@ -74,11 +77,11 @@ def _made(method: type[QuantizationMethod], settings: HFConfig) -> QuantizationM
 
 
 def _resolve(name: str, stored_as: str | None) -> type[QuantizationMethod]:
-    if name in _METHODS:
+    if name in _METHODS or name in format_names():
         for plugin in plugin_groups.list_plugins(plugin_groups.QUANTIZATION):
             if method_name(plugin.name) == name:
                 logger.warning("%s has a method %s, but core's own method is used.", plugin, name)
-        module, _, attribute = _METHODS[name].partition(":")
+        module, _, attribute = _METHODS.get(name, _OF_FORMATS).partition(":")
         method: type[QuantizationMethod] = getattr(importlib.import_module(module), attribute)
         return method
     spelled = {

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from mvllm import plugin_groups
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import replace_field
 from mvllm.engine.core.config_resolution import resolve_config
 from mvllm.errors import ConfigError, PlatformError
-from mvllm.platform import plugin_groups
-from mvllm.platform.installable import installable_executors
+from mvllm.installable import installable_executors
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import (
     Capabilities,

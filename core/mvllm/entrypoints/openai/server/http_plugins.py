@@ -24,6 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mvllm import plugin_groups
 from mvllm.engine.frontend.outputs import RequestOutput
 from mvllm.entrypoints.openai.common.engine_requests import EngineRequests
 from mvllm.entrypoints.openai.common.errors import APIError, error_response, to_api_error
@@ -39,8 +40,7 @@ from mvllm.errors import ConfigError
 from mvllm.logging import get_logger
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
-from mvllm.platform import plugin_groups
-from mvllm.platform.discovery import PluginSource
+from mvllm.plugin_groups import PluginSource
 
 logger = get_logger(__name__)
 

@@ -1,0 +1,1 @@
+"""GGUF files for mvllm: weights, config and tokenizer of llama.cpp's format."""
