@@ -46,6 +46,7 @@ REASONING_PARSERS = PluginGroup("mvllm.reasoning_parsers", "reasoning parser")
 HTTP = PluginGroup("mvllm.http", "HTTP plugin")
 LOGITS_PROCESSORS = PluginGroup("mvllm.logits_processors", "logits processor")
 KV_CONNECTORS = PluginGroup("mvllm.kv_connectors", "KV connector")
+ALIASES = PluginGroup("mvllm.aliases", "module of mvllm")
 
 ALL = (
     MODELS,
@@ -59,6 +60,7 @@ ALL = (
     TOOL_PARSERS,
     REASONING_PARSERS,
     HTTP,
+    ALIASES,
 )
 
 

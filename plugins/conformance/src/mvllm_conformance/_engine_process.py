@@ -1,13 +1,13 @@
-"""A process with an engine that generates until a test kills it: `python -m mvllm.testing._engine_process SETTINGS`."""
+"""An engine that generates until a test kills its process: `python -m mvllm_conformance._engine_process SETTINGS`."""
 
 from __future__ import annotations
 
 import json
 import sys
 
-from mvllm.testing.platform_under_test import PlatformUnderTest
-from mvllm.testing.subprocess_checks import print_answer
-from mvllm.testing.zoo import generate, make_llm
+from mvllm_conformance.platform_under_test import PlatformUnderTest
+from mvllm_conformance.subprocess_checks import print_answer
+from mvllm_conformance.zoo import generate, make_llm
 
 if __name__ == "__main__":
     settings = json.loads(sys.argv[1])

@@ -15,10 +15,9 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from mvllm.platform.discovery import load_attribute
-from mvllm.platform.phases import Phase, enter_phase
-from mvllm.plugin_api import PlatformSpec, ProbeResult, WorkerContext
-from mvllm.testing.subprocess_checks import print_answer
+from mvllm.extension_api.testing import enter_phase, load_attribute
+from mvllm.plugin_api import Phase, PlatformSpec, ProbeResult, WorkerContext
+from mvllm_conformance.subprocess_checks import print_answer
 
 HEAVY = ("torch", "transformers", "jax", "tensorflow")
 ORDINARY_LIBRARIES = tuple(

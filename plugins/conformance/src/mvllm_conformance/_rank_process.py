@@ -16,17 +16,19 @@ from typing import Any
 
 import torch
 
-from mvllm.config.engine_args import EngineArgs
-from mvllm.engine.core.config_resolution import resolve_config
-from mvllm.ops.dtypes import torch_dtype
-from mvllm.ops.norm import fused_add_rms_norm
-from mvllm.platform.choose import choose_platform
-from mvllm.platform.phases import Phase, enter_phase
-from mvllm.plugin_api import Communicator, DeviceRuntime, GroupSpec, Platform, WorkerContext
-from mvllm.testing.attention_cases import make_spec
-from mvllm.testing.rank_launcher import START_CALLS
-from mvllm.testing.subprocess_checks import print_answer
-from mvllm.worker.worker import Worker
+from mvllm.extension_api.testing import (
+    EngineArgs,
+    Worker,
+    choose_platform,
+    enter_phase,
+    fused_add_rms_norm,
+    resolve_config,
+    torch_dtype,
+)
+from mvllm.plugin_api import Communicator, DeviceRuntime, GroupSpec, Phase, Platform, WorkerContext
+from mvllm_conformance.attention_cases import make_spec
+from mvllm_conformance.rank_launcher import START_CALLS
+from mvllm_conformance.subprocess_checks import print_answer
 
 SHAPES = ((6, 8), (1, 4096), (3, 4, 12))
 """Shapes of the tensors; all have dimensions that are divisible by 4."""

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mvllm.attention import kv_quantization
-from mvllm.ops.dtypes import torch_dtype
+from mvllm.extension_api.testing import round_to_kv_dtype, torch_dtype
 from mvllm.plugin_api import AttentionBackend, AttentionSpec, BatchLayout, DeviceRuntime, StepKind
 
 _ARRAYS = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
@@ -41,9 +40,7 @@ def tolerance(dtype: str, kv_dtype: str) -> float:
 
 def stored(x: torch.Tensor, kv_dtype: str) -> torch.Tensor:
     """Keys or values after rounding to the dtype of the cache: float64, same shape."""
-    if kv_dtype in kv_quantization.LARGEST:
-        return kv_quantization.decode(*kv_quantization.encode(x, kv_dtype), kv_dtype).double()
-    return x.to(torch_dtype(kv_dtype)).double()
+    return round_to_kv_dtype(x, kv_dtype).double()
 
 
 def make_spec(

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from mvllm.testing.attention_cases import AttentionVariant, Case, expected, tolerance
+from mvllm_conformance.attention_cases import AttentionVariant, Case, expected, tolerance
 
 _MOST_SCORES = 1 << 22
 """Pairs of queries and keys up to which mistakes are looked for: each of them computes the whole case again."""

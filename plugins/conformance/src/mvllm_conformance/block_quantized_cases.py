@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from mvllm.ops.block_formats import BLOCK_FORMATS
-from mvllm.ops.block_quantized_linear import INPUT_BLOCK, BlockQuantizedPart, BlockQuantizedWeight
-from mvllm.testing.op_call import ROWS, OpCall, random_tensor
+from mvllm.extension_api.testing import BLOCK_FORMATS, INPUT_BLOCK
+from mvllm.plugin_api import BlockQuantizedPart, BlockQuantizedWeight
+from mvllm_conformance.op_call import ROWS, OpCall, random_tensor
 
 _KINDS = (  # in_features, (format, rows) of each part; half of all rows is a multiple of 16
     *((256 if known.block_values == 256 else 96, ((name, 96),)) for name, known in BLOCK_FORMATS.items()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mvllm.entrypoints.cli.number_arguments import positive_seconds
+from mvllm.extension_api.cli import positive_seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,9 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the suite; returns 0 if no test failed and no waiver is stale."""
-    from mvllm.testing import clauses, report
-    from mvllm.testing.run import Settings
-    from mvllm.testing.run import run as run_suite
+    from mvllm_conformance import clauses, report
+    from mvllm_conformance.run import Settings
+    from mvllm_conformance.run import run as run_suite
 
     if args.clauses:
         for family, title in clauses.FAMILIES.items():

@@ -11,20 +11,28 @@ from typing import Any
 import numpy as np
 import torch
 
-from mvllm.config.engine_args import EngineArgs
-from mvllm.config.multimodal import MultiModalModel
-from mvllm.distributed.group_coordinator import GroupCoordinator
-from mvllm.graph.arrays import to_numpy, to_torch
-from mvllm.graph.recorded_calls import RecordedAttention, RecordedGroup, recording_providers
-from mvllm.graph.run_parts import run_parts
-from mvllm.graph.trace import HEAD, MODEL, GraphItems, TracedModel, trace_model
-from mvllm.layers.context import BuildContext
-from mvllm.models.registry import resolve_model_class
-from mvllm.models.weight_loader import load_weights
-from mvllm.ops.dtypes import torch_dtype
-from mvllm.ops.registry import OpTable
-from mvllm.platform.step_graph import distinct_inputs
-from mvllm.plugin_api import AttentionSpec, GroupSpec
+from mvllm.extension_api import BuildContext
+from mvllm.extension_api.testing import (
+    HEAD,
+    MODEL,
+    EngineArgs,
+    GraphItems,
+    GroupCoordinator,
+    OpTable,
+    RecordedAttention,
+    RecordedGroup,
+    TracedModel,
+    distinct_inputs,
+    load_weights,
+    recording_providers,
+    resolve_model_class,
+    run_parts,
+    to_numpy,
+    to_torch,
+    torch_dtype,
+    trace_model,
+)
+from mvllm.plugin_api import AttentionSpec, GroupSpec, MultiModalModel
 from mvllm.plugin_api.graph import CacheValue, GraphCompiler, GraphProgram, StepSizes
 
 

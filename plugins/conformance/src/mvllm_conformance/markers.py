@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import pytest
 
-from mvllm.testing.clauses import CLAUSES
+from mvllm_conformance.clauses import CLAUSES
 
 MARKER = "mvllm_clause"
 EXHAUSTIVE_MARKER = "mvllm_exhaustive"

@@ -10,26 +10,23 @@ from typing import Any
 
 import torch
 
-from mvllm.ops.all_schemas import SCHEMAS
-from mvllm.ops.draw import draw_block, filtered_draw
-from mvllm.ops.dtypes import torch_dtype
-from mvllm.ops.moe import UNGATED_ACTIVATIONS
-from mvllm.testing.block_quantized_cases import block_quantized_linear_cases, exact_block_quantized
-from mvllm.testing.op_call import ROWS, OpCall, random_tensor
-from mvllm.testing.quantized_moe_cases import (
+from mvllm.extension_api.testing import SCHEMAS, UNGATED_ACTIVATIONS, draw_block, filtered_draw, torch_dtype
+from mvllm_conformance.block_quantized_cases import block_quantized_linear_cases, exact_block_quantized
+from mvllm_conformance.op_call import ROWS, OpCall, random_tensor
+from mvllm_conformance.quantized_moe_cases import (
     exact_quantized_moe,
     exact_quantized_ungated_moe,
     inner_steps,
     quantized_moe_cases,
     quantized_ungated_moe_cases,
 )
-from mvllm.testing.quantized_weight_cases import (
+from mvllm_conformance.quantized_weight_cases import (
     exact_float8,
     exact_quantized,
     float8_linear_cases,
     quantized_linear_cases,
 )
-from mvllm.testing.state_cases import compared, gated_rms_norm_cases, has_state, state_cases
+from mvllm_conformance.state_cases import compared, gated_rms_norm_cases, has_state, state_cases
 
 
 def op_calls(op: str, dtype: str) -> Iterator[OpCall]:

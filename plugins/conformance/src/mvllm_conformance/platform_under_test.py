@@ -6,12 +6,9 @@ import functools
 import os
 from dataclasses import dataclass, field, fields
 
-from mvllm.errors import MvllmError
-from mvllm.platform.checked_calls import call_checked
-from mvllm.platform.choose import choose_platform
-from mvllm.platform.discovery import Candidate, discover, dotted
-from mvllm.plugin_api import Capabilities, ContractError, Platform, PlatformError
-from mvllm.testing import report
+from mvllm.extension_api.testing import Candidate, call_checked, choose_platform, discover, dotted
+from mvllm.plugin_api import Capabilities, ContractError, MvllmError, Platform, PlatformError
+from mvllm_conformance import report
 
 START_TIMEOUT = 180.0
 """Default of `PlatformUnderTest.start_timeout`."""

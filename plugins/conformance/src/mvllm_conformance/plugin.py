@@ -26,21 +26,22 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mvllm.errors import MvllmError
-from mvllm.platform.phases import Phase, enter_phase
-from mvllm.testing.clauses import CLAUSES, DEVICE_FREE, FAMILIES, claims
-from mvllm.testing.markers import EXHAUSTIVE_MARKER, MARKER, NOT_APPLICABLE, NOT_CLAIMED, NOT_RUN
-from mvllm.testing.platform_under_test import START_TIMEOUT, PlatformUnderTest, find_platform_under_test
-from mvllm.testing.report import REFUSED, WITHOUT_DEVICE, Outcome, Report, Status
-from mvllm.testing.waivers import Waiver, read_waivers
-from mvllm.version import __version__
+from mvllm.extension_api.testing import __version__, enter_phase
+from mvllm.plugin_api import MvllmError, Phase
+from mvllm_conformance.clauses import CLAUSES, DEVICE_FREE, FAMILIES, claims
+from mvllm_conformance.markers import EXHAUSTIVE_MARKER, MARKER, NOT_APPLICABLE, NOT_CLAIMED, NOT_RUN
+from mvllm_conformance.platform_under_test import START_TIMEOUT, PlatformUnderTest, find_platform_under_test
+from mvllm_conformance.report import REFUSED, WITHOUT_DEVICE, Outcome, Report, Status
+from mvllm_conformance.waivers import Waiver, read_waivers
 
 if TYPE_CHECKING:
     from mvllm.plugin_api import DeviceRuntime
-    from mvllm.testing.zoo import Zoo
+    from mvllm_conformance.zoo import Zoo
 
 # Shows values in assertion errors, also if a vendor's file imports the tests.
-pytest.register_assert_rewrite("mvllm.testing.suite", "mvllm.testing.zoo", "mvllm.testing.leftover_processes")
+pytest.register_assert_rewrite(
+    "mvllm_conformance.suite", "mvllm_conformance.zoo", "mvllm_conformance.leftover_processes"
+)
 
 PROPERTY = "mvllm-conformance"
 """Key of the user property with a test's clauses; xdist sends user properties from its workers to the controller."""
@@ -459,6 +460,6 @@ def free_device(device_holder: DeviceHolder) -> None:
 @pytest.fixture(scope="session")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     """Tiny checkpoints and their oracle."""
-    from mvllm.testing.zoo import Zoo
+    from mvllm_conformance.zoo import Zoo
 
     return Zoo(tmp_path_factory.mktemp("mvllm-zoo"))

@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
-from mvllm.ops.block_quantized_linear import BlockQuantizedWeight
-from mvllm.ops.float8_linear import LARGEST, Float8Weight
-from mvllm.ops.moe import UNGATED_ACTIVATIONS, clamped_gate, ungated_activation
-from mvllm.ops.quantized_linear import QuantizedWeight
-from mvllm.ops.quantized_moe import ExpertWeight
-from mvllm.testing.block_quantized_cases import block_quantized_weight, exact_block_quantized, rows_of_block_quantized
-from mvllm.testing.op_call import ROWS, OpCall, random_tensor
-from mvllm.testing.quantized_weight_cases import (
+from mvllm.extension_api.testing import UNGATED_ACTIVATIONS, clamped_gate, ungated_activation
+from mvllm.plugin_api import BlockQuantizedWeight, ExpertWeight, Float8Weight, QuantizedWeight
+from mvllm_conformance.block_quantized_cases import (
+    block_quantized_weight,
+    exact_block_quantized,
+    rows_of_block_quantized,
+)
+from mvllm_conformance.op_call import ROWS, OpCall, random_tensor
+from mvllm_conformance.quantized_weight_cases import (
     exact_float8,
     exact_quantized,
     float8_weight,
@@ -28,6 +29,7 @@ from mvllm.testing.quantized_weight_cases import (
 
 NUM_EXPERTS, TOP_K = 4, 2
 ALPHA, LIMIT = 1.702, 1.5
+FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 _INTEGERS = (  # bits, group_size (None for a row), symmetric, int8_activations
     (8, None, True, True),
@@ -329,9 +331,9 @@ def _rounded_to_float8(x: torch.Tensor, weight: Float8Weight) -> torch.Tensor:
     if weight.inputs == "static":
         assert weight.input_scale is not None, "static inputs have a scale"
         scale = weight.input_scale.double()
-        return (x / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).double() * scale
+        return (x / scale).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn).double() * scale
     runs = []
     for run in x.split(weight.block_columns, dim=1):
-        scale = run.abs().amax(dim=1, keepdim=True) / LARGEST
+        scale = run.abs().amax(dim=1, keepdim=True) / FLOAT8_MAX
         runs.append((run / scale.where(scale > 0, 1.0)).to(torch.float8_e4m3fn).double() * scale)
     return torch.cat(runs, dim=1)

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from mvllm.ops.float8_linear import Float8Inputs, Float8Weight
-from mvllm.ops.quantized_linear import QuantizedWeight
-from mvllm.testing.op_call import ROWS, OpCall, random_tensor
+from mvllm.plugin_api import Float8Inputs, Float8Weight, QuantizedWeight
+from mvllm_conformance.op_call import ROWS, OpCall, random_tensor
 
 _QUANTIZED = (  # bits, group_size (None for a row), symmetric, int8_activations
     (8, None, True, True),

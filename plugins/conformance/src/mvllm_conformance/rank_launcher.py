@@ -1,6 +1,6 @@
 """Starts worker processes without an engine. Each binds a device, joins the process group and runs checks.
 
-run_ranks(platform_under_test, 2, ["all_reduce"]) ──> python -m mvllm.testing._rank_process, twice, with topology's env
+run_ranks(platform_under_test, 2, ["all_reduce"]) ──> python -m mvllm_conformance._rank_process, twice, in topology's env
                                       <── one line per check: {"did": "all_reduce", "error": "", "digest": "..."}
 """
 
@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mvllm.executor.process.process_utils import anonymous_file
-from mvllm.platform.phases import Phase, enter_phase
-from mvllm.plugin_api import LaunchTopology, ParallelConfig
-from mvllm.testing.platform_under_test import PlatformUnderTest
-from mvllm.testing.subprocess_checks import child_environment, read_answers
+from mvllm.extension_api import anonymous_file
+from mvllm.extension_api.testing import enter_phase
+from mvllm.plugin_api import LaunchTopology, ParallelConfig, Phase
+from mvllm_conformance.platform_under_test import PlatformUnderTest
+from mvllm_conformance.subprocess_checks import child_environment, read_answers
 
 TIMEOUT_SECONDS = 300.0
 """For all checks of a rank after it has joined its group."""
@@ -126,7 +126,7 @@ def run_ranks(
             output = Path(folder) / f"rank{rank}"
             with output.open("wb") as output_file:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "mvllm.testing._rank_process", json.dumps(job)],
+                    [sys.executable, "-m", "mvllm_conformance._rank_process", json.dumps(job)],
                     env=child_environment({**os.environ, **variables}),
                     stdin=subprocess.DEVNULL,
                     stdout=output_file,
@@ -205,7 +205,7 @@ _COLLECTIVES: dict[tuple[str, int], tuple[RankResult, ...]] = {}
 
 def run_collectives(platform_under_test: PlatformUnderTest, world_size: int) -> tuple[RankResult, ...]:
     """Results of all checks in `_rank_process.CHECKS` for a group of `world_size` ranks; cached."""
-    from mvllm.testing._rank_process import CHECKS
+    from mvllm_conformance._rank_process import CHECKS
 
     key = (platform_under_test.name, world_size)
     if key not in _COLLECTIVES:

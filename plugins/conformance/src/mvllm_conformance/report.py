@@ -18,9 +18,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from mvllm.errors import ConfigError
-from mvllm.testing.clauses import CLAUSES, FAMILIES, Clause
-from mvllm.testing.waivers import Waiver
+from mvllm.plugin_api import ConfigError
+from mvllm_conformance.clauses import CLAUSES, FAMILIES, Clause
+from mvllm_conformance.waivers import Waiver
 
 SCHEMA = 1
 """Version of the JSON report's format."""

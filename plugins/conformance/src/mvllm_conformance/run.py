@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mvllm.errors import ConfigError
+from mvllm.plugin_api import ConfigError
 
 PLUGIN = "mvllm.testing.plugin"
 SUITE = "mvllm.testing.suite"

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from mvllm.ops.all_schemas import SCHEMAS
-from mvllm.testing.op_call import ROWS, OpCall, random_tensor
+from mvllm.extension_api.testing import SCHEMAS
+from mvllm_conformance.op_call import ROWS, OpCall, random_tensor
 
 NUM_SLOTS = 7
 

@@ -13,13 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from mvllm.ops.all_schemas import SCHEMAS
-from mvllm.ops.dtypes import torch_dtype
-from mvllm.ops.registry import OpTable
-from mvllm.platform.checked_calls import checked_state_backend
+from mvllm.extension_api.testing import SCHEMAS, OpTable, checked_state_backend, torch_dtype
 from mvllm.plugin_api import DeviceRuntime, StateArguments, StateLayout, StateSpec, StateTensor, StepKind
-from mvllm.testing.op_call import random_tensor
-from mvllm.testing.platform_under_test import PlatformUnderTest
+from mvllm_conformance.op_call import random_tensor
+from mvllm_conformance.platform_under_test import PlatformUnderTest
 
 
 @dataclass(frozen=True)

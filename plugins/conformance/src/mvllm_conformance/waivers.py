@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from mvllm.errors import ConfigError
-from mvllm.testing.clauses import CLAUSES
+from mvllm.plugin_api import ConfigError
+from mvllm_conformance.clauses import CLAUSES
 
 _KEYS = frozenset({"clause", "cases", "reason", "link", "expires"})
 

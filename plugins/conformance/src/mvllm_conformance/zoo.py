@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 
-from mvllm.entrypoints.llm import LLM
-from mvllm.messages.inputs import PromptType, TokensPrompt
-from mvllm.messages.sampling_params import SamplingParams
-from mvllm.plugin_api import Capabilities
-from mvllm.testing.platform_under_test import PlatformUnderTest
+from mvllm.extension_api.testing import LLM, PromptType, TokensPrompt
+from mvllm.plugin_api import Capabilities, SamplingParams
+from mvllm_conformance.platform_under_test import PlatformUnderTest
 
 VOCAB_SIZE = 320
 NUM_TOKENS = 16

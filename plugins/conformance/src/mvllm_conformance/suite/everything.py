@@ -30,7 +30,7 @@ FILES = (
 __all__ = ["FILES"]
 
 for _file in FILES:
-    _module = importlib.import_module(f"mvllm.testing.suite.{_file}")
+    _module = importlib.import_module(f"mvllm_conformance.suite.{_file}")
     for _name, _value in vars(_module).items():
         # Tests, and fixtures of the test files.
         if _name.startswith("test_") or type(_value).__name__ == "FixtureFunctionDefinition":

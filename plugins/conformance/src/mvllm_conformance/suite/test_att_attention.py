@@ -9,16 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from mvllm.errors import PlatformError
-from mvllm.ops.norm import rms_norm
-from mvllm.ops.rotary import rotary_embedding
-from mvllm.platform.checked_calls import checked_attention_backend
-from mvllm.plugin_api import AttentionBackend, AttentionSpec, DeviceRuntime, RotarySpec
-from mvllm.testing.attention_cases import CacheHarness, expected, make_case, make_layout, make_spec, run, tolerance
-from mvllm.testing.attention_diagnosis import assert_near
-from mvllm.testing.markers import clause, exhaustive, skip_not_claimed
-from mvllm.testing.platform_under_test import PlatformUnderTest
-from mvllm.testing.tensor_assertions import assert_close, assert_equal
+from mvllm.extension_api.testing import checked_attention_backend, rms_norm, rotary_embedding
+from mvllm.plugin_api import AttentionBackend, AttentionSpec, DeviceRuntime, PlatformError, RotarySpec
+from mvllm_conformance.attention_cases import CacheHarness, expected, make_case, make_layout, make_spec, run, tolerance
+from mvllm_conformance.attention_diagnosis import assert_near
+from mvllm_conformance.markers import clause, exhaustive, skip_not_claimed
+from mvllm_conformance.platform_under_test import PlatformUnderTest
+from mvllm_conformance.tensor_assertions import assert_close, assert_equal
 
 BATCHES: dict[str, list[tuple[int, int]]] = {
     "one prompt": [(0, 37)],

@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 
-from mvllm.errors import PlatformError
-from mvllm.platform.checked_calls import checked_attention_backend
-from mvllm.plugin_api import AttentionSpec, DeviceRuntime
-from mvllm.testing.attention_cases import make_case, make_spec, run
-from mvllm.testing.attention_diagnosis import assert_near
-from mvllm.testing.markers import clause, exhaustive, skip_not_claimed
-from mvllm.testing.platform_under_test import PlatformUnderTest
-from mvllm.testing.suite.test_att_attention import HEADS, backend_for, claimed
-from mvllm.testing.tensor_assertions import assert_equal
+from mvllm.extension_api.testing import checked_attention_backend
+from mvllm.plugin_api import AttentionSpec, DeviceRuntime, PlatformError
+from mvllm_conformance.attention_cases import make_case, make_spec, run
+from mvllm_conformance.attention_diagnosis import assert_near
+from mvllm_conformance.markers import clause, exhaustive, skip_not_claimed
+from mvllm_conformance.platform_under_test import PlatformUnderTest
+from mvllm_conformance.suite.test_att_attention import HEADS, backend_for, claimed
+from mvllm_conformance.tensor_assertions import assert_equal
 
 Batch = list[tuple[tuple[int, int], list[tuple[int, int]]]]
 """For each request: tokens computed before the step and new ones, and its spans."""

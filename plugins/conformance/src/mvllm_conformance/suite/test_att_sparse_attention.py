@@ -8,15 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mvllm.errors import PlatformError
-from mvllm.ops.dtypes import torch_dtype
-from mvllm.platform.checked_calls import checked_attention_backend
-from mvllm.plugin_api import AttentionSpec, DeviceRuntime
-from mvllm.testing.attention_cases import Case, make_case, make_spec, store, stored, tolerance
-from mvllm.testing.markers import clause
-from mvllm.testing.platform_under_test import PlatformUnderTest
-from mvllm.testing.suite.test_att_attention import FEW, backend_for, grid, requests_of
-from mvllm.testing.tensor_assertions import assert_close, assert_equal
+from mvllm.extension_api.testing import checked_attention_backend, torch_dtype
+from mvllm.plugin_api import AttentionSpec, DeviceRuntime, PlatformError
+from mvllm_conformance.attention_cases import Case, make_case, make_spec, store, stored, tolerance
+from mvllm_conformance.markers import clause
+from mvllm_conformance.platform_under_test import PlatformUnderTest
+from mvllm_conformance.suite.test_att_attention import FEW, backend_for, grid, requests_of
+from mvllm_conformance.tensor_assertions import assert_close, assert_equal
 
 TOP_K = (8, 128)
 """Fewer positions than most sequences of the batches have, and more than most have."""

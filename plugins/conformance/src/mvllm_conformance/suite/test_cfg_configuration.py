@@ -9,36 +9,27 @@ from typing import Any
 
 import pytest
 
-from mvllm.config.engine_args import EngineArgs
-from mvllm.config.engine_config import replace_field
-from mvllm.engine.core.config_resolution import resolve_config
-from mvllm.errors import ConfigError, PlatformError
-from mvllm.platform import plugin_groups
-from mvllm.platform.installable import installable_executors
-from mvllm.platform.phases import Phase, enter_phase
+from mvllm.extension_api import WorkerWrapper
+from mvllm.extension_api.testing import EngineArgs, enter_phase, known_executors, replace_field, resolve_config
 from mvllm.plugin_api import (
     Capabilities,
     CheckStatus,
+    ConfigError,
     EngineConfig,
     LaunchTopology,
     ParallelConfig,
+    Phase,
     Plan,
     Platform,
+    PlatformError,
     Refusals,
 )
-from mvllm.testing.markers import clause, exhaustive
-from mvllm.testing.platform_under_test import PlatformUnderTest
-from mvllm.testing.rank_launcher import parallel_config
-from mvllm.testing.subprocess_checks import open_devices
-from mvllm.worker.worker_wrapper import WorkerWrapper
+from mvllm_conformance.markers import clause, exhaustive
+from mvllm_conformance.platform_under_test import PlatformUnderTest
+from mvllm_conformance.rank_launcher import parallel_config
+from mvllm_conformance.subprocess_checks import open_devices
 
-EXECUTORS = {
-    "uni",
-    "mp",
-    "external_launcher",
-    *installable_executors(),
-    *plugin_groups.allowed_names(plugin_groups.EXECUTORS),
-}
+EXECUTORS = known_executors()
 COLLECTIVES = {
     *("all_reduce", "all_gather", "reduce_scatter", "broadcast"),
     *("send_recv", "gather", "all_to_all", "barrier"),
@@ -138,7 +129,7 @@ def test_two_reads_of_capabilities_and_spec_are_equal(frontend: Platform) -> Non
 
 @clause("CFG-03")
 def test_capabilities_name_what_there_is(frontend: Platform) -> None:
-    from mvllm.ops.dtypes import torch_dtype
+    from mvllm.extension_api.testing import torch_dtype
 
     capabilities = frontend.capabilities
     assert capabilities.dtypes, "capabilities.dtypes must not be empty"

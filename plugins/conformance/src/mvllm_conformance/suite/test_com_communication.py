@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from mvllm.distributed.group_coordinator import GroupCoordinator
+from mvllm.extension_api.testing import GroupCoordinator
 from mvllm.plugin_api import DeviceRuntime
-from mvllm.testing.markers import clause, exhaustive, skip_not_claimed, skip_not_run
-from mvllm.testing.platform_under_test import PlatformUnderTest
-from mvllm.testing.rank_launcher import RankResult, parallel_config, ranks_skip_reason, run_collectives, topology_of
+from mvllm_conformance.markers import clause, exhaustive, skip_not_claimed, skip_not_run
+from mvllm_conformance.platform_under_test import PlatformUnderTest
+from mvllm_conformance.rank_launcher import RankResult, parallel_config, ranks_skip_reason, run_collectives, topology_of
 
 WORLDS = [2, pytest.param(4, marks=exhaustive)]
 

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from mvllm.ops.dtypes import torch_dtype
-from mvllm.platform.phases import Phase, enter_phase
-from mvllm.plugin_api import DeviceRuntime, MemoryInfo, WorkerContext
-from mvllm.testing.markers import clause, exhaustive, skip_not_run
-from mvllm.testing.platform_under_test import PlatformUnderTest
-from mvllm.testing.rank_launcher import parallel_config, ranks_skip_reason, run_ranks, topology_of
-from mvllm.testing.tensor_assertions import assert_equal
+from mvllm.extension_api.testing import enter_phase, torch_dtype
+from mvllm.plugin_api import DeviceRuntime, MemoryInfo, Phase, WorkerContext
+from mvllm_conformance.markers import clause, exhaustive, skip_not_run
+from mvllm_conformance.platform_under_test import PlatformUnderTest
+from mvllm_conformance.rank_launcher import parallel_config, ranks_skip_reason, run_ranks, topology_of
+from mvllm_conformance.tensor_assertions import assert_equal
 
 COPIED_DTYPES = [torch.int32, torch.int64, torch.uint8, torch.bool]
 """Dtypes that core copies in addition to the compute dtypes."""
@@ -268,7 +267,7 @@ def test_an_allocation_that_does_not_fit_is_a_memory_error(bound_device: DeviceR
 
 @clause("MEM-02")
 def test_a_cache_that_does_not_fit_is_a_memory_error(subject: PlatformUnderTest, bound_device: DeviceRuntime) -> None:
-    from mvllm.testing.attention_cases import make_spec
+    from mvllm_conformance.attention_cases import make_spec
 
     backend = subject.platform.attention_backend(make_spec(dtype=subject.capabilities.dtypes[0]))
     layout = backend.kv_layout()

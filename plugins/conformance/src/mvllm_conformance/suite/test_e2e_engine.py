@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 
-from mvllm.errors import ConfigError
-from mvllm.platform.checked_calls import checked_attention_backend
-from mvllm.platform.phases import Phase, enter_phase
-from mvllm.testing.attention_cases import make_spec
-from mvllm.testing.markers import clause, exhaustive, skip_not_claimed, skip_not_run
-from mvllm.testing.platform_under_test import PlatformUnderTest
-from mvllm.testing.plugin import DeviceHolder
-from mvllm.testing.rank_launcher import known_start_error, parallel_config, ranks_skip_reason, topology_of
-from mvllm.testing.zoo import (
+from mvllm.extension_api.testing import checked_attention_backend, enter_phase
+from mvllm.plugin_api import ConfigError, Phase
+from mvllm_conformance.attention_cases import make_spec
+from mvllm_conformance.markers import clause, exhaustive, skip_not_claimed, skip_not_run
+from mvllm_conformance.platform_under_test import PlatformUnderTest
+from mvllm_conformance.plugin import DeviceHolder
+from mvllm_conformance.rank_launcher import known_start_error, parallel_config, ranks_skip_reason, topology_of
+from mvllm_conformance.zoo import (
     ENGINE_LEN,
     FAMILIES,
     LONG,

@@ -10,19 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from mvllm.config.multimodal import MultiModalModel
-from mvllm.graph.arrays import to_numpy
-from mvllm.graph.interpreter import Interpreter
-from mvllm.graph.operations import GRAPH_OPERATIONS
-from mvllm.graph.parts import COLLECTIVES
-from mvllm.ops.dtypes import torch_dtype
-from mvllm.plugin_api import DeviceRuntime
-from mvllm.plugin_api.graph import GraphCompiler, Node, StepGraph, Value
-from mvllm.testing.graph_models import GraphModelUnderTest, ItemUnderTest, step_of_ranks, trace_checkpoint
-from mvllm.testing.markers import clause, exhaustive, skip_not_claimed
-from mvllm.testing.platform_under_test import PlatformUnderTest
-from mvllm.testing.tensor_assertions import assert_equal
-from mvllm.testing.zoo import FAMILIES, STATE_FAMILY, VOCAB_SIZE, Zoo, main_dtype
+from mvllm.extension_api.testing import COLLECTIVES, to_numpy, torch_dtype
+from mvllm.plugin_api import DeviceRuntime, MultiModalModel
+from mvllm.plugin_api.graph import GRAPH_OPERATIONS, GraphCompiler, Interpreter, Node, StepGraph, Value
+from mvllm_conformance.graph_models import GraphModelUnderTest, ItemUnderTest, step_of_ranks, trace_checkpoint
+from mvllm_conformance.markers import clause, exhaustive, skip_not_claimed
+from mvllm_conformance.platform_under_test import PlatformUnderTest
+from mvllm_conformance.tensor_assertions import assert_equal
+from mvllm_conformance.zoo import FAMILIES, STATE_FAMILY, VOCAB_SIZE, Zoo, main_dtype
 
 LENGTHS = (37, 20, 5)
 TOLERANCE = {"float32": 1e-3, "float16": 0.06, "bfloat16": 0.4}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from mvllm.ops.dtypes import torch_dtype
+from mvllm.extension_api.testing import torch_dtype
 from mvllm.plugin_api import CompileBackend, DeviceRuntime, GraphBackend
-from mvllm.testing.markers import clause
-from mvllm.testing.platform_under_test import PlatformUnderTest
-from mvllm.testing.tensor_assertions import assert_equal
+from mvllm_conformance.markers import clause
+from mvllm_conformance.platform_under_test import PlatformUnderTest
+from mvllm_conformance.tensor_assertions import assert_equal
 
 
 def graphs_of(subject: PlatformUnderTest, runtime: DeviceRuntime) -> GraphBackend:

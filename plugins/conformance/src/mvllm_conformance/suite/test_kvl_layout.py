@@ -9,15 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from mvllm.errors import PlatformError
-from mvllm.ops.dtypes import torch_dtype
-from mvllm.platform.checked_calls import checked_attention_backend
-from mvllm.platform.tensor_caches import tensors_of
-from mvllm.plugin_api import AttentionBackend, DeviceRuntime
-from mvllm.testing.attention_cases import CacheHarness, make_case, make_layout, make_spec, run, stored, tolerance
-from mvllm.testing.markers import clause, skip_not_claimed
-from mvllm.testing.platform_under_test import PlatformUnderTest
-from mvllm.testing.tensor_assertions import assert_close, assert_equal
+from mvllm.extension_api.testing import checked_attention_backend, tensors_of, torch_dtype
+from mvllm.plugin_api import AttentionBackend, DeviceRuntime, PlatformError
+from mvllm_conformance.attention_cases import CacheHarness, make_case, make_layout, make_spec, run, stored, tolerance
+from mvllm_conformance.markers import clause, skip_not_claimed
+from mvllm_conformance.platform_under_test import PlatformUnderTest
+from mvllm_conformance.tensor_assertions import assert_close, assert_equal
 
 NUM_BLOCKS = 6
 

@@ -9,18 +9,21 @@ import numpy as np
 import pytest
 import torch
 
-from mvllm.errors import ConfigError, PlatformError
-from mvllm.kv_transfer.host_kv_cache import HostKVCache
-from mvllm.messages.scheduler_output import SchedulerOutput
-from mvllm.ops.all_schemas import SCHEMAS
-from mvllm.ops.dtypes import torch_dtype
-from mvllm.platform.checked_calls import check_kv_transfer, checked_attention_backend, checked_state_backend
-from mvllm.plugin_api import AttentionSpec, BlockTransfer, DeviceRuntime
-from mvllm.testing.attention_cases import CacheHarness, make_layout, make_spec
-from mvllm.testing.markers import clause
-from mvllm.testing.platform_under_test import PlatformUnderTest
-from mvllm.testing.state_steps import Piece, StateCase, StateHarness, step_cases
-from mvllm.worker.host_blocks import CopiedRows, HostBlocks
+from mvllm.extension_api import HostKVCache
+from mvllm.extension_api.testing import (
+    SCHEMAS,
+    CopiedRows,
+    HostBlocks,
+    check_kv_transfer,
+    checked_attention_backend,
+    checked_state_backend,
+    torch_dtype,
+)
+from mvllm.plugin_api import AttentionSpec, BlockTransfer, ConfigError, DeviceRuntime, PlatformError, SchedulerOutput
+from mvllm_conformance.attention_cases import CacheHarness, make_layout, make_spec
+from mvllm_conformance.markers import clause
+from mvllm_conformance.platform_under_test import PlatformUnderTest
+from mvllm_conformance.state_steps import Piece, StateCase, StateHarness, step_cases
 
 NUM_BLOCKS = 6
 NUM_SLOTS = 5

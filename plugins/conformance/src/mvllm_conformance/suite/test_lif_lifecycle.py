@@ -12,17 +12,16 @@ from typing import Any
 
 import pytest
 
-from mvllm.entrypoints.llm import LLM
-from mvllm.errors import CacheError, EngineDeadError, EngineSleepingError, WorkerDiedError, WorkerStuckError
-from mvllm.platform.discovery import load_attribute
+from mvllm.extension_api import EngineDeadError, WorkerDiedError, WorkerStuckError
+from mvllm.extension_api.testing import LLM, CacheError, EngineSleepingError, load_attribute
 from mvllm.plugin_api import AttentionBackend, AttentionSpec
 from mvllm.plugin_api.graph import GraphProgram, StepSizes
-from mvllm.testing.leftover_processes import ProcessSnapshot, process_snapshot, wait_until
-from mvllm.testing.markers import clause, skip_not_claimed
-from mvllm.testing.platform_under_test import PlatformUnderTest
-from mvllm.testing.rank_launcher import known_start_error, parallel_config, ranks_skip_reason, topology_of
-from mvllm.testing.subprocess_checks import ANSWER_PREFIX, child_environment
-from mvllm.testing.zoo import Zoo, generate, make_llm
+from mvllm_conformance.leftover_processes import ProcessSnapshot, process_snapshot, wait_until
+from mvllm_conformance.markers import clause, skip_not_claimed
+from mvllm_conformance.platform_under_test import PlatformUnderTest
+from mvllm_conformance.rank_launcher import known_start_error, parallel_config, ranks_skip_reason, topology_of
+from mvllm_conformance.subprocess_checks import ANSWER_PREFIX, child_environment
+from mvllm_conformance.zoo import Zoo, generate, make_llm
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
 LONG = {"max_tokens": 200}
@@ -232,7 +231,7 @@ def test_workers_end_with_their_caller(
 ) -> None:
     settings = {"name": subject.name, "folder": str(zoo.checkpoint("llama")), **worker_settings(subject)}
     caller = subprocess.Popen(
-        [sys.executable, "-m", "mvllm.testing._engine_process", json.dumps(settings)],
+        [sys.executable, "-m", "mvllm_conformance._engine_process", json.dumps(settings)],
         env=child_environment(os.environ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

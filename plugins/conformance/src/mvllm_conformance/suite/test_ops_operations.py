@@ -12,10 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from mvllm.layers.quantized_experts import ReadOnce
-from mvllm.ops.all_schemas import SCHEMAS
-from mvllm.ops.dtypes import torch_dtype
-from mvllm.ops.registry import REFERENCE, OpTable
+from mvllm.extension_api.testing import REFERENCE, SCHEMAS, OpTable, ReadOnce, torch_dtype
 from mvllm.plugin_api import (
     BlockQuantizedPart,
     BlockQuantizedWeight,
@@ -25,13 +22,13 @@ from mvllm.plugin_api import (
     OpProvider,
     QuantizedWeight,
 )
-from mvllm.testing.markers import clause, skip_not_claimed
-from mvllm.testing.op_call import OpCall
-from mvllm.testing.op_cases import exact, op_calls, result_dtype, tolerance
-from mvllm.testing.platform_under_test import PlatformUnderTest
-from mvllm.testing.quantized_moe_cases import with_unrounded_inputs
-from mvllm.testing.state_cases import compared, has_state, one_request, state_dtypes
-from mvllm.testing.tensor_assertions import assert_close, assert_equal
+from mvllm_conformance.markers import clause, skip_not_claimed
+from mvllm_conformance.op_call import OpCall
+from mvllm_conformance.op_cases import exact, op_calls, result_dtype, tolerance
+from mvllm_conformance.platform_under_test import PlatformUnderTest
+from mvllm_conformance.quantized_moe_cases import with_unrounded_inputs
+from mvllm_conformance.state_cases import compared, has_state, one_request, state_dtypes
+from mvllm_conformance.tensor_assertions import assert_close, assert_equal
 
 OPS = sorted(SCHEMAS)
 

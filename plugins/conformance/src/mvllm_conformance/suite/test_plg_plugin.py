@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from mvllm.errors import MvllmError
-from mvllm.platform.choose import choose_platform
-from mvllm.platform.discovery import check_contract, find_sources
-from mvllm.testing.markers import clause
-from mvllm.testing.platform_under_test import PlatformUnderTest
-from mvllm.testing.subprocess_checks import run_in_subprocess
+from mvllm.extension_api.testing import check_contract, choose_platform, find_sources
+from mvllm.plugin_api import MvllmError
+from mvllm_conformance.markers import clause
+from mvllm_conformance.platform_under_test import PlatformUnderTest
+from mvllm_conformance.subprocess_checks import run_in_subprocess
 
 IMPORT_CPU_SECONDS = 2.0
 """CPU time limit of the entry point's module, without `mvllm.plugin_api`. Typical modules take 0.01 s."""
@@ -31,7 +30,7 @@ def inspect_plugin(platform_under_test: PlatformUnderTest, **arguments: Any) -> 
     )
     module = platform_under_test.candidate.source.entry_point.partition(":")[0]
     settings = {"module": module, "bind_after_fork": False, **arguments}
-    return run_in_subprocess("mvllm.testing._probe_process", settings, environment=platform_under_test.environment)
+    return run_in_subprocess("mvllm_conformance._probe_process", settings, environment=platform_under_test.environment)
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from mvllm.platform.discovery import SLOW_PROBE_SECONDS
-from mvllm.testing.markers import clause, skip_not_run
-from mvllm.testing.platform_under_test import PlatformUnderTest
-from mvllm.testing.report import WITHOUT_DEVICE
-from mvllm.testing.suite.test_plg_plugin import inspect_plugin
+from mvllm.extension_api.testing import SLOW_PROBE_SECONDS
+from mvllm_conformance.markers import clause, skip_not_run
+from mvllm_conformance.platform_under_test import PlatformUnderTest
+from mvllm_conformance.report import WITHOUT_DEVICE
+from mvllm_conformance.suite.test_plg_plugin import inspect_plugin
 
 PROBE_CPU_SECONDS = 1.0
 """CPU time limit of a probe, independent of the load of the machine."""

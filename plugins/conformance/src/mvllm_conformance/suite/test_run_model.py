@@ -8,19 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from mvllm.config.engine_args import EngineArgs
-from mvllm.engine.core.config_resolution import resolve_config
-from mvllm.engine.core.kv_cache_sizing import size_kv_cache
-from mvllm.messages.requests import PositionLogprobs
-from mvllm.messages.sampling_params import SamplingParams
-from mvllm.messages.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
-from mvllm.platform.phases import Phase, enter_phase
-from mvllm.plugin_api import DeviceRuntime, KVCacheNeeds, WorkerContext
-from mvllm.testing.markers import clause, exhaustive
-from mvllm.testing.platform_under_test import PlatformUnderTest
-from mvllm.testing.plugin import DeviceHolder
-from mvllm.testing.zoo import FAMILIES, LOGPROB_TOLERANCE, Zoo, main_dtype
-from mvllm.worker.worker_wrapper import WorkerWrapper
+from mvllm.extension_api import WorkerWrapper
+from mvllm.extension_api.testing import EngineArgs, enter_phase, resolve_config, size_kv_cache
+from mvllm.plugin_api import (
+    DeviceRuntime,
+    KVCacheNeeds,
+    ModelRunnerOutput,
+    NewRequestData,
+    Phase,
+    PositionLogprobs,
+    SamplingParams,
+    SchedulerOutput,
+    WorkerContext,
+)
+from mvllm_conformance.markers import clause, exhaustive
+from mvllm_conformance.platform_under_test import PlatformUnderTest
+from mvllm_conformance.plugin import DeviceHolder
+from mvllm_conformance.zoo import FAMILIES, LOGPROB_TOLERANCE, Zoo, main_dtype
 
 LENGTHS = (3, 21, 40)
 LIMITS = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 128}

@@ -9,14 +9,12 @@ import dataclasses
 
 import pytest
 
-from mvllm.config.engine_args import EngineArgs
-from mvllm.executor.worker_topology import check_topology
-from mvllm.platform.phases import Phase, enter_phase
-from mvllm.plugin_api import LaunchTopology, PlatformError
-from mvllm.testing.markers import clause, skip_not_claimed
-from mvllm.testing.platform_under_test import PlatformUnderTest
-from mvllm.testing.rank_launcher import multi_device_skip_reason, parallel_config, run_on_multiple_devices
-from mvllm.testing.zoo import Zoo
+from mvllm.extension_api.testing import EngineArgs, check_topology, enter_phase
+from mvllm.plugin_api import LaunchTopology, Phase, PlatformError
+from mvllm_conformance.markers import clause, skip_not_claimed
+from mvllm_conformance.platform_under_test import PlatformUnderTest
+from mvllm_conformance.rank_launcher import multi_device_skip_reason, parallel_config, run_on_multiple_devices
+from mvllm_conformance.zoo import Zoo
 
 
 def check(subject: PlatformUnderTest, what: str, zoo: Zoo | None = None) -> None:

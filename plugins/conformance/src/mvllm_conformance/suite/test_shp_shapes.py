@@ -6,16 +6,12 @@ import random
 
 import pytest
 
-from mvllm.messages.inputs import TokensPrompt
-from mvllm.messages.sampling_params import SamplingParams
-from mvllm.platform.phases import Phase, enter_phase
-from mvllm.plugin_api import CompileBackend, DeviceRuntime, ShapePolicy, StepKind
-from mvllm.testing.markers import clause, skip_not_claimed
-from mvllm.testing.platform_under_test import PlatformUnderTest
-from mvllm.testing.tensor_assertions import assert_equal
-from mvllm.testing.zoo import LONG, MAX_LEN, VOCAB_SIZE, Zoo, assert_tokens, generate, main_dtype, make_llm, tie_of
-from mvllm.worker.step_inputs import StepInputBuilder, StepInputs
-from mvllm.worker.worker import Worker
+from mvllm.extension_api.testing import StepInputBuilder, StepInputs, TokensPrompt, Worker, enter_phase
+from mvllm.plugin_api import CompileBackend, DeviceRuntime, Phase, SamplingParams, ShapePolicy, StepKind
+from mvllm_conformance.markers import clause, skip_not_claimed
+from mvllm_conformance.platform_under_test import PlatformUnderTest
+from mvllm_conformance.tensor_assertions import assert_equal
+from mvllm_conformance.zoo import LONG, MAX_LEN, VOCAB_SIZE, Zoo, assert_tokens, generate, main_dtype, make_llm, tie_of
 
 DIMENSIONS = ("tokens", "requests", "pages")
 

@@ -8,14 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from mvllm.messages.sampling_params import SamplingParams
-from mvllm.ops.dtypes import torch_dtype
-from mvllm.plugin_api import DeviceRuntime
-from mvllm.sampling.sampler import Sampler
-from mvllm.sampling.sampler_output import SamplerOutput
-from mvllm.sampling.sampling_state import SamplingState, TokenHistory
-from mvllm.testing.markers import clause, exhaustive
-from mvllm.testing.tensor_assertions import assert_equal
+from mvllm.extension_api.testing import Sampler, SamplerOutput, SamplingState, TokenHistory, torch_dtype
+from mvllm.plugin_api import DeviceRuntime, SamplingParams
+from mvllm_conformance.markers import clause, exhaustive
+from mvllm_conformance.tensor_assertions import assert_equal
 
 VOCABULARY = 64
 DRAWS = 4096

@@ -7,14 +7,11 @@ import math
 import pytest
 import torch
 
-from mvllm.errors import ConfigError
-from mvllm.ops.all_schemas import SCHEMAS
-from mvllm.ops.dtypes import torch_dtype
-from mvllm.platform.checked_calls import checked_state_backend
-from mvllm.plugin_api import DeviceRuntime, StateArguments, StateSpec, StateTensor
-from mvllm.testing.markers import clause
-from mvllm.testing.platform_under_test import PlatformUnderTest
-from mvllm.testing.state_steps import (
+from mvllm.extension_api.testing import SCHEMAS, checked_state_backend, torch_dtype
+from mvllm.plugin_api import ConfigError, DeviceRuntime, StateArguments, StateSpec, StateTensor
+from mvllm_conformance.markers import clause
+from mvllm_conformance.platform_under_test import PlatformUnderTest
+from mvllm_conformance.state_steps import (
     Piece,
     StateCase,
     StateHarness,
@@ -23,8 +20,8 @@ from mvllm.testing.state_steps import (
     step_cases,
     tolerance,
 )
-from mvllm.testing.tensor_assertions import assert_close, assert_equal
-from mvllm.testing.zoo import STATE_FAMILY, Zoo, assert_tokens, generate, main_dtype, make_llm, tie_of
+from mvllm_conformance.tensor_assertions import assert_close, assert_equal
+from mvllm_conformance.zoo import STATE_FAMILY, Zoo, assert_tokens, generate, main_dtype, make_llm, tie_of
 
 OPS = [op for op in sorted(SCHEMAS) if step_cases(op, "float32")]
 NUM_SLOTS = 8
