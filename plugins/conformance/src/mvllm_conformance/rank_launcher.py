@@ -1,6 +1,6 @@
 """Starts worker processes without an engine. Each binds a device, joins the process group and runs checks.
 
-run_ranks(platform_under_test, 2, ["all_reduce"]) ──> python -m mvllm_conformance._rank_process, twice, in topology's env
+run_ranks(platform_under_test, 2, ["all_reduce"]) ──> python -m mvllm_conformance._rank_process, twice, topology's env
                                       <── one line per check: {"did": "all_reduce", "error": "", "digest": "..."}
 """
 

@@ -1,7 +1,7 @@
 """The conformance suite in the project's own tests: every clause, on reduced parameter grids, for the CPU platform.
 
-`python3 ci/dev.py conform cpu` runs the full grids; `pytest plugins/conformance/tests/suite --mvllm-platform NAME` tests another
-platform.
+`python3 ci/dev.py conform cpu` runs the full grids; `pytest plugins/conformance/tests/suite --mvllm-platform NAME`
+tests another platform.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from plugins.conformance.tests.suite.mutants import FURTHER_EDITS, MUTANTS, Mutant
+
 from tests.helpers.plugins import EXAMPLE_SOURCE, write_metadata
 
 PACKAGE = "mvllm_example_device"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from _pytest.mark import ParameterSet
-
 from plugins.conformance.tests.suite.mutant_runs import statuses, unchanged
 from plugins.conformance.tests.suite.mutants import MUTANTS
+
 from tests.helpers.plugins import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1600)]
@@ -54,7 +54,13 @@ def examined(chosen: set[int] | None, tmp_path_factory: pytest.TempPathFactory) 
     ours = {name: value for name, value in os.environ.items() if not name.startswith(("MVLLM_", "FAULT_INJECTION"))}
     path = os.pathsep.join(folder for folder in sys.path if folder)
     done = subprocess.run(
-        [sys.executable, "-m", "plugins.conformance.tests.suite.mutant_runs", str(folder), *map(str, sorted(chosen or (-1,)))],
+        [
+            sys.executable,
+            "-m",
+            "plugins.conformance.tests.suite.mutant_runs",
+            str(folder),
+            *map(str, sorted(chosen or (-1,))),
+        ],
         env={**ours, "PYTHONPATH": path},
         cwd=ROOT,
         capture_output=True,

@@ -46,6 +46,7 @@ def marks() -> list[tuple[str, list[str], dict[str, object]]]:
 def test_the_page_and_the_registry_have_the_same_clauses() -> None:
     on_page = dict(re.findall(r"^- ([A-Z0-9]{3}-\d\d) (.*)$", PAGE, flags=re.MULTILINE))
     assert on_page == {clause.id: clause.sentence for clause in CLAUSES.values()}
+    assert list(dict.fromkeys(name[:3] for name in on_page)) == list(FAMILIES)
     headings = re.findall(r"^\*\*(.+)\*\*$", PAGE.partition("## Clauses")[2], flags=re.MULTILINE)
     assert headings == list(FAMILIES.values())
 

@@ -12,9 +12,9 @@ from mvllm.attention.reference import ReferenceAttention
 from mvllm.platform.choose import choose_platform
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import KVLayout, PlatformError, WorkerContext
+from mvllm.worker.kv_cache_groups import layer_windows
 from mvllm_conformance.attention_cases import CacheHarness, make_layout, make_spec
 from mvllm_conformance.suite import test_kvl_layout as kvl
-from mvllm.worker.kv_cache_groups import layer_windows
 from tests.unit.worker.test_kv_cache_groups import layer
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from mvllm.platform.choose import choose_platform
 from mvllm.plugin_api import Capabilities
-from mvllm.testing.clauses import CLAUSES
-from mvllm.testing.platform_under_test import PlatformUnderTest
+from mvllm_conformance.clauses import CLAUSES
+from mvllm_conformance.platform_under_test import PlatformUnderTest
 from tests.unit.docs.platforms_page import (
     CLAUSES_OF,
     FURTHER,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mvllm.ops.lora import add_lora, add_lora_by_slot
-from mvllm.testing.op_cases import op_calls
+from mvllm_conformance.op_cases import op_calls
 
 
 def test_each_token_gets_the_delta_of_its_own_adapter() -> None:

@@ -12,9 +12,9 @@ from mvllm.ops.all_schemas import SCHEMAS
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.ops.static_state_ops import unit_lower_inverse
 from mvllm.plugin_api import OpCase, static_state_ops
-from mvllm.testing.op_cases import exact, op_calls, tolerance
-from mvllm.testing.state_cases import compared
-from mvllm.testing.state_steps import step_by_step, step_cases
+from mvllm_conformance.op_cases import exact, op_calls, tolerance
+from mvllm_conformance.state_cases import compared
+from mvllm_conformance.state_steps import step_by_step, step_cases
 from tests.helpers.host_sync import ForbidHostReads, ForbidSynchronizingOps
 
 PROVIDERS = {provider.op: provider for provider in static_state_ops()}

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from mvllm.testing.clauses import CLAUSES
+from mvllm_conformance.clauses import CLAUSES
 from tests.packaging.conftest import REPOSITORY, build_wheel
 
 pytestmark = pytest.mark.slow
