@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from _pytest.mark import ParameterSet
+from plugins.conformance.tests.suite import mutant_runs
 from plugins.conformance.tests.suite.mutant_runs import statuses, unchanged
 from plugins.conformance.tests.suite.mutants import MUTANTS
 
@@ -57,7 +58,7 @@ def examined(chosen: set[int] | None, tmp_path_factory: pytest.TempPathFactory) 
         [
             sys.executable,
             "-m",
-            "plugins.conformance.tests.suite.mutant_runs",
+            mutant_runs.__name__,
             str(folder),
             *map(str, sorted(chosen or (-1,))),
         ],
