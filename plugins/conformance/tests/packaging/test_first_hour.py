@@ -1,4 +1,4 @@
-"""The commands of docs/tutorials/writing-a-platform.md, run in a new environment with the wheel of the core.
+"""The commands of docs/tutorials/writing-a-platform.md, run in a new environment with wheels of core and suite.
 
 torch and the other requirements are links to those of the environment that runs the tests. mvllm and all plugins are
 excluded from the links and installed from wheels.
@@ -33,6 +33,7 @@ FEWER_CLAUSES = f" --quick --only={','.join(sorted(set(CLAUSES) - FURTHER_CLAUSE
 
 PAGE = REPOSITORY / "docs" / "tutorials" / "writing-a-platform.md"
 OURS = re.compile(r"(__editable__)?[._]*mvllm", re.IGNORECASE)
+OURS_INSTALLED = {"mvllm", "mvllm-acme", "mvllm-conformance"}
 NOT_LINKED = re.compile(r"(pip|distutils-precedence)([-.].*)?|.*\.(pth|egg-link)|__pycache__")
 
 
@@ -79,7 +80,8 @@ class VendorEnvironment:
 def vendor(tmp_path_factory) -> VendorEnvironment:
     root = tmp_path_factory.mktemp("vendor")
     wheels = root / "wheels"
-    build_wheel(REPOSITORY, wheels)
+    for project in (REPOSITORY, REPOSITORY / "plugins" / "conformance"):
+        build_wheel(project, wheels)
     links = root / "requirements"
     links.mkdir()
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
@@ -136,7 +138,7 @@ def test_the_commands_take_less_than_five_minutes_of_cpu_time(tutorial, machine_
 
 def test_mvllm_comes_from_the_wheel_and_nothing_else_of_ours_is_there(tutorial, vendor):
     listed = vendor.run("python -m pip list").stdout
-    assert {line.split()[0] for line in listed.splitlines() if line.startswith("mvllm")} == {"mvllm", "mvllm-acme"}
+    assert {line.split()[0] for line in listed.splitlines() if line.startswith("mvllm")} == OURS_INSTALLED
     where = vendor.run(
         "python -c 'import mvllm, mvllm_acme; print(mvllm.__file__, mvllm_acme.__file__)'"
     ).stdout.split()
