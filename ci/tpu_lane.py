@@ -159,7 +159,12 @@ def install(steps: Steps) -> None:
     steps.run("requirements of these and of mvllm", [*pip, *NETWORK, "-r", CONSTRAINTS])
     install_ours(steps)
     # One process compiles what all others would compile at the same time.
-    imported = ("torch_xla.core.xla_model", "transformers.models.llama.modeling_llama", "pytest", "mvllm_conformance.run")
+    imported = (
+        "torch_xla.core.xla_model",
+        "transformers.models.llama.modeling_llama",
+        "pytest",
+        "mvllm_conformance.run",
+    )
     steps.run("imported modules compiled", [LANE.python, "-c", f"import {', '.join(imported)}"])
 
 
