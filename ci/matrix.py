@@ -175,7 +175,7 @@ def commands_of(lane: Lane) -> list[list[str]]:
     if lane.torch != "none":
         found.append([*pip, f"torch=={lane.torch}"])
     extra = "dev" if lane.does == "tests" or lane.tests else "testing"
-    found.append([*pip, f".[{extra}]", *(f"./{package}" for package in lane.packages)])
+    found.append([*pip, f".[{extra}]", "./plugins/conformance", *(f"./{package}" for package in lane.packages)])
     conformance = [mvllm, "conformance", "--platform", lane.device, "--report", str(reports / "conformance.json")]
     if lane.does == "brain":
         found.append([python, "-m", "pytest", "-q", "tests/unit/scheduler", "tests/unit/kv_cache"])

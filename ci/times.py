@@ -26,6 +26,7 @@ SHOWN = 30
 FIRST = (
     "tests/engine/",
     "tests/conformance/",
+    "plugins/conformance/tests/suite/",
     "tests/packaging/",
     "tests/e2e/",
 )

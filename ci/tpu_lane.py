@@ -33,6 +33,7 @@ LANE = Environment(ROOT, ROOT / ".venv-tpu")
 CONSTRAINTS = ROOT / "ci" / "constraints" / "tpu.txt"
 PLATFORM = ROOT / "platforms" / "tpu"
 GGUF = ROOT / "plugins" / "gguf"
+SUITE = ROOT / "plugins" / "conformance"
 WAIVERS = PLATFORM / "waivers.toml"
 REPORTS = ROOT / "build" / "lanes" / "tpu" / "reports"
 LOGS = REPORTS.parent / "logs"
@@ -84,7 +85,8 @@ class NotRun(Exception):
 def wanted_stamp() -> Stamp:
     """Hashes of the environment's inputs."""
     fetched = [CONSTRAINTS, ROOT / "ci" / "stub_libraries.py"]
-    return Stamp(LANE.hash_of([ROOT / "pyproject.toml", PLATFORM / "pyproject.toml", *fetched]), LANE.hash_of(fetched))
+    ours = [folder / "pyproject.toml" for folder in (ROOT, PLATFORM, SUITE)]
+    return Stamp(LANE.hash_of([*ours, *fetched]), LANE.hash_of(fetched))
 
 
 def why_not() -> str:
@@ -158,13 +160,19 @@ def install(steps: Steps) -> None:
     steps.run("requirements of these and of mvllm", [*pip, *NETWORK, "-r", CONSTRAINTS])
     install_ours(steps)
     # One process compiles what all others would compile at the same time.
-    imported = ("torch_xla.core.xla_model", "transformers.models.llama.modeling_llama", "pytest", "mvllm.testing.run")
+    imported = (
+        "torch_xla.core.xla_model",
+        "transformers.models.llama.modeling_llama",
+        "pytest",
+        "mvllm_conformance.run",
+    )
     steps.run("imported modules compiled", [LANE.python, "-c", f"import {', '.join(imported)}"])
 
 
 def install_ours(steps: Steps) -> None:
     """Installs the packages of this repository as editable."""
-    steps.run("mvllm, -gguf and -tpu", [*PIP, "--no-build-isolation", "-e", ROOT, "-e", GGUF, "-e", PLATFORM])
+    packages = [argument for folder in (ROOT, GGUF, SUITE, PLATFORM) for argument in ("-e", folder)]
+    steps.run("mvllm, its conformance suite, -gguf and -tpu", [*PIP, "--no-build-isolation", *packages])
 
 
 # ---------------------------------------------------------------------------------------------------------------- parts
@@ -249,7 +257,7 @@ def whole(arguments: Sequence[str] = ()) -> list[Part]:
     return [
         *parts,
         Part("the platform's tests", tests("platforms/tpu/tests")),
-        Part("parity of Llama, Qwen3 and OPT", tests("--mvllm-platform", "tpu", *PARITY)),
+        Part("parity of Llama, Qwen3 and OPT", tests(*PARITY)),
     ]
 
 

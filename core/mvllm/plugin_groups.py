@@ -71,6 +71,7 @@ HTTP = PluginGroup("mvllm.http", "HTTP plugin")
 LOGITS_PROCESSORS = PluginGroup("mvllm.logits_processors", "logits processor")
 KV_CONNECTORS = PluginGroup("mvllm.kv_connectors", "KV connector")
 CHECKPOINT_FORMATS = PluginGroup("mvllm.checkpoint_formats", "checkpoint format")
+ALIASES = PluginGroup("mvllm.aliases", "module of mvllm")
 
 ALL = (
     MODELS,
@@ -85,6 +86,7 @@ ALL = (
     TOOL_PARSERS,
     REASONING_PARSERS,
     HTTP,
+    ALIASES,
 )
 
 

@@ -29,6 +29,10 @@ MODULES = {
 SERVE_ONLY = ("fastapi", "httptools", "prometheus-client", "uvicorn", "uvloop")
 EVERYTHING = "everything"
 EXTRAS = ("bench", "testing")
+PARTS = {
+    requirement.partition(">")[0]
+    for requirement in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["parts"]
+}
 
 
 def install(folder: Path, wheels: Path | None, platform: str) -> None:
@@ -40,8 +44,10 @@ def install(folder: Path, wheels: Path | None, platform: str) -> None:
         wheels: Packages that the machine lacks.
     """
     paths = [str(ROOT)]
-    for project_file in sorted(ROOT.glob("platforms/*/pyproject.toml")):
+    for project_file in sorted([*ROOT.glob("platforms/*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")]):
         project = tomllib.loads(project_file.read_text())["project"]
+        if project_file.parts[-3] == "plugins" and project["name"] not in PARTS:
+            continue
         paths.append(str(project_file.parent / "src"))
         if _is_installed(project["name"]):
             continue
@@ -74,8 +80,7 @@ def missing() -> dict[str, str]:
         elif name in SERVE_ONLY:
             found |= dict.fromkeys(_lacks(name), "serving")
     for extra in EXTRAS:
-        for requirement in project["optional-dependencies"][extra]:
-            name = _name(requirement)
+        for name in map(_name, _requirements(project["optional-dependencies"][extra])):
             if not _can_import(name):
                 found[name] = {"bench": "the serving figures", "testing": "conformance"}[extra]
     for name, what in (("torch", EVERYTHING), ("triton", "kernels"), ("httpx", "serving")):
@@ -105,6 +110,19 @@ def _is_installed(name: str) -> bool:
 
 def _can_import(name: str) -> bool:
     return importlib.util.find_spec(MODULES.get(name, name.replace("-", "_"))) is not None
+
+
+def _requirements(extra: list[str]) -> list[str]:
+    """What the packages of an extra require that are parts of mvllm, and the others themselves."""
+    found = []
+    for requirement in extra:
+        folder = ROOT / "plugins" / _name(requirement).removeprefix("mvllm-")
+        if _name(requirement) in PARTS:
+            project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+            found += [each for each in project["dependencies"] if _name(each) != "mvllm"]
+        else:
+            found.append(requirement)
+    return found
 
 
 def _lacks(name: str) -> list[str]:

@@ -16,8 +16,8 @@ from transformers import (
 )
 from transformers.models.janus.configuration_janus import JanusVisionConfig, JanusVQVAEConfig
 
-from mvllm.testing.zoo import draw_weight
 from tests.helpers.model_zoo import BOS_TOKEN_ID, CHAT_TEMPLATE, EOS_TOKEN_ID, VOCAB_SIZE, base_tokenizer
+from tests.helpers.random_weights import draw_weight
 
 PAD_TOKEN_ID = VOCAB_SIZE - 1
 BEGIN_OF_IMAGE_ID = VOCAB_SIZE - 2

@@ -30,7 +30,7 @@ from transformers import (
 )
 from transformers.models.auto import AutoModelForCausalLM
 
-from mvllm.testing.zoo import draw_weight
+from tests.helpers.random_weights import draw_weight
 from tests.helpers.zoo_delta import DELTA
 from tests.helpers.zoo_dense import DENSE
 from tests.helpers.zoo_hybrid import HYBRID

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from transformers.models.auto import AutoModelForMultimodalLM
 
 from mvllm.multimodal.processor_loading import _without_video_processor
-from mvllm.testing.zoo import draw_weight
 from tests.helpers.model_zoo import CHAT_TEMPLATE, base_tokenizer
+from tests.helpers.random_weights import draw_weight
 
 VOCAB_SIZE = 384
 FIRST_SPECIAL_ID = 320

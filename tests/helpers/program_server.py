@@ -36,7 +36,7 @@ from typing import Any
 
 FRESH = "TESTS_FRESH_PROGRAMS"
 FORKED_MODULES = (
-    *("mvllm.executor.process.child_program", "mvllm.entrypoints.cli.main", "tests."),
+    *("mvllm.executor.process.child_program", "mvllm.entrypoints.cli.main", "tests.", "plugins."),
     "torch.distributed.run",
 )
 """Prefixes of the modules of `python -m` that are forked."""

@@ -30,6 +30,8 @@ from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONSTRAINTS = REPOSITORY / "ci" / "constraints" / "cpu.txt"
+TOOLS = ("pip", "hypothesis", "pytest", "pytest-timeout")
+"""What the tests of the core run with."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def core_only(request) -> Environment:
             wheel = build_wheel(REPOSITORY, cache / "wheels")
             if made_from[0] != required:
                 venv.EnvBuilder(clear=True, symlinks=True).create(folder)
-                link_distributions(["pip", *requirements_of(wheel, extra="testing")], site_packages(folder))
+                link_distributions([*TOOLS, *requirements_of(wheel)], site_packages(folder))
             pip = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "-q"]
             run_quietly([*pip, "--no-compile", "--no-deps", "--no-index", "--force-reinstall", wheel])
             stamp.write_text(f"{required} {sources}\n")
@@ -112,17 +114,13 @@ def requirements_hash() -> str:
     return hashlib.sha256(content + sys.prefix.encode()).hexdigest()
 
 
-def requirements_of(wheel: Path, extra: str) -> list[str]:
-    """The requirements in a wheel's metadata, with those of one extra."""
+def requirements_of(wheel: Path) -> list[str]:
+    """The requirements in a wheel's metadata, without those of extras."""
     with zipfile.ZipFile(wheel) as archive:
         [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         required = Parser().parsestr(archive.read(name).decode()).get_all("Requires-Dist")
     markers = [(text, Requirement(text).marker) for text in required]
-    return [
-        text.partition(";")[0]
-        for text, marker in markers
-        if marker is None or marker.evaluate({"extra": ""}) or marker.evaluate({"extra": extra})
-    ]
+    return [text.partition(";")[0] for text, marker in markers if marker is None or marker.evaluate({"extra": ""})]
 
 
 def site_packages(folder: Path) -> Path:

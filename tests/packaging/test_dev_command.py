@@ -23,7 +23,7 @@ def frame(tmp_path):
         f"platforms/{name}/pyproject.toml"
         for name in ("triton-kernels", "torch-gpu", "cuda", "rocm", "tpu", "xpu", "mlx", "openvino")
     ]
-    builds.append("plugins/ray-executor/pyproject.toml")
+    builds += [str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("plugins/*/pyproject.toml")]
     scripts = [f"ci/{name}.py" for name in ("dev", "environments", "published", "tpu_lane", "stub_libraries")]
     scripts += ["ci/runtime_environments.py", "ci/constraints/cpu.txt", "ci/constraints/runtimes.txt"]
     for name in (*scripts, "pyproject.toml", *builds):

@@ -17,6 +17,7 @@ COPIED = (
     "ci/constraints/tpu.txt",
     "pyproject.toml",
     "platforms/tpu/pyproject.toml",
+    "plugins/conformance/pyproject.toml",
 )
 
 
@@ -61,7 +62,8 @@ def test_the_environment_is_created_once_without_resolving_torchs_requirements(l
     installs = [command for command in lane.commands if " pip install " in command]
     assert all("--no-deps" in command for command in installs)
     assert f"torch=={lane.pinned('torch', lane.CONSTRAINTS)} torch_xla==" in installs[0]
-    assert installs[1].endswith("ci/constraints/tpu.txt") and str(lane.PLATFORM) in installs[2]
+    assert installs[1].endswith("ci/constraints/tpu.txt")
+    assert all(str(folder) in installs[2] for folder in (lane.PLATFORM, lane.SUITE))
     [stubs] = [i for i, command in enumerate(lane.commands) if "stub_libraries.py" in command]
     assert "torch_xla==" in lane.commands[stubs - 1], "stubs are made once there is a torch"
     lane.commands.clear()
@@ -75,6 +77,7 @@ def test_the_environment_is_created_once_without_resolving_torchs_requirements(l
         ("ci/constraints/tpu.txt", True),
         ("ci/stub_libraries.py", True),
         ("platforms/tpu/pyproject.toml", False),
+        ("plugins/conformance/pyproject.toml", False),
         ("pyproject.toml", False),
     ],
 )

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import torch
 
+from mvllm.ops.dtypes import torch_dtype
+
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 """Storage dtypes that have scales, and the largest number of each."""
 
@@ -43,3 +45,10 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, kv_dtype: str) -> torch.Te
     if kv_dtype != "int8":
         codes = codes.view(torch.float8_e4m3fn)
     return codes.float() * scales.unsqueeze(-1)
+
+
+def round_to_kv_dtype(x: torch.Tensor, kv_dtype: str) -> torch.Tensor:
+    """Vectors [..., size] as a cache of the dtype, with scales or without, returns them: float32."""
+    if kv_dtype in LARGEST:
+        return decode(*encode(x, kv_dtype), kv_dtype)
+    return x.to(torch_dtype(kv_dtype)).float()

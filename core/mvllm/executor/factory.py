@@ -54,6 +54,11 @@ def make_executor(config: EngineConfig, platform: Platform) -> Executor:
     return executor_class(config, platform)
 
 
+def known_executors() -> frozenset[str]:
+    """Names of executors: of core, of allowed plugins, and of packages that mvllm lists, installed or not."""
+    return frozenset({*_BUILT_IN, *installable_executors(), *plugin_groups.allowed_names(plugin_groups.EXECUTORS)})
+
+
 def _check_allowed(name: str, topology: LaunchTopology, platform: Platform) -> None:
     if name not in topology.executors:
         raise ConfigError(

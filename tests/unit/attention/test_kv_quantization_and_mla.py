@@ -8,10 +8,8 @@ import torch
 from mvllm.attention import kv_quantization
 from mvllm.attention.reference import ReferenceAttention
 from mvllm.config.engine_args import EngineArgs
-from mvllm.testing.attention_cases import expected, make_case, make_spec, run
-from tests.unit.worker.builders import HostRuntime
+from tests.unit.attention.specs import make_spec
 
-REQUESTS = [(0, 20), (33, 1), (16, 9), (0, 1)]
 SHAPES = {
     "alike": ((4, 2), 16, {}),
     "values smaller": ((4, 2), 24, {"value_head_size": 16}),
@@ -19,19 +17,6 @@ SHAPES = {
     "values in keys": ((8, 1), 72, {"value_head_size": 64, "values_in_keys": True}),
     "values are the keys": ((4, 2), 16, {"values_in_keys": True}),
 }
-
-
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("features", [{}, {"sliding_window": 7, "soft_cap": 2.0, "sinks": True}], ids=["plain", "all"])
-def test_equals_dense_attention_over_the_stored_values(shape, kv_dtype, features) -> None:
-    heads, size, fields = shape
-    spec = make_spec(*heads, size, kv_dtype=kv_dtype, **fields, **features)
-    assert ReferenceAttention.validate(spec) == []
-    case = make_case(spec, REQUESTS, block_size=8)
-    for moved in (False, True):
-        found = run(ReferenceAttention(spec), HostRuntime(), case, poison=torch.nan, move_blocks=moved)
-        torch.testing.assert_close(found.double(), expected(case), atol=5e-6, rtol=0)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

@@ -1,4 +1,4 @@
-"""Non-causal spans: `visible_lens` and a window are transformers' masks for images; the reference attends by them."""
+"""Non-causal spans: `visible_lens` and a window are transformers' masks for images."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import torch
 from transformers import Gemma3TextConfig
 from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model, get_block_sequence_ids_for_mask
 
-from mvllm.attention.reference import ReferenceAttention
 from mvllm.errors import PlatformError
 from mvllm.messages.multimodal import ItemSpan
 from mvllm.platform.checked_calls import checked_attention_backend
-from mvllm.testing.attention_cases import expected, make_case, make_spec, run
 from mvllm.worker.non_causal_spans import NonCausalSpans
-from tests.unit.worker.builders import HostRuntime
+from tests.unit.attention.specs import make_spec
 from tests.unit.worker.fake_platform import FakePlatform
 
 LENGTH, WINDOW = 40, 6
@@ -54,16 +52,6 @@ def test_visible_lens_and_the_window_are_the_masks_of_transformers() -> None:
     masks = transformers_masks()
     assert torch.equal(visible, masks["full_attention"])
     assert torch.equal(visible & (keys > queries - WINDOW), masks["sliding_attention"])
-
-
-@pytest.mark.parametrize("features", [{}, {"sliding_window": 7, "soft_cap": 2.0, "sinks": True}], ids=["plain", "all"])
-def test_the_reference_attends_to_what_each_token_sees(features: dict) -> None:
-    spec = make_spec(4, 2, 16, non_causal_spans=True, **features)
-    requests = [(20, 1), (0, 300), (11, 30), (0, 4)]
-    spans = [[(3, 9)], [(5, 280)], [(2, 6), (8, 25), (25, 40)], []]
-    case = make_case(spec, requests, block_size=8, padding=3, spans=spans)
-    found = run(ReferenceAttention(spec), HostRuntime(), case, poison=torch.nan)
-    torch.testing.assert_close(found[: case.num_real_tokens].double(), expected(case), atol=5e-6, rtol=0)
 
 
 def test_platforms_that_do_not_claim_them_are_not_asked() -> None:

@@ -10,8 +10,7 @@ from mvllm.attention.selection import best_positions, index_scores
 from mvllm.errors import PlatformError
 from mvllm.platform.attention import AttentionBackend
 from mvllm.platform.checked_calls import checked_attention_backend
-from mvllm.testing.attention_cases import make_case, make_spec, store
-from tests.unit.worker.builders import HostRuntime
+from tests.unit.attention.specs import make_spec
 from tests.unit.worker.fake_platform import FakePlatform
 
 SPARSE = {"value_head_size": 16, "values_in_keys": True, "index_topk": 4}
@@ -39,21 +38,6 @@ def test_only_visible_positions_are_selected_and_the_rest_of_a_row_is_empty() ->
     scores = torch.arange(20.0).expand(5, 20)
     assert best_positions(scores[:, :5], 0, 3).tolist() == [[0, -1, -1], [1, 0, -1], [2, 1, 0], [3, 2, 1], [4, 3, 2]]
     assert best_positions(scores[:2, :3], 1, 9).tolist() == [[1, 0, -1], [2, 1, 0]]
-
-
-def test_large_prompts_are_cut_into_tiles_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = make_spec(4, 1, 16, **SPARSE, indexer=True)
-    backend = ReferenceAttention(spec)
-    case = make_case(spec, [(30, 1), (0, 50), (5, 17)], block_size=8)
-    weights = torch.randn(68, 4, generator=torch.Generator().manual_seed(0))
-    harness, metadata, query = store(backend, HostRuntime(), case, poison=torch.nan)
-    whole = backend.select(query, weights, harness.kv, metadata)
-    attention = ReferenceAttention(make_spec(4, 1, 16, **SPARSE))
-    attended = attention.forward_selected(query, harness.kv, metadata, whole)
-    monkeypatch.setattr("mvllm.attention.selection._TILE_ELEMENTS", 800)
-    monkeypatch.setattr("mvllm.attention.reference._SELECTED_ELEMENTS", 200)
-    assert torch.equal(backend.select(query, weights, harness.kv, metadata), whole)
-    torch.testing.assert_close(attention.forward_selected(query, harness.kv, metadata, whole), attended)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 import sys
 import tomllib
@@ -19,7 +18,6 @@ from mvllm.entrypoints.cli.main import main
 from mvllm.errors import ConfigError
 from mvllm.graph.operations import GRAPH_OPERATIONS
 from mvllm.plugin_api import CONTRACT, WorkerContext
-from mvllm.testing.clauses import FAMILIES
 from tests.helpers.plugins import ROOT
 
 TEMPLATE = Path(mvllm.__file__).parent / "entrypoints" / "plugin_template"
@@ -85,15 +83,6 @@ def test_the_default_workflow_is_self_contained(tmp_path):
     command = "mvllm conformance --platform acme --waivers waivers.toml --report conformance.json"
     [found] = [line for line in commands if line.startswith(command)]
     assert "format('--only {0}', matrix.part.only)" in found
-
-
-def test_the_parts_of_the_workflow_have_every_family_once_and_each_week_all_in_one_run(tmp_path):
-    plugin.write_plugin("acme", tmp_path)
-    parts = workflow_of(tmp_path)["strategy"]["matrix"]["part"]
-    weekly, each_change = re.findall(r"'(\[.*?\])'", parts, flags=re.DOTALL)
-    assert [part["only"] for part in json.loads(weekly)] == [""]
-    families = [name for part in json.loads(each_change) for name in part["only"].split(",")]
-    assert sorted(families) == sorted(FAMILIES)
 
 
 def test_a_shared_workflow_is_called_with_its_inputs(tmp_path, monkeypatch):

@@ -1,23 +1,10 @@
-"""The reference of `quantized_linear` compared with its definition in float64."""
+"""The reference of `quantized_linear`: exact sums, roundings, independent rows."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from mvllm.ops.quantized_linear import QuantizedWeight, quantized_linear
-from mvllm.testing.op_cases import exact, op_calls, tolerance
-
-DTYPES = ["float32", "bfloat16", "float16"]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_it_equals_the_definition_for_every_kind_of_weight(dtype: str) -> None:
-    for trial in op_calls("quantized_linear", dtype):
-        x, weight, bias = trial.make()
-        found, wanted = quantized_linear(x, weight, bias), exact(trial)
-        off = (found.double() - wanted).abs().max() / wanted.abs().max()
-        assert found.dtype == x.dtype and off < tolerance(dtype), f"{trial}: off by {off:.2g}"
 
 
 def make_weight(in_features: int, **facts: object) -> QuantizedWeight:

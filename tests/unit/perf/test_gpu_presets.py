@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mvllm import plugin_groups
 from tests.gpu import __main__ as script
 from tests.gpu import archive, conformance, library_kernels, presets, sanitizer, speed, wheels
 from tests.gpu.clock import Clock, Repeated
@@ -24,6 +25,10 @@ from tests.gpu.settings import ROOT, Item, Settings
 from tests.unit.perf import gpu_part
 
 PART = "tests.unit.perf.gpu_part"
+needs_suite = pytest.mark.skipif(
+    plugin_groups.find(plugin_groups.ALIASES, "testing") is None,
+    reason="these parts of tests.gpu run the suite of mvllm-conformance, which is not installed",
+)
 
 
 @dataclass
@@ -208,6 +213,7 @@ def test_what_makes_the_archive_too_large_is_left_out_and_named(tmp_path: Path) 
 # ------------------------------------------------------------------------------------------------ what presets contain
 
 
+@needs_suite
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("platform", ["interpreted", "replayed", "cuda"])
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=lambda preset: preset.name)
@@ -255,6 +261,7 @@ def test_the_wheels_of_a_platform_are_those_it_needs(tmp_path: Path) -> None:
     assert not wheels.items(settings)[0].obstacle
 
 
+@needs_suite
 def test_reports_of_families_become_one(tmp_path: Path) -> None:
     from mvllm.testing.report import Outcome, Report, Status, Subject
 

@@ -18,7 +18,6 @@ from mvllm.platform.interface import Platform
 from mvllm.platform.phases import Phase
 from mvllm.platform.spec import CONTRACT, ENTRY_POINT_GROUP, ConfigChange
 from mvllm.plugin_api import graph
-from mvllm.testing.clauses import FAMILIES
 
 DOCS = Path(__file__).parents[3] / "docs"
 CONTRACT_PAGE = re.sub(  # with list items on one line each
@@ -138,12 +137,11 @@ class TestContractPage:
         by_group: dict[str, list[int]] = {}
         for group, number in found:
             by_group.setdefault(group, []).append(int(number))
-        assert list(by_group) == list(FAMILIES)
         assert all(numbers == list(range(1, len(numbers) + 1)) for numbers in by_group.values())
 
     def test_clauses_cited_elsewhere_exist(self):
         clauses = set(re.findall(r"^- ([A-Z0-9]{3}-\d\d) ", CONTRACT_PAGE, flags=re.MULTILINE))
-        families = "|".join(FAMILIES)
+        families = "|".join({clause[:3] for clause in clauses})
         root = DOCS.parent
         for folder in ("core", "platforms", "tests", "plugins"):
             for file in (root / folder).rglob("*.py"):

@@ -32,6 +32,7 @@ GROUPS = {
     "mvllm.http": "acme",
     "mvllm.logits_processors": "acme",
     "mvllm.kv_connectors": "acme",
+    "mvllm.aliases": "acme",
 }
 
 

@@ -37,7 +37,6 @@ COMMANDS = {
     "platforms": "list the installed platform plugins, and why each is available or not",
     "doctor": "check this installation and this machine",
     "collect-env": "print facts about this machine for a bug report",
-    "conformance": "test a platform plugin against the contract, clause by clause",
     "ops": "list the operations and their providers on a platform",
     "plugin": "create a platform plugin from a template: `mvllm plugin new NAME`",
     "contract": "print the platform contract, or its changes",

@@ -1,3 +1,0 @@
-"""Runs the tests of the ATT clauses (attention) of the platform contract; they are in mvllm.testing.suite."""
-
-from mvllm.testing.suite.test_att_attention import *  # noqa: F403

@@ -1,3 +1,0 @@
-"""Runs the tests of the clause ATT-17 (non-causal spans); they are in mvllm.testing.suite."""
-
-from mvllm.testing.suite.test_att_non_causal_spans import *  # noqa: F403

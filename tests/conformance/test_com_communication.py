@@ -1,3 +1,0 @@
-"""Runs the tests of the COM clauses (communication) of the platform contract; they are in mvllm.testing.suite."""
-
-from mvllm.testing.suite.test_com_communication import *  # noqa: F403

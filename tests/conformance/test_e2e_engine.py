@@ -1,3 +1,0 @@
-"""Runs the tests of the E2E clauses (whole engine) of the platform contract; they are in mvllm.testing.suite."""
-
-from mvllm.testing.suite.test_e2e_engine import *  # noqa: F403

@@ -1,3 +1,0 @@
-"""Runs the tests of the LIF clauses (lifecycle) of the platform contract; they are in mvllm.testing.suite."""
-
-from mvllm.testing.suite.test_lif_lifecycle import *  # noqa: F403

@@ -1,3 +1,0 @@
-"""Runs the tests of the SMP clauses (sampling) of the platform contract; they are in mvllm.testing.suite."""
-
-from mvllm.testing.suite.test_smp_sampling import *  # noqa: F403

@@ -1,0 +1,20 @@
+"""Parts of mvllm that are not installed: what uses them names the package and the command that installs it."""
+
+from __future__ import annotations
+
+
+def test_a_command_of_a_missing_part_names_its_package(core_only):
+    done = core_only.run("-m", "mvllm.entrypoints.cli.main", "conformance", "--platform", "acme")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "error: `mvllm conformance` needs the package mvllm-conformance, which is not installed: "
+        'pip install "mvllm[conformance]"\n'
+    )
+
+
+def test_a_module_of_a_missing_part_names_its_package(core_only):
+    done = core_only.run("-m", "pytest", "-p", "mvllm.testing.plugin")
+    assert done.returncode != 0
+    assert (
+        'mvllm.testing needs the package mvllm-conformance, which is not installed: pip install "mvllm[' in done.stderr
+    )
