@@ -12,7 +12,7 @@ from typing import Any
 from mvllm.config.hf_config import read_json_object
 from mvllm.config.hub_repository import hub_cache
 from mvllm.errors import ConfigError, ModelError
-from mvllm.gguf.file_choice import list_choices
+from mvllm.gguf.file_choice import is_gguf_name, list_choices
 from mvllm.gguf.model_folder import derived_files
 
 
@@ -47,6 +47,25 @@ def list_cached_models() -> list[CachedModel]:
             quantization = "?" if quantization == paths[0].stem else quantization
             found.append(_model(str(paths[0]), quantization, paths))
     return sorted(found, key=lambda model: -model.modified)
+
+
+def list_models_in(folder: Path) -> dict[str, Path]:
+    """The models in a folder: each subfolder with a model, and each model that is a file, by their names. A model of
+    several files has the path of the first.
+
+    Raises:
+        OSError: The folder cannot be read.
+    """
+    paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    found = {path.name: path for path in paths if path.is_dir() and _has_model(path)}
+    for choice in list_choices([path.name for path in paths if path.is_file() and is_gguf_name(path.name)]):
+        found.setdefault(choice.stem, folder / choice.files[0])
+    return found
+
+
+def _has_model(folder: Path) -> bool:
+    names = [path.name for path in folder.iterdir()]
+    return "config.json" in names or bool(list_choices([name for name in names if is_gguf_name(name)]))
 
 
 def remove_cached_model(name: str) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mvllm.kv_events.prefix_index import prefix_keys
-from mvllm.kv_events.prefix_router import PrefixRouter, ReplicaLoad
+from mvllm.kv_events.routing_cost import PrefixRouter, ReplicaLoad
 from tests.perf.fleet.policies import POLICIES, LeastTokens, Policy, PrefixCost, RoundRobin, View
 from tests.perf.fleet.simulator import Fleet, Outcome
 from tests.perf.fleet.step_times import ACCELERATOR, StepTimes, fit

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 
-from mvllm.engine.process.message_socket import message_socket_pair
+from mvllm.extension_api.processes import message_socket_pair
 
 connection_socket_pair = message_socket_pair
 """Makes the two ends: one for ConnectionSender, and one whose descriptor a child inherits for ConnectionListener."""

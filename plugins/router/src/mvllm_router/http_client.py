@@ -17,7 +17,7 @@ from urllib.parse import quote
 import httptools
 import msgspec
 
-from mvllm.entrypoints.router.connection_passing import ConnectionSender
+from mvllm_router.connection_passing import ConnectionSender
 
 Headers = list[tuple[bytes, bytes]]
 

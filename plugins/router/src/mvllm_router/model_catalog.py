@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from mvllm.entrypoints.ollama.models import DEFAULT_TAG, list_entry
-from mvllm.entrypoints.openai.common.errors import APIError
-from mvllm.entrypoints.openai.common.json_response import json_response
-from mvllm.entrypoints.router.model_entry import ModelEntry, weight_bytes
-from mvllm.entrypoints.router.model_pool import ModelPool
-from mvllm.entrypoints.router.model_server import ModelServerProcess, run_in_thread
-from mvllm.entrypoints.router.pooled_model import ModelState, PooledModel
+from mvllm.extension_api import APIError
+from mvllm.extension_api.server import json_response
+from mvllm_router.api_formats import OLLAMA_DEFAULT_TAG, ollama_entry
+from mvllm_router.model_entry import ModelEntry, weight_bytes
+from mvllm_router.model_pool import ModelPool
+from mvllm_router.model_server import ModelServerProcess, run_in_thread
+from mvllm_router.pooled_model import ModelState, PooledModel
 
 _SCAN_SECONDS = 1.0
 _MAX_NAMES_IN_ERROR = 50
@@ -78,7 +78,9 @@ class ModelCatalog:
         found = self._pool.find(name)
         if found is None and path.startswith("/api/"):
             found = self._pool.find(
-                name.removesuffix(DEFAULT_TAG) if name.endswith(DEFAULT_TAG) else name + DEFAULT_TAG
+                name.removesuffix(OLLAMA_DEFAULT_TAG)
+                if name.endswith(OLLAMA_DEFAULT_TAG)
+                else name + OLLAMA_DEFAULT_TAG
             )
         return found
 
@@ -164,7 +166,7 @@ class ModelCatalog:
             known = self._ollama_entries.get(model.entry.name)
             if known is None:
                 size = sizes[model.entry.engine.model]
-                known = [list_entry(card, None, size) for card in self.cards_of(model)]
+                known = [ollama_entry(card, size) for card in self.cards_of(model)]
             found += known
         return found
 

@@ -8,11 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mvllm.config.cached_models import list_cached_models
-from mvllm.config.engine_args import EngineArgs
-from mvllm.config.hub import DEMO, find_model
-from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.errors import ModelError
+from mvllm.extension_api import ModelError
+from mvllm.extension_api.server import DEMO, EngineArgs, ServerSettings, find_model, list_cached_models
 
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
@@ -89,10 +86,19 @@ def _bytes_at(model: str) -> int | None:
     try:
         if model == DEMO and not path.exists():
             path = find_model(DEMO)
-        if path.is_file():
-            return path.stat().st_size
-        if path.is_dir():
-            return sum(each.stat().st_size for each in path.iterdir() if each.suffix in _WEIGHTS)
+        if path.exists():
+            return bytes_of_weights(path)
     except (OSError, ModelError):
         return 0
     return None
+
+
+def bytes_of_weights(path: Path) -> int:
+    """Bytes of a file with weights, or of those in a folder.
+
+    Raises:
+        OSError: There is neither.
+    """
+    if path.is_file():
+        return path.stat().st_size
+    return sum(each.stat().st_size for each in path.iterdir() if each.suffix in _WEIGHTS)

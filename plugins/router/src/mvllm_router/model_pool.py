@@ -17,9 +17,10 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 
-from mvllm.entrypoints.openai.common.errors import APIError
-from mvllm.entrypoints.router.pool_metrics import PoolMetrics
-from mvllm.entrypoints.router.pooled_model import (
+from mvllm.extension_api import APIError, MvllmError, get_logger
+from mvllm.extension_api.server import CacheError, StepMemoryError
+from mvllm_router.pool_metrics import PoolMetrics
+from mvllm_router.pooled_model import (
     KeepAlive,
     MakeServer,
     ModelServer,
@@ -29,8 +30,6 @@ from mvllm.entrypoints.router.pooled_model import (
     load_error,
     shutting_down_error,
 )
-from mvllm.errors import CacheError, MvllmError, StepMemoryError
-from mvllm.logging import get_logger
 
 logger = get_logger(__name__)
 

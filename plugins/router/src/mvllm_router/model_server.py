@@ -14,18 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mvllm.config.engine_args import EngineArgs
-from mvllm.engine.process.launch import ChildProcess, CoreHandle
-from mvllm.engine.process.message_socket import MessageSocket, message_socket_pair
-from mvllm.entrypoints.openai.server.heartbeat_monitor import HeartbeatMonitor
-from mvllm.entrypoints.openai.server.process_messages import ShutdownSignal
-from mvllm.entrypoints.openai.server.rate_limits import KeyCounters, RateLimiter
-from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.entrypoints.router.connection_passing import ConnectionSender, connection_socket_pair
-from mvllm.entrypoints.router.http_client import ModelClient
-from mvllm.entrypoints.router.model_entry import ModelEntry
-from mvllm.entrypoints.router.model_server_proc import ModelServerHandshake, ModelServerStart
-from mvllm.errors import EngineDeadError, ModelError
+from mvllm.extension_api import EngineDeadError, ModelError
+from mvllm.extension_api.processes import ChildProcess, CoreHandle, MessageSocket, message_socket_pair
+from mvllm.extension_api.server import EngineArgs, HeartbeatMonitor, KeyCounters, RateLimiter, ServerSettings
+from mvllm_router.connection_passing import ConnectionSender, connection_socket_pair
+from mvllm_router.http_client import ModelClient
+from mvllm_router.model_entry import ModelEntry
+from mvllm_router.model_server_proc import ModelServerHandshake, ModelServerStart, ReceivedSignal
 
 T = TypeVar("T")
 
@@ -37,7 +32,7 @@ _ABORT_SECONDS = 2.0  # between the first signal and the one that aborts request
 class ModelServerHandle(CoreHandle):
     """The router's handle of a model server process."""
 
-    module = "mvllm.entrypoints.router.model_server_proc"
+    module = "mvllm_router.model_server_proc"
     handshake_type = ModelServerHandshake
     num_bytes = 0
     max_model_len: int | None = None
@@ -195,10 +190,10 @@ class ModelServerProcess:
             process.fail(EngineDeadError("The model was unloaded while it was loaded."), is_logged=True)
         elif process.failure is None and control is not None:
             process.expect_exits()
-            control.send(ShutdownSignal(signal.SIGTERM))
+            control.send(ReceivedSignal(signal.SIGTERM))
             seconds = self._entry.settings.shutdown_timeout + _FINAL_RESPONSES_SECONDS
             if abort and not self._wait_exit(process, min(_ABORT_SECONDS, seconds)):
-                control.send(ShutdownSignal(signal.SIGTERM))
+                control.send(ReceivedSignal(signal.SIGTERM))
             self._wait_exit(process, _FINAL_RESPONSES_SECONDS if abort else seconds)
         process.close()
         if control is not None:

@@ -1,33 +1,37 @@
 """The process of one loaded model: an API server of its own, which serves the connections that the router sends it.
 
-Started as `python -m mvllm.entrypoints.router.model_server_proc <name> <control socket> <parent pid>`.
+Started as `python -m mvllm_router.model_server_proc <name> <control socket> <parent pid>`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from mvllm.config.engine_args import EngineArgs
-from mvllm.engine.async_llm import AsyncLLM
-from mvllm.engine.frontend.requested_config import requested_config
-from mvllm.engine.metrics.shared_metrics_pages import SharedMetricsPages
-from mvllm.engine.process.core_handshake import CoreHandshake
-from mvllm.engine.process.message_socket import MessageSocket
-from mvllm.entrypoints.ollama.models import weights_size
-from mvllm.entrypoints.openai.server.api_server import APIServer, run_in_event_loop
-from mvllm.entrypoints.openai.server.process_messages import ShutdownSignal
-from mvllm.entrypoints.openai.server.rate_limits import KeyCounters
-from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.entrypoints.openai.server.shared_metrics import SharedServerMetrics
-from mvllm.entrypoints.openai.server.tokenizer_trial import TokenizerTrial
-from mvllm.entrypoints.router.connection_passing import ConnectionListener
-from mvllm.executor.process.activity_table import IDLE, ActivityTable
-from mvllm.executor.process.child_startup import run_child
-from mvllm.executor.process.handshake import ChildStartArgs, send_message
+from mvllm.extension_api.processes import (
+    IDLE,
+    ActivityTable,
+    ChildStartArgs,
+    CoreHandshake,
+    MessageSocket,
+    run_child,
+    send_message,
+)
+from mvllm.extension_api.server import (
+    AsyncLLM,
+    EngineArgs,
+    KeyCounters,
+    ServerSettings,
+    SharedServerMetrics,
+    run_child_server,
+)
+from mvllm_router.connection_passing import ConnectionListener
+from mvllm_router.model_entry import bytes_of_weights
 
 
 class ModelServerStart(ChildStartArgs, frozen=True, kw_only=True):
@@ -37,7 +41,7 @@ class ModelServerStart(ChildStartArgs, frozen=True, kw_only=True):
         engine_args: The engine's arguments.
         settings: The settings of its API server.
         listener_fd: Descriptor of the socket that brings connections.
-        control_messages_fd: Descriptor of the socket that brings ShutdownSignals.
+        control_messages_fd: Descriptor of the socket that brings ReceivedSignals.
         index: Its row of the counters of rate limits.
         key_counters_fd: Descriptor of these counters; None without limits.
     """
@@ -48,6 +52,12 @@ class ModelServerStart(ChildStartArgs, frozen=True, kw_only=True):
     control_messages_fd: int
     index: int
     key_counters_fd: int | None = None
+
+
+class ReceivedSignal(msgspec.Struct, frozen=True):
+    """To a model server: a signal was received. After the first, running requests finish; the second aborts them."""
+
+    signal: int
 
 
 class ModelServerHandshake(CoreHandshake, frozen=True):
@@ -71,35 +81,23 @@ class RouterConnection:
         self._activity_table = activity_table
         self._control_socket = MessageSocket(start.control_messages_fd)
         self._on_signal: Callable[[int], None] = lambda number: None
-        self._engine: AsyncLLM | None = None
         self._is_ready = False
         self.index = start.index
         self.key_counters = None if start.key_counters_fd is None else KeyCounters(start.key_counters_fd)
-        self.shared_metrics = SharedServerMetrics(SharedMetricsPages.create(1), 0)
-        self.tokenizer_trial = TokenizerTrial()
+        self.shared_metrics = SharedServerMetrics.of_one_server()
 
-    def load_engine(self) -> AsyncLLM:
-        """Creates the engine."""
-        config = requested_config(EngineArgs.from_kwargs(**self._start.engine_args))
-        self.tokenizer_trial.start(config.model.tokenizer)
-        self._activity_table.write(0, "loading the model")
-        self._engine = AsyncLLM(config)
-        return self._engine
-
-    def start_receiving(self, loop: Any, on_signal: Callable[[int], None]) -> None:
+    def start_receiving(self, loop: asyncio.AbstractEventLoop, on_signal: Callable[[int], None]) -> None:
         """Passes the signals that the router sends to `on_signal`, in `loop`."""
         self._on_signal = on_signal
         loop.add_reader(self._control_socket.fd, self._receive_messages)
         self._receive_messages()
 
-    def report_ready(self) -> None:
+    def report_ready(self, engine: AsyncLLM) -> None:
         """Tells the router that requests are accepted, and how much memory the model takes."""
-        engine = self._engine
-        assert engine is not None
         self._is_ready = True
         self.heartbeat()
         caches = engine.cache_summary.total_bytes * engine.num_workers
-        num_bytes = weights_size(engine.model_config) * engine.config.parallel.data_parallel_size + caches
+        num_bytes = _bytes_of_weights(engine) * engine.config.parallel.data_parallel_size + caches
         send_message(
             self._control,
             ModelServerHandshake(num_bytes=num_bytes, max_model_len=engine.model_config.max_model_len),
@@ -111,16 +109,23 @@ class RouterConnection:
 
     def _receive_messages(self) -> None:
         while (data := self._control_socket.receive()) is not None:
-            self._on_signal(msgspec.msgpack.decode(data, type=ShutdownSignal).signal)
+            self._on_signal(msgspec.msgpack.decode(data, type=ReceivedSignal).signal)
+
+
+def _bytes_of_weights(engine: AsyncLLM) -> int:
+    given = Path(engine.model_config.model)
+    try:
+        return bytes_of_weights(given if given.is_file() else engine.model_config.path)
+    except OSError:
+        return 0
 
 
 def serve(start: ModelServerStart, control: socket.socket, activity_table: ActivityTable) -> int:
     """Runs the API server of one model; returns its exit status."""
     router = RouterConnection(start, control, activity_table)
-    listener = ConnectionListener(start.listener_fd)
-    model = str(start.engine_args["model"])
-    server = APIServer(router.load_engine, model, start.settings, listener, router, router.tokenizer_trial)
-    return run_in_event_loop(server)
+    router.heartbeat()
+    args = EngineArgs.from_kwargs(**start.engine_args)
+    return run_child_server(args, start.settings, ConnectionListener(start.listener_fd), router)
 
 
 def main() -> None:

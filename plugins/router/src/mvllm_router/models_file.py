@@ -21,18 +21,21 @@ import argparse
 import copy
 import difflib
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mvllm.config.engine_args import EngineArgs
-from mvllm.config.human_readable_int import human_readable_int
-from mvllm.entrypoints.cli.argument_parser import CommandLineParser
-from mvllm.entrypoints.cli.config_file import as_arguments, option_table
-from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.entrypoints.router.model_entry import ModelEntry, parse_keep_alive
-from mvllm.errors import ConfigError
-from mvllm.gguf.file_choice import is_gguf_name, list_choices
+from mvllm.extension_api import ConfigError
+from mvllm.extension_api.cli import (
+    CommandLineParser,
+    EngineArgs,
+    ServeCommand,
+    as_arguments,
+    human_readable_int,
+    option_table,
+)
+from mvllm.extension_api.server import list_models_in
+from mvllm_router.model_entry import ModelEntry, parse_keep_alive
 
 _OWN = ("model", "aliases", "pinned", "keep_alive", "max_concurrent_requests", "memory", "env")
 SERVER_OPTIONS_OF_A_MODEL = frozenset(
@@ -45,32 +48,20 @@ SERVER_OPTIONS_OF_A_MODEL = frozenset(
 )
 """Options of the server that an entry may have; all others concern the whole server."""
 
-MakeSettings = Callable[[argparse.Namespace], tuple[EngineArgs, ServerSettings]]
-"""Makes the settings of one model from parsed options."""
-
 
 class ModelsReader:
     """Makes the entries of models from files and folders.
 
     Args:
-        args: The parsed command line, whose options are the defaults.
-        add_arguments: Adds the options of `mvllm serve` to a parser.
-        make_settings: Makes a model's settings from its options.
+        command: The run of `mvllm serve`, whose options are the defaults.
         keep_alive: Seconds without requests after which models are unloaded; None for never.
     """
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        add_arguments: Callable[[argparse.ArgumentParser], None],
-        make_settings: MakeSettings,
-        keep_alive: float | None,
-    ) -> None:
-        self._args = args
-        self._make_settings = make_settings
+    def __init__(self, command: ServeCommand, keep_alive: float | None) -> None:
+        self._command = command
         self._keep_alive = keep_alive
         self._parser = CommandLineParser(prog="mvllm serve", allow_abbrev=False)
-        add_arguments(self._parser)
+        command.add_arguments(self._parser)
         table = option_table(self._parser)
         engine = {name for name, action in table.items() if action.dest in {each.name for each in EngineArgs.options()}}
         self._table = {name: table[name] for name in engine | SERVER_OPTIONS_OF_A_MODEL if name != "model"}
@@ -103,20 +94,16 @@ class ModelsReader:
         Raises:
             ConfigError: The folder cannot be read.
         """
-        root = Path(folder).expanduser()
         try:
-            paths = sorted(path for path in root.iterdir() if not path.name.startswith("."))
-            found = {path.name: path for path in paths if path.is_dir() and _has_model(path)}
+            found = list_models_in(Path(folder).expanduser())
         except OSError as e:
             raise ConfigError(f"The folder {folder!r} of --models-dir cannot be read: {e.strerror}.") from e
-        for choice in list_choices([path.name for path in paths if path.is_file() and is_gguf_name(path.name)]):
-            found.setdefault(choice.stem, root / choice.files[0])
         return [self._entry(name, {"model": str(path)}, str(path)) for name, path in found.items()]
 
     def _entry(self, name: str, given: Mapping[str, Any], where: str) -> ModelEntry:
         given = {key: value for key, value in given.items() if value is not None}
         own = {key: given[key] for key in _OWN if key in given}
-        namespace = copy.copy(self._args)
+        namespace = copy.copy(self._command.args)
         namespace.model = _text(own.get("model"), f"{where}: model")
         arguments: list[str] = []
         for key, value in given.items():
@@ -130,7 +117,7 @@ class ModelsReader:
                 raise ConfigError(f"{where}: {key.replace('_', '-')}: {e}") from e
         namespace = self._parser.parse_args(arguments, namespace)
         try:
-            engine, settings = self._make_settings(namespace)
+            engine, settings = self._command.model_settings(namespace, self._command.settings)
         except ConfigError as e:
             raise ConfigError(f"{where}: {e}") from e
         return ModelEntry(
@@ -203,11 +190,6 @@ def _normalized(options: Any, where: str) -> dict[str, Any]:
     if not isinstance(options, Mapping):
         raise ConfigError(f"{where}: must be options of a model, such as `model: NAME`, found {options!r}.")
     return {str(key).replace("-", "_"): value for key, value in options.items()}
-
-
-def _has_model(folder: Path) -> bool:
-    names = [path.name for path in folder.iterdir()]
-    return "config.json" in names or bool(list_choices([name for name in names if is_gguf_name(name)]))
 
 
 def _text(value: Any, where: str) -> str:

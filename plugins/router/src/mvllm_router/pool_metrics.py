@@ -9,8 +9,7 @@ from typing import Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mvllm.engine.metrics.prometheus import cumulative_buckets
-from mvllm.engine.metrics.stats import Histogram
+from mvllm.extension_api.server import Histogram, cumulative_buckets
 
 _LOAD_BUCKETS = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 

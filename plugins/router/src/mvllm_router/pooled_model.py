@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from mvllm.entrypoints.openai.common.errors import APIError
-from mvllm.entrypoints.router.model_entry import ModelEntry
-from mvllm.errors import MvllmError
+from mvllm.extension_api import APIError, MvllmError
+from mvllm_router.model_entry import ModelEntry
 
 _MAX_ERROR_LENGTH = 2000
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+import socket
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -19,19 +20,19 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from mvllm.entrypoints.openai.common.errors import APIError
-from mvllm.entrypoints.openai.common.request_body import BodyReader
-from mvllm.entrypoints.openai.common.streaming_response import (
+from mvllm.extension_api import APIError, get_logger
+from mvllm.extension_api.server import (
     CLIENT_CLOSED_REQUEST,
+    BodyReader,
     ClientDisconnected,
+    HTTPMetrics,
+    ServerSettings,
     cancel_on_disconnect,
+    listener_url,
 )
-from mvllm.entrypoints.openai.server.http_metrics import CONTENT_TYPE
-from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.entrypoints.router.http_client import ModelConnection, ModelServerLost
-from mvllm.entrypoints.router.proxy import Proxy, request_head
-from mvllm.entrypoints.router.remote_server import RemoteServer, by_load
-from mvllm.logging import get_logger
+from mvllm_router.http_client import ModelConnection, ModelServerLost
+from mvllm_router.proxy import Proxy, request_head
+from mvllm_router.remote_server import RemoteServer, by_load
 
 logger = get_logger(__name__)
 
@@ -61,10 +62,10 @@ class PrefillDecodeApp:
         decode: Engines that generate.
         settings: Limits of bodies and of waiting clients.
         prefill_timeout: Seconds that a prefill engine may take; then the decode engine computes the prompt.
-        metrics: Returns the router's metrics as Prometheus' text.
+        metrics: The router's metrics.
+        listener: What the router listens on.
 
     Attributes:
-        is_draining: Whether new requests are refused, because the router shuts down.
         num_requests: Requests in progress.
     """
 
@@ -74,17 +75,37 @@ class PrefillDecodeApp:
         decode: Sequence[RemoteServer],
         settings: ServerSettings,
         prefill_timeout: float,
-        metrics: Callable[[], bytes],
+        metrics: HTTPMetrics,
+        listener: socket.socket,
     ) -> None:
-        self.is_draining = False
         self.num_requests = 0
         self._prefill = prefill
         self._decode = decode
         self._prefill_timeout = prefill_timeout
         self._metrics = metrics
+        self._listener = listener
+        self._is_draining = False
         self._proxy = Proxy(settings.send_timeout)
         self._reader = BodyReader.from_settings(settings)
         self._turn = itertools.count()
+
+    async def start(self) -> None:
+        """Logs that the router is ready."""
+        logger.info(
+            "Ready at %s; prefill engines: %s; decode engines: %s.",
+            listener_url(self._listener),
+            ", ".join(server.url for server in self._prefill),
+            ", ".join(server.url for server in self._decode),
+        )
+
+    def drain(self) -> None:
+        """Refuses new requests from now on, because the router shuts down."""
+        self._is_draining = True
+
+    async def close(self) -> None:
+        """Closes the connections to the engines."""
+        for server in (*self._prefill, *self._decode):
+            server.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
@@ -93,7 +114,7 @@ class PrefillDecodeApp:
             scope["route"] = OwnRoute(scope["path"])
             await response(scope, receive, send)
             return
-        if self.is_draining:
+        if self._is_draining:
             raise APIError(503, "The router is shutting down.", code="shutting_down", retry_after=1)
         has_started = False
 
@@ -115,11 +136,11 @@ class PrefillDecodeApp:
         if method != "GET":
             return None
         if path == "/metrics":
-            return Response(self._metrics(), media_type=CONTENT_TYPE)
+            return Response(self._metrics.exposition(), media_type=HTTPMetrics.content_type)
         if path == "/health/live":
             return PlainTextResponse("ok")
         if path in ("/health", "/health/ready"):
-            ready = not self.is_draining and await self._is_any_ready()
+            ready = not self._is_draining and await self._is_any_ready()
             return PlainTextResponse("ok" if ready else "no engine is ready", 200 if ready else _UNAVAILABLE)
         return None
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mvllm.kv_events.block_index import KVBlockIndex
-from mvllm.kv_events.prefix_index import PrefixIndex, Replica, item_id, prefix_keys
-from mvllm.messages.kv_events import (
+from mvllm.extension_api.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    KVBlockIndex,
     KVCacheEvent,
+    PrefixIndex,
+    Replica,
+    item_id,
     item_of_text,
+    prefix_keys,
     root_of_text,
 )
 

@@ -12,22 +12,9 @@ from collections.abc import Iterable
 
 from starlette.types import Scope, Send
 
-from mvllm.entrypoints.openai.common.errors import (
-    APIError,
-    ErrorFormat,
-    anthropic_error_body,
-    ollama_error_body,
-)
-from mvllm.entrypoints.openai.common.server_sent_events import error_event
-from mvllm.entrypoints.openai.common.streaming_response import (
-    JSON_LINES,
-    SERVER_SENT_EVENTS,
-    RequestConnection,
-    StreamFormat,
-)
-from mvllm.entrypoints.openai.server.browser_requests import is_same_origin
-from mvllm.entrypoints.router.http_client import Headers, ModelClient, ModelConnection, ModelServerLost
-from mvllm.logging import get_logger
+from mvllm.extension_api import APIError, get_logger
+from mvllm.extension_api.server import RequestConnection, is_same_origin, stream_error, stream_format
+from mvllm_router.http_client import Headers, ModelClient, ModelConnection, ModelServerLost
 
 logger = get_logger(__name__)
 
@@ -39,7 +26,6 @@ _OF_A_CONNECTION = frozenset(
 )
 _NOT_FORWARDED = _OF_A_CONNECTION | {b"content-length", b"expect", b"x-request-id"}
 _NOT_RETURNED = _OF_A_CONNECTION | {b"date", b"server", b"x-request-id", b"request-id"}  # the router adds its own
-_FORMATS = {b"text/event-stream": SERVER_SENT_EVENTS, b"application/x-ndjson": JSON_LINES}
 
 
 class Proxy:
@@ -83,10 +69,10 @@ class Proxy:
             ModelServerLost: The server ended before the first byte of its response.
         """
         status, headers = await connection.read_head()
-        stream_format = _stream_format(headers)
+        format_of_stream = stream_format(_header(headers, b"content-type"))
         own: RequestConnection | None = scope.get("mvllm.connection")
-        if own is not None and stream_format is not None:
-            own.filler = stream_format.filler
+        if own is not None and format_of_stream is not None:
+            own.filler = format_of_stream.filler
         kept = [header for header in headers if header[0] not in _NOT_RETURNED]
         await send({"type": "http.response.start", "status": status, "headers": kept})
         with _SendTimer(self._send_timeout, own) as timer:
@@ -97,7 +83,7 @@ class Proxy:
                     timer.waiting_since = None
                 await send({"type": "http.response.body", "body": b""})
             except ModelServerLost:
-                await _send_loss(scope, send, stream_format, own)
+                await _send_loss(scope, send, own, is_stream=format_of_stream is not None)
 
 
 class _SendTimer:
@@ -132,23 +118,14 @@ class _SendTimer:
         self._timer = self._loop.call_later(self._seconds / 2, self._check)
 
 
-async def _send_loss(
-    scope: Scope, send: Send, stream_format: StreamFormat | None, connection: RequestConnection | None
-) -> None:
+async def _send_loss(scope: Scope, send: Send, connection: RequestConnection | None, *, is_stream: bool) -> None:
     """Ends a response whose model server has died: a stream with an error, others by closing the connection."""
-    if stream_format is None:
+    if not is_stream:
         if connection is not None:
             connection.abort()
         return
     error = APIError(500, "The model has stopped while it generated this response.", code="model_stopped")
-    match ErrorFormat.of_request(scope):
-        case ErrorFormat.ANTHROPIC:
-            body = b"event: error\ndata: " + anthropic_error_body(error, scope.get("mvllm.request_id")) + b"\n\n"
-        case ErrorFormat.OLLAMA:
-            body = ollama_error_body(error) + b"\n"
-        case _:
-            body = error_event(error)
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.body", "body": stream_error(error, scope)})
 
 
 def request_head(scope: Scope, query: bytes, body_length: int, host: bytes | None = None) -> bytes:
@@ -176,11 +153,6 @@ def request_head(scope: Scope, query: bytes, body_length: int, host: bytes | Non
     if body_length or method not in ("GET", "DELETE"):
         lines.append(b"content-length: %d" % body_length)
     return b"\r\n".join(lines) + b"\r\n\r\n"
-
-
-def _stream_format(headers: Headers) -> StreamFormat | None:
-    """The format of a streamed response; None for others."""
-    return _FORMATS.get(_header(headers, b"content-type").partition(b";")[0].strip())
 
 
 def _header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes:

@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
-from mvllm.entrypoints.router.http_client import HTTPClient, ModelConnection, ModelServerLost
-from mvllm.errors import ConfigError
+from mvllm.extension_api import ConfigError
+from mvllm_router.http_client import HTTPClient, ModelConnection, ModelServerLost
 
 _CONNECT_SECONDS = 2.0
 _UNREACHABLE_SECONDS = 5.0

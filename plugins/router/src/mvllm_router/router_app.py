@@ -1,7 +1,7 @@
 """The router's ASGI application: finds the model of a request, has it loaded, and forwards the request to its server.
 
 The model is named by the field `model` of the body, or by the query parameter `model` for routes without such a body
-(`/metrics?model=NAME`). Routes that concern all models are answered here; see ModelRoutes and OllamaModelRoutes.
+(`/metrics?model=NAME`). Routes that concern all models are answered here; see ModelRoutes.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Message, Receive, Scope, Send
 
-from mvllm.entrypoints.ollama.durations import LOAD_HEADER
-from mvllm.entrypoints.openai.common.errors import APIError
-from mvllm.entrypoints.openai.common.request_body import BodyDecoder, BodyReader
-from mvllm.entrypoints.openai.common.streaming_response import (
+from mvllm.extension_api import APIError
+from mvllm.extension_api.server import (
     CLIENT_CLOSED_REQUEST,
+    BodyDecoder,
+    BodyReader,
     ClientDisconnected,
+    ServerSettings,
     cancel_on_disconnect,
 )
-from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.entrypoints.router.model_catalog import ModelCatalog
-from mvllm.entrypoints.router.model_entry import parse_keep_alive
-from mvllm.entrypoints.router.model_pool import ModelPool
-from mvllm.entrypoints.router.model_server import ModelServerProcess
-from mvllm.entrypoints.router.pooled_model import KeepAlive, PooledModel, shutting_down_error
-from mvllm.entrypoints.router.proxy import Proxy
+from mvllm_router.api_formats import OLLAMA_LOAD_HEADER
+from mvllm_router.model_catalog import ModelCatalog
+from mvllm_router.model_entry import parse_keep_alive
+from mvllm_router.model_pool import ModelPool
+from mvllm_router.model_server import ModelServerProcess
+from mvllm_router.pooled_model import KeepAlive, PooledModel, shutting_down_error
+from mvllm_router.proxy import Proxy
 
 ONE_MODEL_PREFIX = "/v1/models/"
 """Of the path that ends with a model's name."""
@@ -104,7 +105,6 @@ class RouterApp:
         self._catalog = catalog
         self._settings = settings
         self._fallback = fallback
-        self._own_routes = own_routes
         self._proxy = Proxy(settings.send_timeout)
         self._reader = BodyReader.from_settings(settings)
         self._decoder = BodyDecoder(RoutingFields)
@@ -113,6 +113,11 @@ class RouterApp:
             for route in fallback.router.routes
             if isinstance(route, Route) and not route.param_convertors
             for method in route.methods or ()
+        }
+        self._own_routes = {  # model servers may be without Ollama's API
+            key: endpoint
+            for key, endpoint in own_routes.items()
+            if not key[1].startswith("/api/") or key in self._forwarded
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -204,8 +209,11 @@ class RouterApp:
         async with cancel_on_disconnect(receive), self._pool.use(model, len(body), keep_alive) as server:
             assert isinstance(server, ModelServerProcess)
             if path.startswith("/api/"):
-                waited = LOAD_HEADER, b"%d" % (time.monotonic_ns() - arrival)
-                scope = {**scope, "headers": [each for each in scope["headers"] if each[0] != LOAD_HEADER] + [waited]}
+                waited = OLLAMA_LOAD_HEADER, b"%d" % (time.monotonic_ns() - arrival)
+                scope = {
+                    **scope,
+                    "headers": [each for each in scope["headers"] if each[0] != OLLAMA_LOAD_HEADER] + [waited],
+                }
             sending = send_with_names if path in _LORA_PATHS else send
             await self._proxy.forward(server.client, scope, sending, body, query)
 

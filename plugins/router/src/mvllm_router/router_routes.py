@@ -10,22 +10,26 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mvllm.entrypoints.anthropic.routes import model_info, model_list
-from mvllm.entrypoints.ollama.models import list_entry
-from mvllm.entrypoints.openai.common.errors import APIError, is_anthropic_client
-from mvllm.entrypoints.openai.common.json_response import json_response
-from mvllm.entrypoints.openai.common.request_body import BodyDecoder, BodyReader
-from mvllm.entrypoints.openai.common.streaming_response import cancel_on_disconnect
-from mvllm.entrypoints.openai.server.authentication import Role
-from mvllm.entrypoints.openai.server.http_metrics import CONTENT_TYPE
-from mvllm.entrypoints.openai.server.middleware import request_caller, require_admin
-from mvllm.entrypoints.router.merged_metrics import merge_metrics
-from mvllm.entrypoints.router.model_catalog import ModelCatalog
-from mvllm.entrypoints.router.model_pool import ModelPool
-from mvllm.entrypoints.router.model_server import ModelServerProcess
-from mvllm.entrypoints.router.pooled_model import ModelState, PooledModel, shutting_down_error
-from mvllm.entrypoints.router.router_app import ONE_MODEL_PREFIX, Endpoint
-from mvllm.version import __version__
+from mvllm.extension_api import APIError
+from mvllm.extension_api.cli import __version__
+from mvllm.extension_api.server import (
+    BodyDecoder,
+    BodyReader,
+    HTTPMetrics,
+    Role,
+    cancel_on_disconnect,
+    is_anthropic_client,
+    json_response,
+    request_caller,
+    require_admin,
+)
+from mvllm_router.api_formats import anthropic_model, anthropic_models, ollama_entry
+from mvllm_router.merged_metrics import merge_metrics
+from mvllm_router.model_catalog import ModelCatalog
+from mvllm_router.model_pool import ModelPool
+from mvllm_router.model_server import ModelServerProcess
+from mvllm_router.pooled_model import ModelState, PooledModel, shutting_down_error
+from mvllm_router.router_app import ONE_MODEL_PREFIX, Endpoint
 
 
 class ModelNameRequest(msgspec.Struct):
@@ -42,7 +46,7 @@ class ModelRoutes:
         pool: The models.
         catalog: Finds and describes models.
         reader: Reads bodies.
-        own_metrics: Returns the router's metrics as Prometheus' text.
+        own_metrics: The router's metrics.
         phase: Returns the server's phase: `ready` or `draining`.
     """
 
@@ -51,7 +55,7 @@ class ModelRoutes:
         pool: ModelPool,
         catalog: ModelCatalog,
         reader: BodyReader,
-        own_metrics: Callable[[], bytes],
+        own_metrics: HTTPMetrics,
         phase: Callable[[], str],
     ) -> None:
         self._pool = pool
@@ -139,8 +143,8 @@ class ModelRoutes:
             *(each.server.client.fetch("/metrics") for each in loaded if isinstance(each.server, ModelServerProcess))
         )
         named = [(each.entry.name, page.decode()) for each, page in zip(loaded, pages) if page is not None]
-        merged = await asyncio.to_thread(merge_metrics, self._own_metrics().decode(), named)
-        return Response(merged, media_type=CONTENT_TYPE)
+        merged = await asyncio.to_thread(merge_metrics, self._own_metrics.exposition().decode(), named)
+        return Response(merged, media_type=HTTPMetrics.content_type)
 
     async def server_info(self, request: Request) -> Response:
         """Version, phase and models. `?model=NAME` has that of one model's server."""
@@ -155,7 +159,7 @@ class ModelRoutes:
         await self._catalog.update()
         cards = self._catalog.cards()
         if is_anthropic_client(request.scope):
-            return json_response(model_list(cards))
+            return json_response(anthropic_models(cards))
         return json_response({"object": "list", "data": cards})
 
     async def get_model(self, request: Request) -> Response:
@@ -163,7 +167,7 @@ class ModelRoutes:
         name = request.scope["path"].removeprefix(ONE_MODEL_PREFIX)
         model = await self._catalog.resolve(name, request.scope["path"])
         [card] = [card for card in self._catalog.cards_of(model) if card["id"] == name]
-        return json_response(model_info(card) if is_anthropic_client(request.scope) else card)
+        return json_response(anthropic_model(card) if is_anthropic_client(request.scope) else card)
 
     async def load(self, request: Request) -> Response:
         """Loads a model, if it is not loaded; responds when it is."""
@@ -205,7 +209,7 @@ class ModelRoutes:
         model = await self._catalog.resolve(body.model or body.name, request.scope["path"])
         if (data := await self._catalog.ollama_details(model)) is not None:
             return json_response(data)
-        entry = list_entry(self._catalog.cards_of(model)[0], None, 0)
+        entry = ollama_entry(self._catalog.cards_of(model)[0], 0)
         return json_response(
             {
                 "modelfile": "",

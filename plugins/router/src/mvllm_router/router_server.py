@@ -1,56 +1,47 @@
 """Runs the router: one HTTP server in front of model servers, each a process with its own engine.
 
-    mvllm serve --models FILE ── HTTP ──┬─ Model_small ── EngineCore ── its workers      loaded by the first request
-                                        └─ Model_large ── EngineCore ── its workers      unloaded when not used
-
-After the first SIGTERM, SIGINT or SIGHUP running requests finish; a second signal aborts them.
+mvllm serve --models FILE ── HTTP ──┬─ Model_small ── EngineCore ── its workers      loaded by the first request
+                                    └─ Model_large ── EngineCore ── its workers      unloaded when not used
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import uvicorn
-from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from mvllm.entrypoints.event_loop import run_in_event_loop
-from mvllm.entrypoints.openai.common.request_body import BodyReader
-from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
-from mvllm.entrypoints.openai.responses.store_file import end_interrupted, hold_store_file, store_limits
-from mvllm.entrypoints.openai.server.api_server import HTTPServer, warn_if_public
-from mvllm.entrypoints.openai.server.app import add_middleware, build_fastapi_app
-from mvllm.entrypoints.openai.server.browser_requests import BrowserCheck
-from mvllm.entrypoints.openai.server.connections import ConnectionTable, default_max_connections
-from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
-from mvllm.entrypoints.openai.server.http_protocol import uvicorn_settings
-from mvllm.entrypoints.openai.server.listener import listener_url
-from mvllm.entrypoints.openai.server.rate_limits import KeyCounters, RateLimiter
-from mvllm.entrypoints.openai.server.server_state import ServerState
-from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.entrypoints.router.model_catalog import ModelCatalog
-from mvllm.entrypoints.router.model_entry import ModelEntry, weight_bytes
-from mvllm.entrypoints.router.model_pool import ModelPool
-from mvllm.entrypoints.router.model_server import ModelServerProcess, run_in_thread
-from mvllm.entrypoints.router.pool_metrics import PoolCollector
-from mvllm.entrypoints.router.pooled_model import ModelState, PooledModel, PoolLimits
-from mvllm.entrypoints.router.router_app import RouterApp
-from mvllm.entrypoints.router.router_routes import ModelRoutes
-from mvllm.entrypoints.shutdown_signals import SHUTDOWN_SECONDS, force_exit_after, shutdown_signals
-from mvllm.logging import get_logger
+from mvllm.extension_api import get_logger
+from mvllm.extension_api.server import (
+    BodyReader,
+    HTTPMetrics,
+    KeyCounters,
+    RateLimiter,
+    ServerSettings,
+    build_app_without_engine,
+    end_interrupted_responses,
+    hold_stored_responses,
+    listener_url,
+    run_in_event_loop,
+    serve_application,
+    warn_if_public,
+)
+from mvllm_router.model_catalog import ModelCatalog
+from mvllm_router.model_entry import ModelEntry, weight_bytes
+from mvllm_router.model_pool import ModelPool
+from mvllm_router.model_server import ModelServerProcess, run_in_thread
+from mvllm_router.pool_metrics import PoolCollector
+from mvllm_router.pooled_model import ModelState, PooledModel, PoolLimits
+from mvllm_router.router_app import RouterApp
+from mvllm_router.router_routes import ModelRoutes
 
 logger = get_logger(__name__)
 
 MAX_MODELS = 1024
 _POLL_SECONDS = 0.1
-_FINAL_RESPONSES_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -74,12 +65,11 @@ def run_router(config: RouterConfig, listener: socket.socket) -> int:
     """Serves until a signal ends the router; returns the exit status, 0.
 
     Args:
-        listener: The listening socket; closed at the end.
+        listener: The listening socket; the caller closes it.
     """
     logger.info("Listening at %s; models that are loaded on demand: %d.", listener_url(listener), len(config.entries))
     warn_if_public(listener, config.settings)
-    settings = config.settings
-    with hold_store_file(settings.responses_store, store_limits(settings)):
+    with hold_stored_responses(config.settings):
         return run_in_event_loop(RouterServer(config, listener).run())
 
 
@@ -88,14 +78,14 @@ class RouterServer:
 
     Args:
         config: What to serve.
-        listener: The listening socket; closed at the end.
+        listener: The listening socket.
     """
 
     def __init__(self, config: RouterConfig, listener: socket.socket) -> None:
         self._config = config
         self._listener = listener
-        self._signals: list[int] = []
-        self._signal_received = asyncio.Event()
+        self._started = time.monotonic()
+        self._ready_log: asyncio.Task[None] | None = None
         settings, limits = config.settings, config.settings.limits_by_key
         self._key_counters: KeyCounters | None = None
         self._rate_limiter: RateLimiter | None = None
@@ -103,11 +93,12 @@ class RouterServer:
             self._key_counters = KeyCounters.create(MAX_MODELS + 1, RateLimiter.num_keys(limits))
             self._rate_limiter = RateLimiter(limits, settings.key_limits, self._key_counters, MAX_MODELS)
         self._indices: dict[str, int] = {}
+        self._pool = ModelPool(config.limits, self._make_server)
 
     async def run(self) -> int:
         """Serves until a signal ends the router; returns the exit status."""
         settings = self._config.settings
-        pool = self._pool = ModelPool(self._config.limits, self._make_server)
+        pool = self._pool
         models = [entry.engine.model for entry in self._config.entries]
         sizes = await run_in_thread(lambda: weight_bytes(models)) if self._config.limits.max_loaded_bytes else {}
         for entry in self._config.entries:
@@ -118,37 +109,53 @@ class RouterServer:
         metrics = HTTPMetrics(registry)
         registry.register(PoolCollector(lambda: list(pool.models.items()), pool.metrics))
         reader = BodyReader.from_settings(settings)
-        routes = ModelRoutes(pool, catalog, reader, metrics.exposition, lambda: self._phase)
-        state = ServerState(settings.heartbeat_timeout)
-        fallback = _fallback_app(settings, routes, state)
+        routes = ModelRoutes(pool, catalog, reader, metrics, lambda: self._phase)
+        fallback, close_fallback = build_app_without_engine(settings)
+        for path, endpoint, summary in (
+            ("/models/load", routes.load, "Load a model."),
+            ("/models/unload", routes.unload, "Unload a model when its requests have ended."),
+        ):
+            fallback.add_api_route(path, endpoint, methods=["POST"], tags=["admin"], summary=summary)
         self._app = RouterApp(pool, catalog, settings, fallback, routes.table())
-        check = BrowserCheck.create(settings, self._listener)
-        app = add_middleware(self._app, metrics, settings, self._rate_limiter, check)
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients cause them by sending invalid HTTP
-        config = uvicorn.Config(app=app, timeout_graceful_shutdown=2, **uvicorn_settings())
-        http = HTTPServer(config, is_shared=False, heartbeat=lambda: None)
-        http.server_state = ConnectionTable(default_max_connections() // 2)  # each has one to a model server, too
-        loop = asyncio.get_running_loop()
-        for number in shutdown_signals():
-            loop.add_signal_handler(number, self._on_signal, number)
-        started = time.monotonic()
-        serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         try:
-            pool.start()
-            ready = asyncio.create_task(self._log_ready(started))
-            await self._signal_received.wait()
-            ready.cancel()
-            await self._drain()
+            return await serve_application(
+                self._app,
+                self,
+                self._listener,
+                settings,
+                metrics,
+                rate_limiter=self._rate_limiter,
+                descriptors_per_request=2,  # with one connection to a model server
+            )
         finally:
-            force_exit_after(SHUTDOWN_SECONDS + settings.shutdown_timeout)
-            await pool.close(abort=True)
-            http.stop()
-            await asyncio.wait([serving], timeout=_FINAL_RESPONSES_SECONDS)
-            await state.close()
+            await close_fallback()
             if self._key_counters is not None:
                 self._key_counters.close()
-        logger.info("Ended.")
-        return 0
+
+    # --- as a ServedApplication
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that use models or wait for them."""
+        return self._pool.num_requests
+
+    async def start(self) -> None:
+        """Starts to load pinned models."""
+        self._pool.start()
+        self._ready_log = asyncio.create_task(self._log_ready())
+
+    def drain(self) -> None:
+        """Refuses new requests to models from now on."""
+        if self._ready_log is not None:
+            self._ready_log.cancel()
+        self._app.is_draining = True
+        self._pool.stop_keeping()
+
+    async def close(self) -> None:
+        """Aborts requests and unloads all models."""
+        await self._pool.close(abort=True)
+
+    # --- models
 
     @property
     def _phase(self) -> str:
@@ -162,12 +169,10 @@ class RouterServer:
 
     def _end_interrupted_responses(self, entry: ModelEntry) -> None:
         """Ends the stored responses that the ended process of a model has not finished."""
-        settings = self._config.settings
-        if settings.responses_store is not None:
-            adapters = (*(name for name, _ in entry.settings.lora_modules), *self._pool.models[entry.name].adapters)
-            end_interrupted(settings.responses_store, store_limits(settings), (*entry.names, *adapters))
+        adapters = self._pool.models[entry.name].adapters
+        end_interrupted_responses(self._config.settings, (*entry.names, *adapters))
 
-    async def _log_ready(self, started: float) -> None:
+    async def _log_ready(self) -> None:
         """Logs that the pinned models are loaded, if there are any."""
         pinned = [model for model in self._pool.models.values() if model.entry.is_pinned]
         while any(model.state is not ModelState.LOADED for model in pinned):
@@ -175,43 +180,6 @@ class RouterServer:
         logger.info(
             "Ready at %s after %.1f s; models: %s.",
             listener_url(self._listener),
-            time.monotonic() - started,
+            time.monotonic() - self._started,
             ", ".join(self._pool.models),
         )
-
-    async def _drain(self) -> None:
-        timeout = self._config.settings.shutdown_timeout
-        self._app.is_draining = True
-        self._pool.stop_keeping()
-        logger.info(
-            "%s: no new requests are accepted; %d running requests may take %g s.",
-            signal.Signals(self._signals[0]).name,
-            self._pool.num_requests,
-            timeout,
-        )
-        self._signal_received.clear()
-        deadline = time.monotonic() + timeout
-        while self._pool.num_requests and time.monotonic() < deadline and not self._signal_received.is_set():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._signal_received.wait(), _POLL_SECONDS)
-        if self._pool.num_requests:
-            logger.info("Aborting %d requests.", self._pool.num_requests)
-
-    def _on_signal(self, number: int) -> None:
-        if number == signal.SIGHUP and self._signals:  # a terminal that closes sends several
-            return
-        self._signals.append(number)
-        self._signal_received.set()
-
-
-def _fallback_app(settings: ServerSettings, routes: ModelRoutes, state: ServerState) -> FastAPI:
-    """An API server's application without an engine, and the router's own routes for its description of the API."""
-    plain = replace(settings, http_plugins=(), lora_modules=())
-    models = OpenAIServingModels(("model",), "model")
-    app = build_fastapi_app(state, models, HTTPMetrics(CollectorRegistry()), plain)
-    for path, endpoint, summary in (
-        ("/models/load", routes.load, "Load a model."),
-        ("/models/unload", routes.unload, "Unload a model when its requests have ended."),
-    ):
-        app.add_api_route(path, endpoint, methods=["POST"], tags=["admin"], summary=summary)
-    return app

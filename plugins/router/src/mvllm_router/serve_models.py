@@ -1,31 +1,32 @@
-"""`mvllm serve --models FILE`: the options for several models behind one server."""
+"""Several models behind one server: options of `mvllm serve`, and the server if they are given.
+
+An entry point of `mvllm.serve`, which every run of `mvllm serve` imports: what serves is imported when it is made.
+"""
 
 from __future__ import annotations
 
 import argparse
-import socket
-from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mvllm.config.engine_args import EngineArgs
-from mvllm.entrypoints.cli.number_arguments import non_negative_int, positive_int, positive_seconds
-from mvllm.entrypoints.cli.responses_arguments import responses_settings
-from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.errors import ConfigError
+from mvllm.extension_api import ConfigError
+from mvllm.extension_api.cli import (
+    Serve,
+    ServeCommand,
+    ServerSettings,
+    non_negative_int,
+    positive_int,
+    positive_seconds,
+)
 
 if TYPE_CHECKING:
-    from mvllm.entrypoints.router.model_entry import ModelEntry
-
-MakeModel = Callable[[argparse.Namespace, ServerSettings], tuple[EngineArgs, ServerSettings]]
-"""Makes the settings of one model from parsed options and the settings of the whole server."""
+    from mvllm_router.model_entry import ModelEntry
 
 _MAX_LOADED_MODELS = 4
 _MAX_WAITING_REQUESTS = 512
 _LOAD_TIMEOUT = 300.0
 
 
-def add_models_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options for several models."""
     group = parser.add_argument_group(
         "several models", "Each model has a process of its own, which the first request starts."
@@ -76,27 +77,19 @@ def add_models_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def router(
-    args: argparse.Namespace,
-    settings: ServerSettings,
-    add_arguments: Callable[[argparse.ArgumentParser], None],
-    make_model: MakeModel,
-) -> Callable[[socket.socket], int]:
-    """What serves the models on a listening socket.
-
-    Args:
-        args: The parsed command line.
-        settings: The settings of the whole server.
-        add_arguments: Adds the options of `mvllm serve` to a parser.
-        make_model: Makes the settings of one model.
+def make_server(command: ServeCommand) -> Serve | None:
+    """What serves the models, if `--models` or `--models-dir` is given; else None.
 
     Raises:
         ConfigError: The options, or the entry of a model, are invalid.
     """
-    from mvllm.entrypoints.cli.models_file import ModelsReader, check_names, keep_alive_argument
-    from mvllm.entrypoints.openai.server.api_server import require_tokenizer
-    from mvllm.entrypoints.router.pooled_model import PoolLimits, check_pinned
-    from mvllm.entrypoints.router.router_server import MAX_MODELS, RouterConfig, run_router
+    args, settings = command.args, command.settings
+    if args.models is None and args.models_dir is None:
+        return None
+    from mvllm.extension_api.server import require_tokenizer
+    from mvllm_router.models_file import ModelsReader, check_names, keep_alive_argument
+    from mvllm_router.pooled_model import PoolLimits, check_pinned
+    from mvllm_router.router_server import MAX_MODELS, RouterConfig, run_router
 
     if getattr(args, "model", None) is not None:
         raise ConfigError(f"--model {args.model!r} is given with --models or --models-dir. Add it to the file instead.")
@@ -106,14 +99,11 @@ def router(
         raise ConfigError(
             "--api-server-count is for one model. Each model of --models has a server process of its own."
         )
-    if args.responses_store is not None:  # without it each model has a store of its own, in memory
-        store = {name: value for name, value in responses_settings(args).items() if name != "mcp"}
-        settings = replace(settings, **store)
     try:
         keep_alive = keep_alive_argument(args.keep_alive)
     except argparse.ArgumentTypeError as e:
         raise ConfigError(f"--keep-alive {e}.") from None
-    reader = ModelsReader(args, add_arguments, lambda options: make_model(options, settings), keep_alive)
+    reader = ModelsReader(command, keep_alive)
     entries = [] if args.models is None else reader.read_file(args.models)
     entries += [] if args.models_dir is None else reader.read_folder(args.models_dir)
     check_names(entries)

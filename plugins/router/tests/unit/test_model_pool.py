@@ -14,11 +14,11 @@ from starlette.requests import Request
 from mvllm.config.engine_args import EngineArgs
 from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.entrypoints.router.model_entry import ModelEntry, parse_keep_alive
-from mvllm.entrypoints.router.model_pool import ModelPool
-from mvllm.entrypoints.router.pooled_model import ModelState, PooledModel, PoolLimits, check_pinned
-from mvllm.entrypoints.router.router_routes import ModelRoutes
 from mvllm.errors import CacheError, ModelError
+from mvllm_router.model_entry import ModelEntry, parse_keep_alive
+from mvllm_router.model_pool import ModelPool
+from mvllm_router.pooled_model import ModelState, PooledModel, PoolLimits, check_pinned
+from mvllm_router.router_routes import ModelRoutes
 
 
 class FakeServer:

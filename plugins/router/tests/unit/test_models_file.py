@@ -9,11 +9,11 @@ import pytest
 
 from mvllm.entrypoints.cli import serve
 from mvllm.entrypoints.cli.main import main
-from mvllm.entrypoints.cli.models_file import ModelsReader, check_names
 from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.entrypoints.router.model_entry import ModelEntry
-from mvllm.entrypoints.router.model_server import engine_arguments, model_server_settings
 from mvllm.errors import ConfigError
+from mvllm_router.model_entry import ModelEntry
+from mvllm_router.model_server import engine_arguments, model_server_settings
+from mvllm_router.models_file import ModelsReader, check_names
 
 
 def reader(*arguments: str, keep_alive: float | None = None) -> ModelsReader:

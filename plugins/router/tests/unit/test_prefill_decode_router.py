@@ -16,9 +16,9 @@ from mvllm.entrypoints.cli.main import main
 from mvllm.entrypoints.openai.server.app import add_middleware
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
 from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.entrypoints.router.prefill_decode_app import PrefillDecodeApp
-from mvllm.entrypoints.router.remote_server import RemoteServer
 from mvllm.errors import ConfigError
+from mvllm_router.prefill_decode_app import PrefillDecodeApp
+from mvllm_router.remote_server import RemoteServer
 
 PARAMS = {"do_remote_prefill": True, "remote_request_id": "0:r"}
 MESSAGES = [{"role": "user", "content": "Hello"}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mvllm.kv_events.prefix_index import prefix_keys
-from mvllm.kv_events.prefix_router import EXPECTED_OUTPUT_TOKENS, PrefixRouter, ReplicaLoad
+from mvllm_router.prefix_router import EXPECTED_OUTPUT_TOKENS, PrefixRouter, ReplicaLoad
 
 SHARED = list(range(6400))
 

@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mvllm.entrypoints.router.connection_passing import ConnectionListener, ConnectionSender, connection_socket_pair
-from mvllm.entrypoints.router.http_client import ModelClient, ModelServerLost
-from mvllm.entrypoints.router.merged_metrics import merge_metrics
+from mvllm_router.connection_passing import ConnectionListener, ConnectionSender, connection_socket_pair
+from mvllm_router.http_client import ModelClient, ModelServerLost
+from mvllm_router.merged_metrics import merge_metrics
 
 
 class FakeModelServer:
