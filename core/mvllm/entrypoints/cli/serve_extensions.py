@@ -2,8 +2,8 @@
 
     mvllm.serve     router = "mvllm_router.serve_models"        a module, see ServeExtension
 
-`mvllm serve` imports the modules of all allowed packages with such an entry point, for its help too, so a module imports
-little more than this one until its server is made.
+`mvllm serve` imports the modules of all allowed packages with such an entry point, for its help too. So a module
+imports little more than this one until its server is made.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +27,6 @@ from mvllm.extension_api.server import (
     HTTPMetrics,
     ServerSettings,
     cancel_on_disconnect,
-    listener_url,
 )
 from mvllm_router.http_client import ModelConnection, ModelServerLost
 from mvllm_router.proxy import Proxy, request_head
@@ -63,9 +61,9 @@ class PrefillDecodeApp:
         settings: Limits of bodies and of waiting clients.
         prefill_timeout: Seconds that a prefill engine may take; then the decode engine computes the prompt.
         metrics: The router's metrics.
-        listener: What the router listens on.
 
     Attributes:
+        is_draining: Whether new requests are refused, because the router shuts down.
         num_requests: Requests in progress.
     """
 
@@ -76,36 +74,16 @@ class PrefillDecodeApp:
         settings: ServerSettings,
         prefill_timeout: float,
         metrics: HTTPMetrics,
-        listener: socket.socket,
     ) -> None:
+        self.is_draining = False
         self.num_requests = 0
         self._prefill = prefill
         self._decode = decode
         self._prefill_timeout = prefill_timeout
         self._metrics = metrics
-        self._listener = listener
-        self._is_draining = False
         self._proxy = Proxy(settings.send_timeout)
         self._reader = BodyReader.from_settings(settings)
         self._turn = itertools.count()
-
-    async def start(self) -> None:
-        """Logs that the router is ready."""
-        logger.info(
-            "Ready at %s; prefill engines: %s; decode engines: %s.",
-            listener_url(self._listener),
-            ", ".join(server.url for server in self._prefill),
-            ", ".join(server.url for server in self._decode),
-        )
-
-    def drain(self) -> None:
-        """Refuses new requests from now on, because the router shuts down."""
-        self._is_draining = True
-
-    async def close(self) -> None:
-        """Closes the connections to the engines."""
-        for server in (*self._prefill, *self._decode):
-            server.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
@@ -114,7 +92,7 @@ class PrefillDecodeApp:
             scope["route"] = OwnRoute(scope["path"])
             await response(scope, receive, send)
             return
-        if self._is_draining:
+        if self.is_draining:
             raise APIError(503, "The router is shutting down.", code="shutting_down", retry_after=1)
         has_started = False
 
@@ -140,7 +118,7 @@ class PrefillDecodeApp:
         if path == "/health/live":
             return PlainTextResponse("ok")
         if path in ("/health", "/health/ready"):
-            ready = not self._is_draining and await self._is_any_ready()
+            ready = not self.is_draining and await self._is_any_ready()
             return PlainTextResponse("ok" if ready else "no engine is ready", 200 if ready else _UNAVAILABLE)
         return None
 

@@ -9,8 +9,8 @@ import pytest
 
 from mvllm.entrypoints.cli import serve
 from mvllm.entrypoints.cli.main import main
-from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.errors import ConfigError
+from mvllm.extension_api import ConfigError
+from mvllm.extension_api.cli import ServeCommand, ServerSettings
 from mvllm_router.model_entry import ModelEntry
 from mvllm_router.model_server import engine_arguments, model_server_settings
 from mvllm_router.models_file import ModelsReader, check_names
@@ -20,7 +20,8 @@ def reader(*arguments: str, keep_alive: float | None = None) -> ModelsReader:
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
     args = parser.parse_args(arguments)
-    return ModelsReader(args, serve.add_arguments, lambda options: serve._model(options, ServerSettings()), keep_alive)
+    command = ServeCommand(args, ServerSettings(), serve.add_arguments, serve._model)
+    return ModelsReader(command, keep_alive)
 
 
 def entries(tmp_path: Path, text: str, *arguments: str, suffix: str = "yaml") -> dict[str, ModelEntry]:

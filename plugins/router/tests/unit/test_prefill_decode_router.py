@@ -119,7 +119,7 @@ def run(
             await engine.start()
         metrics, settings = HTTPMetrics(CollectorRegistry()), ServerSettings(access_log=False)
         servers = [[RemoteServer(engine.url) for engine in group] for group in (prefill, decode)]
-        app = PrefillDecodeApp(servers[0], servers[1], settings, prefill_timeout, metrics.exposition)
+        app = PrefillDecodeApp(servers[0], servers[1], settings, prefill_timeout, metrics)
         transport = httpx.ASGITransport(add_middleware(app, metrics, settings))
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
             await test(client, prefill, decode)

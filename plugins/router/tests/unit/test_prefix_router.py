@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from mvllm.kv_events.prefix_index import prefix_keys
-from mvllm_router.prefix_router import EXPECTED_OUTPUT_TOKENS, PrefixRouter, ReplicaLoad
+from mvllm.extension_api.kv_events import EXPECTED_OUTPUT_TOKENS, prefix_keys
+from mvllm_router.prefix_router import PrefixRouter, ReplicaLoad
+from tests.perf.fleet.policies import PrefixCost, View
+from tests.perf.fleet.workload import Request
 
 SHARED = list(range(6400))
 
@@ -97,3 +100,24 @@ def test_replicas_come_and_go():
     router.remove_replica("B")
     with pytest.raises(LookupError, match="No replica"):
         router.choose([1])
+
+
+def test_a_simulated_fleet_routes_alike() -> None:
+    """The policy of the simulation of fleets and PrefixRouter choose alike when both know the same."""
+    rng = np.random.default_rng(8)
+    for _ in range(200):
+        router: PrefixRouter[int] = PrefixRouter(chunk=1)
+        view = View(4, 1)
+        prompt = list(range(int(rng.integers(1, 2000))))
+        for replica in range(4):
+            router.add_replica(replica)
+            waiting, running, cached = (int(rng.integers(0, limit)) for limit in (3000, 9000, len(prompt) + 1))
+            router.report(replica, ReplicaLoad(waiting, running))
+            view.report(replica, waiting, running, 0)
+            router.index.store(replica, prefix_keys(prompt[:cached], 1))
+            view.system_holders[0, replica] = True
+            view.conversation_holders.setdefault(0, {})[replica] = cached
+        request = Request(0.0, 0, 0, 0, len(prompt), 0, 1, 0)
+        loads = view.costs - view.cached_tokens(request)
+        chosen = router.choose(prompt).replica
+        assert loads[chosen] == loads.min() == loads[PrefixCost().choose(request, view)]
