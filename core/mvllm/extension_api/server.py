@@ -15,7 +15,6 @@ from mvllm.entrypoints.openai.common.errors import is_anthropic_client as is_ant
 from mvllm.entrypoints.openai.common.json_response import json_response as json_response
 from mvllm.entrypoints.openai.common.request_body import BodyDecoder as BodyDecoder
 from mvllm.entrypoints.openai.common.request_body import BodyReader as BodyReader
-from mvllm.entrypoints.openai.common.server_sent_events import stream_error as stream_error
 from mvllm.entrypoints.openai.common.streaming_response import CLIENT_CLOSED_REQUEST as CLIENT_CLOSED_REQUEST
 from mvllm.entrypoints.openai.common.streaming_response import ClientDisconnected as ClientDisconnected
 from mvllm.entrypoints.openai.common.streaming_response import RequestConnection as RequestConnection
@@ -26,6 +25,7 @@ from mvllm.entrypoints.openai.server.api_server import run_child_server as run_c
 from mvllm.entrypoints.openai.server.api_server import warn_if_public as warn_if_public
 from mvllm.entrypoints.openai.server.app import build_app_without_engine as build_app_without_engine
 from mvllm.entrypoints.openai.server.application_server import serve_application as serve_application
+from mvllm.entrypoints.openai.server.application_server import stream_error as stream_error
 from mvllm.entrypoints.openai.server.authentication import Role as Role
 from mvllm.entrypoints.openai.server.browser_requests import is_same_origin as is_same_origin
 from mvllm.entrypoints.openai.server.heartbeat_monitor import HeartbeatMonitor as HeartbeatMonitor

@@ -7,7 +7,7 @@ The model is named by the field `model` of the body, or by the query parameter `
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
@@ -108,12 +108,14 @@ class RouterApp:
         self._proxy = Proxy(settings.send_timeout)
         self._reader = BodyReader.from_settings(settings)
         self._decoder = BodyDecoder(RoutingFields)
+        routes = list(_flat_routes(fallback.router.routes))
         self._forwarded = {
             (method, route.path): route
-            for route in fallback.router.routes
+            for route in routes
             if isinstance(route, Route) and not route.param_convertors
             for method in route.methods or ()
         }
+        self._forwarded_patterns = [route for route in routes if not isinstance(route, Route) or route.param_convertors]
         self._own_routes = {  # model servers may be without Ollama's API
             key: endpoint
             for key, endpoint in own_routes.items()
@@ -163,7 +165,7 @@ class RouterApp:
     def _find_route(self, scope: Scope) -> BaseRoute | OwnRoute | None:
         if scope["path"].startswith(_PLUGINS):
             return OwnRoute(_PLUGINS.rstrip("/"))
-        for route in self._fallback.router.routes:
+        for route in self._forwarded_patterns:
             if route.matches(scope)[0] is Match.FULL:
                 return route
         return None
@@ -256,6 +258,16 @@ class RouterApp:
             return None
         await self._pool.unload_when_idle(model)
         return self._catalog.unloaded_response(model, is_chat=path == "/api/chat")
+
+
+def _flat_routes(routes: Iterable[BaseRoute]) -> Iterator[BaseRoute]:
+    """The routes, with those of included routers, which FastAPI keeps in one route for each router."""
+    for route in routes:
+        included = getattr(route, "original_router", None)
+        if included is None:
+            yield route
+        else:
+            yield from _flat_routes(included.routes)
 
 
 def _has_id(path: str) -> bool:

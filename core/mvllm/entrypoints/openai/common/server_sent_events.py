@@ -9,15 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from starlette.types import Scope
-
-from mvllm.entrypoints.openai.common.errors import (
-    APIError,
-    ErrorFormat,
-    anthropic_error_body,
-    error_body,
-    ollama_error_body,
-)
+from mvllm.entrypoints.openai.common.errors import APIError, error_body
 from mvllm.entrypoints.openai.common.json_response import encode_json
 from mvllm.entrypoints.openai.common.usage import UsageCounter
 from mvllm.entrypoints.openai.protocol import StreamOptions
@@ -81,22 +73,6 @@ class ChunkEncoder:
 
 def _with_fields(chunk: bytes, fields: dict[str, Any]) -> bytes:
     return chunk.removesuffix(b"}\n\n") + b"," + encode_json(fields)[1:] + b"\n\n" if fields else chunk
-
-
-def stream_error(error: APIError, scope: Scope) -> bytes:
-    """An error in the middle of a stream, and the stream's end, in the format of the API that the request addresses.
-
-    Args:
-        scope: ASGI scope of the request.
-    """
-    match ErrorFormat.of_request(scope):
-        case ErrorFormat.ANTHROPIC:
-            body = anthropic_error_body(error, scope.get("mvllm.request_id"))
-            return b"event: error\ndata: " + body + b"\n\n"
-        case ErrorFormat.OLLAMA:
-            return ollama_error_body(error) + b"\n"
-        case _:
-            return error_event(error)
 
 
 def error_event(error: APIError) -> bytes:
