@@ -1,4 +1,4 @@
-"""For routers and other readers of the events of engines' KV caches: the events, indices of what is cached, and costs."""
+"""For routers and other readers of the events of KV caches: the events, indices of what is cached, and costs."""
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from plugins.router.tests.builders import ADMIN, complete, engine_core, model_process, states
 
 from mvllm.demo import demo_model_path
-from tests.e2e.server.test_several_models import ADMIN, complete, engine_core, model_process, states
 from tests.helpers.lora_adapters import write_adapter
 from tests.helpers.processes import assert_nothing_left, shared_memory_names, wait_until
 from tests.helpers.server import ServerProcess

@@ -10,12 +10,11 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import httpx
-import psutil
 import pytest
+from plugins.router.tests.builders import ADMIN, complete, engine_core, load_only, loaded, model_process
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.helpers.processes import assert_nothing_left, shared_memory_names, tagged_processes, wait_until
@@ -30,7 +29,6 @@ models:
   broken: {model: /nowhere/at/all}
   wrong: {model: demo, max-model-len: 100000}
 """
-ADMIN = {"authorization": "Bearer boss"}
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 LONG = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "temperature": 0, "stream": True}
 
@@ -59,42 +57,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 def client(server: ServerProcess) -> Iterator[httpx.Client]:
     with server.client() as client:
         yield client
-
-
-def states(client: httpx.Client) -> dict[str, str]:
-    return {card["id"]: card["status"]["value"] for card in client.get("/v1/models").json()["data"]}
-
-
-def loaded(client: httpx.Client) -> set[str]:
-    return {name for name, state in states(client).items() if state == "loaded" and name != "gpt-4o"}
-
-
-def complete(client: httpx.Client, model: str, **more: object) -> dict[str, Any]:
-    body = {"model": model, "prompt": "Once upon a time", "temperature": 0, "max_tokens": 8, **more}
-    answer = client.post("/v1/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
-
-
-def load_only(client: httpx.Client, *names: str) -> None:
-    """Leaves exactly these models loaded, the last named used last."""
-    for name in loaded(client) - set(names):
-        assert client.post("/models/unload", json={"model": name}, headers=ADMIN).json()["was_loaded"]
-    for name in names:
-        complete(client, name)
-    assert loaded(client) == set(names)
-
-
-def model_process(server: ServerProcess, name: str) -> psutil.Process:
-    [found] = [each for each in tagged_processes(server.tag) if f"Model_{name}" in each.cmdline()]
-    return found
-
-
-def engine_core(server: ServerProcess, name: str) -> psutil.Process:
-    children = model_process(server, name).children(recursive=True)
-    [core] = [child for child in children if "EngineCore" in child.cmdline()]
-    return core
 
 
 def test_concurrent_first_requests_load_a_model_once_and_all_are_answered(
@@ -148,23 +110,24 @@ def test_a_request_without_a_known_model_is_refused_in_the_format_of_its_api(cli
 def test_the_least_recently_used_model_makes_room_and_its_processes_end(
     server: ServerProcess, client: httpx.Client
 ) -> None:
-    load_only(client, "other", "small")
-    gone = model_process(server, "other"), engine_core(server, "other")
-    complete(client, "random")
-    assert loaded(client) == {"small", "random"}
+    load_only(client, "random", "small")
+    gone = model_process(server, "random"), engine_core(server, "random")
+    assert gone[0].environ()["MARK_OF_THIS_MODEL"] == "1"
+    complete(client, "other")
+    assert loaded(client) == {"small", "other"}
     wait_until(
         lambda: not any(each.is_running() for each in gone), 20, "the processes of the unloaded model have ended"
     )
-    assert model_process(server, "random").environ()["MARK_OF_THIS_MODEL"] == "1"
 
 
 def test_a_model_in_use_is_not_unloaded_and_its_stream_is_complete(server: ServerProcess, client: httpx.Client) -> None:
-    load_only(client, "small", "random")
+    load_only(client, "small", "other")
     with client.stream("POST", "/v1/completions", json=LONG | {"model": "small"}) as stream:
         lines = stream.iter_lines()
         next(lines)
-        complete(client, "other")  # `random` was used last, but is idle
-        assert loaded(client) == {"small", "other"}
+        complete(client, "other")
+        complete(client, "random")  # `other` was used last, but is idle
+        assert loaded(client) == {"small", "random"}
         events = [line for line in lines if line]
     assert events[-1] == "data: [DONE]" and len(events) > 100
 
@@ -183,43 +146,22 @@ def test_a_busy_model_drains_for_another_whose_request_waits(server: ServerProce
 
 
 def test_a_model_that_cannot_be_loaded_says_why_and_leaves_the_others_alone(client: httpx.Client) -> None:
-    load_only(client, "small", "other")
+    load_only(client, "random", "small")  # `random` makes room
     answer = client.post("/v1/completions", json={"model": "broken", "prompt": "x"})
     assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
     assert answer.json()["error"]["code"] == "model_load_failed"
     assert "'/nowhere/at/all' was not found" in answer.json()["error"]["message"]
-    assert loaded(client) == {"small", "other"}  # its files were looked for first
+    assert loaded(client) == {"small", "random"}  # its files were looked for first
     answer = client.post("/api/generate", json={"model": "wrong", "prompt": "x"})
     assert answer.status_code == 503 and "max_model_len" in answer.json()["error"]
     [card] = [card for card in client.get("/v1/models").json()["data"] if card["id"] == "wrong"]
     assert card["status"]["failed"] and "max_model_len" in card["status"]["error"]
+    assert loaded(client) == {"small"}
     complete(client, "small")
 
 
-def test_metrics_and_the_list_have_every_model(client: httpx.Client) -> None:
-    load_only(client, "small", "other")
-    families = {each.name: each for each in text_string_to_metric_families(client.get("/metrics").text)}
-    tokens = {each.labels["model_name"] for each in families["mvllm:generation_tokens"].samples}
-    assert tokens == {"small", "other"}
-    state = {each.labels["model_name"]: each.value for each in families["mvllm:model_loaded"].samples}
-    assert state == {"small": 1, "other": 1, "random": 0, "broken": 0, "wrong": 0}
-    reasons = {each.labels["reason"] for each in families["mvllm:model_unloads"].samples}
-    assert {"room", "request"} <= reasons
-    cards = {card["id"]: card for card in client.get("/v1/models").json()["data"]}
-    assert list(cards) == ["small", "gpt-4o", "other", "random", "broken", "wrong"]
-    assert cards["random"]["max_model_len"] == 256 and cards["gpt-4o"]["root"] == "demo"
-    assert client.get("/v1/models/gpt-4o").json() == cards["gpt-4o"]
-    assert client.get("/v1/models/none").status_code == 404
-    entry = client.get("/v1/models/small", headers={"anthropic-version": "2023-06-01"}).json()
-    assert entry["type"] == "model" and entry["max_input_tokens"] == cards["small"]["max_model_len"]
-
-
-def test_stored_completions_counted_tokens_and_the_time_of_loading(client: httpx.Client) -> None:
-    load_only(client)
+def test_stored_completions_and_counted_tokens(client: httpx.Client) -> None:
     ask = {"model": "small", "messages": QUESTION, "max_tokens": 4}
-    waited = client.post("/api/chat", json={**ask, "stream": False}).json()
-    at_once = client.post("/api/chat", json={**ask, "stream": False}).json()
-    assert waited["total_duration"] > waited["load_duration"] > 10 * at_once["load_duration"] > 0
     made = client.post("/v1/chat/completions", json={**ask, "store": True}).json()
     path = f"/v1/chat/completions/{made['id']}"
     assert client.get(path).json() == {**made, "metadata": {}}
@@ -235,6 +177,24 @@ def test_stored_completions_counted_tokens_and_the_time_of_loading(client: httpx
     for path in ("/api/tags", "/v1/models", "/health", "/tokenizer_info?model=small", "/"):
         head = client.head(path)
         assert head.status_code == 200 and head.content == b"", path
+
+
+def test_metrics_and_the_list_have_every_model(client: httpx.Client) -> None:
+    load_only(client, "small", "other")
+    families = {each.name: each for each in text_string_to_metric_families(client.get("/metrics").text)}
+    tokens = {each.labels["model_name"] for each in families["mvllm:generation_tokens"].samples}
+    assert tokens == {"small", "other"}
+    state = {each.labels["model_name"]: each.value for each in families["mvllm:model_loaded"].samples}
+    assert state == {"small": 1, "other": 1, "random": 0, "broken": 0, "wrong": 0}
+    reasons = {each.labels["reason"] for each in families["mvllm:model_unloads"].samples}
+    assert "room" in reasons
+    cards = {card["id"]: card for card in client.get("/v1/models").json()["data"]}
+    assert list(cards) == ["small", "gpt-4o", "other", "random", "broken", "wrong"]
+    assert cards["random"]["max_model_len"] == 256 and cards["gpt-4o"]["root"] == "demo"
+    assert client.get("/v1/models/gpt-4o").json() == cards["gpt-4o"]
+    assert client.get("/v1/models/none").status_code == 404
+    entry = client.get("/v1/models/small", headers={"anthropic-version": "2023-06-01"}).json()
+    assert entry["type"] == "model" and entry["max_input_tokens"] == cards["small"]["max_model_len"]
 
 
 def test_a_model_that_dies_ends_its_streams_with_an_error_and_only_these(
@@ -301,6 +261,9 @@ def test_ollamas_clients_load_and_unload_with_keep_alive(client: httpx.Client) -
     load_only(client, "small")
     answer = client.post("/api/generate", json={"model": "small", "keep_alive": 0}).json()
     assert answer["done_reason"] == "unload" and loaded(client) == set()
+    ask = {"model": "other", "messages": QUESTION, "options": {"num_predict": 4}, "stream": False}
+    waited, at_once = client.post("/api/chat", json=ask).json(), client.post("/api/chat", json=ask).json()
+    assert waited["total_duration"] > waited["load_duration"] > 10 * at_once["load_duration"] > 0
     answer = client.post("/api/generate", json={"model": "other", "keep_alive": "30m"}).json()
     assert answer["done_reason"] == "load" and loaded(client) == {"other"}
     [entry] = client.get("/api/ps").json()["models"]
@@ -327,6 +290,7 @@ def test_administrators_load_and_unload_by_name(client: httpx.Client) -> None:
     assert client.post("/reset_prefix_cache?model=small", headers=ADMIN).json() == {"reset": True}
     assert client.post("/models/unload", json={"model": "small"}, headers=ADMIN).json()["was_loaded"]
     assert not client.post("/models/unload", json={"model": "small"}, headers=ADMIN).json()["was_loaded"]
+    assert 'model_unloads_total{model_name="small",reason="request"}' in client.get("/metrics").text
     assert client.post("/models/unload", json={"model": "none"}, headers=ADMIN).status_code == 404
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import httpx
 import pytest
+from plugins.router.tests.builders import model_process, states
 
-from tests.e2e.server.test_several_models import model_process, states
-from tests.e2e.server.test_stored_responses import ENDLESS, post
 from tests.helpers.processes import assert_nothing_left, shared_memory_names, wait_until
 from tests.helpers.server import ServerProcess
 
+ENDLESS: dict[str, Any] = {"input": "Go on.", "max_output_tokens": 900, "ignore_eos": True, "temperature": 0}
 MODELS = """
 defaults: {kv-cache-memory-bytes: 64M, dtype: float32}
 models:
@@ -34,6 +34,13 @@ def nothing_is_left() -> Iterator[list[str]]:
     yield tags
     for tag in tags:
         assert_nothing_left(tag, before)
+
+
+def post(client: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
 
 
 def get(client: httpx.Client, response: dict[str, Any]) -> dict[str, Any]:
