@@ -31,6 +31,7 @@ GROUPS = {
     "mvllm.http": "acme",
     "mvllm.logits_processors": "acme",
     "mvllm.kv_connectors": "acme",
+    "mvllm.serve": "acme",
 }
 
 
