@@ -11,6 +11,7 @@ from mvllm.entrypoints.cli import main as command_line
 from mvllm.entrypoints.cli.main import main
 from mvllm.logging import get_logger
 from mvllm.platform import plugin_groups
+from mvllm.platform.discovery import PluginSource
 from tests.helpers.plugins import prepend, write_metadata
 
 EXTENSION = """
@@ -71,9 +72,10 @@ def test_the_option_of_a_part_that_is_not_installed_names_its_package(
 
 
 def test_the_option_of_a_part_that_is_not_allowed_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    install(tmp_path, monkeypatch, EXTENSION, "serve:router")
+    source = PluginSource(name="router", entry_point="acme", distribution="acme-router", version="1")
+    monkeypatch.setattr(plugin_groups, "list_plugins", lambda group: [source])
     monkeypatch.setenv("MVLLM_PLUGINS", "")
     assert main(["serve", "--models", "x.yaml"]) == 1
     assert "which MVLLM_PLUGINS does not let in" in capsys.readouterr().err
