@@ -14,8 +14,8 @@ _DATE_FORMAT = "%m-%d %H:%M:%S"
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of a module; pass `__name__`."""
-    return logging.getLogger(name)
+    """The logger of a module; pass `__name__`. A package `mvllm_x` logs below `mvllm`, as `mvllm.x`."""
+    return logging.getLogger(f"mvllm.{name.removeprefix('mvllm_')}" if name.startswith("mvllm_") else name)
 
 
 def log_level() -> str:

@@ -64,6 +64,7 @@ EXECUTORS = PluginGroup("mvllm.executors", "executor")
 OP_PROVIDERS = PluginGroup("mvllm.op_providers", "set of op providers")
 STAT_LOGGERS = PluginGroup("mvllm.stat_loggers", "stat logger")
 COMMANDS = PluginGroup("mvllm.cli", "command")
+SERVE = PluginGroup("mvllm.serve", "addition to `mvllm serve`")
 QUANTIZATION = PluginGroup("mvllm.quantization", "quantization method")
 TOOL_PARSERS = PluginGroup("mvllm.tool_parsers", "tool parser")
 REASONING_PARSERS = PluginGroup("mvllm.reasoning_parsers", "reasoning parser")
@@ -83,6 +84,7 @@ ALL = (
     KV_CONNECTORS,
     STAT_LOGGERS,
     COMMANDS,
+    SERVE,
     TOOL_PARSERS,
     REASONING_PARSERS,
     HTTP,

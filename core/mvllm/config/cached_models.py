@@ -49,6 +49,25 @@ def list_cached_models() -> list[CachedModel]:
     return sorted(found, key=lambda model: -model.modified)
 
 
+def list_models_in(folder: Path) -> dict[str, Path]:
+    """The models in a folder: each subfolder with a model, and each model that is a file, by their names. A model of
+    several files has the path of the first.
+
+    Raises:
+        OSError: The folder cannot be read.
+    """
+    paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    found = {path.name: path for path in paths if path.is_dir() and _has_model(path)}
+    for model in list_models([path.name for path in paths if path.is_file()]):
+        found.setdefault(model.stem, folder / model.files[0])
+    return found
+
+
+def _has_model(folder: Path) -> bool:
+    names = [path.name for path in folder.iterdir()]
+    return "config.json" in names or bool(list_models(names))
+
+
 def remove_cached_model(name: str) -> int:
     """Deletes a model from the hub's cache.
 

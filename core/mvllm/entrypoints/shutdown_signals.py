@@ -43,6 +43,11 @@ def exit_on_signals() -> None:
             _handled.add(number)
 
 
+def exits_on_signals() -> bool:
+    """Whether `exit_on_signals` has been called: this process is a server's program."""
+    return _is_program
+
+
 def shutdown_signals() -> list[signal.Signals]:
     """The signals that end a server: SIGTERM, SIGINT, and SIGHUP unless it is ignored, as under `nohup`."""
     return [number for number in _SIGNALS if number.name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN]

@@ -82,8 +82,6 @@ if TYPE_CHECKING:
     from mvllm.executor.worker_handle import WorkerHandle
     from mvllm.executor.worker_proc import WorkerProc
     from mvllm.executor.worker_topology import devices_per_worker, launch_topology
-    from mvllm.kv_events.prefix_index import PrefixIndex, prefix_keys, root_key
-    from mvllm.kv_events.prefix_router import PrefixRouter, ReplicaLoad, RoutedRequest
     from mvllm.kv_transfer.connector import (
         HostBlock,
         KVConnector,
@@ -159,8 +157,6 @@ _NAMES = {
     "mvllm.executor.worker_topology": "devices_per_worker launch_topology",
     "mvllm.kv_transfer.connector": "HostBlock KVConnector KVConnectorContext KVRequest StoreChange TransferResult",
     "mvllm.kv_transfer.host_kv_cache": "HostKVCache",
-    "mvllm.kv_events.prefix_index": "PrefixIndex prefix_keys root_key",
-    "mvllm.kv_events.prefix_router": "PrefixRouter ReplicaLoad RoutedRequest",
     "mvllm.layers.attention": "Attention",
     "mvllm.layers.context": "BuildContext ForwardStep",
     "mvllm.layers.embedding": "Embedding LMHead VocabEmbedding",
@@ -242,8 +238,6 @@ __all__ = [
     "PeerDiedError",
     "Platform",
     "PlatformError",
-    "PrefixIndex",
-    "PrefixRouter",
     "QKVLinear",
     "QuantizationMethod",
     "QuantizedMatrix",
@@ -256,7 +250,6 @@ __all__ = [
     "ReasoningStream",
     "RemoteReaderHandle",
     "RemoteResponseQueue",
-    "ReplicaLoad",
     "ReplicatedLinear",
     "Reply",
     "Request",
@@ -265,7 +258,6 @@ __all__ = [
     "RequestOutput",
     "RopeParameters",
     "RotaryEmbedding",
-    "RoutedRequest",
     "RowParallelLinear",
     "RowTokens",
     "RpcExecutor",
@@ -307,8 +299,6 @@ __all__ = [
     "log_level",
     "module_search_path",
     "open_pidfd",
-    "prefix_keys",
-    "root_key",
     "staging",
     "watch_parent",
     "worker_names",

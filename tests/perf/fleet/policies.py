@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from mvllm.kv_events.prefix_router import (
+from mvllm.kv_events.routing_cost import (
     EXPECTED_OUTPUT_TOKENS,
     OUTPUT_TOKEN_WEIGHT,
     RUNNING_TOKEN_WEIGHT,

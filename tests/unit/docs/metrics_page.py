@@ -5,7 +5,7 @@ python -m tests.unit.docs.metrics_page    writes the page from the collectors
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +16,6 @@ from prometheus_client.core import Metric
 from mvllm.engine.metrics.prometheus import EngineCollector
 from mvllm.engine.metrics.stats import EngineMetrics
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
-from mvllm.entrypoints.router.pool_metrics import PoolCollector, PoolMetrics
 from mvllm.messages.requests import SchedulerStats
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
@@ -56,18 +55,19 @@ def families() -> Iterator[tuple[Metric, tuple[str, ...]]]:
         yield family, tuple(getattr(family, "_labelnames", ()))
     for family in HTTPMetrics(CollectorRegistry()).collect():
         yield family, tuple(getattr(family, "_labelnames", ()))
-    for family in PoolCollector(tuple, PoolMetrics()).collect():
-        yield family, tuple(getattr(family, "_labelnames", ()))
+
+
+def row(family: Metric, labels: Sequence[str]) -> str:
+    """One metric as a row of the page."""
+    name = family.name + ("_total" if family.type == "counter" else "")
+    shown = ", ".join(f"`{label}`" for label in labels)
+    return f"| `{name}` | {family.type} | {shown} | {family.documentation} |\n"
 
 
 def page() -> str:
-    """The complete page."""
-    rows = []
-    for family, labels in families():
-        name = family.name + ("_total" if family.type == "counter" else "")
-        shown = ", ".join(f"`{label}`" for label in labels)
-        rows.append(f"| `{name}` | {family.type} | {shown} | {family.documentation} |\n")
-    return HEAD + "".join(rows)
+    """The complete page. Sections about other packages stay as they are: those write them."""
+    _, heading, others = PAGE.read_text(encoding="utf-8").partition("\n## ")
+    return HEAD + "".join(row(*each) for each in families()) + heading + others
 
 
 if __name__ == "__main__":

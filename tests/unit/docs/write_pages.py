@@ -21,6 +21,8 @@ if __name__ == "__main__":
     for name in GENERATORS:
         runpy.run_module(f"tests.unit.docs.{name}", run_name="__main__")
     root = Path(__file__).parents[3]
+    for path in sorted(root.glob("plugins/*/tests/*_page.py")):
+        runpy.run_path(str(path), run_name="__main__")
     subprocess.run([sys.executable, root / "ci" / "plugin_figures.py", "--write"], check=True)
     if importlib.util.find_spec("triton") is not None:
         subprocess.run([sys.executable, "-m", "platforms.torch-gpu.tests.step_costs"], cwd=root, check=True)

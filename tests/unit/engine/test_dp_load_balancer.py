@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 from mvllm.engine.process.dp_load_balancer import DPLoadBalancer
-from mvllm.kv_events.prefix_router import EXPECTED_OUTPUT_TOKENS, OUTPUT_TOKEN_WEIGHT, choose_spread
+from mvllm.kv_events.routing_cost import EXPECTED_OUTPUT_TOKENS, OUTPUT_TOKEN_WEIGHT, choose_spread
 
 
 def test_requests_are_distributed_evenly():

@@ -17,8 +17,6 @@ from mvllm.errors import ConfigError, MvllmError
 from mvllm.kv_cache.block_table import BlockTable
 from mvllm.kv_cache.host_tier import HostTier
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
-from mvllm.kv_events.prefix_feed import PrefixFeed
-from mvllm.kv_events.prefix_index import PrefixIndex, prefix_keys, root_key
 from mvllm.kv_events.publisher import KVEventPublisher
 from mvllm.kv_events.replay_protocol import END, TOO_OLD, number_bytes
 from mvllm.kv_events.subscriber import KVEventSubscriber
@@ -273,31 +271,6 @@ def test_other_media_have_their_own_blocks(config: KVEventsConfig, subscriber: K
     assert later.index.hashes(DEVICE) == {first} and later.index.hashes(HOST) == {first, second}
     later.close()
     cache.close()
-
-
-def test_a_prefix_index_follows_the_events(config: KVEventsConfig, cache: Cache) -> None:
-    """Its longest prefixes are the cache's, also while the first blocks of a prompt are evicted and come back."""
-    index: PrefixIndex[str] = PrefixIndex()
-    index.add_replica("A")
-    client = KVEventSubscriber(
-        config.endpoint, config.replay_endpoint, on_events=PrefixFeed(index, "A").apply, check_seconds=0.02
-    )
-    rng = random.Random(5)
-    found = 0
-    for _ in range(60):
-        for _ in range(3):
-            cache.random_step(rng)
-        catch_up(client, cache)
-        for _ in range(20):
-            tokens = [rng.randrange(2) for _ in range(3 * SIZE + 1)]
-            salt = rng.choice((None, "pepper"))
-            table = cache.manager.make_table(tokens, cache_salt=salt)
-            keys = prefix_keys(tokens, SIZE, root_key([] if salt is None else [("cache_salt", salt)]))
-            length = index.match(keys).get("A", 0)
-            assert length == len(cache.manager.get_computed_blocks(table))
-            found += length > 0
-    assert found > 100
-    client.close()
 
 
 def test_messages_have_the_format_of_other_engines(cache: Cache, config: KVEventsConfig) -> None:

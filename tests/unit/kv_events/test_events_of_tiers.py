@@ -13,8 +13,6 @@ import pytest
 from mvllm.config.kv_events import KVEventsConfig
 from mvllm.kv_cache.host_tier import HostTier
 from mvllm.kv_events.block_index import KVBlockIndex
-from mvllm.kv_events.prefix_feed import PrefixFeed
-from mvllm.kv_events.prefix_index import PrefixIndex, prefix_keys
 from mvllm.kv_events.publisher import KVEventPublisher
 from mvllm.kv_events.subscriber import KVEventSubscriber
 from mvllm.kv_transfer.connectors import KVConnectors
@@ -203,16 +201,9 @@ def test_a_block_is_stored_in_host_memory_and_on_disk_with_its_tokens(watched: W
 
 def test_blocks_of_an_earlier_run_get_their_tokens_when_they_are_loaded(watched: Watched) -> None:
     prompt = list(range(100, 109))
-    index, prefixes = KVBlockIndex(), PrefixIndex[str]()
-    prefixes.add_replica("A")
-    feed = PrefixFeed(prefixes, "A")
-
-    def apply(events: list[KVCacheEvent]) -> None:
-        index.apply(events)
-        feed.apply(events)
-
+    index = KVBlockIndex()
     watched.engine.run(make_request(prompt, request_id="a", max_tokens=1))
-    apply(watched.pop_events() + settle(watched))
+    index.apply(watched.pop_events() + settle(watched))
     stored = set(watched.store)
     assert index.hashes(DISK) == stored
     # As after a restart: neither the device nor host memory has anything, and the recorder knows no tokens.
@@ -220,21 +211,18 @@ def test_blocks_of_an_earlier_run_get_their_tokens_when_they_are_loaded(watched:
     watched.kv_cache.tier.clear()
     watched.recorder.clear()
     watched.engine.scheduler.restore_root()
-    apply(watched.pop_events())
+    index.apply(watched.pop_events())
     assert {name: block.token_ids for name, block in index.blocks.items()} == dict.fromkeys(stored, ())
-    assert not prefixes.match(prefix_keys(prompt, 4))  # nobody knows what these blocks are
     watched.engine.add(make_request(prompt, request_id="b", max_tokens=1))
     for _ in range(2):
         watched.engine.scheduler.kv_loads.start_plan()  # starts the loads, and takes their results
     assert len(watched.engine.connector.loaded) == 2
-    apply(watched.pop_events())  # before a plan has loaded them to the device
+    index.apply(watched.pop_events())  # before a plan has loaded them to the device
     assert not index.hashes(DEVICE) and index.hashes(HOST) == stored
-    assert prefixes.match(prefix_keys(prompt, 4)) == {"A": 2}
     watched.engine.run()
-    apply(watched.pop_events() + settle(watched))
+    index.apply(watched.pop_events() + settle(watched))
     assert [block.token_ids for block in index.blocks.values()] == [tuple(prompt[:4]), tuple(prompt[4:8])]
     assert all({DEVICE, HOST, DISK} == set(block.media) for block in index.blocks.values())
-    assert prefixes.match(prefix_keys(prompt, 4)) == {"A": 2}
 
 
 def test_eviction_from_host_memory_is_reported(watched: Watched) -> None:

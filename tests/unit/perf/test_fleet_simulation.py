@@ -8,9 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mvllm.kv_events.prefix_index import prefix_keys
-from mvllm.kv_events.prefix_router import PrefixRouter, ReplicaLoad
-from tests.perf.fleet.policies import POLICIES, LeastTokens, Policy, PrefixCost, RoundRobin, View
+from tests.perf.fleet.policies import POLICIES, LeastTokens, Policy, PrefixCost, RoundRobin
 from tests.perf.fleet.simulator import Fleet, Outcome
 from tests.perf.fleet.step_times import ACCELERATOR, StepTimes, fit
 from tests.perf.fleet.workload import Conversations, Replay, Request, Workload, ideal_hit_rate
@@ -170,24 +168,3 @@ def test_step_times_are_fitted_to_measured_steps() -> None:
     worse = fit([(n, kv, prompt, seconds if n else seconds / 2) for n, kv, prompt, seconds in rows])
     assert min(worse.step, worse.sequence, worse.kv_token, worse.prompt_token) >= 0
     assert math.isfinite(worse.step)
-
-
-def test_the_policy_of_mvllm_is_its_routers() -> None:
-    """The simulated policy and PrefixRouter choose alike when both know the same."""
-    rng = np.random.default_rng(8)
-    for _ in range(200):
-        router: PrefixRouter[int] = PrefixRouter(chunk=1)
-        view = View(4, 1)
-        prompt = list(range(int(rng.integers(1, 2000))))
-        for replica in range(4):
-            router.add_replica(replica)
-            waiting, running, cached = (int(rng.integers(0, limit)) for limit in (3000, 9000, len(prompt) + 1))
-            router.report(replica, ReplicaLoad(waiting, running))
-            view.report(replica, waiting, running, 0)
-            router.index.store(replica, prefix_keys(prompt[:cached], 1))
-            view.system_holders[0, replica] = True
-            view.conversation_holders.setdefault(0, {})[replica] = cached
-        request = Request(0.0, 0, 0, 0, len(prompt), 0, 1, 0)
-        loads = view.costs - view.cached_tokens(request)
-        chosen = router.choose(prompt).replica
-        assert loads[chosen] == loads.min() == loads[PrefixCost().choose(request, view)]

@@ -33,6 +33,7 @@ GROUPS = {
     "mvllm.logits_processors": "acme",
     "mvllm.kv_connectors": "acme",
     "mvllm.aliases": "acme",
+    "mvllm.serve": "acme",
 }
 
 

@@ -23,7 +23,7 @@ from mvllm.engine.process.dp_load_balancer import DPLoadBalancer
 from mvllm.engine.process.launched_core_connection import LaunchedCoreConnection
 from mvllm.errors import EngineDeadError
 from mvllm.kv_events.prefix_index import chunk_tokens
-from mvllm.kv_events.prefix_router import EXPECTED_OUTPUT_TOKENS
+from mvllm.kv_events.routing_cost import EXPECTED_OUTPUT_TOKENS
 from mvllm.messages.commands import EngineCommand
 from mvllm.messages.coordinator_protocol import CoreLoad
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats

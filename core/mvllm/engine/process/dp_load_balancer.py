@@ -31,7 +31,7 @@ from mvllm.kv_events.prefix_index import (
     root_key,
     sharing_keys,
 )
-from mvllm.kv_events.prefix_router import (
+from mvllm.kv_events.routing_cost import (
     EXPECTED_OUTPUT_TOKENS,
     OUTPUT_TOKEN_WEIGHT,
     choose_spread,

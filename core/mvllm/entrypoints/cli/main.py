@@ -14,7 +14,7 @@ from mvllm.entrypoints.cli.argument_parser import CommandLineParser, check_model
 from mvllm.entrypoints.cli.config_file import expand_config
 from mvllm.entrypoints.cli.help import add_help_about, expand_help, list_groups
 from mvllm.entrypoints.cli.option_spellings import as_declared
-from mvllm.entrypoints.shutdown_signals import exit_on_signals, exit_program
+from mvllm.entrypoints.shutdown_signals import exit_on_signals, exit_program, exits_on_signals
 from mvllm.errors import ConfigError, MvllmError
 from mvllm.logging import configure_logging, get_logger
 from mvllm.version import __version__
@@ -24,7 +24,6 @@ logger = get_logger(__name__)
 COMMANDS = {
     "generate": "generate text from prompts given on the command line",
     "serve": "answer requests over HTTP, in the OpenAI API",
-    "router": "answer requests with some engines that compute prompts and others that generate",
     "chat": "talk with a model in the terminal",
     "run": "talk with a model, or answer one message: `mvllm run MODEL [PROMPT]`",
     "complete": "continue text, prompt by prompt",
@@ -53,22 +52,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Returns:
-        0; 1 after an error, which is printed on stderr; 130 after Ctrl-C. Wrong usage exits with 2. `mvllm serve` as
-        a program exits the process instead of returning, without waiting for its threads.
+        0; 1 after an error, which is printed on stderr; 130 after Ctrl-C. Wrong usage exits with 2. A server as a
+        program exits the process instead of returning, without waiting for its threads.
     """
     _prepare_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = next((a for a in arguments if not a.startswith("-")), None)
-    is_server = name in ("serve", "router") and argv is None  # the program, not a Python caller of this function
-    if is_server:
+    is_program = argv is None  # and not a Python caller of this function
+    if name == "serve" and is_program:
         exit_on_signals()  # before the server's imports
-    status = _run(name, arguments)
-    if is_server:
+    status = _run(name, arguments, is_program=is_program)
+    if exits_on_signals():
         exit_program(status)
     return status
 
 
-def _run(name: str | None, arguments: list[str]) -> int:
+def _run(name: str | None, arguments: list[str], *, is_program: bool) -> int:
     module: ModuleType | None = None
     try:
         installed: dict[str, str] = {}
@@ -79,6 +78,8 @@ def _run(name: str | None, arguments: list[str]) -> int:
             module = _load_installed(name) if name in installed else None
             if name is not None and module is None:
                 _require_part(name)
+        if is_program and getattr(module, "IS_SERVER", False):
+            exit_on_signals()
         parser = _make_parser(name, module, installed)
         arguments = expand_help(arguments)
         command, rest = find_subcommand(parser, arguments)

@@ -8,15 +8,15 @@ import importlib.util
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any, get_args
 
 from mvllm import plugin_groups
 from mvllm.config.engine_args import SERVER_LONG_PREFILL_SLOWDOWN, SERVER_MAX_QUEUED_REQUESTS, EngineArgs
 from mvllm.config.human_readable_int import human_readable_int
 from mvllm.config.option_arguments import json_object, json_or_text
+from mvllm.entrypoints.cli.address_arguments import add_address, add_allowed_hosts, check_port
 from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
 from mvllm.entrypoints.cli.chat_arguments import (
     add_chat_template_argument,
@@ -26,11 +26,9 @@ from mvllm.entrypoints.cli.chat_arguments import (
 from mvllm.entrypoints.cli.foreign_server_options import add_foreign_server_options, apply_foreign_server_options
 from mvllm.entrypoints.cli.number_arguments import positive_int, seconds
 from mvllm.entrypoints.cli.responses_arguments import add_responses_arguments, responses_settings
-from mvllm.entrypoints.cli.router import add_allowed_hosts
-from mvllm.entrypoints.cli.serve_models import add_models_arguments, router
+from mvllm.entrypoints.cli.serve_extensions import Serve, ServeCommand, add_extension_arguments, load_extensions
 from mvllm.entrypoints.openai.server.authentication import KeyLimits, read_api_keys, read_key_limits
-from mvllm.entrypoints.openai.server.settings import DEFAULT_PORT, ServerSettings, UnknownFieldsPolicy
-from mvllm.entrypoints.shutdown_signals import ignore_shutdown_signals, remove_on_exit
+from mvllm.entrypoints.openai.server.settings import ServerSettings, UnknownFieldsPolicy
 from mvllm.errors import ConfigError
 
 KEY_VARIABLE = "MVLLM_API_KEY"
@@ -51,13 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this command."""
     defaults = ServerSettings()
     server = parser.add_argument_group("server")
-    server.add_argument("--host", default=defaults.host, help=f"Address to listen on. Default: {defaults.host}.")
-    server.add_argument(
-        "--port",
-        type=int,
-        default=DEFAULT_PORT,
-        help=f"Port to listen on; 0 chooses a free port. Default: {DEFAULT_PORT}.",
-    )
+    add_address(server)
     server.add_argument("--uds", metavar="PATH", help="Listen on a Unix domain socket instead, open to this user only.")
     server.add_argument(
         "--served-model-name",
@@ -188,7 +180,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=False,
         help="Allow templates in requests. They run in a sandbox with a time limit. Default: off.",
     )
-    add_models_arguments(parser)
+    add_extension_arguments(parser)
     add_engine_arguments(parser, model_required=False)
     add_foreign_server_options(parser)
 
@@ -219,43 +211,37 @@ def run(args: argparse.Namespace) -> int:
     """Runs the server until a signal ends it. The port is bound first, so that a used port is reported at once."""
     hide_keys(sys.argv)
     apply_foreign_server_options(args)
-    serve: Callable[[socket.socket], int]
-    if args.models is not None or args.models_dir is not None:
-        settings = _settings(args)
-        serve = router(args, settings, add_arguments, _model)
-    else:
-        engine, settings = _model(args, _settings(args))
-        serve = functools.partial(_serve_model, engine, settings, args.api_server_count)
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"The server needs {', '.join(missing)}, which this installation lacks. "
             "Run: pip install --upgrade --force-reinstall mvllm"
         )
-    from mvllm.entrypoints.openai.server.connections import raise_descriptor_limit
-    from mvllm.entrypoints.openai.server.listener import listen_tcp, listen_unix
+    settings = _settings(args)
+    serve = _extension_server(ServeCommand(args, settings, add_arguments, _model))
+    if serve is None:
+        engine, settings = _model(args, settings)
+        serve = functools.partial(_serve_model, engine, settings, args.api_server_count)
+    from mvllm.entrypoints.openai.server.listener import open_listener
 
-    raise_descriptor_limit()
-    if settings.uds is None:
-        listener = listen_tcp(settings.host, settings.port)
-    else:
-        listener = listen_unix(settings.uds)
-        remove_on_exit(Path(settings.uds))
-    try:
+    with open_listener(settings) as listener:
         return serve(listener)
-    finally:
-        ignore_shutdown_signals()
-        listener.close()
-        if settings.uds is not None:
-            Path(settings.uds).unlink(missing_ok=True)
+
+
+def _extension_server(command: ServeCommand) -> Serve | None:
+    """The server of the first extension whose options are given; None for the server of one model."""
+    for extension in load_extensions():
+        if (serve := extension.make_server(command)) is not None:
+            return serve
+    return None
 
 
 def _serve_model(engine: EngineArgs, settings: ServerSettings, num_servers: int, listener: socket.socket) -> int:
-    from mvllm.entrypoints.openai.responses.store_file import hold_store_file, store_limits
     from mvllm.entrypoints.openai.server.api_server import require_tokenizer, run_server
+    from mvllm.entrypoints.openai.server.stored_responses import hold_stored_responses
 
     require_tokenizer(engine)
-    with hold_store_file(settings.responses_store, store_limits(settings)):
+    with hold_stored_responses(settings):
         if num_servers == 1 and engine.data_parallel_size == 1:
             return run_server(engine, settings, listener)
         from mvllm.entrypoints.openai.server.process_manager import run_multi_api_server
@@ -311,8 +297,7 @@ def _engine(args: argparse.Namespace) -> EngineArgs:
 
 
 def _settings(args: argparse.Namespace) -> ServerSettings:
-    if not 0 <= args.port <= 65535:
-        raise ConfigError(f"--port is {args.port}; it must be from 0 to 65535.")
+    check_port(args)
     if not 1 <= args.api_server_count <= MOST_API_SERVERS:
         raise ConfigError(f"--api-server-count is {args.api_server_count}; it must be from 1 to {MOST_API_SERVERS}.")
     if args.max_body_bytes < 1:
@@ -326,6 +311,9 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
     if read_key_limits(args.admin_api_key_file, limits):
         raise ConfigError("A file of --admin-api-key-file has limits behind a key, but administrators have no limits.")
     prefixes = ("mvllm:", *([args.metrics_alias_prefix] if args.metrics_alias_prefix else []))
+    store: dict[str, Any] = {}
+    if args.responses_store is not None:  # a file is the whole server's; in memory each model has its own
+        store = {name: value for name, value in responses_settings(args).items() if name != "mcp"}
     return ServerSettings(
         host=args.host,
         port=args.port,
@@ -347,6 +335,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         docs=args.docs,
         metrics_prefixes=prefixes,
         otlp_traces_endpoint=args.otlp_traces_endpoint,
+        **store,
     )
 
 

@@ -43,6 +43,12 @@ class StreamFormat:
 
 SERVER_SENT_EVENTS = StreamFormat(b"text/event-stream; charset=utf-8", b":\n\n")  # a comment, which clients ignore
 JSON_LINES = StreamFormat(b"application/x-ndjson", b" ")  # white space before the object of the next line
+_FORMATS = {b"text/event-stream": SERVER_SENT_EVENTS, b"application/x-ndjson": JSON_LINES}
+
+
+def stream_format(media_type: bytes) -> StreamFormat | None:
+    """The format of a stream with this Content-Type; None for another response."""
+    return _FORMATS.get(media_type.partition(b";")[0].strip())
 
 
 class ClientDisconnected(Exception):

@@ -76,8 +76,8 @@ class ServerParent(Protocol):
     def start_receiving(self, loop: asyncio.AbstractEventLoop, on_signal: Callable[[int], None]) -> None:
         """Handles the parent's messages in `loop`, and passes the signals that it received to `on_signal`."""
 
-    def report_ready(self) -> None:
-        """Tells the parent that this server accepts requests."""
+    def report_ready(self, engine: AsyncLLM) -> None:
+        """Tells the parent that this server accepts requests for its engine."""
 
     def heartbeat(self) -> None:
         """Shows the parent that the event loop runs."""
@@ -97,13 +97,31 @@ def run_server(args: EngineArgs, settings: ServerSettings, listener: socket.sock
     """
     log_listening(listener, settings)
     trial = TokenizerTrial()
+    load = _engine_loader(args, trial)
+    return run_in_event_loop(APIServer(load, args.model, settings, listener, tokenizer_trial=trial))
 
+
+def run_child_server(args: EngineArgs, settings: ServerSettings, listener: socket.socket, parent: ServerParent) -> int:
+    """Serves in a child process of another server, on connections that the parent has accepted.
+
+    Args:
+        listener: Its `accept` returns the connections; closed at the end.
+        parent: The connection to the parent, whose signals end the server.
+
+    Returns, Raises:
+        As `run_server`.
+    """
+    trial = TokenizerTrial()
+    return run_in_event_loop(APIServer(_engine_loader(args, trial), args.model, settings, listener, parent, trial))
+
+
+def _engine_loader(args: EngineArgs, trial: TokenizerTrial) -> Callable[[], AsyncLLM]:
     def load() -> AsyncLLM:
         config = requested_config(args)
         trial.start(config.model.tokenizer)
         return AsyncLLM(config)
 
-    return run_in_event_loop(APIServer(load, args.model, settings, listener, tokenizer_trial=trial))
+    return load
 
 
 def run_in_event_loop(server: APIServer) -> int:
@@ -365,7 +383,7 @@ class APIServer:
         else:
             await engine.check_health()  # from now on it reads the coordinator's messages, too
             self._start_sharing_metrics(engine, self._server_group)
-            self._server_group.report_ready()
+            self._server_group.report_ready(engine)
         try:
             if await self._wait_for_end(engine):
                 return await self._drain(engine)

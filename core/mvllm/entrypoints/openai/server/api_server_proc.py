@@ -189,7 +189,7 @@ class ServerGroupMember:
         loop.add_reader(self._control_socket.fd, self._receive_messages)
         self._receive_messages()
 
-    def report_ready(self) -> None:
+    def report_ready(self, engine: AsyncLLM) -> None:
         """Tells the parent that this server accepts requests."""
         self._is_ready = True
         self.heartbeat()

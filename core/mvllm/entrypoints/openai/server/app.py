@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -90,6 +92,18 @@ def build_fastapi_app(
 ) -> FastAPI:
     """The application without middleware."""
     return _build_fastapi_app(state, models, settings, _make_routes(state, models, metrics, settings))
+
+
+def build_app_without_engine(settings: ServerSettings) -> tuple[FastAPI, Callable[[], Awaitable[None]]]:
+    """An API server's application without an engine, and a function that ends what it uses.
+
+    It has all routes, for the description of the API and to find out whether there is a route; those that need an
+    engine answer 503. HTTP plugins and adapters of the settings are left out.
+    """
+    state = ServerState(settings.heartbeat_timeout)
+    plain = replace(settings, http_plugins=(), lora_modules=())
+    models = OpenAIServingModels(("model",), "model")
+    return build_fastapi_app(state, models, HTTPMetrics(CollectorRegistry()), plain), state.close
 
 
 class DirectRoutes:

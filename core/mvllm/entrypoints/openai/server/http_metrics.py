@@ -28,7 +28,12 @@ class HTTPMetrics(Collector):
         prefix: Beginning of the metrics' names.
         other_servers: Returns the metrics of the server's other processes.
         on_change: Called after each response.
+
+    Attributes:
+        content_type: The Content-Type of `exposition`.
     """
+
+    content_type = CONTENT_TYPE
 
     def __init__(
         self,

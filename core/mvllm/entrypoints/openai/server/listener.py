@@ -7,13 +7,40 @@ import errno
 import os
 import socket
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
+from mvllm.entrypoints.openai.server.connections import raise_descriptor_limit
+from mvllm.entrypoints.openai.server.settings import ServerSettings
+from mvllm.entrypoints.shutdown_signals import ignore_shutdown_signals, remove_on_exit
 from mvllm.errors import ConfigError
 
 _BACKLOG = 2048
+
+
+@contextlib.contextmanager
+def open_listener(settings: ServerSettings) -> Iterator[socket.socket]:
+    """The socket of a server's address, closed at the end; signals are ignored from then on. Raises the process's limit
+    of descriptors, so that it can have many connections.
+
+    Raises:
+        ConfigError: The address cannot be used.
+    """
+    raise_descriptor_limit()
+    if settings.uds is None:
+        listener = listen_tcp(settings.host, settings.port)
+    else:
+        listener = listen_unix(settings.uds)
+        remove_on_exit(Path(settings.uds))
+    try:
+        yield listener
+    finally:
+        ignore_shutdown_signals()
+        listener.close()
+        if settings.uds is not None:
+            Path(settings.uds).unlink(missing_ok=True)
 
 
 def listen_tcp(host: str, port: int) -> socket.socket:

@@ -48,6 +48,11 @@ class SharedServerMetrics:
         self._decoder = msgspec.msgpack.Decoder(ServerMetricsSnapshot)
         self._encoder = msgspec.msgpack.Encoder()
 
+    @classmethod
+    def of_one_server(cls) -> SharedServerMetrics:
+        """The metrics of a server that shares the engine with no other."""
+        return cls(SharedMetricsPages.create(1), 0)
+
     def start(self, collect: Callable[[], ServerMetricsSnapshot]) -> None:
         """Publishes the metrics that `collect` returns from now on."""
         self._collect = collect

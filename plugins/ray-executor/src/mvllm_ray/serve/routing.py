@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from mvllm.extension_api import PrefixRouter, RoutedRequest, root_key
+from mvllm.extension_api.kv_events import root_key
+from mvllm_router.prefix_router import PrefixRouter, RoutedRequest
 
 CHUNK = 64
 """Units of a prompt per chunk of a prefix: tokens, or four bytes of a text."""
