@@ -123,7 +123,6 @@ def test_thoughts_that_stay_in_the_content_have_a_budget(folder: str) -> None:
     assert params.thinking_token_budget == 5 and not params.thinking_tokens.starts
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 @pytest.mark.parametrize("parser", ["qwen3", "deepseek_r1", "kimi_k2"])
 @pytest.mark.parametrize(
     ("begun", "is_thought"),
@@ -135,15 +134,13 @@ def test_thoughts_that_stay_in_the_content_have_a_budget(folder: str) -> None:
     ],
 )
 def test_a_continued_message_has_a_budget_if_it_ends_within_thoughts(
-    folder: str, parser: str, path: str, begun: str, is_thought: bool
+    folder: str, parser: str, begun: str, is_thought: bool
 ) -> None:
     """No tag opens the thoughts in the output: the prefilled message has done so."""
     server = Server(folder, " and two.</think>It is four." if is_thought else " is the sum.", reasoning_parser=parser)
     messages = [*ASK["messages"], {"role": "assistant", "content": begun}]
     settings: dict[str, Any] = {"thinking_token_budget": 1024, "continue_final_message": True}
-    if path == "/v1/messages":
-        settings = {"model": "m", "max_tokens": 50, "thinking": {"type": "enabled", "budget_tokens": 1024}}
-    answer = server.post({**settings, "messages": messages}, path).json()
+    answer = server.post({**settings, "messages": messages}).json()
     assert server.core.prompts[0] == "2 + 2?" + begun
     params = server.core.requests[0].sampling_params
     if is_thought:
@@ -151,12 +148,8 @@ def test_a_continued_message_has_a_budget_if_it_ends_within_thoughts(
     else:
         assert params.thinking_token_budget is None
     expected = ("and two.", "It is four.") if is_thought else (None, " is the sum.")
-    if path == "/v1/messages":
-        texts = {block["type"]: block.get("thinking") or block.get("text") for block in answer["content"]}
-        assert (texts.get("thinking"), texts["text"]) == expected
-    else:
-        message = answer["choices"][0]["message"]
-        assert (message.get("reasoning_content") or message.get("reasoning"), message["content"]) == expected
+    message = answer["choices"][0]["message"]
+    assert (message.get("reasoning_content") or message.get("reasoning"), message["content"]) == expected
 
 
 def test_a_budget_applies_with_a_constraint_and_several_choices_of_a_continued_message(folder: str) -> None:

@@ -19,7 +19,7 @@ TEMPLATE = (
 )
 USER = {"role": "user", "content": "What is it?"}
 BEGUN = {"role": "assistant", "content": "It is"}
-CHAT, COMPLETIONS, MESSAGES, RESPONSES = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
+CHAT, COMPLETIONS, RESPONSES = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 ANSWER = "a small text"  # its first token is a word with a mark
 
 
@@ -58,15 +58,9 @@ def text_of(path: str, body: dict[str, Any], stream: bool) -> str:
         return "".join(choice["text"] for choice in body["choices"])
     if path == CHAT:
         return "".join((c["delta"] if stream else c["message"]).get("content") or "" for c in body["choices"])
-    if path == MESSAGES:
-        if stream:
-            return str(body.get("delta", {}).get("text", ""))
-        return "".join(block["text"] for block in body["content"])
-    if path == RESPONSES:
-        if stream:
-            return str(body["delta"]) if body["type"] == "response.output_text.delta" else ""
-        return "".join(part["text"] for item in body["output"] for part in item["content"])
-    return str(body["response"] if path == "/api/generate" else body["message"]["content"])
+    if stream:
+        return str(body["delta"]) if body["type"] == "response.output_text.delta" else ""
+    return "".join(part["text"] for item in body["output"] for part in item["content"])
 
 
 REQUESTS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -81,12 +75,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"messages": [USER, BEGUN], "add_generation_prompt": False, "continue_final_message": True},
         " a small text",
     ),
-    "messages": (MESSAGES, {"model": "m", "max_tokens": 20, "messages": [USER]}, " a small text"),
-    "prefilled messages": (MESSAGES, {"model": "m", "max_tokens": 20, "messages": [USER, BEGUN]}, " a small text"),
     "responses": (RESPONSES, {"input": "What is it?"}, " a small text"),
-    "ollama chat": ("/api/chat", {"model": "m", "messages": [USER]}, " a small text"),
-    "continued ollama chat": ("/api/chat", {"model": "m", "messages": [USER, BEGUN]}, " a small text"),
-    "ollama raw": ("/api/generate", {"model": "m", "prompt": "It is", "raw": True}, " a small text"),
 }
 
 

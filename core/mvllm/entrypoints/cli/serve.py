@@ -29,6 +29,7 @@ from mvllm.entrypoints.cli.router import add_allowed_hosts
 from mvllm.entrypoints.cli.serve_models import add_models_arguments, router
 from mvllm.entrypoints.openai.server.authentication import KeyLimits, read_api_keys, read_key_limits
 from mvllm.entrypoints.openai.server.settings import DEFAULT_PORT, ServerSettings, UnknownFieldsPolicy
+from mvllm.entrypoints.root_plugins import add_plugin_arguments, plugin_settings, root_plugins
 from mvllm.entrypoints.shutdown_signals import ignore_shutdown_signals, remove_on_exit
 from mvllm.errors import ConfigError
 from mvllm.platform import plugin_groups
@@ -109,7 +110,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="Add HTTP plugins of installed packages, each under /plugins/NAME.",
+        help="Add HTTP plugins of installed packages, each under /plugins/NAME. Those with routes at the root are used "
+        "without this; one that is named here must not fail.",
+    )
+    server.add_argument(
+        "--disable-http-plugins",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="Do not use these HTTP plugins with routes at the root.",
     )
     server.add_argument(
         "--metrics-alias-prefix",
@@ -188,6 +197,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=False,
         help="Allow templates in requests. They run in a sandbox with a time limit. Default: off.",
     )
+    add_plugin_arguments(parser)
     add_models_arguments(parser)
     add_engine_arguments(parser, model_required=False)
     add_foreign_server_options(parser)
@@ -352,8 +362,11 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
 
 def _settings_of_model(args: argparse.Namespace) -> dict[str, Any]:
     """The settings of a server that concern its model."""
-    for name in args.http_plugins:
+    for name in (*args.http_plugins, *args.disable_http_plugins):
         plugin_groups.require(plugin_groups.HTTP, name)  # checked before a process is started
+    if both := set(args.http_plugins) & set(args.disable_http_plugins):
+        raise ConfigError(f"--http-plugins and --disable-http-plugins both name {', '.join(sorted(both))}.")
+    root_plugins(args.disable_http_plugins, args.http_plugins)  # raises
     return {
         "chat_template": load_chat_template(args.chat_template),
         "default_chat_template_kwargs": _template_variables(args),
@@ -365,6 +378,8 @@ def _settings_of_model(args: argparse.Namespace) -> dict[str, Any]:
         "send_timeout": args.send_timeout,
         **responses_settings(args),
         "http_plugins": tuple(args.http_plugins),
+        "disabled_http_plugins": tuple(args.disable_http_plugins),
+        "plugin_settings": plugin_settings(args, args.disable_http_plugins),
         "lora_modules": tuple(adapter for text in args.lora_modules for adapter in _adapters(text)),
     }
 

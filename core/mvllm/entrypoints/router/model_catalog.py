@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from mvllm.entrypoints.ollama.models import DEFAULT_TAG, list_entry
+from mvllm.entrypoints.openai.common.api_format import APIFormat
 from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.entrypoints.openai.common.json_response import json_response
 from mvllm.entrypoints.router.model_entry import ModelEntry, weight_bytes
@@ -20,6 +20,8 @@ from mvllm.entrypoints.router.pooled_model import ModelState, PooledModel
 
 _SCAN_SECONDS = 1.0
 _MAX_NAMES_IN_ERROR = 50
+_DEFAULT_TAG = ":latest"
+"""What Ollama's clients add to names of models that have no tag."""
 _NEVER = "9999-12-31T23:59:59Z"
 
 
@@ -78,7 +80,7 @@ class ModelCatalog:
         found = self._pool.find(name)
         if found is None and path.startswith("/api/"):
             found = self._pool.find(
-                name.removesuffix(DEFAULT_TAG) if name.endswith(DEFAULT_TAG) else name + DEFAULT_TAG
+                name.removesuffix(_DEFAULT_TAG) if name.endswith(_DEFAULT_TAG) else name + _DEFAULT_TAG
             )
         return found
 
@@ -153,9 +155,14 @@ class ModelCatalog:
 
     # --- Ollama
 
-    async def ollama_tags(self) -> list[dict[str, Any]]:
-        """The entries of `/api/tags`. Details are known of models that are or were loaded."""
-        found, models = [], list(self._pool.models.values())
+    async def ollama_tags(self, ollama: APIFormat) -> list[dict[str, Any]]:
+        """The entries of `/api/tags`. Details are known of models that are or were loaded.
+
+        Args:
+            ollama: The format of Ollama's API.
+        """
+        found: list[dict[str, Any]] = []
+        models = list(self._pool.models.values())
         sizes = await self._weight_bytes([model.entry for model in models])
         for model in models:
             entries = await self._fetch_models(model, "/api/tags")
@@ -164,7 +171,7 @@ class ModelCatalog:
             known = self._ollama_entries.get(model.entry.name)
             if known is None:
                 size = sizes[model.entry.engine.model]
-                known = [list_entry(card, None, size) for card in self.cards_of(model)]
+                known = ollama.model_list([{**card, "size": size} for card in self.cards_of(model)])["models"]
             found += known
         return found
 

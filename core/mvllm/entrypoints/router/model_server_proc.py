@@ -17,7 +17,7 @@ from mvllm.engine.frontend.requested_config import requested_config
 from mvllm.engine.metrics.shared_metrics_pages import SharedMetricsPages
 from mvllm.engine.process.core_handshake import CoreHandshake
 from mvllm.engine.process.message_socket import MessageSocket
-from mvllm.entrypoints.ollama.models import weights_size
+from mvllm.entrypoints.openai.common.serving_models import weights_size
 from mvllm.entrypoints.openai.server.api_server import APIServer, run_in_event_loop
 from mvllm.entrypoints.openai.server.process_messages import ShutdownSignal
 from mvllm.entrypoints.openai.server.rate_limits import KeyCounters

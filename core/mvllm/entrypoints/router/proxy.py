@@ -12,13 +12,8 @@ from collections.abc import Iterable
 
 from starlette.types import Scope, Send
 
-from mvllm.entrypoints.openai.common.errors import (
-    APIError,
-    ErrorFormat,
-    anthropic_error_body,
-    ollama_error_body,
-)
-from mvllm.entrypoints.openai.common.server_sent_events import error_event
+from mvllm.entrypoints.openai.common.api_format import api_format
+from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.entrypoints.openai.common.streaming_response import (
     JSON_LINES,
     SERVER_SENT_EVENTS,
@@ -141,13 +136,7 @@ async def _send_loss(
             connection.abort()
         return
     error = APIError(500, "The model has stopped while it generated this response.", code="model_stopped")
-    match ErrorFormat.of_request(scope):
-        case ErrorFormat.ANTHROPIC:
-            body = b"event: error\ndata: " + anthropic_error_body(error, scope.get("mvllm.request_id")) + b"\n\n"
-        case ErrorFormat.OLLAMA:
-            body = ollama_error_body(error) + b"\n"
-        case _:
-            body = error_event(error)
+    body = api_format(scope).error_event(error, scope.get("mvllm.request_id"))
     await send({"type": "http.response.body", "body": body})
 
 

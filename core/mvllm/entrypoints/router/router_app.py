@@ -19,8 +19,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Message, Receive, Scope, Send
 
-from mvllm.entrypoints.ollama.durations import LOAD_HEADER
 from mvllm.entrypoints.openai.common.errors import APIError
+from mvllm.entrypoints.openai.common.load_header import LOAD_HEADER
 from mvllm.entrypoints.openai.common.request_body import BodyDecoder, BodyReader
 from mvllm.entrypoints.openai.common.streaming_response import (
     CLIENT_CLOSED_REQUEST,
@@ -104,7 +104,6 @@ class RouterApp:
         self._catalog = catalog
         self._settings = settings
         self._fallback = fallback
-        self._own_routes = own_routes
         self._proxy = Proxy(settings.send_timeout)
         self._reader = BodyReader.from_settings(settings)
         self._decoder = BodyDecoder(RoutingFields)
@@ -113,6 +112,12 @@ class RouterApp:
             for route in fallback.router.routes
             if isinstance(route, Route) and not route.param_convertors
             for method in route.methods or ()
+        }
+        # Those of Ollama's API are there if its plugin is.
+        self._own_routes = {
+            key: endpoint
+            for key, endpoint in own_routes.items()
+            if not key[1].startswith("/api/") or key in self._forwarded
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

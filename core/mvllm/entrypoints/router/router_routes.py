@@ -10,9 +10,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mvllm.entrypoints.anthropic.routes import model_info, model_list
-from mvllm.entrypoints.ollama.models import list_entry
-from mvllm.entrypoints.openai.common.errors import APIError, is_anthropic_client
+from mvllm.entrypoints.openai.common.api_format import api_format
+from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.entrypoints.openai.common.json_response import json_response
 from mvllm.entrypoints.openai.common.request_body import BodyDecoder, BodyReader
 from mvllm.entrypoints.openai.common.streaming_response import cancel_on_disconnect
@@ -154,16 +153,14 @@ class ModelRoutes:
         """All models with their states, in the format of the client's API."""
         await self._catalog.update()
         cards = self._catalog.cards()
-        if is_anthropic_client(request.scope):
-            return json_response(model_list(cards))
-        return json_response({"object": "list", "data": cards})
+        return json_response(api_format(request.scope).model_list(cards))
 
     async def get_model(self, request: Request) -> Response:
         """One model, in the format of the client's API."""
         name = request.scope["path"].removeprefix(ONE_MODEL_PREFIX)
         model = await self._catalog.resolve(name, request.scope["path"])
         [card] = [card for card in self._catalog.cards_of(model) if card["id"] == name]
-        return json_response(model_info(card) if is_anthropic_client(request.scope) else card)
+        return json_response(api_format(request.scope).model(card))
 
     async def load(self, request: Request) -> Response:
         """Loads a model, if it is not loaded; responds when it is."""
@@ -193,7 +190,7 @@ class ModelRoutes:
     async def tags(self, request: Request) -> Response:
         """All models, in Ollama's format."""
         await self._catalog.update()
-        return json_response({"models": await self._catalog.ollama_tags()})
+        return json_response({"models": await self._catalog.ollama_tags(api_format(request.scope))})
 
     async def running_models(self, request: Request) -> Response:
         """The loaded models, in Ollama's format."""
@@ -205,15 +202,4 @@ class ModelRoutes:
         model = await self._catalog.resolve(body.model or body.name, request.scope["path"])
         if (data := await self._catalog.ollama_details(model)) is not None:
             return json_response(data)
-        entry = list_entry(self._catalog.cards_of(model)[0], None, 0)
-        return json_response(
-            {
-                "modelfile": "",
-                "parameters": "",
-                "template": "",
-                "details": entry["details"],
-                "model_info": {},
-                "capabilities": ["completion"],
-                "modified_at": entry["modified_at"],
-            }
-        )
+        return json_response(api_format(request.scope).model(self._catalog.cards_of(model)[0]))

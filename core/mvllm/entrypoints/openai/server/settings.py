@@ -96,7 +96,10 @@ class ServerSettings:
         max_stored_bytes: Bytes of all of them together.
         max_stored_seconds: Seconds after their last use when they are deleted; None for never.
         mcp: Tool servers that responses may use.
-        http_plugins: Names of plugins whose routes are added under `/plugins/<name>`.
+        http_plugins: Names of plugins whose routes are added under `/plugins/<name>`, and of those with routes at the
+            root without which the server must not start.
+        disabled_http_plugins: Names of plugins with routes at the root that are not used.
+        plugin_settings: The settings of plugins with routes at the root, by name, as plain values.
         lora_modules: Names and folders of the LoRA adapters to load at the start.
         runtime_lora_loading: Whether administrators may load and unload adapters.
         docs: Whether to serve `/docs`, `/openapi.json` and the playground at `/`.
@@ -135,6 +138,8 @@ class ServerSettings:
     max_stored_seconds: float | None = None
     mcp: MCPSettings = field(default_factory=MCPSettings)
     http_plugins: tuple[str, ...] = ()
+    disabled_http_plugins: tuple[str, ...] = ()
+    plugin_settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     lora_modules: tuple[tuple[str, str], ...] = ()
     runtime_lora_loading: bool = True
     docs: bool = True

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from mvllm.config.multimodal import MultiModalConfig, MultiModalModel
-from mvllm.entrypoints.ollama.input_messages import chat_messages, chat_request, generate_request
-from mvllm.entrypoints.ollama.models import capabilities
-from mvllm.entrypoints.ollama.protocol import OllamaChatRequest, OllamaGenerateRequest
+from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.messages.requests import FinishReason
+from mvllm_compat.ollama.input_messages import chat_messages, chat_request, generate_request
+from mvllm_compat.ollama.models import capabilities
+from mvllm_compat.ollama.protocol import OllamaChatRequest, OllamaGenerateRequest
 from tests.unit.entrypoints.builders import TOKENIZER, save_model_folder
 from tests.unit.entrypoints.scripted_server import TEMPLATE, Server
 
@@ -227,7 +228,7 @@ def test_a_model_that_takes_images_has_vision(settings: dict[str, Any], sees: bo
     )
     engine = SimpleNamespace(config=config, model_config=config.model)
     renderer = SimpleNamespace(tool_parser=None, reasoning_parser=None)
-    context: Any = SimpleNamespace(engine=engine, prompt_renderer=renderer)
+    context = ServingContext(cast(Any, engine), cast(Any, None), cast(Any, renderer))
     assert capabilities(context) == ["completion", *(["vision"] if sees else [])]
 
 

@@ -12,20 +12,16 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
-from mvllm.entrypoints.ollama.protocol import (
+from mvllm.extension_api import RequestError, get_logger
+from mvllm.extension_api.http import ChatCompletionRequest, convert_fields
+from mvllm_compat.ollama.protocol import (
     OPTION_FIELDS,
     OllamaChatRequest,
     OllamaGenerateRequest,
     OllamaGenerationRequest,
     OllamaOptions,
 )
-from mvllm.entrypoints.openai.common.request_body import convert_with_integral_floats, field_type_error
-from mvllm.entrypoints.openai.common.thinking_variables import thinking_variables
-from mvllm.entrypoints.openai.protocol import ChatCompletionRequest
-from mvllm.errors import RequestError
-from mvllm.logging import get_logger
+from mvllm_compat.thinking_variables import thinking_variables
 
 logger = get_logger(__name__)
 
@@ -135,10 +131,7 @@ def _sampling_fields(options: Mapping[str, Any]) -> dict[str, Any]:
     if ignored:
         names = ", ".join(ascii(name[:40])[1:-1] for name in ignored[:16])
         logger.debug("These options of a request have no effect: %s.", names)
-    try:
-        known = convert_with_integral_floats(options, OllamaOptions)
-    except msgspec.ValidationError as e:
-        raise field_type_error(str(e), within="options") from None
+    known = convert_fields(options, OllamaOptions, within="options")
     fields = {field: getattr(known, name) for name, field in OPTION_FIELDS.items()}
     if known.num_predict is not None and known.num_predict <= 0:
         fields["max_tokens"] = None

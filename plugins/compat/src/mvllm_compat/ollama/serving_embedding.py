@@ -7,14 +7,18 @@ from typing import Any
 
 import msgspec
 
-from mvllm.engine.frontend.pooling_outputs import PoolingRequestOutput
-from mvllm.entrypoints.ollama.durations import RequestDurations
-from mvllm.entrypoints.ollama.protocol import OllamaEmbeddingsRequest, OllamaEmbedRequest
-from mvllm.entrypoints.openai.common.json_response import encode_json
-from mvllm.entrypoints.openai.common.serving_context import ServingContext
-from mvllm.entrypoints.openai.pooling.serving_base import InputListHandler, pooling_usage
-from mvllm.entrypoints.openai.protocol import EmbeddingRequest
-from mvllm.messages.pooling_params import PoolingParams, PoolingTask
+from mvllm.extension_api.http import (
+    EmbeddingRequest,
+    InputListHandler,
+    PoolingParams,
+    PoolingRequestOutput,
+    PoolingTask,
+    ServingContext,
+    encode_json,
+    pooling_usage,
+)
+from mvllm_compat.ollama.durations import RequestDurations
+from mvllm_compat.ollama.protocol import OllamaEmbeddingsRequest, OllamaEmbedRequest
 
 
 class OllamaEmbedHandler(InputListHandler[EmbeddingRequest]):

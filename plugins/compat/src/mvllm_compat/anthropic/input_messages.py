@@ -17,12 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mvllm.entrypoints.anthropic.protocol import SHARED_FIELDS, ConversationRequest, MessagesRequest
-from mvllm.entrypoints.anthropic.tools import chat_tool_choice, chat_tools
-from mvllm.entrypoints.openai.common.thinking_variables import thinking_variables
-from mvllm.entrypoints.openai.protocol import ChatCompletionRequest
-from mvllm.errors import RequestError
-from mvllm.messages.field_checks import INT64_MAX
+from mvllm.extension_api import RequestError
+from mvllm.extension_api.http import ChatCompletionRequest
+from mvllm_compat.anthropic.protocol import SHARED_FIELDS, ConversationRequest, MessagesRequest
+from mvllm_compat.anthropic.tools import chat_tool_choice, chat_tools
+from mvllm_compat.thinking_variables import thinking_variables
+
+_INT64_MAX = (1 << 63) - 1
 
 CHAT_TO_MESSAGES_FIELDS = {
     "prompt": "messages",
@@ -326,9 +327,11 @@ def _thinking(thinking: Mapping[str, Any] | None) -> tuple[bool, int | None, boo
         )
     if isinstance(budget, float) and budget.is_integer():
         budget = int(budget)
-    if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or not 1 <= budget <= INT64_MAX):
+    if budget is not None and (
+        not isinstance(budget, int) or isinstance(budget, bool) or not 1 <= budget <= _INT64_MAX
+    ):
         raise RequestError(
-            f"thinking.budget_tokens must be an integer from 1 to {INT64_MAX}; found {ascii(budget)[:40]}.",
+            f"thinking.budget_tokens must be an integer from 1 to {_INT64_MAX}; found {ascii(budget)[:40]}.",
             parameter="thinking",
         )
     if kind == "disabled":

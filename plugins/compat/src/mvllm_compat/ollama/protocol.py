@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from mvllm.entrypoints.openai.client_request import ModelRequest
+from mvllm.extension_api.http import ModelRequest
 
 
 class OllamaOptions(msgspec.Struct, kw_only=True):

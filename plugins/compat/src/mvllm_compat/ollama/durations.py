@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import time
 
-LOAD_HEADER = b"x-mvllm-load-nanoseconds"
-"""Header with the time for which a request has waited for its model, which a router adds."""
-
 
 class RequestDurations:
     """Times one request.
@@ -29,8 +26,3 @@ class RequestDurations:
             "total_duration": max(1, self.waited_ns + time.monotonic_ns() - self._start),
             "load_duration": max(1, self.waited_ns + self._loaded - self._start),
         }
-
-
-def waited_nanoseconds(value: str | None) -> int:
-    """The value of the header; 0 if it is missing or invalid."""
-    return int(value) if value is not None and value.isascii() and value.isdecimal() and len(value) < 19 else 0

@@ -5,19 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-from mvllm.config.encoder_limits import items_of
-from mvllm.config.model import ModelConfig
-from mvllm.config.multimodal import DEFAULT_LIMIT
-from mvllm.entrypoints.openai.common.serving_context import ServingContext
-from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
+from mvllm.extension_api import ModelConfig
+from mvllm.extension_api.http import OpenAIServingModels, ServingContext
 
 DEFAULT_TAG = ":latest"
 """What clients add to names of models that have no tag."""
 
-_WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt")
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _SHORT_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "K"))
@@ -114,17 +109,6 @@ def model_details(config: ModelConfig | None, size: int, parent: str | None) -> 
     }
 
 
-def weights_size(config: ModelConfig) -> int:
-    """Bytes of the files with a model's weights; 0 if there are none. Reads folders."""
-    given = Path(config.model)
-    try:
-        if given.is_file():
-            return given.stat().st_size
-        return sum(path.stat().st_size for path in config.path.iterdir() if path.suffix in _WEIGHTS)
-    except OSError:
-        return 0
-
-
 def capabilities(context: ServingContext) -> list[str]:
     """What the model can do, in Ollama's words. Its clients send images to models with `vision` only."""
     kind, renderer = context.engine.model_config.kind, context.prompt_renderer
@@ -133,10 +117,7 @@ def capabilities(context: ServingContext) -> list[str]:
         found.append("tools")
     if kind.generates and renderer.reasoning_parser is not None:
         found.append("thinking")
-    config = context.engine.config
-    takes = items_of(config)
-    limit = config.multimodal.limit_per_prompt.get("image", DEFAULT_LIMIT)
-    if kind.generates and takes is not None and "image" in takes.modalities and limit:
+    if kind.generates and "image" in context.modalities:
         found.append("vision")
     return found if kind.generates else [*found, "embedding"]
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from mvllm.entrypoints.openai.common.json_response import encode_json
-from mvllm.entrypoints.openai.common.tool_arguments import arguments_object
-from mvllm.entrypoints.parsers.interface import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
+from mvllm.extension_api import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
+from mvllm.extension_api.http import encode_json
+from mvllm_compat.tool_arguments import arguments_object
 
 SIGNATURE = "bXZsbG06IG5vdCBzaWduZWQ="
 """The signature of every thinking block. Thinking is plain text here, and nothing checks it; clients expect a text of

@@ -9,10 +9,17 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mvllm.config.model import ModelConfig
-from mvllm.entrypoints.ollama.durations import LOAD_HEADER, waited_nanoseconds
-from mvllm.entrypoints.ollama.models import canonical_name, list_entry, running_entry, show_response, weights_size
-from mvllm.entrypoints.ollama.protocol import (
+from mvllm.extension_api import ModelConfig
+from mvllm.extension_api.http import (
+    APIServerHandle,
+    RequestHandler,
+    ServingContext,
+    json_response,
+    waited_nanoseconds,
+    weights_size,
+)
+from mvllm_compat.ollama.models import canonical_name, list_entry, running_entry, show_response
+from mvllm_compat.ollama.protocol import (
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
@@ -20,47 +27,49 @@ from mvllm.entrypoints.ollama.protocol import (
     OllamaRequest,
     OllamaShowRequest,
 )
-from mvllm.entrypoints.ollama.serving import OllamaChatHandler, OllamaGenerateHandler, OllamaHandler, first_fields
-from mvllm.entrypoints.ollama.serving_embedding import OllamaEmbeddingsHandler, OllamaEmbedHandler
-from mvllm.entrypoints.openai.common.json_response import json_response
-from mvllm.entrypoints.openai.common.serving_base import RequestHandler
-from mvllm.entrypoints.openai.common.serving_context import ServingContext
-from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
-from mvllm.entrypoints.openai.server.body_routes import BodyRoutes
-from mvllm.entrypoints.openai.server.server_state import ServerState
+from mvllm_compat.ollama.serving import OllamaChatHandler, OllamaGenerateHandler, OllamaHandler, first_fields
+from mvllm_compat.ollama.serving_embedding import OllamaEmbeddingsHandler, OllamaEmbedHandler
 
 R = TypeVar("R", bound=OllamaRequest)
 
 OLLAMA_VERSION = "0.40.0"
 """The version of Ollama whose API these routes have; clients compare it with the one that they need."""
 
-RUNNING = "Ollama is running"
-"""What clients look for at `/`."""
+_TEXT = "The capital of France is Paris."
+_QUESTION = "What is the capital of France?"
+_OPTIONS = {"stream": False, "options": {"temperature": 0}}
+_CHAT = {"messages": [{"role": "user", "content": _QUESTION}], **_OPTIONS}
+_GENERATE = {"prompt": _QUESTION, **_OPTIONS}
 
 
 class OllamaRoutes:
     """The routes.
 
     Args:
-        state: The server's state.
-        models: Names of the model and of LoRA adapters.
-        body_routes: Reads bodies and runs handlers.
+        server: The API server.
     """
 
-    def __init__(self, state: ServerState, models: OpenAIServingModels, body_routes: BodyRoutes) -> None:
-        self._state = state
-        self._models = models
-        self._body_routes = body_routes
+    def __init__(self, server: APIServerHandle) -> None:
+        self._server = server
+        self._models = server.models
+        self._body_routes = server.body_routes
         self._size: int | None = None
 
     def add_to(self, router: APIRouter) -> None:
         """Adds the routes to a router."""
         add = self._body_routes.add
-        add(router, "/api/chat", OllamaChatRequest, self.chat, "Generate the next message of a conversation.")
-        add(router, "/api/generate", OllamaGenerateRequest, self.generate, "Answer or continue a prompt.")
-        add(router, "/api/embed", OllamaEmbedRequest, self.embed, "Embeddings of texts.")
-        add(router, "/api/embeddings", OllamaEmbeddingsRequest, self.embeddings, "The embedding of a text.")
-        add(router, "/api/show", OllamaShowRequest, self.show, "Details of a model.")
+        add(router, "/api/chat", OllamaChatRequest, self.chat, "Generate the next message of a conversation.", _CHAT)
+        add(router, "/api/generate", OllamaGenerateRequest, self.generate, "Answer or continue a prompt.", _GENERATE)
+        add(router, "/api/embed", OllamaEmbedRequest, self.embed, "Embeddings of texts.", {"input": [_TEXT]})
+        add(
+            router,
+            "/api/embeddings",
+            OllamaEmbeddingsRequest,
+            self.embeddings,
+            "The embedding of a text.",
+            {"prompt": _TEXT},
+        )
+        add(router, "/api/show", OllamaShowRequest, self.show, "Details of a model.", {})
         router.add_api_route("/api/tags", self.tags, methods=["GET"], summary="The models.")
         router.add_api_route("/api/ps", self.running_models, methods=["GET"], summary="The models that are loaded.")
         router.add_api_route("/api/version", self.version, methods=["GET"], summary="The version of the API.")
@@ -103,7 +112,7 @@ class OllamaRoutes:
 
     async def tags(self) -> Response:
         """The models that requests may name."""
-        engine = self._state.loaded_engine
+        engine = self._server.loaded_engine
         config = None if engine is None else engine.model_config
         size = 0 if config is None else await self._weights_size(config)
         cards = self._models.model_cards(None)
@@ -111,7 +120,7 @@ class OllamaRoutes:
 
     async def running_models(self) -> Response:
         """The models that are loaded: all of them, or none while the server starts."""
-        engine = self._state.loaded_engine
+        engine = self._server.loaded_engine
         if engine is None:
             return json_response({"models": []})
         size = await self._weights_size(engine.model_config)
@@ -126,7 +135,7 @@ class OllamaRoutes:
         self, request: Request, body_type: type[R], *, with_adapters: bool = True
     ) -> tuple[ServingContext, str, R]:
         """What runs a request, the served name of its model, and its body. Raises as `BodyRoutes.decode_for_model`."""
-        context = self._state.context
+        context = self._server.context
         body = await self._body_routes.decode(request, body_type)
         return context, self._resolve(body.model, with_adapters=with_adapters), body
 
@@ -135,7 +144,7 @@ class OllamaRoutes:
 
     async def _run(self, request: Request, handler: RequestHandler, model: str) -> Response:
         if isinstance(handler, OllamaHandler | OllamaEmbedHandler):
-            handler.durations.waited_ns = waited_nanoseconds(request.headers.get(LOAD_HEADER.decode()))
+            handler.durations.waited_ns = waited_nanoseconds(request.headers)
         return await self._body_routes.run(request, handler, model)
 
     async def _weights_size(self, config: ModelConfig) -> int:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from mvllm.entrypoints.anthropic import serving
-from mvllm.entrypoints.anthropic.input_messages import MAX_BLOCKS, chat_messages, to_chat_request
-from mvllm.entrypoints.anthropic.protocol import MessagesRequest
-from mvllm.entrypoints.openai.common.tool_arguments import arguments_object
 from mvllm.errors import RequestError
 from mvllm.messages.requests import FinishReason
+from mvllm_compat.anthropic import serving
+from mvllm_compat.anthropic.input_messages import MAX_BLOCKS, chat_messages, to_chat_request
+from mvllm_compat.anthropic.protocol import MessagesRequest
+from mvllm_compat.tool_arguments import arguments_object
 from tests.unit.entrypoints.builders import TOKENIZER, save_model_folder
 from tests.unit.entrypoints.scripted_server import TEMPLATE, Server
 

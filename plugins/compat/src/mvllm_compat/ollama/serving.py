@@ -15,27 +15,37 @@ from typing import Any
 
 import msgspec
 
-from mvllm.engine.frontend.outputs import RequestMetrics, RequestOutput
-from mvllm.entrypoints.ollama.durations import RequestDurations
-from mvllm.entrypoints.ollama.input_messages import chat_request, generate_request
-from mvllm.entrypoints.ollama.protocol import OllamaChatRequest, OllamaGenerateRequest
-from mvllm.entrypoints.openai.chat.serving_base import ChatHandler
-from mvllm.entrypoints.openai.common.conversation_truncation import (
+from mvllm.extension_api import (
+    APIError,
+    ContentDelta,
+    Delta,
+    ReasoningDelta,
+    RequestError,
+    RequestOutput,
+    ToolCallDelta,
+)
+from mvllm.extension_api.http import (
+    JSON_LINES,
+    ChatCompletionRequest,
+    ChatHandler,
+    OutputParser,
+    PromptType,
+    RequestMetrics,
+    ServingContext,
+    TokensPrompt,
+    ToolCall,
+    encode_json,
     is_too_long,
     max_truncated_length,
     num_prompt_tokens,
+    to_api_error,
     without_oldest_messages,
 )
-from mvllm.entrypoints.openai.common.errors import APIError, ollama_error_body, to_api_error
-from mvllm.entrypoints.openai.common.json_response import encode_json
-from mvllm.entrypoints.openai.common.serving_context import ServingContext
-from mvllm.entrypoints.openai.common.streaming_response import JSON_LINES
-from mvllm.entrypoints.openai.common.tool_arguments import arguments_object
-from mvllm.entrypoints.openai.protocol import ChatCompletionRequest
-from mvllm.entrypoints.parsers.interface import ContentDelta, Delta, ReasoningDelta, ToolCall, ToolCallDelta
-from mvllm.entrypoints.parsers.output_parser import OutputParser
-from mvllm.errors import RequestError
-from mvllm.messages.inputs import PromptType, TokensPrompt
+from mvllm_compat.ollama.api_format import OllamaFormat
+from mvllm_compat.ollama.durations import RequestDurations
+from mvllm_compat.ollama.input_messages import chat_request, generate_request
+from mvllm_compat.ollama.protocol import OllamaChatRequest, OllamaGenerateRequest
+from mvllm_compat.tool_arguments import arguments_object
 
 
 @dataclass
@@ -151,7 +161,7 @@ class OllamaHandler(ChatHandler):
                         yield self._line(part)
                         part = AnswerPart()
         except Exception as e:  # noqa: BLE001  (to_api_error logs what the client does not see)
-            yield (self._line(part) if part else b"") + ollama_error_body(to_api_error(e)) + b"\n"
+            yield (self._line(part) if part else b"") + OllamaFormat().error_event(to_api_error(e))
             return
         self._reader.finish(part)
         yield (self._line(part) if part else b"") + encode_json(self._last_line(AnswerPart())) + b"\n"

@@ -12,15 +12,20 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, TypeVar, cast
 
-from mvllm.engine.frontend.outputs import RequestOutput
-from mvllm.entrypoints.anthropic.content_blocks import ContentBlocks, encode_event
-from mvllm.entrypoints.anthropic.input_messages import CHAT_TO_MESSAGES_FIELDS, to_chat_request
-from mvllm.entrypoints.anthropic.protocol import MessagesRequest
-from mvllm.entrypoints.openai.chat.serving_base import ChatHandler, renamed_fields
-from mvllm.entrypoints.openai.common.errors import APIError, anthropic_error_body, to_api_error
-from mvllm.entrypoints.openai.common.json_response import encode_json
-from mvllm.entrypoints.openai.common.serving_context import ServingContext
-from mvllm.messages.inputs import PromptType, TokensPrompt
+from mvllm.extension_api import APIError, RequestOutput
+from mvllm.extension_api.http import (
+    ChatHandler,
+    PromptType,
+    ServingContext,
+    TokensPrompt,
+    encode_json,
+    renamed_fields,
+    to_api_error,
+)
+from mvllm_compat.anthropic.api_format import AnthropicFormat
+from mvllm_compat.anthropic.content_blocks import ContentBlocks, encode_event
+from mvllm_compat.anthropic.input_messages import CHAT_TO_MESSAGES_FIELDS, to_chat_request
+from mvllm_compat.anthropic.protocol import MessagesRequest
 
 T = TypeVar("T")
 
@@ -64,13 +69,13 @@ class MessagesHandler(ChatHandler):
                 self._content.append(deltas)
                 self._note_stop(output)
         self._content.finish()
-        message = self._message(self._content.blocks, self._usage.to_message_usage())
+        message = self._message(self._content.blocks, self._message_usage())
         return encode_json({**message, **self.warning_fields})
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The response as server-sent events. See GenerationHandler."""
         # How much of the prompt is cached, the last event says.
-        usage = {**self._usage.to_message_usage(), "input_tokens": self._num_prompt_tokens}
+        usage = {**self._message_usage(), "input_tokens": self._num_prompt_tokens}
         yield encode_event("message_start", message=self._message([], usage)) + _PING
         last_event = time.monotonic()
         written = b""
@@ -90,14 +95,23 @@ class MessagesHandler(ChatHandler):
                         yield written
                         written, last_event = b"", now
         except Exception as e:  # noqa: BLE001  (to_api_error logs what the client does not see)
-            body = anthropic_error_body(to_api_error(e))
-            yield written + b"event: error\ndata: " + body + b"\n\n"
+            yield written + AnthropicFormat().error_event(to_api_error(e))
             return
         written += self._content.finish()
         delta = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
-        end = {"delta": delta, "usage": self._usage.to_message_usage(), **self.warning_fields}
+        end = {"delta": delta, "usage": self._message_usage(), **self.warning_fields}
         written += encode_event("message_delta", **end)
         yield written + encode_event("message_stop")
+
+    def _message_usage(self) -> dict[str, Any]:
+        """The tokens so far. The counts of the prompt's tokens add up to its length."""
+        usage = self._usage
+        return {
+            "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.num_cached_tokens,
+            "output_tokens": usage.num_completion_tokens,
+        }
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         return {

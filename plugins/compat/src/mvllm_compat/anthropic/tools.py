@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mvllm.entrypoints.openai.common.chat_prompt_renderer import check_tools
-from mvllm.errors import RequestError
+from mvllm.extension_api import RequestError
+from mvllm.extension_api.http import check_tools
 
 _CLIENT_TOOLS = ("bash_", "text_editor_", "memory_", "computer_", "browser_")
 """Beginnings of the types of tools that clients run, and whose schema requests do not have."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mvllm.entrypoints.openai.client_request import ModelRequest
+from mvllm.extension_api.http import ModelRequest
 
 
 class ConversationRequest(ModelRequest, kw_only=True):
