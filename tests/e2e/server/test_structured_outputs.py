@@ -257,12 +257,10 @@ def schema_format(schema: Any, **more: Any) -> dict[str, Any]:
 
 
 def ways_to_send(schema: Any) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Path and body of a request with the schema, in all APIs."""
+    """Path and body of a request with the schema, in every form."""
     text = {"format": {"type": "json_schema", "name": "s", "schema": schema}}
-    messages, limit = QUESTION["messages"], {"max_tokens": ROOM}
+    limit = {"max_tokens": ROOM}
     function = {"name": "f", "parameters": {"type": "object", "properties": {"p": schema}, "required": ["p"]}}
-    tool = {"name": "f", "input_schema": function["parameters"]}
-    ollama: dict[str, Any] = {"model": "demo", "options": {"num_predict": ROOM, "seed": 3}}
     return {
         "completions": (COMPLETIONS, {**STORY, **limit, "response_format": schema_format(schema)}),
         "chat": (CHAT, {**QUESTION, **limit, "response_format": schema_format(schema), "n": 2}),
@@ -271,10 +269,6 @@ def ways_to_send(schema: Any) -> dict[str, tuple[str, dict[str, Any]]]:
         "tools": (CHAT, {**QUESTION, **limit, "tools": [{"type": "function", "function": function}],
                          "tool_choice": {"type": "function", "function": {"name": "f"}}}),
         "responses": ("/v1/responses", {"model": "demo", "input": "Hi", "text": text, "max_output_tokens": ROOM}),
-        "messages": ("/v1/messages", {"model": "demo", "messages": messages, **limit, "tools": [tool],
-                                      "tool_choice": {"type": "tool", "name": "f"}}),
-        "ollama chat": ("/api/chat", {**ollama, "messages": messages, "format": schema}),
-        "ollama generate": ("/api/generate", {**ollama, "prompt": "Hi", "format": schema}),
     }  # fmt: skip
 
 
