@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import msgspec
 
 if TYPE_CHECKING:
-    from fastapi import APIRouter
-
     from mvllm.entrypoints.openai.common.api_format import APIFormat
-    from mvllm.entrypoints.openai.server.root_routes import APIServerHandle
+    from mvllm.entrypoints.openai.server.root_routes import APIServerHandle, HTTPRoutes
+    from mvllm.entrypoints.openai.server.settings import ServerSettings
 
 
 class HTTPPlugin:
@@ -56,10 +57,47 @@ class HTTPPlugin:
         """The formats of errors and models of its APIs."""
         return ()
 
-    def routers(self, server: APIServerHandle) -> Sequence[APIRouter]:
+    def running(self, settings: ServerSettings) -> AbstractContextManager[None]:
+        """Holds what the processes of one server share, such as a lock, in the process that starts the others.
+
+        Args:
+            settings: The server's; `settings.of_plugin` has the plugin's own.
+
+        Raises:
+            ConfigError: The server cannot be started with these settings.
+        """
+        return contextlib.nullcontext()
+
+    def routes(self, server: APIServerHandle) -> HTTPRoutes:
         """Its routes, under their whole paths. Called once in each API server, before the model is loaded.
 
         Raises:
             ConfigError: The server cannot be started with these settings.
         """
         raise NotImplementedError
+
+    # --- several models behind one server (`--models`)
+
+    def check_model(self, settings: ServerSettings, name: str, model: ServerSettings) -> None:
+        """Checks the settings of one of several models.
+
+        Args:
+            settings: The server's.
+            name: The model's.
+            model: The settings of the model's own server, which have its values of `model_options`.
+
+        Raises:
+            ConfigError: They contradict the server's.
+        """
+
+    def needs_model(self, settings: ServerSettings, method: str, path: str) -> bool:
+        """Whether a request has to be answered by the server of its model; if not, the router answers it."""
+        return True
+
+    def model_ended(self, settings: ServerSettings, names: Collection[str]) -> None:
+        """Called when the process of a model has ended, on a thread.
+
+        Args:
+            settings: The server's.
+            names: The names of the model and of its adapters.
+        """

@@ -9,9 +9,10 @@ The value of the entry point tells the two apart, so that a plugin of the second
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from mvllm.platform.installable import missing_part
 
 if TYPE_CHECKING:
     from mvllm.entrypoints.openai.common.api_format import APIFormat
+    from mvllm.entrypoints.openai.server.settings import ServerSettings
 
 logger = get_logger(__name__)
 
@@ -64,7 +66,18 @@ class Part:
     options: tuple[str, ...] = ()
 
 
-PARTS = (Part("compat", ("/api/", "/v1/messages")),)
+PARTS = (
+    Part("compat", ("/api/", "/v1/messages")),
+    Part(
+        "responses",
+        ("/v1/responses", "/v1/conversations", "/v1/chat/completions/"),
+        (
+            *("--responses-store", "--max-stored-responses", "--max-stored-bytes", "--max-stored-age"),
+            *("--mcp-server", "--mcp-request-urls", "--mcp-max-calls", "--mcp-start-timeout", "--mcp-timeout"),
+            "--mcp-max-result-bytes",
+        ),
+    ),
+)
 
 
 def is_root_plugin(source: PluginSource) -> bool:
@@ -159,6 +172,24 @@ def plugin_settings(args: argparse.Namespace, disabled: Sequence[str]) -> dict[s
     """
     made = {each.name: plugin.serve_settings(args) for each, plugin in loaded_plugins(disabled)}
     return {name: msgspec.to_builtins(settings) for name, settings in made.items() if settings is not None}
+
+
+def model_options() -> frozenset[str]:
+    """The options of plugins that each model of `--models` may set."""
+    return frozenset().union(*(plugin.model_options for _, plugin in loaded_plugins()))
+
+
+@contextlib.contextmanager
+def hold_plugins(settings: ServerSettings) -> Iterator[None]:
+    """Holds what the processes of a server share, while it runs.
+
+    Raises:
+        ConfigError: A plugin cannot run with its settings.
+    """
+    with contextlib.ExitStack() as stack:
+        for _, plugin in loaded_plugins(settings.disabled_http_plugins):
+            stack.enter_context(plugin.running(settings))
+        yield
 
 
 class _MissingOption(argparse.Action):

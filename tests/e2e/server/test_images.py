@@ -144,26 +144,6 @@ def test_a_placeholder_in_the_text_is_text(client: httpx.Client) -> None:
     assert content(client.post("/v1/chat/completions", json=two))
 
 
-def test_every_api_takes_the_image(client: httpx.Client) -> None:
-    expected = content(client.post("/v1/chat/completions", json=chat(image_part(picture()), text_part("what"))))
-    tokens = client.post("/tokenize", json={"messages": chat(image_part(picture()), text_part("what"))["messages"]})
-    count = tokens.json()["count"]
-    items = [{"type": "input_image", "image_url": data_url(picture())}, {"type": "input_text", "text": "what"}]
-    response = client.post(
-        "/v1/responses",
-        json={
-            "model": "eyes",
-            "input": [{"role": "user", "content": items}],
-            "max_output_tokens": 6,
-            "temperature": 0,
-            "ignore_eos": True,
-        },
-    )
-    assert response.status_code == 200, response.text
-    assert response.json()["usage"]["input_tokens"] == count
-    assert response.json()["output"][-1]["content"][0]["text"] == expected
-
-
 def test_embeddings_as_a_prompt(client: httpx.Client) -> None:
     values = np.random.default_rng(0).normal(size=(5, TEXT["hidden_size"])).astype(np.float32)
     file = io.BytesIO()

@@ -23,7 +23,6 @@ from tests.helpers.server import ServerProcess, settled_pids, wait_idle
 BODIES = {
     "/v1/completions": protocol.CompletionRequest,
     "/v1/chat/completions": protocol.ChatCompletionRequest,
-    "/v1/responses": protocol.ResponsesRequest,
     "/tokenize": protocol.TokenizeRequest,
     "/detokenize": protocol.DetokenizeRequest,
 }
@@ -43,9 +42,6 @@ def check(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
     assert answer.status_code in (200, 400, 404), (path, body, answer.text)
     if answer.status_code != 200:
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
-    elif body.get("stream") and path == "/v1/responses":
-        last = json.loads(answer.text.rstrip().split("\n")[-1].removeprefix("data: "))
-        assert last["type"] in ("response.completed", "response.incomplete") and last["response"]["error"] is None
     elif body.get("stream") and path in ("/v1/completions", "/v1/chat/completions"):
         assert answer.text.endswith("data: [DONE]\n\n") and '"error"' not in answer.text
     else:

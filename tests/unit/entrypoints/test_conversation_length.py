@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
 
-from mvllm.entrypoints.openai.common.chat_template_renderer import ChatTemplateRenderer
 from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from tests.unit.entrypoints.builders import save_model_folder
 from tests.unit.entrypoints.scripted_server import TEMPLATE, Server
@@ -18,7 +16,6 @@ MESSAGES = [HI, {"role": "assistant", "content": "yes"}, {"role": "user", "conte
 PARTS = [{"role": "user", "content": [{"type": "text", "text": LONG}]}]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": MESSAGES},
-    "/v1/responses": {"input": LONG},
     "/tokenize": {"messages": PARTS},
 }
 
@@ -36,17 +33,6 @@ def test_a_text_that_cannot_fit_is_not_rendered(folder: str, path: str, monkeypa
     monkeypatch.setattr(TokenizerPool, "render", render)
     answer = Server(folder, "x").post(BODIES[path], path)
     assert answer.status_code == 400 and "1100" in answer.text and "max_model_len" in answer.text
-
-
-@pytest.mark.parametrize("role", ["user", "assistant"])
-def test_a_conversation_far_over_the_context_loses_its_oldest_messages(folder: str, role: str) -> None:
-    messages = [HI, {"role": role, "content": LONG * 5}, {"role": "user", "content": "the last"}]
-    server = Server(folder, "x")
-    with contextlib.closing(ChatTemplateRenderer()) as server.templates:
-        answer = server.post({"input": messages, "truncation": "auto"}, "/v1/responses")
-    assert answer.status_code == 200, answer.text
-    [prompt] = server.core.prompts
-    assert "the last" in prompt and "many" not in prompt
 
 
 def test_thoughts_that_the_template_leaves_out_may_be_long(folder: str) -> None:

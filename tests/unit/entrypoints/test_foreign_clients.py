@@ -32,12 +32,11 @@ from mvllm.errors import RequestError
 from tests.unit.entrypoints.builders import save_model_folder
 from tests.unit.entrypoints.scripted_server import TEMPLATE, Server
 
-CHAT, COMPLETION, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Hello."}]
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": MESSAGES},
     COMPLETION: {"prompt": "Hello."},
-    RESPONSES: {"input": "Hello."},
     "/tokenize": {"prompt": "Hello."},
 }
 FUNCTION = {"name": "weather", "parameters": {"type": "object"}}
@@ -116,11 +115,10 @@ class TestIntegralFloats:
         answers = server.exchange(
             ("POST", CHAT, {**BODIES[CHAT], "max_tokens": 4.0, "top_k": 3.0, "stop_token_ids": [7.0]}),
             ("POST", COMPLETION, {"prompt": [[1.0, 2.0], [3.0]], "max_tokens": 4.0}),
-            ("POST", RESPONSES, {**BODIES[RESPONSES], "max_output_tokens": 4.0}),
             ("POST", "/detokenize", {"tokens": [1.0, 2.0]}),
         )
-        assert [answer.status_code for answer in answers] == [200] * 4, [answer.text for answer in answers]
-        assert [request.sampling_params.max_tokens for request in server.core.requests] == [4] * 4
+        assert [answer.status_code for answer in answers] == [200] * 3, [answer.text for answer in answers]
+        assert [request.sampling_params.max_tokens for request in server.core.requests] == [4] * 3
         assert server.core.requests[1].prompt_token_ids == [1, 2] and server.core.requests[0].sampling_params.top_k == 3
         refused = server.exchange(("POST", COMPLETION, {"prompt": [1.5]}), ("POST", CHAT, {**BODIES[CHAT], "n": 1e300}))
         assert [answer.status_code for answer in refused] == [400, 400]
@@ -157,12 +155,11 @@ class TestMessages:
         messages = [{"role": "user", "content": parts}]
         answers = server.exchange(
             ("POST", CHAT, {"messages": messages}),
-            ("POST", RESPONSES, {"input": messages}),
             ("POST", CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}),
         )
-        assert [answer.status_code for answer in answers] == [200, 200, 400], answers[0].text
+        assert [answer.status_code for answer in answers] == [200, 400], answers[0].text
         joined = "\n".join([*kinds, "refusal", "plain"])
-        assert [joined in prompt for prompt in server.core.prompts[:2]] == [True, True]
+        assert joined in server.core.prompts[0]
 
     def test_tools_without_a_type_are_functions(self, folder: str) -> None:
         typed = tmp_template(folder)
@@ -171,14 +168,12 @@ class TestMessages:
             ("POST", CHAT, {"messages": MESSAGES, "tools": [{"function": FUNCTION}]}),
             ("POST", CHAT, {"messages": MESSAGES, "tools": [{"type": None, "function": FUNCTION}]}),
             ("POST", CHAT, {"messages": MESSAGES, "tools": [{"function": FUNCTION}], "stream": True}),
-            ("POST", RESPONSES, {"input": "Hello.", "tools": [FUNCTION]}),
             ("POST", "/tokenize", {"messages": MESSAGES, "tools": [{"function": FUNCTION}]}),
         )
-        assert [answer.status_code for answer in answers] == [200] * 5, [answer.text for answer in answers]
+        assert [answer.status_code for answer in answers] == [200] * 4, [answer.text for answer in answers]
         assert answers[0].json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "weather"
-        assert answers[3].json()["output"][0]["name"] == "weather"
         assert len(set(server.core.prompts)) == 1 and server.core.prompts[0].endswith("function ")
-        assert answers[4].json()["count"] == answers[0].json()["usage"]["prompt_tokens"]
+        assert answers[3].json()["count"] == answers[0].json()["usage"]["prompt_tokens"]
 
 
 def tmp_template(folder: str) -> str:
@@ -435,75 +430,3 @@ class TestWhatClientsRead:
     def test_tokenizer_info_is_the_configuration_of_the_tokenizer(self, folder: str) -> None:
         [answer] = Server(folder, "x").exchange(("GET", "/tokenizer_info", None))
         assert answer.json()["chat_template"] == TEMPLATE and isinstance(answer.json()["tokenizer_class"], str)
-
-
-class TestResponses:
-    def test_a_response_repeats_its_penalties_and_all_fields_of_its_functions(self, folder: str) -> None:
-        tools = [{"type": "function", **FUNCTION, "strict": True}, {"type": "function", "name": "other"}]
-        given = {"presence_penalty": 0.5, "frequency_penalty": -0.5}
-        server = Server(folder, "Hello you.")
-        plain, full = (
-            server.post({**BODIES[RESPONSES], **more}, RESPONSES).json() for more in ({}, {**given, "tools": tools})
-        )
-        assert {name: plain[name] for name in given} == dict.fromkeys(given, 0.0) and plain["tools"] == []
-        assert {name: full[name] for name in given} == given
-        shown = [
-            tuple(tool[name] for name in ("name", "description", "parameters", "strict")) for tool in full["tools"]
-        ]
-        assert shown == [("weather", None, {"type": "object"}, True), ("other", None, None, False)]
-
-    def test_the_end_of_a_calls_arguments_names_the_function(self, folder: str) -> None:
-        body = {**BODIES[RESPONSES], "tools": [{"type": "function", **FUNCTION}], "stream": True}
-        answer = Server(folder, CALL).post(body, RESPONSES)
-        [done] = [line for line in answer.text.splitlines() if '"response.function_call_arguments.done"' in line]
-        assert json.loads(done.removeprefix("data: "))["name"] == "weather"
-
-    def test_input_tokens_are_those_of_the_prompt_that_would_run(self, folder: str) -> None:
-        server = Server(folder, "Hello you.")
-        tools = [{"type": "function", **FUNCTION}, {"type": "web_search"}]
-        history = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."}]
-        bodies: list[dict[str, Any]] = [
-            {"input": "Hello."},
-            {"input": [*history, {"role": "user", "content": "Bye."}], "instructions": "Be short.", "tools": tools},
-            {"input": [*history * 30, {"role": "user", "content": "Bye."}], "truncation": "auto"},
-            {"instructions": "Be short."},
-        ]
-        made = server.exchange(*(("POST", RESPONSES, body) for body in bodies))
-        num_requests = len(server.core.requests)
-        counted = server.exchange(*(("POST", f"{RESPONSES}/input_tokens", body) for body in bodies))
-        assert len(server.core.requests) == num_requests == len(bodies)  # nothing was run
-        for one, other in zip(made, counted, strict=True):
-            assert other.json() == {
-                "object": "response.input_tokens",
-                "input_tokens": one.json()["usage"]["input_tokens"],
-            }
-        assert counted[1].headers["x-mvllm-unknown-fields"] == "tools.web_search"
-        one, more, on = server.exchange(
-            ("POST", RESPONSES, bodies[0]),
-            ("POST", f"{RESPONSES}/input_tokens", {"input": "And?", "previous_response_id": "{id}"}),
-            ("POST", RESPONSES, {"input": "And?", "previous_response_id": "{id}"}),
-        )
-        counts = more.json()["input_tokens"], on.json()["usage"]["input_tokens"]
-        assert counts[0] == counts[1] > one.json()["usage"]["input_tokens"]
-        missing, unknown, too_long = server.exchange(
-            ("POST", f"{RESPONSES}/input_tokens", {}),
-            ("POST", f"{RESPONSES}/input_tokens", {"input": "x", "model": "y"}),
-            ("POST", f"{RESPONSES}/input_tokens", {"input": "word " * 400}),
-        )
-        assert (missing.status_code, unknown.status_code) == (400, 404)
-        assert too_long.json()["input_tokens"] > 400  # this is what a client wants to know
-
-    def test_an_empty_input_continues_what_is_there(self, folder: str) -> None:
-        server = Server(folder, "Hello you.")
-        first, on, instructed, nothing = server.exchange(
-            ("POST", RESPONSES, {"input": "Hello."}),
-            ("POST", RESPONSES, {"input": [], "previous_response_id": "{id}"}),
-            ("POST", RESPONSES, {"input": [], "instructions": "Greet me."}),
-            ("POST", RESPONSES, {"input": []}),
-        )
-        assert [each.status_code for each in (first, on, instructed, nothing)] == [200, 200, 200, 400]
-        assert "assistant: Hello you." in server.core.prompts[1] and server.core.prompts[2] == "system: Greet me."
-
-    def test_compacting_is_not_offered(self, folder: str) -> None:
-        answer = Server(folder, "x").post({"input": "x"}, f"{RESPONSES}/compact")
-        assert answer.status_code == 404 and "truncation='auto'" in answer.json()["error"]["message"]

@@ -54,9 +54,9 @@ class Greetings(HTTPPlugin):
 
         return [Plain()]
 
-    def routers(self, server):
+    def routes(self, server):
         from fastapi import APIRouter
-        from mvllm.extension_api.http import ModelRequest, json_response
+        from mvllm.extension_api.http import HTTPRoutes, ModelRequest, json_response
 
         class GreetRequest(ModelRequest, kw_only=True):
             name: str = "you"
@@ -69,7 +69,7 @@ class Greetings(HTTPPlugin):
 
         router = APIRouter(tags=["greetings"])
         server.body_routes.add(router, "/greet", GreetRequest, greet, "Greet somebody.", {"name": "Ada"})
-        return [router]
+        return HTTPRoutes([router])
 
 
 PLUGIN = Greetings()
@@ -179,7 +179,7 @@ def test_a_route_of_another_plugin_is_refused(folder: str, install: Install) -> 
 
 
 @pytest.mark.parametrize(
-    "text", ["raise SystemExit('no licence')", "PLUGIN = 5", PLUGIN.replace("return [router]", "return 1 / 0")]
+    "text", ["raise SystemExit('no licence')", "PLUGIN = 5", PLUGIN.replace("return HTTPRoutes", "return 1 / 0 #")]
 )
 def test_the_server_runs_without_one_that_fails_unless_it_is_named(
     folder: str, install: Install, text: str, caplog: pytest.LogCaptureFixture

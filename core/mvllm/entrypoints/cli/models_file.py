@@ -30,6 +30,7 @@ from mvllm.config.human_readable_int import human_readable_int
 from mvllm.entrypoints.cli.argument_parser import CommandLineParser
 from mvllm.entrypoints.cli.config_file import as_arguments, option_table
 from mvllm.entrypoints.openai.server.settings import ServerSettings
+from mvllm.entrypoints.root_plugins import model_options
 from mvllm.entrypoints.router.model_entry import ModelEntry, parse_keep_alive
 from mvllm.errors import ConfigError
 from mvllm.gguf.file_choice import is_gguf_name, list_choices
@@ -38,12 +39,11 @@ _OWN = ("model", "aliases", "pinned", "keep_alive", "max_concurrent_requests", "
 SERVER_OPTIONS_OF_A_MODEL = frozenset(
     (
         *("lora_modules", "chat_template", "tool_call_parser", "reasoning_parser", "trust_request_chat_template"),
-        *("max_stored_responses", "max_stored_bytes", "max_stored_age"),
         *("unknown_fields", "http_plugins", "send_timeout"),
         *("default_chat_template_kwargs", "enable_force_include_usage"),
     )
 )
-"""Options of the server that an entry may have; all others concern the whole server."""
+"""Options of core's server that an entry may have; all others concern the whole server."""
 
 MakeSettings = Callable[[argparse.Namespace], tuple[EngineArgs, ServerSettings]]
 """Makes the settings of one model from parsed options."""
@@ -73,7 +73,8 @@ class ModelsReader:
         add_arguments(self._parser)
         table = option_table(self._parser)
         engine = {name for name, action in table.items() if action.dest in {each.name for each in EngineArgs.options()}}
-        self._table = {name: table[name] for name in engine | SERVER_OPTIONS_OF_A_MODEL if name != "model"}
+        of_a_model = engine | SERVER_OPTIONS_OF_A_MODEL | model_options()
+        self._table = {name: table[name] for name in of_a_model if name != "model"}
         self._of_the_server = table.keys() - self._table.keys() - {"model"}
 
     def read_file(self, path: str) -> list[ModelEntry]:

@@ -24,12 +24,11 @@ from mvllm.entrypoints.cli.chat_arguments import (
 )
 from mvllm.entrypoints.cli.foreign_server_options import add_foreign_server_options, apply_foreign_server_options
 from mvllm.entrypoints.cli.number_arguments import positive_int, seconds
-from mvllm.entrypoints.cli.responses_arguments import add_responses_arguments, responses_settings
 from mvllm.entrypoints.cli.router import add_allowed_hosts
 from mvllm.entrypoints.cli.serve_models import add_models_arguments, router
 from mvllm.entrypoints.openai.server.authentication import KeyLimits, read_api_keys, read_key_limits
 from mvllm.entrypoints.openai.server.settings import DEFAULT_PORT, ServerSettings, UnknownFieldsPolicy
-from mvllm.entrypoints.root_plugins import add_plugin_arguments, plugin_settings, root_plugins
+from mvllm.entrypoints.root_plugins import add_plugin_arguments, hold_plugins, plugin_settings, root_plugins
 from mvllm.entrypoints.shutdown_signals import ignore_shutdown_signals, remove_on_exit
 from mvllm.errors import ConfigError
 from mvllm.platform import plugin_groups
@@ -178,8 +177,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_seconds(limits, "send-timeout", "that a client may leave a stream unread before its request is aborted")
 
-    add_responses_arguments(parser)
-
     chat = parser.add_argument_group("chat")
     add_chat_template_argument(chat)
     chat.add_argument(
@@ -261,11 +258,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve_model(engine: EngineArgs, settings: ServerSettings, num_servers: int, listener: socket.socket) -> int:
-    from mvllm.entrypoints.openai.responses.store_file import hold_store_file, store_limits
     from mvllm.entrypoints.openai.server.api_server import require_tokenizer, run_server
 
     require_tokenizer(engine)
-    with hold_store_file(settings.responses_store, store_limits(settings)):
+    with hold_plugins(settings):
         if num_servers == 1 and engine.data_parallel_size == 1:
             return run_server(engine, settings, listener)
         from mvllm.entrypoints.openai.server.process_manager import run_multi_api_server
@@ -357,6 +353,8 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         docs=args.docs,
         metrics_prefixes=prefixes,
         otlp_traces_endpoint=args.otlp_traces_endpoint,
+        disabled_http_plugins=tuple(args.disable_http_plugins),
+        plugin_settings=plugin_settings(args, args.disable_http_plugins),
     )
 
 
@@ -376,9 +374,7 @@ def _settings_of_model(args: argparse.Namespace) -> dict[str, Any]:
         "reasoning_parser": args.reasoning_parser,
         "unknown_fields": args.unknown_fields,
         "send_timeout": args.send_timeout,
-        **responses_settings(args),
         "http_plugins": tuple(args.http_plugins),
-        "disabled_http_plugins": tuple(args.disable_http_plugins),
         "plugin_settings": plugin_settings(args, args.disable_http_plugins),
         "lora_modules": tuple(adapter for text in args.lora_modules for adapter in _adapters(text)),
     }

@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import socket
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.entrypoints.cli.number_arguments import non_negative_int, positive_int, positive_seconds
-from mvllm.entrypoints.cli.responses_arguments import responses_settings
 from mvllm.entrypoints.openai.server.settings import ServerSettings
+from mvllm.entrypoints.root_plugins import loaded_plugins
 from mvllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mvllm.entrypoints.router.model_entry import ModelEntry
+    pass
 
 MakeModel = Callable[[argparse.Namespace, ServerSettings], tuple[EngineArgs, ServerSettings]]
 """Makes the settings of one model from parsed options and the settings of the whole server."""
@@ -106,9 +105,6 @@ def router(
         raise ConfigError(
             "--api-server-count is for one model. Each model of --models has a server process of its own."
         )
-    if args.responses_store is not None:  # without it each model has a store of its own, in memory
-        store = {name: value for name, value in responses_settings(args).items() if name != "mcp"}
-        settings = replace(settings, **store)
     try:
         keep_alive = keep_alive_argument(args.keep_alive)
     except argparse.ArgumentTypeError as e:
@@ -119,7 +115,8 @@ def router(
     check_names(entries)
     for entry in entries:
         require_tokenizer(entry.engine)
-        _check_store(entry, settings)
+        for _, plugin in loaded_plugins(settings.disabled_http_plugins):
+            plugin.check_model(settings, entry.name, entry.settings)
     if len(entries) > MAX_MODELS:
         raise ConfigError(f"{len(entries)} models are given; one server may have {MAX_MODELS}.")
     if not entries and args.models is None:
@@ -132,20 +129,3 @@ def router(
     scan = None if args.models_dir is None else lambda: reader.read_folder(args.models_dir)
     config = RouterConfig(entries, limits, settings, scan)
     return lambda listener: run_router(config, listener)
-
-
-def _check_store(entry: ModelEntry, settings: ServerSettings) -> None:
-    """Checks that a model has no limits of its own for stored responses that all models share.
-
-    Raises:
-        ConfigError: It has.
-    """
-    if settings.responses_store is None:
-        return
-    for name in ("max_stored_responses", "max_stored_bytes", "max_stored_seconds"):
-        if getattr(entry.settings, name) != getattr(settings, name):
-            option = "max-stored-age" if name == "max_stored_seconds" else name.replace("_", "-")
-            raise ConfigError(
-                f"{entry.name}: {option} is given for one model, but with --responses-store all models share their "
-                f"stored responses. Give it on the command line, as --{option}."
-            )

@@ -24,7 +24,6 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from mvllm.entrypoints.event_loop import run_in_event_loop
 from mvllm.entrypoints.openai.common.request_body import BodyReader
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
-from mvllm.entrypoints.openai.responses.store_file import end_interrupted, hold_store_file, store_limits
 from mvllm.entrypoints.openai.server.api_server import HTTPServer, warn_if_public
 from mvllm.entrypoints.openai.server.app import add_middleware, build_fastapi_app
 from mvllm.entrypoints.openai.server.browser_requests import BrowserCheck
@@ -35,6 +34,7 @@ from mvllm.entrypoints.openai.server.listener import listener_url
 from mvllm.entrypoints.openai.server.rate_limits import KeyCounters, RateLimiter
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
+from mvllm.entrypoints.root_plugins import hold_plugins, loaded_plugins
 from mvllm.entrypoints.router.model_catalog import ModelCatalog
 from mvllm.entrypoints.router.model_entry import ModelEntry, weight_bytes
 from mvllm.entrypoints.router.model_pool import ModelPool
@@ -79,7 +79,7 @@ def run_router(config: RouterConfig, listener: socket.socket) -> int:
     logger.info("Listening at %s; models that are loaded on demand: %d.", listener_url(listener), len(config.entries))
     warn_if_public(listener, config.settings)
     settings = config.settings
-    with hold_store_file(settings.responses_store, store_limits(settings)):
+    with hold_plugins(settings):
         return run_in_event_loop(RouterServer(config, listener).run())
 
 
@@ -156,16 +156,14 @@ class RouterServer:
 
     def _make_server(self, entry: ModelEntry, on_death: Callable[[Exception], None]) -> ModelServerProcess:
         index = self._indices.setdefault(entry.name, len(self._indices))
-        return ModelServerProcess(
-            entry, index, self._key_counters, on_death, lambda: self._end_interrupted_responses(entry)
-        )
+        return ModelServerProcess(entry, index, self._key_counters, on_death, lambda: self._tell_plugins_of_end(entry))
 
-    def _end_interrupted_responses(self, entry: ModelEntry) -> None:
-        """Ends the stored responses that the ended process of a model has not finished."""
+    def _tell_plugins_of_end(self, entry: ModelEntry) -> None:
+        """Tells plugins that the process of a model has ended, for example so that its stored responses do."""
         settings = self._config.settings
-        if settings.responses_store is not None:
-            adapters = (*(name for name, _ in entry.settings.lora_modules), *self._pool.models[entry.name].adapters)
-            end_interrupted(settings.responses_store, store_limits(settings), (*entry.names, *adapters))
+        adapters = (*(name for name, _ in entry.settings.lora_modules), *self._pool.models[entry.name].adapters)
+        for _, plugin in loaded_plugins(settings.disabled_http_plugins):
+            plugin.model_ended(settings, (*entry.names, *adapters))
 
     async def _log_ready(self, started: float) -> None:
         """Logs that the pinned models are loaded, if there are any."""

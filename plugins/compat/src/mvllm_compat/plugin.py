@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 from mvllm.extension_api.http_plugin import HTTPPlugin
 
 if TYPE_CHECKING:
-    from fastapi import APIRouter
-
-    from mvllm.extension_api.http import APIFormat, APIServerHandle
+    from mvllm.extension_api.http import APIFormat, APIServerHandle, HTTPRoutes
 
 
 class CompatibleAPIs(HTTPPlugin):
@@ -36,17 +34,18 @@ class CompatibleAPIs(HTTPPlugin):
 
         return (OllamaFormat(), AnthropicFormat())
 
-    def routers(self, server: APIServerHandle) -> Sequence[APIRouter]:
+    def routes(self, server: APIServerHandle) -> HTTPRoutes:
         """The routes of both APIs."""
         from fastapi import APIRouter
 
+        from mvllm.extension_api.http import HTTPRoutes
         from mvllm_compat.anthropic.routes import AnthropicRoutes
         from mvllm_compat.ollama.routes import OllamaRoutes
 
         generation, ollama = APIRouter(tags=["generation"]), APIRouter(tags=["ollama"])
         AnthropicRoutes(server.body_routes).add_to(generation)
         OllamaRoutes(server).add_to(ollama)
-        return (generation, ollama)
+        return HTTPRoutes([generation, ollama])
 
 
 PLUGIN = CompatibleAPIs()

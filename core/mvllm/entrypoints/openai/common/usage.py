@@ -77,17 +77,3 @@ class UsageCounter:
         if self.num_reasoning is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning}
         return usage
-
-    def to_response_usage(self, num_reasoning_tokens: int) -> dict[str, Any]:
-        """The `usage` object of the Responses API.
-
-        Args:
-            num_reasoning_tokens: Completion tokens that belong to the reasoning.
-        """
-        return {
-            "input_tokens": self._prompt,
-            "input_tokens_details": {"cached_tokens": self._cached, "cache_write_tokens": 0},
-            "output_tokens": self._completion,
-            "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
-            "total_tokens": self._prompt + self._completion,
-        }

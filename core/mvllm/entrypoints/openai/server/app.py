@@ -29,7 +29,7 @@ from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
 from mvllm.entrypoints.openai.server.http_plugins import HTTPServerHandle, load_http_plugins
 from mvllm.entrypoints.openai.server.middleware import RequestMiddleware
 from mvllm.entrypoints.openai.server.rate_limits import RateLimiter
-from mvllm.entrypoints.openai.server.root_routes import PluginRoutes, make_plugin_routes
+from mvllm.entrypoints.openai.server.root_routes import PluginRoutes
 from mvllm.entrypoints.openai.server.routes import Routes
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
@@ -148,9 +148,11 @@ def _make_routes(
     settings: ServerSettings,
 ) -> tuple[Routes, PluginRoutes]:
     body_routes = BodyRoutes(state, models, settings)
-    routes = Routes(state, models, metrics, settings, body_routes)
     log_failures(root_plugins(settings.disabled_http_plugins, settings.http_plugins))
-    return routes, make_plugin_routes(state, models, settings, body_routes, routes.routers)
+    added = PluginRoutes(state, models, settings, body_routes)
+    routes = Routes(state, models, metrics, settings, body_routes, added.store_completion)
+    added.check_conflicts(routes.routers)
+    return routes, added
 
 
 def _build_fastapi_app(

@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.entrypoints.http_plugin import HTTPPlugin
+from mvllm.entrypoints.openai.chat.routes import StoreCompletion
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.server.body_routes import BodyRoutes
@@ -76,7 +77,7 @@ class APIServerHandle:
         Args:
             kind: Their struct. Without settings, its fields have their defaults.
         """
-        return msgspec.convert(self.server_settings.plugin_settings.get(self._name, {}), kind)
+        return self.server_settings.of_plugin(self._name, kind)
 
     def add_closer(self, close: Callable[[], Awaitable[None]]) -> None:
         """Adds what ends something that routes use; it is called after the last response."""
@@ -84,66 +85,78 @@ class APIServerHandle:
 
 
 @dataclass(frozen=True)
-class PluginRoutes:
-    """The routes of all plugins.
+class HTTPRoutes:
+    """What a plugin adds to an API server.
 
     Attributes:
-        routers: The routes.
-        plugins: The plugins.
-        direct_routes: Those of them for `DirectRoutes`: with a JSON body, and without parameters in their paths.
+        routers: Its routes, under their whole paths.
+        store_completion: Stores chat completions of requests with `store: true`; None if it stores none. One plugin may
+            have it.
     """
 
     routers: Sequence[APIRouter]
-    plugins: Sequence[HTTPPlugin]
-    direct_routes: Sequence[Route]
+    store_completion: StoreCompletion | None = None
 
 
-def make_plugin_routes(
-    state: ServerState,
-    models: OpenAIServingModels,
-    settings: ServerSettings,
-    body_routes: BodyRoutes,
-    core_routers: Iterable[APIRouter],
-) -> PluginRoutes:
-    """Makes the routes of the plugins that are installed and not disabled. Logs the error of one that fails.
+class PluginRoutes:
+    """The routes of all plugins that are installed and not disabled. Logs the error of one that fails.
 
     Args:
-        core_routers: Core's own routes, which no plugin may have.
+        state, models, settings, body_routes: The server's.
+
+    Attributes:
+        plugins: The plugins.
+        store_completion: That of the plugin that has it.
 
     Raises:
-        ConfigError: A plugin has a route that core or another plugin has, or cannot run with its settings, or is named
-            in `http_plugins` and fails.
+        ConfigError: On construction: a plugin cannot run with its settings, or is named in `http_plugins` and fails.
     """
-    taken = [("mvllm", route) for router in core_routers for route in _routes(router)]
-    routers: list[APIRouter] = []
-    used: list[HTTPPlugin] = []
-    for each, plugin in loaded_plugins(settings.disabled_http_plugins):
-        handle = APIServerHandle(each.name, state, models, settings, body_routes)
-        made = _make(each, plugin, handle, is_required=each.name in settings.http_plugins)
-        if made is None:
-            continue
-        own = [route for router in made for route in _routes(router)]
-        _check_conflicts(each.source, own, taken)
-        taken += [(str(each.source), route) for route in own]
-        routers += made
-        used.append(plugin)
-    direct = [
-        route
-        for router in routers
-        for route in _routes(router)
-        if not route.param_convertors and route.path in body_routes.paths
-    ]
-    return PluginRoutes(routers, used, direct)
+
+    def __init__(
+        self, state: ServerState, models: OpenAIServingModels, settings: ServerSettings, body_routes: BodyRoutes
+    ) -> None:
+        self._made: list[tuple[PluginSource, HTTPRoutes]] = []
+        self._body_routes = body_routes
+        self.plugins: list[HTTPPlugin] = []
+        self.store_completion: StoreCompletion | None = None
+        for each, plugin in loaded_plugins(settings.disabled_http_plugins):
+            handle = APIServerHandle(each.name, state, models, settings, body_routes)
+            made = _make(each, plugin, handle, is_required=each.name in settings.http_plugins)
+            if made is not None:
+                self._made.append((each.source, made))
+                self.plugins.append(plugin)
+                self.store_completion = self.store_completion or made.store_completion
+
+    @property
+    def routers(self) -> list[APIRouter]:
+        """The routes."""
+        return [router for _, made in self._made for router in made.routers]
+
+    @property
+    def direct_routes(self) -> list[Route]:
+        """Those of them for `DirectRoutes`: with a JSON body, and without parameters in their paths."""
+        found = (route for router in self.routers for route in _routes(router))
+        return [route for route in found if not route.param_convertors and route.path in self._body_routes.paths]
+
+    def check_conflicts(self, core_routers: Iterable[APIRouter]) -> None:
+        """Checks that no plugin has a route that core or another plugin has.
+
+        Raises:
+            ConfigError: A plugin has.
+        """
+        taken = [("mvllm", route) for router in core_routers for route in _routes(router)]
+        for source, made in self._made:
+            own = [route for router in made.routers for route in _routes(router)]
+            _check_conflicts(source, own, taken)
+            taken += [(str(source), route) for route in own]
 
 
-def _make(
-    each: RootPlugin, plugin: HTTPPlugin, handle: APIServerHandle, *, is_required: bool
-) -> Sequence[APIRouter] | None:
-    """The routers of a plugin; None if it fails, and the server runs without it."""
+def _make(each: RootPlugin, plugin: HTTPPlugin, handle: APIServerHandle, *, is_required: bool) -> HTTPRoutes | None:
+    """The routes of a plugin; None if it fails, and the server runs without it."""
     try:
-        made = list(plugin.routers(handle))
-        if not all(isinstance(router, APIRouter) for router in made):
-            raise TypeError(f"routers() must return fastapi.APIRouters, found {made!r}.")
+        made = plugin.routes(handle)
+        if not isinstance(made, HTTPRoutes):
+            raise TypeError(f"routes() must return HTTPRoutes, found {made!r}.")
     except (KeyboardInterrupt, MvllmError):
         raise
     except BaseException as e:  # a plugin may raise anything, SystemExit included

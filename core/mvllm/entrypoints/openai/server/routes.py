@@ -12,7 +12,7 @@ from starlette.routing import Route
 from mvllm.entrypoints.openai.admin.rollout_routes import RolloutRoutes
 from mvllm.entrypoints.openai.admin.routes import AdminRoutes
 from mvllm.entrypoints.openai.audio.routes import AudioRoutes
-from mvllm.entrypoints.openai.chat.routes import ChatCompletionRoutes
+from mvllm.entrypoints.openai.chat.routes import ChatCompletionRoutes, StoreCompletion
 from mvllm.entrypoints.openai.client_request import ModelRequest
 from mvllm.entrypoints.openai.common.api_format import api_format
 from mvllm.entrypoints.openai.common.json_response import json_response
@@ -30,7 +30,6 @@ from mvllm.entrypoints.openai.protocol import (
     RerankRequest,
     ScoreRequest,
 )
-from mvllm.entrypoints.openai.responses.routes import ResponsesRoutes
 from mvllm.entrypoints.openai.server.body_routes import BodyRoutes
 from mvllm.entrypoints.openai.server.http_metrics import CONTENT_TYPE, HTTPMetrics
 from mvllm.entrypoints.openai.server.server_state import ServerPhase, ServerState
@@ -63,6 +62,7 @@ class Routes:
         metrics: The metrics at `/metrics`.
         settings: The server's.
         body_routes: Adds the routes with a JSON body.
+        store_completion: Stores chat completions; None if the server stores none.
 
     Attributes:
         routers: All routes, with the tags of `openapi.TAGS`.
@@ -77,6 +77,7 @@ class Routes:
         metrics: HTTPMetrics,
         settings: ServerSettings,
         body_routes: BodyRoutes,
+        store_completion: StoreCompletion | None = None,
     ) -> None:
         self._state = state
         self._models = models
@@ -94,12 +95,9 @@ class Routes:
             health.add_api_route("/ping", self.liveness, methods=[method], summary="Whether the server works.")
         health.add_api_route("/health/ready", self.readiness, methods=["GET"], summary="Whether it accepts requests.")
 
-        responses = ResponsesRoutes(settings, body_routes)
-        ChatCompletionRoutes(responses.store, body_routes).add_to(generation)
+        ChatCompletionRoutes(body_routes, store_completion).add_to(generation)
         for route in _GENERATION:
             body_routes.add_handler(generation, *route)
-        responses.add_to(generation)
-        state.add_closer(responses.close)
         AudioRoutes(state, models, body_routes).add_to(generation)
         self.direct_routes = [
             route
