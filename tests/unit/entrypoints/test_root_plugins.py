@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mvllm.entrypoints import root_plugins
 from mvllm.entrypoints.cli import serve
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.root_plugins import missing_part_of
@@ -105,7 +107,8 @@ def parse(*arguments: str) -> argparse.Namespace:
 
 
 def settings_of(*arguments: str) -> ServerSettings:
-    return ServerSettings(**serve._settings_of_model(parse(*arguments)))
+    args = parse(*arguments)
+    return replace(serve._settings(args), **serve._settings_of_model(args))
 
 
 def test_it_is_used_without_being_named(folder: str, install: Install) -> None:
@@ -201,11 +204,34 @@ def test_an_object_is_not_imported_until_it_is_named(folder: str, install: Insta
 
 class TestMissingParts:
     @pytest.fixture(autouse=True)
-    def nothing_is_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing_is_installed(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(plugin_groups, "list_plugins", lambda group: [])
+        root_plugins._load_all.cache_clear()
+        yield
+        root_plugins._load_all.cache_clear()
 
-    @pytest.mark.parametrize("path", ["/api/chat", "/v1/messages", "/v1/messages/count_tokens"])
-    def test_a_path_of_theirs_names_the_package(self, folder: str, path: str) -> None:
+    @pytest.mark.parametrize(
+        ("path", "extra"),
+        [
+            ("/api/chat", "compat"),
+            ("/v1/messages", "compat"),
+            ("/v1/messages/count_tokens", "compat"),
+            ("/v1/responses", "responses"),
+            ("/v1/conversations", "responses"),
+            ("/v1/chat/completions/chatcmpl-1", "responses"),
+        ],
+    )
+    def test_a_path_of_theirs_names_the_package(self, folder: str, path: str, extra: str) -> None:
         assert missing_part_of("/apis") is None and missing_part_of("/v1/messagesx") is None
         error: dict[str, Any] = Server(folder, "x").post({}, path).json()["error"]
-        assert error["code"] == "not_installed" and 'pip install "mvllm[compat]"' in error["message"]
+        assert error["code"] == "not_installed" and f'pip install "mvllm[{extra}]"' in error["message"]
+
+    def test_a_chat_completion_is_not_stored(self, folder: str) -> None:
+        body = {"messages": [{"role": "user", "content": "x"}], "store": True}
+        assert Server(folder, "x").post(body).status_code == 200
+
+    @pytest.mark.parametrize("option", ["--responses-store=x.db", "--mcp-server=a=b", "--max-stored-bytes=1"])
+    def test_an_option_of_theirs_names_the_package(self, option: str) -> None:
+        expected = r"`mvllm serve --.*` needs the package mvllm-responses.*mvllm\[responses\]"
+        with pytest.raises(ConfigError, match=expected):
+            parse(option)

@@ -136,7 +136,8 @@ class PluginRoutes:
     def direct_routes(self) -> list[Route]:
         """Those of them for `DirectRoutes`: with a JSON body, and without parameters in their paths."""
         found = (route for router in self.routers for route in _routes(router))
-        return [route for route in found if not route.param_convertors and route.path in self._body_routes.paths]
+        posts = (route for route in found if "POST" in (route.methods or ()) and not route.param_convertors)
+        return [route for route in posts if route.path in self._body_routes.paths]
 
     def check_conflicts(self, core_routers: Iterable[APIRouter]) -> None:
         """Checks that no plugin has a route that core or another plugin has.
