@@ -24,7 +24,7 @@ from mvllm_responses.database import EventBatch
 from mvllm_responses.serving import ResponsesHandler
 from mvllm_responses.store import ResponseStore
 
-logger = get_logger(__name__)
+logger = get_logger("mvllm.responses.background")
 
 _FLUSH_SECONDS = 0.05
 _POLL_SECONDS = 0.1

@@ -33,7 +33,7 @@ from mvllm_responses.database import (
 )
 from mvllm_responses.items import Item, encode_items
 
-logger = get_logger(__name__)
+logger = get_logger("mvllm.responses.store")
 
 T = TypeVar("T")
 

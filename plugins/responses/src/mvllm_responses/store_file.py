@@ -13,7 +13,7 @@ from mvllm.extension_api.http import ServerSettings, key_digest
 from mvllm_responses.database import ResponseDatabase, StoreLimits
 from mvllm_responses.settings import ResponsesSettings
 
-logger = get_logger(__name__)
+logger = get_logger("mvllm.responses.store_file")
 
 INTERRUPTED = "The server ended before the response was complete. Send the request again."
 """The error of a background response whose server has ended."""

@@ -24,7 +24,7 @@ from mvllm.extension_api.http import (
 from mvllm_responses.items import Item, check_metadata
 from mvllm_responses.store import ResponseStore
 
-logger = get_logger(__name__)
+logger = get_logger("mvllm.responses.stored_completions")
 
 
 class StoredCompletionHandler(StreamingHandler):

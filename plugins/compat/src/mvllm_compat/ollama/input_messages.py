@@ -23,7 +23,7 @@ from mvllm_compat.ollama.protocol import (
 )
 from mvllm_compat.thinking_variables import thinking_variables
 
-logger = get_logger(__name__)
+logger = get_logger("mvllm.compat.ollama.input_messages")
 
 _EFFORTS = ("low", "medium", "high", "max")
 

@@ -19,7 +19,7 @@ from mvllm_responses.settings import MCPSettings
 if TYPE_CHECKING:
     import mcp
 
-logger = get_logger(__name__)
+logger = get_logger("mvllm.responses.mcp.connection")
 
 _MAX_PAGES = 32
 _MAX_LISTED_BYTES = 1 << 20
