@@ -118,7 +118,7 @@ class RouterApp:
         self._own_routes = {
             key: endpoint
             for key, endpoint in own_routes.items()
-            if not key[1].startswith("/api/") or key in self._forwarded
+            if not key[1].startswith("/api/") or self._find_route({"type": "http", "method": key[0], "path": key[1]})
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -89,7 +89,7 @@ class HTTPRoutes:
     """What a plugin adds to an API server.
 
     Attributes:
-        routers: Its routes, under their whole paths.
+        routers: Its routes, under their whole paths. No router includes another.
         store_completion: Stores chat completions of requests with `store: true`; None if it stores none. One plugin may
             have it.
     """
@@ -158,6 +158,8 @@ def _make(each: RootPlugin, plugin: HTTPPlugin, handle: APIServerHandle, *, is_r
         made = plugin.routes(handle)
         if not isinstance(made, HTTPRoutes):
             raise TypeError(f"routes() must return HTTPRoutes, found {made!r}.")
+        if not all(isinstance(route, Route) for router in made.routers for route in router.routes):
+            raise TypeError("the routers of HTTPRoutes may not include others; return each of them")
     except (KeyboardInterrupt, MvllmError):
         raise
     except BaseException as e:  # a plugin may raise anything, SystemExit included
