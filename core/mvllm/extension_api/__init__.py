@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from mvllm.config.rope_parameters import RopeParameters
     from mvllm.engine.frontend.outputs import RequestOutput
     from mvllm.engine.metrics.stat_loggers import StatLogger
-    from mvllm.entrypoints.openai.common.errors import APIError, error_response
+    from mvllm.entrypoints.openai.common.api_format import error_response, set_api_format
+    from mvllm.entrypoints.openai.common.errors import APIError
     from mvllm.entrypoints.openai.server.http_plugins import HTTPServerHandle
     from mvllm.entrypoints.parsers.interface import (
         CallSyntax,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     )
     from mvllm.entrypoints.parsers.marked_calls import MarkedCalls
     from mvllm.entrypoints.parsers.reasoning.tagged import TaggedReasoning
+    from mvllm.entrypoints.root_plugins import api_formats
     from mvllm.errors import (
         ConfigError,
         EngineDeadError,
@@ -122,7 +124,8 @@ _NAMES = {
     "mvllm.config.rope_parameters": "RopeParameters",
     "mvllm.engine.frontend.outputs": "RequestOutput",
     "mvllm.engine.metrics.stat_loggers": "StatLogger",
-    "mvllm.entrypoints.openai.common.errors": "APIError error_response",
+    "mvllm.entrypoints.openai.common.api_format": "error_response set_api_format",
+    "mvllm.entrypoints.openai.common.errors": "APIError",
     "mvllm.entrypoints.openai.server.http_plugins": "HTTPServerHandle",
     "mvllm.entrypoints.parsers.interface": (
         "CallSyntax ContentDelta Delta ReasoningDelta ReasoningParser ReasoningStream ToolCallDelta ToolParser "
@@ -130,6 +133,7 @@ _NAMES = {
     ),
     "mvllm.entrypoints.parsers.marked_calls": "MarkedCalls",
     "mvllm.entrypoints.parsers.reasoning.tagged": "TaggedReasoning",
+    "mvllm.entrypoints.root_plugins": "api_formats",
     "mvllm.errors": (
         "ConfigError EngineDeadError ModelError MvllmError PlatformError RequestError WorkerDiedError WorkerStuckError"
     ),
@@ -286,6 +290,7 @@ __all__ = [
     "WorkerWrapper",
     "WriterHandle",
     "anonymous_file",
+    "api_formats",
     "decode_config",
     "devices_per_worker",
     "dump_stacks_to",
@@ -299,6 +304,7 @@ __all__ = [
     "log_level",
     "module_search_path",
     "open_pidfd",
+    "set_api_format",
     "staging",
     "watch_parent",
     "worker_names",

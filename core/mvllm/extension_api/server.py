@@ -11,8 +11,10 @@ from mvllm.engine.async_llm import AsyncLLM as AsyncLLM
 from mvllm.engine.metrics.prometheus import cumulative_buckets as cumulative_buckets
 from mvllm.engine.metrics.stats import Histogram as Histogram
 from mvllm.entrypoints.event_loop import run_in_event_loop as run_in_event_loop
-from mvllm.entrypoints.openai.common.errors import is_anthropic_client as is_anthropic_client
+from mvllm.entrypoints.openai.common.api_format import APIFormat as APIFormat
+from mvllm.entrypoints.openai.common.api_format import api_format as api_format
 from mvllm.entrypoints.openai.common.json_response import json_response as json_response
+from mvllm.entrypoints.openai.common.load_header import LOAD_HEADER as LOAD_HEADER
 from mvllm.entrypoints.openai.common.request_body import BodyDecoder as BodyDecoder
 from mvllm.entrypoints.openai.common.request_body import BodyReader as BodyReader
 from mvllm.entrypoints.openai.common.streaming_response import CLIENT_CLOSED_REQUEST as CLIENT_CLOSED_REQUEST
@@ -25,7 +27,6 @@ from mvllm.entrypoints.openai.server.api_server import run_child_server as run_c
 from mvllm.entrypoints.openai.server.api_server import warn_if_public as warn_if_public
 from mvllm.entrypoints.openai.server.app import build_app_without_engine as build_app_without_engine
 from mvllm.entrypoints.openai.server.application_server import serve_application as serve_application
-from mvllm.entrypoints.openai.server.application_server import stream_error as stream_error
 from mvllm.entrypoints.openai.server.authentication import Role as Role
 from mvllm.entrypoints.openai.server.browser_requests import is_same_origin as is_same_origin
 from mvllm.entrypoints.openai.server.heartbeat_monitor import HeartbeatMonitor as HeartbeatMonitor
@@ -38,14 +39,17 @@ from mvllm.entrypoints.openai.server.rate_limits import KeyCounters as KeyCounte
 from mvllm.entrypoints.openai.server.rate_limits import RateLimiter as RateLimiter
 from mvllm.entrypoints.openai.server.settings import ServerSettings as ServerSettings
 from mvllm.entrypoints.openai.server.shared_metrics import SharedServerMetrics as SharedServerMetrics
-from mvllm.entrypoints.openai.server.stored_responses import end_interrupted_responses as end_interrupted_responses
-from mvllm.entrypoints.openai.server.stored_responses import hold_stored_responses as hold_stored_responses
+from mvllm.entrypoints.root_plugins import hold_plugins as hold_plugins
+from mvllm.entrypoints.root_plugins import loaded_plugins as loaded_plugins
+from mvllm.entrypoints.root_plugins import model_options as model_options
 from mvllm.errors import CacheError as CacheError
 from mvllm.errors import StepMemoryError as StepMemoryError
 
 __all__ = [
     "CLIENT_CLOSED_REQUEST",
     "DEMO",
+    "LOAD_HEADER",
+    "APIFormat",
     "AsyncLLM",
     "BodyDecoder",
     "BodyReader",
@@ -62,18 +66,19 @@ __all__ = [
     "ServerSettings",
     "SharedServerMetrics",
     "StepMemoryError",
+    "api_format",
     "build_app_without_engine",
     "cancel_on_disconnect",
     "cumulative_buckets",
-    "end_interrupted_responses",
     "find_model",
-    "hold_stored_responses",
-    "is_anthropic_client",
     "is_same_origin",
+    "hold_plugins",
     "json_response",
     "list_cached_models",
     "list_models_in",
     "listener_url",
+    "loaded_plugins",
+    "model_options",
     "open_listener",
     "request_caller",
     "require_admin",
@@ -81,7 +86,6 @@ __all__ = [
     "run_child_server",
     "run_in_event_loop",
     "serve_application",
-    "stream_error",
     "stream_format",
     "warn_if_public",
 ]

@@ -23,8 +23,8 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from mvllm.errors import ConfigError
 from mvllm import plugin_groups
+from mvllm.errors import ConfigError
 from mvllm.installable import missing_part
 
 

@@ -186,7 +186,7 @@ def test_a_key_beyond_its_limits_gets_429_and_learns_when_to_try_again(guarded: 
         assert second.status_code == 429 and second.json()["error"]["code"] == "rate_limit_exceeded"
         assert 1 <= int(second.headers["retry-after"]) <= 60
         assert second.headers["x-ratelimit-limit-requests"] == "1"
-        assert client.post("/v1/responses/input_tokens", json={"input": "Once"}).status_code == 429
+        assert client.post("/tokenize", json={"prompt": "Once"}).status_code == 429
         assert client.get("/v1/models").status_code == 200
     with guarded.client(headers={"Authorization": f"Bearer {SECOND}"}) as client:
         for _ in range(2):

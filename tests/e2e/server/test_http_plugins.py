@@ -105,7 +105,7 @@ def test_its_routes_need_the_key_and_are_in_the_openapi_schema(
         assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
         assert stranger.get("/plugins/acme").status_code == 401
     document = client.get("/openapi.json").json()
-    assert "/plugins/answers/rank" in document["paths"] and "/v1/responses" in document["paths"]
+    assert "/plugins/answers/rank" in document["paths"] and "/v1/completions" in document["paths"]
     assert client.get("/docs").status_code == 200
     assert 'handler="/plugins/answers/..."' in client.get("/metrics").text
     assert b" 401 " in server_with_plugins.exchange(raw_post("/plugins/answers/rank", b"{}"))

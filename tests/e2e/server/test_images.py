@@ -144,39 +144,6 @@ def test_a_placeholder_in_the_text_is_text(client: httpx.Client) -> None:
     assert content(client.post("/v1/chat/completions", json=two))
 
 
-def test_every_api_takes_the_image(client: httpx.Client) -> None:
-    encoded = base64.b64encode(picture()).decode()
-    expected = content(client.post("/v1/chat/completions", json=chat(image_part(picture()), text_part("what"))))
-    tokens = client.post("/tokenize", json={"messages": chat(image_part(picture()), text_part("what"))["messages"]})
-    count = tokens.json()["count"]
-    source = {"type": "base64", "media_type": "image/png", "data": encoded}
-    blocks = [{"type": "image", "source": source}, text_part("what")]
-    message = {"model": "eyes", "messages": [{"role": "user", "content": blocks}]}
-    answer = client.post("/v1/messages", json={**message, "max_tokens": 6, "temperature": 0, "ignore_eos": True})
-    assert answer.status_code == 200, answer.text
-    usage = answer.json()["usage"]
-    assert usage["input_tokens"] + usage.get("cache_read_input_tokens", 0) == count
-    assert client.post("/v1/messages/count_tokens", json=message).json()["input_tokens"] == count
-    items = [{"type": "input_image", "image_url": data_url(picture())}, {"type": "input_text", "text": "what"}]
-    response = client.post(
-        "/v1/responses",
-        json={
-            "model": "eyes",
-            "input": [{"role": "user", "content": items}],
-            "max_output_tokens": 6,
-            "temperature": 0,
-            "ignore_eos": True,
-        },
-    )
-    assert response.status_code == 200, response.text
-    assert response.json()["usage"]["input_tokens"] == count
-    assert response.json()["output"][-1]["content"][0]["text"] == expected
-    told = {"model": "eyes", "messages": [{"role": "user", "content": "what", "images": [encoded]}], "stream": False}
-    ollama = client.post("/api/chat", json={**told, "options": {"num_predict": 6, "temperature": 0}})
-    assert ollama.status_code == 200, ollama.text
-    assert ollama.json()["prompt_eval_count"] == count
-
-
 def test_embeddings_as_a_prompt(client: httpx.Client) -> None:
     values = np.random.default_rng(0).normal(size=(5, TEXT["hidden_size"])).astype(np.float32)
     file = io.BytesIO()

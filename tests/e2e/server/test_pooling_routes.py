@@ -149,10 +149,6 @@ def test_fields_of_other_engines_that_change_vectors(encoder: httpx.Client, vect
         for dtype, endianness in (("float16", "big"), ("float32", "big"), ("float16", "native")):
             found = embed(path, encoding_format="base64", embed_dtype=dtype, endianness=endianness)
             np.testing.assert_allclose(found, vectors[0], atol=1e-3)
-    older = encoder.post("/api/embeddings", json={"model": "it", "prompt": QUERY}).json()["embedding"]
-    newer = encoder.post("/api/embed", json={"model": "it", "input": QUERY}).json()["embeddings"][0]
-    np.testing.assert_allclose(older, unscaled, **CLOSE)
-    np.testing.assert_allclose(newer, vectors[0], **CLOSE)
 
 
 def test_documents_may_be_cut_for_ranking(judge: httpx.Client, encoder: httpx.Client) -> None:

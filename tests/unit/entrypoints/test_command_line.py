@@ -75,7 +75,7 @@ class TestHelp:
         with pytest.raises(SystemExit):
             main(["serve", "--help"])
         text = " ".join(capsys.readouterr().out.split())
-        assert "Groups of options: server, access, limits, responses, chat, several models, model, KV cache," in text
+        assert "Groups of options: server, access, limits, chat," in text
         assert "`mvllm serve --help=server` prints one group" in text
         assert "Reuse the KV of equal prompt prefixes. Default: on." in text
 

@@ -1,13 +1,11 @@
-"""Conversations that cannot fit into the model's context are refused before they are rendered, by every API."""
+"""Conversations that cannot fit into the model's context are refused before they are rendered."""
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
 
-from mvllm.entrypoints.openai.common.chat_template_renderer import ChatTemplateRenderer
 from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from tests.unit.entrypoints.builders import save_model_folder
 from tests.unit.entrypoints.scripted_server import TEMPLATE, Server
@@ -18,10 +16,6 @@ MESSAGES = [HI, {"role": "assistant", "content": "yes"}, {"role": "user", "conte
 PARTS = [{"role": "user", "content": [{"type": "text", "text": LONG}]}]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": MESSAGES},
-    "/v1/messages": {"model": "m", "max_tokens": 1, "messages": PARTS},
-    "/v1/messages/count_tokens": {"model": "m", "messages": PARTS},
-    "/v1/responses": {"input": LONG},
-    "/api/chat": {"model": "m", "messages": MESSAGES, "truncate": False},
     "/tokenize": {"messages": PARTS},
 }
 
@@ -39,19 +33,6 @@ def test_a_text_that_cannot_fit_is_not_rendered(folder: str, path: str, monkeypa
     monkeypatch.setattr(TokenizerPool, "render", render)
     answer = Server(folder, "x").post(BODIES[path], path)
     assert answer.status_code == 400 and "1100" in answer.text and "max_model_len" in answer.text
-
-
-@pytest.mark.parametrize("path", ["/api/chat", "/v1/responses"])
-@pytest.mark.parametrize("role", ["user", "assistant"])
-def test_a_conversation_far_over_the_context_loses_its_oldest_messages(folder: str, path: str, role: str) -> None:
-    messages = [HI, {"role": role, "content": LONG * 5}, {"role": "user", "content": "the last"}]
-    server = Server(folder, "x")
-    with contextlib.closing(ChatTemplateRenderer()) as server.templates:
-        field = {"messages": messages, "stream": False} if path == "/api/chat" else {"input": messages}
-        answer = server.post({**field, "truncation": "auto"}, path)
-    assert answer.status_code == 200, answer.text
-    [prompt] = server.core.prompts
-    assert "the last" in prompt and "many" not in prompt
 
 
 def test_thoughts_that_the_template_leaves_out_may_be_long(folder: str) -> None:

@@ -7,7 +7,6 @@ import base64
 import json
 import types
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Union, get_args, get_origin
 
 import msgspec
@@ -15,9 +14,6 @@ import numpy as np
 import pytest
 
 from mvllm.engine.frontend.pooling_outputs import PoolingOutput, PoolingRequestOutput
-from mvllm.entrypoints.ollama.input_messages import chat_messages
-from mvllm.entrypoints.ollama.protocol import OllamaEmbeddingsRequest, OllamaEmbedRequest
-from mvllm.entrypoints.ollama.serving_embedding import OllamaEmbeddingsHandler, OllamaEmbedHandler
 from mvllm.entrypoints.openai.common.logprobs import chat_logprobs
 from mvllm.entrypoints.openai.common.openapi import _EXAMPLES
 from mvllm.entrypoints.openai.common.request_body import BodyDecoder
@@ -36,15 +32,11 @@ from mvllm.errors import RequestError
 from tests.unit.entrypoints.builders import save_model_folder
 from tests.unit.entrypoints.scripted_server import TEMPLATE, Server
 
-CHAT, COMPLETION, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Hello."}]
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": MESSAGES},
     COMPLETION: {"prompt": "Hello."},
-    RESPONSES: {"input": "Hello."},
-    "/v1/messages": {"messages": MESSAGES, "max_tokens": 8},
-    "/api/chat": {"messages": MESSAGES, "stream": False},
-    "/api/generate": {"prompt": "Hello.", "stream": False},
     "/tokenize": {"prompt": "Hello."},
 }
 FUNCTION = {"name": "weather", "parameters": {"type": "object"}}
@@ -123,17 +115,10 @@ class TestIntegralFloats:
         answers = server.exchange(
             ("POST", CHAT, {**BODIES[CHAT], "max_tokens": 4.0, "top_k": 3.0, "stop_token_ids": [7.0]}),
             ("POST", COMPLETION, {"prompt": [[1.0, 2.0], [3.0]], "max_tokens": 4.0}),
-            ("POST", RESPONSES, {**BODIES[RESPONSES], "max_output_tokens": 4.0}),
-            (
-                "POST",
-                "/v1/messages",
-                {**BODIES["/v1/messages"], "max_tokens": 4.0, "thinking": {"type": "enabled", "budget_tokens": 2.0}},
-            ),
-            ("POST", "/api/chat", {**BODIES["/api/chat"], "options": {"num_predict": 4.0, "temperature": 1}}),
             ("POST", "/detokenize", {"tokens": [1.0, 2.0]}),
         )
-        assert [answer.status_code for answer in answers] == [200] * 6, [answer.text for answer in answers]
-        assert [request.sampling_params.max_tokens for request in server.core.requests] == [4] * 6
+        assert [answer.status_code for answer in answers] == [200] * 3, [answer.text for answer in answers]
+        assert [request.sampling_params.max_tokens for request in server.core.requests] == [4] * 3
         assert server.core.requests[1].prompt_token_ids == [1, 2] and server.core.requests[0].sampling_params.top_k == 3
         refused = server.exchange(("POST", COMPLETION, {"prompt": [1.5]}), ("POST", CHAT, {**BODIES[CHAT], "n": 1e300}))
         assert [answer.status_code for answer in refused] == [400, 400]
@@ -143,7 +128,7 @@ def test_head_is_get_without_its_body_on_every_route(folder: str) -> None:
     server = Server(folder, "Hello you.")
     [document] = server.exchange(("GET", "/openapi.json", None))
     paths = [path for path, operations in document.json()["paths"].items() if "get" in operations and "{" not in path]
-    assert {"/api/tags", "/v1/models", "/health", "/metrics", "/version", "/tokenizer_info"} <= set(paths)
+    assert {"/v1/models", "/health", "/metrics", "/version", "/tokenizer_info"} <= set(paths)
     urls = [*paths, "/v1/models/m", "/docs", "/"]
     answers = server.send(*({"method": method, "url": url} for url in urls for method in ("GET", "HEAD")))
     for get, head in zip(answers[::2], answers[1::2], strict=True):
@@ -154,15 +139,12 @@ def test_head_is_get_without_its_body_on_every_route(folder: str) -> None:
 
 
 def test_an_empty_list_of_inputs_has_an_empty_list_of_vectors(folder: str) -> None:
-    openai, pooling, ollama, legacy = Server(folder, "x").exchange(
+    answers = Server(folder, "x").exchange(
         ("POST", "/v1/embeddings", {"input": []}),
         ("POST", "/pooling", {"input": []}),
-        ("POST", "/api/embed", {"input": []}),
-        ("POST", "/api/embeddings", {"prompt": ""}),
     )
-    for answer in (openai, pooling):
+    for answer in answers:
         assert answer.json()["data"] == [] and answer.json()["usage"]["prompt_tokens"] == 0
-    assert ollama.json()["embeddings"] == [] and legacy.json() == {"embedding": []}
 
 
 class TestMessages:
@@ -173,14 +155,11 @@ class TestMessages:
         messages = [{"role": "user", "content": parts}]
         answers = server.exchange(
             ("POST", CHAT, {"messages": messages}),
-            ("POST", RESPONSES, {"input": messages}),
-            ("POST", "/v1/messages", {"messages": [{"role": "user", "content": ["text", "plain"]}], "max_tokens": 4}),
             ("POST", CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}),
         )
-        assert [answer.status_code for answer in answers] == [200, 200, 200, 400], answers[0].text
+        assert [answer.status_code for answer in answers] == [200, 400], answers[0].text
         joined = "\n".join([*kinds, "refusal", "plain"])
-        assert [joined in prompt for prompt in server.core.prompts[:2]] == [True, True]
-        assert "text\nplain" in server.core.prompts[2]
+        assert joined in server.core.prompts[0]
 
     def test_tools_without_a_type_are_functions(self, folder: str) -> None:
         typed = tmp_template(folder)
@@ -189,15 +168,12 @@ class TestMessages:
             ("POST", CHAT, {"messages": MESSAGES, "tools": [{"function": FUNCTION}]}),
             ("POST", CHAT, {"messages": MESSAGES, "tools": [{"type": None, "function": FUNCTION}]}),
             ("POST", CHAT, {"messages": MESSAGES, "tools": [{"function": FUNCTION}], "stream": True}),
-            ("POST", RESPONSES, {"input": "Hello.", "tools": [FUNCTION]}),
-            ("POST", "/api/chat", {"messages": MESSAGES, "stream": False, "tools": [{"function": FUNCTION}]}),
             ("POST", "/tokenize", {"messages": MESSAGES, "tools": [{"function": FUNCTION}]}),
         )
-        assert [answer.status_code for answer in answers] == [200] * 6, [answer.text for answer in answers]
+        assert [answer.status_code for answer in answers] == [200] * 4, [answer.text for answer in answers]
         assert answers[0].json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "weather"
-        assert answers[3].json()["output"][0]["name"] == "weather"
         assert len(set(server.core.prompts)) == 1 and server.core.prompts[0].endswith("function ")
-        assert answers[5].json()["count"] == answers[0].json()["usage"]["prompt_tokens"]
+        assert answers[3].json()["count"] == answers[0].json()["usage"]["prompt_tokens"]
 
 
 def tmp_template(folder: str) -> str:
@@ -454,137 +430,3 @@ class TestWhatClientsRead:
     def test_tokenizer_info_is_the_configuration_of_the_tokenizer(self, folder: str) -> None:
         [answer] = Server(folder, "x").exchange(("GET", "/tokenizer_info", None))
         assert answer.json()["chat_template"] == TEMPLATE and isinstance(answer.json()["tokenizer_class"], str)
-
-
-class TestResponses:
-    def test_a_response_repeats_its_penalties_and_all_fields_of_its_functions(self, folder: str) -> None:
-        tools = [{"type": "function", **FUNCTION, "strict": True}, {"type": "function", "name": "other"}]
-        given = {"presence_penalty": 0.5, "frequency_penalty": -0.5}
-        server = Server(folder, "Hello you.")
-        plain, full = (
-            server.post({**BODIES[RESPONSES], **more}, RESPONSES).json() for more in ({}, {**given, "tools": tools})
-        )
-        assert {name: plain[name] for name in given} == dict.fromkeys(given, 0.0) and plain["tools"] == []
-        assert {name: full[name] for name in given} == given
-        shown = [
-            tuple(tool[name] for name in ("name", "description", "parameters", "strict")) for tool in full["tools"]
-        ]
-        assert shown == [("weather", None, {"type": "object"}, True), ("other", None, None, False)]
-
-    def test_the_end_of_a_calls_arguments_names_the_function(self, folder: str) -> None:
-        body = {**BODIES[RESPONSES], "tools": [{"type": "function", **FUNCTION}], "stream": True}
-        answer = Server(folder, CALL).post(body, RESPONSES)
-        [done] = [line for line in answer.text.splitlines() if '"response.function_call_arguments.done"' in line]
-        assert json.loads(done.removeprefix("data: "))["name"] == "weather"
-
-    def test_input_tokens_are_those_of_the_prompt_that_would_run(self, folder: str) -> None:
-        server = Server(folder, "Hello you.")
-        tools = [{"type": "function", **FUNCTION}, {"type": "web_search"}]
-        history = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."}]
-        bodies: list[dict[str, Any]] = [
-            {"input": "Hello."},
-            {"input": [*history, {"role": "user", "content": "Bye."}], "instructions": "Be short.", "tools": tools},
-            {"input": [*history * 30, {"role": "user", "content": "Bye."}], "truncation": "auto"},
-            {"instructions": "Be short."},
-        ]
-        made = server.exchange(*(("POST", RESPONSES, body) for body in bodies))
-        num_requests = len(server.core.requests)
-        counted = server.exchange(*(("POST", f"{RESPONSES}/input_tokens", body) for body in bodies))
-        assert len(server.core.requests) == num_requests == len(bodies)  # nothing was run
-        for one, other in zip(made, counted, strict=True):
-            assert other.json() == {
-                "object": "response.input_tokens",
-                "input_tokens": one.json()["usage"]["input_tokens"],
-            }
-        assert counted[1].headers["x-mvllm-unknown-fields"] == "tools.web_search"
-        one, more, on = server.exchange(
-            ("POST", RESPONSES, bodies[0]),
-            ("POST", f"{RESPONSES}/input_tokens", {"input": "And?", "previous_response_id": "{id}"}),
-            ("POST", RESPONSES, {"input": "And?", "previous_response_id": "{id}"}),
-        )
-        counts = more.json()["input_tokens"], on.json()["usage"]["input_tokens"]
-        assert counts[0] == counts[1] > one.json()["usage"]["input_tokens"]
-        missing, unknown, too_long = server.exchange(
-            ("POST", f"{RESPONSES}/input_tokens", {}),
-            ("POST", f"{RESPONSES}/input_tokens", {"input": "x", "model": "y"}),
-            ("POST", f"{RESPONSES}/input_tokens", {"input": "word " * 400}),
-        )
-        assert (missing.status_code, unknown.status_code) == (400, 404)
-        assert too_long.json()["input_tokens"] > 400  # this is what a client wants to know
-
-    def test_an_empty_input_continues_what_is_there(self, folder: str) -> None:
-        server = Server(folder, "Hello you.")
-        first, on, instructed, nothing = server.exchange(
-            ("POST", RESPONSES, {"input": "Hello."}),
-            ("POST", RESPONSES, {"input": [], "previous_response_id": "{id}"}),
-            ("POST", RESPONSES, {"input": [], "instructions": "Greet me."}),
-            ("POST", RESPONSES, {"input": []}),
-        )
-        assert [each.status_code for each in (first, on, instructed, nothing)] == [200, 200, 200, 400]
-        assert "assistant: Hello you." in server.core.prompts[1] and server.core.prompts[2] == "system: Greet me."
-
-    def test_compacting_is_not_offered(self, folder: str) -> None:
-        answer = Server(folder, "x").post({"input": "x"}, f"{RESPONSES}/compact")
-        assert answer.status_code == 404 and "truncation='auto'" in answer.json()["error"]["message"]
-
-
-class TestOllama:
-    @pytest.mark.parametrize("stream", [False, True])
-    def test_a_chat_that_is_too_long_loses_its_oldest_messages(self, folder: str, stream: bool) -> None:
-        server = Server(folder, "Hello you.")
-        turns = [
-            {"role": role, "content": f"{role} {i} word word word"} for i in range(40) for role in ("user", "assistant")
-        ]
-        messages = [{"role": "system", "content": "Be short."}, *turns, {"role": "user", "content": "The last one."}]
-        for body in ({"messages": messages}, {"messages": messages, "truncate": True}):
-            answer = server.post({**body, "stream": stream}, "/api/chat")
-            assert answer.status_code == 200, answer.text
-            prompt = server.core.prompts[-1]
-            assert prompt.startswith("system: Be short.user: user ") and prompt.rstrip().endswith("The last one.")
-            assert "user 0 " not in prompt and "user 39 " in prompt
-            num_tokens = json.loads(answer.text.splitlines()[-1])["prompt_eval_count"]
-            assert 256 * 3 // 4 < num_tokens <= 256 - 256 // 8
-        refused = server.post({"messages": messages, "truncate": False}, "/api/chat")
-        assert refused.status_code == 400 and "max_model_len" in refused.json()["error"]
-
-    def test_a_message_that_is_too_long_keeps_its_end(self, folder: str) -> None:
-        server = Server(folder, "Hello you.")
-        text = "word " * 300 + "The end."
-        for path, body in (
-            ("/api/chat", {"messages": [{"role": "user", "content": text}]}),
-            ("/api/generate", {"prompt": text, "system": "Be short."}),
-            ("/api/generate", {"prompt": text, "raw": True}),
-        ):
-            for options in ({}, {"num_predict": 4}):
-                answer = server.post({**body, "stream": False, "options": options}, path)
-                assert answer.status_code == 200, answer.text
-                left = options.get("num_predict", 256 // 8)
-                assert answer.json()["prompt_eval_count"] == 256 - left
-                assert server.core.prompts[-1].rstrip().endswith("The end.")
-            assert server.post({**body, "truncate": False}, path).status_code == 400
-
-    def test_images_are_base64_or_data_urls(self) -> None:
-        images = ["AA\nBB", "data:image/jpeg;base64,AABB"]
-        [message] = chat_messages([{"role": "user", "content": "x", "images": images}])
-        urls = [part["image_url"]["url"] for part in message["content"][:2]]
-        assert urls == ["data:image/png;base64,AA\nBB", images[1]]
-
-    def test_the_time_for_which_a_request_has_waited_for_its_model_is_its_load_duration(self, folder: str) -> None:
-        body, embed = BODIES["/api/chat"], {"input": []}
-        waited = {"x-mvllm-load-nanoseconds": "5000000000"}
-        server = Server(folder, "Hello you.")
-        for path, each in (("/api/chat", body), ("/api/embed", embed)):
-            plain, late, odd = server.send(
-                {"url": path, "json": each},
-                {"url": path, "json": each, "headers": waited},
-                {"url": path, "json": each, "headers": {"x-mvllm-load-nanoseconds": "-1"}},
-            )
-            for answer in (plain, odd):
-                assert 0 < answer.json()["load_duration"] < answer.json()["total_duration"] < 5e9
-            assert 5e9 < late.json()["load_duration"] < late.json()["total_duration"]
-
-    def test_the_older_route_for_embeddings_does_not_scale_them(self) -> None:
-        context: Any = SimpleNamespace(engine=None)
-        older = OllamaEmbeddingsHandler(context, "m", OllamaEmbeddingsRequest(prompt="x"))
-        newer = OllamaEmbedHandler(context, "m", OllamaEmbedRequest(input="x"))
-        assert (older._params.normalize, newer._params.normalize) == (False, True)

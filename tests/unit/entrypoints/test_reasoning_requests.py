@@ -18,7 +18,7 @@ TEMPLATE = (
 )
 THOUGHTS, ANSWER = "<think>I add two and two.</think>", "Four, says the sum."
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "2 + 2?"}]}
-COMPLETIONS, RESPONSES = "/v1/completions", "/v1/responses"
+COMPLETIONS = "/v1/completions"
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +53,10 @@ def test_usage_has_no_reasoning_tokens_without_a_parser(folder: str) -> None:
 
 @pytest.mark.parametrize("effort", REASONING_EFFORTS)
 def test_the_effort_reaches_the_template_and_switches_the_thoughts(folder: str, effort: str) -> None:
-    chat, responses = Server(folder, "x"), Server(folder, "x")
+    chat = Server(folder, "x")
     assert chat.post({**ASK, "reasoning_effort": effort}).status_code == 200
-    assert responses.post({"input": "2 + 2?", "reasoning": {"effort": effort}}, RESPONSES).status_code == 200
     switch = effort != "none"
-    assert chat.core.prompts[0] == responses.core.prompts[0] == f"2 + 2?{[effort, switch, switch]}"
+    assert chat.core.prompts[0] == f"2 + 2?{[effort, switch, switch]}"
 
 
 def test_template_arguments_of_the_request_win_over_the_effort(folder: str) -> None:
@@ -67,20 +66,15 @@ def test_template_arguments_of_the_request_win_over_the_effort(folder: str) -> N
 
 
 def test_an_unknown_effort_is_rejected(folder: str) -> None:
-    for body, path, param in (
-        ({**ASK, "reasoning_effort": "huge"}, "/v1/chat/completions", "reasoning_effort"),
-        ({"input": "x", "reasoning": {"effort": "huge"}}, RESPONSES, "reasoning"),
-    ):
-        error = Server(folder, "x").post(body, path)
-        assert (error.status_code, error.json()["error"]["param"]) == (400, param)
-        assert "minimal, low, medium" in error.json()["error"]["message"]
+    error = Server(folder, "x").post({**ASK, "reasoning_effort": "huge"})
+    assert (error.status_code, error.json()["error"]["param"]) == (400, "reasoning_effort")
+    assert "minimal, low, medium" in error.json()["error"]["message"]
 
 
 def test_a_budget_ends_the_thoughts_of_the_parsers_format(folder: str) -> None:
     end = [TOKENIZER.encode(text, add_special_tokens=False) for text in ("</think>", "[/THINK]")]
     for body, path in (
         (ASK, "/v1/chat/completions"),
-        ({"input": "2 + 2?"}, RESPONSES),
         ({"prompt": "2 + 2?"}, COMPLETIONS),
     ):
         for parser, tag in (("qwen3", end[0]), ("mistral", end[1])):
@@ -100,10 +94,10 @@ def test_the_prompt_decides_whether_the_budget_counts_from_the_beginning_or_not_
     assert closed.core.requests[0].sampling_params.thinking_token_budget is None
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", COMPLETIONS, RESPONSES])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", COMPLETIONS])
 def test_thoughts_that_no_tag_opens_have_a_budget_if_the_format_always_reasons(folder: str, path: str) -> None:
     """Kimi K2 has both: its outputs begin within the thoughts, and a tool call ends them."""
-    bodies = {COMPLETIONS: {"prompt": "2 + 2?"}, RESPONSES: {"input": "2 + 2?"}}
+    bodies = {COMPLETIONS: {"prompt": "2 + 2?"}}
     server = Server(folder, "x", reasoning_parser="kimi_k2")
     assert server.post({**bodies.get(path, ASK), "thinking_token_budget": 5}, path).status_code == 200
     params = server.core.requests[0].sampling_params
@@ -123,7 +117,6 @@ def test_thoughts_that_stay_in_the_content_have_a_budget(folder: str) -> None:
     assert params.thinking_token_budget == 5 and not params.thinking_tokens.starts
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 @pytest.mark.parametrize("parser", ["qwen3", "deepseek_r1", "kimi_k2"])
 @pytest.mark.parametrize(
     ("begun", "is_thought"),
@@ -135,15 +128,13 @@ def test_thoughts_that_stay_in_the_content_have_a_budget(folder: str) -> None:
     ],
 )
 def test_a_continued_message_has_a_budget_if_it_ends_within_thoughts(
-    folder: str, parser: str, path: str, begun: str, is_thought: bool
+    folder: str, parser: str, begun: str, is_thought: bool
 ) -> None:
     """No tag opens the thoughts in the output: the prefilled message has done so."""
     server = Server(folder, " and two.</think>It is four." if is_thought else " is the sum.", reasoning_parser=parser)
     messages = [*ASK["messages"], {"role": "assistant", "content": begun}]
     settings: dict[str, Any] = {"thinking_token_budget": 1024, "continue_final_message": True}
-    if path == "/v1/messages":
-        settings = {"model": "m", "max_tokens": 50, "thinking": {"type": "enabled", "budget_tokens": 1024}}
-    answer = server.post({**settings, "messages": messages}, path).json()
+    answer = server.post({**settings, "messages": messages}).json()
     assert server.core.prompts[0] == "2 + 2?" + begun
     params = server.core.requests[0].sampling_params
     if is_thought:
@@ -151,12 +142,8 @@ def test_a_continued_message_has_a_budget_if_it_ends_within_thoughts(
     else:
         assert params.thinking_token_budget is None
     expected = ("and two.", "It is four.") if is_thought else (None, " is the sum.")
-    if path == "/v1/messages":
-        texts = {block["type"]: block.get("thinking") or block.get("text") for block in answer["content"]}
-        assert (texts.get("thinking"), texts["text"]) == expected
-    else:
-        message = answer["choices"][0]["message"]
-        assert (message.get("reasoning_content") or message.get("reasoning"), message["content"]) == expected
+    message = answer["choices"][0]["message"]
+    assert (message.get("reasoning_content") or message.get("reasoning"), message["content"]) == expected
 
 
 def test_a_budget_applies_with_a_constraint_and_several_choices_of_a_continued_message(folder: str) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from mvllm import plugin_groups
 from mvllm.entrypoints.cli import main as command_line
 from mvllm.entrypoints.cli.main import main
 from mvllm.logging import get_logger
-from mvllm import plugin_groups
-from mvllm.platform.discovery import PluginSource
+from mvllm.plugin_groups import PluginSource
 from tests.helpers.plugins import prepend, write_metadata
 
 EXTENSION = """

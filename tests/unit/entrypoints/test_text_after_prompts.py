@@ -19,7 +19,7 @@ TEMPLATE = (
 )
 USER = {"role": "user", "content": "What is it?"}
 BEGUN = {"role": "assistant", "content": "It is"}
-CHAT, COMPLETIONS, MESSAGES, RESPONSES = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
+CHAT, COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
 ANSWER = "a small text"  # its first token is a word with a mark
 
 
@@ -56,17 +56,7 @@ def text_of(path: str, body: dict[str, Any], stream: bool) -> str:
     """The text in a response, or in all events of a stream."""
     if path == COMPLETIONS:
         return "".join(choice["text"] for choice in body["choices"])
-    if path == CHAT:
-        return "".join((c["delta"] if stream else c["message"]).get("content") or "" for c in body["choices"])
-    if path == MESSAGES:
-        if stream:
-            return str(body.get("delta", {}).get("text", ""))
-        return "".join(block["text"] for block in body["content"])
-    if path == RESPONSES:
-        if stream:
-            return str(body["delta"]) if body["type"] == "response.output_text.delta" else ""
-        return "".join(part["text"] for item in body["output"] for part in item["content"])
-    return str(body["response"] if path == "/api/generate" else body["message"]["content"])
+    return "".join((c["delta"] if stream else c["message"]).get("content") or "" for c in body["choices"])
 
 
 REQUESTS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -81,12 +71,6 @@ REQUESTS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"messages": [USER, BEGUN], "add_generation_prompt": False, "continue_final_message": True},
         " a small text",
     ),
-    "messages": (MESSAGES, {"model": "m", "max_tokens": 20, "messages": [USER]}, " a small text"),
-    "prefilled messages": (MESSAGES, {"model": "m", "max_tokens": 20, "messages": [USER, BEGUN]}, " a small text"),
-    "responses": (RESPONSES, {"input": "What is it?"}, " a small text"),
-    "ollama chat": ("/api/chat", {"model": "m", "messages": [USER]}, " a small text"),
-    "continued ollama chat": ("/api/chat", {"model": "m", "messages": [USER, BEGUN]}, " a small text"),
-    "ollama raw": ("/api/generate", {"model": "m", "prompt": "It is", "raw": True}, " a small text"),
 }
 
 
@@ -124,7 +108,3 @@ def test_log_probabilities_of_a_chat_have_the_text_of_its_content(folder: str) -
     entries = choice["logprobs"]["content"]
     assert "".join(entry["token"] for entry in entries) == choice["message"]["content"] == " a small text"
     assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == " a small text"
-    asked = {"input": "What is it?", "include": ["message.output_text.logprobs"]}
-    [item] = make_server(folder).post(asked, RESPONSES).json()["output"]
-    [part] = item["content"]
-    assert "".join(entry["token"] for entry in part["logprobs"]) == part["text"] == " a small text"

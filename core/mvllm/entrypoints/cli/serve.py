@@ -25,10 +25,10 @@ from mvllm.entrypoints.cli.chat_arguments import (
 )
 from mvllm.entrypoints.cli.foreign_server_options import add_foreign_server_options, apply_foreign_server_options
 from mvllm.entrypoints.cli.number_arguments import positive_int, seconds
-from mvllm.entrypoints.cli.responses_arguments import add_responses_arguments, responses_settings
 from mvllm.entrypoints.cli.serve_extensions import Serve, ServeCommand, add_extension_arguments, load_extensions
 from mvllm.entrypoints.openai.server.authentication import KeyLimits, read_api_keys, read_key_limits
 from mvllm.entrypoints.openai.server.settings import ServerSettings, UnknownFieldsPolicy
+from mvllm.entrypoints.root_plugins import add_plugin_arguments, hold_plugins, plugin_settings, root_plugins
 from mvllm.errors import ConfigError
 
 KEY_VARIABLE = "MVLLM_API_KEY"
@@ -101,7 +101,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="Add HTTP plugins of installed packages, each under /plugins/NAME.",
+        help="Add HTTP plugins of installed packages, each under /plugins/NAME. Those with routes at the root are used "
+        "without this; one that is named here must not fail.",
+    )
+    server.add_argument(
+        "--disable-http-plugins",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="Do not use these HTTP plugins with routes at the root.",
     )
     server.add_argument(
         "--metrics-alias-prefix",
@@ -161,8 +169,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_seconds(limits, "send-timeout", "that a client may leave a stream unread before its request is aborted")
 
-    add_responses_arguments(parser)
-
     chat = parser.add_argument_group("chat")
     add_chat_template_argument(chat)
     chat.add_argument(
@@ -180,6 +186,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=False,
         help="Allow templates in requests. They run in a sandbox with a time limit. Default: off.",
     )
+    add_plugin_arguments(parser)
     add_extension_arguments(parser)
     add_engine_arguments(parser, model_required=False)
     add_foreign_server_options(parser)
@@ -238,10 +245,9 @@ def _extension_server(command: ServeCommand) -> Serve | None:
 
 def _serve_model(engine: EngineArgs, settings: ServerSettings, num_servers: int, listener: socket.socket) -> int:
     from mvllm.entrypoints.openai.server.api_server import require_tokenizer, run_server
-    from mvllm.entrypoints.openai.server.stored_responses import hold_stored_responses
 
     require_tokenizer(engine)
-    with hold_stored_responses(settings):
+    with hold_plugins(settings):
         if num_servers == 1 and engine.data_parallel_size == 1:
             return run_server(engine, settings, listener)
         from mvllm.entrypoints.openai.server.process_manager import run_multi_api_server
@@ -311,9 +317,6 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
     if read_key_limits(args.admin_api_key_file, limits):
         raise ConfigError("A file of --admin-api-key-file has limits behind a key, but administrators have no limits.")
     prefixes = ("mvllm:", *([args.metrics_alias_prefix] if args.metrics_alias_prefix else []))
-    store: dict[str, Any] = {}
-    if args.responses_store is not None:  # a file is the whole server's; in memory each model has its own
-        store = {name: value for name, value in responses_settings(args).items() if name != "mcp"}
     return ServerSettings(
         host=args.host,
         port=args.port,
@@ -335,14 +338,18 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         docs=args.docs,
         metrics_prefixes=prefixes,
         otlp_traces_endpoint=args.otlp_traces_endpoint,
-        **store,
+        disabled_http_plugins=tuple(args.disable_http_plugins),
+        plugin_settings=plugin_settings(args, args.disable_http_plugins),
     )
 
 
 def _settings_of_model(args: argparse.Namespace) -> dict[str, Any]:
     """The settings of a server that concern its model."""
-    for name in args.http_plugins:
+    for name in (*args.http_plugins, *args.disable_http_plugins):
         plugin_groups.require(plugin_groups.HTTP, name)  # checked before a process is started
+    if both := set(args.http_plugins) & set(args.disable_http_plugins):
+        raise ConfigError(f"--http-plugins and --disable-http-plugins both name {', '.join(sorted(both))}.")
+    root_plugins(args.disable_http_plugins, args.http_plugins)  # raises
     return {
         "chat_template": load_chat_template(args.chat_template),
         "default_chat_template_kwargs": _template_variables(args),
@@ -352,8 +359,8 @@ def _settings_of_model(args: argparse.Namespace) -> dict[str, Any]:
         "reasoning_parser": args.reasoning_parser,
         "unknown_fields": args.unknown_fields,
         "send_timeout": args.send_timeout,
-        **responses_settings(args),
         "http_plugins": tuple(args.http_plugins),
+        "plugin_settings": plugin_settings(args, args.disable_http_plugins),
         "lora_modules": tuple(adapter for text in args.lora_modules for adapter in _adapters(text)),
     }
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+from mvllm import plugin_groups
 from mvllm.config.engine_args import EngineArgs
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.errors import ConfigError
-from mvllm import plugin_groups
 
 Serve = Callable[[socket.socket], int]
 """Serves on a listening socket, which the caller closes, until a signal ends the server; returns the exit status."""

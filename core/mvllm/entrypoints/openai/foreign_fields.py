@@ -97,15 +97,6 @@ class ForeignPairFields(ForeignPoolingFields, kw_only=True):
     max_chunks_per_doc: Any = None
 
 
-class ForeignResponsesFields(ClientRequest, kw_only=True):
-    """Fields of requests for responses."""
-
-    enable_response_messages: Any = None
-    previous_input_messages: Any = None
-    previous_response: Any = None
-    media_io_kwargs: Any = None
-
-
 _SAMPLER = "the server has no such sampler; send temperature, top_p, top_k or min_p"
 _ACTIVATION = Unsupported("send use_activation", (True,), is_switch=True)
 _TEMPLATE = Unsupported("texts are compared as the model's files say; put an instruction into the query")
@@ -151,9 +142,6 @@ UNSUPPORTED_FIELDS = {
     "chat_template": _TEMPLATE,
     "instruct": _TEMPLATE,
     "instruction": _TEMPLATE,
-    "enable_response_messages": Unsupported("POST /tokenize shows the prompt of a conversation"),
-    "previous_input_messages": Unsupported("send the earlier items as input, or previous_response_id"),
-    "previous_response": Unsupported("send its output items as input, or previous_response_id"),
     "rank_fields": Unsupported("send the text to rank as document"),
     "max_chunks_per_doc": Unsupported("send max_tokens_per_doc"),
     "data": Unsupported("send input or messages"),
@@ -162,6 +150,6 @@ UNSUPPORTED_FIELDS = {
 
 FOREIGN_FIELDS = {
     each: [name for name in each.__struct_fields__ if name not in ClientRequest.__struct_fields__]
-    for each in (ForeignGenerationFields, ForeignPoolingFields, ForeignPairFields, ForeignResponsesFields)
+    for each in (ForeignGenerationFields, ForeignPoolingFields, ForeignPairFields)
 }
 """The structs above, with the names of their fields."""

@@ -11,8 +11,7 @@ import msgspec
 from starlette.responses import Response
 
 from mvllm.extension_api import APIError
-from mvllm.extension_api.server import json_response
-from mvllm_router.api_formats import OLLAMA_DEFAULT_TAG, ollama_entry
+from mvllm.extension_api.server import APIFormat, json_response
 from mvllm_router.model_entry import ModelEntry, weight_bytes
 from mvllm_router.model_pool import ModelPool
 from mvllm_router.model_server import ModelServerProcess, run_in_thread
@@ -20,6 +19,8 @@ from mvllm_router.pooled_model import ModelState, PooledModel
 
 _SCAN_SECONDS = 1.0
 _MAX_NAMES_IN_ERROR = 50
+_DEFAULT_TAG = ":latest"
+"""What Ollama's clients add to names of models that have no tag."""
 _NEVER = "9999-12-31T23:59:59Z"
 
 
@@ -78,9 +79,7 @@ class ModelCatalog:
         found = self._pool.find(name)
         if found is None and path.startswith("/api/"):
             found = self._pool.find(
-                name.removesuffix(OLLAMA_DEFAULT_TAG)
-                if name.endswith(OLLAMA_DEFAULT_TAG)
-                else name + OLLAMA_DEFAULT_TAG
+                name.removesuffix(_DEFAULT_TAG) if name.endswith(_DEFAULT_TAG) else name + _DEFAULT_TAG
             )
         return found
 
@@ -155,9 +154,14 @@ class ModelCatalog:
 
     # --- Ollama
 
-    async def ollama_tags(self) -> list[dict[str, Any]]:
-        """The entries of `/api/tags`. Details are known of models that are or were loaded."""
-        found, models = [], list(self._pool.models.values())
+    async def ollama_tags(self, ollama: APIFormat) -> list[dict[str, Any]]:
+        """The entries of `/api/tags`. Details are known of models that are or were loaded.
+
+        Args:
+            ollama: The format of Ollama's API.
+        """
+        found: list[dict[str, Any]] = []
+        models = list(self._pool.models.values())
         sizes = await self._weight_bytes([model.entry for model in models])
         for model in models:
             entries = await self._fetch_models(model, "/api/tags")
@@ -166,7 +170,7 @@ class ModelCatalog:
             known = self._ollama_entries.get(model.entry.name)
             if known is None:
                 size = sizes[model.entry.engine.model]
-                known = [ollama_entry(card, size) for card in self.cards_of(model)]
+                known = ollama.model_list([{**card, "size": size} for card in self.cards_of(model)])["models"]
             found += known
         return found
 

@@ -34,19 +34,18 @@ from mvllm.extension_api.cli import (
     human_readable_int,
     option_table,
 )
-from mvllm.extension_api.server import list_models_in
+from mvllm.extension_api.server import list_models_in, model_options
 from mvllm_router.model_entry import ModelEntry, parse_keep_alive
 
 _OWN = ("model", "aliases", "pinned", "keep_alive", "max_concurrent_requests", "memory", "env")
 SERVER_OPTIONS_OF_A_MODEL = frozenset(
     (
         *("lora_modules", "chat_template", "tool_call_parser", "reasoning_parser", "trust_request_chat_template"),
-        *("max_stored_responses", "max_stored_bytes", "max_stored_age"),
         *("unknown_fields", "http_plugins", "send_timeout"),
         *("default_chat_template_kwargs", "enable_force_include_usage"),
     )
 )
-"""Options of the server that an entry may have; all others concern the whole server."""
+"""Options of core's server that an entry may have; all others concern the whole server."""
 
 
 class ModelsReader:
@@ -64,7 +63,8 @@ class ModelsReader:
         command.add_arguments(self._parser)
         table = option_table(self._parser)
         engine = {name for name, action in table.items() if action.dest in {each.name for each in EngineArgs.options()}}
-        self._table = {name: table[name] for name in engine | SERVER_OPTIONS_OF_A_MODEL if name != "model"}
+        of_a_model = engine | SERVER_OPTIONS_OF_A_MODEL | model_options()
+        self._table = {name: table[name] for name in of_a_model if name != "model"}
         self._of_the_server = table.keys() - self._table.keys() - {"model"}
 
     def read_file(self, path: str) -> list[ModelEntry]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from starlette.types import Scope, Send
 
 from mvllm.extension_api import APIError, get_logger
-from mvllm.extension_api.server import RequestConnection, is_same_origin, stream_error, stream_format
+from mvllm.extension_api.server import RequestConnection, api_format, is_same_origin, stream_format
 from mvllm_router.http_client import Headers, ModelClient, ModelConnection, ModelServerLost
 
 logger = get_logger(__name__)
@@ -125,7 +125,8 @@ async def _send_loss(scope: Scope, send: Send, connection: RequestConnection | N
             connection.abort()
         return
     error = APIError(500, "The model has stopped while it generated this response.", code="model_stopped")
-    await send({"type": "http.response.body", "body": stream_error(error, scope)})
+    body = api_format(scope).error_event(error, scope.get("mvllm.request_id"))
+    await send({"type": "http.response.body", "body": body})
 
 
 def request_head(scope: Scope, query: bytes, body_length: int, host: bytes | None = None) -> bytes:

@@ -22,13 +22,14 @@ from starlette.types import Message, Receive, Scope, Send
 from mvllm.extension_api import APIError
 from mvllm.extension_api.server import (
     CLIENT_CLOSED_REQUEST,
+    LOAD_HEADER,
     BodyDecoder,
     BodyReader,
     ClientDisconnected,
     ServerSettings,
     cancel_on_disconnect,
+    loaded_plugins,
 )
-from mvllm_router.api_formats import OLLAMA_LOAD_HEADER
 from mvllm_router.model_catalog import ModelCatalog
 from mvllm_router.model_entry import parse_keep_alive
 from mvllm_router.model_pool import ModelPool
@@ -49,7 +50,6 @@ _STORED = ("/v1/responses/", "/v1/chat/completions/")
 """Beginnings of paths with the id of a stored response or chat completion."""
 _WITHOUT_ID = ("/v1/responses/input_tokens", "/v1/responses/compact")
 _COMPLETIONS = "/v1/chat/completions"
-_CONVERSATIONS = "/v1/conversations"
 _PLUGINS = "/plugins/"
 _EMPTY = (b"", b"null", b'""', b"[]")
 
@@ -104,6 +104,7 @@ class RouterApp:
         self._pool = pool
         self._catalog = catalog
         self._settings = settings
+        self._plugins = [plugin for _, plugin in loaded_plugins(settings.disabled_http_plugins)]
         self._fallback = fallback
         self._proxy = Proxy(settings.send_timeout)
         self._reader = BodyReader.from_settings(settings)
@@ -147,7 +148,7 @@ class RouterApp:
             await (await own(request))(scope, receive, send)
             return
         route = self._forwarded.get((method, path)) or self._find_route(scope)
-        if route is None or (path in NO_MODEL_PATHS and query is None) or self._is_of_shared_store(method, path):
+        if route is None or (path in NO_MODEL_PATHS and query is None) or not self._needs_model(method, path):
             await self._fallback(scope, receive, send)
             return
         if self.is_draining:
@@ -155,12 +156,9 @@ class RouterApp:
         scope["route"] = route
         await self._forward(request, query, send)
 
-    def _is_of_shared_store(self, method: str, path: str) -> bool:
-        """Whether the path is about objects in a store that all models share: no model has to be loaded."""
-        if self._settings.responses_store is None:
-            return False
-        is_stored = _has_id(path) or (method == "GET" and path == _COMPLETIONS)
-        return is_stored or path.startswith(f"{_CONVERSATIONS}/") or path == _CONVERSATIONS
+    def _needs_model(self, method: str, path: str) -> bool:
+        """Whether a model has to be loaded, which it does not for what all models share, such as a store in a file."""
+        return all(plugin.needs_model(self._settings, method, path) for plugin in self._plugins)
 
     def _find_route(self, scope: Scope) -> BaseRoute | OwnRoute | None:
         if scope["path"].startswith(_PLUGINS):
@@ -211,10 +209,10 @@ class RouterApp:
         async with cancel_on_disconnect(receive), self._pool.use(model, len(body), keep_alive) as server:
             assert isinstance(server, ModelServerProcess)
             if path.startswith("/api/"):
-                waited = OLLAMA_LOAD_HEADER, b"%d" % (time.monotonic_ns() - arrival)
+                waited = LOAD_HEADER, b"%d" % (time.monotonic_ns() - arrival)
                 scope = {
                     **scope,
-                    "headers": [each for each in scope["headers"] if each[0] != OLLAMA_LOAD_HEADER] + [waited],
+                    "headers": [each for each in scope["headers"] if each[0] != LOAD_HEADER] + [waited],
                 }
             sending = send_with_names if path in _LORA_PATHS else send
             await self._proxy.forward(server.client, scope, sending, body, query)

@@ -17,13 +17,12 @@ from mvllm.extension_api.server import (
     BodyReader,
     HTTPMetrics,
     Role,
+    api_format,
     cancel_on_disconnect,
-    is_anthropic_client,
     json_response,
     request_caller,
     require_admin,
 )
-from mvllm_router.api_formats import anthropic_model, anthropic_models, ollama_entry
 from mvllm_router.merged_metrics import merge_metrics
 from mvllm_router.model_catalog import ModelCatalog
 from mvllm_router.model_pool import ModelPool
@@ -158,16 +157,14 @@ class ModelRoutes:
         """All models with their states, in the format of the client's API."""
         await self._catalog.update()
         cards = self._catalog.cards()
-        if is_anthropic_client(request.scope):
-            return json_response(anthropic_models(cards))
-        return json_response({"object": "list", "data": cards})
+        return json_response(api_format(request.scope).model_list(cards))
 
     async def get_model(self, request: Request) -> Response:
         """One model, in the format of the client's API."""
         name = request.scope["path"].removeprefix(ONE_MODEL_PREFIX)
         model = await self._catalog.resolve(name, request.scope["path"])
         [card] = [card for card in self._catalog.cards_of(model) if card["id"] == name]
-        return json_response(anthropic_model(card) if is_anthropic_client(request.scope) else card)
+        return json_response(api_format(request.scope).model(card))
 
     async def load(self, request: Request) -> Response:
         """Loads a model, if it is not loaded; responds when it is."""
@@ -197,7 +194,7 @@ class ModelRoutes:
     async def tags(self, request: Request) -> Response:
         """All models, in Ollama's format."""
         await self._catalog.update()
-        return json_response({"models": await self._catalog.ollama_tags()})
+        return json_response({"models": await self._catalog.ollama_tags(api_format(request.scope))})
 
     async def running_models(self, request: Request) -> Response:
         """The loaded models, in Ollama's format."""
@@ -209,15 +206,4 @@ class ModelRoutes:
         model = await self._catalog.resolve(body.model or body.name, request.scope["path"])
         if (data := await self._catalog.ollama_details(model)) is not None:
             return json_response(data)
-        entry = ollama_entry(self._catalog.cards_of(model)[0], 0)
-        return json_response(
-            {
-                "modelfile": "",
-                "parameters": "",
-                "template": "",
-                "details": entry["details"],
-                "model_info": {},
-                "capabilities": ["completion"],
-                "modified_at": entry["modified_at"],
-            }
-        )
+        return json_response(api_format(request.scope).model(self._catalog.cards_of(model)[0]))

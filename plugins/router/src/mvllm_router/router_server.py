@@ -22,9 +22,9 @@ from mvllm.extension_api.server import (
     RateLimiter,
     ServerSettings,
     build_app_without_engine,
-    end_interrupted_responses,
-    hold_stored_responses,
+    hold_plugins,
     listener_url,
+    loaded_plugins,
     run_in_event_loop,
     serve_application,
     warn_if_public,
@@ -69,7 +69,7 @@ def run_router(config: RouterConfig, listener: socket.socket) -> int:
     """
     logger.info("Listening at %s; models that are loaded on demand: %d.", listener_url(listener), len(config.entries))
     warn_if_public(listener, config.settings)
-    with hold_stored_responses(config.settings):
+    with hold_plugins(config.settings):
         return run_in_event_loop(RouterServer(config, listener).run())
 
 
@@ -163,14 +163,14 @@ class RouterServer:
 
     def _make_server(self, entry: ModelEntry, on_death: Callable[[Exception], None]) -> ModelServerProcess:
         index = self._indices.setdefault(entry.name, len(self._indices))
-        return ModelServerProcess(
-            entry, index, self._key_counters, on_death, lambda: self._end_interrupted_responses(entry)
-        )
+        return ModelServerProcess(entry, index, self._key_counters, on_death, lambda: self._tell_plugins_of_end(entry))
 
-    def _end_interrupted_responses(self, entry: ModelEntry) -> None:
-        """Ends the stored responses that the ended process of a model has not finished."""
-        adapters = self._pool.models[entry.name].adapters
-        end_interrupted_responses(self._config.settings, (*entry.names, *adapters))
+    def _tell_plugins_of_end(self, entry: ModelEntry) -> None:
+        """Tells plugins that the process of a model has ended, for example so that its stored responses do."""
+        settings = self._config.settings
+        adapters = (*(name for name, _ in entry.settings.lora_modules), *self._pool.models[entry.name].adapters)
+        for _, plugin in loaded_plugins(settings.disabled_http_plugins):
+            plugin.model_ended(settings, (*entry.names, *adapters))
 
     async def _log_ready(self) -> None:
         """Logs that the pinned models are loaded, if there are any."""

@@ -12,14 +12,13 @@ from mvllm.extension_api import ConfigError
 from mvllm.extension_api.cli import (
     Serve,
     ServeCommand,
-    ServerSettings,
     non_negative_int,
     positive_int,
     positive_seconds,
 )
 
 if TYPE_CHECKING:
-    from mvllm_router.model_entry import ModelEntry
+    pass
 
 _MAX_LOADED_MODELS = 4
 _MAX_WAITING_REQUESTS = 512
@@ -86,7 +85,7 @@ def make_server(command: ServeCommand) -> Serve | None:
     args, settings = command.args, command.settings
     if args.models is None and args.models_dir is None:
         return None
-    from mvllm.extension_api.server import require_tokenizer
+    from mvllm.extension_api.server import loaded_plugins, require_tokenizer
     from mvllm_router.models_file import ModelsReader, check_names, keep_alive_argument
     from mvllm_router.pooled_model import PoolLimits, check_pinned
     from mvllm_router.router_server import MAX_MODELS, RouterConfig, run_router
@@ -109,7 +108,8 @@ def make_server(command: ServeCommand) -> Serve | None:
     check_names(entries)
     for entry in entries:
         require_tokenizer(entry.engine)
-        _check_store(entry, settings)
+        for _, plugin in loaded_plugins(settings.disabled_http_plugins):
+            plugin.check_model(settings, entry.name, entry.settings)
     if len(entries) > MAX_MODELS:
         raise ConfigError(f"{len(entries)} models are given; one server may have {MAX_MODELS}.")
     if not entries and args.models is None:
@@ -122,20 +122,3 @@ def make_server(command: ServeCommand) -> Serve | None:
     scan = None if args.models_dir is None else lambda: reader.read_folder(args.models_dir)
     config = RouterConfig(entries, limits, settings, scan)
     return lambda listener: run_router(config, listener)
-
-
-def _check_store(entry: ModelEntry, settings: ServerSettings) -> None:
-    """Checks that a model has no limits of its own for stored responses that all models share.
-
-    Raises:
-        ConfigError: It has.
-    """
-    if settings.responses_store is None:
-        return
-    for name in ("max_stored_responses", "max_stored_bytes", "max_stored_seconds"):
-        if getattr(entry.settings, name) != getattr(settings, name):
-            option = "max-stored-age" if name == "max_stored_seconds" else name.replace("_", "-")
-            raise ConfigError(
-                f"{entry.name}: {option} is given for one model, but with --responses-store all models share their "
-                f"stored responses. Give it on the command line, as --{option}."
-            )

@@ -19,6 +19,7 @@ from mvllm.entrypoints.openai.server.body_routes import BodyRoutes
 from mvllm.entrypoints.openai.server.middleware import require_admin
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
+from mvllm.entrypoints.root_plugins import loaded_plugins
 from mvllm.errors import ConfigError, ModelError, PlatformError, RequestError
 from mvllm.version import __version__
 
@@ -108,10 +109,11 @@ class AdminRoutes:
         """Version, phase, plugins, platform, workers of all replicas, and model."""
         require_admin(request)
         engine = self._state.loaded_engine
+        used = [each.name for each, _ in loaded_plugins(self._settings.disabled_http_plugins)]
         info: dict[str, Any] = {
             "version": __version__,
             "phase": self._state.phase.value,
-            "http_plugins": list(self._settings.http_plugins),
+            "http_plugins": sorted({*self._settings.http_plugins, *used}),
             "platform": None if engine is None else engine.platform_summary,
             "num_workers": None,
             "model": None,

@@ -1,98 +1,44 @@
-"""Routes of `/v1/chat/completions`: create completions, and read, change, list and delete those that are stored."""
+"""The route `/v1/chat/completions`."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mvllm.entrypoints.openai.chat.serving import ChatCompletionHandler
-from mvllm.entrypoints.openai.chat.stored import StoredCompletionHandler, checked_metadata
-from mvllm.entrypoints.openai.common.json_response import encode_json, json_response
-from mvllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionUpdateRequest
-from mvllm.entrypoints.openai.responses.conversations import check_page
-from mvllm.entrypoints.openai.responses.items import page_of
-from mvllm.entrypoints.openai.responses.store import ResponseStore
+from mvllm.entrypoints.openai.common.serving_base import StreamingHandler
+from mvllm.entrypoints.openai.protocol import ChatCompletionRequest
 from mvllm.entrypoints.openai.server.body_routes import BodyRoutes
-from mvllm.entrypoints.openai.server.middleware import request_caller
 
-PATH = "/v1/chat/completions"
-_METADATA = re.compile(r"metadata\[(.*)\]", re.DOTALL)
+StoreCompletion = Callable[[ChatCompletionHandler, ChatCompletionRequest, Request], StreamingHandler]
+"""Makes a handler that stores the completion of another, of a request with `store: true`. It may return the handler
+that it gets."""
 
 
 class ChatCompletionRoutes:
-    """The routes.
+    """The route.
 
     Args:
-        store: Has the stored completions.
         body_routes: Reads bodies and runs handlers.
+        store: Stores completions; None if the server stores none.
     """
 
-    def __init__(self, store: ResponseStore, body_routes: BodyRoutes) -> None:
-        self._store = store
+    def __init__(self, body_routes: BodyRoutes, store: StoreCompletion | None) -> None:
         self._body_routes = body_routes
+        self._store = store
 
     def add_to(self, router: APIRouter) -> None:
-        """Adds the routes to a router."""
+        """Adds the route to a router."""
         summary = "Generate the next message of a conversation."
-        self._body_routes.add(router, PATH, ChatCompletionRequest, self.create, summary)
-        add, one = router.add_api_route, f"{PATH}/{{completion_id}}"
-        add(PATH, self.list_completions, methods=["GET"], summary="The stored completions.")
-        add(one, self.get_completion, methods=["GET"], summary="A stored completion.")
-        summary = "Change the metadata of a stored completion."
-        self._body_routes.add(router, one, CompletionUpdateRequest, self.update, summary)
-        add(one, self.delete, methods=["DELETE"], summary="Delete a stored completion.")
-        add(f"{one}/messages", self.list_messages, methods=["GET"], summary="The messages of its request.")
+        self._body_routes.add(router, "/v1/chat/completions", ChatCompletionRequest, self.create, summary)
 
     async def create(self, request: Request) -> Response:
         """Generates the next message of a conversation."""
         context, model, body = await self._body_routes.decode_for_model(request, ChatCompletionRequest)
         handler = ChatCompletionHandler(context, model, body)
-        if body.store is not True or not self._store.is_enabled:
-            return await self._body_routes.run(request, handler, model)
-        stored = StoredCompletionHandler(handler, body, self._store, request_caller(request.scope))
-        return await self._body_routes.run(request, stored, model)
-
-    async def list_completions(
-        self, request: Request, after: str | None = None, limit: int = 20, order: str = "asc", model: str | None = None
-    ) -> Response:
-        """A page of the stored completions, the oldest first by default. `metadata[name]=value` selects some."""
-        is_descending = check_page(limit, order)
-        wanted = {
-            match[1]: value for name, value in request.query_params.items() if (match := _METADATA.fullmatch(name))
-        }
-        found = await self._store.completions(
-            request_caller(request.scope), after, limit + 1, descending=is_descending, model=model, metadata=wanted
-        )
-        return json_response(page_of(found[:limit], has_more=len(found) > limit))
-
-    async def get_completion(self, request: Request, completion_id: str) -> Response:
-        """A stored completion."""
-        return json_response((await self._store.completion(completion_id, request_caller(request.scope))).body)
-
-    async def update(self, request: Request, completion_id: str) -> Response:
-        """Replaces the metadata of a stored completion."""
-        body = await self._body_routes.decode(request, CompletionUpdateRequest)
-        metadata = checked_metadata(body.metadata)
-        found = await self._store.completion(completion_id, request_caller(request.scope))
-        encoded = encode_json({**msgspec.json.decode(found.body), "metadata": metadata})
-        await self._store.update_conversation(completion_id, encoded)
-        return json_response(encoded)
-
-    async def delete(self, request: Request, completion_id: str) -> Response:
-        """Deletes a stored completion."""
-        await self._store.completion(completion_id, request_caller(request.scope))
-        await self._store.delete_conversation(completion_id)
-        return json_response({"id": completion_id, "object": "chat.completion.deleted", "deleted": True})
-
-    async def list_messages(
-        self, request: Request, completion_id: str, after: str | None = None, limit: int = 20, order: str = "asc"
-    ) -> Response:
-        """A page of the messages of the completion's request."""
-        await self._store.completion(completion_id, request_caller(request.scope))
-        is_descending = check_page(limit, order)
-        items = await self._store.items(completion_id, after, limit + 1, descending=is_descending)
-        return json_response(page_of(items[:limit], has_more=len(items) > limit))
+        if body.store is True and self._store is not None:
+            return await self._body_routes.run(request, self._store(handler, body, request), model)
+        return await self._body_routes.run(request, handler, model)

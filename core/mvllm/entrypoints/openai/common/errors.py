@@ -1,8 +1,4 @@
-"""Errors of HTTP responses, in the format of the API that the request addresses.
-
-    OpenAI      {"error": {"message", "type", "param", "code"}}
-    Anthropic   {"type": "error", "error": {"type", "message"}, "request_id"}
-    Ollama      {"error": "message"}
+"""Errors of HTTP responses. `api_format.py` has the formats of APIs other than OpenAI's.
 
 A response has the text of RequestErrors and APIErrors, which are written for clients. Every other exception is logged,
 and its response is a general 500.
@@ -10,12 +6,9 @@ and its response is a general 500.
 
 from __future__ import annotations
 
-import enum
 import math
 
 import msgspec
-from starlette.responses import Response
-from starlette.types import Scope
 
 from mvllm.errors import EngineDeadError, QueueFullError, RequestError, UnavailableError
 from mvllm.logging import get_logger
@@ -37,39 +30,7 @@ _TYPES = {
     503: "ServiceUnavailableError",
 }
 
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
-
 _PROMPTS = ("prompt", "input", "messages")
-
-
-class ErrorFormat(enum.Enum):
-    """The formats of errors. See the module."""
-
-    OPENAI = "openai"
-    ANTHROPIC = "anthropic"
-    OLLAMA = "ollama"
-
-    @classmethod
-    def of_request(cls, scope: Scope) -> ErrorFormat:
-        """The format for a request, by its path and its headers. The path is normalized."""
-        path = scope["path"]
-        if path.startswith("/api/"):
-            return cls.OLLAMA
-        if path == "/v1/messages" or path.startswith("/v1/messages/") or is_anthropic_client(scope):
-            return cls.ANTHROPIC
-        return cls.OPENAI
-
-
-def is_anthropic_client(scope: Scope) -> bool:
-    """Whether a request has the header `anthropic-version`, which every client of that API sends."""
-    return any(name == b"anthropic-version" for name, _ in scope["headers"])
 
 
 class APIError(Exception):
@@ -110,21 +71,6 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
     return msgspec.json.encode({"error": {"message": clean, "type": kind, "param": param, "code": code}})
 
 
-def anthropic_error_body(error: APIError, request_id: str | None = None) -> bytes:
-    """The body of an error response in Anthropic's format. The message names the field."""
-    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    message = error.message.encode(errors="backslashreplace").decode()
-    if error.param is not None and error.param not in message:
-        message = f"{error.param.encode(errors='backslashreplace').decode()}: {message}"
-    body = {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
-    return msgspec.json.encode(body)
-
-
-def ollama_error_body(error: APIError) -> bytes:
-    """The body of an error response in Ollama's format."""
-    return msgspec.json.encode({"error": error.message.encode(errors="backslashreplace").decode()})
-
-
 def to_api_error(error: BaseException) -> APIError:
     """The error that a client gets for an exception. Logs exceptions whose text it does not get."""
     if isinstance(error, APIError):
@@ -144,26 +90,3 @@ def to_api_error(error: BaseException) -> APIError:
         return APIError(400, "The body is nested too deeply.")
     logger.error("A request failed.", exc_info=error)
     return APIError(500, "An internal error occurred; see the server's log.", code="internal_error")
-
-
-def error_response(error: APIError, scope: Scope | None = None) -> Response:
-    """The error as a response.
-
-    Args:
-        scope: ASGI scope of the request, which has the format; without it, the format is OpenAI's.
-    """
-    headers: dict[str, str] = {}
-    if error.retry_after is not None:
-        headers["retry-after"] = str(error.retry_after)
-    if error.close:
-        headers["connection"] = "close"
-    if error.status == 401:
-        headers["www-authenticate"] = "Bearer"
-    match ErrorFormat.OPENAI if scope is None else ErrorFormat.of_request(scope):
-        case ErrorFormat.ANTHROPIC:
-            body = anthropic_error_body(error, (scope or {}).get("mvllm.request_id"))
-        case ErrorFormat.OLLAMA:
-            body = ollama_error_body(error)
-        case _:
-            body = error_body(error.status, error.message, param=error.param, code=error.code)
-    return Response(body, error.status, headers, "application/json")

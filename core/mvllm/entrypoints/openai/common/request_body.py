@@ -233,6 +233,21 @@ def convert_with_integral_floats(value: Any, body_type: type[T]) -> T:
     return msgspec.convert(_with_integers(value, body_type), body_type)
 
 
+def convert_fields(value: Any, kind: type[T], *, within: str) -> T:
+    """Converts a field of a body, which is decoded JSON, to a struct.
+
+    Args:
+        within: The field's name, for errors.
+
+    Raises:
+        APIError: A field within it has the wrong type (400).
+    """
+    try:
+        return convert_with_integral_floats(value, kind)
+    except msgspec.ValidationError as e:
+        raise field_type_error(str(e), within) from None
+
+
 def _with_integers(value: Any, kind: Any) -> Any:
     """`value` with integers in place of integral floats, as far as `kind` allows no floats there."""
     kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)

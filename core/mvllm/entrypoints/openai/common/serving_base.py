@@ -1,6 +1,6 @@
 """Base classes of request handlers: one HTTP request, run by the engine, and its response.
 
-Handler                      what routes run                                 responses/serving.py
+Handler                      what routes run                                 plugins/responses
 └─ RequestHandler            its requests to the engine                      pooling/serving_base.py
    └─ GenerationHandler      sampling parameters, usage                      chat/serving_base.py
       └─ ChoicesHandler      response and stream of `choices`                chat/serving.py, completions/serving.py

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from mvllm.config.encoder_limits import items_of
+from mvllm.config.multimodal import DEFAULT_LIMIT
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.entrypoints.openai.common.chat_prompt_renderer import ChatPromptRenderer
 from mvllm.entrypoints.openai.common.chat_template_renderer import ChatTemplateRenderer
@@ -70,6 +72,14 @@ class ServingContext:
             reasoning_parser=parsers.reasoning,
         )
         return cls(engine, pool, renderer, force_include_usage)
+
+    @property
+    def modalities(self) -> frozenset[str]:
+        """What prompts may have besides text: `image`, `audio`, `video`."""
+        config = self.engine.config
+        takes, limits = items_of(config), config.multimodal.limit_per_prompt
+        found = () if takes is None else takes.modalities
+        return frozenset(each for each in found if limits.get(each, DEFAULT_LIMIT))
 
     def close(self) -> None:
         """Ends the threads when their current work is done."""

@@ -5,13 +5,28 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from mvllm.config.model import ModelConfig
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.run_to_end import run_to_end
 from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.errors import ConfigError, RequestError
 from mvllm.messages.lora import LoRARequest
+
+_WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt")
+
+
+def weights_size(config: ModelConfig) -> int:
+    """Bytes of the files with a model's weights; 0 if there are none. Reads folders."""
+    given = Path(config.model)
+    try:
+        if given.is_file():
+            return given.stat().st_size
+        return sum(path.stat().st_size for path in config.path.iterdir() if path.suffix in _WEIGHTS)
+    except OSError:
+        return 0
 
 
 class OpenAIServingModels:

@@ -52,6 +52,11 @@ class UsageCounter:
         return self._prompt
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompts that were in the prefix cache."""
+        return self._cached
+
+    @property
     def num_completion_tokens(self) -> int:
         """Generated tokens."""
         return self._completion
@@ -72,26 +77,3 @@ class UsageCounter:
         if self.num_reasoning is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning}
         return usage
-
-    def to_message_usage(self) -> dict[str, Any]:
-        """The `usage` object of the Anthropic Messages API. The counts of the prompt's tokens add up to its length."""
-        return {
-            "input_tokens": self._prompt - self._cached,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": self._cached,
-            "output_tokens": self._completion,
-        }
-
-    def to_response_usage(self, num_reasoning_tokens: int) -> dict[str, Any]:
-        """The `usage` object of the Responses API.
-
-        Args:
-            num_reasoning_tokens: Completion tokens that belong to the reasoning.
-        """
-        return {
-            "input_tokens": self._prompt,
-            "input_tokens_details": {"cached_tokens": self._cached, "cache_write_tokens": 0},
-            "output_tokens": self._completion,
-            "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
-            "total_tokens": self._prompt + self._completion,
-        }

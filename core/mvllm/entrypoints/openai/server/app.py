@@ -16,9 +16,10 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from mvllm import plugin_groups
 from mvllm.engine.metrics.tracing import Tracer
-from mvllm.entrypoints.ollama.routes import RUNNING
-from mvllm.entrypoints.openai.common.errors import APIError, error_response, to_api_error
+from mvllm.entrypoints.openai.common.api_format import error_response
+from mvllm.entrypoints.openai.common.errors import APIError, to_api_error
 from mvllm.entrypoints.openai.common.openapi import openapi_document
 from mvllm.entrypoints.openai.common.relaxation_header import RELAXATIONS_HEADER
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
@@ -31,13 +32,24 @@ from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
 from mvllm.entrypoints.openai.server.http_plugins import HTTPServerHandle, load_http_plugins
 from mvllm.entrypoints.openai.server.middleware import RequestMiddleware
 from mvllm.entrypoints.openai.server.rate_limits import RateLimiter
+from mvllm.entrypoints.openai.server.root_routes import PluginRoutes
 from mvllm.entrypoints.openai.server.routes import Routes
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.openai.server.tracing_middleware import TracingMiddleware
 from mvllm.entrypoints.openai.server.web_pages import docs_page, playground_page
+from mvllm.entrypoints.root_plugins import (
+    api_formats,
+    is_root_plugin,
+    log_failures,
+    missing_part_of,
+    root_plugins,
+)
 from mvllm.errors import MvllmError
 from mvllm.version import __version__
+
+_RUNNING = "mvllm is running"
+"""What programs get at `/`, unless a plugin has another text."""
 
 
 def build_app(
@@ -54,10 +66,12 @@ def build_app(
     Args:
         listener: What it is to be served on; None if the application is called otherwise.
     """
-    routes = _make_routes(state, models, metrics, settings)
-    app: ASGIApp = DirectRoutes(_build_fastapi_app(state, models, settings, routes), routes.direct_routes)
+    routes, added = _make_routes(state, models, metrics, settings)
+    direct = [*routes.direct_routes, *added.direct_routes]
+    app: ASGIApp = DirectRoutes(_build_fastapi_app(state, models, settings, routes, added), direct)
     if tracer is not None:
-        app = TracingMiddleware(app, tracer)
+        operations = {path: name for plugin in added.plugins for path, name in plugin.operations.items()}
+        app = TracingMiddleware(app, tracer, operations)
     return add_middleware(app, metrics, settings, rate_limiter, BrowserCheck.create(settings, listener))
 
 
@@ -71,7 +85,10 @@ def add_middleware(
     """An application with the middleware of every request."""
     own = () if settings.router_key is None else (settings.router_key,)
     keys = APIKeys(settings.api_keys, (*settings.admin_api_keys, *own))
-    app = RequestMiddleware(app, keys, metrics.observe, rate_limiter, browser_check, access_log=settings.access_log)
+    formats = api_formats(settings.disabled_http_plugins)
+    app = RequestMiddleware(
+        app, keys, metrics.observe, rate_limiter, browser_check, formats, access_log=settings.access_log
+    )
     if settings.allowed_origins:
         # Outermost: preflight requests of browsers have no key.
         app = CORSMiddleware(
@@ -91,7 +108,7 @@ def build_fastapi_app(
     settings: ServerSettings,
 ) -> FastAPI:
     """The application without middleware."""
-    return _build_fastapi_app(state, models, settings, _make_routes(state, models, metrics, settings))
+    return _build_fastapi_app(state, models, settings, *_make_routes(state, models, metrics, settings))
 
 
 def build_app_without_engine(settings: ServerSettings) -> tuple[FastAPI, Callable[[], Awaitable[None]]]:
@@ -143,12 +160,17 @@ def _make_routes(
     models: OpenAIServingModels,
     metrics: HTTPMetrics,
     settings: ServerSettings,
-) -> Routes:
-    return Routes(state, models, metrics, settings, BodyRoutes(state, models, settings))
+) -> tuple[Routes, PluginRoutes]:
+    body_routes = BodyRoutes(state, models, settings)
+    log_failures(root_plugins(settings.disabled_http_plugins, settings.http_plugins))
+    added = PluginRoutes(state, models, settings, body_routes)
+    routes = Routes(state, models, metrics, settings, body_routes, added.store_completion)
+    added.check_conflicts(routes.routers)
+    return routes, added
 
 
 def _build_fastapi_app(
-    state: ServerState, models: OpenAIServingModels, settings: ServerSettings, routes: Routes
+    state: ServerState, models: OpenAIServingModels, settings: ServerSettings, routes: Routes, added: PluginRoutes
 ) -> FastAPI:
     app = FastAPI(
         title="mvllm",
@@ -159,16 +181,18 @@ def _build_fastapi_app(
         redirect_slashes=False,  # a redirect would contain the Host header that the client sent
     )
     plugins = load_http_plugins(
-        settings.http_plugins,
+        [name for name in settings.http_plugins if not is_root_plugin(plugin_groups.require(plugin_groups.HTTP, name))],
         lambda name: HTTPServerHandle(name, state, models, settings),
         lambda: _add_handlers(FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)),
     )
-    for router in routes.routers:
+    for router in (*routes.routers, *added.routers):
         app.include_router(router)
     for plugin in plugins:
         app.mount(plugin.prefix, plugin.asgi_app(routes.body_reader))
     parts = {plugin.prefix: plugin.app for plugin in plugins if plugin.app is not None}
-    app.openapi = lambda: openapi_document(app, parts)  # type: ignore[method-assign]
+    formats = api_formats(settings.disabled_http_plugins)
+    tags = {name: text for plugin in added.plugins for name, text in plugin.tags.items()}
+    app.openapi = lambda: openapi_document(app, parts, routes.body_types, formats, tags)  # type: ignore[method-assign]
     if settings.docs:
 
         async def docs() -> HTMLResponse:
@@ -176,9 +200,11 @@ def _build_fastapi_app(
 
         app.add_api_route("/docs", docs, methods=["GET"], include_in_schema=False)
 
+    text = next((plugin.root_text for plugin in added.plugins if plugin.root_text is not None), _RUNNING)
+
     async def root(request: Request) -> Response:
         accepts_pages = "text/html" in request.headers.get("accept", "")
-        return playground_page() if settings.docs and accepts_pages else PlainTextResponse(RUNNING)
+        return playground_page() if settings.docs and accepts_pages else PlainTextResponse(text)
 
     app.add_api_route("/", root, methods=["GET"], include_in_schema=False)
     return _add_handlers(app)
@@ -207,7 +233,10 @@ async def _handle_http_exception(request: Request, error: Exception) -> Response
     if isinstance(error.__cause__, APIError):  # it has more fields, such as `close`
         return error_response(error.__cause__, request.scope)
     if error.status_code == 404 and error.detail == "Not Found":  # a plugin's 404 has another text
-        return error_response(APIError(404, "There is no route at this path.", code="unknown_path"), request.scope)
+        refused = APIError(404, "There is no route at this path.", code="unknown_path")
+        if (missing := missing_part_of(request.scope["path"])) is not None:
+            refused = APIError(404, missing, code="not_installed")
+        return error_response(refused, request.scope)
     if error.status_code == 405:
         refused = APIError(405, "This path does not accept this method.", code="method_not_allowed")
         response = error_response(refused, request.scope)

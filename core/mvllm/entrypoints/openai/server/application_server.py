@@ -15,10 +15,8 @@ import time
 from typing import Protocol
 
 import uvicorn
-from starlette.types import ASGIApp, Scope
+from starlette.types import ASGIApp
 
-from mvllm.entrypoints.openai.common.errors import APIError, ErrorFormat, anthropic_error_body, ollama_error_body
-from mvllm.entrypoints.openai.common.server_sent_events import error_event
 from mvllm.entrypoints.openai.server.api_server import HTTPServer
 from mvllm.entrypoints.openai.server.app import add_middleware
 from mvllm.entrypoints.openai.server.browser_requests import BrowserCheck
@@ -120,19 +118,3 @@ async def serve_application(
         await asyncio.wait([serving], timeout=_FINAL_RESPONSES_SECONDS)
     logger.info("Ended.")
     return 0
-
-
-def stream_error(error: APIError, scope: Scope) -> bytes:
-    """An error in the middle of a stream, and the stream's end, in the format of the API that the request addresses.
-
-    Args:
-        scope: ASGI scope of the request.
-    """
-    match ErrorFormat.of_request(scope):
-        case ErrorFormat.ANTHROPIC:
-            body = anthropic_error_body(error, scope.get("mvllm.request_id"))
-            return b"event: error\ndata: " + body + b"\n\n"
-        case ErrorFormat.OLLAMA:
-            return ollama_error_body(error) + b"\n"
-        case _:
-            return error_event(error)

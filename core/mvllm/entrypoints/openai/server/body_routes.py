@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from fastapi import APIRouter
@@ -41,6 +41,7 @@ class BodyRoutes:
     Attributes:
         reader: Reads bodies within the server's limits.
         send_timeout: Seconds for which a client may leave a stream unread.
+        paths: The paths of the routes.
     """
 
     def __init__(
@@ -53,14 +54,26 @@ class BodyRoutes:
         self._state = state
         self._models = models
         self.send_timeout = settings.send_timeout
+        self.paths: set[str] = set()
         self._decoders: dict[type[ModelRequest], BodyDecoder[Any]] = {}
 
     def add(
-        self, router: APIRouter, path: str, body_type: type[ModelRequest], endpoint: Endpoint, summary: str
+        self,
+        router: APIRouter,
+        path: str,
+        body_type: type[ModelRequest],
+        endpoint: Endpoint,
+        summary: str,
+        example: Mapping[str, Any] | None = None,
     ) -> None:
-        """Adds a POST route whose endpoint reads the body itself, with `decode`."""
+        """Adds a POST route whose endpoint reads the body itself, with `decode`.
+
+        Args:
+            example: A body, for the API's description.
+        """
+        self.paths.add(path)
         self._decoders[body_type] = BodyDecoder(body_type)
-        extra = request_body_schema(body_type)
+        extra = request_body_schema(body_type, example)
         router.add_api_route(path, endpoint, methods=["POST"], name=path, summary=summary, openapi_extra=extra)
 
     def add_handler(
@@ -70,19 +83,26 @@ class BodyRoutes:
         body_type: type[R],
         make_handler: MakeHandler[R],
         summary: str,
+        example: Mapping[str, Any] | None = None,
         *,
         with_adapters: bool = True,
     ) -> None:
         """Adds a POST route whose requests have a handler each.
 
         Args:
+            example: A body, for the API's description.
             with_adapters: Whether a request may name a LoRA adapter as its model.
         """
 
         async def endpoint(request: Request) -> Response:
             return await self.run_handler(request, body_type, make_handler, with_adapters=with_adapters)
 
-        self.add(router, path, body_type, endpoint, summary)
+        self.add(router, path, body_type, endpoint, summary, example)
+
+    @property
+    def body_types(self) -> list[type[ModelRequest]]:
+        """The types of the bodies of all routes."""
+        return list(self._decoders)
 
     async def decode(self, request: Request, body_type: type[R]) -> R:
         """The body of a request to one of the routes.

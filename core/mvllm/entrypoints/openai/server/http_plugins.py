@@ -1,11 +1,12 @@
-"""HTTP plugins: packages that add routes to the server.
+"""HTTP plugins under `/plugins/<name>`: packages that add routes to the server if they are named.
 
     mvllm.http      greeting = my_package.routes:make_router          make_router(server: HTTPServerHandle) -> APIRouter
     --http-plugins greeting                                           its routes are under /plugins/greeting
 
 A plugin's routes are a separate application, mounted under the plugin's prefix, so they cannot shadow the server's
 routes. RequestMiddleware (authentication, request ids, log), limits of bodies and error format apply to them. If a
-plugin cannot be loaded, its routes answer 503, and the server runs without it.
+plugin cannot be loaded, its routes answer 503, and the server runs without it. `root_routes.py` has plugins whose
+routes are at the root.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mvllm import plugin_groups
 from mvllm.engine.frontend.outputs import RequestOutput
+from mvllm.entrypoints.openai.common.api_format import error_response
 from mvllm.entrypoints.openai.common.engine_requests import EngineRequests
-from mvllm.entrypoints.openai.common.errors import APIError, error_response, to_api_error
+from mvllm.entrypoints.openai.common.errors import APIError, to_api_error
 from mvllm.entrypoints.openai.common.json_response import encode_json
 from mvllm.entrypoints.openai.common.request_body import BodyDecoder, BodyReader
 from mvllm.entrypoints.openai.common.server_sent_events import DONE, error_event

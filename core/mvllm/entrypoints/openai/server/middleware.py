@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mvllm.entrypoints.openai.common.errors import APIError, ErrorFormat, error_response, to_api_error
+from mvllm.entrypoints.openai.common.api_format import APIFormat, error_response, set_api_format
+from mvllm.entrypoints.openai.common.errors import APIError, to_api_error
 from mvllm.entrypoints.openai.common.relaxation_header import RELAXATIONS_SCOPE_KEY, relaxations_header
 from mvllm.entrypoints.openai.common.unknown_fields import UNKNOWN_FIELDS_SCOPE_KEY, unknown_fields_header
 from mvllm.entrypoints.openai.server.authentication import APIKeys, Caller, Role
@@ -51,6 +52,7 @@ class RequestMiddleware:
         observe: Called for each response.
         rate_limiter: Limits the requests of each key; None for no limits.
         browser_check: Checks requests without a key; None for no check.
+        formats: The formats of APIs other than OpenAI's.
         access_log: Whether to log method, path, status, time and request id of each response.
     """
 
@@ -61,12 +63,14 @@ class RequestMiddleware:
         observe: ObserveRequest,
         rate_limiter: RateLimiter | None = None,
         browser_check: BrowserCheck | None = None,
+        formats: Sequence[APIFormat] = (),
         *,
         access_log: bool = True,
     ) -> None:
         self._app = app
         self._rate_limiter = rate_limiter
         self._browser_check = browser_check
+        self._formats = formats
         self._keys = keys
         self._observe = observe
         self._access_log = access_log
@@ -82,8 +86,9 @@ class RequestMiddleware:
         path = scope["path"] = _normalize_path(scope["path"])
         request_id = scope["mvllm.request_id"] = _request_id(scope)
         id_headers = [(b"x-request-id", request_id.encode())]
-        if ErrorFormat.of_request(scope) is ErrorFormat.ANTHROPIC:
-            id_headers.append((b"request-id", request_id.encode()))
+        api_format = set_api_format(scope, self._formats)
+        if api_format.request_id_header is not None:
+            id_headers.append((api_format.request_id_header, request_id.encode()))
         status = 0
         unknown_fields: list[str] = []
         scope[UNKNOWN_FIELDS_SCOPE_KEY] = unknown_fields  # filled by UnknownFields

@@ -9,13 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mvllm.entrypoints.anthropic.routes import AnthropicRoutes, model_info, model_list
-from mvllm.entrypoints.ollama.routes import OllamaRoutes
 from mvllm.entrypoints.openai.admin.rollout_routes import RolloutRoutes
 from mvllm.entrypoints.openai.admin.routes import AdminRoutes
 from mvllm.entrypoints.openai.audio.routes import AudioRoutes
-from mvllm.entrypoints.openai.chat.routes import ChatCompletionRoutes
-from mvllm.entrypoints.openai.common.errors import is_anthropic_client
+from mvllm.entrypoints.openai.chat.routes import ChatCompletionRoutes, StoreCompletion
+from mvllm.entrypoints.openai.client_request import ModelRequest
+from mvllm.entrypoints.openai.common.api_format import api_format
 from mvllm.entrypoints.openai.common.json_response import json_response
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.completions.serving import CompletionHandler
@@ -31,7 +30,6 @@ from mvllm.entrypoints.openai.protocol import (
     RerankRequest,
     ScoreRequest,
 )
-from mvllm.entrypoints.openai.responses.routes import ResponsesRoutes
 from mvllm.entrypoints.openai.server.body_routes import BodyRoutes
 from mvllm.entrypoints.openai.server.http_metrics import CONTENT_TYPE, HTTPMetrics
 from mvllm.entrypoints.openai.server.server_state import ServerPhase, ServerState
@@ -64,6 +62,7 @@ class Routes:
         metrics: The metrics at `/metrics`.
         settings: The server's.
         body_routes: Adds the routes with a JSON body.
+        store_completion: Stores chat completions; None if the server stores none.
 
     Attributes:
         routers: All routes, with the tags of `openapi.TAGS`.
@@ -78,14 +77,16 @@ class Routes:
         metrics: HTTPMetrics,
         settings: ServerSettings,
         body_routes: BodyRoutes,
+        store_completion: StoreCompletion | None = None,
     ) -> None:
         self._state = state
         self._models = models
         self._metrics = metrics
         self.body_reader = body_routes.reader
-        tags = ("health", "generation", "embeddings", "models", "tokens", "ollama", "monitoring", "admin")
+        self._body_routes = body_routes
+        tags = ("health", "generation", "embeddings", "models", "tokens", "monitoring", "admin")
         self.routers = [APIRouter(tags=[tag]) for tag in tags]
-        health, generation, embeddings, model_names, tokens, ollama, monitoring, admin = self.routers
+        health, generation, embeddings, model_names, tokens, monitoring, admin = self.routers
 
         summary = "Whether the model is loaded and the server works."
         health.add_api_route("/health", self.health, methods=["GET"], summary=summary)
@@ -94,13 +95,9 @@ class Routes:
             health.add_api_route("/ping", self.liveness, methods=[method], summary="Whether the server works.")
         health.add_api_route("/health/ready", self.readiness, methods=["GET"], summary="Whether it accepts requests.")
 
-        responses = ResponsesRoutes(settings, body_routes)
-        ChatCompletionRoutes(responses.store, body_routes).add_to(generation)
+        ChatCompletionRoutes(body_routes, store_completion).add_to(generation)
         for route in _GENERATION:
             body_routes.add_handler(generation, *route)
-        responses.add_to(generation)
-        state.add_closer(responses.close)
-        AnthropicRoutes(body_routes).add_to(generation)
         AudioRoutes(state, models, body_routes).add_to(generation)
         self.direct_routes = [
             route
@@ -113,12 +110,16 @@ class Routes:
         model_names.add_api_route("/v1/models", self.list_models, methods=["GET"], summary="The models.")
         model_names.add_api_route("/v1/models/{model_id:path}", self.get_model, methods=["GET"], summary="One model.")
         TokenizeRoutes(state, body_routes).add_to(tokens)
-        OllamaRoutes(state, models, body_routes).add_to(ollama)
         monitoring.add_api_route("/version", self.version, methods=["GET"], summary="The server's version.")
         monitoring.add_api_route("/load", self.load, methods=["GET"], summary="Requests and cache usage, now.")
         monitoring.add_api_route("/metrics", self.get_metrics, methods=["GET"], summary="Metrics for Prometheus.")
         AdminRoutes(state, models, settings, body_routes).add_to(admin)
         RolloutRoutes(state, models, body_routes).add_to(admin)
+
+    @property
+    def body_types(self) -> list[type[ModelRequest]]:
+        """The types of the bodies of all routes, with those of plugins."""
+        return self._body_routes.body_types
 
     async def health(self) -> Response:
         """As `liveness`, and whether the model is loaded, for which clients of other engines wait."""
@@ -135,15 +136,13 @@ class Routes:
     async def list_models(self, request: Request) -> Response:
         """The names of the model and of LoRA adapters, in the format of the client's API."""
         cards = self._models.model_cards(self._max_model_len())
-        if is_anthropic_client(request.scope):
-            return json_response(model_list(cards))
-        return json_response({"object": "list", "data": cards})
+        return json_response(api_format(request.scope).model_list(cards))
 
     async def get_model(self, request: Request, model_id: str) -> Response:
         """One of the names, in the format of the client's API."""
         self._models.resolve_name(model_id, with_adapters=True)
         [card] = [card for card in self._models.model_cards(self._max_model_len()) if card["id"] == model_id]
-        return json_response(model_info(card) if is_anthropic_client(request.scope) else card)
+        return json_response(api_format(request.scope).model(card))
 
     async def version(self) -> Response:
         """The version of mvllm."""

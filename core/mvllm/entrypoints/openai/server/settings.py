@@ -3,59 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+import msgspec
 
 from mvllm.entrypoints.openai.server.authentication import KeyLimits
 
 DEFAULT_PORT = 8000
+S = TypeVar("S", bound=msgspec.Struct)
 
 UnknownFieldsPolicy = Literal["warn", "refuse", "ignore"]
 """What the server does with request fields that it does not know."""
-
-
-MCPRequestURLs = Literal["none", "public", "any"]
-"""Which URLs of tool servers requests may give: none, those of public addresses, or any."""
-
-
-@dataclass(frozen=True)
-class MCPServerConfig:
-    """A tool server (Model Context Protocol) that the operator allows.
-
-    Attributes:
-        label: Its name in requests.
-        url: Its URL, for the transport Streamable HTTP; None for a command.
-        command: The program that is started and talks over stdin and stdout, with its arguments.
-    """
-
-    label: str
-    url: str | None = None
-    command: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class MCPSettings:
-    """The tool servers that responses may use, and limits of their calls.
-
-    Attributes:
-        servers: Servers that requests name by their label.
-        request_urls: Which other servers requests may name by URL.
-        max_calls: Most calls of one response.
-        start_timeout: Seconds for the start of a program, or for connecting to a URL.
-        timeout: Seconds for each call.
-        max_result_bytes: Bytes of a result that the model sees; the rest is cut off.
-    """
-
-    servers: tuple[MCPServerConfig, ...] = ()
-    request_urls: MCPRequestURLs = "none"
-    max_calls: int = 32
-    timeout: float = 60.0
-    max_result_bytes: int = 128 << 10
-    start_timeout: float = 10.0
-
-    @property
-    def is_enabled(self) -> bool:
-        """Whether requests may use any server."""
-        return bool(self.servers) or self.request_urls != "none"
 
 
 @dataclass(frozen=True)
@@ -91,12 +49,10 @@ class ServerSettings:
         access_log: Whether to log a line for each response.
         metrics_prefixes: Beginnings of metric names; with several, each metric has several names.
         otlp_traces_endpoint: URL of the OpenTelemetry collector; None for no tracing.
-        responses_store: File that stores responses and conversations; None stores them in memory.
-        max_stored_responses: Responses and conversations to store; 0 for none.
-        max_stored_bytes: Bytes of all of them together.
-        max_stored_seconds: Seconds after their last use when they are deleted; None for never.
-        mcp: Tool servers that responses may use.
-        http_plugins: Names of plugins whose routes are added under `/plugins/<name>`.
+        http_plugins: Names of plugins whose routes are added under `/plugins/<name>`, and of those with routes at the
+            root without which the server must not start.
+        disabled_http_plugins: Names of plugins with routes at the root that are not used.
+        plugin_settings: The settings of plugins with routes at the root, by name, as plain values.
         lora_modules: Names and folders of the LoRA adapters to load at the start.
         runtime_lora_loading: Whether administrators may load and unload adapters.
         docs: Whether to serve `/docs`, `/openapi.json` and the playground at `/`.
@@ -129,15 +85,21 @@ class ServerSettings:
     access_log: bool = True
     metrics_prefixes: tuple[str, ...] = ("mvllm:",)
     otlp_traces_endpoint: str | None = None
-    max_stored_responses: int = 1000
-    max_stored_bytes: int = 64 << 20
-    responses_store: str | None = None
-    max_stored_seconds: float | None = None
-    mcp: MCPSettings = field(default_factory=MCPSettings)
     http_plugins: tuple[str, ...] = ()
+    disabled_http_plugins: tuple[str, ...] = ()
+    plugin_settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     lora_modules: tuple[tuple[str, str], ...] = ()
     runtime_lora_loading: bool = True
     docs: bool = True
+
+    def of_plugin(self, name: str, kind: type[S]) -> S:
+        """The settings of a plugin with routes at the root.
+
+        Args:
+            name: The plugin's name.
+            kind: Their struct. Without settings, its fields have their defaults.
+        """
+        return msgspec.convert(self.plugin_settings.get(name, {}), kind)
 
     @property
     def limits_by_key(self) -> dict[str, KeyLimits] | None:

@@ -6,21 +6,17 @@ A span belongs to the trace of the request's `traceparent` header, if it has one
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mvllm.engine.metrics.tracing import OPERATION, Tracer
 
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
-    "/v1/responses": "chat",
-    "/v1/messages": "chat",
-    "/api/chat": "chat",
     "/v1/completions": "text_completion",
-    "/api/generate": "text_completion",
     "/v1/images/generations": "image_generation",
     "/v1/embeddings": "embeddings",
-    "/api/embed": "embeddings",
-    "/api/embeddings": "embeddings",
     "/pooling": "pooling",
     "/classify": "classify",
     "/score": "score",
@@ -29,7 +25,7 @@ _OPERATIONS = {
     "/v1/rerank": "rerank",
     "/v2/rerank": "rerank",
 }
-"""The paths that have spans, with their operation names."""
+"""Core's paths that have spans, with their operation names."""
 
 
 class TracingMiddleware:
@@ -38,15 +34,17 @@ class TracingMiddleware:
     Args:
         app: The application.
         tracer: Exports the spans.
+        more_operations: Further paths that have spans, with their operation names.
     """
 
-    def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
+    def __init__(self, app: ASGIApp, tracer: Tracer, more_operations: Mapping[str, str]) -> None:
         self._app = app
+        self._operations = {**_OPERATIONS, **more_operations}
         self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
-        operation = _OPERATIONS.get(scope["path"])
+        operation = self._operations.get(scope["path"])
         if operation is None:
             await self._app(scope, receive, send)
             return

@@ -19,7 +19,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from mvllm.extension_api import APIError, error_response, get_logger
+from mvllm.extension_api import APIError, api_formats, error_response, get_logger, set_api_format
 from mvllm_ray.serve.model_server import ServerLostError
 from mvllm_ray.serve.routing import ForwardedRequest, cache_root, expected_output_tokens, prompt_units
 from mvllm_ray.serve.settings import IngressSettings
@@ -46,10 +46,12 @@ class Ingress:
         self._settings = msgspec.convert(settings, IngressSettings)
         self._handles = [handle.options(method_name="forward", stream=True) for handle in handles]
         self._names = [each[0] for each in names]
+        self._formats = api_formats()
         self._by_name = {name: i for i, each in enumerate(names) for name in each}
 
     async def __call__(self, request: Request) -> Response:
         """Answers a request. Called by Serve."""
+        set_api_format(request.scope, self._formats)
         try:
             if request.method not in _METHODS:
                 raise APIError(405, "This path does not accept this method.", code="method_not_allowed")

@@ -1,0 +1,200 @@
+"""Routes of HTTP plugins at the root of the server (`HTTPPlugin`), beside core's."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+from fastapi import APIRouter
+from starlette.routing import Route
+
+from mvllm.engine.async_llm import AsyncLLM
+from mvllm.entrypoints.http_plugin import HTTPPlugin
+from mvllm.entrypoints.openai.chat.routes import StoreCompletion
+from mvllm.entrypoints.openai.common.serving_context import ServingContext
+from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
+from mvllm.entrypoints.openai.server.body_routes import BodyRoutes
+from mvllm.entrypoints.openai.server.http_plugins import PREFIX
+from mvllm.entrypoints.openai.server.server_state import ServerState
+from mvllm.entrypoints.openai.server.settings import ServerSettings
+from mvllm.entrypoints.root_plugins import RootPlugin, loaded_plugins
+from mvllm.errors import ConfigError, MvllmError
+from mvllm.logging import get_logger
+from mvllm.plugin_groups import PluginSource
+
+logger = get_logger(__name__)
+
+T = TypeVar("T", bound=msgspec.Struct)
+_OWN_PATHS = ("/", "/docs", "/openapi.json", PREFIX)
+
+
+class APIServerHandle:
+    """The access of a plugin with routes at the root to one API server.
+
+    Args:
+        name: The plugin's name.
+        state, models, server_settings, body_routes: The server's.
+
+    Attributes:
+        body_routes: Adds routes with a JSON body, and runs their handlers.
+        models: The names of the model and of its LoRA adapters.
+        server_settings: The settings of the server.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        state: ServerState,
+        models: OpenAIServingModels,
+        server_settings: ServerSettings,
+        body_routes: BodyRoutes,
+    ) -> None:
+        self._name = name
+        self._state = state
+        self.models = models
+        self.server_settings = server_settings
+        self.body_routes = body_routes
+
+    @property
+    def context(self) -> ServingContext:
+        """What handlers of requests get.
+
+        Raises:
+            APIError: The server does not accept requests (503).
+        """
+        return self._state.context
+
+    @property
+    def loaded_engine(self) -> AsyncLLM | None:
+        """The engine, or None while it is being loaded."""
+        return self._state.loaded_engine
+
+    def settings(self, kind: type[T]) -> T:
+        """The plugin's settings, as `HTTPPlugin.serve_settings` has made them.
+
+        Args:
+            kind: Their struct. Without settings, its fields have their defaults.
+        """
+        return self.server_settings.of_plugin(self._name, kind)
+
+    def add_closer(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Adds what ends something that routes use; it is called after the last response."""
+        self._state.add_closer(close)
+
+
+@dataclass(frozen=True)
+class HTTPRoutes:
+    """What a plugin adds to an API server.
+
+    Attributes:
+        routers: Its routes, under their whole paths. No router includes another.
+        store_completion: Stores chat completions of requests with `store: true`; None if it stores none. One plugin may
+            have it.
+    """
+
+    routers: Sequence[APIRouter]
+    store_completion: StoreCompletion | None = None
+
+
+class PluginRoutes:
+    """The routes of all plugins that are installed and not disabled. Logs the error of one that fails.
+
+    Args:
+        state, models, settings, body_routes: The server's.
+
+    Attributes:
+        plugins: The plugins.
+        store_completion: That of the plugin that has it.
+
+    Raises:
+        ConfigError: On construction: a plugin cannot run with its settings, or is named in `http_plugins` and fails.
+    """
+
+    def __init__(
+        self, state: ServerState, models: OpenAIServingModels, settings: ServerSettings, body_routes: BodyRoutes
+    ) -> None:
+        self._made: list[tuple[PluginSource, HTTPRoutes]] = []
+        self._body_routes = body_routes
+        self.plugins: list[HTTPPlugin] = []
+        self.store_completion: StoreCompletion | None = None
+        for each, plugin in loaded_plugins(settings.disabled_http_plugins):
+            handle = APIServerHandle(each.name, state, models, settings, body_routes)
+            made = _make(each, plugin, handle, is_required=each.name in settings.http_plugins)
+            if made is not None:
+                self._made.append((each.source, made))
+                self.plugins.append(plugin)
+                self.store_completion = self.store_completion or made.store_completion
+
+    @property
+    def routers(self) -> list[APIRouter]:
+        """The routes."""
+        return [router for _, made in self._made for router in made.routers]
+
+    @property
+    def direct_routes(self) -> list[Route]:
+        """Those of them for `DirectRoutes`: with a JSON body, and without parameters in their paths."""
+        found = (route for router in self.routers for route in _routes(router))
+        posts = (route for route in found if "POST" in (route.methods or ()) and not route.param_convertors)
+        return [route for route in posts if route.path in self._body_routes.paths]
+
+    def check_conflicts(self, core_routers: Iterable[APIRouter]) -> None:
+        """Checks that no plugin has a route that core or another plugin has.
+
+        Raises:
+            ConfigError: A plugin has.
+        """
+        taken = [("mvllm", route) for router in core_routers for route in _routes(router)]
+        for source, made in self._made:
+            own = [route for router in made.routers for route in _routes(router)]
+            _check_conflicts(source, own, taken)
+            taken += [(str(source), route) for route in own]
+
+
+def _make(each: RootPlugin, plugin: HTTPPlugin, handle: APIServerHandle, *, is_required: bool) -> HTTPRoutes | None:
+    """The routes of a plugin; None if it fails, and the server runs without it."""
+    try:
+        made = plugin.routes(handle)
+        if not isinstance(made, HTTPRoutes):
+            raise TypeError(f"routes() must return HTTPRoutes, found {made!r}.")
+        if not all(isinstance(route, Route) for router in made.routers for route in router.routes):
+            raise TypeError("the routers of HTTPRoutes may not include others; return each of them")
+    except (KeyboardInterrupt, MvllmError):
+        raise
+    except BaseException as e:  # a plugin may raise anything, SystemExit included
+        message = f"The HTTP plugin {each.source} cannot be used: {type(e).__name__}: {e}."
+        if is_required:
+            raise ConfigError(message) from e
+        logger.error("%s The server runs without it.", message, exc_info=e)
+        return None
+    return made
+
+
+def _routes(router: APIRouter) -> Iterator[Route]:
+    return (route for route in router.routes if isinstance(route, Route))
+
+
+def _check_conflicts(source: PluginSource, routes: Iterable[Route], taken: Iterable[tuple[str, Route]]) -> None:
+    """Checks that nobody else answers a plugin's paths.
+
+    Raises:
+        ConfigError: Somebody does.
+    """
+    for route in routes:
+        methods = route.methods or set()
+        owner = next(
+            (
+                owner
+                for owner, other in taken
+                if methods & (other.methods or set()) and other.path_regex.match(route.path)
+            ),
+            None,
+        )
+        if route.path in _OWN_PATHS or route.path.startswith(f"{PREFIX}/"):
+            owner = "mvllm"
+        if owner is not None:
+            raise ConfigError(
+                f"The HTTP plugin {source} has a route {'/'.join(sorted(methods))} {route.path}, which {owner} has. "
+                f"Start the server with --disable-http-plugins {source.name}, or uninstall {source.distribution}."
+            )
