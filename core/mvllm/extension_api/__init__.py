@@ -84,15 +84,6 @@ if TYPE_CHECKING:
     from mvllm.executor.worker_topology import devices_per_worker, launch_topology
     from mvllm.kv_events.prefix_index import PrefixIndex, prefix_keys, root_key
     from mvllm.kv_events.prefix_router import PrefixRouter, ReplicaLoad, RoutedRequest
-    from mvllm.kv_transfer.connector import (
-        HostBlock,
-        KVConnector,
-        KVConnectorContext,
-        KVRequest,
-        StoreChange,
-        TransferResult,
-    )
-    from mvllm.kv_transfer.host_kv_cache import HostKVCache
     from mvllm.layers.attention import Attention
     from mvllm.layers.context import BuildContext, ForwardStep
     from mvllm.layers.embedding import Embedding, LMHead, VocabEmbedding
@@ -157,8 +148,6 @@ _NAMES = {
     "mvllm.executor.worker_handle": "WorkerHandle",
     "mvllm.executor.worker_proc": "WorkerProc",
     "mvllm.executor.worker_topology": "devices_per_worker launch_topology",
-    "mvllm.kv_transfer.connector": "HostBlock KVConnector KVConnectorContext KVRequest StoreChange TransferResult",
-    "mvllm.kv_transfer.host_kv_cache": "HostKVCache",
     "mvllm.kv_events.prefix_index": "PrefixIndex prefix_keys root_key",
     "mvllm.kv_events.prefix_router": "PrefixRouter ReplicaLoad RoutedRequest",
     "mvllm.layers.attention": "Attention",
@@ -214,13 +203,8 @@ __all__ = [
     "HFConfig",
     "HTTPServerHandle",
     "Handshake",
-    "HostBlock",
-    "HostKVCache",
     "IntegerFormat",
     "IntegerMatrix",
-    "KVConnector",
-    "KVConnectorContext",
-    "KVRequest",
     "LMHead",
     "LaunchTopology",
     "LayerNorm",
@@ -276,12 +260,10 @@ __all__ = [
     "StackFile",
     "StatLogger",
     "StopSignal",
-    "StoreChange",
     "TaggedReasoning",
     "ToolCallDelta",
     "ToolParser",
     "ToolStream",
-    "TransferResult",
     "UniProcExecutor",
     "VocabEmbedding",
     "WeightTarget",

@@ -18,6 +18,7 @@ from typing import Any
 
 from mvllm.errors import ConfigError
 from mvllm.platform.discovery import PluginSource
+from mvllm.platform.installable import installable_parts, missing_part
 
 ENVIRONMENT_VARIABLE = "MVLLM_PLUGINS"
 
@@ -29,10 +30,12 @@ class PluginGroup:
     Attributes:
         group: The group of entry points.
         noun: Name of the kind in messages.
+        part: The part of mvllm that brings plugins of this kind, for the error of one that no installed package has.
     """
 
     group: str
     noun: str
+    part: str | None = None
 
 
 MODELS = PluginGroup("mvllm.models", "model")
@@ -45,7 +48,7 @@ TOOL_PARSERS = PluginGroup("mvllm.tool_parsers", "tool parser")
 REASONING_PARSERS = PluginGroup("mvllm.reasoning_parsers", "reasoning parser")
 HTTP = PluginGroup("mvllm.http", "HTTP plugin")
 LOGITS_PROCESSORS = PluginGroup("mvllm.logits_processors", "logits processor")
-KV_CONNECTORS = PluginGroup("mvllm.kv_connectors", "KV connector")
+KV_CONNECTORS = PluginGroup("mvllm.kv_connectors", "KV connector", part="kv-transfer")
 
 ALL = (
     MODELS,
@@ -83,9 +86,11 @@ def list_plugins(group: PluginGroup) -> list[PluginSource]:
 
 
 def is_allowed(source: PluginSource) -> bool:
-    """Whether `MVLLM_PLUGINS` allows a plugin, by its name or its distribution's."""
+    """Whether `MVLLM_PLUGINS` allows a plugin, by its name or its distribution's. Parts of mvllm are always allowed."""
     allowed = allow_list()
-    return allowed is None or bool({source.name.lower(), source.distribution.lower()} & allowed)
+    if allowed is None or not allowed.isdisjoint({source.name.lower(), source.distribution.lower()}):
+        return True
+    return source.distribution in installable_parts().values()
 
 
 def allowed_names(group: PluginGroup) -> tuple[str, ...]:
@@ -143,9 +148,17 @@ def require(group: PluginGroup, name: str) -> PluginSource:
     if source is None:
         raise ConfigError(
             f"No installed package offers a {group.noun} {name!r} (entry points of {group.group}). "
-            f"There are: {', '.join(allowed_names(group)) or 'none'}."
+            f"There are: {', '.join(allowed_names(group)) or 'none'}.{_missing_part_of(group)}"
         )
     return source
+
+
+def _missing_part_of(group: PluginGroup) -> str:
+    """A sentence with the package of the group's part, if that is not installed."""
+    package = installable_parts().get(group.part or "")
+    if package is None or package in {source.distribution for source in list_plugins(group)}:
+        return ""
+    return f" {missing_part(group.part or '', f'A {group.noun} of mvllm itself')}"
 
 
 def load_plugin_by_name(group: PluginGroup, name: str) -> tuple[PluginSource, Any]:
