@@ -16,7 +16,7 @@ from mvllm.platform.graph_compiler import GraphCompiler
 from mvllm.platform.interface import Platform
 from mvllm.platform.op_provider import OpProvider
 from mvllm.platform.runtime import DeviceRuntime
-from mvllm.platform.spec import ConfigChange, Plan, Refusal, Refusals
+from mvllm.platform.spec import ConfigChange, Plan, Refusals
 from mvllm.platform.state import StateBackend, StateSpec
 from mvllm.platform.topology import GroupSpec, LaunchTopology, WorkerContext
 
@@ -70,19 +70,8 @@ class GraphPlatform(Platform):
         )
 
     def plan(self, config: EngineConfig) -> Plan | Refusals:
-        claimed = self.capabilities
-        refusals = [
-            Refusal(field, f"{name} is not supported on this platform", f"Use one of: auto, {', '.join(supported)}.")
-            for field, name, supported in (
-                ("model.dtype", config.model.dtype, claimed.dtypes),
-                ("cache.dtype", config.cache.dtype, claimed.kv_dtypes),
-            )
-            if name not in ("auto", *supported)
-        ]
-        if refusals:
-            return Refusals(tuple(refusals))
         changes = []
-        if config.cache.memory_utilization is None and claimed.unified_memory:
+        if config.cache.memory_utilization is None and self.capabilities.unified_memory:
             reason = "the host's memory also serves everything else on this machine; set it yourself to take more"
             changes.append(ConfigChange("cache.memory_utilization", HOST_MEMORY_SHARE, reason))
         return Plan(tuple(changes))

@@ -23,7 +23,6 @@ from mvllm.plugin_api import (
     Plan,
     PlatformError,
     ReferenceAttention,
-    Refusals,
     SchedulerConfig,
     WorkerContext,
 )
@@ -79,13 +78,6 @@ def test_both_packages_of_flashinfer_have_the_same_exact_version():
     requirements = dict(text.split("==") for text in project["optional-dependencies"]["flashinfer"])
     assert set(requirements) == {"flashinfer-python", "flashinfer-cubin"}
     assert len(set(requirements.values())) == 1
-
-
-def test_unsupported_dtypes_are_rejected_with_the_supported_ones(platform):
-    answer = platform.plan(engine_config("float64", "float8_e5m2"))
-    assert isinstance(answer, Refusals)
-    assert [refusal.field for refusal in answer.reasons] == ["model.dtype", "cache.dtype"]
-    assert "bfloat16" in answer.reasons[0].remedy and "int8" in answer.reasons[1].remedy
 
 
 @pytest.mark.parametrize("variable", ["MVLLM_CUDA_COMPILE", "MVLLM_CUDA_SUMS"])

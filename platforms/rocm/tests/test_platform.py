@@ -19,7 +19,6 @@ from mvllm.plugin_api import (
     ParallelConfig,
     Plan,
     PlatformError,
-    Refusals,
     SchedulerConfig,
     WorkerContext,
 )
@@ -56,12 +55,6 @@ def test_attention_of_cuda_devices_is_rejected_with_the_values_for_rocm(platform
     monkeypatch.setenv("MVLLM_ROCM_ATTENTION", library)
     with pytest.raises(ConfigError, match="set it to one of measured, triton, flash_attn, flashinfer, or unset it"):
         platform.plan(engine_config())
-
-
-def test_unsupported_dtypes_are_rejected_with_the_supported_ones(platform):
-    answer = platform.plan(engine_config("float64", "float8_e5m2"))
-    assert isinstance(answer, Refusals)
-    assert [refusal.field for refusal in answer.reasons] == ["model.dtype", "cache.dtype"]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from mvllm.plugin_api import (
     Plan,
     Platform,
     PlatformError,
-    Refusal,
     Refusals,
     ShapePolicy,
     StateBackend,
@@ -121,16 +120,6 @@ class TorchGpuPlatform(Platform):
             self.settings.attention(),
             self.settings.linear(),
         )  # invalid values raise here, not in a worker
-        refusals = [
-            Refusal(field, f"{name} is not supported on this platform", f"Use one of: auto, {', '.join(supported)}.")
-            for field, name, supported in (
-                ("model.dtype", config.model.dtype, DTYPES),
-                ("cache.dtype", config.cache.dtype, KV_DTYPES),
-            )
-            if name not in ("auto", *supported)
-        ]
-        if refusals:
-            return Refusals(tuple(refusals))
         scheduler, wanted = config.scheduler, self.tokens_of_large_step
         if not scheduler.max_num_batched_tokens_is_default or wanted <= scheduler.max_num_batched_tokens:
             return Plan()
