@@ -36,8 +36,9 @@ class GraphPlatform(Platform):
     Phase: as the methods of Platform.
 
     Unless `capabilities` is overridden, the platform claims `graph_compiler`, `prefix_caching`, `chunked_prefill`,
-    `sliding_window`, `soft_cap`, `sinks`, `mla`, `state`, `unified_memory` and the collectives `all_reduce`,
-    `all_gather`, `broadcast`, `send_recv`, `gather` and `barrier`, for the dtypes of its attributes, and nothing else.
+    `sliding_window`, `soft_cap`, `sinks`, `mla`, `state`, `unified_memory`, `scaled_memory_profile` and the collectives
+    `all_reduce`, `all_gather`, `broadcast`, `send_recv`, `gather` and `barrier`, for the dtypes of its attributes, and
+    nothing else.
 
     Attributes:
         dtypes: Compute dtypes, the preferred one first.
@@ -58,6 +59,7 @@ class GraphPlatform(Platform):
             dtypes=self.dtypes,
             kv_dtypes=self.kv_dtypes or self.dtypes,
             unified_memory=True,
+            scaled_memory_profile=True,
             collectives=frozenset({"all_reduce", "all_gather", "broadcast", "send_recv", "gather", "barrier"}),
             prefix_caching=True,
             chunked_prefill=True,

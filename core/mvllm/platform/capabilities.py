@@ -58,6 +58,9 @@ class Capabilities:
         weight_offloading: Since contract 1.1. Sleep level 1 moves the weights to host memory: storages of the device's
             tensors can be freed and allocated again (`UntypedStorage.resize_`), and no operation keeps the address of
             a weight. Without it, and with `unified_memory`, the weights stay.
+        scaled_memory_profile: Since contract 1.1. At the start, core measures the memory of a small step and scales it
+            to the largest one, which takes seconds on such a device: a host's processor. It does so with eager
+            operations, whose memory grows with the tokens and requests of a step; do not claim it with `static_shapes`.
     """
 
     dtypes: tuple[str, ...]
@@ -90,6 +93,7 @@ class Capabilities:
     kv_transfer: bool = False
     non_causal_spans: bool = False
     weight_offloading: bool = False
+    scaled_memory_profile: bool = False
 
     @property
     def offloads_weights(self) -> bool:

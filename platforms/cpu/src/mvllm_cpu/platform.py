@@ -46,6 +46,7 @@ CAPABILITIES = Capabilities(
     kv_dtypes=KV_DTYPES,
     compile=True,
     unified_memory=True,
+    scaled_memory_profile=True,
     fork_safe=True,
     collectives=frozenset(
         {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv", "gather", "all_to_all", "barrier"}

@@ -132,6 +132,7 @@ class FaultyPlatform(Platform):
             dtypes=("float32", "bfloat16"),
             kv_dtypes=("float32", "bfloat16"),
             unified_memory=True,
+            scaled_memory_profile=True,
             collectives=frozenset({"all_reduce", "all_gather", "broadcast", "send_recv", "barrier"}),
             prefix_caching=True,
             chunked_prefill=True,
