@@ -43,45 +43,9 @@ if TYPE_CHECKING:
         WorkerDiedError,
         WorkerStuckError,
     )
-    from mvllm.executor.config_codec import decode_config, encode_worker_configs
     from mvllm.executor.interface import Executor
-    from mvllm.executor.message_queue import (
-        MessageReader,
-        MessageWriter,
-        PeerDiedError,
-        QueueError,
-        ReaderHandle,
-        RemoteReaderHandle,
-        StopSignal,
-        WriterHandle,
-    )
     from mvllm.executor.multiproc import MultiprocExecutor
-    from mvllm.executor.process.activity_table import Activity, ActivityTable
-    from mvllm.executor.process.fd_server import (
-        FileDescriptorServer,
-        FileDescriptorServerAddress,
-        MessageWithFds,
-        fetch_descriptors,
-    )
-    from mvllm.executor.process.handshake import Handshake
-    from mvllm.executor.process.process_utils import (
-        StackFile,
-        anonymous_file,
-        dump_stacks_to,
-        is_stopped,
-        label_output,
-        module_search_path,
-        open_pidfd,
-        watch_parent,
-    )
-    from mvllm.executor.rpc_executor import RpcExecutor, worker_names
-    from mvllm.executor.rpc_messages import Reply, Request
-    from mvllm.executor.rpc_queues import RemoteResponseQueue, RpcQueues
     from mvllm.executor.uniproc import UniProcExecutor
-    from mvllm.executor.worker_group import WorkerGroup
-    from mvllm.executor.worker_handle import WorkerHandle
-    from mvllm.executor.worker_proc import WorkerProc
-    from mvllm.executor.worker_topology import devices_per_worker, launch_topology
     from mvllm.kv_events.prefix_index import PrefixIndex, prefix_keys, root_key
     from mvllm.kv_events.prefix_router import PrefixRouter, ReplicaLoad, RoutedRequest
     from mvllm.layers.attention import Attention
@@ -95,7 +59,7 @@ if TYPE_CHECKING:
     from mvllm.layers.quantization.quantized_matrix import IntegerMatrix, QuantizedMatrix, staging
     from mvllm.layers.rotary import RotaryEmbedding
     from mvllm.layers.weight_target import WeightTarget
-    from mvllm.logging import get_logger, log_level
+    from mvllm.logging import get_logger
     from mvllm.messages.requests import SchedulerStats
     from mvllm.messages.sampling_params import SamplingParams
     from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -126,28 +90,9 @@ _NAMES = {
     "mvllm.errors": (
         "ConfigError EngineDeadError ModelError MvllmError PlatformError RequestError WorkerDiedError WorkerStuckError"
     ),
-    "mvllm.executor.config_codec": "decode_config encode_worker_configs",
     "mvllm.executor.interface": "Executor",
-    "mvllm.executor.message_queue": (
-        "MessageReader MessageWriter PeerDiedError QueueError ReaderHandle RemoteReaderHandle StopSignal WriterHandle"
-    ),
     "mvllm.executor.multiproc": "MultiprocExecutor",
-    "mvllm.executor.process.activity_table": "Activity ActivityTable",
-    "mvllm.executor.process.fd_server": (
-        "FileDescriptorServer FileDescriptorServerAddress MessageWithFds fetch_descriptors"
-    ),
-    "mvllm.executor.process.handshake": "Handshake",
-    "mvllm.executor.process.process_utils": (
-        "StackFile anonymous_file dump_stacks_to is_stopped label_output module_search_path open_pidfd watch_parent"
-    ),
-    "mvllm.executor.rpc_executor": "RpcExecutor worker_names",
-    "mvllm.executor.rpc_messages": "Reply Request",
-    "mvllm.executor.rpc_queues": "RemoteResponseQueue RpcQueues",
     "mvllm.executor.uniproc": "UniProcExecutor",
-    "mvllm.executor.worker_group": "WorkerGroup",
-    "mvllm.executor.worker_handle": "WorkerHandle",
-    "mvllm.executor.worker_proc": "WorkerProc",
-    "mvllm.executor.worker_topology": "devices_per_worker launch_topology",
     "mvllm.kv_events.prefix_index": "PrefixIndex prefix_keys root_key",
     "mvllm.kv_events.prefix_router": "PrefixRouter ReplicaLoad RoutedRequest",
     "mvllm.layers.attention": "Attention",
@@ -161,7 +106,7 @@ _NAMES = {
     "mvllm.layers.quantization.quantized_matrix": "IntegerMatrix QuantizedMatrix staging",
     "mvllm.layers.rotary": "RotaryEmbedding",
     "mvllm.layers.weight_target": "WeightTarget",
-    "mvllm.logging": "get_logger log_level",
+    "mvllm.logging": "get_logger",
     "mvllm.messages.requests": "SchedulerStats",
     "mvllm.messages.sampling_params": "SamplingParams",
     "mvllm.messages.scheduler_output": "ModelRunnerOutput SchedulerOutput",
@@ -181,8 +126,6 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names.s
 __all__ = [
     "MLP",
     "APIError",
-    "Activity",
-    "ActivityTable",
     "AdapterLogitsProcessor",
     "Attention",
     "BuildContext",
@@ -196,13 +139,10 @@ __all__ = [
     "EngineConfig",
     "EngineDeadError",
     "Executor",
-    "FileDescriptorServer",
-    "FileDescriptorServerAddress",
     "ForwardStep",
     "GatedMLP",
     "HFConfig",
     "HTTPServerHandle",
-    "Handshake",
     "IntegerFormat",
     "IntegerMatrix",
     "LMHead",
@@ -212,9 +152,6 @@ __all__ = [
     "LogitsProcessorContext",
     "MarkedCalls",
     "MatrixLayout",
-    "MessageReader",
-    "MessageWithFds",
-    "MessageWriter",
     "ModelConfig",
     "ModelError",
     "ModelRunnerOutput",
@@ -223,7 +160,6 @@ __all__ = [
     "OpCase",
     "OpProvider",
     "Part",
-    "PeerDiedError",
     "Platform",
     "PlatformError",
     "PrefixIndex",
@@ -232,18 +168,12 @@ __all__ = [
     "QuantizationMethod",
     "QuantizedMatrix",
     "QuantizedWeight",
-    "QueueError",
     "RMSNorm",
-    "ReaderHandle",
     "ReasoningDelta",
     "ReasoningParser",
     "ReasoningStream",
-    "RemoteReaderHandle",
-    "RemoteResponseQueue",
     "ReplicaLoad",
     "ReplicatedLinear",
-    "Reply",
-    "Request",
     "RequestError",
     "RequestLogitsProcessor",
     "RequestOutput",
@@ -252,14 +182,10 @@ __all__ = [
     "RoutedRequest",
     "RowParallelLinear",
     "RowTokens",
-    "RpcExecutor",
-    "RpcQueues",
     "SamplingParams",
     "SchedulerOutput",
     "SchedulerStats",
-    "StackFile",
     "StatLogger",
-    "StopSignal",
     "TaggedReasoning",
     "ToolCallDelta",
     "ToolParser",
@@ -269,31 +195,13 @@ __all__ = [
     "WeightTarget",
     "WorkerContext",
     "WorkerDiedError",
-    "WorkerGroup",
-    "WorkerHandle",
-    "WorkerProc",
     "WorkerStuckError",
     "WorkerWrapper",
-    "WriterHandle",
-    "anonymous_file",
-    "decode_config",
-    "devices_per_worker",
-    "dump_stacks_to",
-    "encode_worker_configs",
     "error_response",
-    "fetch_descriptors",
     "get_logger",
-    "is_stopped",
-    "label_output",
-    "launch_topology",
-    "log_level",
-    "module_search_path",
-    "open_pidfd",
     "prefix_keys",
     "root_key",
     "staging",
-    "watch_parent",
-    "worker_names",
 ]
 
 

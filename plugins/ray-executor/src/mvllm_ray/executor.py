@@ -15,6 +15,8 @@ from mvllm.extension_api import (
     EngineConfig,
     LaunchTopology,
     Platform,
+)
+from mvllm.extension_api.remote_executors import (
     Reply,
     Request,
     RpcExecutor,

@@ -19,19 +19,21 @@ from typing import Any
 import msgspec
 
 from mvllm.extension_api import (
-    ActivityTable,
     ConfigError,
     EngineConfig,
-    FileDescriptorServer,
     LaunchTopology,
+    Platform,
+    PlatformError,
+    WorkerContext,
+)
+from mvllm.extension_api.remote_executors import (
+    ActivityTable,
+    FileDescriptorServer,
     MessageReader,
     MessageWithFds,
     MessageWriter,
-    Platform,
-    PlatformError,
     Reply,
     RpcQueues,
-    WorkerContext,
     anonymous_file,
     devices_per_worker,
     encode_worker_configs,
