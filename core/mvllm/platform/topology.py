@@ -32,8 +32,8 @@ class LaunchTopology:
         env_per_worker: Variables to set for each worker before it imports anything, one mapping per worker. For a
             worker in the process of its engine core, only variables that are not set yet are set, only while the engine
             starts, and only if torch has not been imported before.
-        ray_resource: Ray's resource name of one device, which the executor `ray` claims for each worker; None if the
-            platform does not support Ray.
+        ray_resource: Deprecated since contract 1.1, until 2.0: an executor of another package finds what it needs to
+            know of a device by an entry point of its own, as that package says.
         device_variable: The variable that limits a process to some devices. The executor `ray` sets it on its workers
             to the devices of the engine's workers on the same machine, in order of local rank, and overrides
             `env_per_worker`.

@@ -108,7 +108,7 @@ def test_topology_limits_workers_by_the_variable_that_cuda_reads(platform, monke
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     topology = platform.topology(ParallelConfig(tensor_parallel_size=2))
     assert (topology.num_workers, topology.devices_per_worker) == (2, 1)
-    assert (topology.ray_resource, topology.device_variable) == ("GPU", "CUDA_VISIBLE_DEVICES")
+    assert topology.device_variable == "CUDA_VISIBLE_DEVICES"
     assert topology.env_per_worker == ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},) * 2
     assert "uni" not in topology.executors and "uni" in platform.topology(ParallelConfig()).executors
 

@@ -102,7 +102,6 @@ class CPUPlatform(Platform):
             devices_per_worker=1,
             executors=("uni", *across) if num_workers == 1 else across,
             env_per_worker=tuple(worker_environment.worker_variables_for_threads(share.threads) for share in shares),
-            ray_resource="CPU",
         )
 
     def init_device(self, ctx: WorkerContext) -> DeviceRuntime:

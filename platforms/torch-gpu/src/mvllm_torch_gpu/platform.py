@@ -134,7 +134,6 @@ class TorchGpuPlatform(Platform):
             devices_per_worker=1,
             executors=("uni", *across) if num_workers == 1 else across,
             env_per_worker=(self.worker_variables(),) * num_workers,
-            ray_resource="GPU",
             device_variable=self.device_variable,
         )
 

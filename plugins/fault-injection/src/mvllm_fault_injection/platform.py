@@ -152,7 +152,6 @@ class FaultyPlatform(Platform):
             devices_per_worker=1,
             executors=("uni", "mp", "external_launcher", "ray"),
             env_per_worker=tuple({"FAULT_INJECTION_RANK": str(rank), **faults} for rank in range(parallel.world_size)),
-            ray_resource="CPU",
         )
 
     def init_device(self, ctx: WorkerContext) -> DeviceRuntime:
