@@ -536,7 +536,6 @@ MUTANTS = (
         _STATIC,
     ),
     # Graphs.
-    Mutant("there are graphs that nobody claims", "GRF-01", "platform.py", *_before_doctor("graphs(self, device)")),
     Mutant("there is a compiler that nobody claims", "GRF-03", "platform.py", *_before_doctor("compiler(self)")),
     # Models, engines and their shutdown.
     Mutant(

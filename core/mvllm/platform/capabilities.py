@@ -20,7 +20,7 @@ class Capabilities:
             worker.
         lazy: Operations are recorded and run at `DeviceRuntime.step_mark`.
         static_shapes: Every new shape costs a compilation, so steps are padded to ShapePolicy's buckets.
-        graphs: The platform has a GraphBackend.
+        graphs: The platform's CompileBackend captures steps and replays them.
         compile: The platform has a CompileBackend.
         pinned_memory: Host buffers may be page-locked for copies.
         async_copies: `to_host` returns before the copy is done, and submitting work does not wait for earlier work.

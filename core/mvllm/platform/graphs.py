@@ -1,4 +1,4 @@
-"""Optional interfaces for graph capture and compilation of whole steps."""
+"""The interface for compilation and capture of whole steps; and an older one, which is deprecated."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any
 class GraphBackend(ABC):
     """Records a step once and replays it. Phase: worker.
 
-    Returned by `Platform.graphs`, where `Capabilities.graphs` is set. Errors are raised as PlatformError. Optional:
-    core does not capture graphs itself; a platform that replays graphs does so in its CompileBackend.
+    Deprecated until contract 2.0: nothing calls it. A platform that replays graphs does so in its CompileBackend.
     """
 
     @abstractmethod

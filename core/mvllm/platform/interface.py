@@ -97,7 +97,7 @@ class Platform(ABC):
         return None
 
     def graphs(self, device: torch.device) -> GraphBackend | None:
-        """Graph capture, if `capabilities.graphs`. Phase: worker. Optional: core does not call it. Default: None."""
+        """Deprecated until contract 2.0: nothing calls it; `compiler` captures graphs. Phase: worker. Default: None."""
         return None
 
     def compiler(self) -> CompileBackend | None:

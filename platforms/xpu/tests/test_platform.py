@@ -69,7 +69,7 @@ def test_steps_are_captured_on_request(platform, monkeypatch, mode, torch_has_gr
     if mode is not None:
         monkeypatch.setenv("MVLLM_XPU_COMPILE", mode)
     assert (platform.capabilities.graphs, platform.capabilities.compile) == (captures, captures)
-    assert (platform.compiler() is not None) is (platform.graphs(torch.device("cpu")) is not None) is captures
+    assert (platform.compiler() is not None) is captures
     assert platform.plan(engine_config()) == Plan()
 
 

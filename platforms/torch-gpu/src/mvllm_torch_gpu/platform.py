@@ -18,7 +18,6 @@ from mvllm.plugin_api import (
     CompileBackend,
     ConfigChange,
     EngineConfig,
-    GraphBackend,
     GroupSpec,
     LaunchTopology,
     OpProvider,
@@ -239,11 +238,6 @@ class TorchGpuPlatform(Platform):
         from mvllm.plugin_api import static_state_ops
 
         return static_state_ops()
-
-    def graphs(self, device: torch.device) -> GraphBackend | None:
-        from mvllm_torch_gpu.graphs import DeviceGraphs
-
-        return DeviceGraphs(device, self.module)
 
     def compiler(self) -> CompileBackend | None:
         from mvllm_torch_gpu.compiler import make_compiler
