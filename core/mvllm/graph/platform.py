@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from mvllm.config.engine_config import EngineConfig, ParallelConfig
+from mvllm.contract import ANY, Phase, phase
 from mvllm.errors import PlatformError
 from mvllm.platform.attention import AttentionBackend, AttentionSpec
 from mvllm.platform.capabilities import Capabilities
@@ -33,7 +34,6 @@ class GraphPlatform(Platform):
     A subclass implements `spec`, `dtypes` and `graph_compiler`. It overrides `init_device` with a runtime whose
     `memory` is that of the device, if that is not the host's, and `capabilities` for features that its compiler lacks.
     Operations, attention and states of a single layer, which the conformance suite tests, are programs of one node.
-    Phase: as the methods of Platform.
 
     Unless `capabilities` is overridden, the platform claims `graph_compiler`, `prefix_caching`, `chunked_prefill`,
     `sliding_window`, `soft_cap`, `sinks`, `mla`, `state`, `unified_memory`, `scaled_memory_profile` and the collectives
@@ -49,12 +49,14 @@ class GraphPlatform(Platform):
     kv_dtypes: tuple[str, ...] = ()
 
     @abstractmethod
+    @phase(Phase.WORKER)
     def graph_compiler(self) -> GraphCompiler:
-        """The compiler. Phase: worker."""
+        """The compiler."""
 
     @property
+    @phase(ANY)
     def capabilities(self) -> Capabilities:
-        """What every platform of this class claims. Override it with `dataclasses.replace`. Phase: any."""
+        """What every platform of this class claims. Override it with `dataclasses.replace`."""
         return Capabilities(
             dtypes=self.dtypes,
             kv_dtypes=self.kv_dtypes or self.dtypes,
@@ -71,6 +73,7 @@ class GraphPlatform(Platform):
             graph_compiler=True,
         )
 
+    @phase(Phase.FRONTEND)
     def plan(self, config: EngineConfig) -> Plan | Refusals:
         changes = []
         if config.cache.memory_utilization is None and self.capabilities.unified_memory:
@@ -78,21 +81,25 @@ class GraphPlatform(Platform):
             changes.append(ConfigChange("cache.memory_utilization", HOST_MEMORY_SHARE, reason))
         return Plan(tuple(changes))
 
+    @phase(Phase.FRONTEND, Phase.ENGINE)
     def topology(self, parallel: ParallelConfig) -> LaunchTopology:
         across = ("mp", "ray", "external_launcher")
         executors = ("uni", *across) if parallel.world_size == 1 else across
         return LaunchTopology(num_workers=parallel.world_size, devices_per_worker=1, executors=executors)
 
+    @phase(Phase.WORKER)
     def init_device(self, ctx: WorkerContext) -> DeviceRuntime:
         from mvllm.graph.host_runtime import HostRuntime
 
         return HostRuntime(ctx)
 
+    @phase(Phase.WORKER)
     def communicator(self, group: GroupSpec, device: torch.device) -> Communicator:
         from mvllm.distributed.torch_communicator import HOST_BACKEND, TorchCommunicator
 
         return TorchCommunicator(group, backend=HOST_BACKEND)
 
+    @phase(Phase.WORKER)
     def attention_backend(self, spec: AttentionSpec) -> AttentionBackend:
         from mvllm.graph.one_node import OneNodeAttention
 
@@ -101,9 +108,11 @@ class GraphPlatform(Platform):
             raise PlatformError(f"The platform {self.spec.name!r} has no attention for this: {'; '.join(problems)}")
         return backend(spec)
 
+    @phase(Phase.WORKER)
     def state_backend(self, spec: StateSpec) -> StateBackend:
         return StateBackend(spec)
 
+    @phase(Phase.WORKER)
     def ops(self) -> Sequence[OpProvider]:
         from mvllm.graph.one_node import one_node_providers
 

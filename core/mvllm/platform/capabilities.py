@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mvllm.contract import ANY, phase
 
+
+@phase(ANY)
 @dataclass(frozen=True)
 class Capabilities:
     """Capability flags of a platform. Optional capabilities default to off; an unknown name is an error.
 
-    Phase: any, once the platform object exists. Every read gives equal values.
+    Read once the platform object exists. Every read gives equal values.
 
     Attributes:
         dtypes: Compute dtypes by name, the preferred one first. `dtype=auto` selects it if the checkpoint's
