@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mvllm.errors import ConfigError
-from mvllm.installable import installable_parts
+from mvllm.installable import installable_parts, missing_part
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -53,10 +53,12 @@ class PluginGroup:
     Attributes:
         group: The group of entry points.
         noun: Name of the kind in messages.
+        part: The part of mvllm that brings plugins of this kind, for the error of one that no installed package has.
     """
 
     group: str
     noun: str
+    part: str | None = None
 
 
 MODELS = PluginGroup("mvllm.models", "model")
@@ -70,7 +72,7 @@ TOOL_PARSERS = PluginGroup("mvllm.tool_parsers", "tool parser")
 REASONING_PARSERS = PluginGroup("mvllm.reasoning_parsers", "reasoning parser")
 HTTP = PluginGroup("mvllm.http", "HTTP plugin")
 LOGITS_PROCESSORS = PluginGroup("mvllm.logits_processors", "logits processor")
-KV_CONNECTORS = PluginGroup("mvllm.kv_connectors", "KV connector")
+KV_CONNECTORS = PluginGroup("mvllm.kv_connectors", "KV connector", part="kv-transfer")
 CHECKPOINT_FORMATS = PluginGroup("mvllm.checkpoint_formats", "checkpoint format")
 ALIASES = PluginGroup("mvllm.aliases", "module of mvllm")
 
@@ -201,9 +203,17 @@ def require(group: PluginGroup, name: str) -> PluginSource:
     if source is None:
         raise ConfigError(
             f"No installed package offers a {group.noun} {name!r} (entry points of {group.group}). "
-            f"There are: {', '.join(allowed_names(group)) or 'none'}."
+            f"There are: {', '.join(allowed_names(group)) or 'none'}.{_missing_part_of(group)}"
         )
     return source
+
+
+def _missing_part_of(group: PluginGroup) -> str:
+    """A sentence with the package of the group's part, if that is not installed."""
+    package = installable_parts().get(group.part or "")
+    if package is None or package in {source.distribution for source in list_plugins(group)}:
+        return ""
+    return f" {missing_part(group.part or '', f'A {group.noun} of mvllm itself')}"
 
 
 def load_plugin_by_name(group: PluginGroup, name: str) -> tuple[PluginSource, Any]:

@@ -33,7 +33,9 @@ class ToyPlatform(api.Platform):
     """What the platform can do, and where its parts are."""
 
     spec = SPEC
-    capabilities = api.Capabilities(dtypes=("float32",), kv_dtypes=("float32",), unified_memory=True)
+    capabilities = api.Capabilities(
+        dtypes=("float32",), kv_dtypes=("float32",), unified_memory=True, scaled_memory_profile=True
+    )
 
     def plan(self, config: api.EngineConfig) -> api.Plan:
         return api.Plan((api.ConfigChange("cache.memory_utilization", 0.2, "the host's memory is shared"),))

@@ -13,9 +13,8 @@ import pytest
 
 from mvllm import SamplingParams
 from mvllm.errors import ConfigError
+from mvllm.extension_api.kv_transfer import HostBlock, HostKVCache, KVConnectorContext, KVRequest, StoreChange
 from mvllm.kv_events.subscriber import KVEventSubscriber
-from mvllm.kv_transfer.connector import HostBlock, KVConnectorContext, KVRequest, StoreChange
-from mvllm.kv_transfer.host_kv_cache import HostKVCache
 from tests.helpers.parity import engine
 from tests.helpers.plugins import ROOT, prepend, write_metadata
 

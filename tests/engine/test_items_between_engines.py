@@ -1,4 +1,4 @@
-"""Prompts with images that one engine computes and another continues, and replicas behind one front end."""
+"""Prompts with images in replicas behind one front end, and in ranks of a launcher."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ import asyncio
 import base64
 import io
 import json
-from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 from PIL import Image
 
-from mvllm import LLM, RequestOutput, SamplingParams
-from mvllm.kv_transfer.remote.tcp import KEY_VARIABLE
+from mvllm import RequestOutput
 from mvllm.multimodal import processor_client
 from tests.engine.test_external_launcher import RANK, launch
-from tests.engine.test_items_in_tiers import FAMILIES, num_encoded
-from tests.engine.test_prefill_decode import save_all
 from tests.helpers.async_engine import async_engine, last, params
 from tests.helpers.multimodal_suite import (
     BLOCK_SIZE,
@@ -30,64 +26,10 @@ from tests.helpers.multimodal_suite import (
     check_hit,
     draw_image,
     draw_text,
-    engine,
     oracle,
 )
 
 NUM_TOKENS = 16
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, "a key of engines in tests, shared")
-
-
-def start(stack: ExitStack, expected: MultiModalOracle, role: str, connector: str) -> LLM:
-    transfer: dict[str, object] = {"kv_connector": connector, "kv_role": role}
-    if connector == "tcp" and role == "consumer":
-        transfer["kv_connector_extra_config"] = {"peers": ["127.0.0.1"]}
-    settings: dict[str, object] = {"kv_transfer_config": transfer}
-    if expected.entry.has_states:
-        settings["state_snapshot_interval"] = BLOCK_SIZE
-    return stack.enter_context(engine(expected.folder, **settings))
-
-
-def run(llm: LLM, expected: MultiModalOracle, given: list[dict | None], num_tokens: int) -> list[RequestOutput]:
-    """Greedy continuations of all requests; each has its own `kv_transfer_params`."""
-    sampling = [
-        SamplingParams(
-            temperature=0,
-            max_tokens=num_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            extra_args=None if each is None else {"kv_transfer_params": each},
-        )
-        for each in given
-    ]
-    return llm.generate([request.as_prompt() for request in expected.requests], sampling, use_tqdm=False)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("connector", ["shared_memory", "tcp"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_prompts_of_one_engine_are_continued_by_another(stack: ExitStack, name: str, connector: str) -> None:
-    expected = oracle(name)
-    producer, consumer = (start(stack, expected, role, connector) for role in ("producer", "consumer"))
-    computed = run(producer, expected, [{"do_remote_decode": True}] * len(expected.requests), 1)
-    save_all(producer)
-    outputs = run(consumer, expected, [output.kv_transfer_params for output in computed], NUM_TOKENS)
-    check(expected, outputs)
-    needed = 0
-    for index, output in enumerate(outputs):
-        length = len(output.prompt_token_ids or ())
-        check_hit(expected, output, length - 1)
-        assert output.num_cached_tokens or expected.entry.has_states or length <= BLOCK_SIZE
-        if index in (1, 5, 6, 7):
-            needed += (output.num_cached_tokens or 0) < expected.span_of_image(index)[1]
-    # The consumer's encoder computes images only whose ends are behind the blocks that it has fetched.
-    assert num_encoded(producer) == 4
-    if not expected.entry.has_states:
-        assert num_encoded(consumer) <= needed + 2  # and those of the requests with several images
 
 
 @pytest.mark.exhaustive

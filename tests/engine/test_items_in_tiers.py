@@ -1,8 +1,7 @@
-"""Prompts with images in the tiers of the KV cache: blocks are found for the same image only, and tokens are equal."""
+"""Prompts with images, with a host tier: blocks are found for the same image only, and tokens are equal."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from tests.helpers.multimodal_suite import (
     NUM_TOKENS,
     MultiModalOracle,
     check,
-    check_hit,
     engine,
     generate,
     oracle,
@@ -45,31 +43,6 @@ def check_encoder_runs(expected: MultiModalOracle, llm: LLM, index: int, hit: in
     """The encoder of a request's image has run once if the hit ends before the end of the image, and not otherwise."""
     _, stop = expected.span_of_image(index)
     assert num_encoded(llm) - before == (hit < stop), f"request {index}, {hit} cached tokens, image up to {stop}"
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_restarted_engine_finds_the_blocks_of_the_same_image_only(name: str, tmp_path: Path) -> None:
-    expected = oracle(name)
-    settings: dict[str, Any] = {"kv_disk_cache": str(tmp_path)}
-    if expected.entry.has_states:
-        settings["state_snapshot_interval"] = BLOCK_SIZE
-    first = (1, 7)
-    with engine(expected.folder, **settings) as llm:
-        check(expected, generate(llm, [expected.requests[index] for index in first]), first)
-    start, _ = expected.span_of_image(1)
-    with engine(expected.folder, **settings) as llm:
-        for index in (5, 7, 1):  # that of another image, and those that were asked for before
-            before = num_encoded(llm)
-            (output,) = generate(llm, [expected.requests[index]])
-            check(expected, [output], [index])
-            hit = output.num_cached_tokens
-            assert hit is not None
-            length = len(expected.prompt_ids(expected.requests[index]))
-            check_hit(expected, output, start if index == 5 else length - 1)
-            assert index == 5 or expected.entry.has_states or hit > start
-            check_encoder_runs(expected, llm, index, hit, before)
-        assert stats(llm).kv_tiers["disk"].num_load_failures == 0
 
 
 @pytest.mark.exhaustive

@@ -1,4 +1,4 @@
-"""Engines with a host tier and a disk: prefixes are found after a restart, preempted requests go on; equal tokens."""
+"""Engines with a host tier: prefixes are found after sleep, preempted requests go on; equal tokens."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from mvllm import LLM, SamplingParams
-from mvllm.engine.core import kv_tiers
+from mvllm import LLM, SamplingParams, plugin_groups
 from mvllm.errors import ConfigError
-from tests.engine.test_speculative import THREADS
+from mvllm.plugin_groups import PluginSource
 from tests.helpers.parity import engine, oracle
 
 PREFIX = 64
@@ -36,70 +35,11 @@ def long_prompts(name: str) -> tuple[Path, list[list[int]]]:
     return answers.folder, [prompt for prompt in answers.prompts if len(prompt) > PREFIX]
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("llama-gqa", {}),
-        pytest.param("llama-gqa", {"tensor_parallel_size": 2, "distributed_executor_backend": THREADS}),
-        pytest.param("llama-gqa", {"pipeline_parallel_size": 2, "distributed_executor_backend": THREADS}),
-        pytest.param("llama-gqa", {"kv_cache_dtype": "int8"}, marks=pytest.mark.exhaustive),
-        pytest.param("gemma3", {}, marks=pytest.mark.exhaustive),
-        pytest.param("mistral", {}, marks=pytest.mark.exhaustive),
-        pytest.param("glm4moelite", {}, marks=pytest.mark.exhaustive),
-        pytest.param("qwen3next", {"state_snapshot_interval": 32}, marks=pytest.mark.exhaustive),
-        pytest.param("mamba2", {"state_snapshot_interval": 32}, marks=pytest.mark.exhaustive),
-        pytest.param("lfm2", {"state_snapshot_interval": 32}, marks=pytest.mark.exhaustive),
-        pytest.param("kimilinear", {"state_snapshot_interval": 32}, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_after_a_restart_prefixes_are_found_on_disk_and_tokens_are_equal(tmp_path, name, settings):
-    folder, prompts = long_prompts(checkpoint(name))
-    with engine(folder, **settings) as llm:
-        expected = [tokens for tokens, _ in generate(llm, prompts)]
-    settings = {**settings, "kv_disk_cache": str(tmp_path / "kv"), "kv_disk_cache_size": 1}
-    with engine(folder, **settings) as llm:
-        found = generate(llm, prompts)
-        assert [tokens for tokens, _ in found] == expected and found[0][1] == 0
-    with engine(folder, **settings) as llm:
-        found = generate(llm, prompts)
-        assert [tokens for tokens, _ in found] == expected
-        assert all(cached >= 32 for _, cached in found)
-        after = stats(llm)
-        assert after.kv_tiers["disk"].num_loaded > 0 and after.kv_tiers["disk"].num_load_failures == 0
-        assert after.kv_tiers["disk"].bytes_used <= after.kv_tiers["disk"].bytes_limit == 2**30
-
-
 def checkpoint(name: str) -> str:
     """The first checkpoint of the zoo with this name, or of this family."""
     from tests.helpers.model_zoo import ZOO
 
     return name if name in ZOO else next(each for each in ZOO if each.split("-")[0] == name)
-
-
-def test_damaged_files_and_those_of_another_model_or_version_are_computed_again(tmp_path, monkeypatch):
-    folder, prompts = long_prompts("llama-gqa")
-    settings = {"kv_disk_cache": str(tmp_path)}
-    with monkeypatch.context() as older:
-        older.setattr(kv_tiers, "FORMAT_VERSION", 1)
-        with engine(folder, **settings) as llm:
-            generate(llm, prompts[:1])
-    assert list(tmp_path.rglob("*.kv"))
-    with engine(folder, **settings) as llm:
-        expected = generate(llm, prompts[:1])
-        assert expected[0][1] == 0, "some blocks of version 1 are wrong"
-    for i, path in enumerate(sorted(tmp_path.rglob("*.kv"))):
-        data = bytearray(path.read_bytes())
-        data[-1 - 7 * i] ^= 1
-        path.write_bytes(data if i % 2 else data[: len(data) // 2])
-    with engine(folder, **settings) as llm:
-        assert generate(llm, prompts[:1]) == expected  # also computed: 0 cached tokens
-        assert stats(llm).kv_tiers["disk"].num_load_failures > 0
-    for other in ({"dtype": "bfloat16"}, {"load_format": "dummy", "seed": 3}, {"block_size": 32}):
-        with engine(folder, **settings, **other) as llm:
-            assert generate(llm, prompts[:1])[0][1] == 0
-    with engine(folder, **settings) as llm:  # that computed again was saved again
-        tokens, cached = generate(llm, prompts[:1])[0]
-        assert tokens == expected[0][0] and cached > 0
 
 
 WINDOWS = ("qwen2-layer-types", "gemma3")
@@ -147,9 +87,9 @@ def test_swapped_requests_have_the_tokens_that_they_have_alone(name, mode):
         assert 0 < after.kv_tiers["host"].bytes_used <= after.kv_tiers["host"].bytes_limit <= 0.05 * 2**30
 
 
-def test_a_prefix_survives_sleep_in_host_memory_and_new_weights_do_not_find_it(tmp_path):
+def test_a_prefix_survives_sleep_in_host_memory_and_new_weights_do_not_find_it():
     folder, prompts = long_prompts("llama-gqa")
-    with engine(folder, kv_offloading_size=0.05, kv_disk_cache=str(tmp_path)) as llm:
+    with engine(folder, kv_offloading_size=0.05) as llm:
         expected = generate(llm, prompts[:1])[0][0]
         for level in (1, 2):
             llm.sleep(level=level)
@@ -157,7 +97,7 @@ def test_a_prefix_survives_sleep_in_host_memory_and_new_weights_do_not_find_it(t
             tokens, cached = generate(llm, prompts[:1])[0]
             assert tokens == expected and cached > 0
         assert llm.reset_prefix_cache()
-        assert generate(llm, prompts[:1])[0] == (expected, 0)  # nor on disk
+        assert generate(llm, prompts[:1])[0] == (expected, 0)
         assert generate(llm, prompts[:1])[0][1] > 0
 
 
@@ -174,8 +114,21 @@ def test_what_cannot_work_is_refused(settings, message):
         pass
 
 
-def test_an_unknown_connector_is_refused_with_the_names_that_there_are():
+@pytest.mark.parametrize(
+    ("settings", "asked"),
+    [
+        ({"kv_disk_cache": "/x"}, "kv_disk_cache or kv_transfer_config asks for the KV connector 'disk'"),
+        ({"kv_role": "both"}, "kv_role or kv_transfer_config asks for the KV connector 'shared_memory'"),
+        ({"kv_transfer_config": {"kv_connector": "my"}}, "kv_transfer_config asks for the KV connector 'my'"),
+    ],
+)
+def test_a_connector_that_no_package_has_is_refused_with_the_package_of_mvllms_own(monkeypatch, settings, asked):
     folder = oracle("llama-gqa", num_tokens=4).folder
-    with pytest.raises(ConfigError, match=r"no KV connector 'no-such'.*disk"):
-        with engine(folder, kv_transfer_config={"kv_connector": "no-such"}):
-            pass
+    acme = PluginSource("acme", "acme:Connector", "acme", "1")
+    monkeypatch.setattr(plugin_groups, "list_plugins", lambda group: [acme])
+    with pytest.raises(ConfigError, match=f"^{asked}.*There are: acme") as caught, engine(folder, **settings):
+        pass
+    assert str(caught.value).endswith(
+        "A KV connector of mvllm itself needs the package mvllm-kv-transfer, which is not installed: "
+        'pip install "mvllm[kv-transfer]"'
+    )

@@ -17,7 +17,7 @@ from tests.engine.conftest import MakeLLM
 from tests.engine.test_async_scheduling import BLOCK_BYTES, TIGHT
 from tests.engine.test_speculative import spec_config
 from tests.helpers.model_zoo import VOCAB_SIZE
-from tests.helpers.plugins import example_platform_path, prepend
+from tests.helpers.plugins import example_platform_path, prepend, sqlite_connector_path
 from tests.helpers.threads import run_in_threads
 
 NUM_REQUESTS = 90
@@ -43,12 +43,13 @@ def random_params(rng: random.Random) -> SamplingParams:
 
 
 def late_exports(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Settings of an engine whose blocks arrive in host memory after the next step was launched, and stay on disk.
+    """Settings of an engine whose blocks arrive in host memory after the next step was launched, and stay in a file.
 
     Few requests run at once, so that blocks which the last step has saved are loaded by the next one.
     """
-    prepend(monkeypatch, example_platform_path(folder / "plugins"))
-    tiers = {"kv_offloading_size": 14 * BLOCK_BYTES / 2**30, "kv_disk_cache": str(folder / "kv")}
+    prepend(monkeypatch, [*example_platform_path(folder / "plugins"), *sqlite_connector_path(folder / "plugins")])
+    store = {"kv_connector": "sqlite", "kv_connector_extra_config": {"path": str(folder / "blocks.sqlite")}}
+    tiers = {"kv_offloading_size": 14 * BLOCK_BYTES / 2**30, "kv_transfer_config": store}
     limits = {"max_num_seqs": 2, "max_num_batched_tokens": 64}
     return {"platform": "example", "distributed_executor_backend": "mp", **tiers, **limits}
 

@@ -498,11 +498,11 @@ def test_a_cluster_that_is_too_small_is_refused_with_a_remedy(make: MakeExecutor
         make(3)
 
 
-def test_a_platform_that_names_no_resource_is_refused_with_the_field(
+def test_a_platform_that_names_no_resource_is_refused_with_the_entry_point(
     make: MakeExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SCRIPTED_WORKER_RESOURCE", "")
-    with pytest.raises(ConfigError, match=r"'scripted'.*LaunchTopology leaves the field ray_resource unset"):
+    with pytest.raises(ConfigError, match=r"device of the platform 'scripted'.* entry point of mvllm_ray\.resources"):
         make()
 
 

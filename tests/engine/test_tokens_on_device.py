@@ -25,7 +25,7 @@ from tests.engine.test_async_scheduling import BLOCK_BYTES, TIGHT, requests, vis
 from tests.helpers import parity
 from tests.helpers.late_plugin import LOG, read_log
 from tests.helpers.model_zoo import VOCAB_SIZE
-from tests.helpers.plugins import late_platform_path, prepend
+from tests.helpers.plugins import late_platform_path, prepend, sqlite_connector_path
 from tests.helpers.processes import TAG, assert_nothing_left, new_tag, shared_memory_names
 
 EXECUTORS = {
@@ -318,7 +318,9 @@ def test_pooled_vectors_are_read_late_like_tokens(make: MakeLLM, checkpoint: Pat
 @pytest.mark.parametrize(
     "executor", ["uni", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("mp", "mp-tp2"))]
 )
-def test_a_step_loads_blocks_that_the_step_before_it_saves(make: MakeLLM, tmp_path: Path, executor: str) -> None:
+def test_a_step_loads_blocks_that_the_step_before_it_saves(
+    make: MakeLLM, tmp_path: Path, executor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Exported blocks arrive when their copies are waited for. So few blocks are cached on the device and in host
     memory that some are saved when they are evicted, and loaded by the next plan."""
     rng = random.Random(2)
@@ -339,9 +341,10 @@ def test_a_step_loads_blocks_that_the_step_before_it_saves(make: MakeLLM, tmp_pa
     expected = tokens(make(async_scheduling=False))
     settings = {"max_num_seqs": 2, "max_num_batched_tokens": 64, **TIGHT}
     settings |= {"kv_offloading_size": 14 * BLOCK_BYTES / 2**30}
+    prepend(monkeypatch, sqlite_connector_path(tmp_path / "plugins"))
+    store = {"kv_connector": "sqlite", "kv_connector_extra_config": {"path": str(tmp_path / "blocks.sqlite")}}
     for role in ("producer", "both"):  # the second engine finds what the first one has stored
-        disk = {"kv_connector": "disk", "kv_role": role, "kv_connector_extra_config": {"path": str(tmp_path / "kv")}}
-        llm = make(executor, **settings, kv_transfer_config=disk)
+        llm = make(executor, **settings, kv_transfer_config={**store, "kv_role": role})
         for _ in range(2):
             assert tokens(llm) == expected
         core = llm.llm_engine._client._core  # type: ignore[attr-defined]

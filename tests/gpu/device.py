@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from mvllm.platform.checked_calls import call_checked
 from mvllm.platform.choose import choose_platform
 from mvllm.platform.phases import Phase, enter_phase
-from mvllm.plugin_api import DeviceRuntime, GraphBackend, WorkerContext
+from mvllm.plugin_api import CompileBackend, DeviceRuntime, WorkerContext
 
 
 @contextmanager
@@ -40,18 +40,22 @@ def seconds_of(runtime: DeviceRuntime, work: Callable[[], object], *, calls: int
 
 
 def graph_seconds_of(
-    runtime: DeviceRuntime, graphs: GraphBackend | None, work: Callable[[], object], *, calls: int
+    runtime: DeviceRuntime, compiler: CompileBackend | None, work: Callable[[], object], *, calls: int
 ) -> float:
-    """As `seconds_of`, with the time of launching the work left out where the platform captures graphs."""
-    if graphs is None:
-        return seconds_of(runtime, work, calls=calls)
+    """As `seconds_of`, with the time of launching the work left out where the platform captures steps."""
+    import torch
 
-    def step() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
         for _ in range(calls):
             work()
+        return x + 1  # the engine's functions take a tensor of rows, and return one
 
+    captured = None if compiler is None else compiler.compile_head(step)
+    if captured is None:
+        return seconds_of(runtime, work, calls=calls)
     work()
-    return seconds_of(runtime, graphs.capture(step), calls=1) / calls
+    one_row = runtime.empty((1, 1), torch.float32)
+    return seconds_of(runtime, lambda: captured(one_row), calls=1) / calls
 
 
 def copy_bandwidth(runtime: DeviceRuntime, num_bytes: int, calls: int = 10) -> float:

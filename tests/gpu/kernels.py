@@ -175,8 +175,8 @@ def device_timer(runtime: DeviceRuntime, settings: Settings, calls: int = 8) -> 
     from tests.gpu.device import graph_seconds_of
 
     platform = choose_platform(settings.platform).platform
-    graphs = platform.graphs(runtime.device) if platform.capabilities.graphs else None
-    return partial(graph_seconds_of, runtime, graphs, calls=calls)
+    compiler = platform.compiler() if platform.capabilities.graphs else None
+    return partial(graph_seconds_of, runtime, compiler, calls=calls)
 
 
 def _next_product(linear: Callable[..., Any], x: Any, weights: Iterator[Any]) -> object:

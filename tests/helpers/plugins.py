@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 FAULT_SOURCE = ROOT / "plugins" / "fault-injection" / "src"
 EXAMPLE_SOURCE = ROOT / "plugins" / "example-device" / "src"
 NULL_SOURCE = ROOT / "plugins" / "null-device" / "src"
+SQLITE_SOURCE = ROOT / "plugins" / "example-kv-connector" / "src"
 
 
 def write_metadata(folder: Path, name: str, entry_points: str) -> Path:
@@ -46,6 +47,12 @@ def null_platform_path(folder: Path) -> list[str]:
     """Search path entries of mvllm-null-device."""
     metadata = write_metadata(folder, "mvllm-null-device", "[mvllm.platforms]\nnull = mvllm_null_device.plugin\n")
     return [str(metadata), str(NULL_SOURCE)]
+
+
+def sqlite_connector_path(folder: Path) -> list[str]:
+    """Search path entries of mvllm-example-kv-connector, whose connector is `sqlite`."""
+    points = "[mvllm.kv_connectors]\nsqlite = mvllm_example_kv_connector:SQLiteConnector\n"
+    return [str(write_metadata(folder, "mvllm-example-kv-connector", points)), str(SQLITE_SOURCE)]
 
 
 def timed_platform_path(folder: Path) -> list[str]:

@@ -1,8 +1,8 @@
 """A plugin works with every later minor version of the contract; any other version is rejected with an error that names
 it.
 
-`frozen_plugin_1_0` was written against contract 1.0. Its wheel is installed next to the wheel of the current core, and
-the core is patched to report other contract versions, as a future release will.
+`frozen_plugin_1_0` was written against contract 1.0, `frozen_plugin_1_1` against 1.1. Their wheels are installed next
+to the wheel of the current core, and the core is patched to report other contract versions, as a future release will.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from mvllm.plugin_api import CONTRACT
 from tests.e2e.demo_model_expectations import COMPLETIONS, says
 from tests.packaging import wheels
 
-FROZEN = Path(__file__).parent / "frozen_plugin_1_0"
-FROZEN_SHA256 = "ff4cd1affb17eda81f5d7c5bb60e8ea6c53ea98c378964e2b41c07c2b3667268"
+FROZEN, FROST = (Path(__file__).parent / f"frozen_plugin_1_{minor}" for minor in (0, 1))
+SHA256 = {
+    FROZEN: "ff4cd1affb17eda81f5d7c5bb60e8ea6c53ea98c378964e2b41c07c2b3667268",
+    FROST: "1636a381cd1044a7c4d55ce065997c5e0e7b36c8bf434b94bc1c7475335ce437",
+}
 
 GENERATE = """
 import json
 from mvllm import LLM, SamplingParams
 prompts = {prompts!r}
-with LLM("demo", platform="frozen", max_model_len=512, kv_cache_memory_bytes=32 * 2**20) as llm:
+with LLM("demo", platform={platform!r}, max_model_len=512, kv_cache_memory_bytes=32 * 2**20, **{settings!r}) as llm:
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=48), use_tqdm=False)
     print(json.dumps([output.outputs[0].text for output in outputs]))
 """
@@ -81,12 +84,13 @@ def core_of(tmp_path):
     return make
 
 
-def test_the_frozen_plugin_is_unchanged():
+@pytest.mark.parametrize("folder", SHA256, ids=lambda folder: folder.name)
+def test_a_frozen_plugin_is_unchanged(folder):
     digest = hashlib.sha256()
-    for file in sorted(FROZEN.rglob("*")):
+    for file in sorted(folder.rglob("*")):
         if file.suffix in (".py", ".toml"):
-            digest.update(str(file.relative_to(FROZEN)).encode() + file.read_bytes())
-    assert digest.hexdigest() == FROZEN_SHA256, "a frozen plugin is not changed to follow the core: see its README.md"
+            digest.update(str(file.relative_to(folder)).encode() + file.read_bytes())
+    assert digest.hexdigest() == SHA256[folder], "a frozen plugin is not changed to follow the core: see its README.md"
 
 
 @pytest.mark.parametrize(
@@ -100,10 +104,29 @@ def test_a_plugin_of_an_older_minor_generates_the_expected_text(core_only, besid
     reported = core_only.evaluate("from mvllm.plugin_api import CONTRACT; print(*CONTRACT)", path=path)
     assert reported == f"{contract[0]} {contract[1]}"
     prompts = list(COMPLETIONS)[:6]
-    printed = core_only.evaluate(GENERATE.format(prompts=prompts), path=path, timeout=300)
-    texts = json.loads(printed.splitlines()[-1])
-    wrong = {prompt: text for prompt, text in zip(prompts, texts, strict=True) if not says(text, COMPLETIONS[prompt])}
-    assert not wrong
+    assert not wrong_texts(core_only, path, prompts, "frozen")
+
+
+def wrong_texts(core_only, path, prompts, platform, **settings):
+    """The texts of an engine that are not those of the demo model, by prompt."""
+    program = GENERATE.format(prompts=prompts, platform=platform, settings=settings)
+    texts = json.loads(core_only.evaluate(program, path=path, timeout=300).splitlines()[-1])
+    return {prompt: text for prompt, text in zip(prompts, texts, strict=True) if not says(text, COMPLETIONS[prompt])}
+
+
+@pytest.fixture(scope="module")
+def frost(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("frost")
+    return wheels.install(folder / "site", wheels.build(shutil.copytree(FROST, folder / "project")))
+
+
+@pytest.mark.parametrize(
+    ("platform", "settings"), [("frost", {"kv_offloading_size": 0.01}), ("frost-graphs", {})], ids=["torch", "graphs"]
+)
+def test_a_plugin_of_contract_1_1_generates_the_expected_text(core_only, beside_torch, frost, platform, settings):
+    """Also with what is deprecated: refusals of dtypes in its plan, Platform.graphs, LaunchTopology.ray_resource."""
+    prompts = list(COMPLETIONS)[:2]
+    assert not wrong_texts(core_only, [frost, beside_torch], prompts, platform, **settings)
 
 
 def test_its_plan_its_operations_and_its_checks_are_used(core_only, beside_torch, frozen):
@@ -161,7 +184,7 @@ def test_a_platform_whose_torch_backend_name_is_taken_names_the_owner(
     code = "def start():\n    import torch\n    torch.utils.rename_privateuse1_backend('lava')\n"
     wheel = wheels.library_wheel(tmp_path, "torch-lava", "7.0", code, autoload=True)
     rival = wheels.install(tmp_path / "rival", wheel)
-    program = GENERATE.format(prompts=["The capital of France is"])
+    program = GENERATE.format(prompts=["The capital of France is"], platform="frozen", settings={})
     path = [owner, rival, beside_torch]
     refused = core_only.run("-c", program, path=path, timeout=300)
     assert refused.returncode == 1

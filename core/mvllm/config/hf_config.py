@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mvllm.contract import ANY, phase
 from mvllm.errors import ModelError
 
 MOST_BYTES = 64 << 20
@@ -25,10 +26,9 @@ _KIND_NAMES = {
 }
 
 
+@phase(ANY)
 class HFConfig:
     """Read-only view of a `config.json`; errors name the file and the key.
-
-    Phase: any.
 
     Args:
         values: The parsed JSON object.

@@ -37,7 +37,7 @@ class KVConnectorConfig:
     """One connector.
 
     Attributes:
-        name: A built-in name, or that of an installed package's entry point.
+        name: Of an installed package's entry point.
         role: `producer` saves blocks, `consumer` loads them, `both` does both.
         options: The connector's own settings.
     """

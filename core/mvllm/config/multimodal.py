@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mvllm.contract import ANY, phase
 from mvllm.errors import ConfigError
 
 MODALITIES = ("image", "video", "audio")
 """What `limit_mm_per_prompt` may name. Ready embeddings (`embeds`) are not counted."""
 
 
+@phase(ANY)
 @dataclass(frozen=True)
 class MultiModalModel:
-    """What a model takes beside text, read from its config.json. Phase: any.
+    """What a model takes beside text, read from its config.json.
 
     Attributes:
         placeholders: By modality, the token id of the positions that take an embedding; -1 where no position does,
@@ -56,9 +58,10 @@ class MultiModalModel:
         return not self.spans_attend_both_ways and not self.cross_attention
 
 
+@phase(ANY)
 @dataclass(frozen=True)
 class MultiModalConfig:
-    """Settings of inputs beside text. Phase: any.
+    """Settings of inputs beside text.
 
     Attributes:
         limit_per_prompt: By modality, the most items of a prompt; 0 refuses the modality. Others: DEFAULT_LIMIT.

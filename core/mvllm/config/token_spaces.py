@@ -17,17 +17,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from mvllm.config.hf_config import HFConfig
+from mvllm.contract import ANY, phase
 from mvllm.errors import ModelError
 from mvllm.messages.sampling_params import TEXT
 
 _LARGEST_ID = 2**31 - 1
 
 
+@phase(ANY)
 @dataclass(frozen=True)
 class TokenSpace:
     """One space of tokens beside text.
-
-    Phase: any.
 
     Attributes:
         name: What requests call it (`SamplingParams.token_space`).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 
 from mvllm import plugin_groups
@@ -97,7 +98,8 @@ def _preferred(topology: LaunchTopology, platform: Platform) -> str | None:
             except ConfigError as e:  # the user has not named it, so another executor will do
                 logger.warning("The executor %r is not considered for this engine. %s", name, e)
                 continue
-            if _checked(name, found).is_preferred(topology, lambda: _count_devices(platform)):
+            counted = functools.partial(_count_devices, platform)
+            if _checked(name, found).is_preferred(topology, counted, platform=platform.spec.name):
                 return name
     return None
 

@@ -43,7 +43,7 @@ class Executor(ABC):
     """Whether the only worker runs in this process, so that functions can be passed to it."""
 
     @classmethod
-    def is_preferred(cls, topology: LaunchTopology, count_devices: Callable[[], int | None]) -> bool:
+    def is_preferred(cls, topology: LaunchTopology, count_devices: Callable[[], int | None], *, platform: str) -> bool:
         """Whether this executor should run an engine of several workers for which the user named no executor.
 
         Called on installed executors that the platform lists in `LaunchTopology.executors`, in the order of that list.
@@ -52,6 +52,7 @@ class Executor(ABC):
         Args:
             topology: The number of workers and of devices per worker.
             count_devices: Counts the devices of this machine; None where the platform does not list them.
+            platform: The platform's name.
         """
         return False
 

@@ -45,54 +45,9 @@ if TYPE_CHECKING:
         WorkerDiedError,
         WorkerStuckError,
     )
-    from mvllm.executor.config_codec import decode_config, encode_worker_configs
     from mvllm.executor.interface import Executor
-    from mvllm.executor.message_queue import (
-        MessageReader,
-        MessageWriter,
-        PeerDiedError,
-        QueueError,
-        ReaderHandle,
-        RemoteReaderHandle,
-        StopSignal,
-        WriterHandle,
-    )
     from mvllm.executor.multiproc import MultiprocExecutor
-    from mvllm.executor.process.activity_table import Activity, ActivityTable
-    from mvllm.executor.process.fd_server import (
-        FileDescriptorServer,
-        FileDescriptorServerAddress,
-        MessageWithFds,
-        fetch_descriptors,
-    )
-    from mvllm.executor.process.handshake import Handshake
-    from mvllm.executor.process.process_utils import (
-        StackFile,
-        anonymous_file,
-        dump_stacks_to,
-        is_stopped,
-        label_output,
-        module_search_path,
-        open_pidfd,
-        watch_parent,
-    )
-    from mvllm.executor.rpc_executor import RpcExecutor, worker_names
-    from mvllm.executor.rpc_messages import Reply, Request
-    from mvllm.executor.rpc_queues import RemoteResponseQueue, RpcQueues
     from mvllm.executor.uniproc import UniProcExecutor
-    from mvllm.executor.worker_group import WorkerGroup
-    from mvllm.executor.worker_handle import WorkerHandle
-    from mvllm.executor.worker_proc import WorkerProc
-    from mvllm.executor.worker_topology import devices_per_worker, launch_topology
-    from mvllm.kv_transfer.connector import (
-        HostBlock,
-        KVConnector,
-        KVConnectorContext,
-        KVRequest,
-        StoreChange,
-        TransferResult,
-    )
-    from mvllm.kv_transfer.host_kv_cache import HostKVCache
     from mvllm.layers.attention import Attention
     from mvllm.layers.context import BuildContext, ForwardStep
     from mvllm.layers.embedding import Embedding, LMHead, VocabEmbedding
@@ -104,7 +59,7 @@ if TYPE_CHECKING:
     from mvllm.layers.quantization.quantized_matrix import IntegerMatrix, QuantizedMatrix, staging
     from mvllm.layers.rotary import RotaryEmbedding
     from mvllm.layers.weight_target import WeightTarget
-    from mvllm.logging import get_logger, log_level
+    from mvllm.logging import get_logger
     from mvllm.messages.requests import SchedulerStats
     from mvllm.messages.sampling_params import SamplingParams
     from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -137,30 +92,9 @@ _NAMES = {
     "mvllm.errors": (
         "ConfigError EngineDeadError ModelError MvllmError PlatformError RequestError WorkerDiedError WorkerStuckError"
     ),
-    "mvllm.executor.config_codec": "decode_config encode_worker_configs",
     "mvllm.executor.interface": "Executor",
-    "mvllm.executor.message_queue": (
-        "MessageReader MessageWriter PeerDiedError QueueError ReaderHandle RemoteReaderHandle StopSignal WriterHandle"
-    ),
     "mvllm.executor.multiproc": "MultiprocExecutor",
-    "mvllm.executor.process.activity_table": "Activity ActivityTable",
-    "mvllm.executor.process.fd_server": (
-        "FileDescriptorServer FileDescriptorServerAddress MessageWithFds fetch_descriptors"
-    ),
-    "mvllm.executor.process.handshake": "Handshake",
-    "mvllm.executor.process.process_utils": (
-        "StackFile anonymous_file dump_stacks_to is_stopped label_output module_search_path open_pidfd watch_parent"
-    ),
-    "mvllm.executor.rpc_executor": "RpcExecutor worker_names",
-    "mvllm.executor.rpc_messages": "Reply Request",
-    "mvllm.executor.rpc_queues": "RemoteResponseQueue RpcQueues",
     "mvllm.executor.uniproc": "UniProcExecutor",
-    "mvllm.executor.worker_group": "WorkerGroup",
-    "mvllm.executor.worker_handle": "WorkerHandle",
-    "mvllm.executor.worker_proc": "WorkerProc",
-    "mvllm.executor.worker_topology": "devices_per_worker launch_topology",
-    "mvllm.kv_transfer.connector": "HostBlock KVConnector KVConnectorContext KVRequest StoreChange TransferResult",
-    "mvllm.kv_transfer.host_kv_cache": "HostKVCache",
     "mvllm.layers.attention": "Attention",
     "mvllm.layers.context": "BuildContext ForwardStep",
     "mvllm.layers.embedding": "Embedding LMHead VocabEmbedding",
@@ -172,7 +106,7 @@ _NAMES = {
     "mvllm.layers.quantization.quantized_matrix": "IntegerMatrix QuantizedMatrix staging",
     "mvllm.layers.rotary": "RotaryEmbedding",
     "mvllm.layers.weight_target": "WeightTarget",
-    "mvllm.logging": "get_logger log_level",
+    "mvllm.logging": "get_logger",
     "mvllm.messages.requests": "SchedulerStats",
     "mvllm.messages.sampling_params": "SamplingParams",
     "mvllm.messages.scheduler_output": "ModelRunnerOutput SchedulerOutput",
@@ -192,8 +126,6 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names.s
 __all__ = [
     "MLP",
     "APIError",
-    "Activity",
-    "ActivityTable",
     "AdapterLogitsProcessor",
     "Attention",
     "BuildContext",
@@ -207,20 +139,12 @@ __all__ = [
     "EngineConfig",
     "EngineDeadError",
     "Executor",
-    "FileDescriptorServer",
-    "FileDescriptorServerAddress",
     "ForwardStep",
     "GatedMLP",
     "HFConfig",
     "HTTPServerHandle",
-    "Handshake",
-    "HostBlock",
-    "HostKVCache",
     "IntegerFormat",
     "IntegerMatrix",
-    "KVConnector",
-    "KVConnectorContext",
-    "KVRequest",
     "LMHead",
     "LaunchTopology",
     "LayerNorm",
@@ -228,9 +152,6 @@ __all__ = [
     "LogitsProcessorContext",
     "MarkedCalls",
     "MatrixLayout",
-    "MessageReader",
-    "MessageWithFds",
-    "MessageWriter",
     "ModelConfig",
     "ModelError",
     "ModelRunnerOutput",
@@ -239,24 +160,17 @@ __all__ = [
     "OpCase",
     "OpProvider",
     "Part",
-    "PeerDiedError",
     "Platform",
     "PlatformError",
     "QKVLinear",
     "QuantizationMethod",
     "QuantizedMatrix",
     "QuantizedWeight",
-    "QueueError",
     "RMSNorm",
-    "ReaderHandle",
     "ReasoningDelta",
     "ReasoningParser",
     "ReasoningStream",
-    "RemoteReaderHandle",
-    "RemoteResponseQueue",
     "ReplicatedLinear",
-    "Reply",
-    "Request",
     "RequestError",
     "RequestLogitsProcessor",
     "RequestOutput",
@@ -264,50 +178,26 @@ __all__ = [
     "RotaryEmbedding",
     "RowParallelLinear",
     "RowTokens",
-    "RpcExecutor",
-    "RpcQueues",
     "SamplingParams",
     "SchedulerOutput",
     "SchedulerStats",
-    "StackFile",
     "StatLogger",
-    "StopSignal",
-    "StoreChange",
     "TaggedReasoning",
     "ToolCallDelta",
     "ToolParser",
     "ToolStream",
-    "TransferResult",
     "UniProcExecutor",
     "VocabEmbedding",
     "WeightTarget",
     "WorkerContext",
     "WorkerDiedError",
-    "WorkerGroup",
-    "WorkerHandle",
-    "WorkerProc",
     "WorkerStuckError",
     "WorkerWrapper",
-    "WriterHandle",
-    "anonymous_file",
     "api_formats",
-    "decode_config",
-    "devices_per_worker",
-    "dump_stacks_to",
-    "encode_worker_configs",
     "error_response",
-    "fetch_descriptors",
     "get_logger",
-    "is_stopped",
-    "label_output",
-    "launch_topology",
-    "log_level",
-    "module_search_path",
-    "open_pidfd",
     "set_api_format",
     "staging",
-    "watch_parent",
-    "worker_names",
 ]
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mvllm.contract import ANY, phase
 from mvllm.graph.array_operations import ARRAY_OPERATIONS
 from mvllm.ops.all_schemas import SCHEMAS
 
@@ -26,9 +27,10 @@ STATE_STEP = ("query_start_loc", "read_slots", "write_slots")
 """Inputs of operations on sequence states that follow the state."""
 
 
+@phase(ANY)
 @dataclass(frozen=True)
 class GraphOperation:
-    """One operation of StepGraphs. Phase: any.
+    """One operation of StepGraphs.
 
     Attributes:
         name: Its name.

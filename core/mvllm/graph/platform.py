@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from mvllm.config.engine_config import EngineConfig, ParallelConfig
+from mvllm.contract import ANY, Phase, phase
 from mvllm.errors import PlatformError
 from mvllm.platform.attention import AttentionBackend, AttentionSpec
 from mvllm.platform.capabilities import Capabilities
@@ -16,7 +17,7 @@ from mvllm.platform.graph_compiler import GraphCompiler
 from mvllm.platform.interface import Platform
 from mvllm.platform.op_provider import OpProvider
 from mvllm.platform.runtime import DeviceRuntime
-from mvllm.platform.spec import ConfigChange, Plan, Refusal, Refusals
+from mvllm.platform.spec import ConfigChange, Plan, Refusals
 from mvllm.platform.state import StateBackend, StateSpec
 from mvllm.platform.topology import GroupSpec, LaunchTopology, WorkerContext
 
@@ -33,11 +34,11 @@ class GraphPlatform(Platform):
     A subclass implements `spec`, `dtypes` and `graph_compiler`. It overrides `init_device` with a runtime whose
     `memory` is that of the device, if that is not the host's, and `capabilities` for features that its compiler lacks.
     Operations, attention and states of a single layer, which the conformance suite tests, are programs of one node.
-    Phase: as the methods of Platform.
 
     Unless `capabilities` is overridden, the platform claims `graph_compiler`, `prefix_caching`, `chunked_prefill`,
-    `sliding_window`, `soft_cap`, `sinks`, `mla`, `state`, `unified_memory` and the collectives `all_reduce`,
-    `all_gather`, `broadcast`, `send_recv`, `gather` and `barrier`, for the dtypes of its attributes, and nothing else.
+    `sliding_window`, `soft_cap`, `sinks`, `mla`, `state`, `unified_memory`, `scaled_memory_profile` and the collectives
+    `all_reduce`, `all_gather`, `broadcast`, `send_recv`, `gather` and `barrier`, for the dtypes of its attributes, and
+    nothing else.
 
     Attributes:
         dtypes: Compute dtypes, the preferred one first.
@@ -48,16 +49,19 @@ class GraphPlatform(Platform):
     kv_dtypes: tuple[str, ...] = ()
 
     @abstractmethod
+    @phase(Phase.WORKER)
     def graph_compiler(self) -> GraphCompiler:
-        """The compiler. Phase: worker."""
+        """The compiler."""
 
     @property
+    @phase(ANY)
     def capabilities(self) -> Capabilities:
-        """What every platform of this class claims. Override it with `dataclasses.replace`. Phase: any."""
+        """What every platform of this class claims. Override it with `dataclasses.replace`."""
         return Capabilities(
             dtypes=self.dtypes,
             kv_dtypes=self.kv_dtypes or self.dtypes,
             unified_memory=True,
+            scaled_memory_profile=True,
             collectives=frozenset({"all_reduce", "all_gather", "broadcast", "send_recv", "gather", "barrier"}),
             prefix_caching=True,
             chunked_prefill=True,
@@ -69,39 +73,33 @@ class GraphPlatform(Platform):
             graph_compiler=True,
         )
 
+    @phase(Phase.FRONTEND)
     def plan(self, config: EngineConfig) -> Plan | Refusals:
-        claimed = self.capabilities
-        refusals = [
-            Refusal(field, f"{name} is not supported on this platform", f"Use one of: auto, {', '.join(supported)}.")
-            for field, name, supported in (
-                ("model.dtype", config.model.dtype, claimed.dtypes),
-                ("cache.dtype", config.cache.dtype, claimed.kv_dtypes),
-            )
-            if name not in ("auto", *supported)
-        ]
-        if refusals:
-            return Refusals(tuple(refusals))
         changes = []
-        if config.cache.memory_utilization is None and claimed.unified_memory:
+        if config.cache.memory_utilization is None and self.capabilities.unified_memory:
             reason = "the host's memory also serves everything else on this machine; set it yourself to take more"
             changes.append(ConfigChange("cache.memory_utilization", HOST_MEMORY_SHARE, reason))
         return Plan(tuple(changes))
 
+    @phase(Phase.FRONTEND, Phase.ENGINE)
     def topology(self, parallel: ParallelConfig) -> LaunchTopology:
         across = ("mp", "ray", "external_launcher")
         executors = ("uni", *across) if parallel.world_size == 1 else across
         return LaunchTopology(num_workers=parallel.world_size, devices_per_worker=1, executors=executors)
 
+    @phase(Phase.WORKER)
     def init_device(self, ctx: WorkerContext) -> DeviceRuntime:
         from mvllm.graph.host_runtime import HostRuntime
 
         return HostRuntime(ctx)
 
+    @phase(Phase.WORKER)
     def communicator(self, group: GroupSpec, device: torch.device) -> Communicator:
         from mvllm.distributed.torch_communicator import HOST_BACKEND, TorchCommunicator
 
         return TorchCommunicator(group, backend=HOST_BACKEND)
 
+    @phase(Phase.WORKER)
     def attention_backend(self, spec: AttentionSpec) -> AttentionBackend:
         from mvllm.graph.one_node import OneNodeAttention
 
@@ -110,9 +108,11 @@ class GraphPlatform(Platform):
             raise PlatformError(f"The platform {self.spec.name!r} has no attention for this: {'; '.join(problems)}")
         return backend(spec)
 
+    @phase(Phase.WORKER)
     def state_backend(self, spec: StateSpec) -> StateBackend:
         return StateBackend(spec)
 
+    @phase(Phase.WORKER)
     def ops(self) -> Sequence[OpProvider]:
         from mvllm.graph.one_node import one_node_providers
 

@@ -18,12 +18,15 @@ from collections.abc import Sequence
 
 import msgspec
 
+from mvllm.contract import ANY, Phase, phase
+
 EMBEDS = "embeds"
 """The modality of ready embeddings."""
 
 
+@phase(ANY)
 class ArrayData(msgspec.Struct, array_like=True):
-    """An array as bytes. Phase: any.
+    """An array as bytes.
 
     Attributes:
         dtype: Its name, as numpy's: `float32`, `int64`, `bool`; or `bfloat16`.
@@ -36,8 +39,9 @@ class ArrayData(msgspec.Struct, array_like=True):
     data: bytes
 
 
+@phase(Phase.WORKER)
 class ItemSpan(msgspec.Struct, array_like=True, omit_defaults=True):
-    """Where an item stands in its prompt, and how positions continue behind it. Phase: worker.
+    """Where an item stands in its prompt, and how positions continue behind it.
 
     Attributes:
         content_hash: 32 bytes: the name of the item's embeddings.
@@ -123,8 +127,9 @@ def restore_sent_features(items: Sequence[MultiModalItem], received: dict[bytes,
         received[item.span.content_hash] = item.features
 
 
+@phase(Phase.WORKER)
 class EncoderInput(msgspec.Struct, array_like=True):
-    """An item whose encoder runs in a step. Phase: worker. Attributes as in MultiModalItem and ItemSpan."""
+    """An item whose encoder runs in a step. Attributes as in MultiModalItem and ItemSpan."""
 
     content_hash: bytes
     modality: str

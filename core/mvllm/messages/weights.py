@@ -7,12 +7,15 @@ from typing import Any
 
 import msgspec
 
+from mvllm.contract import Phase, phase
+
 HOST_BACKEND = "gloo"
 """The backend of torch.distributed for tensors in the host's memory."""
 
 
+@phase(Phase.WORKER)
 class WeightSource(enum.StrEnum):
-    """Where the tensors of an update are. Phase: worker.
+    """Where the tensors of an update are.
 
     FOLDER          a checkpoint folder, in any format that the loader reads
     SHARED_MEMORY   a safetensors file in a segment of shared memory, `/dev/shm/<path>`
@@ -26,8 +29,9 @@ class WeightSource(enum.StrEnum):
     TENSORS = "tensors"
 
 
+@phase(Phase.WORKER)
 class WeightUpdate(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Some or all tensors of a checkpoint, by their names in the checkpoint. Phase: worker.
+    """Some or all tensors of a checkpoint, by their names in the checkpoint.
 
     Attributes:
         source: Where they are.
@@ -48,8 +52,9 @@ class WeightUpdate(msgspec.Struct, kw_only=True, omit_defaults=True):
     is_only_part: bool = False
 
 
+@phase(Phase.WORKER)
 class WeightTransferInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A process group of a trainer, which is rank 0, and the workers. Phase: worker.
+    """A process group of a trainer, which is rank 0, and the workers.
 
     Attributes:
         master_address, master_port: Where the trainer listens.

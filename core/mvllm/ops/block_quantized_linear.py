@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mvllm.contract import Phase, phase
 from mvllm.ops.activation import silu_and_mul
 from mvllm.ops.block_formats import dequantize_rows
 from mvllm.ops.schema import OpSchema
@@ -20,9 +21,10 @@ INPUT_BLOCK = 32
 """Columns of an input that share a scale, where it is rounded to int8."""
 
 
+@phase(Phase.WORKER)
 @dataclass(frozen=True)
 class BlockQuantizedPart:
-    """Neighbouring rows of a matrix, in one format. Phase: worker.
+    """Neighbouring rows of a matrix, in one format.
 
     Attributes:
         format: q4_0, q4_1, q5_0, q5_1, q8_0, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs or mxfp4 (block_formats.py).
@@ -33,9 +35,10 @@ class BlockQuantizedPart:
     data: torch.Tensor
 
 
+@phase(Phase.WORKER)
 @dataclass(frozen=True)
 class BlockQuantizedWeight:
-    """A matrix [out_features, in_features] of quantized blocks. Phase: worker.
+    """A matrix [out_features, in_features] of quantized blocks.
 
     Attributes:
         parts: Its rows from the first to the last, at least one part.

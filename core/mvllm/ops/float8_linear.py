@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 
+from mvllm.contract import Phase, phase
 from mvllm.ops.schema import OpSchema
 
 Float8Inputs = Literal["floats", "dynamic", "static"]
@@ -23,9 +24,10 @@ LARGEST = 448.0
 """The largest number of E4M3."""
 
 
+@phase(Phase.WORKER)
 @dataclass(frozen=True)
 class Float8Weight:
-    """A matrix [out_features, in_features] of 8-bit floats with scales. Phase: worker.
+    """A matrix [out_features, in_features] of 8-bit floats with scales.
 
     Attributes:
         codes: [out_features, in_features], uint8: a sign, 4 bits of exponent with the bias 7, 3 bits of mantissa; no

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mvllm.contract import Phase, phase
 from mvllm.ops.activation import silu_and_mul
 from mvllm.ops.schema import OpSchema
 
@@ -18,9 +19,10 @@ _EXACT_COLUMNS = 1024
 """The sum of so many products of int8 values is below 2**24, so it is exact in float32 in any order."""
 
 
+@phase(Phase.WORKER)
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A matrix [out_features, in_features] of small integers. Phase: worker.
+    """A matrix [out_features, in_features] of small integers.
 
     Attributes:
         values: [out_features, in_features], int8; with 4 bits from -8 to 7.

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mvllm.contract import Phase, phase
 from mvllm.errors import PlatformError
 from mvllm.platform import tensor_caches
 from mvllm.platform.block_transfer import BlockTransfer
@@ -34,9 +35,10 @@ if TYPE_CHECKING:
     import torch
 
 
+@phase(Phase.WORKER)
 @dataclass(frozen=True)
 class AttentionSpec:
-    """One kind of attention layer, as this rank holds it. Phase: worker.
+    """One kind of attention layer, as this rank holds it.
 
     Attributes:
         num_heads: Query heads on this rank, those of all devices that it drives together.
@@ -112,9 +114,10 @@ class AttentionSpec:
         return reasons
 
 
+@phase(Phase.WORKER)
 @dataclass(frozen=True)
 class KVLayout:
-    """How a backend stores one layer's KV cache. Phase: worker, returned by `AttentionBackend.kv_layout`.
+    """How a backend stores one layer's KV cache. Returned by `AttentionBackend.kv_layout`.
 
     Attributes:
         block_sizes: Supported numbers of tokens per block, the preferred one first.
@@ -126,11 +129,12 @@ class KVLayout:
     bytes_per_token: int
 
 
+@phase(Phase.WORKER)
 @dataclass
 class BatchLayout:
     """Requests, sequence lengths, block table and slots of one step. All arrays are int32.
 
-    Phase: worker, the argument of `build_metadata`.
+    The argument of `build_metadata`.
 
     R and T are the numbers of requests and tokens after padding to the platform's ShapePolicy. A padding request has no
     tokens and a sequence of length 0. Padding tokens come last, belong to no request (`query_start_loc[R]` is the
@@ -196,9 +200,10 @@ AttentionMetadata = Any
 """The result of `build_metadata` for one step. Core passes it on without reading it."""
 
 
+@phase(Phase.WORKER)
 @dataclass(frozen=True)
 class RotarySpec:
-    """What a layer does to the heads of queries and keys before attention. Phase: worker.
+    """What a layer does to the heads of queries and keys before attention.
 
     Since contract 1.1. The argument of `AttentionBackend.rotary_writer`.
 
@@ -225,10 +230,11 @@ query that `forward` takes: [T, num_heads, head_size], compute dtype. query and 
 """
 
 
+@phase(Phase.WORKER)
 class AttentionBackend(ABC):
     """Paged attention of one platform for one AttentionSpec.
 
-    Phase: worker. Core creates one backend per distinct spec of the model and calls, in this order: `kv_layout` (before
+    Core creates one backend per distinct spec of the model and calls, in this order: `kv_layout` (before
     it divides the memory), `allocate` once per layer, then in each step `build_metadata` once and, per layer,
     `write_kv` and `forward`.
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from mvllm.contract import Phase, phase
 
+
+@phase(Phase.WORKER)
 class BlockTransfer(Protocol):
-    """A copy that `export_blocks`, `import_blocks`, `export_slots` or `import_slots` has submitted. Phase: worker.
+    """A copy that `export_blocks`, `import_blocks`, `export_slots` or `import_slots` has submitted.
 
     Since contract 1.1. Work that is submitted later sees the copy as done: on the device it is in the order of the
     calls. Only the host array is not ready: core reads the array of an export, or overwrites that of an import, after

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mvllm.contract import ANY, phase
 
+
+@phase(ANY)
 @dataclass(frozen=True)
 class Capabilities:
     """Capability flags of a platform. Optional capabilities default to off; an unknown name is an error.
 
-    Phase: any, once the platform object exists. Every read gives equal values.
+    Read once the platform object exists. Every read gives equal values.
 
     Attributes:
         dtypes: Compute dtypes by name, the preferred one first. `dtype=auto` selects it if the checkpoint's
@@ -20,7 +23,7 @@ class Capabilities:
             worker.
         lazy: Operations are recorded and run at `DeviceRuntime.step_mark`.
         static_shapes: Every new shape costs a compilation, so steps are padded to ShapePolicy's buckets.
-        graphs: The platform has a GraphBackend.
+        graphs: The platform's CompileBackend captures steps and replays them.
         compile: The platform has a CompileBackend.
         pinned_memory: Host buffers may be page-locked for copies.
         async_copies: `to_host` returns before the copy is done, and submitting work does not wait for earlier work.
@@ -58,6 +61,9 @@ class Capabilities:
         weight_offloading: Since contract 1.1. Sleep level 1 moves the weights to host memory: storages of the device's
             tensors can be freed and allocated again (`UntypedStorage.resize_`), and no operation keeps the address of
             a weight. Without it, and with `unified_memory`, the weights stay.
+        scaled_memory_profile: Since contract 1.1. At the start, core measures the memory of a small step and scales it
+            to the largest one, which takes seconds on such a device: a host's processor. It does so with eager
+            operations, whose memory grows with the tokens and requests of a step; do not claim it with `static_shapes`.
     """
 
     dtypes: tuple[str, ...]
@@ -90,6 +96,7 @@ class Capabilities:
     kv_transfer: bool = False
     non_causal_spans: bool = False
     weight_offloading: bool = False
+    scaled_memory_profile: bool = False
 
     @property
     def offloads_weights(self) -> bool:

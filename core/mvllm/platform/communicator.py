@@ -6,16 +6,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from mvllm.contract import Phase, phase
 from mvllm.errors import PlatformError
 
 if TYPE_CHECKING:
     import torch
 
 
+@phase(Phase.WORKER)
 class Communicator(ABC):
     """Collectives over the ranks of one group.
 
-    Phase: worker. Every rank of the group makes the same calls in the same order, with equal shapes and dtypes. Results
+    Every rank of the group makes the same calls in the same order, with equal shapes and dtypes. Results
     are new tensors unless a method says that it works in place. `Platform.communicator` returns one;
     groups of one rank need none.
 

@@ -1,7 +1,8 @@
 """The platform contract as data: every name of `mvllm.plugin_api` and its module `graph`, with members and phases.
 
 The source is parsed, not imported, so the result needs no torch, is the same under every Python version, and shows
-types and defaults as written. Function bodies, docstrings and private members are not part of the contract.
+types and defaults as written. Marks (`mvllm.contract`) say what is optional, and in which phase core calls it. Function
+bodies, docstrings and private members are not part of the contract.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from mvllm import contract
 from mvllm.platform.contract_graph import GraphContractOperation, read_graph_capabilities, read_graph_operations
 from mvllm.platform.contract_operations import Operation, operation_lines, read_operations
 from mvllm.platform.source_parsing import function_parameters, parse_module
@@ -34,7 +36,7 @@ class Member:
         type: The type of a field or property, or of a method's result; empty if there is no annotation.
         default: The default of a field, or the value of a constant or an enumeration member; None if there is none.
         required: A plugin's class must implement it, or a caller must pass it.
-        phase: When core calls it, from its docstring or that of its class; may be empty.
+        phase: When core calls it, from its mark or that of its class; may be empty.
     """
 
     kind: str
@@ -53,7 +55,7 @@ class Name:
         kind: `class`, `dataclass`, `struct`, `enumeration`, `error`, `function` or `constant`.
         bases: As written.
         written_by_plugins: Plugins implement its methods and core calls them.
-        phase: The phase in the class's docstring.
+        phase: The phase of the class's mark.
         keyword_only: Fields are passed by keyword only, so their order does not matter.
         itself: A function's signature, or a constant's type and value.
         members: By name, in the order of the source; fields first come in the order of the constructor.
@@ -250,10 +252,8 @@ def _class(node: ast.ClassDef) -> Name:
                 entry.members[name] = Member(member, default=ast.unparse(value))
             case ast.FunctionDef(name=name) if name == "__init__" or not _private(name):
                 entry.members[name] = _function(item, "method", entry.phase)
-                # Methods of a protocol are required unless their docstring says otherwise; those of an ABC only if
-                # abstract.
-                dispensable = "may leave this method out" in " ".join((ast.get_docstring(item) or "").split())
-                entry.members[name].required |= "Protocol" in bases and not dispensable
+                # Methods of a protocol are required unless marked; those of an ABC only if abstract.
+                entry.members[name].required |= "Protocol" in bases and "optional" not in _decorators(item)
             case _:
                 pass
     # As GraphPlatform, which implements most of Platform.
@@ -288,9 +288,21 @@ def _decorators(node: ast.ClassDef | ast.FunctionDef) -> list[str]:
 
 
 def _phase(node: ast.ClassDef | ast.FunctionDef) -> str:
-    """`Phase: worker; once per worker.` -> `worker`."""
-    found = re.search(r"\bPhase: ([\w, ]+?)(?=[.;,]|$| and| as | returned| made| the )", ast.get_docstring(node) or "")
-    return found[1].strip() if found else ""
+    """`@phase(Phase.FRONTEND, Phase.ENGINE)` -> `frontend or engine`; empty without this mark."""
+    for decorator in node.decorator_list:
+        match decorator:
+            case ast.Call(func=ast.Name(id="phase"), args=when):
+                return " or ".join(_phase_name(each) for each in when)
+    return ""
+
+
+def _phase_name(node: ast.expr) -> str:
+    match node:
+        case ast.Attribute(value=ast.Name(id="Phase"), attr=name):
+            return contract.Phase[name].value
+        case ast.Name(id=name) if isinstance(constant := getattr(contract, name, None), str):
+            return constant
+    raise AssertionError(f"a mark of a phase names {ast.unparse(node)}")
 
 
 def _private(name: str) -> bool:

@@ -22,6 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mvllm.contract import Phase, phase
 from mvllm.errors import PlatformError
 from mvllm.platform.attention import KVLayout
 from mvllm.platform.block_transfer import BlockTransfer
@@ -34,8 +35,9 @@ DeviceArray = Any
 """An array on the device, as `GraphProgram.run` returns it. Core passes it on without reading it."""
 
 
+@phase(Phase.WORKER)
 class GraphProgram(ABC):
-    """The graphs of one model, compiled, with its weights, KV caches and states. Phase: worker; one thread.
+    """The graphs of one model, compiled, with its weights, KV caches and states. One thread.
 
     Attributes:
         keeps_arrays: The runtime computes from the memory of the arrays that `set_weight` gets. Core then keeps each
@@ -153,8 +155,9 @@ class GraphProgram(ABC):
         """Frees everything. Idempotent; no call follows."""
 
 
+@phase(Phase.WORKER)
 class GraphCompiler(ABC):
-    """Translates StepGraphs to programs of a runtime. Phase: worker; returned by `Platform.graph_compiler`."""
+    """Translates StepGraphs to programs of a runtime. Returned by `Platform.graph_compiler`."""
 
     @abstractmethod
     def operations(self) -> Collection[str]:

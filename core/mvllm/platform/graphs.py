@@ -1,4 +1,4 @@
-"""Optional interfaces for graph capture and compilation of whole steps."""
+"""The interface for compilation and capture of whole steps; and an older one, which is deprecated."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from mvllm.contract import Phase, phase
 
+
+@phase(Phase.WORKER)
 class GraphBackend(ABC):
-    """Records a step once and replays it. Phase: worker.
+    """Records a step once and replays it.
 
-    Returned by `Platform.graphs`, where `Capabilities.graphs` is set. Errors are raised as PlatformError. Optional:
-    core does not capture graphs itself; a platform that replays graphs does so in its CompileBackend.
+    Deprecated until contract 2.0: nothing calls it. A platform that replays graphs does so in its CompileBackend.
     """
 
     @abstractmethod
@@ -28,8 +30,9 @@ class GraphBackend(ABC):
         """Device memory held by all captured graphs."""
 
 
+@phase(Phase.WORKER)
 class CompileBackend(ABC):
-    """Compiles a function over tensors. Phase: worker.
+    """Compiles a function over tensors.
 
     Returned by `Platform.compiler`, where `Capabilities.compile` is set. Errors are raised as PlatformError.
 

@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mvllm.contract import Phase, phase
 
+
+@phase(Phase.WORKER)
 @dataclass(frozen=True)
 class OpCase:
-    """Operation, dtype and sizes for which an implementation is selected, once, at model load. Phase: worker.
+    """Operation, dtype and sizes for which an implementation is selected, once, at model load.
 
     Attributes:
         op: Name of the operation.
@@ -26,11 +29,12 @@ class OpCase:
     batch_invariant: bool = False
 
 
+@phase(Phase.WORKER)
 @dataclass(frozen=True)
 class OpProvider:
     """A platform's implementation of one operation.
 
-    Phase: worker. `function` has the same parameters and result as the reference in `mvllm.ops`, works without host
+    `function` has the same parameters and result as the reference in `mvllm.ops`, works without host
     synchronisation, and does not change its inputs unless the schema says so.
 
     Attributes:

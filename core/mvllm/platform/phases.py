@@ -1,25 +1,11 @@
-"""The phases of the platform contract, and checks of the phase that a thread is in."""
+"""The phase of the platform contract that a thread is in, and checks of it."""
 
 from __future__ import annotations
 
 import threading
-from enum import Enum
 
+from mvllm.contract import Phase as Phase
 from mvllm.errors import ContractError
-
-
-class Phase(Enum):
-    """When, and in which process, core calls a method of the contract. `current_phase` returns the thread's phase."""
-
-    PROBE = "probe"
-    """Any process, before a platform is chosen."""
-    FRONTEND = "frontend"
-    """The process of the caller: plan, topology, doctor. No device is opened."""
-    ENGINE = "engine"
-    """The process of the scheduler. No device is opened."""
-    WORKER = "worker"
-    """The process that owns a device."""
-
 
 _local = threading.local()
 

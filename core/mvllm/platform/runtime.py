@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from mvllm.contract import Phase, phase
 from mvllm.errors import PlatformError
 
 if TYPE_CHECKING:
@@ -17,9 +18,10 @@ if TYPE_CHECKING:
     import torch
 
 
+@phase(Phase.WORKER)
 @dataclass(frozen=True)
 class MemoryInfo:
-    """Bytes on the device; of a worker that drives several devices, on all of them together. Phase: worker.
+    """Bytes on the device; of a worker that drives several devices, on all of them together.
 
     Attributes:
         total: Physical memory.
@@ -34,15 +36,17 @@ class MemoryInfo:
     peak_by_me: int
 
 
+@phase(Phase.WORKER)
 class HostCopy(Protocol):
-    """An asynchronous copy from device to host. Phase: worker, from the worker's thread."""
+    """An asynchronous copy from device to host. Used from the worker's thread."""
 
     def wait(self) -> torch.Tensor:
         """Blocks until the copy is done and returns the host tensor. May be called again."""
 
 
+@phase(Phase.WORKER)
 class FinishedHostCopy:
-    """A HostCopy that is already complete. Phase: worker.
+    """A HostCopy that is already complete.
 
     Args:
         tensor: The host tensor; the copy's result.
@@ -56,8 +60,9 @@ class FinishedHostCopy:
         return self._tensor
 
 
+@phase(Phase.WORKER)
 class Event(Protocol):
-    """A point in the order of work of a stream. Phase: worker, from the worker's thread."""
+    """A point in the order of work of a stream. Used from the worker's thread."""
 
     def record(self) -> None:
         """Records the point after all work submitted so far to the current stream."""
@@ -69,8 +74,9 @@ class Event(Protocol):
         """Blocks the host until the point is reached."""
 
 
+@phase(Phase.WORKER)
 class NullEvent:
-    """The event of a device whose calls are synchronous. Phase: worker."""
+    """The event of a device whose calls are synchronous."""
 
     def record(self) -> None:
         """Does nothing."""
@@ -82,10 +88,11 @@ class NullEvent:
         """Does nothing."""
 
 
+@phase(Phase.WORKER)
 class DeviceRuntime(ABC):
     """A bound device: memory, copies, ordering, health.
 
-    Phase: worker; every method, from the worker's thread. One instance per worker, returned by `Platform.init_device`.
+    Every method is called from the worker's thread. One instance per worker, returned by `Platform.init_device`.
     A worker in the caller's process has no thread of its own: it is called in several, one at a time, see
     `bind_thread`.
 

@@ -8,11 +8,13 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise
 
+from mvllm.contract import Phase, phase
 from mvllm.errors import ContractError
 
 
+@phase(Phase.WORKER)
 class StepKind(enum.Enum):
-    """What the requests of a step compute. Phase: worker. Since contract 1.1.
+    """What the requests of a step compute. Since contract 1.1.
 
     A *decode row* is a request with one token that is not a draft token.
 
@@ -27,9 +29,10 @@ class StepKind(enum.Enum):
     MIXED = "mixed"
 
 
+@phase(Phase.WORKER)
 @dataclass(frozen=True)
 class CaptureShapes:
-    """Shapes of the steps that a platform captures in graphs, or compiles, one by one. Phase: worker.
+    """Shapes of the steps that a platform captures in graphs, or compiles, one by one.
 
     Since contract 1.1, part of ShapePolicy. Core pads a step to one of these shapes if one holds it, and marks it
     (`BatchLayout.capture`); other steps are padded to the buckets of ShapePolicy. In the warm-up core runs a step of
@@ -91,11 +94,12 @@ class CaptureShapes:
         return sys.maxsize if self.max_tokens is None else self.max_tokens
 
 
+@phase(Phase.WORKER)
 @dataclass(frozen=True)
 class ShapePolicy:
     """Sizes to which core pads a step; None leaves a dimension unpadded.
 
-    Phase: worker, returned by `Platform.shapes`. The largest bucket of each dimension must hold the largest step that
+    Returned by `Platform.shapes`. The largest bucket of each dimension must hold the largest step that
     the engine's limits allow; otherwise the engine does not start (ConfigError).
 
     Attributes:

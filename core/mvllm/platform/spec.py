@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from mvllm.contract import ANY_PROCESS, Phase, phase
+
 CONTRACT: tuple[int, int] = (1, 1)
 """Contract version of this core. A plugin is compatible if its major is equal and its minor is not greater."""
 
@@ -13,11 +15,12 @@ ENTRY_POINT_GROUP = "mvllm.platforms"
 """Entry points of this group are platform plugins: users type the name; the value is a light hook module."""
 
 
+@phase(ANY_PROCESS)
 @dataclass(frozen=True)
 class PlatformSpec:
     """Name, versions and entry functions of a plugin, returned by its `mvllm_platform` hook.
 
-    Phase: any process, at discovery. Building it must import neither torch nor a device library.
+    Made at discovery. Building it must import neither torch nor a device library.
 
     Attributes:
         name: The name that users type, equal to the entry point's name.
@@ -47,9 +50,10 @@ class PlatformSpec:
     probe_in_process: bool = False
 
 
+@phase(Phase.PROBE)
 @dataclass(frozen=True)
 class DeviceInfo:
-    """One device that a probe found. Phase: probe, as part of a ProbeResult.
+    """One device that a probe found. Part of a ProbeResult.
 
     Attributes:
         index: Position in the platform's order.
@@ -62,11 +66,12 @@ class DeviceInfo:
     memory_bytes: int | None = None
 
 
+@phase(ANY_PROCESS)
 @dataclass(frozen=True)
 class ProbeResult:
     """Whether a platform can be used on this machine.
 
-    Phase: any process, also before a fork. A probe takes under a second, imports no torch, and does not initialise
+    Also made before a fork. A probe takes under a second, imports no torch, and does not initialise
     a driver in a way that breaks a later fork.
 
     Attributes:
@@ -82,17 +87,19 @@ class ProbeResult:
     remedy: str | None = None
 
 
+@phase(Phase.FRONTEND)
 class CheckStatus(Enum):
-    """Outcome of one diagnostic. Phase: frontend."""
+    """Outcome of one diagnostic."""
 
     OK = "ok"
     WARNING = "warning"
     BROKEN = "broken"
 
 
+@phase(Phase.FRONTEND)
 @dataclass(frozen=True)
 class Check:
-    """One line of `mvllm doctor`. Phase: frontend, returned by `Platform.doctor`.
+    """One line of `mvllm doctor`. Returned by `Platform.doctor`.
 
     Attributes:
         id: Stable identifier, `area.subject` in lower case.
@@ -107,9 +114,10 @@ class Check:
     remedy: str | None = None
 
 
+@phase(Phase.FRONTEND)
 @dataclass(frozen=True)
 class ConfigChange:
-    """A changed setting. Phase: frontend, as part of a Plan.
+    """A changed setting. Part of a Plan.
 
     Attributes:
         field: Dotted name as in EngineConfig, for instance `cache.block_size`; an unknown one is a ConfigError.
@@ -122,9 +130,10 @@ class ConfigChange:
     reason: str
 
 
+@phase(Phase.FRONTEND)
 @dataclass(frozen=True)
 class Plan:
-    """A platform accepts a configuration. Phase: frontend, returned by `Platform.plan`.
+    """A platform accepts a configuration. Returned by `Platform.plan`.
 
     Attributes:
         changes: Changes that core applies, in this order, and logs with the reasons.
@@ -133,9 +142,10 @@ class Plan:
     changes: tuple[ConfigChange, ...] = ()
 
 
+@phase(Phase.FRONTEND)
 @dataclass(frozen=True)
 class Refusal:
-    """Why a configuration is not supported, and what to set instead. Phase: frontend, as part of Refusals.
+    """Why a configuration is not supported, and what to set instead. Part of Refusals.
 
     Attributes:
         field: Dotted name in EngineConfig of the unsupported setting.
@@ -148,9 +158,10 @@ class Refusal:
     remedy: str
 
 
+@phase(Phase.FRONTEND)
 @dataclass(frozen=True)
 class Refusals:
-    """A platform refuses a configuration. Phase: frontend, returned by `Platform.plan`; core raises a ConfigError.
+    """A platform refuses a configuration. Returned by `Platform.plan`; core raises a ConfigError.
 
     Attributes:
         reasons: At least one.

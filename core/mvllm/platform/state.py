@@ -26,6 +26,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mvllm.contract import Phase, phase
 from mvllm.platform import tensor_caches
 from mvllm.platform.block_transfer import BlockTransfer
 from mvllm.platform.shapes import StepKind
@@ -35,9 +36,10 @@ if TYPE_CHECKING:
     import torch
 
 
+@phase(Phase.WORKER)
 @dataclass(frozen=True)
 class StateTensor:
-    """One state tensor of one sequence in one layer, as this rank holds it. Phase: worker.
+    """One state tensor of one sequence in one layer, as this rank holds it.
 
     Attributes:
         shape: Its shape, without the dimension of the slots.
@@ -55,9 +57,10 @@ class StateTensor:
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[self.dtype]
 
 
+@phase(Phase.WORKER)
 @dataclass(frozen=True)
 class StateSpec:
-    """The state of one sequence in one layer, as this rank holds it. Phase: worker.
+    """The state of one sequence in one layer, as this rank holds it.
 
     Attributes:
         tensors: Its tensors, in the order in which the layer passes them to operations.
@@ -75,9 +78,10 @@ State = tuple["torch.Tensor", ...]
 """The states of one layer: a tensor [num_slots + 1, *shape] for each StateTensor of its spec."""
 
 
+@phase(Phase.WORKER)
 @dataclass
 class StateLayout:
-    """Requests and slots of one step. Phase: worker, the argument of `StateBackend.build_metadata`.
+    """Requests and slots of one step. The argument of `StateBackend.build_metadata`.
 
     R and T are the numbers of requests and tokens after padding, as in BatchLayout. A padding request has no tokens and
     slots -1. Padding tokens come last and belong to no request. All arrays are int32. Host arrays are core's buffers:
@@ -110,9 +114,10 @@ class StateLayout:
     capture: bool = False
 
 
+@phase(Phase.WORKER)
 @dataclass(frozen=True)
 class StateArguments:
-    """The last arguments of operations on states, in one step. Phase: worker, returned by `build_metadata`.
+    """The last arguments of operations on states, in one step. Returned by `build_metadata`.
 
     Attributes:
         query_start_loc: int32 [R + 1], device.
@@ -128,8 +133,9 @@ class StateArguments:
     capture: bool = False
 
 
+@phase(Phase.WORKER)
 class StateBackend:
-    """Memory for the states of one platform's layers with one spec. Phase: worker.
+    """Memory for the states of one platform's layers with one spec.
 
     Core asks `Platform.state_backend` once for each distinct spec of the model. Then it calls `bytes_per_sequence`,
     before it divides the memory, and `allocate` once per layer; in each step `build_metadata`. The states are read and

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from mvllm.contract import Phase, phase
 from mvllm.platform.attention import AttentionSpec
 from mvllm.platform.shapes import StepKind
 from mvllm.platform.state import StateTensor
@@ -36,9 +37,10 @@ Kind = Literal["weight", "constant", "cache", "state", "step", "result"]
 _EXPRESSION = re.compile(r"(?:(\d+)\*)?([A-Z])([+-]\d+)?")
 
 
+@phase(Phase.WORKER)
 @dataclass(frozen=True)
 class Value:
-    """An array of a graph. Phase: worker.
+    """An array of a graph.
 
     Attributes:
         name: Its name, unique in all graphs of a program. A weight that two graphs read has the same name in both.
@@ -56,9 +58,10 @@ class Value:
     dtype: str
 
 
+@phase(Phase.WORKER)
 @dataclass(frozen=True)
 class CacheValue(Value):
-    """The KV cache of one attention layer, named `cache.<layer>`. Phase: worker.
+    """The KV cache of one attention layer, named `cache.<layer>`.
 
     Attributes:
         name, kind, shape, dtype: As in Value; the dtype is that of stored keys and values.
@@ -70,9 +73,10 @@ class CacheValue(Value):
     layer: int
 
 
+@phase(Phase.WORKER)
 @dataclass(frozen=True)
 class StateValue(Value):
-    """One tensor of the sequence states of one layer, named `state.<layer>.<index>`. Phase: worker.
+    """One tensor of the sequence states of one layer, named `state.<layer>.<index>`.
 
     Attributes:
         name, kind, shape, dtype: As in Value.
@@ -86,9 +90,10 @@ class StateValue(Value):
     index: int
 
 
+@phase(Phase.WORKER)
 @dataclass(frozen=True)
 class Node:
-    """One operation. Phase: worker.
+    """One operation.
 
     Attributes:
         op: Its name in GRAPH_OPERATIONS.
@@ -103,9 +108,10 @@ class Node:
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
 
+@phase(Phase.WORKER)
 @dataclass(frozen=True)
 class StepGraph:
-    """The operations of one part of a step. Phase: worker, given to `GraphCompiler.program`.
+    """The operations of one part of a step. Given to `GraphCompiler.program`.
 
     Attributes:
         name: `model`: token ids to hidden states; `head`: hidden states to logits; `head-<space>`: those of a token
@@ -195,9 +201,10 @@ class StepGraph:
         return "\n".join(lines)
 
 
+@phase(Phase.WORKER)
 @dataclass(frozen=True)
 class StepSizes:
-    """Sizes of one step, known on the host. Phase: worker, given to `GraphProgram.run`.
+    """Sizes of one step, known on the host. Given to `GraphProgram.run`.
 
     Attributes:
         tokens, requests, pages, logits_rows: The values of T, R, P and L in this run.

@@ -7,17 +7,19 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from mvllm.contract import Phase, phase
 from mvllm.errors import PlatformError
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 
+@phase(Phase.FRONTEND, Phase.ENGINE)
 @dataclass(frozen=True)
 class LaunchTopology:
     """Number of workers, devices per worker, permitted executors and environment of each worker.
 
-    Phase: frontend or engine; pure.
+    Pure.
 
     A worker process is always a new program: it inherits neither driver state nor locks from its parent, and it may
     have child processes.
@@ -32,8 +34,8 @@ class LaunchTopology:
         env_per_worker: Variables to set for each worker before it imports anything, one mapping per worker. For a
             worker in the process of its engine core, only variables that are not set yet are set, only while the engine
             starts, and only if torch has not been imported before.
-        ray_resource: Ray's resource name of one device, which the executor `ray` claims for each worker; None if the
-            platform does not support Ray.
+        ray_resource: Deprecated since contract 1.1, until 2.0: an executor of another package finds what it needs to
+            know of a device by an entry point of its own, as that package says.
         device_variable: The variable that limits a process to some devices. The executor `ray` sets it on its workers
             to the devices of the engine's workers on the same machine, in order of local rank, and overrides
             `env_per_worker`.
@@ -58,11 +60,12 @@ class LaunchTopology:
             )
 
 
+@phase(Phase.WORKER)
 @dataclass(frozen=True)
 class WorkerContext:
     """Ranks, seed and rendezvous address of one worker.
 
-    Phase: worker; made by the executor, an argument of the worker class and of `Platform.init_device`.
+    Made by the executor, an argument of the worker class and of `Platform.init_device`.
 
     Attributes:
         rank: Rank in the engine's world.
@@ -92,9 +95,10 @@ class WorkerContext:
     num_devices: int = 1
 
 
+@phase(Phase.WORKER)
 @dataclass(frozen=True)
 class GroupSpec:
-    """A set of ranks that communicate. Phase: worker, the argument of `Platform.communicator`.
+    """A set of ranks that communicate. The argument of `Platform.communicator`.
 
     Attributes:
         name: For instance `tp` or `pp`.

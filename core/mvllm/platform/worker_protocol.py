@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from mvllm.contract import Phase, optional, phase
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.messages.weights import WeightTransferInfo, WeightUpdate
 
 
+@phase(Phase.WORKER)
 @dataclass(frozen=True)
 class KVCacheNeeds:
     """Bytes per token, block sizes and windows of one worker's KV cache.
 
-    Phase: worker, returned by `WorkerProtocol.kv_cache_needs`.
+    Returned by `WorkerProtocol.kv_cache_needs`.
 
     Attributes:
         bytes_per_token: Bytes of one token on this worker, over all its layers.
@@ -34,11 +36,12 @@ class KVCacheNeeds:
     fixed_state_bytes: int = 0
 
 
+@phase(Phase.WORKER)
 @dataclass(frozen=True)
 class HostBlockNeeds:
     """Bytes of one worker's part of a host block, and how they represent its contents.
 
-    Phase: worker, returned by `WorkerProtocol.host_block_needs`. Since contract 1.1.
+    Returned by `WorkerProtocol.host_block_needs`. Since contract 1.1.
 
     Attributes:
         block_bytes: Bytes of one KV block on this worker, over all its layers; 0 without attention layers.
@@ -58,11 +61,12 @@ def defined_together(kind: type, method: str, other: str) -> bool:
     return homes[0] is homes[1] is not None
 
 
+@phase(Phase.WORKER)
 @runtime_checkable
 class WorkerProtocol(Protocol):
     """The methods of a worker, in the order of calls. `collective_rpc` takes the name of one of them.
 
-    Phase: worker; every method is called from one thread. The class that `Platform.worker_class` names is built as
+    Every method is called from one thread. The class that `Platform.worker_class` names is built as
     `cls(config: EngineConfig, platform: Platform, ctx: WorkerContext)`. Errors are returned with type, message,
     traceback, rank and phase; an error in `execute_model` stops the engine.
     """
@@ -79,6 +83,7 @@ class WorkerProtocol(Protocol):
     def available_kv_bytes(self) -> int:
         """After `load_model`: bytes that remain for the KV cache after a profiling step. May be negative."""
 
+    @optional
     def update_max_model_len(self, max_model_len: int) -> None:
         """Before `group_layers`: no sequence has more than so many tokens, fewer than `ModelConfig.max_model_len`.
 
@@ -86,6 +91,7 @@ class WorkerProtocol(Protocol):
         model's own length. A class may leave this method out; its buffers are then larger than they need be.
         """
 
+    @optional
     def group_layers(self, windows: list[int | None]) -> None:
         """Before `allocate_kv_cache`: the windows of the KV cache groups, each of which has its own block table.
 
@@ -94,6 +100,7 @@ class WorkerProtocol(Protocol):
         has the size of the largest group of this worker. A window of `max_model_len` or more counts as None.
         """
 
+    @optional
     def allocate_states(self, num_slots: int) -> None:
         """Before `allocate_kv_cache`: allocates slots for the sequence states of every layer.
 
@@ -111,6 +118,7 @@ class WorkerProtocol(Protocol):
             MemoryError: It does not fit.
         """
 
+    @optional
     def host_block_needs(self) -> HostBlockNeeds:
         """After `allocate_kv_cache`: bytes and format of this worker's part of a host block.
 
@@ -118,6 +126,7 @@ class WorkerProtocol(Protocol):
         out, and `map_host_blocks`.
         """
 
+    @optional
     def map_host_blocks(
         self,
         path: str,
@@ -161,6 +170,7 @@ class WorkerProtocol(Protocol):
         copies are done, so all ranks return it for such a plan.
         """
 
+    @optional
     def sample_tokens(self, step: int, mask_rows: list[int], token_masks: bytes) -> ModelRunnerOutput | None:
         """Samples the last step that `execute_model` computed, whose plan had `masks_follow`.
 
@@ -172,6 +182,7 @@ class WorkerProtocol(Protocol):
             mask_rows, token_masks: As in the plan. The request of a missing row has ended; its token is not used.
         """
 
+    @optional
     def collect_output(self, step: int) -> ModelRunnerOutput:
         """Waits for the output of a step and returns it. Called once per step, in order.
 
@@ -180,12 +191,14 @@ class WorkerProtocol(Protocol):
         needs neither may leave this method out.
         """
 
+    @optional
     def check_sleep(self, level: int) -> None:
         """Raises RequestError if `sleep` would fail, because the host has no memory for the weights. Changes nothing.
 
         Since contract 1.1. Called on all workers before requests are aborted. A class may leave this method out.
         """
 
+    @optional
     def sleep(self, level: int) -> None:
         """Frees memory, between steps and while no request runs. A class that cannot may leave this method out.
 
@@ -196,6 +209,7 @@ class WorkerProtocol(Protocol):
                 drops both.
         """
 
+    @optional
     def wake_up(self, tags: list[str]) -> None:
         """Allocates again what `sleep` freed: an empty KV cache, and the weights from the host or the checkpoint.
 
@@ -209,6 +223,7 @@ class WorkerProtocol(Protocol):
             MemoryError: It does not fit. The call may be repeated.
         """
 
+    @optional
     def add_lora(self, request: LoRARequest) -> None:
         """Loads an adapter between steps. An adapter of this id that is already loaded stays.
 
@@ -219,12 +234,14 @@ class WorkerProtocol(Protocol):
             RequestError: The files are not usable with this model. Nothing was changed.
         """
 
+    @optional
     def remove_lora(self, lora_int_id: int) -> None:
         """Unloads an adapter that no running request uses. Unknown ids are ignored.
 
         A class without `add_lora` may leave this method out.
         """
 
+    @optional
     def init_weight_transfer(self, info: WeightTransferInfo) -> None:
         """Begins to join the process group of a trainer, as rank `info.rank_offset` plus its own rank.
 
@@ -235,6 +252,7 @@ class WorkerProtocol(Protocol):
             RequestError: The worker is still joining a group.
         """
 
+    @optional
     def has_joined_weight_transfer(self, give_up: bool) -> bool:
         """Whether the worker has joined the group of `init_weight_transfer`.
 
@@ -247,6 +265,7 @@ class WorkerProtocol(Protocol):
             RequestError: The group cannot be joined, or its timeout has passed. Raised once.
         """
 
+    @optional
     def start_weight_update(self) -> None:
         """Begins to replace weights, between steps. Replaces an update that was not finished.
 
@@ -254,6 +273,7 @@ class WorkerProtocol(Protocol):
         `finish_weight_update`. No step runs until then. A class without weight updates may leave this method out.
         """
 
+    @optional
     def check_weights(self, update: WeightUpdate) -> None:
         """Compares the tensors of one part with the model, and writes nothing.
 
@@ -263,6 +283,7 @@ class WorkerProtocol(Protocol):
             ModelError, RequestError: They do not fit.
         """
 
+    @optional
     def update_weights(self, update: WeightUpdate) -> None:
         """Loads this rank's share of the tensors that `check_weights` has checked.
 
@@ -270,6 +291,7 @@ class WorkerProtocol(Protocol):
         without weight updates may leave this method out.
         """
 
+    @optional
     def check_weight_update(self, whole: bool) -> None:
         """Raises RequestError if `finish_weight_update` needs further tensors. Writes nothing.
 
@@ -279,18 +301,21 @@ class WorkerProtocol(Protocol):
             whole: Whether all tensors of the model are needed, because an earlier update has failed.
         """
 
+    @optional
     def finish_weight_update(self) -> bool:
         """Ends the update. Returns whether `warm_up` has to be called, because captured steps were dropped.
 
         A class without weight updates may leave this method out.
         """
 
+    @optional
     def abandon_weight_update(self) -> None:
         """Ends the update without its remaining tensors. What was written stays.
 
         A class without weight updates may leave this method out.
         """
 
+    @optional
     def call_extension(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Calls a method of the class that the setting `worker_extension_cls` adds to the worker's.
 
@@ -298,6 +323,7 @@ class WorkerProtocol(Protocol):
         bytes, lists and dicts.
         """
 
+    @optional
     def decode_images(self, codes: bytes, rows: int, columns: int) -> bytes:
         """Decodes images of one size between two steps. Called on all workers.
 

@@ -24,6 +24,7 @@ from mvllm.config.model_kind import ModelKind
 from mvllm.config.multimodal import MultiModalConfig, MultiModalModel
 from mvllm.config.speculative import SpeculativeConfig
 from mvllm.config.token_spaces import TokenSpace
+from mvllm.contract import Phase
 from mvllm.errors import ConfigError, ContractError, MvllmError, PlatformError
 from mvllm.logging import get_logger
 from mvllm.messages.lora import LoRARequest
@@ -53,7 +54,7 @@ from mvllm.platform.graphs import CompileBackend, GraphBackend
 from mvllm.platform.hookspecs import hookimpl
 from mvllm.platform.interface import Platform
 from mvllm.platform.op_provider import OpCase, OpProvider
-from mvllm.platform.phases import Phase, current_phase, require_phase
+from mvllm.platform.phases import current_phase, require_phase
 from mvllm.platform.runtime import DeviceRuntime, Event, FinishedHostCopy, HostCopy, MemoryInfo, NullEvent
 from mvllm.platform.shapes import CaptureShapes, ShapePolicy, StepKind
 from mvllm.platform.spec import (

@@ -122,19 +122,19 @@ class Worker:
     def _peak_step_bytes(self) -> int:
         """The most bytes that a step takes in addition to the memory in use.
 
-        On the host the largest step takes seconds, so a small one is measured: memory for tokens and requests grows
-        with their number, and memory that does not is counted several times, which is on the safe side. An even smaller
-        step before it measures what only the first step takes, and what stays allocated after that.
+        With `Capabilities.scaled_memory_profile` a small step is measured: memory for tokens and requests grows with
+        their number, and memory that does not is counted several times, which is on the safe side. An even smaller step
+        before it measures what only the first step takes, and what stays allocated after that.
         """
-        runtime, scheduler, capabilities = self.runtime, self._config.scheduler, self._platform.capabilities
+        runtime, scheduler = self.runtime, self._config.scheduler
         runtime.reset_peak_memory()
         start = runtime.memory()
         is_large = (
             scheduler.max_num_batched_tokens >= _MIN_TOKENS_FOR_SMALL_PROFILE
             and scheduler.max_num_seqs >= _PROFILE_DIVISOR
         )
-        on_host = capabilities.unified_memory and not capabilities.static_shapes
-        if not (is_large and on_host) or start.peak_by_me > start.used_by_me + _RESET_SLACK:
+        is_scaled = is_large and self._platform.capabilities.scaled_memory_profile
+        if not is_scaled or start.peak_by_me > start.used_by_me + _RESET_SLACK:
             return self._peak_step_bytes_of(1)
         first = self._peak_step_bytes_of(4 * _PROFILE_DIVISOR)
         runtime.release_cached_memory()

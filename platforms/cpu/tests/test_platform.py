@@ -22,7 +22,6 @@ from mvllm.plugin_api import (
     Plan,
     PlatformError,
     ReferenceAttention,
-    Refusals,
     WorkerContext,
 )
 from mvllm.testing.attention_cases import make_spec
@@ -98,17 +97,6 @@ class TestPlan:
     def test_memory_utilization_of_the_user_is_kept(self, platform):
         cache = dataclasses.replace(CacheConfig(), memory_utilization=0.8)
         assert platform.plan(engine_config(cache=cache)) == Plan()
-
-    @pytest.mark.parametrize("field", ["model.dtype", "cache.dtype"])
-    def test_unknown_dtypes_are_refused_with_a_remedy(self, platform, field):
-        config = engine_config()
-        if field == "model.dtype":
-            config.model = SimpleNamespace(dtype="float8_e4m3fn")
-        else:
-            config.cache = dataclasses.replace(CacheConfig(), dtype="fp8")
-        answer = platform.plan(config)
-        assert isinstance(answer, Refusals)
-        assert answer.reasons[0].field == field and "bfloat16" in answer.reasons[0].remedy
 
     def test_plan_is_pure(self, platform):
         assert platform.plan(engine_config()) == platform.plan(engine_config())

@@ -20,7 +20,6 @@ from mvllm.plugin_api import (
     ParallelConfig,
     Plan,
     PlatformError,
-    Refusals,
     SchedulerConfig,
     WorkerContext,
 )
@@ -54,12 +53,6 @@ def test_supported_dtypes_are_accepted(platform, dtype, kv_dtype):
     assert platform.plan(engine_config(dtype, kv_dtype)) == Plan()
 
 
-def test_unsupported_dtypes_are_rejected_with_the_supported_ones(platform):
-    answer = platform.plan(engine_config("float64", "float8_e5m2"))
-    assert isinstance(answer, Refusals)
-    assert [refusal.field for refusal in answer.reasons] == ["model.dtype", "cache.dtype"]
-
-
 def test_an_invalid_setting_raises_in_plan(platform, monkeypatch):
     monkeypatch.setenv("MVLLM_XPU_COMPILE", "fast")
     assert platform.capabilities == platform.capabilities, "reading them must not fail"
@@ -76,7 +69,7 @@ def test_steps_are_captured_on_request(platform, monkeypatch, mode, torch_has_gr
     if mode is not None:
         monkeypatch.setenv("MVLLM_XPU_COMPILE", mode)
     assert (platform.capabilities.graphs, platform.capabilities.compile) == (captures, captures)
-    assert (platform.compiler() is not None) is (platform.graphs(torch.device("cpu")) is not None) is captures
+    assert (platform.compiler() is not None) is captures
     assert platform.plan(engine_config()) == Plan()
 
 
@@ -92,7 +85,7 @@ def test_graphs_are_rejected_if_torch_lacks_them(platform, monkeypatch):
 def test_topology_limits_workers_by_the_affinity_mask(platform):
     topology = platform.topology(ParallelConfig(tensor_parallel_size=2))
     assert (topology.num_workers, topology.devices_per_worker) == (2, 1)
-    assert (topology.ray_resource, topology.device_variable) == ("GPU", "ZE_AFFINITY_MASK")
+    assert topology.device_variable == "ZE_AFFINITY_MASK"
     assert "uni" not in topology.executors and "uni" in platform.topology(ParallelConfig()).executors
 
 

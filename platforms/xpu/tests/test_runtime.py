@@ -108,7 +108,7 @@ def test_graphs_read_the_current_values_of_their_inputs():
     assert torch.isnan(results[0]).all(), "a capture computes nothing"
     x.copy_(torch.tensor([5.0, 7.0]))
     replay()
-    assert results[0].tolist() == [15.0, 21.0] and graphs.memory_bytes() >= 0
+    assert results[0].tolist() == [15.0, 21.0]
     assert len(XPU.graphs) == 1 and XPU.graphs[0].replays == 1
 
 

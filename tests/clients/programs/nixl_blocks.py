@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from mvllm.kv_transfer.connector import KVRequest
-from tests.helpers.kv_engines import ProducerProcess, host_block, is_filled, key_of, load, look_up, make_connector
+import importlib
+
+from mvllm.extension_api.kv_transfer import KVRequest
+
+kv_engines = importlib.import_module("plugins.kv-transfer.tests.kv_engines")
+ProducerProcess, make_connector = kv_engines.ProducerProcess, kv_engines.make_connector
+host_block, key_of, is_filled = kv_engines.host_block, kv_engines.key_of, kv_engines.is_filled
+look_up, load = kv_engines.look_up, kv_engines.load
 
 
 def main() -> None:

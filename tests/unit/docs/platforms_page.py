@@ -53,6 +53,7 @@ CLAUSES_OF: dict[str, tuple[str, ...]] = {
     "stores_by_block_table": ("KVL-03",),
     "kv_transfer": tuple(f"KVT-{number:02}" for number in range(1, 5)),
     "weight_offloading": ("LIF-07",),
+    "scaled_memory_profile": ("MEM-01", "RUN-02"),
 }
 """The clauses of each capability; a new field of Capabilities must be added here (a test checks this)."""
 

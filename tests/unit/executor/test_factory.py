@@ -29,7 +29,7 @@ class Clustered(Remote):
     needs_platform_support = True
 
     @classmethod
-    def is_preferred(cls, topology, count_devices):
+    def is_preferred(cls, topology, count_devices, *, platform):
         return topology.num_workers > (count_devices() or 0)
 
 

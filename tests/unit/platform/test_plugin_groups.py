@@ -81,6 +81,11 @@ class TestEveryGroup:
         with pytest.raises(ConfigError, match=r"acme-extras 0\.1\.0.*no licence"):
             plugin_groups.load_plugin_by_name(group, GROUPS[group.group])
 
+    def test_parts_of_mvllm_need_no_place_in_the_allow_list(self, group, site, monkeypatch):
+        site("", distribution="mvllm-bench")
+        monkeypatch.setenv("MVLLM_PLUGINS", "somebody-else")
+        assert plugin_groups.find(group, GROUPS[group.group]).distribution == "mvllm-bench"
+
     @pytest.mark.parametrize("listed", ["", "somebody-else", "somebody-else, other"])
     def test_a_plugin_outside_the_allow_list_is_refused_without_import(self, group, site, monkeypatch, listed):
         site("raise AssertionError('imported')")

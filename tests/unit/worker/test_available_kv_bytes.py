@@ -144,8 +144,8 @@ LARGE = SchedulerConfig(max_num_batched_tokens=2048, max_num_seqs=256)
 WHOLE = 700_000 + 30_000 + 2048 * 1_000
 
 
-def test_on_the_host_small_profile_steps_bound_the_memory_of_the_largest() -> None:
-    found, parts = measured(LARGE, StepRuntime(), unified_memory=True)
+def test_small_profile_steps_bound_the_memory_of_the_largest() -> None:
+    found, parts = measured(LARGE, StepRuntime(), scaled_memory_profile=True)
     assert sum(2048 / part for part in parts) < 2048 / 10
     assert WHOLE <= found <= 1.6 * WHOLE
 
@@ -153,11 +153,10 @@ def test_on_the_host_small_profile_steps_bound_the_memory_of_the_largest() -> No
 @pytest.mark.parametrize(
     ("scheduler", "resets", "capabilities"),
     [
-        (LARGE, True, {"unified_memory": False}),
-        (LARGE, True, {"unified_memory": True, "static_shapes": True}),  # each size would be compiled
-        (LARGE, False, {"unified_memory": True}),  # the measured peak is that of loading
-        (replace(LARGE, max_num_batched_tokens=512), True, {"unified_memory": True}),
-        (replace(LARGE, max_num_seqs=8), True, {"unified_memory": True}),  # its prompts would be shorter
+        (LARGE, True, {"unified_memory": True}),
+        (LARGE, False, {"scaled_memory_profile": True}),  # the measured peak is that of loading
+        (replace(LARGE, max_num_batched_tokens=512), True, {"scaled_memory_profile": True}),
+        (replace(LARGE, max_num_seqs=8), True, {"scaled_memory_profile": True}),  # its prompts would be shorter
     ],
 )
 def test_on_other_devices_the_profile_runs_the_largest_step(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from mvllm.config.engine_config import EngineConfig, replace_field
 from mvllm.config.model import ModelConfig
+from mvllm.engine.core.kv_connectors import check_connectors
 from mvllm.errors import ConfigError
 from mvllm.models.checkpoint_support import runs_natively
 from mvllm.platform.capabilities import Capabilities
@@ -173,6 +174,7 @@ def _check_kv_transfer(config: EngineConfig, capabilities: Capabilities, platfor
             f"{settings}, but with external_launcher every rank makes the same plans, which must not depend on when a "
             "block has been loaded. Leave them out, or use the executor 'mp'."
         )
+    check_connectors(config.kv_transfer.connectors)
 
 
 def _check_batch_invariant(config: EngineConfig, capabilities: Capabilities, platform: str) -> None:

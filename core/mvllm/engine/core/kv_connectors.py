@@ -1,24 +1,31 @@
-"""Creates the KV connectors that the configuration names: core's own, and those of installed packages."""
+"""Creates the KV connectors that the configuration names, which installed packages provide."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from mvllm import plugin_groups
-from mvllm.config.kv_transfer import KVConnectorConfig
+from mvllm.config.kv_transfer import DISK, SHARED_MEMORY, KVConnectorConfig
 from mvllm.errors import ConfigError, MvllmError
 from mvllm.kv_transfer.connector import KVConnector, KVConnectorContext
 from mvllm.kv_transfer.connectors import KVConnectors
 
-BUILT_IN = {
-    "disk": "mvllm.kv_transfer.disk_connector:DiskConnector",
-    "tcp": "mvllm.kv_transfer.remote.tcp:TCPConnector",
-    "shared_memory": "mvllm.kv_transfer.remote.shared_memory:SharedMemoryConnector",
-    "nixl": "mvllm.kv_transfer.remote.nixl:NixlConnector",
-}
-"""Core's connectors, by name."""
+_SETTINGS = {DISK: "kv_disk_cache or kv_transfer_config", SHARED_MEMORY: "kv_role or kv_transfer_config"}
+"""Settings that ask for a connector, where it is not kv_transfer_config alone."""
+
+
+def check_connectors(configs: Iterable[KVConnectorConfig]) -> None:
+    """Finds the connectors without importing them, so that a missing package is known before a model is loaded.
+
+    Raises:
+        ConfigError: No installed package has a connector of that name, it is not allowed, or several have it.
+    """
+    for config in configs:
+        try:
+            plugin_groups.require(plugin_groups.KV_CONNECTORS, config.name)
+        except ConfigError as e:
+            setting = _SETTINGS.get(config.name, "kv_transfer_config")
+            raise ConfigError(f"{setting} asks for the KV connector {config.name!r}. {e}") from e
 
 
 def make_connectors(
@@ -41,18 +48,7 @@ def make_connectors(
 
 
 def _make(config: KVConnectorConfig, context: KVConnectorContext) -> KVConnector:
-    if config.name in BUILT_IN:
-        module, _, name = BUILT_IN[config.name].partition(":")
-        kind: Any = getattr(importlib.import_module(module), name)
-        return kind(context)
-    source = plugin_groups.find(plugin_groups.KV_CONNECTORS, config.name)
-    if source is None:
-        offered = plugin_groups.allowed_names(plugin_groups.KV_CONNECTORS)
-        raise ConfigError(
-            f"There is no KV connector {config.name!r}. There are: {', '.join([*BUILT_IN, *offered])}. Others are "
-            f"installed as packages with an entry point of {plugin_groups.KV_CONNECTORS.group}."
-        )
-    kind = plugin_groups.load(plugin_groups.KV_CONNECTORS, source)
+    source, kind = plugin_groups.load_plugin_by_name(plugin_groups.KV_CONNECTORS, config.name)
     if not (isinstance(kind, type) and issubclass(kind, KVConnector)):
         raise ConfigError(
             f"The KV connector {config.name!r} is {source.entry_point} of {source.distribution} {source.version}, "

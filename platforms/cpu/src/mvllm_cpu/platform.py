@@ -46,6 +46,7 @@ CAPABILITIES = Capabilities(
     kv_dtypes=KV_DTYPES,
     compile=True,
     unified_memory=True,
+    scaled_memory_profile=True,
     fork_safe=True,
     collectives=frozenset(
         {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv", "gather", "all_to_all", "barrier"}
@@ -81,19 +82,9 @@ class CPUPlatform(Platform):
         return CAPABILITIES
 
     def plan(self, config: EngineConfig) -> Plan | Refusals:
-        refusals = [
-            Refusal(field, f"{name} is not supported on this platform", f"Use one of: auto, {', '.join(supported)}.")
-            for field, name, supported in (
-                ("model.dtype", config.model.dtype, DTYPES),
-                ("cache.dtype", config.cache.dtype, KV_DTYPES),
-            )
-            if name not in ("auto", *supported)
-        ]
         if config.batch_invariant and (absent := kernels.find_absent()) is not None:
             reason = f"it needs the compiled kernels of this platform: {absent.reason}"
-            refusals.append(Refusal("batch_invariant", reason, absent.remedy or "Leave batch_invariant out."))
-        if refusals:
-            return Refusals(tuple(refusals))
+            return Refusals((Refusal("batch_invariant", reason, absent.remedy or "Leave batch_invariant out."),))
         changes = []
         if config.cache.memory_utilization is None:
             reason = "the host's memory also serves everything else on this machine; set it yourself to take more"
@@ -111,7 +102,6 @@ class CPUPlatform(Platform):
             devices_per_worker=1,
             executors=("uni", *across) if num_workers == 1 else across,
             env_per_worker=tuple(worker_environment.worker_variables_for_threads(share.threads) for share in shares),
-            ray_resource="CPU",
         )
 
     def init_device(self, ctx: WorkerContext) -> DeviceRuntime:

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from mvllm.plugin_api import GraphBackend, PlatformError, get_logger
+from mvllm.plugin_api import PlatformError, get_logger
 from mvllm_torch_gpu.device_module import CUDA, DeviceModule
 from mvllm_torch_gpu.out_of_memory import is_out_of_memory
 
 logger = get_logger("mvllm.torch_gpu.graphs")
 
 
-class DeviceGraphs(GraphBackend):
+class DeviceGraphs:
     """Captured graphs of one device.
 
     Args:
@@ -31,13 +31,16 @@ class DeviceGraphs(GraphBackend):
         self._device = device
         self._module = module
         self._pool: Any = None
-        self._bytes = 0
 
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        """Runs `step` while it is recorded; returns its replay, which reads and writes the tensors that it used.
+
+        Raises:
+            PlatformError: The step cannot be captured.
+        """
         api = self._module.api
         api.synchronize(self._device)
-        api.empty_cache()  # so that the growth of reserved memory is the graph's memory
-        before = api.memory_reserved(self._device)
+        api.empty_cache()  # the graphs' pool takes memory of its own
         if self._pool is None:
             self._pool = api.graph_pool_handle()
         graph = self._module.new_graph()
@@ -54,11 +57,7 @@ class DeviceGraphs(GraphBackend):
             raise PlatformError(f"The step cannot be captured in a graph: {reason}") from e
         finally:
             api.set_stream(stream)  # a capture that fails at its end leaves its own stream in place
-        self._bytes += max(0, api.memory_reserved(self._device) - before)
         return _Replay(graph, step)
-
-    def memory_bytes(self) -> int:
-        return self._bytes
 
     @contextmanager
     def forbid_synchronization(self) -> Iterator[None]:

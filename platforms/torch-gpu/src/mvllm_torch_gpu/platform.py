@@ -18,7 +18,6 @@ from mvllm.plugin_api import (
     CompileBackend,
     ConfigChange,
     EngineConfig,
-    GraphBackend,
     GroupSpec,
     LaunchTopology,
     OpProvider,
@@ -26,7 +25,6 @@ from mvllm.plugin_api import (
     Plan,
     Platform,
     PlatformError,
-    Refusal,
     Refusals,
     ShapePolicy,
     StateBackend,
@@ -121,16 +119,6 @@ class TorchGpuPlatform(Platform):
             self.settings.attention(),
             self.settings.linear(),
         )  # invalid values raise here, not in a worker
-        refusals = [
-            Refusal(field, f"{name} is not supported on this platform", f"Use one of: auto, {', '.join(supported)}.")
-            for field, name, supported in (
-                ("model.dtype", config.model.dtype, DTYPES),
-                ("cache.dtype", config.cache.dtype, KV_DTYPES),
-            )
-            if name not in ("auto", *supported)
-        ]
-        if refusals:
-            return Refusals(tuple(refusals))
         scheduler, wanted = config.scheduler, self.tokens_of_large_step
         if not scheduler.max_num_batched_tokens_is_default or wanted <= scheduler.max_num_batched_tokens:
             return Plan()
@@ -145,7 +133,6 @@ class TorchGpuPlatform(Platform):
             devices_per_worker=1,
             executors=("uni", *across) if num_workers == 1 else across,
             env_per_worker=(self.worker_variables(),) * num_workers,
-            ray_resource="GPU",
             device_variable=self.device_variable,
         )
 
@@ -251,11 +238,6 @@ class TorchGpuPlatform(Platform):
         from mvllm.plugin_api import static_state_ops
 
         return static_state_ops()
-
-    def graphs(self, device: torch.device) -> GraphBackend | None:
-        from mvllm_torch_gpu.graphs import DeviceGraphs
-
-        return DeviceGraphs(device, self.module)
 
     def compiler(self) -> CompileBackend | None:
         from mvllm_torch_gpu.compiler import make_compiler

@@ -54,7 +54,7 @@ class GraphCapturer(Protocol):
     """Captures graphs. `DeviceGraphs` implements it."""
 
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """As in GraphBackend."""
+        """See DeviceGraphs."""
 
     def forbid_synchronization(self) -> AbstractContextManager[None]:
         """Context for the run of a step before its capture; fails if the step waits for the device."""

@@ -24,7 +24,6 @@ from mvllm.plugin_api import (
     Platform,
     PlatformError,
     PlatformSpec,
-    Refusal,
     Refusals,
     ShapePolicy,
     StateBackend,
@@ -88,16 +87,6 @@ class TPUPlatform(Platform):
 
     def plan(self, config: EngineConfig) -> Plan | Refusals:
         compile_mode.mode()  # an invalid value raises here, not in a worker
-        refusals = [
-            Refusal(field, f"{name} is not supported on this platform", f"Use one of: auto, {', '.join(supported)}.")
-            for field, name, supported in (
-                ("model.dtype", config.model.dtype, DTYPES),
-                ("cache.dtype", config.cache.dtype, KV_DTYPES),
-            )
-            if name not in ("auto", *supported)
-        ]
-        if refusals:
-            return Refusals(tuple(refusals))
         changes = []
         if config.cache.memory_utilization is None and xla_devices.find().on_host:
             reason = "the memory of XLA's CPU device is the host's; set it yourself to take more"

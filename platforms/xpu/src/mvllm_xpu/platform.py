@@ -17,7 +17,6 @@ from mvllm.plugin_api import (
     ConfigError,
     DeviceRuntime,
     EngineConfig,
-    GraphBackend,
     GroupSpec,
     Plan,
     Platform,
@@ -90,9 +89,6 @@ class XPUPlatform(TorchGpuPlatform):
         from mvllm_xpu.attention import SdpaAttention
 
         return (SdpaAttention, *super().attention_without_kernels())
-
-    def graphs(self, device: torch.device) -> GraphBackend | None:
-        return super().graphs(device) if self._captures else None
 
     def compiler(self) -> CompileBackend | None:
         return super().compiler() if self._captures else None

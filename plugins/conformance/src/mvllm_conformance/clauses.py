@@ -455,10 +455,11 @@ _ALL = (
     ),
     Clause(
         "GRF-01",
-        "A replay computes the captured step with the current values of its input tensors.",
+        "A function that `CompileBackend.compile_head` returned computes with the current values of its input "
+        "tensors, also when its step was captured, and beside captures of other functions and shapes.",
         "graphs",
     ),
-    Clause("GRF-02", "`memory_bytes` returns the memory that captured graphs use.", "graphs"),
+    Clause("GRF-02", "`DeviceRuntime.memory` counts the memory that captured graphs use.", "graphs"),
     Clause(
         "GRF-03",
         "A compiled function returns the results of the original function; `cache_key` is constant in a process.",

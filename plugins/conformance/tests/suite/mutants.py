@@ -168,7 +168,13 @@ MUTANTS = (
         '"cache.memory_utilization", 0.9 - next(_TURNS) / 1e6,',
     ),
     Mutant("a change has no reason", "CFG-02", "platform.py", '"the device\'s memory serves nothing else"', '" "'),
-    Mutant("a refusal has no remedy", "CFG-02", "platform.py", "f\"Use one of: auto, {', '.join(DTYPES)}.\"", '" "'),
+    Mutant(
+        "a refusal has no remedy",
+        "CFG-02",
+        "platform.py",
+        'api.Plan((api.ConfigChange("cache.memory_utilization", 0.9, "the device\'s memory serves nothing else"),))',
+        'api.Refusals((api.Refusal("cache.memory_utilization", "the device has no memory", " "),))',
+    ),
     Mutant("an unknown collective is claimed", "CFG-03", "platform.py", '"all_reduce all', '"allreduce all_reduce all'),
     Mutant(
         "a worker class that there is none of",
@@ -530,7 +536,6 @@ MUTANTS = (
         _STATIC,
     ),
     # Graphs.
-    Mutant("there are graphs that nobody claims", "GRF-01", "platform.py", *_before_doctor("graphs(self, device)")),
     Mutant("there is a compiler that nobody claims", "GRF-03", "platform.py", *_before_doctor("compiler(self)")),
     # Models, engines and their shutdown.
     Mutant(

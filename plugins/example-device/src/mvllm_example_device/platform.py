@@ -68,13 +68,6 @@ class ExamplePlatform(Strict, api.Platform):
 
     def plan(self, config: api.EngineConfig) -> api.Plan | api.Refusals:
         api.require_phase(api.Phase.FRONTEND)
-        refusals = [
-            api.Refusal(field, f"{name} is not supported on this platform", f"Use one of: auto, {', '.join(DTYPES)}.")
-            for field, name in (("model.dtype", config.model.dtype), ("cache.dtype", config.cache.dtype))
-            if name not in ("auto", *DTYPES)
-        ]
-        if refusals:
-            return api.Refusals(tuple(refusals))
         if config.cache.memory_utilization is not None:
             return api.Plan()
         return api.Plan((api.ConfigChange("cache.memory_utilization", 0.9, "the device's memory serves nothing else"),))

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import mvllm.plugin_api as api
 from mvllm_example_device.attention import ExampleAttention
-from mvllm_example_device.strict import Strict, in_worker
+from mvllm_example_device.strict import Strict
 
 if TYPE_CHECKING:
     from mvllm_example_device.runtime import ExampleRuntime
@@ -70,23 +70,18 @@ class Recording(TorchDispatchMode):
                 x.fill_(torch.nan if x.is_floating_point() else 101)
 
 
-class ExampleGraphs(Strict, api.GraphBackend):
+class ExampleGraphs(Strict):
     """Recordings of one device."""
 
     def __init__(self, runtime: ExampleRuntime) -> None:
-        self._runtime, self._bytes = runtime, 0
+        self._runtime = runtime
 
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        before, recording = self._runtime.memory().used_by_me, Recording(self._runtime.device)
+        recording = Recording(self._runtime.device)
         with recording:
             step()
         recording.forget_results()
-        self._bytes += max(0, self._runtime.memory().used_by_me - before)
         return recording
-
-    def memory_bytes(self) -> int:
-        in_worker()
-        return self._bytes
 
 
 class ReplayCompiler(Strict, api.CompileBackend):

@@ -10,7 +10,7 @@ import mvllm.plugin_api as api
 from mvllm_example_device.platform import ExamplePlatform
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 class ReplayPlatform(ExamplePlatform):
@@ -19,11 +19,6 @@ class ReplayPlatform(ExamplePlatform):
     @property
     def capabilities(self) -> api.Capabilities:
         return dataclasses.replace(super().capabilities, graphs=True, compile=True)
-
-    def graphs(self, device: torch.device) -> api.GraphBackend:
-        from mvllm_example_device.replay import ExampleGraphs
-
-        return ExampleGraphs(self._opened())
 
     def compiler(self) -> api.CompileBackend:
         from mvllm_example_device.replay import ReplayCompiler

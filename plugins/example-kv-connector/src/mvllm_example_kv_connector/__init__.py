@@ -12,7 +12,6 @@ mvllm serve MODEL --kv-transfer-config '{"kv_connector": "sqlite", "kv_role": "b
 from __future__ import annotations
 
 import contextlib
-import logging
 import sqlite3
 import threading
 import time
@@ -22,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from mvllm.extension_api import (
-    ConfigError,
+from mvllm.extension_api import ConfigError, get_logger
+from mvllm.extension_api.kv_transfer import (
     HostBlock,
     HostKVCache,
     KVConnector,
@@ -33,7 +32,7 @@ from mvllm.extension_api import (
     TransferResult,
 )
 
-logger = logging.getLogger(__name__)
+logger = get_logger("mvllm.example_kv_connector")
 
 _DEFAULT_SIZE = 10**9
 _CLOSE_SECONDS = 30.0

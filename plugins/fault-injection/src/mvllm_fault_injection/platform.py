@@ -132,6 +132,7 @@ class FaultyPlatform(Platform):
             dtypes=("float32", "bfloat16"),
             kv_dtypes=("float32", "bfloat16"),
             unified_memory=True,
+            scaled_memory_profile=True,
             collectives=frozenset({"all_reduce", "all_gather", "broadcast", "send_recv", "barrier"}),
             prefix_caching=True,
             chunked_prefill=True,
@@ -151,7 +152,6 @@ class FaultyPlatform(Platform):
             devices_per_worker=1,
             executors=("uni", "mp", "external_launcher", "ray"),
             env_per_worker=tuple({"FAULT_INJECTION_RANK": str(rank), **faults} for rank in range(parallel.world_size)),
-            ray_resource="CPU",
         )
 
     def init_device(self, ctx: WorkerContext) -> DeviceRuntime:

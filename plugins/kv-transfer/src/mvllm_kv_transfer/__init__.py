@@ -1,1 +1,1 @@
-"""KV connectors for mvllm that send blocks between engines: TCP, shared memory, NIXL."""
+"""KV connectors for mvllm: blocks on disk, and blocks of another engine over TCP, shared memory or NIXL."""

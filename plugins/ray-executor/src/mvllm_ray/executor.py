@@ -15,11 +15,14 @@ from mvllm.extension_api import (
     EngineConfig,
     LaunchTopology,
     Platform,
+)
+from mvllm.extension_api.remote_executors import (
     Reply,
     Request,
     RpcExecutor,
     launch_topology,
 )
+from mvllm_ray.resources import find_resource
 
 _STEP_METHOD = "execute_model"
 
@@ -35,9 +38,9 @@ class RayDistributedExecutor(RpcExecutor):
     needs_platform_support = True
 
     @classmethod
-    def is_preferred(cls, topology: LaunchTopology, count_devices: Callable[[], int | None]) -> bool:
+    def is_preferred(cls, topology: LaunchTopology, count_devices: Callable[[], int | None], *, platform: str) -> bool:
         """In a placement group; and if there is a cluster and this machine has too few devices."""
-        if not topology.ray_resource:
+        if not find_resource(platform, topology):
             return False
         needed = topology.num_workers * topology.devices_per_worker
         return _in_placement_group() or (_is_cluster_there() and needed > (count_devices() or needed))

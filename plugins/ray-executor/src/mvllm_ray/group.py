@@ -19,8 +19,10 @@ import ray
 from ray.exceptions import RayError
 
 from mvllm.extension_api import (
-    ActivityTable,
     EngineDeadError,
+)
+from mvllm.extension_api.remote_executors import (
+    ActivityTable,
     Handshake,
     PeerDiedError,
     StackFile,

@@ -19,19 +19,21 @@ from typing import Any
 import msgspec
 
 from mvllm.extension_api import (
-    ActivityTable,
     ConfigError,
     EngineConfig,
-    FileDescriptorServer,
     LaunchTopology,
+    Platform,
+    PlatformError,
+    WorkerContext,
+)
+from mvllm.extension_api.remote_executors import (
+    ActivityTable,
+    FileDescriptorServer,
     MessageReader,
     MessageWithFds,
     MessageWriter,
-    Platform,
-    PlatformError,
     Reply,
     RpcQueues,
-    WorkerContext,
     anonymous_file,
     devices_per_worker,
     encode_worker_configs,
@@ -41,6 +43,7 @@ from mvllm.extension_api import (
 )
 from mvllm_ray.cluster import RayJob
 from mvllm_ray.group import RayWorkerGroup, RayWorkerHandle
+from mvllm_ray.resources import require_resource
 from mvllm_ray.worker import InitializeResult, LocalHandles, RayWorkerIdentity, RayWorkerStart, own_version
 
 COPIED_PREFIXES = ("MVLLM_", "HF_", "OMP_")
@@ -83,7 +86,7 @@ def launch_actors(config: EngineConfig, platform: Platform, topology: LaunchTopo
         PlatformError: An actor could not be started. All actors have ended then.
     """
     parallel = config.parallel
-    resource, limit = _resource_of(platform, topology), parallel.start_timeout
+    resource, limit = require_resource(platform.spec.name, topology), parallel.start_timeout
     with contextlib.ExitStack() as stack:
         job = RayJob.start(resource, topology, limit, parallel.data_parallel_rank, parallel.data_parallel_size)
         stack.callback(job.close)
@@ -101,16 +104,6 @@ def launch_actors(config: EngineConfig, platform: Platform, topology: LaunchTopo
         writer, readers = _initialize_actors(config, platform, topology, actors, job, group, activity_table)
         stack.pop_all()
     return LaunchedActors(group, writer, readers, activity_table, remote_ranks)
-
-
-def _resource_of(platform: Platform, topology: LaunchTopology) -> str:
-    if not topology.ray_resource:
-        raise ConfigError(
-            f"distributed_executor_backend 'ray' was asked for, but the platform {platform.spec.name!r} does not say "
-            "which of Ray's resources one of its devices is: its LaunchTopology leaves the field ray_resource unset. "
-            "Set it in the platform's topology(), or set distributed_executor_backend to mp."
-        )
-    return topology.ray_resource
 
 
 def _assign_ranks(job: RayJob, resource: str, limit: float) -> list[_RankedActor]:

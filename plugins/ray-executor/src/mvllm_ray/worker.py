@@ -24,6 +24,9 @@ import ray
 import ray.util
 
 from mvllm.extension_api import (
+    WorkerContext,
+)
+from mvllm.extension_api.remote_executors import (
     ActivityTable,
     FileDescriptorServerAddress,
     Handshake,
@@ -32,7 +35,6 @@ from mvllm.extension_api import (
     ReaderHandle,
     RemoteReaderHandle,
     RemoteResponseQueue,
-    WorkerContext,
     WorkerProc,
     WriterHandle,
     anonymous_file,

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mvllm.errors import ConfigError
-from mvllm.kv_transfer.connector import (
+from mvllm.extension_api import ConfigError, get_logger
+from mvllm.extension_api.kv_transfer import (
     BlockKey,
     HostBlock,
     KVConnector,
@@ -25,16 +25,16 @@ from mvllm.kv_transfer.connector import (
     KVRequest,
     TransferResult,
 )
-from mvllm.kv_transfer.remote.block_client import BlockClient
-from mvllm.kv_transfer.remote.block_server import BlockServer, make_hello
-from mvllm.kv_transfer.remote.channel import ChannelError
-from mvllm.kv_transfer.remote.held_blocks import HeldBlocks
-from mvllm.kv_transfer.remote.io_thread import IOThread
-from mvllm.kv_transfer.remote.messages import MAX_FETCHED_BLOCKS, Hello, Welcome
-from mvllm.kv_transfer.remote.options import RemoteOptions
-from mvllm.kv_transfer.remote.transport import Address, Transport, host_bytes
+from mvllm_kv_transfer.remote.block_client import BlockClient
+from mvllm_kv_transfer.remote.block_server import BlockServer, make_hello
+from mvllm_kv_transfer.remote.channel import ChannelError
+from mvllm_kv_transfer.remote.held_blocks import HeldBlocks
+from mvllm_kv_transfer.remote.io_thread import IOThread
+from mvllm_kv_transfer.remote.messages import MAX_FETCHED_BLOCKS, Hello, Welcome
+from mvllm_kv_transfer.remote.options import RemoteOptions
+from mvllm_kv_transfer.remote.transport import Address, Transport, host_bytes
 
-logger = logging.getLogger(__name__)
+logger = get_logger("mvllm.kv_transfer.remote")
 
 _MAX_LOOKUP_KEYS = 1 << 17
 _MAX_ID_LENGTH = 1024

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import time
 from collections.abc import Mapping
 
-from mvllm.kv_transfer.remote.channel import Channel, ChannelError
-from mvllm.kv_transfer.remote.held_blocks import HeldBlocks
-from mvllm.kv_transfer.remote.messages import (
+from mvllm.extension_api import get_logger
+from mvllm_kv_transfer.remote.channel import Channel, ChannelError
+from mvllm_kv_transfer.remote.held_blocks import HeldBlocks
+from mvllm_kv_transfer.remote.messages import (
     PROTOCOL_VERSION,
     Fetch,
     Found,
@@ -20,9 +20,9 @@ from mvllm.kv_transfer.remote.messages import (
     Release,
     Welcome,
 )
-from mvllm.kv_transfer.remote.transport import Transport
+from mvllm_kv_transfer.remote.transport import Transport
 
-logger = logging.getLogger(__name__)
+logger = get_logger("mvllm.kv_transfer.remote")
 
 MAX_CONNECTIONS = 256
 IDLE_SECONDS = 120.0

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from mvllm.kv_transfer.connector import HostBlock
-from mvllm.kv_transfer.remote.held_blocks import HeldBlocks
+from mvllm.extension_api.kv_transfer import HostBlock
+from mvllm_kv_transfer.remote.held_blocks import HeldBlocks
 
 
 class Holder:

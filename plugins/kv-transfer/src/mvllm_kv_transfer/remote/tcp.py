@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from mvllm.errors import ConfigError
-from mvllm.kv_transfer.connector import HostBlock, KVConnectorContext
-from mvllm.kv_transfer.remote.channel import Channel, ChannelError
-from mvllm.kv_transfer.remote.held_blocks import HeldBlocks
-from mvllm.kv_transfer.remote.messages import Blocks, Fetch
-from mvllm.kv_transfer.remote.options import AllowedPeers, RemoteOptions
-from mvllm.kv_transfer.remote.remote_connector import RemoteConnector
-from mvllm.kv_transfer.remote.transport import Address, Connection, Transport, host_bytes
+from mvllm.extension_api import ConfigError
+from mvllm.extension_api.kv_transfer import HostBlock, KVConnectorContext
+from mvllm_kv_transfer.remote.channel import Channel, ChannelError
+from mvllm_kv_transfer.remote.messages import Blocks
+from mvllm_kv_transfer.remote.options import AllowedPeers, RemoteOptions
+from mvllm_kv_transfer.remote.remote_connector import RemoteConnector
+from mvllm_kv_transfer.remote.transport import Address, Connection, Transport, host_bytes
 
 KEY_VARIABLE = "MVLLM_KV_TRANSFER_KEY"
 _MIN_KEY_BYTES = 16
@@ -160,37 +159,25 @@ class TCPTransport(Transport):
                 raise ChannelError(f"cannot be reached ({e.strerror or e})") from e
             raise
 
-    async def send_blocks(self, channel: Channel, fetch: Fetch, held: HeldBlocks) -> int:
+    async def send_contents(self, channel: Channel, blocks: Sequence[HostBlock | None]) -> None:
         """See Transport."""
-        found: list[HostBlock | None] = [held.begin_read(k, s) for k, s in zip(fetch.keys, fetch.are_states)]
-        num_sent = 0
-        try:
-            await channel.send(Blocks([block is not None for block in found]))
-            for position, block in enumerate(found):
-                if block is not None:
-                    await channel.send_frame(host_bytes(self._context, block).data)
-                    held.end_read(block.key, fetch.request_id, was_fetched=True)
-                    found[position] = None
-                    num_sent += 1
-        finally:
-            for block in found:
-                if block is not None:
-                    held.end_read(block.key, fetch.request_id, was_fetched=False)
-        return num_sent
+        await channel.send(Blocks([block is not None for block in blocks]))
+        for block in blocks:
+            if block is not None:
+                await channel.send_frame(host_bytes(self._context, block).data)
 
-    async def receive_blocks(
-        self, connection: Connection, fetch: Fetch, blocks: Sequence[HostBlock], targets: Sequence[np.ndarray]
+    async def receive_contents(
+        self, connection: Connection, blocks: Sequence[HostBlock], targets: Sequence[np.ndarray]
     ) -> list[bool]:
         """See Transport."""
         channel = connection.channel
-        await channel.send(fetch)
-        found = (await channel.receive(Blocks)).found
-        if len(found) != len(blocks):
-            raise ChannelError(f"answered {len(found)} of {len(blocks)} blocks")
-        for target, is_there in zip(targets, found):
+        are_there = (await channel.receive(Blocks)).found
+        if len(are_there) != len(blocks):
+            raise ChannelError(f"answered {len(are_there)} of {len(blocks)} blocks")
+        for target, is_there in zip(targets, are_there):
             if is_there:
                 await channel.receive_frame_into(target.data)
-        return found
+        return are_there
 
 
 def read_key(path: str | None) -> bytes:

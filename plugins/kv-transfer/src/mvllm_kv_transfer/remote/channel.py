@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import msgspec
 
-from mvllm.kv_transfer.remote.messages import MAX_MESSAGE_BYTES, Message, decode, encode
+from mvllm_kv_transfer.remote.messages import MAX_MESSAGE_BYTES, Message, decode, encode
 
 _Buffer = bytes | memoryview
 _MessageType = TypeVar("_MessageType")

@@ -1,9 +1,10 @@
-"""The connectors `tcp` and `shared_memory` between two processes, over real sockets and real shared memory."""
+"""The connectors between engines, in two processes over real sockets and real shared memory, or in this one."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import logging
 import os
 import signal
@@ -16,24 +17,17 @@ import types
 import pytest
 
 from mvllm.errors import ConfigError
-from mvllm.kv_transfer.connector import KVRequest
-from mvllm.kv_transfer.remote import block_client, remote_connector
-from mvllm.kv_transfer.remote.messages import MAX_MESSAGE_BYTES
-from mvllm.kv_transfer.remote.tcp import KEY_VARIABLE
-from tests.helpers.kv_engines import (
-    NUM_BLOCKS,
-    ProducerProcess,
-    fill,
-    finish_request,
-    host_block,
-    is_filled,
-    key_of,
-    load,
-    look_up,
-    make_connector,
-    poll,
-)
+from mvllm.extension_api.kv_transfer import KVRequest
+from mvllm_kv_transfer.remote import block_client, remote_connector
+from mvllm_kv_transfer.remote.messages import MAX_MESSAGE_BYTES
+from mvllm_kv_transfer.remote.tcp import KEY_VARIABLE
 from tests.helpers.processes import shared_memory_names, stop_process
+
+kv_engines = importlib.import_module("plugins.kv-transfer.tests.kv_engines")
+ProducerProcess, make_connector = kv_engines.ProducerProcess, kv_engines.make_connector
+NUM_BLOCKS, host_block, key_of = kv_engines.NUM_BLOCKS, kv_engines.host_block, kv_engines.key_of
+fill, is_filled, poll = kv_engines.fill, kv_engines.is_filled, kv_engines.poll
+finish_request, look_up, load = kv_engines.finish_request, kv_engines.look_up, kv_engines.load
 
 NAMES = ("tcp", "shared_memory", "nixl")
 IN_TWO_PROCESSES = ("tcp", "shared_memory")
@@ -247,6 +241,22 @@ class TestHolding:
         assert [result.block for result in poll(producer, 1)] == blocks[:1]
         consumer.request_finished(request, [])  # which releases the others
         assert [result.block for result in poll(producer, 1)] == blocks[1:]
+
+    def test_a_block_that_is_discarded_while_it_is_sent_is_not_used(self, name, make, monkeypatch):
+        producer, consumer = make(name, "producer"), make(name, "consumer")
+        request = KVRequest("q", finish_request(producer, [host_block(0), host_block(1)]))
+        look_up(consumer, request, [key_of(0), key_of(1)])
+        send_contents = producer._transport.send_contents
+
+        async def send_and_discard(channel, blocks):
+            await send_contents(channel, blocks)
+            producer.discard([key_of(0)])
+
+        monkeypatch.setattr(producer._transport, "send_contents", send_and_discard)
+        assert load(consumer, request, [host_block(0, 4), host_block(1, 5)]) == {key_of(0): False, key_of(1): True}
+        assert is_filled(consumer, host_block(1, 5))
+        assert {result.block for result in poll(producer, 2)} == {host_block(0), host_block(1)}, "both saves have ended"
+        assert producer.stats()["sent_blocks"] == 1
 
     def test_a_save_of_other_blocks_ends_at_once(self, name, make):
         producer = make(name, "producer")
@@ -548,7 +558,7 @@ def test_long_messages_are_refused(make):
     """A peer that knows the key, and claims a message beyond the limit, is disconnected."""
     import asyncio
 
-    from mvllm.kv_transfer.remote.channel import Channel, ChannelError
+    from mvllm_kv_transfer.remote.channel import Channel, ChannelError
 
     async def talk() -> None:
         one, two = socket.socketpair()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from mvllm.errors import ConfigError
+from mvllm.extension_api import ConfigError
 
 _T = TypeVar("_T", bound="RemoteOptions")
 

@@ -13,10 +13,16 @@ import numpy as np
 import pytest
 
 from mvllm.errors import ConfigError
-from mvllm.kv_transfer import disk_connector
-from mvllm.kv_transfer.connector import HostBlock, KVConnectorContext, KVRequest, StoreChange, TransferResult
-from mvllm.kv_transfer.disk_connector import _HEADER, DiskConnector
-from mvllm.kv_transfer.host_kv_cache import HostKVCache
+from mvllm.extension_api.kv_transfer import (
+    HostBlock,
+    HostKVCache,
+    KVConnectorContext,
+    KVRequest,
+    StoreChange,
+    TransferResult,
+)
+from mvllm_kv_transfer import disk_connector
+from mvllm_kv_transfer.disk_connector import _HEADER, DiskConnector
 
 NUM_BYTES = 3000
 REQUEST = KVRequest("r")

@@ -29,21 +29,19 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from mvllm.errors import ConfigError
-from mvllm.kv_transfer.connector import (
+from mvllm.extension_api import ConfigError, get_logger
+from mvllm.extension_api.kv_transfer import (
     BlockKey,
     HostBlock,
+    HostKVCache,
     KVConnector,
     KVConnectorContext,
     KVRequest,
     StoreChange,
     TransferResult,
 )
-from mvllm.kv_transfer.host_kv_cache import HostKVCache
-from mvllm.logging import get_logger
-from mvllm.messages.kv_events import DISK
 
-logger = get_logger(__name__)
+logger = get_logger("mvllm.kv_transfer.disk")
 
 _MAGIC = b"mvllmKV\n"
 _VERSION = 1
@@ -210,7 +208,7 @@ class DiskConnector(KVConnector):
         size: Most bytes of all files in it, of all models; by default a quarter of the file system's free space.
     """
 
-    medium = DISK
+    medium = "disk"
 
     def __init__(self, context: KVConnectorContext) -> None:
         super().__init__(context)

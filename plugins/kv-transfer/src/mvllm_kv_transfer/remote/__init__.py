@@ -1,4 +1,4 @@
-"""Connectors that fetch blocks from the host memory of another engine: `tcp` and `shared_memory`.
+"""Connectors that fetch blocks from the host memory of another engine: `tcp`, `shared_memory` and `nixl`.
 
     producer                                              consumer
     RemoteConnector ── HeldBlocks <── BlockServer  <══ Channel ══>  BlockClient <── RemoteConnector

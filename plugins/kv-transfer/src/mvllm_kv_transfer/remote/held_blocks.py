@@ -13,7 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from mvllm.kv_transfer.connector import BlockKey, HostBlock
+from mvllm.extension_api.kv_transfer import BlockKey, HostBlock
 
 _MAX_REQUESTS = 4096
 

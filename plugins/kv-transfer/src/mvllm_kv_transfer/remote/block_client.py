@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
 
-from mvllm.kv_transfer.connector import BlockKey, HostBlock
-from mvllm.kv_transfer.remote.channel import Channel, ChannelError
-from mvllm.kv_transfer.remote.messages import Fetch, Found, Hello, Lookup, Refused, Release, Welcome
-from mvllm.kv_transfer.remote.transport import Address, Connection, Transport
+from mvllm.extension_api.kv_transfer import BlockKey, HostBlock
+from mvllm_kv_transfer.remote.channel import Channel, ChannelError
+from mvllm_kv_transfer.remote.messages import Fetch, Found, Hello, Lookup, Refused, Release, Welcome
+from mvllm_kv_transfer.remote.transport import Address, Connection, Transport
 
 _MAX_CONNECTIONS = 8
 """To one producer."""

@@ -14,7 +14,7 @@ import pytest
 from mvllm import LLM, RequestOutput, SamplingParams
 from mvllm.engine.process.inproc_client import InprocClient
 from mvllm.engine.process.sync_mp_client import SyncMPClient
-from mvllm.kv_transfer.remote.tcp import KEY_VARIABLE
+from mvllm_kv_transfer.remote.tcp import KEY_VARIABLE
 from tests.engine.test_speculative import THREADS
 from tests.helpers import parity
 from tests.helpers.model_zoo import make_checkpoint

@@ -9,8 +9,8 @@
     Fetch            ──>
                      <──       Blocks, then a frame with the bytes of each block        (tcp)
                      <──       Leased                                                   (shared_memory, nixl)
-    Copied           ──>
-                     <──       Found: the blocks that were held all the time            (shared_memory, nixl)
+    Copied           ──>                                                                (shared_memory, nixl)
+                     <──       Found: the blocks that were not discarded meanwhile
     Release          ──>       no answer
 
 The first message is Hello, after the ends have authenticated each other.
@@ -22,7 +22,7 @@ from typing import Annotated
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 16 << 20
 """Longest message; blocks are frames of their own."""
 MAX_FETCHED_BLOCKS = 64

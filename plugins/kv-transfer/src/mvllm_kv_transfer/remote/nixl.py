@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from mvllm.errors import ConfigError
-from mvllm.kv_transfer.connector import HostBlock, KVConnectorContext
-from mvllm.kv_transfer.remote.channel import Channel, ChannelError
-from mvllm.kv_transfer.remote.leasing_transport import LeasingTransport
-from mvllm.kv_transfer.remote.messages import AgentMetadata, Welcome
-from mvllm.kv_transfer.remote.remote_connector import RemoteConnector
-from mvllm.kv_transfer.remote.tcp import TCPOptions, TCPTransport
-from mvllm.kv_transfer.remote.transport import Connection
+from mvllm.extension_api import ConfigError
+from mvllm.extension_api.kv_transfer import HostBlock, KVConnectorContext
+from mvllm_kv_transfer.remote.channel import Channel, ChannelError
+from mvllm_kv_transfer.remote.leasing_transport import LeasingTransport
+from mvllm_kv_transfer.remote.messages import AgentMetadata, Welcome
+from mvllm_kv_transfer.remote.remote_connector import RemoteConnector
+from mvllm_kv_transfer.remote.tcp import TCPOptions, TCPTransport
+from mvllm_kv_transfer.remote.transport import Connection
 
 _MEMORY = "DRAM"
 _POLL_SECONDS = 0.0005

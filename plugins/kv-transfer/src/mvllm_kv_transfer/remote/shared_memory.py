@@ -1,8 +1,7 @@
 """The connector `shared_memory`: blocks from another engine of the same user on this machine.
 
 The producer passes the descriptor of its host blocks over a Unix socket. The consumer maps them, and copies each block
-directly. The producer may drop a block while it is copied, if its time is over; so a consumer that has copied asks
-whether the block was held all the time. The socket has an abstract name, which disappears with the process.
+directly. The socket has an abstract name, which disappears with the process.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from mvllm.errors import ConfigError
-from mvllm.kv_transfer.connector import HostBlock, KVConnectorContext
-from mvllm.kv_transfer.remote.channel import Channel, ChannelError, receive_descriptors, send_descriptors
-from mvllm.kv_transfer.remote.leasing_transport import LeasingTransport
-from mvllm.kv_transfer.remote.messages import Welcome
-from mvllm.kv_transfer.remote.options import RemoteOptions
-from mvllm.kv_transfer.remote.remote_connector import RemoteConnector
-from mvllm.kv_transfer.remote.transport import Address, Connection
+from mvllm.extension_api import ConfigError
+from mvllm.extension_api.kv_transfer import HostBlock, KVConnectorContext
+from mvllm_kv_transfer.remote.channel import Channel, ChannelError, receive_descriptors, send_descriptors
+from mvllm_kv_transfer.remote.leasing_transport import LeasingTransport
+from mvllm_kv_transfer.remote.messages import Welcome
+from mvllm_kv_transfer.remote.options import RemoteOptions
+from mvllm_kv_transfer.remote.remote_connector import RemoteConnector
+from mvllm_kv_transfer.remote.transport import Address, Connection
 
 _CREDENTIALS = struct.Struct("3i")
 _MAX_ID_LENGTH = 256

@@ -9,11 +9,17 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from mvllm.kv_transfer.connector import HostBlock, KVConnector, KVConnectorContext, KVRequest, TransferResult
-from mvllm.kv_transfer.host_kv_cache import HostKVCache
-from mvllm.kv_transfer.remote.nixl import NixlConnector
-from mvllm.kv_transfer.remote.shared_memory import SharedMemoryConnector
-from mvllm.kv_transfer.remote.tcp import KEY_VARIABLE, TCPConnector
+from mvllm.extension_api.kv_transfer import (
+    HostBlock,
+    HostKVCache,
+    KVConnector,
+    KVConnectorContext,
+    KVRequest,
+    TransferResult,
+)
+from mvllm_kv_transfer.remote.nixl import NixlConnector
+from mvllm_kv_transfer.remote.shared_memory import SharedMemoryConnector
+from mvllm_kv_transfer.remote.tcp import KEY_VARIABLE, TCPConnector
 
 CONNECTORS: dict[str, type[KVConnector]] = {
     "tcp": TCPConnector,
