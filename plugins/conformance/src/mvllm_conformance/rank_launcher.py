@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mvllm.extension_api import anonymous_file
+from mvllm.extension_api.remote_executors import anonymous_file
 from mvllm.extension_api.testing import enter_phase
 from mvllm.plugin_api import LaunchTopology, ParallelConfig, Phase
 from mvllm_conformance.platform_under_test import PlatformUnderTest

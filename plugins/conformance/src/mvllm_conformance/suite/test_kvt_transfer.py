@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mvllm.extension_api import HostKVCache
+from mvllm.extension_api.kv_transfer import HostKVCache
 from mvllm.extension_api.testing import (
     SCHEMAS,
     CopiedRows,
