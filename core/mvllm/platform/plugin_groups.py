@@ -2,7 +2,8 @@
 
 A plugin is imported only when its name is requested (an architecture in a checkpoint, an executor or a logger in the
 settings, a subcommand on the command line). Listing plugins reads metadata and imports nothing. The error of a plugin
-that fails names its distribution and version. `MVLLM_PLUGINS` restricts all groups to an allow list.
+that fails names its distribution and version. `MVLLM_PLUGINS` restricts all groups to an allow list; it does not apply
+to parts of mvllm itself, the packages of its extra `parts`.
 
     installed ──MVLLM_PLUGINS──> allowed ──requested by name──> imported ──> used, or an error that names it
 
@@ -18,6 +19,7 @@ from typing import Any
 
 from mvllm.errors import ConfigError
 from mvllm.platform.discovery import PluginSource
+from mvllm.platform.installable import installable_parts
 
 ENVIRONMENT_VARIABLE = "MVLLM_PLUGINS"
 
@@ -83,9 +85,11 @@ def list_plugins(group: PluginGroup) -> list[PluginSource]:
 
 
 def is_allowed(source: PluginSource) -> bool:
-    """Whether `MVLLM_PLUGINS` allows a plugin, by its name or its distribution's."""
+    """Whether `MVLLM_PLUGINS` allows a plugin, by its name or its distribution's. Parts of mvllm are always allowed."""
     allowed = allow_list()
-    return allowed is None or bool({source.name.lower(), source.distribution.lower()} & allowed)
+    if allowed is None or {source.name.lower(), source.distribution.lower()} & allowed:
+        return True
+    return source.distribution.lower() in installable_parts().values()
 
 
 def allowed_names(group: PluginGroup) -> tuple[str, ...]:

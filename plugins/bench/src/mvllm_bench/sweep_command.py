@@ -15,9 +15,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from mvllm.entrypoints.bench.datasets import WITH_IMAGES, BenchmarkTokenizer
-from mvllm.entrypoints.bench.sweep import Journal, Measured, Start, SweepResult, count_starts, sweep
-from mvllm.entrypoints.bench.sweep_settings import (
+from mvllm.extension_api import ConfigError, MvllmError
+from mvllm.extension_api.cli import __version__, engine_args
+from mvllm_bench.datasets import WITH_IMAGES, BenchmarkTokenizer
+from mvllm_bench.sweep import Journal, Measured, Start, SweepResult, count_starts, sweep
+from mvllm_bench.sweep_settings import (
     candidates,
     config_file,
     default_axes,
@@ -26,10 +28,7 @@ from mvllm.entrypoints.bench.sweep_settings import (
     read_axes,
     summary,
 )
-from mvllm.entrypoints.bench.sweep_trial import EngineTrial, ServerTrial, Workload, check_workload
-from mvllm.entrypoints.cli.arguments import engine_args
-from mvllm.errors import ConfigError, MvllmError
-from mvllm.version import __version__
+from mvllm_bench.sweep_trial import EngineTrial, ServerTrial, Workload, check_workload
 
 _DEFAULT_CONCURRENCY = 64
 

@@ -8,10 +8,10 @@ import socket
 
 import pytest
 
-from mvllm.entrypoints.bench.client import ServerEndpoint
 from mvllm.entrypoints.cli.main import main
 from mvllm.entrypoints.openai_client import join_url
-from tests.unit.entrypoints.sse_server import DONE, Answer, SSEServer, completion, event, usage
+from mvllm_bench.client import ServerEndpoint
+from tests.helpers.sse_server import DONE, Answer, SSEServer, completion, event, usage
 
 PAUSE = 0.02
 KEYS = {
@@ -204,7 +204,7 @@ def test_max_concurrency_limits_concurrent_requests(bench):
 
 
 def test_the_default_concurrency_is_1024(bench, monkeypatch):
-    monkeypatch.setattr("mvllm.entrypoints.bench.serving.DEFAULT_MAX_CONCURRENCY", 3)
+    monkeypatch.setattr("mvllm_bench.server_benchmark.DEFAULT_MAX_CONCURRENCY", 3)
     with SSEServer(words) as server:
         _, result, captured = bench(server, count=9)
         assert server.most_at_once <= 3 and result["completed"] == 9 and result["max_concurrency"] == 3
@@ -246,7 +246,7 @@ def test_the_tokenizer_counts_tokens_if_the_server_does_not(bench):
 
     with SSEServer(script) as server:
         _, result, _ = bench(server, "--save-detailed", "--tokenizer", "demo", count=2)
-        from mvllm.entrypoints.bench.datasets import BenchmarkTokenizer
+        from mvllm_bench.datasets import BenchmarkTokenizer
 
         tokenizer = BenchmarkTokenizer("demo")
         assert result["output_lens"] == [len(tokenizer.encode("Once upon a time there"))] * 2

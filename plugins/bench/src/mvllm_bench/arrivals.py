@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from mvllm.errors import ConfigError
+from mvllm.extension_api import ConfigError
 
 
 def request_arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:

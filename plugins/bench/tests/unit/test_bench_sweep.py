@@ -11,8 +11,12 @@ import pytest
 import yaml
 
 from mvllm.config.engine_args import EngineArgs
-from mvllm.entrypoints.bench.sweep import DEFAULT, Candidate, Journal, Round, Start, SweepResult, count_starts, sweep
-from mvllm.entrypoints.bench.sweep_settings import (
+from mvllm.entrypoints.cli import serve
+from mvllm.entrypoints.cli.config_file import expand_config
+from mvllm.entrypoints.cli.main import _make_parser, main
+from mvllm.errors import ConfigError, MvllmError
+from mvllm_bench.sweep import DEFAULT, Candidate, Journal, Round, Start, SweepResult, count_starts, sweep
+from mvllm_bench.sweep_settings import (
     API_SERVERS,
     candidates,
     config_file,
@@ -22,10 +26,6 @@ from mvllm.entrypoints.bench.sweep_settings import (
     read_axes,
     summary,
 )
-from mvllm.entrypoints.cli import serve
-from mvllm.entrypoints.cli.config_file import expand_config
-from mvllm.entrypoints.cli.main import _make_parser, main
-from mvllm.errors import ConfigError, MvllmError
 
 
 def candidate(**settings: Any) -> Candidate:
@@ -224,7 +224,7 @@ class TestCommand:
     def test_an_engine_is_measured_with_the_settings(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr("mvllm.entrypoints.bench.sweep._FINAL_STARTS", 1)
+        monkeypatch.setattr("mvllm_bench.sweep._FINAL_STARTS", 1)
         found = self.sweep(tmp_path, "--vary", "max_num_seqs=1")
         assert found.items() >= {"model": "demo", "kv_cache_memory_bytes": 64 << 20}.items()
         printed = capsys.readouterr()

@@ -7,13 +7,17 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
-from mvllm.engine.llm_engine import LLMEngine
-from mvllm.entrypoints.bench.datasets import SampleRequest
-from mvllm.entrypoints.bench.report import standard_percentiles
-from mvllm.entrypoints.step_loop import run_requests
-from mvllm.errors import ConfigError, MvllmError
-from mvllm.messages.inputs import PromptType, TokensPrompt
-from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
+from mvllm.extension_api import ConfigError, MvllmError
+from mvllm.extension_api.engine import (
+    LLMEngine,
+    PromptType,
+    RequestOutputKind,
+    SamplingParams,
+    TokensPrompt,
+    run_prompts,
+)
+from mvllm_bench.datasets import SampleRequest
+from mvllm_bench.report import standard_percentiles
 
 
 def measure_throughput(
@@ -109,11 +113,9 @@ def _run(
     on_done: Callable[[int], None] = lambda num_tokens: None,
 ) -> tuple[int, int, float]:
     """Number of prompt tokens, of output tokens, and seconds from adding the requests to the last output."""
-    ids = [f"bench-{i}" for i in range(len(requests))]
     start = time.perf_counter()
-    processed = engine.input_processor.process_batch(ids, [p for p, _ in requests], [params for _, params in requests])
     num_input = num_output = 0
-    with closing(run_requests(engine, processed)) as steps:
+    with closing(run_prompts(engine, requests)) as steps:
         for output in steps:
             if not output.finished:
                 continue

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mvllm.entrypoints.bench.arrivals import request_arrival_times
-from mvllm.entrypoints.bench.client import BenchmarkClient, ServerEndpoint
-from mvllm.entrypoints.bench.datasets import BenchmarkTokenizer, SampleRequest
-from mvllm.entrypoints.bench.metrics import RequestResult
-from mvllm.errors import ConfigError
+from mvllm.extension_api import ConfigError
+from mvllm_bench.arrivals import request_arrival_times
+from mvllm_bench.client import BenchmarkClient, ServerEndpoint
+from mvllm_bench.datasets import BenchmarkTokenizer, SampleRequest
+from mvllm_bench.metrics import RequestResult
 
 _READY_PAUSE = 0.5
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mvllm.entrypoints.bench import datasets
-from mvllm.entrypoints.bench.arrivals import request_arrival_times
-from mvllm.entrypoints.bench.client import ServerEndpoint
-from mvllm.entrypoints.bench.datasets import BenchmarkTokenizer, sample_requests
-from mvllm.entrypoints.bench.metrics import RequestResult, calculate_metrics, interpolated_percentile
 from mvllm.entrypoints.cli.main import main
 from mvllm.errors import ConfigError
+from mvllm_bench import datasets
+from mvllm_bench.arrivals import request_arrival_times
+from mvllm_bench.client import ServerEndpoint
+from mvllm_bench.datasets import BenchmarkTokenizer, sample_requests
+from mvllm_bench.metrics import RequestResult, calculate_metrics, interpolated_percentile
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,16 @@ import math
 from pathlib import Path
 from typing import Any
 
-from mvllm.config.option_arguments import json_object
-from mvllm.entrypoints.bench.datasets import DATASETS, DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN, DEFAULT_PREFIX_LEN
-from mvllm.entrypoints.bench.metrics import GOODPUT_METRICS, METRICS
-from mvllm.entrypoints.cli.argument_parser import ModelAction, add_positional_model
-from mvllm.entrypoints.cli.arguments import add_engine_arguments
-from mvllm.entrypoints.cli.config_file import add_config_argument
-from mvllm.entrypoints.openai_client import API_KEY_VARIABLE
+from mvllm.extension_api.cli import (
+    ModelAction,
+    add_config_argument,
+    add_engine_arguments,
+    add_positional_model,
+    json_object,
+)
+from mvllm.extension_api.openai_client import API_KEY_VARIABLE
+from mvllm_bench.datasets import DATASETS, DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN, DEFAULT_PREFIX_LEN
+from mvllm_bench.metrics import GOODPUT_METRICS, METRICS
 
 SAMPLING_OPTIONS = (
     *("temperature", "top_p", "top_k", "min_p"),

@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 
 import httptools
 
-from mvllm.errors import ConfigError
+from mvllm.extension_api import ConfigError
 
 OnData = Callable[[bytes, float], None]
 """Called with new bytes of the body of a response with status 200, and the time of time.perf_counter when they came."""

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from mvllm.entrypoints.bench.datasets import WITH_IMAGES
-from mvllm.entrypoints.bench.metrics import GOODPUT_METRICS, METRICS
-from mvllm.entrypoints.cli.arguments import engine_args
-from mvllm.entrypoints.cli.bench_arguments import (
+from mvllm.extension_api import ConfigError, MvllmError
+from mvllm.extension_api.cli import engine_args
+from mvllm.extension_api.openai_client import authorization_headers
+from mvllm_bench.arguments import (
     SAMPLING_OPTIONS,
     add_latency_arguments,
     add_serve_arguments,
@@ -20,13 +20,13 @@ from mvllm.entrypoints.cli.bench_arguments import (
     add_sweep_arguments,
     add_throughput_arguments,
 )
-from mvllm.entrypoints.openai_client import authorization_headers
-from mvllm.errors import ConfigError, MvllmError
+from mvllm_bench.datasets import WITH_IMAGES
+from mvllm_bench.metrics import GOODPUT_METRICS, METRICS
 
 if TYPE_CHECKING:
-    from mvllm.entrypoints.bench.client import ServerEndpoint
-    from mvllm.entrypoints.bench.datasets import BenchmarkTokenizer, SampleRequest
-    from mvllm.messages.sampling_params import SamplingParams
+    from mvllm.extension_api import SamplingParams
+    from mvllm_bench.client import ServerEndpoint
+    from mvllm_bench.datasets import BenchmarkTokenizer, SampleRequest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_throughput(args: argparse.Namespace) -> int:
-    from mvllm.entrypoints.bench.offline import measure_throughput
-    from mvllm.entrypoints.llm import LLM
+    from mvllm.extension_api.engine import LLM
+    from mvllm_bench.offline import measure_throughput
 
     settings = engine_args(args)
     if args.dataset_name == WITH_IMAGES:
@@ -75,8 +75,8 @@ def _run_throughput(args: argparse.Namespace) -> int:
 
 
 def _run_latency(args: argparse.Namespace) -> int:
-    from mvllm.entrypoints.bench.offline import measure_latency
-    from mvllm.entrypoints.llm import LLM
+    from mvllm.extension_api.engine import LLM
+    from mvllm_bench.offline import measure_latency
 
     settings = engine_args(args)
     with (
@@ -105,7 +105,7 @@ def _run_latency(args: argparse.Namespace) -> int:
 
 
 def _run_startup(args: argparse.Namespace) -> int:
-    from mvllm.entrypoints.bench.startup import measure_one_startup, measure_startup
+    from mvllm_bench.startup import measure_one_startup, measure_startup
 
     settings = engine_args(args)
     settings.create_model_config()  # reports invalid settings before the first start
@@ -127,10 +127,10 @@ def _run_startup(args: argparse.Namespace) -> int:
 def _run_serve(args: argparse.Namespace) -> int:
     import dataclasses
 
-    from mvllm.entrypoints.bench.metrics import calculate_metrics, per_request_details
-    from mvllm.entrypoints.bench.report import format_serving_table
-    from mvllm.entrypoints.bench.serving import DEFAULT_MAX_CONCURRENCY, LoadPattern, get_first_model, run_benchmark
-    from mvllm.entrypoints.event_loop import run_in_event_loop
+    from mvllm.extension_api.cli import run_in_event_loop
+    from mvllm_bench.metrics import calculate_metrics, per_request_details
+    from mvllm_bench.report import format_serving_table
+    from mvllm_bench.server_benchmark import DEFAULT_MAX_CONCURRENCY, LoadPattern, get_first_model, run_benchmark
 
     selected = _names(args.percentile_metrics)
     percentiles = _percentiles(args.metric_percentiles)
@@ -178,7 +178,7 @@ def _run_serve(args: argparse.Namespace) -> int:
 
 
 def _run_sweep(args: argparse.Namespace) -> int:
-    from mvllm.entrypoints.cli.bench_sweep import run_sweep
+    from mvllm_bench.sweep_command import run_sweep
 
     goodput = None if args.goodput is None else _limits(args.goodput)
     return run_sweep(args, goodput, _ignores_eos(args))
@@ -204,7 +204,7 @@ def _needs_tokenizer(args: argparse.Namespace) -> bool:
 
 
 def _tokenizer(name: str) -> BenchmarkTokenizer:
-    from mvllm.entrypoints.bench.datasets import BenchmarkTokenizer
+    from mvllm_bench.datasets import BenchmarkTokenizer
 
     return BenchmarkTokenizer(name)
 
@@ -220,7 +220,7 @@ def _tokenizer_of_server(name: str) -> BenchmarkTokenizer:
 
 
 def _samples(args: argparse.Namespace, tokenizer: BenchmarkTokenizer | None) -> list[SampleRequest]:
-    from mvllm.entrypoints.bench.datasets import sample_requests
+    from mvllm_bench.datasets import sample_requests
 
     return sample_requests(
         args.dataset_name,
@@ -245,13 +245,13 @@ def _ignores_eos(args: argparse.Namespace) -> bool:
 
 
 def _params(ignore_eos: bool) -> SamplingParams:
-    from mvllm.messages.sampling_params import SamplingParams
+    from mvllm.extension_api import SamplingParams
 
     return SamplingParams(ignore_eos=ignore_eos, detokenize=True)
 
 
 def _target(args: argparse.Namespace) -> ServerEndpoint:
-    from mvllm.entrypoints.bench.client import ENDPOINTS, ServerEndpoint
+    from mvllm_bench.client import ENDPOINTS, ServerEndpoint
 
     sampling = {name: value for name in SAMPLING_OPTIONS if (value := getattr(args, name)) is not None}
     return ServerEndpoint(
@@ -326,7 +326,7 @@ def _report(
     platform: str | None = None,
 ) -> int:
     """Prints the result as a table, and writes it to the file of `--output-json`; returns the exit status."""
-    from mvllm.entrypoints.bench.report import format_table, write_json
+    from mvllm_bench.report import format_table, write_json
 
     print(format_table(title, rows))
     if platform is not None:
@@ -338,7 +338,7 @@ def _report(
 
 def _write_serving_result(args: argparse.Namespace, settings: dict[str, Any], result: dict[str, Any]) -> None:
     """Writes the settings and the result of `mvllm bench serve` to the result file."""
-    from mvllm.entrypoints.bench.report import write_json
+    from mvllm_bench.report import write_json
 
     now = datetime.now().strftime("%Y%m%d-%H%M%S")
     rate = args.request_rate if math.isfinite(args.request_rate) else "inf"
@@ -357,6 +357,6 @@ def _write_serving_result(args: argparse.Namespace, settings: dict[str, Any], re
 
 
 def _progress_bar(args: argparse.Namespace, total: int) -> Any:
-    from mvllm.progress import show_progress
+    from mvllm.extension_api.cli import show_progress
 
     return show_progress(total, "Benchmark", disable=args.disable_tqdm)

@@ -19,9 +19,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mvllm.config.engine_args import EngineArgs
-from mvllm.entrypoints.bench.report import standard_percentiles
-from mvllm.errors import ConfigError, MvllmError
+from mvllm.extension_api import ConfigError, MvllmError
+from mvllm.extension_api.cli import EngineArgs
+from mvllm_bench.report import standard_percentiles
 
 _LONGEST_SECONDS = 3600
 
@@ -69,7 +69,7 @@ def measure_one_startup(args: EngineArgs) -> dict[str, Any]:
             log = stack.enter_context(tempfile.TemporaryFile())
             process = stack.enter_context(
                 subprocess.Popen(
-                    [sys.executable, "-m", "mvllm.entrypoints.bench.startup", str(result)],
+                    [sys.executable, "-m", "mvllm_bench.startup", str(result)],
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=log,
@@ -97,9 +97,7 @@ def measure_one_startup(args: EngineArgs) -> dict[str, Any]:
 
 def _child(result: Path, settings: Mapping[str, Any], python: float) -> None:
     """Main function of the child: starts an engine, generates a token, writes the times to `result`."""
-    from mvllm.entrypoints.llm import LLM
-    from mvllm.messages.inputs import TokensPrompt
-    from mvllm.messages.sampling_params import SamplingParams
+    from mvllm.extension_api.engine import LLM, SamplingParams, TokensPrompt
 
     imported = time.time()
     try:

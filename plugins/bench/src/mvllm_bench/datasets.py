@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mvllm.errors import ConfigError
+from mvllm.extension_api import ConfigError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -86,7 +86,7 @@ class BenchmarkTokenizer:
     def __init__(self, name: str) -> None:
         from tokenizers import Tokenizer
 
-        from mvllm.config.hub import find_model
+        from mvllm.extension_api.cli import find_model
 
         file = find_model(name, with_weights=False) / "tokenizer.json"
         if not file.is_file():
@@ -212,7 +212,7 @@ def sample_requests(
 def _with_images(
     samples: Sequence[SampleRequest], num_images: int, size: str, random: np.random.Generator
 ) -> list[SampleRequest]:
-    from mvllm.entrypoints.bench.images import parse_size, random_image_url
+    from mvllm_bench.images import parse_size, random_image_url
 
     if num_images < 1:
         raise ConfigError(f"The number of pictures is {num_images}; it must be at least 1.")

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mvllm.entrypoints.bench.metrics import METRICS, interpolated_percentile, percentile_key
-from mvllm.errors import ConfigError
+from mvllm.extension_api import ConfigError
+from mvllm_bench.metrics import METRICS, interpolated_percentile, percentile_key
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 _WIDTH = 60

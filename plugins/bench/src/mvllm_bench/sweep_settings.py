@@ -10,13 +10,10 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mvllm.config.engine_args import EngineArgs
-from mvllm.config.human_readable_int import human_readable_int
-from mvllm.config.model_limits import DEFAULT_NUM_BATCHED_TOKENS
-from mvllm.config.option import Option
-from mvllm.entrypoints.bench.sweep import Candidate, SweepResult
-from mvllm.entrypoints.bench.sweep_trial import split_settings
-from mvllm.errors import ConfigError
+from mvllm.extension_api import ConfigError
+from mvllm.extension_api.cli import DEFAULT_NUM_BATCHED_TOKENS, EngineArgs, Option, human_readable_int
+from mvllm_bench.sweep import Candidate, SweepResult
+from mvllm_bench.sweep_trial import split_settings
 
 API_SERVERS = "api_server_count"
 """A setting of the server that can be varied, besides those of the engine."""

@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from mvllm.entrypoints.bench.datasets import BenchmarkTokenizer, SampleRequest, sample_requests
-from mvllm.entrypoints.bench.metrics import calculate_metrics, meets_limits
-from mvllm.entrypoints.bench.sweep import Round, Settings, Start
-from mvllm.errors import ConfigError, MvllmError
+from mvllm.extension_api import ConfigError, MvllmError
+from mvllm_bench.datasets import BenchmarkTokenizer, SampleRequest, sample_requests
+from mvllm_bench.metrics import calculate_metrics, meets_limits
+from mvllm_bench.sweep import Round, Settings, Start
 
 WARM_UP_REQUESTS = 16
 _WARM_UP_SEED = 1 << 20  # of no round
@@ -96,7 +96,7 @@ class EngineTrial:
                 "workload": asdict(self._workload),
                 "rounds": list(range(start.first_round, start.first_round + start.num_rounds)),
             }
-            command = [sys.executable, "-m", "mvllm.entrypoints.bench.sweep_trial"]
+            command = [sys.executable, "-m", "mvllm_bench.sweep_trial"]
             with _process(command, log, environment) as process:
                 assert process.stdin is not None
                 with contextlib.suppress(BrokenPipeError):  # the process has ended; its log says why
@@ -162,7 +162,7 @@ class ServerTrial:
         with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w+b") as log:
             config = Path(folder) / "serve.yaml"
             config.write_text(yaml.safe_dump({**options, "host": "127.0.0.1", "port": 0, "access_log": False}))
-            command = [sys.executable, "-m", "mvllm.entrypoints.cli.main", "serve", "--config", str(config)]
+            command = [sys.executable, "-m", "mvllm", "serve", "--config", str(config)]
             with _process(command, log, environment) as process:
                 url = self._wait_until_ready(process, Path(log.name))
                 numbers = [None, *range(start.first_round, start.first_round + start.num_rounds)]
@@ -184,8 +184,8 @@ class ServerTrial:
             time.sleep(_POLL_SECONDS)
 
     async def _rounds(self, url: str, numbers: list[int | None]) -> list[Round]:
-        from mvllm.entrypoints.bench.client import ENDPOINTS, ServerEndpoint
-        from mvllm.entrypoints.bench.serving import LoadPattern, get_first_model, run_benchmark
+        from mvllm_bench.client import ENDPOINTS, ServerEndpoint
+        from mvllm_bench.server_benchmark import LoadPattern, get_first_model, run_benchmark
 
         target = ServerEndpoint(
             base_url=url,
@@ -267,10 +267,9 @@ def _tail(text: str) -> str:
 
 def _measure_engine(order: Mapping[str, Any]) -> None:
     """Main function of the process of an EngineTrial: starts an engine, runs the rounds, writes the result."""
-    from mvllm.config.engine_args import EngineArgs
-    from mvllm.entrypoints.bench.offline import measure_throughput
-    from mvllm.entrypoints.llm import LLM
-    from mvllm.messages.sampling_params import SamplingParams
+    from mvllm.extension_api.cli import EngineArgs
+    from mvllm.extension_api.engine import LLM, SamplingParams
+    from mvllm_bench.offline import measure_throughput
 
     try:
         args = EngineArgs.from_kwargs(**order["settings"])

@@ -15,10 +15,8 @@ from typing import Any
 
 import msgspec
 
-from mvllm.entrypoints.bench.datasets import SampleRequest
-from mvllm.entrypoints.bench.http_client import HTTPClient, HTTPError
-from mvllm.entrypoints.bench.metrics import RequestResult
-from mvllm.entrypoints.openai_client import (
+from mvllm.extension_api import ConfigError, MvllmError
+from mvllm.extension_api.openai_client import (
     DONE,
     error_message,
     error_text,
@@ -27,7 +25,9 @@ from mvllm.entrypoints.openai_client import (
     join_url,
     shorten,
 )
-from mvllm.errors import ConfigError, MvllmError
+from mvllm_bench.datasets import SampleRequest
+from mvllm_bench.http_client import HTTPClient, HTTPError
+from mvllm_bench.metrics import RequestResult
 
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 """Endpoint types and their paths."""

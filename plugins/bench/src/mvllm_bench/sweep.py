@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mvllm.errors import ConfigError, MvllmError
+from mvllm.extension_api import ConfigError, MvllmError
 
 Settings = Mapping[str, Any]
 """Values by the name of an option of `mvllm serve`, or of an environment variable (in capitals)."""
