@@ -29,6 +29,10 @@ MODULES = {
 SERVE_ONLY = ("fastapi", "httptools", "prometheus-client", "uvicorn", "uvloop")
 EVERYTHING = "everything"
 EXTRAS = ("bench", "testing")
+PARTS = {
+    requirement.partition(">")[0]
+    for requirement in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["parts"]
+}
 
 
 def install(folder: Path, wheels: Path | None, platform: str) -> None:
@@ -40,8 +44,10 @@ def install(folder: Path, wheels: Path | None, platform: str) -> None:
         wheels: Packages that the machine lacks.
     """
     paths = [str(ROOT)]
-    for project_file in sorted(ROOT.glob("platforms/*/pyproject.toml")):
+    for project_file in sorted([*ROOT.glob("platforms/*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")]):
         project = tomllib.loads(project_file.read_text())["project"]
+        if project_file.parts[-3] == "plugins" and project["name"] not in PARTS:
+            continue
         paths.append(str(project_file.parent / "src"))
         if _is_installed(project["name"]):
             continue

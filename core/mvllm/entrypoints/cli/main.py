@@ -180,7 +180,7 @@ def _make_parser(
         sub = commands.add_parser(
             command,
             help=(summary + packages.get(command, "")).replace("%", "%%"),
-            description=(summary[0].upper() + summary[1:] + ".").replace("%", "%%"),
+            description=summary[0].upper() + summary[1:] + ".",
             allow_abbrev=False,
         )
         if command == name and module is not None:

@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from mvllm.entrypoints.cli.main import main
-from mvllm.entrypoints.openai_client import join_url
+from mvllm.extension_api.openai_client import join_url
 from mvllm_bench.client import ServerEndpoint
 from tests.helpers.sse_server import DONE, Answer, SSEServer, completion, event, usage
 
