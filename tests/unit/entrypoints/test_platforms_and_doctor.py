@@ -13,9 +13,10 @@ import pytest
 from mvllm.entrypoints.cli import doctor_checks as doctor_checks
 from mvllm.entrypoints.cli.main import main
 from mvllm.errors import ContractError
-from mvllm.platform.capabilities import Capabilities
+from mvllm.platform import installable
 from mvllm.platform.discovery import Candidate, PluginFailure, PluginSource
 from mvllm.platform.spec import CONTRACT, Check, CheckStatus, DeviceInfo, PlatformSpec, ProbeResult
+from mvllm.plugin_api import Capabilities
 from tests.helpers.small_shared_memory import MIB, mount, needs_mount
 from tests.unit.entrypoints.builders import save_model_folder
 
@@ -151,6 +152,7 @@ class TestDoctor:
             "python.version",
             "core.version",
             "core.dependencies",
+            "core.parts",
             "torch.import",
             "platform.entry_points",
             "platform.good.plugin",
@@ -164,6 +166,22 @@ class TestDoctor:
             "system.open_files",
             "system.memory",
         }
+
+    def test_parts_are_listed_with_their_versions_and_what_installs_the_others(self, plugins, capsys, monkeypatch):
+        plugins(GOOD)
+        versions = {"mvllm-bench": "0.1.0", "mvllm-router": "0.1.2"}
+        monkeypatch.setattr(installable, "_installed_version", versions.get)
+        monkeypatch.setattr(doctor_checks, "_requirements", lambda package: ["msgspec", "no-such-package"])
+        check = doctor(capsys)[1]["core.parts"]
+        installed, missing, problem, _ = check["found"].split("; ")
+        others = sorted(installable.installable_parts().keys() - {"bench", "router"})
+        assert installed == "bench 0.1.0, router 0.1.2"
+        assert missing == f'not installed: {", ".join(others)} (pip install "mvllm[{",".join(others)}]")'
+        assert problem == "mvllm-bench: no-such-package is missing" and check["status"] == "warning"
+        assert "\n" not in check["found"] and check["remedy"] == "pip install -U mvllm mvllm-bench mvllm-router"
+        monkeypatch.setattr(installable, "_installed_version", lambda package: None)
+        check = doctor(capsys)[1]["core.parts"]
+        assert check["found"].startswith("none; not installed: bench, ") and check["status"] == "ok"
 
     def test_no_plugin_at_all_is_broken(self, plugins, capsys):
         plugins()

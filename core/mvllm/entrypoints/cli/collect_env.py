@@ -132,11 +132,13 @@ def _line(value: object, indent: int) -> str:
 
 def _mvllm() -> Report:
     from mvllm.platform.discovery import dotted
+    from mvllm.platform.installable import describe_parts
     from mvllm.platform.spec import CONTRACT
 
     return {
         "version": __version__,
         "contract": dotted(CONTRACT),
+        "parts": describe_parts(),
         "location": str(Path(__file__).parents[2]),
     }
 
