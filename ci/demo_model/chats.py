@@ -11,10 +11,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from tools.demo_model import stories
-from tools.demo_model.fact_tables import ANIMALS, COUNTRIES, OPPOSITES
-from tools.demo_model.facts import Fact, describe_animal, describe_country, draw_fact, draw_question, facts_by_topic
-from tools.demo_model.grammar import expand, invented_name, with_article
+from ci.demo_model import stories
+from ci.demo_model.fact_tables import ANIMALS, COUNTRIES, OPPOSITES
+from ci.demo_model.facts import Fact, describe_animal, describe_country, draw_fact, draw_question, facts_by_topic
+from ci.demo_model.grammar import expand, invented_name, with_article
 
 
 @dataclass(frozen=True)

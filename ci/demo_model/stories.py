@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass
 from zlib import crc32
 
-from tools.demo_model.grammar import capitalized, expand, invented_name, with_article
+from ci.demo_model.grammar import capitalized, expand, invented_name, with_article
 
 GIRL_NAMES = (
     "Mia", "Lily", "Anna", "Emma", "Nora", "Zoe", "Lucy", "Ella", "Ruby", "Clara", "Ida", "Rosa", "Nia", "Maya", "Lena", "Sara",

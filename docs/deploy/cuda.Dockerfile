@@ -1,7 +1,7 @@
 # mvllm on CUDA devices. NOT RUN ON HARDWARE: nobody has started this image on such a device yet. From the top of
 # the repository:
 #
-#   docker build -f deploy/cuda.Dockerfile -t mvllm:cuda .
+#   docker build -f docs/deploy/cuda.Dockerfile -t mvllm:cuda .
 #   docker run --rm --init --gpus all --ipc=host \
 #       -p 127.0.0.1:8000:8000 -v mvllm-models:/models mvllm:cuda
 #
@@ -27,8 +27,8 @@ COPY core core
 COPY platforms platforms
 COPY plugins plugins
 RUN uv pip install --no-cache ".[testing]" ./platforms/triton-kernels ./platforms/torch-gpu ./platforms/cuda
-COPY deploy/healthcheck.py /usr/local/lib/mvllm/healthcheck.py
-COPY deploy/serve.yaml /etc/mvllm/serve.yaml
+COPY docs/deploy/healthcheck.py /usr/local/lib/mvllm/healthcheck.py
+COPY docs/deploy/serve.yaml /etc/mvllm/serve.yaml
 RUN useradd --create-home --uid 10001 mvllm \
     && install -d -o mvllm -g mvllm /models
 ENV HF_HOME=/models/huggingface MVLLM_CACHE_DIR=/models/mvllm

@@ -10,8 +10,8 @@ import random
 from dataclasses import dataclass
 from functools import cache
 
-from tools.demo_model import fact_tables as tables
-from tools.demo_model.grammar import capitalized, join_words, with_article
+from ci.demo_model import fact_tables as tables
+from ci.demo_model.grammar import capitalized, join_words, with_article
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 # mvllm on processors. From the top of the repository:
 #
-#   docker build -f deploy/cpu.Dockerfile -t mvllm:cpu .
+#   docker build -f docs/deploy/cpu.Dockerfile -t mvllm:cpu .
 #   docker run --rm --init --shm-size=1g -p 127.0.0.1:8000:8000 -v mvllm-models:/models mvllm:cpu
 #
 # The second command serves the small model of the package. Another model: append
@@ -19,7 +19,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY core core
 COPY platforms platforms
 COPY plugins plugins
-# More distributions of this repository, such as ./plugins/ray-executor[serve]; deploy/kubernetes/rayservice.yaml.
+# More distributions of this repository, such as ./plugins/ray-executor[serve]; docs/deploy/kubernetes/rayservice.yaml.
 ARG EXTRA_PACKAGES=
 RUN VIRTUAL_ENV=/opt/mvllm uv pip install --no-cache -c constraints.txt \
         ${TORCH_BACKEND:+--torch-backend=$TORCH_BACKEND} . ./platforms/cpu $EXTRA_PACKAGES
@@ -30,8 +30,8 @@ RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 $EXTRA
     && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/mvllm /opt/mvllm
 ENV PATH=/opt/mvllm/bin:$PATH
-COPY deploy/healthcheck.py /usr/local/lib/mvllm/healthcheck.py
-COPY deploy/serve.yaml /etc/mvllm/serve.yaml
+COPY docs/deploy/healthcheck.py /usr/local/lib/mvllm/healthcheck.py
+COPY docs/deploy/serve.yaml /etc/mvllm/serve.yaml
 RUN useradd --create-home --uid 10001 mvllm \
     && install -d -o mvllm -g mvllm /models
 ENV HF_HOME=/models/huggingface MVLLM_CACHE_DIR=/models/mvllm

@@ -1,4 +1,4 @@
-"""Trains the demo model from scratch: ``python -m tools.demo_model.train --out DIR``.
+"""Trains the demo model from scratch: ``python -m ci.demo_model.train --out DIR``.
 
 The idea: the corpus is endless and free, so there are no epochs. Every step writes new documents, packs them into
 rows, and takes one AdamW step under a cosine schedule. Documents and initial weights come from fixed seeds; a run that
@@ -25,8 +25,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from tqdm import tqdm
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tools.demo_model import corpus
-from tools.demo_model.chats import Message
+from ci.demo_model import corpus
+from ci.demo_model.chats import Message
 
 SEED = 20
 VOCAB_SIZE = 2560
@@ -377,7 +377,7 @@ def measure(folder: Path, progress: Progress, heldout_documents: int = HELDOUT_D
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.demo_model.train", description="Train the demo model from scratch."
+        prog="python -m ci.demo_model.train", description="Train the demo model from scratch."
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the model, the checkpoint and figures.json")
     parser.add_argument(

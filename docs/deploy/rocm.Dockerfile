@@ -1,12 +1,12 @@
-# mvllm on XPU devices. NOT RUN ON HARDWARE: nobody has started this image on such a device yet. From the top of
+# mvllm on ROCm devices. NOT RUN ON HARDWARE: nobody has started this image on such a device yet. From the top of
 # the repository:
 #
-#   docker build -f deploy/xpu.Dockerfile -t mvllm:xpu .
-#   docker run --rm --init --device=/dev/dri --group-add "$(getent group render | cut -d: -f3)" --ipc=host \
-#       -p 127.0.0.1:8000:8000 -v mvllm-models:/models mvllm:xpu
+#   docker build -f docs/deploy/rocm.Dockerfile -t mvllm:rocm .
+#   docker run --rm --init --device=/dev/kfd --device=/dev/dri --group-add video --ipc=host \
+#       -p 127.0.0.1:8000:8000 -v mvllm-models:/models mvllm:rocm
 #
-# `conformance --platform xpu` at the end of the second command runs the conformance suite instead of the server.
-FROM intel/oneapi-basekit:2025.2.0-0-devel-ubuntu24.04
+# `conformance --platform rocm` at the end of the second command runs the conformance suite instead of the server.
+FROM rocm/dev-ubuntu-24.04:7.2.3-complete
 LABEL mvllm.tested-on-hardware="no"
 RUN apt-get update && apt-get install -y --no-install-recommends g++ python3-dev python3-pip python3-venv \
     && rm -rf /var/lib/apt/lists/*
@@ -14,20 +14,18 @@ RUN python3 -m venv /opt/mvllm
 ENV PATH=/opt/mvllm/bin:$PATH VIRTUAL_ENV=/opt/mvllm
 COPY ci/constraints/cpu.txt /src/constraints.txt
 RUN python3 -m pip install --no-cache-dir -c /src/constraints.txt uv
-# uv fetches torch from PyTorch's index of builds for XPU.
-ARG TORCH_BACKEND=xpu
-# torch brings the oneAPI libraries that it was built with. Those of the image, which is used for its driver of the
-# devices and for Triton's compiler, must not come first.
-ENV LD_LIBRARY_PATH=
+# uv fetches torch from PyTorch's index of builds for this version of ROCm. Builds for 6.4 end with torch 2.9, and only
+# builds for 7.0 and newer contain gfx950.
+ARG TORCH_BACKEND=rocm7.2
 RUN uv pip install --no-cache --torch-backend="$TORCH_BACKEND" torch
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY core core
 COPY platforms platforms
 COPY plugins plugins
-RUN uv pip install --no-cache ".[testing]" ./platforms/triton-kernels ./platforms/torch-gpu ./platforms/xpu
-COPY deploy/healthcheck.py /usr/local/lib/mvllm/healthcheck.py
-COPY deploy/serve.yaml /etc/mvllm/serve.yaml
+RUN uv pip install --no-cache ".[testing]" ./platforms/triton-kernels ./platforms/torch-gpu ./platforms/rocm
+COPY docs/deploy/healthcheck.py /usr/local/lib/mvllm/healthcheck.py
+COPY docs/deploy/serve.yaml /etc/mvllm/serve.yaml
 RUN useradd --create-home --uid 10001 mvllm \
     && install -d -o mvllm -g mvllm /models
 ENV HF_HOME=/models/huggingface MVLLM_CACHE_DIR=/models/mvllm

@@ -1,4 +1,4 @@
-"""Trains the demo vision model: ``python -m tools.demo_vision.train --out DIR``.
+"""Trains the demo vision model: ``python -m ci.demo_vision.train --out DIR``.
 
 The language model is the demo model, to which a small SigLIP tower and a projector are added (LLaVA's architecture).
 First the tower learns to say of each patch which shape covers it, and in which colour: a model of this size does not
@@ -32,11 +32,11 @@ from transformers import (
     SiglipVisionConfig,
 )
 
+from ci.demo_model import corpus
+from ci.demo_model import train as train_text
+from ci.demo_vision import pictures
+from ci.demo_vision.pictures import Example, Shape, describe, draw
 from mvllm.demo import demo_model_path
-from tools.demo_model import corpus
-from tools.demo_model import train as train_text
-from tools.demo_vision import pictures
-from tools.demo_vision.pictures import Example, Shape, describe, draw
 
 SEED = 26
 IMAGE_PLACEHOLDER = "<image>"
@@ -323,7 +323,7 @@ def measure(folder: Path, progress: Progress, num_examples: int = HELDOUT_EXAMPL
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.demo_vision.train", description="Train the demo vision model from the demo model."
+        prog="python -m ci.demo_vision.train", description="Train the demo vision model from the demo model."
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the model, the checkpoint and figures.json")
     parser.add_argument("--tower-steps", type=int, default=1500, help="steps of the tower alone (default: %(default)s)")

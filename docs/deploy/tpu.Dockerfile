@@ -1,7 +1,7 @@
 # mvllm on TPU devices. NOT RUN ON HARDWARE: nobody has started this image on such a device yet. From the top of
 # the repository:
 #
-#   docker build -f deploy/tpu.Dockerfile -t mvllm:tpu .
+#   docker build -f docs/deploy/tpu.Dockerfile -t mvllm:tpu .
 #   docker run --rm --init --privileged --net=host -e MVLLM_API_KEY=... -v mvllm-models:/models mvllm:tpu
 #
 # With --net=host the server is reachable at every address of the machine, hence the key.
@@ -22,8 +22,8 @@ COPY core core
 COPY platforms platforms
 COPY plugins plugins
 RUN uv pip install --no-cache ".[testing]" "./platforms/tpu[torch-xla]"
-COPY deploy/healthcheck.py /usr/local/lib/mvllm/healthcheck.py
-COPY deploy/serve.yaml /etc/mvllm/serve.yaml
+COPY docs/deploy/healthcheck.py /usr/local/lib/mvllm/healthcheck.py
+COPY docs/deploy/serve.yaml /etc/mvllm/serve.yaml
 RUN useradd --create-home --uid 10001 mvllm \
     && install -d -o mvllm -g mvllm /models
 ENV HF_HOME=/models/huggingface MVLLM_CACHE_DIR=/models/mvllm

@@ -16,9 +16,9 @@ import random
 from collections.abc import Iterator
 from hashlib import sha256
 
-from tools.demo_model import fact_tables, stories
-from tools.demo_model.chats import Message, draw_chat, draw_echo, draw_request
-from tools.demo_model.facts import describe_animal, describe_country, draw_fact, draw_question
+from ci.demo_model import fact_tables, stories
+from ci.demo_model.chats import Message, draw_chat, draw_echo, draw_request
+from ci.demo_model.facts import describe_animal, describe_country, draw_fact, draw_question
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
