@@ -5,17 +5,15 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mvllm.engine.frontend.lora_request_validator import LoRARequestValidator
 from mvllm.engine.frontend.weight_update_source import transfer_info, update_info, weight_update
+from mvllm.engine.process.engine_core_client import EngineCoreClient
 from mvllm.engine.shared_steps import exclusive
 from mvllm.errors import RequestError
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.weights import WeightTransferInfo
-
-if TYPE_CHECKING:
-    from mvllm.engine.llm_engine import EngineCoreClient
 
 JOIN_POLL_SECONDS = 0.02
 """Between two questions whether a trainer's process group is complete."""

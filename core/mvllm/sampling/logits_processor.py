@@ -24,7 +24,7 @@ from mvllm.platform.discovery import PluginSource, load_attribute
 if TYPE_CHECKING:
     import torch
 
-    from mvllm.sampling.sampling_state import TokenHistory
+    from mvllm.sampling.token_history import TokenHistory
 
 
 @dataclass(frozen=True)

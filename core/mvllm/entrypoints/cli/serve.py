@@ -13,7 +13,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from mvllm.config.engine_args import SERVER_LONG_PREFILL_SLOWDOWN, SERVER_MAX_QUEUED_REQUESTS, EngineArgs
+from mvllm.config.engine_args import EngineArgs
+from mvllm.config.engine_settings import SERVER_LONG_PREFILL_SLOWDOWN, SERVER_MAX_QUEUED_REQUESTS
 from mvllm.config.human_readable_int import human_readable_int
 from mvllm.config.option_arguments import json_object, json_or_text
 from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args

@@ -13,7 +13,8 @@ from mvllm.ops.dtypes import torch_dtype
 from mvllm.plugin_api import DeviceRuntime
 from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.sampler_output import SamplerOutput
-from mvllm.sampling.sampling_state import SamplingState, TokenHistory
+from mvllm.sampling.sampling_state import SamplingState
+from mvllm.sampling.token_history import TokenHistory
 from mvllm.testing.markers import clause, exhaustive
 from mvllm.testing.tensor_assertions import assert_equal
 
