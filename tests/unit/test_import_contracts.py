@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 grimp = pytest.importorskip("grimp", reason="import-linter is not installed")
-
-import itertools
 
 from ci.import_contracts import NoCircles  # noqa: E402
 
