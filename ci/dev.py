@@ -3,6 +3,7 @@
 
     python3 ci/dev.py run      set up, then generate text with the demo model
     python3 ci/dev.py test     set up, lint, then the tests: the gate. --quick: a selection for the inner loop;
+                               --core: core's own tests, without those of platforms and plugins;
                                --all: also the exhaustive tests; --published: tests on two published models
     python3 ci/dev.py conform  the whole conformance suite on a platform: conform cpu
     python3 ci/dev.py bench    compare with other engines and the machine's limits: bench cpu
@@ -215,20 +216,31 @@ def test_published(arguments: list[str]) -> int:
     return stream_pytest(["tests/published", *options, *arguments], {"OMP_NUM_THREADS": "1"})[0]
 
 
-def test(arguments: list[str], *, fast: bool = False, quick: bool = False, everything: bool = False) -> int:
+def test(
+    arguments: list[str], *, core: bool = False, fast: bool = False, quick: bool = False, everything: bool = False
+) -> int:
     """Runs the linters, and pytest in three passes: parallel tests, serial tests, and INTERPRETED.
 
     The linters run while the first pass imports the tests, which needs one core.
 
     Serial tests measure time or use the whole machine. At the end a part of the lane `tpu` runs, if its environment can
-    be created. `quick` runs ci/selection.py's part of the first pass and no linter.
+    be created. `quick` runs ci/selection.py's part of the first pass and no linter. `core` runs the tests of the folder
+    tests/, in the first two passes.
+
+    Raises:
+        StepFailed: `core` was given together with a path.
     """
+    paths = [argument for argument in arguments if is_path(argument)]
+    if core and paths:
+        raise StepFailed(f"error: test --core got the path {paths[0]!r}\n  remedy: leave one of the two out")
     setup()
     linters = ThreadPoolExecutor(1)
     linted = None if quick else linters.submit(lint)
-    chosen = any(not argument.startswith("-") and (ROOT / argument.split("::")[0]).exists() for argument in arguments)
+    chosen = bool(paths)
     what = (
-        arguments if chosen else ["--ignore=tests/perf", "--ignore=tests/clients", *arguments]
+        arguments
+        if chosen
+        else [*(["tests"] if core else []), "--ignore=tests/perf", "--ignore=tests/clients", *arguments]
     )  # else `testpaths` of pytest's configuration apply
     if fast:
         what = [*what, "--ignore=tests/e2e", "--ignore=tests/packaging"]
@@ -241,7 +253,7 @@ def test(arguments: list[str], *, fast: bool = False, quick: bool = False, every
         parallel += ["-p", "ci.forked_workers"]
     one_thread = {"OMP_NUM_THREADS": "1", **({"TESTS_FRESH_PROGRAMS": "1"} if everything else {})}
     included, interpreted = (
-        (what, None) if chosen else ([*what, *(f"--ignore-glob={each}/*" for each in INTERPRETED)], arguments)
+        (what, None) if chosen or core else ([*what, *(f"--ignore-glob={each}/*" for each in INTERPRETED)], arguments)
     )
     first = ["-m", f"not serial{which}", "-p", "ci.times", *parallel, *included]
     passes = [("side by side", first, one_thread)]
@@ -268,13 +280,18 @@ def test(arguments: list[str], *, fast: bool = False, quick: bool = False, every
             break
     status, lint_status = verdict(statuses), linted.result() if linted else 0
     lane_status = 0
-    if not (arguments or fast or quick) and len(passes) == len(statuses):
+    if not (arguments or core or fast or quick) and len(passes) == len(statuses):
         lane_status = tpu_lane.run(tpu_lane.smoke(), tpu_lane.GATE_SETUP_SECONDS)
         lane_status = 0 if lane_status == tpu_lane.NOT_RUN else lane_status  # the lane has printed the reason
     if lint_status:
         print("\nlint FAILED: see above", flush=True)
     print(closing_line(closings), flush=True)
     return status or lint_status or lane_status
+
+
+def is_path(argument: str) -> bool:
+    """Whether an argument of pytest is a file, a folder or a test of the repository."""
+    return not argument.startswith("-") and (ROOT / argument.split("::")[0]).exists()
 
 
 def stream_pytest(arguments: list[str], extra: dict[str, str]) -> tuple[int, str]:
@@ -399,6 +416,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("run", "generate text with the demo model; other arguments go to `mvllm generate`")
     add("lint", "ruff, mypy, import-linter, and that the core names no hardware")
     tests = add("test", "lint, then the tests; other arguments go to pytest")
+    tests.add_argument("--core", action="store_true", help="only core's own tests, not those of platforms and plugins")
     tests.add_argument("--fast", action="store_true", help="exclude tests/e2e and tests/packaging")
     tests.add_argument(
         "--quick",
@@ -445,7 +463,7 @@ def main(argv: Sequence[str]) -> int:
         if options.command == "test" and options.published:
             return test_published(rest)
         if options.command == "test":
-            return test(rest, fast=options.fast, quick=options.quick, everything=options.all)
+            return test(rest, core=options.core, fast=options.fast, quick=options.quick, everything=options.all)
         if options.command == "conform":
             return conform(rest)
         if options.command == "bench":

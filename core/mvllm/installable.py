@@ -29,6 +29,23 @@ def installable_parts() -> dict[str, str]:
     return {package.removeprefix("mvllm-"): package for package in sorted(_packages(_PARTS))}
 
 
+def part_versions() -> dict[str, str | None]:
+    """Names of parts of mvllm, each with the version of its package; None where it is not installed."""
+    return {name: _installed_version(package) for name, package in installable_parts().items()}
+
+
+def describe_parts() -> str:
+    """The installed parts of mvllm with their versions, and the command that installs the others, in one line."""
+    versions = part_versions()
+    if not versions:
+        return "unknown, since mvllm is run from a folder and not installed"
+    installed = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
+    missing = [name for name, version in versions.items() if version is None]
+    if not missing:
+        return installed
+    return f'{installed or "none"}; not installed: {", ".join(missing)} (pip install "mvllm[{",".join(missing)}]")'
+
+
 def missing_part(name: str, what: str) -> str | None:
     """An error's text for something that a part provides whose package is missing; None if no part has this name.
 
@@ -40,6 +57,15 @@ def missing_part(name: str, what: str) -> str | None:
     if package is None:
         return None
     return f'{what} needs the package {package}, which is not installed: pip install "mvllm[{name}]"'
+
+
+def _installed_version(package: str) -> str | None:
+    import importlib.metadata  # by commands that list parts
+
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _packages(extra: str | None = None) -> set[str]:

@@ -143,7 +143,7 @@ def is_allowed(source: PluginSource) -> bool:
     allowed = allow_list()
     if allowed is None or {source.name.lower(), source.distribution.lower()} & allowed:
         return True
-    return source.distribution in installable_parts().values()
+    return source.distribution.lower() in installable_parts().values()
 
 
 def allowed_names(group: PluginGroup) -> tuple[str, ...]:

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ci.demo_model import corpus, stories, train
+from ci.demo_model.chats import Message
 from mvllm.demo import demo_model_path
 from tests.e2e.demo_model_expectations import COMPLETIONS, REPLIES, messages, says
-from tools.demo_model import corpus, stories, train
-from tools.demo_model.chats import Message
 
-# Measured in float32 (see tools/demo_model/README.md), with a margin of a few percent.
+# Measured in float32 (see ci/demo_model/README.md), with a margin of a few percent.
 MAX_HELDOUT_PERPLEXITY = 1.62
 MAX_STORY_PERPLEXITY = 1.36
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ci.demo_model import corpus
 from mvllm import LLM, SamplingParams
-from tools.demo_model import corpus
 
 TEXTS = list(corpus.documents("heldout", 12))
 PARAMS = SamplingParams(max_tokens=6, temperature=0, prompt_logprobs=0)

@@ -310,8 +310,8 @@ def prompt_seconds(llm: LLM, length: int, vocab: int, rounds: int = 3) -> float:
 def throughput(llm: LLM, requests: Requests) -> dict[str, float]:
     """All requests at once: tokens per second until the last is done."""
     from mvllm import SamplingParams
-    from mvllm.entrypoints.bench.datasets import SampleRequest
-    from mvllm.entrypoints.bench.offline import measure_throughput
+    from mvllm_bench.datasets import SampleRequest
+    from mvllm_bench.offline import measure_throughput
 
     samples = [SampleRequest("", tuple(prompt), length) for prompt, length in requests]
     params = SamplingParams(temperature=0, ignore_eos=True, detokenize=False)

@@ -128,7 +128,8 @@ def _sampler(settings: Settings, result_log: ResultLog) -> None:
 
     from mvllm.messages.sampling_params import SamplingParams
     from mvllm.sampling.sampler import Sampler
-    from mvllm.sampling.sampling_state import SamplingState, TokenHistory
+    from mvllm.sampling.sampling_state import SamplingState
+    from mvllm.sampling.token_history import TokenHistory
     from tests.gpu.device import open_device, seconds_of
 
     ways: dict[str, dict[str, Any]] = {

@@ -135,10 +135,10 @@ def checking_reader(handle, slot_bytes: int, num_messages: int, seed: int, resul
     reader.watch_writer(pid=os.getppid())
     draw = random.Random(seed)
     for number in range(num_messages):
-        with reader.acquire_read(120) as (message, buffers):
-            assert message == [number], f"message {number} was due, {message} came"
-            expected = content_of(number, size_of(number, slot_bytes))
-            assert bytes(buffers[0]) == expected, f"message {number} is damaged"
+        message, buffers = reader.dequeue(120)
+        assert message == [number], f"message {number} was due, {message} came"
+        expected = content_of(number, size_of(number, slot_bytes))
+        assert bytes(buffers[0]) == expected, f"message {number} is damaged"
         if draw.random() < 0.0005:
             time.sleep(draw.random() * PAUSE)
     result.send("complete")

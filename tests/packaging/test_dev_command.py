@@ -19,18 +19,16 @@ def frame(tmp_path):
     """A copy of the files that ci/dev.py reads, in a temporary folder."""
     compiled = ("platforms/cpu", "plugins/example-device")
     builds = [f"{folder}/{name}" for folder in compiled for name in ("pyproject.toml", "setup.py")]
-    builds += [
-        f"platforms/{name}/pyproject.toml"
-        for name in ("triton-kernels", "torch-gpu", "cuda", "rocm", "tpu", "xpu", "mlx", "openvino")
-    ]
-    builds += [str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("plugins/*/pyproject.toml")]
+    distributions = [*REPOSITORY.glob("platforms/*/pyproject.toml"), *REPOSITORY.glob("plugins/*/pyproject.toml")]
+    builds += [str(path.relative_to(REPOSITORY)) for path in distributions]
     scripts = [f"ci/{name}.py" for name in ("dev", "environments", "published", "tpu_lane", "stub_libraries")]
     scripts += ["ci/runtime_environments.py", "ci/constraints/cpu.txt", "ci/constraints/runtimes.txt"]
-    for name in (*scripts, "pyproject.toml", *builds):
+    for name in {*scripts, "pyproject.toml", *builds}:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, tmp_path / name)
     for folder in compiled:
         (tmp_path / folder / "csrc").mkdir()
+    (tmp_path / "tests" / "unit").mkdir(parents=True)
     return tmp_path
 
 
@@ -344,6 +342,24 @@ def test_selected_tests_run_in_one_pass_without_linters(dev, monkeypatch):
     [only] = passes
     assert only[only.index("--select") + 1] == "quick" and only[only.index("-k") + 1] == "scheduler"
     assert only[only.index("-m") + 1] == "not serial and not exhaustive"
+
+
+def test_cores_tests_are_those_of_the_folder_tests_in_the_same_passes(dev, monkeypatch, capsys):
+    dev.setup()
+    passes = []
+    monkeypatch.setattr(dev, "stream_pytest", lambda arguments, _: passes.append(arguments) or (0, "1 passed in 1s"))
+    monkeypatch.setattr(dev.tpu_lane, "run", lambda parts, patience: pytest.fail("tests of a platform"))
+    assert dev.main(["test", "--core", "-k", "scheduler"]) == 0
+    assert [arguments[arguments.index("-m") + 1] for arguments in passes] == [
+        "not serial and not exhaustive", "serial and not exhaustive",
+    ]  # fmt: skip
+    for arguments in passes:
+        folders = [argument for argument in arguments if (dev.ROOT / argument).is_dir()]
+        assert folders == ["tests"] and arguments[arguments.index("-k") + 1] == "scheduler"
+        assert {"--ignore=tests/perf", "--ignore=tests/clients"} <= set(arguments)
+    assert any("mypy" in command for command in dev.commands), "the linters run, too"
+    assert dev.main(["test", "--core", "tests/unit"]) == 1
+    assert "test --core got the path 'tests/unit'" in capsys.readouterr().err
 
 
 def test_published_models_are_fetched_once_and_tested(dev, frame, monkeypatch):

@@ -28,7 +28,7 @@ def load_matrix():
 matrix = load_matrix()
 LANES = matrix.read_lanes()
 WORKFLOWS = REPOSITORY / ".github" / "workflows"
-DOCKERFILES = sorted((REPOSITORY / "deploy").glob("*.Dockerfile"))
+DOCKERFILES = sorted((REPOSITORY / "docs" / "deploy").glob("*.Dockerfile"))
 
 
 def lane(**facts):
@@ -227,7 +227,7 @@ class TestDockerfiles:
 
     @pytest.mark.parametrize("device", sorted({one.device for one in LANES if one.needs}))
     def test_untested_dockerfiles_say_so(self, device):
-        text = (REPOSITORY / "deploy" / f"{device}.Dockerfile").read_text()
+        text = (REPOSITORY / "docs" / "deploy" / f"{device}.Dockerfile").read_text()
         assert "NOT RUN ON HARDWARE" in text and 'mvllm.tested-on-hardware="no"' in text
 
 

@@ -16,9 +16,9 @@ import multiprocessing
 import time
 from multiprocessing.connection import Connection
 
-from mvllm.entrypoints.bench.client import ServerEndpoint
-from mvllm.entrypoints.bench.datasets import sample_requests
-from mvllm.entrypoints.bench.serving import LoadPattern, run_benchmark
+from mvllm_bench.client import ServerEndpoint
+from mvllm_bench.datasets import sample_requests
+from mvllm_bench.server_benchmark import LoadPattern, run_benchmark
 
 CHUNK = (
     b"data: "

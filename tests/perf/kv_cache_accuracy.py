@@ -9,8 +9,8 @@ import argparse
 import math
 import os
 
+from ci.demo_model import corpus
 from mvllm import LLM, SamplingParams
-from tools.demo_model import corpus
 
 KV_DTYPES = ("auto", "bfloat16", "float16", "int8", "fp8")
 

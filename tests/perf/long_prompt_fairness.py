@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 
-from mvllm.config.engine_args import SERVER_LONG_PREFILL_SLOWDOWN
+from mvllm.config.engine_settings import SERVER_LONG_PREFILL_SLOWDOWN
 from tests.unit.scheduler.simulated_load import SimulatedLoad, StepCost
 
 DEVICES = {

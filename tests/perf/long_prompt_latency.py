@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from mvllm import SamplingParams
-from mvllm.config.engine_args import SERVER_LONG_PREFILL_SLOWDOWN, EngineArgs
+from mvllm.config.engine_args import EngineArgs
+from mvllm.config.engine_settings import SERVER_LONG_PREFILL_SLOWDOWN
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.messages.sampling_params import RequestOutputKind
 from tests.helpers.plugins import timed_platform_path

@@ -21,7 +21,8 @@ import torch
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.platform.staging_buffers import StagingBuffers
 from mvllm.sampling.sampler import Sampler
-from mvllm.sampling.sampling_state import SamplingState, TokenHistory
+from mvllm.sampling.sampling_state import SamplingState
+from mvllm.sampling.token_history import TokenHistory
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.unit.worker.builders import HostRuntime

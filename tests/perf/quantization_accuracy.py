@@ -13,11 +13,11 @@ import argparse
 import math
 from collections.abc import Sequence
 
+from ci.demo_model import corpus
 from mvllm import LLM, SamplingParams
 from mvllm.layers.quantization import registry
 from mvllm.layers.quantization.interface import IntegerFormat
 from mvllm.layers.quantization.online_quantization import OnlineQuantization
-from tools.demo_model import corpus
 
 FORMATS: dict[str, IntegerFormat] = {
     "int8, activations not quantized": IntegerFormat(8),

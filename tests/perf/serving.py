@@ -207,7 +207,7 @@ class Measurement:
 
 def compare(model: str, servers: list[str], rounds: int, counts: list[int], temperature: float | None) -> None:
     """Measures servers in turn, and prints a table."""
-    from mvllm.entrypoints.bench.datasets import BenchmarkTokenizer, sample_requests
+    from mvllm_bench.datasets import BenchmarkTokenizer, sample_requests
 
     tokenizer = BenchmarkTokenizer(model)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -239,10 +239,10 @@ def compare(model: str, servers: list[str], rounds: int, counts: list[int], temp
 
 def measure(server: MeasuredServer, model: str, samples: list, temperature: float | None) -> Measurement:
     """Sends all requests, at most CONCURRENCY at a time."""
-    from mvllm.entrypoints.bench.client import ServerEndpoint
-    from mvllm.entrypoints.bench.metrics import calculate_metrics
-    from mvllm.entrypoints.bench.serving import LoadPattern, run_benchmark
     from mvllm.entrypoints.event_loop import run_in_event_loop
+    from mvllm_bench.client import ServerEndpoint
+    from mvllm_bench.metrics import calculate_metrics
+    from mvllm_bench.server_benchmark import LoadPattern, run_benchmark
 
     extra = {} if temperature is None else {"temperature": temperature}
     target = ServerEndpoint(server.url, "/v1/completions", model, ignore_eos=True, extra_body=extra)

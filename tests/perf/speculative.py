@@ -63,8 +63,8 @@ def train_draft(folder: Path) -> None:
     """Trains a one-layer model with the demo model's tokenizer on its corpus."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+    from ci.demo_model import train
     from mvllm.demo import demo_model_path
-    from tools.demo_model import train
 
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
     torch.manual_seed(train.SEED)

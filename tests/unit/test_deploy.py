@@ -1,4 +1,4 @@
-"""The files in deploy/ refer to files, options, metrics and limits that exist."""
+"""The files in docs/deploy/ refer to files, options, metrics and limits that exist."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mvllm.entrypoints.cli.config_file import expand_config
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 
 ROOT = Path(__file__).parents[2]
-DEPLOY = ROOT / "deploy"
+DEPLOY = ROOT / "docs" / "deploy"
 DOCKERFILES = sorted(DEPLOY.glob("*.Dockerfile"))
 EXAMPLE = "/etc/mvllm/serve.yaml"
 SERVICE = DEPLOY / "systemd" / "mvllm.service"
@@ -47,7 +47,7 @@ def instructions(path: Path) -> list[tuple[str, str]]:
 
 
 def served_with(arguments: list[str]) -> Any:
-    """The parsed options of `mvllm serve`; deploy/serve.yaml is read in place of the installed config file."""
+    """The parsed options of `mvllm serve`; docs/deploy/serve.yaml is read in place of the installed config file."""
     parser = main._make_parser("serve", serve)
     there = [argument.replace(EXAMPLE, str(DEPLOY / "serve.yaml")) for argument in arguments]
     return parser.parse_args(expand_config(parser, there))
@@ -79,7 +79,7 @@ class TestImages:
         args = served_with(json.loads(found["CMD"]))
         assert args.host == "0.0.0.0" and str(args.port) == found["EXPOSE"]
         checked = json.loads(re.search(r"CMD (\[.*\])", found["HEALTHCHECK"])[1])  # type: ignore[index]
-        assert f"deploy/healthcheck.py {checked[-1]}" in path.read_text()
+        assert f"docs/deploy/healthcheck.py {checked[-1]}" in path.read_text()
 
     @for_each_image
     def test_none_names_a_registry(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The manifests and the chart in deploy/kubernetes: valid objects, which fit the server and each other.
+"""The manifests and the chart in docs/deploy/kubernetes: valid objects, which fit the server and each other.
 
 Helm's own library renders the chart; the schemas are those of Kubernetes.
 """
@@ -18,7 +18,7 @@ from ray.serve.schema import ServeDeploySchema
 from mvllm_ray.serve.settings import read_settings
 from tests.unit.test_deploy import METRICS, served_with
 
-KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
+KUBERNETES = Path(__file__).parents[2] / "docs" / "deploy" / "kubernetes"
 CHART = KUBERNETES / "chart"
 OLDEST, NEWEST = "1.27", kubernetes_validate.latest_version()
 """The versions that objects are checked with; the oldest one is that of Chart.yaml."""
@@ -303,7 +303,7 @@ class TestRayService:
         assert model.drain_timeout < float(command[3]) < self.pods[1]["terminationGracePeriodSeconds"]
 
     def test_the_version_of_ray_is_the_tested_one(self) -> None:
-        pins = (KUBERNETES.parents[1] / "ci/constraints/cpu.txt").read_text()
+        pins = (KUBERNETES.parents[2] / "ci/constraints/cpu.txt").read_text()
         assert f"ray=={self.cluster['rayVersion']}\n" in pins
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -45,6 +46,15 @@ def test_every_package_imports_only_the_plugin_api(package: str) -> None:
     contract = "plugin-api" if package in PLATFORMS | LIBRARIES else "extension-api"
     assert package in contracts[contract]["allowed_importers"]
     assert package in contracts[f"one-{contract}"]["source_modules"]
+
+
+def test_cores_tests_name_no_module_of_a_part() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    parts = [requirement.partition(">")[0].replace("-", "_") for requirement in extras["parts"]]
+    named = re.compile(rf"\b({'|'.join(parts)})\b")
+    tools = {"perf", "gpu", "clients"}
+    files = [path for path in (ROOT / "tests").rglob("*.py") if path.relative_to(ROOT / "tests").parts[0] not in tools]
+    assert not [f"{path}: {found[0]}" for path in files if (found := named.search(path.read_text(encoding="utf-8")))]
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)

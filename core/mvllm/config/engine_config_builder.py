@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
 from mvllm.config.engine_config import (
     CacheConfig,
@@ -13,6 +12,7 @@ from mvllm.config.engine_config import (
     ParallelConfig,
     SchedulerConfig,
 )
+from mvllm.config.engine_settings import EngineSettings
 from mvllm.config.keyword_arguments import listed_names
 from mvllm.config.kv_events import read_kv_events_config
 from mvllm.config.kv_transfer import read_kv_transfer_config
@@ -22,13 +22,12 @@ from mvllm.config.model_limits import check_parallel_sizes, token_budget
 from mvllm.config.multimodal import MultiModalConfig, read_limits, read_media_folder, read_processor_kwargs
 from mvllm.config.speculative import SpeculativeConfig
 
-if TYPE_CHECKING:
-    from mvllm.config.engine_args import EngineArgs
-
 _KV_DTYPES = DTYPE_ALIASES | {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 
 
-def build_engine_config(args: EngineArgs, model: ModelConfig, speculative: SpeculativeConfig | None) -> EngineConfig:
+def build_engine_config(
+    args: EngineSettings, model: ModelConfig, speculative: SpeculativeConfig | None
+) -> EngineConfig:
     """The configuration of validated settings.
 
     Args:
@@ -112,7 +111,7 @@ def build_engine_config(args: EngineArgs, model: ModelConfig, speculative: Specu
     )
 
 
-def _multimodal_config(args: EngineArgs) -> MultiModalConfig:
+def _multimodal_config(args: EngineSettings) -> MultiModalConfig:
     return MultiModalConfig(
         limit_per_prompt=read_limits(args.limit_mm_per_prompt or {}),
         allowed_local_media_path=read_media_folder(args.allowed_local_media_path),
@@ -131,7 +130,7 @@ def _multimodal_config(args: EngineArgs) -> MultiModalConfig:
     )
 
 
-def _lora_config(args: EngineArgs) -> LoRAConfig | None:
+def _lora_config(args: EngineSettings) -> LoRAConfig | None:
     if not args.enable_lora:
         return None
     return LoRAConfig(args.max_loras, args.max_lora_rank, args.max_cpu_loras or args.max_loras)

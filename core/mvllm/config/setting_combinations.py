@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from mvllm.config.engine_settings import EngineSettings
 from mvllm.errors import ConfigError
 
-if TYPE_CHECKING:
-    from mvllm.config.engine_args import EngineArgs
 
-
-def check_combinations(args: EngineArgs) -> None:
+def check_combinations(args: EngineSettings) -> None:
     """Checks settings that are permitted alone.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig
@@ -15,7 +15,7 @@ from mvllm.engine.frontend.input_processor import ProcessedRequest
 from mvllm.engine.frontend.outputs import RequestOutput
 from mvllm.engine.frontend.requested_config import requested_config
 from mvllm.engine.metrics.stats import EngineLoad, EngineMetrics
-from mvllm.engine.process.core_client_properties import CoreClientProperties
+from mvllm.engine.process.engine_core_client import EngineCoreClient
 from mvllm.engine.process.inproc_client import make_client
 from mvllm.engine.rollouts import EngineRollouts
 from mvllm.engine.shared_steps import SharedSteps, StepCaller, exclusive
@@ -24,7 +24,6 @@ from mvllm.messages.commands import (
     AddLoRA,
     CheckSleep,
     DecodeImages,
-    EngineCommand,
     IsSchedulerPaused,
     RemoveLoRA,
     ResetEncoderCache,
@@ -34,46 +33,14 @@ from mvllm.messages.commands import (
 )
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.lora import LoRARequest
-from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
+from mvllm.messages.requests import SchedulerStats
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.platform.worker_protocol import WORKER_METHODS
 
 if TYPE_CHECKING:
     from mvllm.engine.metrics.reader import Metric
 
-_R = TypeVar("_R")
 _T = TypeVar("_T")
-
-
-class EngineCoreClient(CoreClientProperties, Protocol):
-    """The engine-core interface that LLMEngine uses, for a core in this process or another."""
-
-    def add_request(self, request: EngineCoreRequest) -> None:
-        """Queues a request."""
-
-    def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Drops requests; unknown ids are ignored."""
-
-    def has_requests(self) -> bool:
-        """Whether `step` has work."""
-
-    def step(self) -> EngineCoreOutputs:
-        """Runs one step."""
-
-    def interrupt_step(self) -> None:
-        """Makes a waiting `step` return early. Callable in any thread or a signal handler."""
-
-    def call(self, command: EngineCommand[_R]) -> _R:
-        """The engine core's answer to a command."""
-
-    def collective_rpc(self, method: str, args: tuple[Any, ...], timeout: float | None) -> list[Any]:
-        """Calls a method of every worker, see `Executor.collective_rpc`."""
-
-    def apply_model(self, function: Callable[[Any], _T]) -> list[_T]:
-        """Calls a function with the model of every worker, see `Executor.apply_model`."""
-
-    def shutdown(self) -> None:
-        """Ends the engine core. Idempotent."""
 
 
 def _rollouts(engine: LLMEngine) -> EngineRollouts:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mvllm.engine.frontend.lora_request_validator import LoRARequestValidator
 from mvllm.engine.frontend.weight_update_source import transfer_info, update_info, weight_update
+from mvllm.engine.process.engine_core_client import EngineCoreClient
 from mvllm.engine.shared_steps import SharedSteps, exclusive
 from mvllm.errors import RequestError
 from mvllm.messages.commands import (
@@ -32,8 +33,6 @@ from mvllm.messages.weights import WeightTransferInfo
 
 if TYPE_CHECKING:
     import torch
-
-    from mvllm.engine.llm_engine import EngineCoreClient
 
 _R = TypeVar("_R")
 

@@ -1,6 +1,7 @@
 """The step loop of an engine in this process: steps until every request has finished, and handles Ctrl-C.
 
-    for output in run_requests(engine, requests):             offline generation, offline benchmarks
+    for output in run_requests(engine, requests):             offline generation
+    for output in run_prompts(engine, prompts):               benchmarks
     for output in stream_request(engine, prompt, params):     one request, with its new text after each step
 
 Ctrl-C takes effect between two steps, never in the middle of one, so that the engine stays usable.
@@ -24,6 +25,7 @@ from mvllm.engine.shared_steps import StepCaller
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
 
+_prompt_numbers = itertools.count()
 _stream_numbers = itertools.count()
 
 
@@ -56,6 +58,19 @@ def run_requests(engine: LLMEngine, requests: Sequence[ProcessedRequest]) -> Gen
                 yield from engine.next_outputs(caller, raise_pending_interrupt)
         finally:
             engine.remove_caller(caller)
+
+
+def run_prompts(
+    engine: LLMEngine, prompts: Sequence[tuple[PromptType, SamplingParams]]
+) -> Generator[RequestOutput, None, None]:
+    """Processes prompts, adds them all at once, and yields their outputs as `run_requests` does.
+
+    Raises:
+        RequestError: A prompt or a parameter is invalid. No request is added.
+    """
+    ids = [f"prompt-{next(_prompt_numbers)}" for _ in prompts]
+    processor = engine.input_processor
+    yield from run_requests(engine, processor.process_batch(ids, [p for p, _ in prompts], [s for _, s in prompts]))
 
 
 def stream_request(

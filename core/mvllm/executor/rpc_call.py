@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from mvllm.executor.rpc_messages import MethodCodec, Reply
 
-if TYPE_CHECKING:
-    from mvllm.executor.rpc_executor import RpcExecutor
-
 T = TypeVar("T")
+
+
+class ReplyReader(Protocol):
+    """What reads the replies of calls: an RpcExecutor."""
+
+    def request_deferred_reply(self, future: RpcFuture[Any]) -> None:
+        """Asks the workers for a reply that they hold back until it is asked for."""
+
+    def poll_replies(self) -> None:
+        """Reads the replies that have arrived."""
+
+    def wait_for(self, future: RpcFuture[Any], timeout: float | None, *, cancel_on_timeout: bool) -> None:
+        """Reads replies until the future is resolved."""
 
 
 class RpcFuture(Future[T], Generic[T]):
@@ -22,7 +32,7 @@ class RpcFuture(Future[T], Generic[T]):
         timeout: Seconds that `result` waits if its caller names no timeout, counted from the call of `result`.
     """
 
-    def __init__(self, executor: RpcExecutor, timeout: float | None) -> None:
+    def __init__(self, executor: ReplyReader, timeout: float | None) -> None:
         super().__init__()
         self._executor = executor
         self._timeout = timeout

@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from mvllm.sampling.sampler import Sampler as Sampler
     from mvllm.sampling.sampler_output import SamplerOutput as SamplerOutput
     from mvllm.sampling.sampling_state import SamplingState as SamplingState
-    from mvllm.sampling.sampling_state import TokenHistory as TokenHistory
+    from mvllm.sampling.token_history import TokenHistory as TokenHistory
     from mvllm.version import __version__ as __version__
     from mvllm.worker.host_blocks import CopiedRows as CopiedRows
     from mvllm.worker.host_blocks import HostBlocks as HostBlocks
@@ -117,7 +117,8 @@ _NAMES = {
     "mvllm.platform.tensor_caches": "tensors_of",
     "mvllm.sampling.sampler": "Sampler",
     "mvllm.sampling.sampler_output": "SamplerOutput",
-    "mvllm.sampling.sampling_state": "SamplingState TokenHistory",
+    "mvllm.sampling.sampling_state": "SamplingState",
+    "mvllm.sampling.token_history": "TokenHistory",
     "mvllm.version": "__version__",
     "mvllm.worker.host_blocks": "CopiedRows HostBlocks",
     "mvllm.worker.step_inputs": "StepInputBuilder StepInputs",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
 import torch
@@ -20,8 +20,29 @@ from mvllm.platform.state import StateArguments, StateBackend, StateSpec
 
 if TYPE_CHECKING:
     from mvllm.layers.matrix_layout import MatrixLayout
-    from mvllm.layers.quantization.interface import QuantizationMethod
-    from mvllm.layers.quantization.quantized_matrix import QuantizedMatrix
+    from mvllm.layers.quantization.matrix_interface import QuantizedMatrix
+
+
+class Quantization(Protocol):
+    """What models and layers call of a QuantizationMethod, which documents it."""
+
+    @property
+    def quantizes_on_load(self) -> bool:
+        """Whether the method quantizes an unquantized checkpoint."""
+
+    def matrix(
+        self, ctx: BuildContext, layout: MatrixLayout, tied_to: nn.Parameter | None = None
+    ) -> QuantizedMatrix | None:
+        """The quantized form of one matrix; None if it is not quantized."""
+
+    def use_names(self, checkpoint_names: Callable[[str], Sequence[str]]) -> None:
+        """Sets the names that checkpoints may have for a module."""
+
+    def ignores(self, name: str) -> bool:
+        """Whether a checkpoint tensor without target may be skipped."""
+
+    def given_name(self, name: str) -> str:
+        """The name by which targets refer to a checkpoint tensor."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +88,7 @@ class BuildContext:
     tp: GroupCoordinator
     pp: GroupCoordinator
     kv_dtype: str
-    quantization: QuantizationMethod | None = None
+    quantization: Quantization | None = None
     with_adapters: bool = False
     num_devices: int = 1
     spread: Callable[[torch.Tensor, int | None], torch.Tensor] | None = None

@@ -16,9 +16,8 @@ from typing import Any, overload
 from weakref import WeakSet
 
 from mvllm.errors import ContractError
-from mvllm.layers.context import BuildContext
+from mvllm.layers.context import BuildContext, Quantization
 from mvllm.layers.matrix_layout import MatrixLayout
-from mvllm.layers.quantization.interface import QuantizationMethod
 from mvllm.layers.quantization.quantized_matrix import ExpertFacts, QuantizedMatrix
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.logging import get_logger
@@ -27,7 +26,7 @@ from mvllm.ops.registry import ResolvedOp
 
 logger = get_logger(__name__)
 
-_reported: WeakSet[QuantizationMethod] = WeakSet()
+_reported: WeakSet[Quantization] = WeakSet()
 """Methods of the models for which mixed formats were logged."""
 
 

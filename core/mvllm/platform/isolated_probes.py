@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import EntryPoint
 from typing import IO, Any
 
 from mvllm.logging import get_logger
@@ -182,14 +183,12 @@ def _plain(value: Any) -> Any:
 
 def main(job: dict[str, Any]) -> None:
     """The child's program. It ends without exit handlers, which a library could have registered."""
-    from mvllm.platform.discovery import load_attribute
-
     os.set_inheritable(job["fd"], False)  # a program that a probe starts must not keep the connection open
     os.environ.pop("PYTHONPATH")
     if job["python_path"] is not None:  # programs that a probe starts may be of another Python
         os.environ["PYTHONPATH"] = job["python_path"]
     os.write(job["fd"], b"\n")
-    _serve(job["fd"], load_attribute(job["run"]), job["probes"])
+    _serve(job["fd"], EntryPoint("run", job["run"], "").load(), job["probes"])
     os._exit(0)
 
 

@@ -8,16 +8,24 @@ than in a cache of one, and the dimension of the tokens within a block is the on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 from mvllm.errors import PlatformError
+from mvllm.platform.attention_spec import AttentionSpec, KVLayout
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from mvllm.platform.attention import AttentionBackend
+
+class TensorCacheBackend(Protocol):
+    """What these functions call of an AttentionBackend."""
+
+    spec: AttentionSpec
+
+    def kv_layout(self) -> KVLayout: ...
+    def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> Any: ...
 
 
 def tensors_of(kv: Any) -> list[torch.Tensor] | None:
@@ -30,12 +38,12 @@ def tensors_of(kv: Any) -> list[torch.Tensor] | None:
     return list(parts)
 
 
-def bytes_of(backend: AttentionBackend, kv: Any) -> int:
+def bytes_of(backend: TensorCacheBackend, kv: Any) -> int:
     """Total bytes of the tensors."""
     return sum(part.numel() * part.element_size() for part in _tensors(backend, kv, "kv_bytes"))
 
 
-def fill(backend: AttentionBackend, kv: Any, value: float) -> None:
+def fill(backend: TensorCacheBackend, kv: Any, value: float) -> None:
     """Sets every number to `value`. Of 8-bit codes with scales in other tensors, codes become 1 and scales `value`."""
     import torch
 
@@ -48,7 +56,7 @@ def fill(backend: AttentionBackend, kv: Any, value: float) -> None:
             part.fill_(0x38 if part.dtype == torch.uint8 else 1)
 
 
-def read_slots(backend: AttentionBackend, kv: Any, slots: torch.Tensor) -> list[torch.Tensor]:
+def read_slots(backend: TensorCacheBackend, kv: Any, slots: torch.Tensor) -> list[torch.Tensor]:
     """The contents of the slots in each tensor, [n, ...].
 
     Raises:
@@ -62,7 +70,7 @@ def read_slots(backend: AttentionBackend, kv: Any, slots: torch.Tensor) -> list[
     raise _unreadable(backend, "read_slots", f"shapes {[tuple(part.shape) for part in parts]} do not show its slots")
 
 
-def copy_blocks(backend: AttentionBackend, kv: Any, source: torch.Tensor, destination: torch.Tensor) -> None:
+def copy_blocks(backend: TensorCacheBackend, kv: Any, source: torch.Tensor, destination: torch.Tensor) -> None:
     """Copies block `source[i]` to block `destination[i]` in each tensor.
 
     Raises:
@@ -75,7 +83,7 @@ def copy_blocks(backend: AttentionBackend, kv: Any, source: torch.Tensor, destin
         blocks[destination.to(part.device)] = blocks[source.to(part.device)]
 
 
-def block_format(backend: AttentionBackend, kv: Any, block_size: int) -> str:
+def block_format(backend: TensorCacheBackend, kv: Any, block_size: int) -> str:
     """Names of the class, the spec's stored sizes, and dtype and shape of a block in each tensor.
 
     Raises:
@@ -90,7 +98,7 @@ def block_format(backend: AttentionBackend, kv: Any, block_size: int) -> str:
     return f"{kind.__module__}.{kind.__qualname__} {block_size} tokens of {heads} in {spec.kv_dtype}: {parts}"
 
 
-def export_blocks(backend: AttentionBackend, kv: Any, blocks: np.ndarray, out: np.ndarray) -> None:
+def export_blocks(backend: TensorCacheBackend, kv: Any, blocks: np.ndarray, out: np.ndarray) -> None:
     """Copies blocks to the rows of `out`, uint8 [n, bytes of a block]; waits.
 
     Raises:
@@ -99,7 +107,7 @@ def export_blocks(backend: AttentionBackend, kv: Any, blocks: np.ndarray, out: n
     export_rows(_block_views(backend, kv, out.shape[1], "export_blocks"), blocks, out)
 
 
-def import_blocks(backend: AttentionBackend, kv: Any, blocks: np.ndarray, data: np.ndarray) -> None:
+def import_blocks(backend: TensorCacheBackend, kv: Any, blocks: np.ndarray, data: np.ndarray) -> None:
     """Copies the rows of `data`, uint8 [n, bytes of a block], to blocks.
 
     Raises:
@@ -141,11 +149,11 @@ def import_rows(tensors: Sequence[torch.Tensor], rows: np.ndarray, data: np.ndar
         start += size
 
 
-_VIEWED: WeakKeyDictionary[AttentionBackend, dict[Any, list[tuple[int, int]]]] = WeakKeyDictionary()
+_VIEWED: WeakKeyDictionary[TensorCacheBackend, dict[Any, list[tuple[int, int]]]] = WeakKeyDictionary()
 """Results of `_block_dimensions`, by backend, and by the shapes of its caches and the bytes of a block."""
 
 
-def _block_views(backend: AttentionBackend, kv: Any, block_bytes: int, method: str) -> list[torch.Tensor]:
+def _block_views(backend: TensorCacheBackend, kv: Any, block_bytes: int, method: str) -> list[torch.Tensor]:
     """Views [num_blocks, ...] of the tensors.
 
     Args:
@@ -170,7 +178,7 @@ def _block_views(backend: AttentionBackend, kv: Any, block_bytes: int, method: s
 
 
 def _block_dimensions(
-    backend: AttentionBackend, parts: Sequence[torch.Tensor], block_sizes: Sequence[int], method: str
+    backend: TensorCacheBackend, parts: Sequence[torch.Tensor], block_sizes: Sequence[int], method: str
 ) -> list[tuple[int, int]]:
     """For each tensor the dimension that grows with the number of blocks, and what one block takes of it.
 
@@ -201,7 +209,7 @@ def _differing(one: Sequence[int], other: Sequence[int]) -> list[int]:
 
 
 def _axes(
-    backend: AttentionBackend, parts: Sequence[torch.Tensor], index: int, size: int
+    backend: TensorCacheBackend, parts: Sequence[torch.Tensor], index: int, size: int
 ) -> tuple[int, int | None] | None:
     """Dimensions of the blocks and of the tokens within one; (d, None) where slots have a dimension; None if unknown.
 
@@ -235,14 +243,14 @@ def _read(part: torch.Tensor, slots: torch.Tensor, axes: tuple[int, int | None],
     return part.movedim((d, e), (0, 1))[slots // size, slots % size]
 
 
-def _tensors(backend: AttentionBackend, kv: Any, method: str) -> list[torch.Tensor]:
+def _tensors(backend: TensorCacheBackend, kv: Any, method: str) -> list[torch.Tensor]:
     parts = tensors_of(kv)
     if parts is None:
         raise _unreadable(backend, method, f"it is a {type(kv).__name__}")
     return parts
 
 
-def _unreadable(backend: AttentionBackend, method: str, why: str) -> PlatformError:
+def _unreadable(backend: TensorCacheBackend, method: str, why: str) -> PlatformError:
     name = type(backend).__name__
     return PlatformError(
         f"{name} does not describe the layout of its KV cache, and core cannot derive it: {why}. Implement "

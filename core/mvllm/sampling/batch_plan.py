@@ -27,8 +27,8 @@ from mvllm.sampling.sampling_state import (
     PROCESSED,
     RANDOM,
     SamplingState,
-    TokenHistory,
 )
+from mvllm.sampling.token_history import TokenHistory
 from mvllm.sampling.token_masks import TokenMasks, intersect_masks
 from mvllm.sampling.uniforms import uniforms
 

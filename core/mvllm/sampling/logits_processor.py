@@ -25,7 +25,7 @@ from mvllm.plugin_groups import PluginSource
 if TYPE_CHECKING:
     import torch
 
-    from mvllm.sampling.sampling_state import TokenHistory
+    from mvllm.sampling.token_history import TokenHistory
 
 
 @dataclass(frozen=True)

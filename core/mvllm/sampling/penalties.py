@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from mvllm.sampling.sampling_state import TokenHistory
+    from mvllm.sampling.token_history import TokenHistory
 
 _ELEMENTS_AT_ONCE = 1 << 25
 """Logits penalized at a time on the device, which bounds the memory of intermediate results."""

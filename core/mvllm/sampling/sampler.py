@@ -29,8 +29,9 @@ from mvllm.sampling.filters import filtered_weights, next_power_of_two
 from mvllm.sampling.logprobs import LogSumExp, gather_logprobs
 from mvllm.sampling.penalties import apply_penalties
 from mvllm.sampling.sampler_output import GatheredLogprobs, SamplerOutput
-from mvllm.sampling.sampling_state import LOGPROBS, SamplingState, TokenHistory
+from mvllm.sampling.sampling_state import LOGPROBS, SamplingState
 from mvllm.sampling.thinking_budget import NOT_FORCED
+from mvllm.sampling.token_history import TokenHistory
 from mvllm.sampling.token_masks import TokenMasks, unpack_masks
 
 Argmax = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

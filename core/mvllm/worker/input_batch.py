@@ -21,7 +21,8 @@ import numpy as np
 from mvllm.messages.scheduler_output import NewRequestData, SchedulerOutput
 from mvllm.pooling.pooler import PoolingState
 from mvllm.sampling.logits_processor import RowTokens
-from mvllm.sampling.sampling_state import SamplingState, TokenHistory
+from mvllm.sampling.sampling_state import SamplingState
+from mvllm.sampling.token_history import TokenHistory
 from mvllm.worker.guidance import GuidedRows
 from mvllm.worker.item_rows import ItemRows
 from mvllm.worker.non_causal_spans import NonCausalSpans

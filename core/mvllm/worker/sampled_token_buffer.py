@@ -21,7 +21,7 @@ import torch
 from mvllm.messages.scheduler_output import ModelRunnerOutput
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.sampling.sampler_output import SamplerOutput
-from mvllm.sampling.sampling_state import PlaceholderTokens, TokenHistory
+from mvllm.sampling.token_history import PlaceholderTokens, TokenHistory
 from mvllm.worker.step_result import StepResult
 
 

@@ -20,7 +20,8 @@ from mvllm.platform.tokens_on_device import keeps_sampled_tokens_on_device
 from mvllm.sampling.batch_plan import kernel_warm_up_params, warm_up_params
 from mvllm.sampling.penalties import DeviceTokenCounts
 from mvllm.sampling.sampler import Sampler
-from mvllm.sampling.sampling_state import SamplingState, TokenHistory
+from mvllm.sampling.sampling_state import SamplingState
+from mvllm.sampling.token_history import TokenHistory
 from mvllm.worker.capture_shapes import reachable_shapes, warm_up_shapes
 from mvllm.worker.model_forward import ModelForward
 from mvllm.worker.sampled_token_buffer import SampledTokenBuffer

@@ -16,23 +16,6 @@ PROMPTS = ("Once upon a time", "The capital of France is", "The old dog")
 QUESTION = [{"role": "user", "content": "What is the capital of Italy?"}]
 
 
-@pytest.mark.parametrize("kind", ["openai", "openai-chat"])
-def test_bench_serve(server, tmp_path, kind):
-    arguments = ["--endpoint-type", kind, "--num-prompts", "12", "--input-len", "20", "--output-len", "9"]
-    arguments += ["--max-concurrency", "4", "--tokenizer", "demo", "--ignore-eos", "--goodput", "e2el:1000000"]
-    arguments += ["--save-detailed", "--result-dir", str(tmp_path), "--result-filename", "r.json"]
-    assert main(["bench", "serve", "--base-url", server.url, *arguments]) == 0
-    result = json.loads((tmp_path / "r.json").read_text())
-    assert (result["completed"], result["failed"], result["model_id"]) == (12, 0, "demo")
-    assert result["output_lens"] == [9] * 12 and result["errors"] == [""] * 12
-    assert result["request_goodput"] == pytest.approx(result["request_throughput"])
-    assert all(
-        20 <= length <= 45 for length in result["input_lens"]
-    )  # including the tokens that the template or the tokenizer adds
-    assert 0 < result["mean_ttft_ms"] < result["mean_e2el_ms"]
-    assert 1 <= result["max_concurrent_requests"] <= 4
-
-
 def test_complete_and_chat_print_the_servers_output(server, client, capsys, monkeypatch):
     body = {"prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0}
     text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]

@@ -14,10 +14,10 @@ import openai
 import pytest
 from PIL import Image
 
+from ci.demo_vision.pictures import Shape, draw
 from mvllm.demo import demo_vision_model_path
 from tests.helpers.processes import assert_nothing_left, shared_memory_names
 from tests.helpers.server import SMALL, ServerProcess
-from tools.demo_vision.pictures import Shape, draw
 
 CIRCLE, SQUARE = Shape("circle", "red"), Shape("square", "blue")
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mvllm.config.engine_args import SERVER_MAX_QUEUED_REQUESTS, EngineArgs
+from mvllm.config.engine_args import EngineArgs
+from mvllm.config.engine_settings import SERVER_MAX_QUEUED_REQUESTS
 from mvllm.config.multimodal import MultiModalConfig
 from mvllm.entrypoints.cli import serve
 from mvllm.errors import ConfigError, ModelError

@@ -8,7 +8,6 @@ An option that several commands have under the same heading is listed once, in a
 from __future__ import annotations
 
 import argparse
-import importlib
 import re
 import textwrap
 from collections import Counter
@@ -18,7 +17,8 @@ from pathlib import Path
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.entrypoints.cli.help import subcommands
-from mvllm.entrypoints.cli.main import COMMANDS, _make_parser
+from mvllm.entrypoints.cli.main import _make_parser, installed_commands, load_command
+from tests.unit.docs.every_part import documented_commands
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "cli.md"
 HEAD = """\
@@ -69,9 +69,8 @@ def page() -> str:
 
 def all_commands() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     """Every command that takes options, with its parser; subcommands replace their parent command."""
-    for name in COMMANDS:
-        module = importlib.import_module(f"mvllm.entrypoints.cli.{name.replace('-', '_')}")
-        parser = subcommands(_make_parser(name, module))[name]
+    for name in documented_commands():
+        parser = subcommands(_make_parser(name, load_command(name), installed_commands()))[name]
         below = subcommands(parser)
         yield from ((f"{name} {each}", found) for each, found in below.items())
         if not below:

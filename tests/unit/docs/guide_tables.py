@@ -15,7 +15,7 @@ from mvllm import RequestError, SamplingParams
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.env import KNOWN_VARIABLES
 from mvllm.entrypoints.cli.arguments import attribute_help
-from mvllm.entrypoints.cli.main import COMMANDS
+from tests.unit.docs.every_part import documented_commands
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGES = {
@@ -29,7 +29,9 @@ PAGES = {
 def tables() -> dict[str, str]:
     """Every generated table by its name in its page."""
     return {
-        "commands": _table(("command", "what it does"), ((f"`mvllm {c}`", text) for c, text in COMMANDS.items())),
+        "commands": _table(
+            ("command", "what it does"), ((f"`mvllm {c}`", text) for c, text in documented_commands().items())
+        ),
         "sampling": _table(("parameter", "default", "permitted", "meaning"), _sampling_rows()),
         "engine": _table(("setting", "default", "permitted", "meaning"), _engine_rows()),
         "environment": _table(("variable", "meaning"), ((f"`{n}`", text) for n, text in KNOWN_VARIABLES.items())),

@@ -30,7 +30,7 @@ HOLE = "\0"  # the source has a value where the page has "..."
 NOT_FOR_USERS = (
     "is not contiguous; make it so before sending",
     "names open files, so it can only be sent to a child",
-    "is still in use after the end of acquire_read",
+    "is still in use after the message was",
     "remote_readers and host go together",
     "has remote readers, so the process that created it has to write it",
     "was created without remote readers",

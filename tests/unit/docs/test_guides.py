@@ -17,6 +17,7 @@ from mvllm.entrypoints.llm import LLM
 from mvllm.platform.discovery import Candidate, PluginFailure
 from mvllm.platform.spec import PlatformSpec, ProbeResult
 from mvllm.plugin_groups import PluginSource
+from tests.unit.docs.every_part import needs_every_part
 from tests.unit.docs.guide_tables import DOCS, PAGES, tables, with_table
 from tests.unit.entrypoints.builders import save_model_folder
 
@@ -25,7 +26,9 @@ OFFLINE = (DOCS / "how-to" / "offline-generation.md").read_text(encoding="utf-8"
 TROUBLESHOOTING = (DOCS / "how-to" / "troubleshooting.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs_every_part) if name == "commands" else name for name in PAGES]
+)
 def test_generated_tables_are_up_to_date(name):
     page = PAGES[name].read_text(encoding="utf-8")
     assert with_table(page, name, tables()[name]) == page, "run: python -m tests.unit.docs.guide_tables"

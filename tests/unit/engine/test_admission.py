@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from mvllm.config.engine_args import SERVER_MAX_QUEUED_REQUESTS, EngineArgs
+from mvllm.config.engine_args import EngineArgs
+from mvllm.config.engine_settings import SERVER_MAX_QUEUED_REQUESTS
 from mvllm.engine.frontend.admission import AdmissionControl
 from mvllm.engine.metrics.stats import EngineMetrics
 from mvllm.errors import QueueFullError

@@ -8,6 +8,7 @@ import sys
 import mvllm
 from mvllm.entrypoints.cli import collect_env
 from mvllm.entrypoints.cli.main import main
+from mvllm.installable import describe_parts
 
 
 def test_the_report_has_software_plugins_and_machine(monkeypatch, capsys):
@@ -18,6 +19,7 @@ def test_the_report_has_software_plugins_and_machine(monkeypatch, capsys):
     report = json.loads(text)
     assert "hf_secret_of_mine" not in text
     assert report["mvllm"]["version"] == mvllm.__version__
+    assert report["mvllm"]["parts"] == describe_parts()
     assert report["python"]["executable"] == sys.executable
     assert report["torch"]["version"].startswith(report["packages"]["torch"].partition("+")[0])
     assert report["torch"]["threads"] == 1

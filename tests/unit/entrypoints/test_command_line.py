@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import io
 import json
 import subprocess
@@ -15,7 +14,7 @@ from mvllm import SamplingParams
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.human_readable_int import human_readable_int
 from mvllm.entrypoints.cli import arguments
-from mvllm.entrypoints.cli.main import COMMANDS, _make_parser, main
+from mvllm.entrypoints.cli.main import COMMANDS, _make_parser, load_command, main
 from tests.unit.entrypoints.builders import ANSWER_TEXT, TOKENIZER, echo, save_model_folder, use_fake_engine
 
 
@@ -81,14 +80,8 @@ class TestHelp:
 
     def test_help_with_a_word_includes_subcommands(self, capsys):
         with pytest.raises(SystemExit):
-            main(["bench", "--help=burst"])
-        text = capsys.readouterr().out
-        assert text.startswith("mvllm bench serve") and "--burstiness" in text
-        assert "mvllm bench latency" not in text
-        with pytest.raises(SystemExit):
-            main(["bench", "latency", "--help=batch"])
-        text = capsys.readouterr().out
-        assert "--batch-size" in text and "--temperature" not in text
+            main(["plugin", "--help=name"])
+        assert capsys.readouterr().out.startswith("mvllm plugin new\n")
 
     def test_each_sampling_parameter_has_a_help_text(self):
         texts = arguments.attribute_help(SamplingParams)
@@ -243,21 +236,17 @@ def test_json_objects_are_read(folder, clients):
     assert clients[0].config.model.max_model_len == 128
 
 
-MODEL_COMMANDS = (
-    *(["generate"], ["chat"], ["complete"], ["serve"], ["run-batch", "-i", "a", "-o", "b"], ["doctor"]),
-    *(["bench", name] for name in ("throughput", "latency", "startup", "serve")),
-)
+MODEL_COMMANDS = (*(["generate"], ["chat"], ["complete"], ["serve"], ["run-batch", "-i", "a", "-o", "b"], ["doctor"]),)
 
 
-@pytest.mark.parametrize("command", MODEL_COMMANDS, ids=lambda command: " ".join(command[:2]))
+@pytest.mark.parametrize("command", MODEL_COMMANDS, ids=lambda command: command[0])
 def test_every_command_accepts_the_model_as_positional_argument(command):
-    words = command[:2] if command[0] == "bench" else command[:1]
-    parser = _make_parser(command[0], importlib.import_module(f"mvllm.entrypoints.cli.{command[0].replace('-', '_')}"))
+    parser = _make_parser(command[0], load_command(command[0]))
     for named in (["m"], ["--model", "m"], ["m", "--model", "m"], ["--model", "other", "--model", "m"]):
         assert parser.parse_args([*command, *named]).model == "m"
     assert not hasattr(parser.parse_args(command), "model")
     with pytest.raises(SystemExit):
-        parser.parse_args([*words, "--help"])
+        parser.parse_args([command[0], "--help"])
 
 
 @pytest.mark.parametrize(
@@ -290,16 +279,14 @@ def test_the_engine_gets_them(folder, clients):
     assert clients[0].requests[0].sampling_params.max_tokens == 2
 
 
-@pytest.mark.parametrize(
-    "words", [[], ["generate"], ["serve"], ["run-batch"], ["bench"], ["bench", "serve"], ["plugin", "new"]]
-)
+@pytest.mark.parametrize("words", [[], ["generate"], ["serve"], ["run-batch"], ["plugin"], ["plugin", "new"]])
 def test_the_usage_is_one_line(words, capsys):
     with pytest.raises(SystemExit):
         main([*words, "--help"])
     first, second = capsys.readouterr().out.splitlines()[:2]
     assert first.startswith(f"usage: {' '.join(['mvllm', *words])} ") and first.endswith(" [OPTION ...]")
     assert not second.strip() and len(first) < 100
-    required = {"generate": "[MODEL]", "run-batch": "-i FILE -o FILE [MODEL]", "bench serve": "[MODEL]"}
+    required = {"generate": "[MODEL]", "run-batch": "-i FILE -o FILE [MODEL]", "plugin new": "NAME"}
     assert required.get(" ".join(words), "") in first
 
 
@@ -331,10 +318,8 @@ def test_a_damaged_gguf_file_is_reported_in_a_sentence(what, tmp_path, capsys):
             ["generate"],
             "mvllm generate: error: no model is given; add one, as in `mvllm generate MODEL` or with --model",
         ),
-        (["bench", "latency"], "no model is given; add one, as in `mvllm bench latency MODEL`"),
         (["fly"], "unknown command 'fly'."),
         (["genrate", "demo"], "unknown command 'genrate'. Did you mean generate?"),
-        (["bench", "latensy"], "mvllm bench: error: unknown benchmark 'latensy'. Did you mean latency?"),
         (["chat", "demo", "--temprature=1"], "unrecognized arguments: --temprature=1. Did you mean --temperature?"),
         (["chat", "demo", "--dtype", "flot16"], "choose from auto, float32"),
         (["chat", "demo", "--dtype", "flot16"], "Did you mean float16?"),

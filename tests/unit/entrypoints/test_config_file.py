@@ -147,11 +147,3 @@ def test_serve_and_run_batch_support_config_files(config, capsys):
     path = config("input_file: /nowhere/in\noutput-file: out\nmodel: demo\n")
     assert main(["run-batch", "--config", path]) == 1
     assert "/nowhere/in cannot be opened" in capsys.readouterr().err
-
-
-def test_subcommands_support_config_files(config, capsys):
-    path = config("num_prompts: 0\nmodel: demo\ninput_len: 4\n")
-    assert main(["bench", "throughput", "--config", path]) == 1
-    assert "number of prompts is 0" in capsys.readouterr().err
-    assert main(["bench", "latency", "--config", path]) == 1
-    assert "num_prompts is not an option of `mvllm bench latency`" in capsys.readouterr().err

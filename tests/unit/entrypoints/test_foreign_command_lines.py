@@ -17,7 +17,7 @@ from mvllm.entrypoints.cli import generate, serve
 from mvllm.entrypoints.cli.argument_parser import find_subcommand
 from mvllm.entrypoints.cli.arguments import engine_args
 from mvllm.entrypoints.cli.foreign_server_options import FOREIGN_SERVER_OPTIONS, apply_foreign_server_options
-from mvllm.entrypoints.cli.main import _make_parser, main
+from mvllm.entrypoints.cli.main import _make_parser
 from mvllm.entrypoints.cli.option_spellings import SHORT_OPTIONS, as_declared
 from mvllm.errors import ConfigError
 from tests.unit.entrypoints.builders import save_model_folder
@@ -209,12 +209,6 @@ def test_a_prompt_may_begin_with_a_dash(text: str) -> None:
 def test_the_number_of_machines_is_not_mistaken_for_that_of_outputs() -> None:
     command = find_subcommand(_make_parser("generate", generate), ["generate"])[0]
     assert as_declared(command, ["-n", "4"]) == ["-n", "4"], "unknown to argparse"
-
-
-def test_help_about_a_word_of_all_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "--help=rate", "serve"])
-    assert ended.value.code == 0 and "--request-rate" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("option", ["--api-key", "--api_key", "--admin_api_key"])

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from mvllm import installable
 from mvllm.entrypoints.cli import doctor_checks as doctor_checks
 from mvllm.entrypoints.cli.main import main
 from mvllm.errors import ContractError
@@ -152,6 +153,7 @@ class TestDoctor:
             "python.version",
             "core.version",
             "core.dependencies",
+            "core.parts",
             "torch.import",
             "platform.entry_points",
             "platform.good.plugin",
@@ -165,6 +167,22 @@ class TestDoctor:
             "system.open_files",
             "system.memory",
         }
+
+    def test_parts_are_listed_with_their_versions_and_what_installs_the_others(self, plugins, capsys, monkeypatch):
+        plugins(GOOD)
+        versions = {"mvllm-bench": "0.1.0", "mvllm-router": "0.1.2"}
+        monkeypatch.setattr(installable, "_installed_version", versions.get)
+        monkeypatch.setattr(doctor_checks, "_requirements", lambda package: ["msgspec", "no-such-package"])
+        check = doctor(capsys)[1]["core.parts"]
+        installed, missing, problem, _ = check["found"].split("; ")
+        others = sorted(installable.installable_parts().keys() - {"bench", "router"})
+        assert installed == "bench 0.1.0, router 0.1.2"
+        assert missing == f'not installed: {", ".join(others)} (pip install "mvllm[{",".join(others)}]")'
+        assert problem == "mvllm-bench: no-such-package is missing" and check["status"] == "warning"
+        assert "\n" not in check["found"] and check["remedy"] == "pip install -U mvllm mvllm-bench mvllm-router"
+        monkeypatch.setattr(installable, "_installed_version", lambda package: None)
+        check = doctor(capsys)[1]["core.parts"]
+        assert check["found"].startswith("none; not installed: bench, ") and check["status"] == "ok"
 
     def test_no_plugin_at_all_is_broken(self, plugins, capsys):
         plugins()

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from mvllm.entrypoints.cli.main import main
-from tests.unit.entrypoints.sse_server import DONE, Answer, SSEServer, completion, event, usage
+from tests.helpers.sse_server import DONE, Answer, SSEServer, completion, event, usage
 
 
 @pytest.fixture(autouse=True)

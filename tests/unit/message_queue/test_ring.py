@@ -113,39 +113,25 @@ def test_the_readers_timeout_names_the_writer(make_ends):
         ends.reader.dequeue(0.01)
 
 
-def test_a_slot_is_held_until_the_end_of_acquire_read(make_ends):
+def test_a_slot_is_free_once_its_message_is_read(make_ends):
     ends = make_ends()
     for number in range(3):
         ends.writer.enqueue({"number": number}, [np.full(8, number)])
-    with ends.reader.acquire_read(0) as (message, buffers):
-        assert message == {"number": 0}
-        assert bytes(buffers[0]) == np.full(8, 0).tobytes()
-        with pytest.raises(QueueTimeoutError):
-            ends.writer.enqueue({}, timeout=0)
-    ends.writer.enqueue({}, timeout=0)
-    with pytest.raises(ValueError, match="released memoryview"):
-        bytes(buffers[0])
+    with pytest.raises(QueueTimeoutError):
+        ends.writer.enqueue({}, timeout=0)
+    message, buffers = ends.reader.dequeue(0)
+    ends.writer.enqueue({}, [np.full(8, 7)], timeout=0)
+    assert message == {"number": 0} and bytes(buffers[0]) == np.full(8, 0).tobytes(), "a copy"
 
 
-def test_an_array_that_outlives_its_slot_raises_an_error(make_ends):
-    ends = make_ends()
-    ends.writer.enqueue({}, [np.arange(8)])
+def test_a_message_that_keeps_a_view_of_its_slot_raises_an_error(make_ends):
+    class Kept(msgspec.Struct):
+        value: msgspec.Raw
+
+    ends = make_ends(message_type=Kept)
+    ends.writer.enqueue({"value": [1, 2, 3]})
     with pytest.raises(QueueError, match="a buffer of message 1 is still in use"):
-        with ends.reader.acquire_read(0) as (_, buffers):
-            array = np.frombuffer(buffers[0], dtype=np.int64)
-    assert array.size == 8
-    ends.writer.enqueue({"next": 2})
-    assert ends.reader.dequeue(0)[0] == {"next": 2}
-
-
-def test_an_error_while_reading_frees_the_slot_and_is_raised(make_ends):
-    ends = make_ends()
-    ends.writer.enqueue({}, [np.arange(8)])
-    with pytest.raises(ZeroDivisionError):
-        with ends.reader.acquire_read(0) as (_, buffers):
-            array = np.frombuffer(buffers[0], dtype=np.int64)
-            assert array[0] == 0
-            raise ZeroDivisionError
+        ends.reader.dequeue(0)
     for _ in range(3):
         ends.writer.enqueue({}, timeout=0)
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
-from mvllm import plugin_groups
+from mvllm import extension_api, plugin_groups
 from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.metrics.stat_loggers import StatLoggerManager
+from mvllm.entrypoints.cli.completion import complete_parser
+from mvllm.entrypoints.cli.help import subcommands
 from mvllm.entrypoints.cli.main import COMMANDS, main
 from mvllm.errors import ConfigError, ModelError
 from mvllm.messages.requests import SchedulerStats
@@ -205,6 +210,7 @@ class TestStatLoggers:
 
 
 class TestCommands:
+    BROKEN: ClassVar = {"mvllm.cli": "broken"}
     TEXT = (
         "def add_arguments(parser):\n    parser.add_argument('word')\n"
         "def run(args):\n    print(args.word)\n    return 7\n"
@@ -220,6 +226,30 @@ class TestCommands:
         with pytest.raises(SystemExit):
             main(["--help"])
         assert "acme-extras 0.1.0" in capsys.readouterr().out
+
+    def test_help_describes_it_by_the_summary_of_its_package(self, site, capsys):
+        folder = site(self.TEXT)
+        metadata = folder / "acme_extras-0.1.0.dist-info" / "METADATA"
+        metadata.write_text(metadata.read_text() + "Summary: Says a word, 100% of it.\n")
+        with pytest.raises(SystemExit):
+            main(["--help"])
+        assert "acme says a word, 100% of it (acme-extras 0.1.0)" in " ".join(capsys.readouterr().out.split())
+        with pytest.raises(SystemExit):
+            main(["acme", "--help"])
+        assert "Says a word, 100% of it." in capsys.readouterr().out
+
+    def test_the_shell_completes_it_and_passes_a_broken_one_over(self, site, caplog):
+        site(self.TEXT.replace("'word'", "'--word'"))
+        assert "--word" in subcommands(complete_parser())["acme"]._option_string_actions
+        site(
+            "import there_is_no_such_driver",
+            distribution="acme-broken",
+            module="acme_extras_broken",
+            groups=self.BROKEN,
+        )
+        with caplog.at_level("WARNING", logger="mvllm"):
+            assert "broken" in subcommands(complete_parser())
+        assert "acme-broken 0.1.0" in caplog.text and "there_is_no_such_driver" in caplog.text
 
     def test_plugins_cannot_replace_cores_commands(self, site, capsys):
         site("raise AssertionError('imported')", groups={"mvllm.cli": "platforms"})
@@ -238,10 +268,16 @@ def test_names_in_a_setting_are_separated_by_commas():
 
 
 def test_every_name_of_the_extension_api_exists_and_no_others_are_exported():
-    from mvllm import extension_api
-
     for name in extension_api.__all__:
         assert getattr(extension_api, name).__name__ == name
     assert set(extension_api.__all__) == set(extension_api._MODULES)
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = extension_api.no_such_name
+
+
+@pytest.mark.parametrize("name", [each.name for each in pkgutil.iter_modules(extension_api.__path__)])
+def test_a_submodule_of_the_extension_api_exports_what_it_lists(name):
+    module = importlib.import_module(f"mvllm.extension_api.{name}")
+    public = {each for each in vars(module) if not each.startswith("_") and each != "annotations"}
+    assert public == {each for each in module.__all__ if not each.startswith("_")}
+    assert all(hasattr(module, each) for each in module.__all__)

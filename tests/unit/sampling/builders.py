@@ -11,7 +11,8 @@ import torch
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.sampler_output import SamplerOutput
-from mvllm.sampling.sampling_state import SamplingState, TokenHistory
+from mvllm.sampling.sampling_state import SamplingState
+from mvllm.sampling.token_history import TokenHistory
 
 
 @dataclass

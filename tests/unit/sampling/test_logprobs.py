@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mvllm.config.engine_args import LOGPROBS_MODES
+from mvllm.config.engine_settings import LOGPROBS_MODES
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.sampling import logprobs as logprobs_module
 from mvllm.sampling.logprobs import gather_prompt_logprobs, read_prompt_logprobs

@@ -7,7 +7,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from mvllm.sampling.sampling_state import TokenHistory
+from mvllm.sampling.token_history import TokenHistory
 from mvllm.worker.spec_decode.proposer import NgramProposer
 from mvllm.worker.step_inputs import StepInputs
 

@@ -8,7 +8,7 @@ import torch
 
 from mvllm.platform.runtime import HostCopy
 from mvllm.sampling.sampler_output import SamplerOutput
-from mvllm.sampling.sampling_state import TokenHistory
+from mvllm.sampling.token_history import TokenHistory
 from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
 from mvllm.worker.step_result import StepResult
 from tests.unit.worker.builders import HostRuntime, as_list, make_builder, make_new, make_plan, make_rows

@@ -8,7 +8,7 @@ until the next `RequestOutput`, which contains all of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from mvllm.engine.frontend.beam_search import BeamSearch
 from mvllm.engine.frontend.flat_logprobs import FlatLogprobs
@@ -16,6 +16,7 @@ from mvllm.engine.frontend.input_processor import ProcessedRequest
 from mvllm.engine.frontend.outputs import CompletionOutput, Logprob, PositionLogprobMap, RequestMetrics, RequestOutput
 from mvllm.engine.frontend.sequence_detokenizer import LazyDetokenizer, make_sequence_detokenizer
 from mvllm.engine.tokenizer.tokenizer import Tokenizer
+from mvllm.errors import EngineDeadError
 from mvllm.messages.pooling_params import PoolingType
 from mvllm.messages.requests import EngineCoreOutput, FinishReason, PositionLogprobs
 from mvllm.messages.sampling_params import RequestOutputKind
@@ -23,10 +24,17 @@ from mvllm.messages.structured_outputs import StructuredOutputsParams
 from mvllm.structured_output.output_validator import ValidationJob
 from mvllm.structured_output.schema_rewriting import is_annotation
 
-if TYPE_CHECKING:
-    from mvllm.engine.frontend.request_output_stream import RequestOutputStream
-
 _STOP = str(FinishReason.STOP)
+
+
+class OutputListener(Protocol):
+    """The iterator over a request's outputs: a RequestOutputStream."""
+
+    def notify(self) -> None:
+        """New output is there, or the request has ended."""
+
+    def fail(self, error: EngineDeadError) -> None:
+        """Ends the iterator with an error."""
 
 
 class RequestState:
@@ -73,7 +81,7 @@ class RequestState:
         self.num_sequences = params.num_sequences
         self.priority_class = ("high" if core.priority < 0 else "low") if core.priority else None
         self.search = search
-        self.stream: RequestOutputStream | None = None
+        self.stream: OutputListener | None = None
         self.item_lease = request.item_lease
         self.is_tracked = True
         self.has_new_output = False

@@ -131,12 +131,14 @@ def _line(value: object, indent: int) -> str:
 
 
 def _mvllm() -> Report:
+    from mvllm.installable import describe_parts
     from mvllm.platform.discovery import dotted
     from mvllm.platform.spec import CONTRACT
 
     return {
         "version": __version__,
         "contract": dotted(CONTRACT),
+        "parts": describe_parts(),
         "location": str(Path(__file__).parents[2]),
     }
 

@@ -6,10 +6,12 @@ The script is static: it is as fast as the shell, and belongs to the installed v
 from __future__ import annotations
 
 import argparse
-import importlib
 
 from mvllm.entrypoints.cli.help import subcommands
 from mvllm.errors import ConfigError
+from mvllm.logging import get_logger
+
+logger = get_logger(__name__)
 
 SHELLS = {
     "bash": "mvllm completion bash > ~/.local/share/bash-completion/completions/mvllm",
@@ -42,18 +44,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def complete_parser(file_completion: object = None) -> argparse.ArgumentParser:
-    """The parser of the whole command line, with the options of every command.
+    """The parser of the whole command line, with the options of every command, those of other packages included.
+
+    Commands of a package that cannot be imported are without options, with a warning.
 
     Args:
         file_completion: Value of the attribute `complete` of arguments that are files; None sets none.
     """
-    from mvllm.entrypoints.cli.main import COMMANDS, _make_parser
+    from mvllm.entrypoints.cli.main import _make_parser, installed_commands, load_command
 
-    parser = _make_parser(None, None)
-    commands = subcommands(parser)
-    for name in COMMANDS:
-        importlib.import_module(f"mvllm.entrypoints.cli.{name.replace('-', '_')}").add_arguments(commands[name])
-        for each in (commands[name], *subcommands(commands[name]).values()):
+    parser = _make_parser(None, None, installed_commands())
+    for name, command in subcommands(parser).items():
+        try:
+            load_command(name).add_arguments(command)
+        except ConfigError as e:
+            logger.warning("The options of `mvllm %s` are not completed. %s", name, e)
+            continue
+        for each in (command, *subcommands(command).values()):
             for action in each._actions:
                 if file_completion is not None and (action.metavar in _PATHS or action.dest in _PATH_OPTIONS):
                     action.complete = file_completion  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ from mvllm.config.env import describe_unknown, unknown_variables
 from mvllm.entrypoints.cli.fork_runner import ForkResult, run_in_fork
 from mvllm.entrypoints.cli.platforms import installed_plugins
 from mvllm.errors import MvllmError, PlatformError
-from mvllm.installable import installable_platforms
+from mvllm.installable import describe_parts, installable_parts, installable_platforms, part_versions
 from mvllm.platform.choose import ENVIRONMENT_VARIABLE, choose_candidate
 from mvllm.platform.discovery import (
     SLOW_PROBE_SECONDS,
@@ -63,6 +63,7 @@ def run_checks(*, platform: str | None = None, model: str | None = None) -> list
     checks = _run_guarded("python.version", _python)
     checks += _run_guarded("core.version", _core)
     checks += _run_guarded("core.dependencies", _dependencies)
+    checks += _run_guarded("core.parts", _parts)
     checks += _run_guarded("torch.import", lambda: _torch(candidates, torch))
     checks += _run_guarded("platform.entry_points", lambda: _entry_points(candidates, platform))
     for candidate in candidates:
@@ -184,6 +185,18 @@ def _dependencies() -> Checks:
     problems = _requirement_problems(requirements)
     found = "; ".join(problems) if problems else f"all {len(requirements)} required packages are installed"
     yield _check("core.dependencies", not problems, found, "pip install -U mvllm")
+
+
+def _parts() -> Checks:
+    """Which parts of mvllm are installed, and whether the packages that they require fit."""
+    packages = [package for name, package in installable_parts().items() if part_versions()[name] is not None]
+    problems = [
+        f"{package}: {problem}"
+        for package in packages
+        for problem in _requirement_problems(_requirements(package) or ())
+    ]
+    found = "; ".join([describe_parts(), *problems])
+    yield _check("core.parts", not problems, found, f"pip install -U mvllm {' '.join(packages)}", CheckStatus.WARNING)
 
 
 def _requirements(distribution: str) -> list[str] | None:

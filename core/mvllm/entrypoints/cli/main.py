@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType, ModuleType
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from mvllm.config.env import describe_unknown, unknown_variables
 from mvllm.entrypoints.cli.argument_parser import CommandLineParser, check_model, find_subcommand, shorten_usage
@@ -19,6 +20,9 @@ from mvllm.errors import ConfigError, MvllmError
 from mvllm.logging import configure_logging, get_logger
 from mvllm.version import __version__
 
+if TYPE_CHECKING:
+    from mvllm.plugin_groups import PluginSource
+
 logger = get_logger(__name__)
 
 COMMANDS = {
@@ -28,7 +32,6 @@ COMMANDS = {
     "run": "talk with a model, or answer one message: `mvllm run MODEL [PROMPT]`",
     "complete": "continue text, prompt by prompt",
     "run-batch": "answer a file of requests in the format of OpenAI batches",
-    "bench": "measure throughput, latency, startup or a running server, or find the fastest settings",
     "list": "list the models in the local caches",
     "pull": "fetch a model from the hub into its cache",
     "rm": "remove models from the hub's cache",
@@ -41,7 +44,7 @@ COMMANDS = {
     "contract": "print the platform contract, or its changes",
     "completion": "print a script for the shell that completes commands and options",
 }
-"""Commands and their summaries. Each is a module of this package (`_` for `-`) with `add_arguments(parser)` and
+"""Core's commands and their summaries. Each is a module of this package (`_` for `-`) with `add_arguments(parser)` and
 `run(args) -> exit status`."""
 
 EXIT_ERROR = 1
@@ -70,14 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(name: str | None, arguments: list[str], *, is_program: bool) -> int:
     module: ModuleType | None = None
     try:
-        installed: dict[str, str] = {}
-        if name in COMMANDS:
-            module = importlib.import_module(f"mvllm.entrypoints.cli.{name.replace('-', '_')}")
-        else:
-            installed = _installed_commands()
-            module = _load_installed(name) if name in installed else None
-            if name is not None and module is None:
-                _require_part(name)
+        installed = {} if name in COMMANDS else installed_commands()
+        if name in COMMANDS or name in installed:
+            module = load_command(name)
+        elif name is not None:
+            _require_part(name)
         if is_program and getattr(module, "IS_SERVER", False):
             exit_on_signals()
         parser = _make_parser(name, module, installed)
@@ -119,17 +119,32 @@ def _prepare_standard_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _installed_commands() -> dict[str, str]:
-    """Allowed commands of other packages, with their package and version. None is imported."""
+def installed_commands() -> dict[str, PluginSource]:
+    """Allowed commands of other packages, by name. None is imported."""
     from mvllm import plugin_groups
 
-    sources = [
-        source for source in plugin_groups.list_plugins(plugin_groups.COMMANDS) if plugin_groups.is_allowed(source)
-    ]
-    return {s.name: f"added by {s.distribution} {s.version}" for s in sources if s.name not in COMMANDS}
+    sources = plugin_groups.list_plugins(plugin_groups.COMMANDS)
+    return {
+        source.name: source for source in sources if source.name not in COMMANDS and plugin_groups.is_allowed(source)
+    }
 
 
-def _load_installed(name: str) -> ModuleType:
+def command_summary(source: PluginSource) -> str:
+    """The summary of a command of another package: that of the package, from its metadata."""
+    summary = (importlib.metadata.metadata(source.distribution)["Summary"] or "").strip().removesuffix(".")
+    if not summary:
+        return f"a command of {source.distribution}"
+    return summary[0].lower() + summary[1:] if summary.partition(" ")[0].istitle() else summary
+
+
+def load_command(name: str) -> ModuleType:
+    """Imports the module of a command, of core or of another package.
+
+    Raises:
+        ConfigError: There is no such command, or its package cannot be imported.
+    """
+    if name in COMMANDS:
+        return importlib.import_module(f"mvllm.entrypoints.cli.{name.replace('-', '_')}")
     from mvllm import plugin_groups
 
     source, module = plugin_groups.load_plugin_by_name(plugin_groups.COMMANDS, name)
@@ -150,7 +165,7 @@ def _require_part(name: str) -> None:
 
 
 def _make_parser(
-    name: str | None, module: ModuleType | None, installed: Mapping[str, str] = MappingProxyType({})
+    name: str | None, module: ModuleType | None, installed: Mapping[str, PluginSource] = MappingProxyType({})
 ) -> CommandLineParser:
     parser = CommandLineParser(
         prog="mvllm",
@@ -159,10 +174,12 @@ def _make_parser(
     )
     parser.add_argument("--version", action="version", version=f"mvllm {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command, summary in {**COMMANDS, **installed}.items():
+    packages = {command: f" ({source.distribution} {source.version})" for command, source in installed.items()}
+    summaries = {**COMMANDS, **{command: command_summary(source) for command, source in installed.items()}}
+    for command, summary in summaries.items():
         sub = commands.add_parser(
             command,
-            help=summary,
+            help=(summary + packages.get(command, "")).replace("%", "%%"),
             description=summary[0].upper() + summary[1:] + ".",
             allow_abbrev=False,
         )

@@ -13,7 +13,8 @@ from dataclasses import fields, replace
 from typing import Any, get_args
 
 from mvllm import plugin_groups
-from mvllm.config.engine_args import SERVER_LONG_PREFILL_SLOWDOWN, SERVER_MAX_QUEUED_REQUESTS, EngineArgs
+from mvllm.config.engine_args import EngineArgs
+from mvllm.config.engine_settings import SERVER_LONG_PREFILL_SLOWDOWN, SERVER_MAX_QUEUED_REQUESTS
 from mvllm.config.human_readable_int import human_readable_int
 from mvllm.config.option_arguments import json_object, json_or_text
 from mvllm.entrypoints.cli.address_arguments import add_address, add_allowed_hosts, check_port

@@ -12,7 +12,7 @@ import json
 import re
 from dataclasses import replace
 
-from mvllm.entrypoints.parsers.interface import Delta, ToolCallDelta
+from mvllm.entrypoints.parsers.deltas import Delta, ToolCallDelta
 
 MAX_DEPTH = 128
 """Nested brackets; the arguments are closed before a deeper one."""

@@ -4,113 +4,19 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-
-class Delta(ABC):
-    """A piece of an output: a ContentDelta, a ReasoningDelta or a ToolCallDelta."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def as_json(self) -> dict[str, Any]:
-        """The `delta` of a chat completion chunk."""
-
-
-@dataclass(frozen=True, slots=True)
-class ContentDelta(Delta):
-    """A piece of the content."""
-
-    text: str
-
-    def as_json(self) -> dict[str, Any]:
-        """The `delta` of a chat completion chunk."""
-        return {"content": self.text}
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta(Delta):
-    """A piece of the reasoning."""
-
-    text: str
-
-    def as_json(self) -> dict[str, Any]:
-        """The `delta` of a chat completion chunk, under both names that clients use."""
-        return {"reasoning": self.text, "reasoning_content": self.text}
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCallDelta(Delta):
-    """A piece of a tool call. The first has an id, a name and no arguments; later ones have a piece of the arguments.
-
-    Attributes:
-        index: Number of the call in this output, from 0.
-        id: The call's id; None in later pieces.
-        name: The function's name; None in later pieces.
-        arguments: A piece of the arguments' JSON text.
-    """
-
-    index: int
-    id: str | None = None
-    name: str | None = None
-    arguments: str = ""
-
-    def as_json(self) -> dict[str, Any]:
-        """The `delta` of a chat completion chunk."""
-        if self.id is None:
-            return {"tool_calls": [{"index": self.index, "function": {"arguments": self.arguments}}]}
-        function = {"name": self.name, "arguments": self.arguments}
-        return {"tool_calls": [{"index": self.index, "id": self.id, "type": "function", "function": function}]}
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A complete tool call.
-
-    Attributes:
-        id: Unique id, to which the tool's result refers.
-        name: The function's name as generated; it may be unknown to the request.
-        arguments: The text of a JSON object. Incomplete if the output was cut off within the call.
-    """
-
-    id: str
-    name: str
-    arguments: str
-
-    def as_json(self) -> dict[str, Any]:
-        """The entry of `tool_calls` in a chat completion's message."""
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedOutput:
-    """A complete output.
-
-    Attributes:
-        content: Text that is neither reasoning nor a tool call.
-        tool_calls: The calls, in order.
-        reasoning: The reasoning; None if there is none.
-    """
-
-    content: str
-    tool_calls: tuple[ToolCall, ...] = ()
-    reasoning: str | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """The `message` of a chat completion. Its content is null if there are only calls."""
-        content = None if self.tool_calls and not self.content else self.content
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if self.reasoning is not None:
-            message["reasoning"] = message["reasoning_content"] = self.reasoning
-        if self.tool_calls:
-            message["tool_calls"] = [call.as_json() for call in self.tool_calls]
-        return message
-
-    def finish_reason(self, reason: str | None) -> str | None:
-        """The API's `finish_reason`; see `finish_reason_with_tools`."""
-        return finish_reason_with_tools(reason, len(self.tool_calls))
+from mvllm.entrypoints.parsers.checked_calls import CallsChecker
+from mvllm.entrypoints.parsers.deltas import ContentDelta as ContentDelta
+from mvllm.entrypoints.parsers.deltas import Delta as Delta
+from mvllm.entrypoints.parsers.deltas import ParsedOutput as ParsedOutput
+from mvllm.entrypoints.parsers.deltas import ReasoningDelta as ReasoningDelta
+from mvllm.entrypoints.parsers.deltas import ToolCall as ToolCall
+from mvllm.entrypoints.parsers.deltas import ToolCallDelta as ToolCallDelta
+from mvllm.entrypoints.parsers.deltas import finish_reason_with_tools as finish_reason_with_tools
+from mvllm.entrypoints.parsers.deltas import merge_deltas as merge_deltas
 
 
 class DeltaStream(ABC):
@@ -189,9 +95,9 @@ class ToolParser(ABC):
 
     def parse(self, text: str) -> ParsedOutput:
         """Parses a whole output, and checks the arguments of its calls."""
-        from mvllm.entrypoints.parsers.output_parser import OutputParserStream  # imports this module
-
-        return OutputParserStream(self.stream()).parse(text)
+        stream, checker = self.stream(), CallsChecker()
+        found = [*checker.check(stream.feed(text)), *checker.check(stream.finish())]
+        return merge_deltas([*found, *checker.finish(is_cut=False)])
 
 
 class ReasoningStream(DeltaStream):
@@ -252,29 +158,6 @@ class ReasoningParser(ABC):
     def parse(self, text: str, prompt: str | None = None) -> ParsedOutput:
         """Parses a whole output."""
         return self.stream(prompt).parse(text)
-
-
-def merge_deltas(deltas: Iterable[Delta]) -> ParsedOutput:
-    """Joins the deltas of an output."""
-    content: list[str] = []
-    reasoning: list[str] = []
-    heads: dict[int, ToolCallDelta] = {}
-    arguments: dict[int, list[str]] = {}
-    for delta in deltas:
-        if isinstance(delta, ContentDelta):
-            content.append(delta.text)
-        elif isinstance(delta, ReasoningDelta):
-            reasoning.append(delta.text)
-        elif isinstance(delta, ToolCallDelta):
-            heads.setdefault(delta.index, delta)
-            arguments.setdefault(delta.index, []).append(delta.arguments)
-    calls = tuple(ToolCall(head.id or "", head.name or "", "".join(arguments[i])) for i, head in heads.items())
-    return ParsedOutput("".join(content), calls, "".join(reasoning) if reasoning else None)
-
-
-def finish_reason_with_tools(reason: str | None, num_calls: int) -> str | None:
-    """The `finish_reason` of an output with `num_calls` calls: `tool_calls` replaces `stop`, and never `length`."""
-    return "tool_calls" if num_calls and reason == "stop" else reason
 
 
 def make_call_id() -> str:

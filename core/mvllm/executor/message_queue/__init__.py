@@ -2,7 +2,7 @@
 
     MessageQueue        creates a queue and the handles of its ends       queue.py
       MessageWriter     enqueue                                           message_writer.py
-      MessageReader     dequeue, acquire_read; ReaderGroup for several    message_reader.py
+      MessageReader     dequeue; ReaderGroup for several                  message_reader.py
     RingWriter/Reader   slot ownership, and the waits for slots           ring_writer.py, ring_reader.py
       ShmRingBuffer     the layout of the shared memory                   ring_buffer.py
       Notifier          counting wake-ups (eventfd or pipe)               notifier.py

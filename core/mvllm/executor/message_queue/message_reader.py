@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import msgspec
@@ -152,6 +151,7 @@ class MessageReader(Generic[T]):
             PeerDiedError: The writer has ended, and all its messages have been read.
             QueueStoppedError: The stop signal was set while waiting.
             QueueClosedError: This end is closed.
+            QueueError: The message's type keeps a view of the slot, which has been freed.
             msgspec.ValidationError: It is not of this reader's message type. It counts as read.
         """
         if self._is_closed:
@@ -168,25 +168,6 @@ class MessageReader(Generic[T]):
         if self._release(frames):
             raise self._still_in_use()
         return message, buffers
-
-    @contextlib.contextmanager
-    def acquire_read(self, timeout: float | None = None) -> Iterator[tuple[T, list[memoryview]]]:
-        """As `dequeue`, but without a copy: the buffers are views of the slot, valid until the end of the `with` block.
-
-        Raises:
-            QueueError: An object (an array made from a buffer) still refers to the slot at the end of the block. The
-                slot is freed nevertheless, so the object must not be used any more.
-        """
-        if self._is_closed:
-            raise self._closed()
-        frames = self.source.receive(deadline_after(timeout))
-        try:
-            yield self._decode(frames[0]), frames[1:]
-        except BaseException:
-            self._release(frames)
-            raise
-        if self._release(frames):
-            raise self._still_in_use()
 
     def has_message(self) -> bool:
         """Whether `dequeue` would return at once."""
@@ -221,8 +202,8 @@ class MessageReader(Generic[T]):
 
     def _still_in_use(self) -> QueueError:
         return QueueError(
-            f"Queue {self.name}: a buffer of message {self.source.sequence - 1} is still in use after the end of "
-            "acquire_read. Copy what has to outlive the block, or use dequeue."
+            f"Queue {self.name}: a buffer of message {self.source.sequence - 1} is still in use after the message was "
+            "decoded: its type keeps a view of the slot, as msgspec.Raw does. Copy it."
         )
 
 

@@ -6,7 +6,6 @@
                writer.enqueue(message, buffers=[array], timeout=10)
     reader     reader = MessageReader.attach(handle, SchedulerOutput)
                message, buffers = reader.dequeue()
-               with reader.acquire_read() as (message, buffers): ...   buffers in place, no copy
 
 A message that fits a slot is written into it. A larger one is announced by a slot and sent through the overflow socket.
 Readers on other machines receive both kinds over TCP.

@@ -20,6 +20,7 @@ from torch import nn
 
 from mvllm.layers.context import BuildContext
 from mvllm.layers.matrix_layout import MatrixLayout
+from mvllm.layers.quantization.matrix_interface import OpSource
 from mvllm.layers.quantization.quantized_matrix import (
     ExpertFacts,
     Lookup,
@@ -93,7 +94,7 @@ class BlockQuantizedMatrix(QuantizedMatrix):
             filled = slice(0, part.source.stop - part.source.start), slice(0, parameter.shape[1])
             yield f"{part.name}.packed_weight", WeightTarget(parameter, shape, (part.source, columns), filled)
 
-    def fuse_silu_and_mul(self, ctx: BuildContext, activation: ResolvedOp) -> bool:
+    def fuse_silu_and_mul(self, ctx: OpSource, activation: ResolvedOp) -> bool:
         assert self._op is not None, "an expert has no activation of its own"
         fused = ctx.op("block_quantized_linear_silu_and_mul", size=self.layout.out_features // 2, **self._facts)
         if not fused.may_replace(self._op, activation):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from mvllm.layers.context import BuildContext
-    from mvllm.layers.quantization.quantized_matrix import QuantizedMatrix
+    from mvllm.layers.quantization.matrix_interface import QuantizedMatrix
     from mvllm.ops.float8_linear import Float8Inputs
 
 

@@ -1,14 +1,14 @@
-"""QuantizedMatrix: stages a layer's quantized tensors, then provides its linear op and weight."""
+"""IntegerMatrix: stages a layer's quantized tensors, then provides its linear op and weight."""
 
 from __future__ import annotations
 
 import math
 import mmap
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,91 +17,17 @@ from torch import nn
 from mvllm.layers.context import BuildContext
 from mvllm.layers.matrix_layout import MatrixLayout
 from mvllm.layers.quantization.interface import IntegerFormat
-from mvllm.layers.weight_target import WeightTarget
+from mvllm.layers.quantization.matrix_interface import ExpertFacts as ExpertFacts
+from mvllm.layers.quantization.matrix_interface import Lookup as Lookup
+from mvllm.layers.quantization.matrix_interface import OpSource
+from mvllm.layers.quantization.matrix_interface import Product as Product
+from mvllm.layers.quantization.matrix_interface import QuantizedMatrix as QuantizedMatrix
 from mvllm.ops.quantized_linear import QuantizedWeight
-from mvllm.ops.quantized_moe import ExpertWeight
 from mvllm.ops.registry import ResolvedOp
-
-Product = Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
-"""(x [..., num_columns], weight, bias [out_features] or None) to [..., out_features], as the operation `linear`."""
-
-Lookup = Callable[..., torch.Tensor]
-"""The operation `embedding`, or a provider's lookup in a prepared weight."""
 
 _OWN_PAGES = 1 << 17
 """Size in bytes from which a staged tensor has its own memory mapping. Linux allows 65,530 mappings per process, of
 which adjacent ones count once."""
-
-ExpertFacts = tuple[str, tuple[tuple[str, Any], ...]]
-"""Name of a linear operation, and a weight's facts without sizes and bias, sorted, as the facts of `quantized_moe`."""
-
-
-class QuantizedMatrix(nn.Module, ABC):
-    """The `weight` of a quantized layer until its tensors are loaded.
-
-    For an expert's matrix (`layout.is_expert`), its layer calls `expert_weight` or `dequantized` instead of `finish`.
-
-    Attributes:
-        checkpoint_has_floats: Whether a layer may instead read `.weight` of the parts as floats.
-    """
-
-    checkpoint_has_floats: ClassVar[bool] = False
-
-    @abstractmethod
-    def targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        """Checkpoint tensor names and their targets on this rank."""
-
-    @abstractmethod
-    def finish(self) -> tuple[Product, Any]:
-        """Called once, when every target is filled: the linear op and its weight. This object is dropped."""
-
-    @property
-    def lookup(self) -> Lookup | None:
-        """The operation `embedding` on the weight of `finish`; None (the default) if its rows cannot be read.
-
-        It lets the token embedding of a tied head read the head's weight, so that it is not loaded separately.
-        """
-        return None
-
-    def dequantized(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Called instead of `finish`: the dequantized matrix, [out_features, num_columns].
-
-        For layers with their own matrix products. The default multiplies unit vectors; subclasses that can dequantize
-        directly should override it.
-        """
-        product, weight = self.finish()
-        return product(torch.eye(num_columns, dtype=dtype, device=device), weight, None).T.contiguous()
-
-    def expert_facts(self) -> ExpertFacts | None:
-        """The operation of `expert_weight`, and its facts; None (the default) if there is only `dequantized`."""
-        return None
-
-    def keep_quantized(self) -> None:
-        """Called before `targets` if `expert_weight` will be called."""
-        return
-
-    def tensors_loaded(self) -> None:
-        """Called before `expert_weight`, when every target is filled. May reduce the staging memory.
-
-        The call is optional.
-        """
-        return
-
-    def expert_weight(self) -> ExpertWeight:
-        """Called instead of `finish`: the weight, on the device. This object is dropped."""
-        raise NotImplementedError(f"{type(self).__name__} has expert_facts without expert_weight")
-
-    def fuse_silu_and_mul(self, ctx: BuildContext, activation: ResolvedOp) -> bool:
-        """Fuses the product and the following `silu_and_mul` into one operation, if an op provider has it.
-
-        Args:
-            ctx: The build context of the matrix.
-            activation: The operation that follows the product otherwise.
-
-        Returns:
-            Whether the linear op of `finish` includes the activation; False by default.
-        """
-        return False
 
 
 class IntegerMatrix(QuantizedMatrix):
@@ -147,7 +73,7 @@ class IntegerMatrix(QuantizedMatrix):
         The order is None if columns are in input order.
         """
 
-    def fuse_silu_and_mul(self, ctx: BuildContext, activation: ResolvedOp) -> bool:
+    def fuse_silu_and_mul(self, ctx: OpSource, activation: ResolvedOp) -> bool:
         assert self._op is not None, "an expert has no activation of its own"
         fused = ctx.op("quantized_linear_silu_and_mul", size=self.layout.out_features // 2, **self._facts)
         if not fused.may_replace(self._op, activation):

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from mvllm.sampling.sampler import Sampler
-from mvllm.sampling.sampling_state import TokenHistory
+from mvllm.sampling.token_history import TokenHistory
 from mvllm.worker.input_batch import InputBatch
 from mvllm.worker.model_forward import ModelForward
 from mvllm.worker.spec_decode.draft_model import DraftModelProposer

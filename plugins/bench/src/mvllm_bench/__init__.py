@@ -1,1 +1,1 @@
-"""Load generators and sweeps for mvllm: `mvllm bench`."""
+"""The benchmarks of `mvllm bench`: datasets, an HTTP client, measurement loops, metrics and reports."""
