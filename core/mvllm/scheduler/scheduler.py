@@ -34,11 +34,13 @@ from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.scheduler.config_checks import check_scheduler_config
 from mvllm.scheduler.encoder_planner import EncoderPlanner, check_items, num_skipped_positions
 from mvllm.scheduler.grammar_masks import masks_of_batch
-from mvllm.scheduler.guidance import add_companion, check_guided, companion_data, pairs_sampled_apart
+from mvllm.scheduler.guidance import add_companion, check_guided, companion_data
 from mvllm.scheduler.kv_loads import KVLoads
 from mvllm.scheduler.request import RESTARTED, Grammar, Request, RequestStatus
 from mvllm.scheduler.request_lists import RequestLists
 from mvllm.scheduler.request_outputs import collect_logprobs, count_draft_tokens, final_output, make_output
+from mvllm.scheduler.request_pairs import pairs_sampled_apart
+from mvllm.scheduler.step import Step
 from mvllm.scheduler.step_planner import StepPlanner
 from mvllm.scheduler.step_time_model import StepTimeModel
 from mvllm.scheduler.swapping import AUTO, NO_COSTS, RECOMPUTE, CopyCosts, Swapper
@@ -366,8 +368,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Plans the next step."""
-        plan, batch = self._planner.plan(self._next_step)
-        return self._commit_plan(plan, batch)
+        return self._commit_plan(self._planner.plan(self._next_step))
 
     def schedule_unless_empty(self) -> SchedulerOutput | None:
         """Plans the next step if a request can compute in it. Only while a step is in flight.
@@ -375,12 +376,12 @@ class Scheduler:
         Otherwise there is no such step: the next plan names the rows freed meanwhile, and the results of the step in
         flight contain the pending outputs.
         """
-        plan, batch = self._planner.plan(self._next_step)
-        return self._commit_plan(plan, batch) if batch else None
+        step = self._planner.plan(self._next_step)
+        return self._commit_plan(step) if step.batch else None
 
-    def _commit_plan(self, plan: SchedulerOutput, batch: list[Request]) -> SchedulerOutput:
+    def _commit_plan(self, step: Step) -> SchedulerOutput:
         """Completes a plan that will be executed."""
-        requests = self.requests
+        plan, batch, requests = step.plan, step.batch, self.requests
         plan.freed_rows = requests.rows.pop_freed()
         if self._unconfirmed.writers:
             self._unconfirmed.end_plan(plan.step)
@@ -390,11 +391,11 @@ class Scheduler:
             plan.freed_encoder_outputs = self._encoders.pop_freed()
         plan.total_num_scheduled_tokens = sum(plan.num_scheduled_tokens)
         if requests.num_grammars and not plan.masks_follow:
-            plan.mask_rows, plan.token_masks = masks_of_batch(batch, self._planner.draft_masks)
+            plan.mask_rows, plan.token_masks = masks_of_batch(batch, step.draft_masks)
         self._next_step += 1
         self._batches[plan.step] = batch
         if self._step_times is not None:
-            self._planned_times[plan.step] = self._clock(), self._planner.is_ordinary(plan)
+            self._planned_times[plan.step] = self._clock(), self._planner.is_ordinary(step)
         if requests.num_prompt_logprobs:
             self._prompt_starts[plan.step] = {
                 i: request.num_computed_tokens - plan.num_scheduled_tokens[i]

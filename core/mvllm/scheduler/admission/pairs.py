@@ -1,0 +1,16 @@
+"""Request pairs: both sides start in the same step (see `request_pairs.py`)."""
+
+from __future__ import annotations
+
+from mvllm.scheduler.admission.policy import AdmissionPolicy, Candidate, Decision
+from mvllm.scheduler.request_lists import RowAllocator
+
+
+class PairRows(AdmissionPolicy):
+    """Stops at a request pair for which there are not two rows."""
+
+    def __init__(self, rows: RowAllocator) -> None:
+        self._rows = rows
+
+    def decide(self, candidate: Candidate) -> Decision:
+        return Decision.ADMIT if len(candidate.sides) <= self._rows.num_free else Decision.STOP
