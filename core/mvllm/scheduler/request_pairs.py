@@ -51,3 +51,11 @@ def pairs_sampled_apart(batch: list[Request], tokens: list[int]) -> Iterator[Req
     for request, token in zip(batch, tokens, strict=True):
         if token_of.get(request, token) != token:
             yield request.listed
+
+
+def num_companion_tokens(batch: list[Request], tokens: list[int]) -> int:
+    """How many of the tokens of a step, -1 for none, are those of companions, which repeat their primaries' tokens."""
+    return sum(
+        token >= 0 and request.primary is not None and request.status is not RequestStatus.FINISHED
+        for token, request in zip(tokens, batch, strict=True)
+    )

@@ -33,13 +33,13 @@ class Step:
         recomputes: A request that generates computes several tokens again.
     """
 
-    __slots__ = ("batch", "budget", "counts", "draft_masks", "held_back", "plan", "recomputes")
+    __slots__ = ("_most", "batch", "budget", "counts", "draft_masks", "held_back", "plan", "recomputes")
 
     def __init__(self, number: int, budget: int) -> None:
         self.plan = SchedulerOutput(step=number)
         self.batch: list[Request] = []
-        self.counts: list[int] = []
-        self.budget = budget
+        self.counts = self.plan.num_scheduled_tokens
+        self.budget = self._most = budget
         self.held_back: list[tuple[Request, list[int]]] = []
         self.draft_masks: dict[int, list[bytes]] = {}
         self.recomputes = False
@@ -70,13 +70,14 @@ class Step:
 
     def commit(self) -> None:
         """Counts the planned tokens as computed, and a sample as a token in flight. Completes the rows of the plan."""
-        plan, batch = self.plan, self.batch
-        for request, count in zip(batch, self.counts):
+        plan, batch, counts = self.plan, self.batch, self.counts
+        for request, count in zip(batch, counts):
             request.num_computed_tokens = end = request.num_computed_tokens + count
             if end == request.num_tokens:
                 request.num_tokens = end + 1  # the token that this step samples
         plan.rows = [request.row for request in batch]
-        plan.num_scheduled_tokens = self.counts
-        for position, drafts in plan.draft_token_ids.items():
-            self.counts[position] += len(drafts)
-        self.batch = decodes_first(plan, batch)
+        plan.total_num_scheduled_tokens = total = self._most - self.budget
+        if total > len(batch):  # otherwise every row computes one token
+            for position, drafts in plan.draft_token_ids.items():
+                counts[position] += len(drafts)
+            self.batch = decodes_first(plan, batch)

@@ -88,6 +88,7 @@ class StepPlanner:
         self._states = StatePlanner(kv_cache.states, can_chunk=can_chunk)
         self._kv_loads = kv_loads
         self._encoders = encoders
+        self._has_parts = self._states.is_needed or kv_loads is not None or encoders is not None
         assert encoders is None or not (encoders.keeps_spans_whole and self._states.is_needed), (
             "whole spans and snapshots want different ends of steps"
         )
@@ -124,24 +125,25 @@ class StepPlanner:
 
     def plan(self, number: int) -> Step:
         """Plans a step, and counts its work as done."""
-        self._start_plan()
-        step, limiter = Step(number, self._budget), self._limiter
+        step, limiter, waiting = Step(number, self._budget), self._limiter, self._requests.waiting
+        if self._has_parts:
+            self._start_plan()
+        if limiter.were_limited:
+            limiter.start_step()
         num_preemptions = self._stats.num_preemptions
         self._running_plan.plan(step)
         can_admit = num_preemptions == self._stats.num_preemptions  # no request takes the place of a preempted one
         limiter.num_waiting = 0
-        if can_admit and self._requests.waiting:
+        if can_admit and waiting:
             self._waiting_plan.plan(step)
         if limiter.were_limited and step.budget and limiter.start_round_2(others_generate=step.generates):
             self._running_plan.plan_held_back(step)
-            if can_admit and step.budget and self._requests.waiting:
+            if can_admit and step.budget and waiting:
                 self._waiting_plan.plan(step)
         assert step.batch or not step.plan.new_block_rows, "blocks were planned for a row that does not compute"
         step.commit()
-        if self._states.is_needed:
-            self._states.end_plan(step.plan, step.batch)
-        if self._encoders is not None:
-            self._encoders.end_plan()
+        if self._has_parts:
+            self._end_plan(step)
         return step
 
     def is_ordinary(self, step: Step) -> bool:
@@ -151,12 +153,14 @@ class StepPlanner:
     def _start_plan(self) -> None:
         if self._kv_loads is not None:
             self._kv_loads.start_plan()
-        if self._states.is_needed:
-            self._states.start_plan()
+        self._states.start_plan()
         if self._encoders is not None:
             self._encoders.start_plan()
-        if self._limiter.were_limited:
-            self._limiter.start_step()
+
+    def _end_plan(self, step: Step) -> None:
+        self._states.end_plan(step.plan, step.batch)
+        if self._encoders is not None:
+            self._encoders.end_plan()
 
 
 def _admission_policies(

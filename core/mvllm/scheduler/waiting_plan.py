@@ -60,12 +60,11 @@ class WaitingPlan:
     def plan(self, step: Step) -> None:
         """Admits requests until one does not fit."""
         requests, waiting = self._requests, self._requests.waiting
-        for policy in self._policies:
-            policy.start_round(requests.running)
+        policies = [policy for policy in self._policies if policy.start_round(requests)]
         passed_over: list[Request] = []
         while waiting and step.budget and requests.rows.num_free:
             candidate = Candidate(waiting.peek(), step, self._kv_cache)
-            decision = self._decide(candidate)
+            decision = self._decide(candidate, policies)
             if decision is Decision.ADMIT:
                 self._start(candidate)
             elif decision is Decision.PASS_OVER and len(passed_over) < _MAX_PASSED_OVER:
@@ -79,10 +78,10 @@ class WaitingPlan:
         num_long = sum(request.is_long for request in passed_over)
         self._limiter.num_waiting = max(self._limiter.num_waiting, num_long)
 
-    def _decide(self, candidate: Candidate) -> Decision:
+    def _decide(self, candidate: Candidate, policies: Sequence[AdmissionPolicy]) -> Decision:
         """Asks the policies, allocates blocks if all agree, and lets the policies that were asked commit the result."""
         decision, num_asked = Decision.ADMIT, 0
-        for policy in self._policies:
+        for policy in policies:
             num_asked += 1
             decision = policy.decide(candidate)
             if decision is not Decision.ADMIT:
@@ -90,7 +89,7 @@ class WaitingPlan:
                 break
         if decision is Decision.ADMIT and not self._allocate(candidate):
             decision = Decision.STOP
-        for policy in self._policies[:num_asked]:
+        for policy in policies[:num_asked]:
             policy.commit(candidate, decision)
         return decision
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mvllm.scheduler.admission.policy import AdmissionPolicy, Candidate, Decision
 from mvllm.scheduler.encoder_planner import EncoderPlanner
+from mvllm.scheduler.request_lists import RequestLists
 
 
 class Encoders(AdmissionPolicy):
@@ -17,6 +18,9 @@ class Encoders(AdmissionPolicy):
     def __init__(self, encoders: EncoderPlanner, *, can_chunk: bool) -> None:
         self._encoders = encoders
         self._can_chunk = can_chunk
+
+    def start_round(self, requests: RequestLists) -> bool:
+        return requests.num_with_items > 0
 
     def decide(self, candidate: Candidate) -> Decision:
         request = candidate.request

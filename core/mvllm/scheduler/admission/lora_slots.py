@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from mvllm.scheduler.admission.policy import AdmissionPolicy, Candidate, Decision
 from mvllm.scheduler.request import Request
+from mvllm.scheduler.request_lists import RequestLists
 
 
 class LoRASlots(AdmissionPolicy):
@@ -28,9 +29,10 @@ class LoRASlots(AdmissionPolicy):
         self._num_bypasses = 0
         self._first_waiting_in_round: Request | None = None
 
-    def start_round(self, running: list[Request]) -> None:
-        self._running = {request.lora_int_id for request in running if request.lora_int_id}
+    def start_round(self, requests: RequestLists) -> bool:
+        self._running = {request.lora_int_id for request in requests.running if request.lora_int_id}
         self._first_waiting_in_round = None
+        return True
 
     def decide(self, candidate: Candidate) -> Decision:
         lora_int_id = candidate.request.lora_int_id

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mvllm.scheduler.admission.policy import AdmissionPolicy, Candidate, Decision
-from mvllm.scheduler.request_lists import RowAllocator
+from mvllm.scheduler.request_lists import RequestLists, RowAllocator
 
 
 class PairRows(AdmissionPolicy):
@@ -11,6 +11,9 @@ class PairRows(AdmissionPolicy):
 
     def __init__(self, rows: RowAllocator) -> None:
         self._rows = rows
+
+    def start_round(self, requests: RequestLists) -> bool:
+        return requests.num_guided > 0
 
     def decide(self, candidate: Candidate) -> Decision:
         return Decision.ADMIT if len(candidate.sides) <= self._rows.num_free else Decision.STOP

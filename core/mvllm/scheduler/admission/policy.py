@@ -7,8 +7,8 @@ For each waiting request, in service order, the policies are asked one after the
                                         STOP: it keeps waiting, and so does everything after it
 
 `decide` changes nothing outside of the candidate. When the decision is final, each policy that was asked commits it: so
-a policy counts, reserves and remembers only what really happens. A policy that has nothing to do in an engine is not in
-the list.
+a policy counts, reserves and remembers only what really happens. Policies that have nothing to do in an engine, or
+among the present requests, are not asked.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import sys
 from collections.abc import Callable
 
 from mvllm.kv_cache.kv_cache_manager import CachedPrefix, KVCacheManager
+from mvllm.kv_cache.state_slots import SnapshotOffers
 from mvllm.scheduler.long_prefill_limiter import WHOLE, PromptShare
 from mvllm.scheduler.request import Request
+from mvllm.scheduler.request_lists import RequestLists
 from mvllm.scheduler.request_pairs import split_tokens
 from mvllm.scheduler.step import Step
 
@@ -41,6 +43,7 @@ class Candidate:
         request, sides: The request.
         step: The step being planned.
         share: How many of its uncomputed tokens it may compute in this round.
+        offers: Snapshots on offer to each side; None for a side that does not wait for any.
         find_rooms: Returns the most tokens of each side before its state is kept; None for any number.
         decided_by: The policy that has passed it over or stopped; None if none has.
         lacks_blocks: All policies agreed, but there were not enough free blocks.
@@ -51,6 +54,7 @@ class Candidate:
         self.sides = request.sides
         self.step = step
         self.share: PromptShare = WHOLE
+        self.offers: list[SnapshotOffers | None] = []
         self.find_rooms: Callable[[Candidate], list[int]] | None = None
         self.decided_by: AdmissionPolicy | None = None
         self.lacks_blocks = False
@@ -102,12 +106,16 @@ class Candidate:
 class AdmissionPolicy:
     """Decides about waiting requests for one reason."""
 
-    def start_round(self, running: list[Request]) -> None:
+    def start_round(self, requests: RequestLists) -> bool:
         """Begins to look at the waiting requests. There may be two rounds in a step.
 
         Args:
-            running: The running requests.
+            requests: The requests of the scheduler.
+
+        Returns:
+            False if it would admit everything: then it is not asked in this round.
         """
+        return True
 
     def decide(self, candidate: Candidate) -> Decision:
         """What should happen to a request. Changes nothing; what it finds may be stored in the candidate."""

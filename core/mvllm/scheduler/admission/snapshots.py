@@ -5,7 +5,7 @@ See `kv_cache/state_slots.py`. These policies are for models with sequence state
 
 from __future__ import annotations
 
-from mvllm.kv_cache.state_slots import SnapshotOffers, StateSlots
+from mvllm.kv_cache.state_slots import StateSlots
 from mvllm.scheduler.admission.policy import AdmissionPolicy, Candidate, Decision
 from mvllm.scheduler.request import Request
 
@@ -38,15 +38,13 @@ class SharedPrefixes(AdmissionPolicy):
     def __init__(self, states: StateSlots, *, can_chunk: bool) -> None:
         self._states = states
         self._can_chunk = can_chunk
-        self._offers: list[SnapshotOffers | None] = []  # to each side of the candidate that was decided about
 
     def decide(self, candidate: Candidate) -> Decision:
-        self._offers = []
         for side, start, prefix in zip(candidate.sides, candidate.starts, candidate.prefixes, strict=True):
             offers = None
             if self._may_wait(side):
                 offers = self._states.find_offers(side.table, start, side.order, prefix.num_shared_tokens)
-            self._offers.append(offers)
+            candidate.offers.append(offers)
             if offers is not None and offers.wanted:
                 return Decision.PASS_OVER
         if self._can_chunk:
@@ -54,7 +52,7 @@ class SharedPrefixes(AdmissionPolicy):
         return Decision.ADMIT
 
     def commit(self, candidate: Candidate, decision: Decision) -> None:
-        for side, offers in zip(candidate.sides, self._offers):
+        for side, offers in zip(candidate.sides, candidate.offers):  # none to the sides after one that waits
             if offers is not None:
                 self._states.forget_computed_prompts(offers)
                 if offers.wanted:
@@ -75,7 +73,7 @@ class SharedPrefixes(AdmissionPolicy):
         """Where each side leaves a snapshot because others share its tokens up to there."""
         return [
             prefix.num_shared_tokens if offers is None else offers.shared_end
-            for prefix, offers in zip(candidate.prefixes, self._offers, strict=True)
+            for prefix, offers in zip(candidate.prefixes, candidate.offers, strict=True)
         ]
 
     def _find_rooms(self, candidate: Candidate) -> list[int]:
