@@ -78,7 +78,7 @@ class LongPrefillLimiter:
         self._step_times = step_times
         self._slowdown = config.long_prefill_slowdown or 0.0
         self._very_long = LONG_STEPS * config.max_num_batched_tokens
-        if step_times is None or not config.enable_chunked_prefill:
+        if step_times is None or not config.enable_chunked_prefill or threshold == 0:
             self._very_long = sys.maxsize
         self._is_taken = False
         self._is_round_2 = False
