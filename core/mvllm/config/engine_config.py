@@ -54,11 +54,11 @@ class SchedulerConfig:
         max_queued_requests: Most sequences that may wait in AsyncLLM beyond those that can run at once. EngineArgs sets
             sys.maxsize (no limit) by default.
         max_queued_tokens: Most prompt tokens of all in-flight requests in AsyncLLM; None for any number.
-        long_prefill_token_threshold: Most tokens of one request in a step while other requests have tokens to compute;
-            None for half of `max_num_batched_tokens`, 0 for no limit. If given, a step in which requests generate has
-            no more of that prompt, even if the budget is not used up.
-        max_long_partial_prefills: Most requests above that threshold in a step while others have tokens to compute.
-        max_num_partial_prefills: Most prompts that are partly computed; None for any number.
+        long_prefill_token_threshold: Most tokens of long prompts, which are computed one after the other, in a step
+            while other requests have tokens to compute; None for half of `max_num_batched_tokens`, 0 for no limit. If
+            given, a step in which requests generate has no more of them, even if the budget is not used up.
+        max_long_partial_prefills: Always 1. Deprecated: platforms written for contract 1.1 may read it until 2.0.
+        max_num_partial_prefills: Always None. Deprecated likewise.
         long_prefill_slowdown: A prompt of more than four whole steps may make a step in which requests generate this
             many times as long; None or 0 for no limit. Plans then depend on the time that steps take.
         max_num_batched_tokens_is_default: The user has not set `max_num_batched_tokens`, so a platform may choose what

@@ -67,8 +67,6 @@ def build_engine_config(
             max_num_batched_tokens_is_default=args.max_num_batched_tokens is None,
             enable_chunked_prefill=args.enable_chunked_prefill and not is_encoder,
             long_prefill_token_threshold=args.long_prefill_token_threshold,
-            max_long_partial_prefills=args.max_long_partial_prefills,
-            max_num_partial_prefills=args.max_num_partial_prefills,
             long_prefill_slowdown=args.long_prefill_slowdown,
             policy=args.scheduling_policy,
             async_scheduling=args.async_scheduling,

@@ -225,24 +225,11 @@ class EngineSettings(MultiModalArgs):
     enable_chunked_prefill: bool = option(True, help="Let a prompt be computed over several steps.", group="scheduler")
     long_prefill_token_threshold: int | None = option(
         None,
-        help="Most tokens of one request in a step while other requests have tokens to compute; "
-        "by default half of max_num_batched_tokens, 0 for no limit. If given, it also holds where the budget of a step "
-        "in which requests generate is not used up.",
+        help="Most tokens of long prompts, which are computed one after the other, in a step while other requests have "
+        "tokens to compute; by default half of max_num_batched_tokens, 0 for no limit. If given, it also holds where "
+        "the budget of a step in which requests generate is not used up.",
         group="scheduler",
         minimum=0,
-    )
-    max_long_partial_prefills: int = option(
-        1,
-        help="Most requests above long_prefill_token_threshold in a step while other requests have tokens to compute.",
-        group="scheduler",
-        minimum=1,
-    )
-    max_num_partial_prefills: int | None = option(
-        None,
-        help="Most prompts that are partly computed; further ones start when they fit into a step as a whole. By "
-        "default any number.",
-        group="scheduler",
-        minimum=1,
     )
     long_prefill_slowdown: float | None = option(
         None,

@@ -28,6 +28,7 @@ class ForeignKeyword:
         same: Values that ask for what mvllm does anyway: they need no warning. None and False never need one.
         setting: The setting that takes the value. `key` names an entry of that setting, which is then a dict.
         key: See `setting`.
+        factor_of: The setting that a value is a factor of. Without that setting the value has no effect.
         kind: What the option takes on a command line: one value, nothing (`flag`, with `--no-...`), or a `list`.
         is_refused: Whether a value that is not among `same` is an error instead of a warning.
     """
@@ -36,6 +37,7 @@ class ForeignKeyword:
     same: tuple[Any, ...] = ()
     setting: str | None = None
     key: str | None = None
+    factor_of: str | None = None
     kind: Literal["value", "flag", "list"] = "value"
     is_refused: bool = False
 
@@ -58,6 +60,7 @@ _MACHINE = "Workers are processes of this machine; distributed_executor_backend=
 _TRACING = "Pass --otlp-traces-endpoint to `mvllm serve`."
 _LOGGING = "The variable MVLLM_LOGGING_LEVEL sets the level of the log."
 _CAPTURE = "The platform decides which steps it captures."
+_ONE_BY_ONE = "Long prompts are computed one by one; long_prefill_token_threshold limits their tokens in a step."
 _PROCESSORS = "Images and audio are prepared on the host, in processes of their own."
 
 FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
@@ -296,6 +299,8 @@ FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
     "safetensors_prefetch_num_threads": ForeignKeyword("Weights are mapped from the files."),
     "safetensors_prefetch_block_size": ForeignKeyword("Weights are mapped from the files."),
     "long_prefill_token_threshold_adaptive": _flag("long_prefill_slowdown adapts long prompts to running requests."),
+    "max_long_partial_prefills": ForeignKeyword(_ONE_BY_ONE, (1,), factor_of="long_prefill_token_threshold"),
+    "max_num_partial_prefills": ForeignKeyword(_ONE_BY_ONE),
     "*graph_capture_sizes": _list(_CAPTURE),
     "max_*graph_capture_size": ForeignKeyword(_CAPTURE),
     "enable_*_autotune": _flag(_PLATFORM),
@@ -361,12 +366,25 @@ def translate(
             continue
         if keyword.setting is not None:
             _store(found, name, keyword, value)
+            continue
+        shown = prefix + (name.replace("_", "-") if prefix else name)
+        if keyword.factor_of is not None and found.get(keyword.factor_of):
+            found[keyword.factor_of] = _multiply(shown, value, keyword.factor_of, found[keyword.factor_of])
         elif not _is_same(value, keyword.same):
-            shown = prefix + (name.replace("_", "-") if prefix else name)
             if keyword.is_refused:
                 raise ConfigError(f"{shown} is not supported. {keyword.instead}")
             logger.warning("%s=%.80r has no effect. %s", shown, value, keyword.instead)
     return found
+
+
+def _multiply(name: str, factor: Any, setting: str, value: Any) -> Any:
+    """A setting of which another engine has a factor, such as the number of requests that it applies to."""
+    if type(factor) is not int or factor < 1:
+        raise ConfigError(f"{name} must be an integer >= 1, not {factor!r}.")
+    if factor == 1 or type(value) is not int:
+        return value
+    logger.warning("%s=%d multiplies %s, which is %d instead of %d.", name, factor, setting, factor * value, value)
+    return factor * value
 
 
 def _store(found: dict[str, Any], name: str, keyword: ForeignKeyword, value: Any) -> None:

@@ -23,12 +23,6 @@ def check_combinations(args: EngineSettings) -> None:
             f"long_prefill_slowdown is {args.long_prefill_slowdown:g}, but must be more than 1, or 0 for no limit: "
             "a step with a part of a prompt takes longer than one without."
         )
-    most = args.max_num_partial_prefills
-    if most is not None and most < args.max_long_partial_prefills:
-        raise ConfigError(
-            f"max_num_partial_prefills is {most}, but must be at least max_long_partial_prefills "
-            f"({args.max_long_partial_prefills}), since long prompts count too. Raise the one or lower the other."
-        )
     if (args.kv_events_config or {}).get("enable_kv_cache_events"):
         if not args.enable_prefix_caching:
             raise ConfigError(

@@ -31,6 +31,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
 
 from mvllm.config.sliding_window_blocks import first_visible_block, max_blocks_held
 from mvllm.kv_cache.block_hash import BlockHash, hash_block, items_in_block, make_root_hash, request_root_hash
@@ -43,6 +44,19 @@ from mvllm.kv_cache.state_slots import StateSlots
 from mvllm.kv_cache.unconfirmed_block_hashes import UnconfirmedBlockHashes
 from mvllm.kv_events.prefix_index import sharing_keys
 from mvllm.messages.multimodal import ItemSpan
+
+
+class CachedPrefix(NamedTuple):
+    """What of a request's tokens is cached.
+
+    Attributes:
+        blocks: The blocks that it can start with, for `allocate_slots`; see `get_computed_blocks`.
+        num_shared_tokens: Leading tokens with cached blocks. In models with sequence states there may be more of them
+            than tokens that it can start with; elsewhere it is 0.
+    """
+
+    blocks: list[int]
+    num_shared_tokens: int = 0
 
 
 class KVCacheManager:
@@ -191,6 +205,10 @@ class KVCacheManager:
         if table.root is None:
             return []
         return self._cached_blocks(self._block_hashes(table, (len(table.token_ids) - 1) // self.block_size))
+
+    def find_prefix(self, table: BlockTable) -> CachedPrefix:
+        """The longest cached prefix of a request. No side effects."""
+        return CachedPrefix(self.get_computed_blocks(table))
 
     def allocate_slots(
         self,

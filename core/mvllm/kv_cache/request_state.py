@@ -45,11 +45,10 @@ class RequestState:
         pending: Snapshots that have no hash yet: position and slot.
         num_prompt_tokens: Length of the prompt.
         has_siblings: Other requests have the same prompt.
-        shared_end: Leading tokens that it has in common with cached blocks, or with the prompt of a running request.
         order: Its place in the service order, while it runs.
         num_starts: How often it has got a slot.
         awaited: The snapshot that it waits for, if it does.
-        is_impatient: It has waited in vain, and waits no more before it starts.
+        is_impatient: The snapshot that it waited for came too late, so it waits for no other one until it starts.
     """
 
     __slots__ = (
@@ -64,7 +63,6 @@ class RequestState:
         "pending",
         "position",
         "prompt_snapshots",
-        "shared_end",
         "slot",
         "source",
     )
@@ -77,7 +75,6 @@ class RequestState:
         self.next_snapshot = NO_POSITION
         self.prompt_snapshots: list[int] = []
         self.pending: list[tuple[int, int]] = []
-        self.shared_end = 0
         self.order = (0, 0)
         self.num_starts = 0
         self.awaited: AwaitedSnapshot | None = None

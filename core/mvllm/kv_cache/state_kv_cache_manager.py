@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from mvllm.kv_cache.block_hash import BlockHash
 from mvllm.kv_cache.block_table import BlockTable
 from mvllm.kv_cache.host_tier import HostTier
-from mvllm.kv_cache.kv_cache_manager import KVCacheManager
+from mvllm.kv_cache.kv_cache_manager import CachedPrefix, KVCacheManager
 from mvllm.kv_cache.request_state import RequestState
 from mvllm.kv_cache.state_slots import LEAST_DISTANCE, StateSlots
 from mvllm.messages.multimodal import ItemSpan
@@ -94,21 +94,24 @@ class StateKVCacheManager(KVCacheManager):
         return table
 
     def get_computed_blocks(self, table: BlockTable) -> list[int]:
-        """The longest cached prefix that ends at a snapshot, see KVCacheManager."""
-        table.state.shared_end = 0
+        """The longest cached prefix that ends at a snapshot, see KVCacheManager. No side effects."""
+        return self.find_prefix(table).blocks
+
+    def find_prefix(self, table: BlockTable) -> CachedPrefix:
+        """The longest cached prefix that ends at a snapshot, and the longest one without regard to snapshots."""
         if table.root is None:
-            return []
+            return CachedPrefix([])
         hashes = self._block_hashes(table, (len(table.token_ids) - 1) // self.block_size)
         found = self._cached_blocks(hashes)
         num_found = len(found) // self.num_groups
-        table.state.shared_end = num_found * self.block_size
+        num_shared_tokens = num_found * self.block_size
         for count in self.states.snapshot_lengths(hashes[:num_found]):
             if count == num_found:
-                return found
+                return CachedPrefix(found, num_shared_tokens)
             blocks = found[:count] if self._has_one_full_group else self._cached_blocks(hashes[:count])
             if len(blocks) == count * self.num_groups:
-                return blocks
-        return []
+                return CachedPrefix(blocks, num_shared_tokens)
+        return CachedPrefix([], num_shared_tokens)
 
     def allocate_slots(
         self,

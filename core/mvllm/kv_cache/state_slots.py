@@ -54,6 +54,22 @@ _MOST_PROMPT_SNAPSHOTS = 8
 """Most snapshots of one prompt besides those at multiples of the interval: each one ends a step."""
 
 
+class SnapshotOffers:
+    """What the running requests offer to one that starts.
+
+    Attributes:
+        wanted: Requests, and the positions at which they should leave a snapshot; the last one is the best.
+        shared_end: Leading tokens in common with cached blocks, or with the prompt of a running request, if none of the
+            snapshots covers them; otherwise 0.
+        computed: Running requests whose prompts are computed, which offer nothing.
+    """
+
+    def __init__(self, num_shared_tokens: int) -> None:
+        self.wanted: list[tuple[BlockTable, int]] = []
+        self.shared_end = num_shared_tokens
+        self.computed: list[BlockTable] = []
+
+
 class StateSlots:
     """Owner of all state slots. Used by the KVCacheManager and by the step planner.
 
@@ -117,54 +133,86 @@ class StateSlots:
             return True
         return self.tier is not None and self.tier.host.get(name) is not None
 
-    def must_wait(self, table: BlockTable, num_cached: int, order: tuple[int, int]) -> bool:
-        """Whether a request should wait for a snapshot that a running request is going to write.
+    def find_offers(
+        self, table: BlockTable, num_cached: int, order: tuple[int, int], num_shared_tokens: int
+    ) -> SnapshotOffers:
+        """Which snapshots of earlier running requests a request could start from later. No side effects.
 
-        It does not wait for a few tokens. Nor does it keep the state where that request is going to.
+        A request waits for none if that saves a few tokens only. Where it shares a prefix with a request that will
+        leave a snapshot there, it needs no snapshot of its own.
 
         Args:
             num_cached: Tokens of the snapshot that it would start from now.
             order: Its place in the service order.
+            num_shared_tokens: Leading tokens with cached blocks.
         """
         state, size, best = table.state, self._block_size, num_cached
         gain = 1 if state.has_siblings else min(self._least_distance, self._interval or self._least_distance)
         hashes = self._hashes_of(table, (len(table.token_ids) - 1) // size)
-        for other_table in list(self._computing):
-            other = other_table.state
-            if other.position >= len(other_table.block_hashes) * size:
-                del self._computing[other_table]
+        offers = SnapshotOffers(num_shared_tokens)
+        for writer_table in self._computing:
+            writer = writer_table.state
+            if writer.position >= len(writer_table.block_hashes) * size:
+                offers.computed.append(writer_table)
                 continue
-            if not other.order < order:
+            if not writer.order < order:
                 continue
-            common = _common_length(hashes, other_table.block_hashes) * size
-            state.shared_end = max(state.shared_end, common)
-            position = self._offered_position(other_table, common, best)
+            common = _common_length(hashes, writer_table.block_hashes) * size
+            offers.shared_end = max(offers.shared_end, common)
+            position = self._offered_position(writer_table, common, best)
             if position > best:
                 best = position
                 if position - num_cached >= gain:
-                    state.awaited = AwaitedSnapshot(other, position, self._num_plans)
-        if state.shared_end <= best:
-            state.shared_end = 0
-        return state.awaited is not None
+                    offers.wanted.append((writer_table, position))
+        if offers.shared_end <= best:
+            offers.shared_end = 0
+        return offers
+
+    def wait_for(self, table: BlockTable, offers: SnapshotOffers) -> None:
+        """Lets a request wait for the best snapshot on offer. The writers leave all that are `wanted`."""
+        for writer_table, position in offers.wanted:
+            writer = writer_table.state
+            if position != self._planned_position(writer_table, position):
+                insort(writer.prompt_snapshots, position)
+                writer.next_snapshot = min(writer.next_snapshot, position)
+        writer_table, position = offers.wanted[-1]
+        table.state.awaited = AwaitedSnapshot(writer_table.state, position, self._num_plans)
+
+    def forget_computed_prompts(self, offers: SnapshotOffers) -> None:
+        """Stops to look for offers of the requests whose prompts were found to be computed."""
+        for table in offers.computed:
+            self._computing.pop(table, None)
 
     def still_waits(self, state: RequestState) -> bool:
-        """Whether the snapshot that a request waits for is still going to be written."""
+        """Whether the snapshot that a request waits for is still going to be written, and soon. No side effects."""
+        awaited = state.awaited
+        if awaited is None or not self._is_coming(awaited):
+            return False
+        return awaited.writer.position > awaited.seen or self._num_plans - awaited.plan <= _PATIENCE
+
+    def is_impatient(self, state: RequestState) -> bool:
+        """Whether a request that does not wait has waited too long for a snapshot. No side effects."""
+        return state.is_impatient or (state.awaited is not None and self._is_coming(state.awaited))
+
+    def update_wait(self, state: RequestState) -> None:
+        """Records that the writer has advanced, or ends a wait that is over."""
         awaited = state.awaited
         if awaited is None:
-            return False
+            return
+        if not self.still_waits(state):
+            state.is_impatient = self.is_impatient(state)
+            state.awaited = None
+        elif awaited.writer.position > awaited.seen:
+            awaited.seen, awaited.plan = awaited.writer.position, self._num_plans
+
+    def _is_coming(self, awaited: AwaitedSnapshot) -> bool:
+        """Whether the writer still runs, and has not come to the snapshot's position."""
         writer = awaited.writer
-        if writer.slot >= 0 and writer.num_starts == awaited.num_starts and writer.position < awaited.position:
-            if writer.position > awaited.seen:
-                awaited.seen, awaited.plan = writer.position, self._num_plans
-            if self._num_plans - awaited.plan <= _PATIENCE:
-                return True
-            state.is_impatient = True
-        state.awaited = None
-        return False
+        return writer.slot >= 0 and writer.num_starts == awaited.num_starts and writer.position < awaited.position
 
     @property
     def has_computing_prompts(self) -> bool:
-        """Whether `must_wait` may be true."""
+        """Whether there may be offers."""
         return bool(self._computing)
 
     def can_verify(self, state: RequestState, *, num_spare: int) -> bool:
@@ -215,26 +263,39 @@ class StateSlots:
         self.tier.load(table, index, slot)
         self.tier.host.unpin(index)
 
-    def choose_positions(self, table: BlockTable, position: int) -> None:
-        """Chooses where the state of a request is kept that starts at `position`."""
+    def choose_positions(self, table: BlockTable, position: int, shared_end: int) -> None:
+        """Chooses where the state of a request is kept that starts at `position`.
+
+        Args:
+            shared_end: Leading tokens that other requests have too, if it leaves a snapshot behind them.
+        """
+        state = table.state
+        state.prompt_snapshots = self._positions_of(table, position, shared_end)
+        state.next_snapshot = self._next_position(table, position, state.prompt_snapshots)
+
+    def first_position(self, table: BlockTable, position: int, shared_end: int) -> int:
+        """The first position that `choose_positions` would choose. No side effects."""
+        return self._next_position(table, position, self._positions_of(table, position, shared_end))
+
+    def _positions_of(self, table: BlockTable, position: int, shared_end: int) -> list[int]:
+        """Where the state of a request is kept besides the multiples of the interval."""
         state, size = table.state, self._block_size
         chosen: list[int] = []
         if table.root is not None:
-            if self._is_regular(table) and state.shared_end > position:
-                chosen.append(state.shared_end)
+            if self._is_regular(table) and shared_end > position:
+                chosen.append(shared_end)
             prompt_end = (state.num_prompt_tokens - 1) // size * size
             before = [each for each in chosen if each <= prompt_end]
             last = max(position, self._regular_before(table, prompt_end), *before)
             if prompt_end - last >= (1 if state.has_siblings else self._least_distance):
                 insort(chosen, prompt_end)
-        state.prompt_snapshots = chosen
-        state.next_snapshot = self._next_position(table, position)
+        return chosen
 
     def record_prompt(self, table: BlockTable, order: tuple[int, int]) -> None:
         """Records that a request starts to run, so that others can wait for its snapshots."""
         table.state.order = order
         if table.root is not None:
-            self._hashes_of(table, (len(table.token_ids) - 1) // self._block_size)  # for `must_wait`
+            self._hashes_of(table, (len(table.token_ids) - 1) // self._block_size)  # for `find_offers`
             self._computing[table] = None
 
     def free(self, table: BlockTable, num_computed_tokens: int) -> None:
@@ -385,21 +446,25 @@ class StateSlots:
         """The last multiple of the interval that is not behind `position`."""
         return position // self._interval * self._interval if self._interval and self._is_regular(table) else 0
 
-    def _next_position(self, table: BlockTable, position: int) -> int:
+    def _next_position(self, table: BlockTable, position: int, prompt_snapshots: Sequence[int]) -> int:
         """The first snapshot position behind `position`."""
         found = NO_POSITION
         if self._interval and self._is_regular(table):
             found = (position // self._interval + 1) * self._interval
-        return min([found, *(each for each in table.state.prompt_snapshots if each > position)])
+        return min([found, *(each for each in prompt_snapshots if each > position)])
+
+    def _planned_position(self, table: BlockTable, common: int) -> int:
+        """The last position up to `common` at which a running request is going to leave a snapshot, or has left one."""
+        chosen = [each for each in table.state.prompt_snapshots if each <= common]
+        return max(self._regular_before(table, common), *chosen, 0)
 
     def _offered_position(self, table: BlockTable, common: int, best: int) -> int:
-        """The last position up to `common` at which a running request is going to leave a snapshot, or 0.
+        """The last position up to `common` at which a running request could leave a snapshot, or 0.
 
-        If it still has to compute these tokens, `common` becomes such a position.
+        That is `common` itself, if it still has to compute these tokens.
         """
         state = table.state
-        chosen = [each for each in state.prompt_snapshots if each <= common]
-        last = max(self._regular_before(table, common), *chosen, 0)
+        last = self._planned_position(table, common)
         is_ahead = common > table.num_hashed_blocks * self._block_size  # also of the plan being made
         if (
             is_ahead
@@ -407,8 +472,6 @@ class StateSlots:
             and self._is_regular(table)
             and len(state.prompt_snapshots) < _MOST_PROMPT_SNAPSHOTS
         ):
-            insort(state.prompt_snapshots, common)
-            state.next_snapshot = min(state.next_snapshot, common)
             return common
         return last if last > state.position else 0
 
@@ -420,7 +483,7 @@ class StateSlots:
             state.pending.append((state.position, state.slot))
             self._with_pending[table] = None
             state.slot = pool.allocate(1)[0]
-        state.next_snapshot = self._next_position(table, state.position)
+        state.next_snapshot = self._next_position(table, state.position, state.prompt_snapshots)
 
     def _is_kept(self, table: BlockTable) -> bool:
         """Whether there is a snapshot with the state of a request, as far as its hashes are known."""

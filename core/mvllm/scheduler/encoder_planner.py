@@ -27,7 +27,7 @@ from mvllm.config.multimodal import EncoderLimits, MultiModalModel
 from mvllm.errors import RequestError
 from mvllm.messages.multimodal import EncoderInput, ItemSpan, MultiModalItem
 from mvllm.messages.requests import ENCODER_SECONDS_BUCKETS, EngineCoreRequest, SchedulerStats
-from mvllm.messages.scheduler_output import SchedulerOutput
+from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.scheduler.encoder_cache import EncoderCache
 from mvllm.scheduler.request import Request
 
@@ -155,6 +155,13 @@ class EncoderPlanner:
     def discard_inputs(self, plan: SchedulerOutput) -> None:
         """A row of a plan has failed, and maybe the whole step: drops what it should have encoded, as `discard`."""
         self._distrust(item.content_hash for item in plan.encoder_inputs)
+
+    def end_step(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """The results of a plan are back: counts the time of its encoder runs, and drops what may be wrong."""
+        if output.encoder_seconds:
+            self.add_encoder_time(output.encoder_seconds)
+        if output.errors:
+            self.discard_inputs(plan)
 
     def _distrust(self, hashes: Iterable[bytes]) -> None:
         for content_hash in hashes:

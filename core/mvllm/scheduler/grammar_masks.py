@@ -34,25 +34,31 @@ class DeferredMasks:
         """Call this before the rows of a plan are chosen."""
         self._seconds_left, self._cheap_seconds_left = DEFERRED_MASK_SECONDS, DEFERRED_CHEAP_SECONDS
 
-    def can_schedule(self, request: Request, plan: SchedulerOutput) -> bool:
-        """Whether a request with a grammar can be planned. If its mask is not known, the plan gets `masks_follow`."""
+    def can_schedule(self, request: Request) -> bool:
+        """Whether a request with a grammar can be planned. No side effects."""
         grammar = request.grammar
         assert grammar is not None
         if not grammar.is_ready:
             return False
         if not request.has_token_in_flight:
             return True
-        if not self._is_possible:
-            return False
         seconds = grammar.expected_seconds
-        if seconds <= min(CHEAP_MASK_SECONDS, self._cheap_seconds_left):
-            self._cheap_seconds_left -= seconds
-        elif seconds <= self._seconds_left:
-            self._seconds_left -= seconds
+        return self._is_possible and (self._is_cheap(seconds) or seconds <= self._seconds_left)
+
+    def reserve(self, request: Request, plan: SchedulerOutput) -> None:
+        """Takes the time of a request's mask that is computed while its step runs. Such a plan has `masks_follow`."""
+        grammar = request.grammar
+        assert grammar is not None
+        if not request.has_token_in_flight:
+            return
+        if self._is_cheap(grammar.expected_seconds):
+            self._cheap_seconds_left -= grammar.expected_seconds
         else:
-            return False
+            self._seconds_left -= grammar.expected_seconds
         plan.masks_follow = True
-        return True
+
+    def _is_cheap(self, seconds: float) -> bool:
+        return seconds <= min(CHEAP_MASK_SECONDS, self._cheap_seconds_left)
 
 
 def masks_of_batch(batch: list[Request], draft_masks: Mapping[int, list[bytes]] = {}) -> tuple[list[int], bytes]:

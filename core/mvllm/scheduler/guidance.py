@@ -1,17 +1,6 @@
-"""Guided requests: a request and its unconditional companion, which run as one.
-
-    conditional      | prompt ........................... | generated |
-    unconditional    | its own prompt .... | the same generated tokens |
-
-The companion is a Request with a row and a block table of its own. It is in no list: every transition of its primary
-request (`RequestLists`) moves both. Each side finds its own prefix in the cache and computes its prompt in chunks, but
-neither computes its last token before the other one can: so both sample in the same step.
-"""
+"""Guided requests: a request and its unconditional companion, which run as a pair (see `request_pairs.py`)."""
 
 from __future__ import annotations
-
-import sys
-from collections.abc import Iterator
 
 import msgspec
 
@@ -20,7 +9,7 @@ from mvllm.errors import RequestError
 from mvllm.kv_cache.block_table import BlockTable
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
-from mvllm.scheduler.request import Request, RequestStatus
+from mvllm.scheduler.request import PAIRED, Request
 
 
 def companion_data(data: EngineCoreRequest) -> EngineCoreRequest:
@@ -61,6 +50,7 @@ def add_companion(request: Request, data: EngineCoreRequest, table: BlockTable, 
     request.max_num_tokens = request.num_prompt_tokens + most
     companion.max_num_tokens = companion.num_prompt_tokens + most + 1  # it never ends by itself
     companion.primary, request.companion = request, companion
+    request.plain_from = PAIRED
 
 
 def check_guided(data: EngineCoreRequest, config: SchedulerConfig, max_model_len: int) -> None:
@@ -93,40 +83,3 @@ def check_guided(data: EngineCoreRequest, config: SchedulerConfig, max_model_len
                 "or max_tokens, or start the engine with a larger limit.",
                 parameter="guidance_scale",
             )
-
-
-def split_tokens(
-    num_left: int,
-    num_companion_left: int,
-    budget: int,
-    room: int = sys.maxsize,
-    companion_room: int = sys.maxsize,
-) -> tuple[int, int]:
-    """How many of their uncomputed tokens the two sides compute in a step; both may be 0.
-
-    Args:
-        num_left, num_companion_left: Uncomputed tokens, at least one each.
-        budget: Most tokens of both together.
-        room, companion_room: Most tokens of each side.
-    """
-    if num_left + num_companion_left <= budget and num_left <= room and num_companion_left <= companion_room:
-        return num_left, num_companion_left
-    first = min(num_left - 1, room, budget)
-    return first, min(num_companion_left - 1, companion_room, budget - first)
-
-
-def pairs_sampled_apart(batch: list[Request], tokens: list[int]) -> Iterator[Request]:
-    """The guided requests whose sides have different tokens, because the worker does not know of pairs.
-
-    Args:
-        batch: The rows of a step.
-        tokens: The token of each.
-    """
-    token_of = {
-        request.companion: token
-        for request, token in zip(batch, tokens, strict=True)
-        if request.companion is not None and request.status is not RequestStatus.FINISHED
-    }
-    for request, token in zip(batch, tokens, strict=True):
-        if token_of.get(request, token) != token:
-            yield request.listed

@@ -281,15 +281,9 @@ class KVLoads:
         num_here = len(kv_cache.get_computed_blocks(table)) // kv_cache.num_groups
         if num_here >= len(keys):
             return None
-        hashes = table.block_hashes[: len(keys)]
-        states, state_tier = kv_cache.states, self._tier.states
-        unknown: list[BlockKey] = []
-        for block_hash, of_groups in zip(hashes, keys):
-            unknown += [key for key in of_groups if not self._is_here(self._tier.blocks, key)]
-            if states is not None and state_tier is not None and not self._is_here(state_tier, block_hash):
-                unknown.append(connector_key(block_hash, is_state=True))
+        hashes, state_tier = table.block_hashes[: len(keys)], self._tier.states
         self._asked.add(side)
-        source = self._connectors.lookup(self._kv_request(side), unknown)
+        source = self._connectors.lookup(self._kv_request(side), self._keys_elsewhere(keys, hashes))
         if source is None:
             wait.is_asking = True
             return None
@@ -298,7 +292,7 @@ class KVLoads:
             return 0 if key in source or self._is_here(self._tier.blocks, key) else None
 
         length = len(kv_cache.search.find(hashes, find_block)) // kv_cache.num_groups
-        if states is not None and state_tier is not None:
+        if kv_cache.states is not None and state_tier is not None:
             length = self._last_snapshot(hashes[:length], source, state_tier, find_block)
         if length <= num_here:
             return None
@@ -308,6 +302,21 @@ class KVLoads:
         if state_tier is not None:
             self._add_part(prefix, state_tier, hashes[length - 1], source)
         return prefix
+
+    def _keys_elsewhere(self, keys: Sequence[Sequence[BlockHash]], hashes: Sequence[BlockHash]) -> list[BlockKey]:
+        """The keys of blocks and states that are neither on the device nor in host blocks, nor on the way there.
+
+        Args:
+            keys: By block, those of all groups.
+            hashes: The hash of each block, which names a state.
+        """
+        has_states, state_tier = self._kv_cache.states is not None, self._tier.states
+        found: list[BlockKey] = []
+        for block_hash, of_groups in zip(hashes, keys):
+            found += [key for key in of_groups if not self._is_here(self._tier.blocks, key)]
+            if has_states and state_tier is not None and not self._is_here(state_tier, block_hash):
+                found.append(connector_key(block_hash, is_state=True))
+        return found
 
     def _last_snapshot(
         self,

@@ -1,8 +1,8 @@
 """How much of a step's token budget long prompts get while other requests can use it, or wait for the step's end.
 
 A prompt of 100,000 tokens would take the whole budget of dozens of steps, and later requests would wait. So a step is
-planned in two rounds. In round 1 a request with more than `threshold` tokens to compute gets `threshold` tokens, for at
-most `max_long_partial_prefills` requests; other requests follow. In round 2 the rest of the budget goes to the requests
+planned in two rounds. In round 1 the first request with more than `threshold` tokens to compute gets `threshold`
+tokens, and other such requests get none; short requests follow. In round 2 the rest of the budget goes to the requests
 that were held back, in service order:
 
     budget 2048, threshold 1024     long prompt A, long prompt B, short prompt c of 300 tokens, decoding d
@@ -24,31 +24,49 @@ With several long prompts waiting, throughput counts more: the share of a very l
 from __future__ import annotations
 
 import sys
+from typing import NamedTuple
 
 from mvllm.config.engine_config import SchedulerConfig
-from mvllm.scheduler.request import Request
 from mvllm.scheduler.step_time_model import StepTimeModel
 
 LONG_STEPS = 4
 """A prompt is very long if it needs more than so many whole steps."""
 
 
+class PromptShare(NamedTuple):
+    """How many of its uncomputed tokens a request may compute in a round.
+
+    Attributes:
+        num_tokens: Most tokens; 0 if it waits for another long prompt.
+        is_limited: It has more tokens to compute.
+        is_cap: See the module.
+        is_very_long: It is limited by the times of steps.
+        is_pause: It gets nothing so that the times of steps can be estimated anew.
+    """
+
+    num_tokens: int
+    is_limited: bool = False
+    is_cap: bool = False
+    is_very_long: bool = False
+    is_pause: bool = False
+
+
+WHOLE = PromptShare(sys.maxsize)
+"""The share of a request that is not limited."""
+
+
 class LongPrefillLimiter:
-    """Limits the requests of round 1, and records those held back.
+    """Gives long prompts their shares. `share` asks, `take` changes.
 
     Args:
         config: The limits.
         step_times: Estimates the times of steps; None for no limit on them.
 
     Attributes:
-        held_back: Running requests that got fewer tokens than they have to compute, with their positions in the batch;
-            -1 for those that got none.
-        were_limited: A request was limited since `start_step`. Only then the step needs a second round, and the next
-            step needs `start_step`.
+        were_limited: A share was limited since `start_step`. Only then the step needs a second round, and the next step
+            needs `start_step`.
         is_capped: The share of a request in this step is a cap.
         num_waiting: Long prompts that waited for other long prompts in the last step.
-        num_partial: Prompts that are partly computed, and not completed in this step. Only counted if
-            `max_num_partial_prefills` is set.
     """
 
     def __init__(self, config: SchedulerConfig, step_times: StepTimeModel | None = None) -> None:
@@ -57,26 +75,20 @@ class LongPrefillLimiter:
         if threshold is None:
             threshold = config.max_num_batched_tokens // 2
         self._threshold = threshold if threshold and config.enable_chunked_prefill else sys.maxsize
-        self._most = config.max_long_partial_prefills
-        self._num_left = self._most
         self._step_times = step_times
         self._slowdown = config.long_prefill_slowdown or 0.0
         self._very_long = LONG_STEPS * config.max_num_batched_tokens
         if step_times is None or not config.enable_chunked_prefill or threshold == 0:
             self._very_long = sys.maxsize
-        self.max_partial = config.max_num_partial_prefills
+        self._is_taken = False
+        self._is_round_2 = False
         self.is_capped = False
-        self.held_back: list[tuple[Request, int]] = []
         self.were_limited = False
         self.num_waiting = 0
-        self.num_partial = 0
 
     def start_step(self) -> None:
         """Begins round 1 of a step."""
-        self._num_left = self._most
-        self.were_limited = self.is_capped = False
-        self.held_back = []
-        self.num_partial = 0
+        self._is_taken = self._is_round_2 = self.were_limited = self.is_capped = False
 
     def start_round_2(self, *, others_generate: bool) -> bool:
         """Begins round 2. Returns whether the requests held back may have more tokens.
@@ -84,39 +96,42 @@ class LongPrefillLimiter:
         Args:
             others_generate: Whether a request in the step generates.
         """
-        if others_generate and self.is_capped:
-            return False
-        self._num_left = sys.maxsize
-        return True
+        self._is_round_2 = not (others_generate and self.is_capped)
+        return self._is_round_2
 
     @property
     def has_room(self) -> bool:
         """Whether one more long prompt may be computed in this round."""
-        return self._num_left > 0
+        return self._is_round_2 or not self._is_taken
 
     def is_very_long(self, num_tokens: int) -> bool:
         """Whether a request that starts with so many uncomputed tokens is limited by the times of steps."""
         return num_tokens > self._very_long
 
-    def num_allowed_tokens(self, num_tokens: int, *, is_very_long: bool) -> int:
-        """How many of its `num_tokens` uncomputed tokens a request may compute in this round; may be 0."""
-        if self._num_left > self._most:
-            return num_tokens
-        threshold, is_cap = self._threshold, self._has_cap
+    def share(self, num_tokens: int, *, is_very_long: bool) -> PromptShare:
+        """The share in this round of a request with so many uncomputed tokens. No side effects."""
+        if self._is_round_2:
+            return WHOLE._replace(is_very_long=is_very_long)
+        threshold, is_cap, is_pause = self._threshold, self._has_cap, False
         if is_very_long and self._step_times is not None:
             fitting = self._step_times.prompt_tokens_within(1 + (self._slowdown - 1) * (1 + self.num_waiting))
             if fitting is not None and fitting < threshold:
-                threshold, is_cap = fitting, True
+                threshold, is_cap, is_pause = fitting, True, not fitting
         if num_tokens <= threshold:
-            return num_tokens
-        self.were_limited = True
-        if not self._num_left:
-            return 0
-        self._num_left -= 1
-        self.is_capped |= is_cap
-        return threshold
+            return WHOLE._replace(is_very_long=is_very_long)
+        return PromptShare(
+            num_tokens=0 if self._is_taken else threshold,
+            is_limited=True,
+            is_cap=is_cap and not self._is_taken,
+            is_very_long=is_very_long,
+            is_pause=is_pause,
+        )
 
-    def can_start(self, num_tokens: int, budget: int) -> bool:
-        """Whether a waiting prompt with so many uncomputed tokens may start, under `max_num_partial_prefills`."""
-        is_whole = num_tokens <= min(budget, self._threshold)
-        return is_whole or self.max_partial is None or self.num_partial < self.max_partial
+    def take(self, share: PromptShare) -> None:
+        """Records that a request has its share in this round."""
+        if not share.is_limited:
+            return
+        self.were_limited = self._is_taken = True
+        self.is_capped |= share.is_cap
+        if share.is_pause and self._step_times is not None:
+            self._step_times.start_pause()

@@ -16,12 +16,16 @@ state.
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Sequence
 from typing import Protocol
 
 from mvllm.kv_cache.block_table import BlockTable
 from mvllm.messages.requests import EngineCoreRequest, FinishReason, PositionLogprobs
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
+
+PAIRED = sys.maxsize
+"""`Request.plain_from` of request pairs."""
 
 
 class RequestStatus(enum.Enum):
@@ -107,11 +111,12 @@ class Request:
         relaxations: What that does not enforce, until an output says so.
         weight_versions: Versions of the weights that sampled its tokens before the present one, with the number of
             tokens of each.
-        companion: The unconditional companion of a guided request, see `guidance.py`.
-        primary: Of a companion: the guided request.
+        companion: The other side of a request pair, see `request_pairs.py`.
+        primary: Of a companion: the request that is listed.
         conditional_logprobs: Of tokens not sent yet, for guided requests with `logprobs`.
         items: Images, audio and embeddings of its prompt.
         items_end: First position behind the last of them; 0 without any.
+        plain_from: From this position on it needs neither items nor a companion to be planned.
         is_swapped: Its keys and values are kept in host memory until it runs again.
     """
 
@@ -138,6 +143,7 @@ class Request:
         "num_prompt_tokens",
         "num_tokens",
         "order",
+        "plain_from",
         "pooling_type",
         "primary",
         "prompt_logprobs",
@@ -169,6 +175,7 @@ class Request:
 
         self.items = data.items
         self.items_end = data.items[-1].span.stop if data.items else 0
+        self.plain_from = self.items_end
 
         self.pooling_type = None if data.pooling_params is None else data.pooling_params.pooling_type
         if data.pooling_params is not None:

@@ -299,10 +299,14 @@ class RequestLists:
                     _check_request(side)
         num_held = len({block for request in running for block in request.table.held_blocks})
         assert num_held == self._kv_cache.num_blocks - self._kv_cache.num_free_blocks, "Blocks leaked"
-        assert self.num_swapped == sum(request.is_swapped for request in self.by_id.values())
-        assert self.num_grammars == sum(request.grammar is not None for request in self.by_id.values())
-        assert self.num_with_items == sum(bool(request.items) for request in self.by_id.values())
-        assert self.num_guided == sum(request.companion is not None for request in self.by_id.values())
+        self._check_counts()
+
+    def _check_counts(self) -> None:
+        requests = self.by_id.values()
+        assert self.num_swapped == sum(request.is_swapped for request in requests)
+        assert self.num_grammars == sum(request.grammar is not None for request in requests)
+        assert self.num_with_items == sum(bool(request.items) for request in requests)
+        assert self.num_guided == sum(request.companion is not None for request in requests)
 
 
 def _check_request(request: Request) -> None:

@@ -19,7 +19,6 @@ from mvllm.config.engine_config import SchedulerConfig
 from mvllm.errors import PlatformError, RequestError
 from mvllm.kv_cache.block_table import BlockTable
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
-from mvllm.kv_cache.state_slots import StateSlots
 from mvllm.kv_transfer.connectors import KVConnectors
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import (
@@ -34,11 +33,13 @@ from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.scheduler.config_checks import check_scheduler_config
 from mvllm.scheduler.encoder_planner import EncoderPlanner, check_items, num_skipped_positions
 from mvllm.scheduler.grammar_masks import masks_of_batch
-from mvllm.scheduler.guidance import add_companion, check_guided, companion_data, pairs_sampled_apart
+from mvllm.scheduler.guidance import add_companion, check_guided, companion_data
 from mvllm.scheduler.kv_loads import KVLoads
 from mvllm.scheduler.request import RESTARTED, Grammar, Request, RequestStatus
 from mvllm.scheduler.request_lists import RequestLists
 from mvllm.scheduler.request_outputs import collect_logprobs, count_draft_tokens, final_output, make_output
+from mvllm.scheduler.request_pairs import num_companion_tokens, pairs_sampled_apart
+from mvllm.scheduler.step import Step
 from mvllm.scheduler.step_planner import StepPlanner
 from mvllm.scheduler.step_time_model import StepTimeModel
 from mvllm.scheduler.swapping import AUTO, NO_COSTS, RECOMPUTE, CopyCosts, Swapper
@@ -107,22 +108,11 @@ class Scheduler:
             self.requests.on_items_unused = encoders.release
         self.copy_costs = copy_costs
         self.adapter_hash: Callable[[LoRARequest], str | None] = lambda request: None
-        self.kv_loads: KVLoads | None = None
-        self._swapper: Swapper | None = None
-        times_swaps = False
-        if kv_cache.tier is not None:
-            self.kv_loads = KVLoads(
-                kv_cache,
-                self.requests,
-                connectors or KVConnectors({}),
-                clock,
-                block_bytes=copy_costs.block_bytes,
-                state_bytes=copy_costs.state_bytes,
-            )
-            times_swaps = preemption_mode == AUTO
+        self.kv_loads = self._make_kv_loads(connectors)
+        swaps = self.kv_loads is not None and preemption_mode != RECOMPUTE
+        times_swaps = swaps and preemption_mode == AUTO
         self._step_times = StepTimeModel() if config.long_prefill_slowdown or times_swaps else None
-        if self.kv_loads is not None and preemption_mode != RECOMPUTE:
-            self._swapper = Swapper(preemption_mode, kv_cache, lambda: self.copy_costs, self._step_times)
+        swapper = Swapper(preemption_mode, kv_cache, lambda: self.copy_costs, self._step_times) if swaps else None
         self._planned_times: dict[int, tuple[float, bool]] = {}  # step -> when planned, is ordinary; if steps are timed
         self._last_results_time = 0.0
         self._planner = StepPlanner(
@@ -138,13 +128,25 @@ class Scheduler:
             can_defer_masks=can_defer_masks,
             step_times=self._step_times if config.long_prefill_slowdown else None,
             kv_loads=self.kv_loads,
-            swapper=self._swapper,
+            swapper=swapper,
             encoders=encoders,
         )
         self._batches: dict[int, list[Request]] = {}  # step in flight -> its requests, by position in the batch
         self._prompt_starts: dict[int, dict[int, int]] = {}  # step -> position in batch -> first position computed
         self._next_step = 0
         self._num_added = 0
+
+    def _make_kv_loads(self, connectors: KVConnectors | None) -> KVLoads | None:
+        if self._kv_cache.tier is None:
+            return None
+        return KVLoads(
+            self._kv_cache,
+            self.requests,
+            connectors or KVConnectors({}),
+            self._clock,
+            block_bytes=self.copy_costs.block_bytes,
+            state_bytes=self.copy_costs.state_bytes,
+        )
 
     # ---------------------------------------------------------------------------------------------------- requests
 
@@ -366,8 +368,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Plans the next step."""
-        plan, batch = self._planner.plan(self._next_step)
-        return self._commit_plan(plan, batch)
+        return self._commit_plan(self._planner.plan(self._next_step))
 
     def schedule_unless_empty(self) -> SchedulerOutput | None:
         """Plans the next step if a request can compute in it. Only while a step is in flight.
@@ -375,12 +376,12 @@ class Scheduler:
         Otherwise there is no such step: the next plan names the rows freed meanwhile, and the results of the step in
         flight contain the pending outputs.
         """
-        plan, batch = self._planner.plan(self._next_step)
-        return self._commit_plan(plan, batch) if batch else None
+        step = self._planner.plan(self._next_step)
+        return self._commit_plan(step) if step.batch else None
 
-    def _commit_plan(self, plan: SchedulerOutput, batch: list[Request]) -> SchedulerOutput:
+    def _commit_plan(self, step: Step) -> SchedulerOutput:
         """Completes a plan that will be executed."""
-        requests = self.requests
+        plan, batch, requests = step.plan, step.batch, self.requests
         plan.freed_rows = requests.rows.pop_freed()
         if self._unconfirmed.writers:
             self._unconfirmed.end_plan(plan.step)
@@ -388,13 +389,12 @@ class Scheduler:
             self._kv_cache.tier.end_plan(plan)
         if self._encoders is not None:
             plan.freed_encoder_outputs = self._encoders.pop_freed()
-        plan.total_num_scheduled_tokens = sum(plan.num_scheduled_tokens)
         if requests.num_grammars and not plan.masks_follow:
-            plan.mask_rows, plan.token_masks = masks_of_batch(batch, self._planner.draft_masks)
+            plan.mask_rows, plan.token_masks = masks_of_batch(batch, step.draft_masks)
         self._next_step += 1
         self._batches[plan.step] = batch
         if self._step_times is not None:
-            self._planned_times[plan.step] = self._clock(), self._planner.is_ordinary(plan)
+            self._planned_times[plan.step] = self._clock(), self._planner.is_ordinary(step)
         if requests.num_prompt_logprobs:
             self._prompt_starts[plan.step] = {
                 i: request.num_computed_tokens - plan.num_scheduled_tokens[i]
@@ -414,20 +414,14 @@ class Scheduler:
         batch = self._batches.pop(plan.step)
         starts = self._prompt_starts.pop(plan.step, {})
         tokens = output.sampled_token_ids
-        if output.step != plan.step or len(tokens) != len(batch):
-            raise PlatformError(
-                f"The workers were given step {plan.step} with {len(batch)} rows and answered step {output.step} "
-                f"with {len(tokens)} tokens."
-            )
+        _check_results(plan, output, len(batch))
         if self._step_times is not None:
             self._record_step_time(self._step_times, plan)
         outputs = self.pop_outputs()
-        if output.encoder_seconds and self._encoders is not None:
-            self._encoders.add_encoder_time(output.encoder_seconds)
         if output.errors:
             self._fail_rows(batch, output.errors, outputs)
-            if self._encoders is not None:
-                self._encoders.discard_inputs(plan)
+        if self._encoders is not None:
+            self._encoders.end_step(plan, output)
         if self._unconfirmed.pending_plans:
             self._unconfirmed.confirm(plan.step)
         if self.kv_loads is not None:
@@ -436,14 +430,17 @@ class Scheduler:
             collect_logprobs(batch, starts, output)
         if output.pooler_output:
             self._finish_pooled(batch, output.pooler_output, outputs)
+        has_pairs = self.requests.num_guided > 0
+        if has_pairs:
+            self._fail_pairs_sampled_apart(batch, tokens)
+        ended, failed = self._append_tokens(batch, tokens, output.further_token_ids, outputs)
+        if has_pairs:
+            self._stats.num_generated_tokens -= num_companion_tokens(batch, tokens)
+        self._end(ended, failed)
         if plan.draft_token_ids:
-            count_draft_tokens(self._stats, plan, output)
-        self._append_tokens(batch, tokens, output.further_token_ids, outputs)
-        if plan.draft_token_ids and self._kv_cache.states is not None:
-            self._go_on_behind_drafts(self._kv_cache.states, plan, batch, output)
-        for position, drafts in output.draft_token_ids.items():
-            if batch[position].status is RequestStatus.RUNNING:
-                batch[position].draft_token_ids = drafts
+            self._apply_draft_results(plan, batch, output)
+        if output.draft_token_ids:
+            self._store_drafts(batch, output.draft_token_ids)
         if self.kv_loads is not None:
             self.kv_loads.add_params(outputs)
         return EngineCoreOutputs(outputs=outputs, stats=self.make_stats())
@@ -465,19 +462,18 @@ class Scheduler:
         tokens: list[int],
         accepted: dict[int, list[int]],
         outputs: list[EngineCoreOutput],
-    ) -> None:
-        """Appends the sampled tokens to their requests, and finishes requests that end with them.
+    ) -> tuple[list[Request], list[Request]]:
+        """Appends the sampled tokens to their requests, and adds their outputs.
 
         Args:
             accepted: Draft tokens accepted behind the sampled token, by position in the batch.
+
+        Returns:
+            The requests that end with their tokens, and those whose grammars have failed.
         """
         running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
-        if self.requests.num_guided:
-            for request in pairs_sampled_apart(batch, tokens):
-                message = "The platform's worker does not support guidance: it sampled the two rows of a request apart."
-                self.requests.fail(request, message, "guidance_scale")
         ended: list[Request] = []
-        failed: list[tuple[str, str]] = []
+        failed: list[Request] = []
         num_generated = 0
         for position, token in enumerate(tokens):
             request = batch[position]
@@ -492,15 +488,13 @@ class Scheduler:
             if accepted and position in accepted:
                 appended, stop = request.append_accepted(accepted[position], stop)
                 new += appended
-            if grammar is not None and stop is None and grammar.error is not None:
-                failed.append((request.request_id, grammar.error))
             num_generated += len(new)
             if stop is not None:
                 ended.append(request)
                 outputs.append(final_output(request, *stop, num_new_tokens=len(new)))
                 continue
-            if status is not running:
-                self.requests.unblock(request)
+            if status is not running or grammar is not None:
+                self._continue(request, failed)
             if request.has_only_tokens:
                 outputs.append(
                     EngineCoreOutput(
@@ -512,24 +506,43 @@ class Scheduler:
                 outputs.append(make_output(request, new))
             elif not request.first_token_time:
                 request.first_token_time = self._clock()
-        if self.requests.num_guided:  # every token of theirs was counted twice
-            num_generated -= sum(
-                token >= 0 and request.primary is not None and request.status is not finished
-                for token, request in zip(tokens, batch, strict=True)
-            )
         self._stats.num_generated_tokens += num_generated
+        return ended, failed
+
+    def _continue(self, request: Request, failed: list[Request]) -> None:
+        """Lets a request go on that was preempted, or has a grammar, unless that has failed."""
+        self.requests.unblock(request)
+        if request.grammar is not None and request.grammar.error is not None:
+            failed.append(request)
+
+    def _end(self, ended: list[Request], failed: list[Request]) -> None:
+        """Ends the requests whose last output exists, and those whose grammars have failed."""
+        errors = [(request.request_id, request.grammar.error or "") for request in failed if request.grammar]
         if ended:
             self.requests.finish(ended)
-        for request_id, error in failed:  # in the next results, behind the token before the error
+        for request_id, error in errors:  # in the next results, behind the token before the error
             self.fail_request(request_id, error, "structured_outputs")
 
-    def _go_on_behind_drafts(
-        self, states: StateSlots, plan: SchedulerOutput, batch: list[Request], output: ModelRunnerOutput
-    ) -> None:
-        """Chooses the state of requests whose draft tokens were verified; see `StateSlots`.
+    def _fail_pairs_sampled_apart(self, batch: list[Request], tokens: list[int]) -> None:
+        for request in pairs_sampled_apart(batch, tokens):
+            message = "The platform's worker does not support guidance: it sampled the two rows of a request apart."
+            self.requests.fail(request, message, "guidance_scale")
+
+    def _store_drafts(self, batch: list[Request], drafts: dict[int, list[int]]) -> None:
+        """Stores draft tokens, by position in the batch, for the next plans of their requests."""
+        for position, tokens in drafts.items():
+            if batch[position].status is RequestStatus.RUNNING:
+                batch[position].draft_token_ids = tokens
+
+    def _apply_draft_results(self, plan: SchedulerOutput, batch: list[Request], output: ModelRunnerOutput) -> None:
+        """Counts draft tokens, and chooses the state of requests whose draft tokens were verified; see `StateSlots`.
 
         A request with a rejected draft token goes back to the position before the step, also on the worker.
         """
+        count_draft_tokens(self._stats, plan, output)
+        states = self._kv_cache.states
+        if states is None:
+            return
         for position, drafts in plan.draft_token_ids.items():
             request = batch[position]
             if request.status is not RequestStatus.RUNNING:
@@ -598,3 +611,12 @@ class Scheduler:
         for part in (self.requests, self.kv_loads, self._encoders):
             if part is not None:
                 part.check_integrity()
+
+
+def _check_results(plan: SchedulerOutput, output: ModelRunnerOutput, num_rows: int) -> None:
+    num_tokens = len(output.sampled_token_ids)
+    if output.step != plan.step or num_tokens != num_rows:
+        raise PlatformError(
+            f"The workers were given step {plan.step} with {num_rows} rows and answered step {output.step} "
+            f"with {num_tokens} tokens."
+        )

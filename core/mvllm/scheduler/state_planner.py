@@ -1,4 +1,4 @@
-"""What the plans of models with sequence states need in addition: ends of steps, waiting for snapshots, and slots.
+"""What the plans of models with sequence states need in addition: ends of steps, and slots.
 
 See `kv_cache/state_slots.py`. In other models the methods change nothing.
 """
@@ -21,13 +21,12 @@ class StatePlanner:
 
     Attributes:
         is_needed: The model has sequence states.
-        ends_steps: Steps end where a state is kept.
     """
 
     def __init__(self, states: StateSlots | None, *, can_chunk: bool) -> None:
         self._states = states
         self.is_needed = states is not None
-        self.ends_steps = states is not None and can_chunk
+        self._ends_steps = states is not None and can_chunk
 
     def start_plan(self) -> None:
         """Begins a plan."""
@@ -43,41 +42,9 @@ class StatePlanner:
                 plan.draft_token_ids,
             )
 
-    def room(self, request: Request) -> int:
-        """Tokens that a running request may compute before its state is kept; 0 if this step has come so far."""
-        return request.table.state.next_snapshot - request.num_computed_tokens if self.ends_steps else sys.maxsize
-
-    def choose_snapshots(self, request: Request, num_computed: int) -> int:
-        """Chooses where the state of a waiting request is kept. Returns the tokens to the first such position."""
-        if self._states is None:
-            return sys.maxsize
-        self._states.choose_positions(request.table, num_computed)
-        return request.table.state.next_snapshot - num_computed if self.ends_steps else sys.maxsize
-
-    def must_wait(self, request: Request, num_cached: int) -> bool:
-        """Whether a waiting request should wait until a running one has written a snapshot.
-
-        `still_waits` is then true until that has happened, or cannot happen any more.
-
-        Args:
-            num_cached: Tokens of the snapshot that it would start from now.
-        """
-        states, table = self._states, request.table
-        if states is None or not self.ends_steps or not states.has_computing_prompts:
-            return False
-        if table.root is None or table.state.is_impatient or request.needs_every_position:
-            return False
-        return states.must_wait(table, num_cached, request.order)
-
-    def still_waits(self, request: Request) -> bool:
-        """Whether the snapshot that a request waits for is still to be written."""
-        states = self._states
-        return states is not None and any(states.still_waits(side.table.state) for side in request.sides)
-
-    def record_start(self, request: Request) -> None:
-        """Records that a request starts to run."""
-        if self._states is not None:
-            self._states.record_prompt(request.table, request.order)
+    def room(self, request: Request, start: int) -> int:
+        """Tokens that a running request may compute from `start` on before its state is kept; may be 0."""
+        return request.table.state.next_snapshot - start if self._ends_steps else sys.maxsize
 
     def draft_budget(self, request: Request, *, others_wait: bool) -> int:
         """The most draft tokens of a request in this step.

@@ -89,13 +89,12 @@ class StepTimeModel:
         """Tokens of a very long prompt in a step with requests that generate; None while nothing is known.
 
         With them the average latency between two tokens grows `slowdown` times. There are more if a step with them is
-        no longer than UNNOTICED_SECONDS, and than the longest ordinary steps. Now and then 0, for a step without prompt
-        tokens; the next call returns a number again.
+        no longer than UNNOTICED_SECONDS, and than the longest ordinary steps. Now and then 0, until `start_pause`: then
+        a step without prompt tokens is needed.
         """
         if not self._decode_seconds:
             return None
         if self._age > _MAX_AGE:
-            self._age = 0
             return 0
         if self._prompt_seconds < _MIN_SECONDS:
             return _FIRST_TOKENS
@@ -103,6 +102,10 @@ class StepTimeModel:
         further = (slowdown - 1) * max(self._decode_seconds, self._ordinary_seconds)
         unnoticed = min(UNNOTICED_SECONDS, self._find_longest_ordinary()) - self._decode_seconds
         return max(_MIN_TOKENS, int(max(further, unnoticed) / seconds_per_token))
+
+    def start_pause(self) -> None:
+        """A very long prompt gets no tokens in the step being planned, because `prompt_tokens_within` was 0."""
+        self._age = 0
 
     @property
     def seconds_per_prompt_token(self) -> float | None:

@@ -40,6 +40,34 @@ def test_a_keyword_with_an_equivalent_sets_it() -> None:
         EngineArgs(model="demo", override_pooler_config={"a": 1}, pooler_config={"a": 2})
 
 
+def test_several_long_prompts_at_once_are_one_with_all_of_their_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    limits = {"long_prefill_token_threshold": 256, "max_long_partial_prefills": 3}
+    with caplog.at_level(logging.WARNING, "mvllm"):
+        assert EngineArgs(model="demo", **limits).long_prefill_token_threshold == 768
+        assert (
+            EngineArgs(model="demo", **(limits | {"max_long_partial_prefills": 1})).long_prefill_token_threshold == 256
+        )
+    name = "max_long_partial_prefills=3"
+    assert caplog.messages == [f"{name} multiplies long_prefill_token_threshold, which is 768 instead of 256."]
+    with pytest.raises(ConfigError, match=r"max_long_partial_prefills must be an integer >= 1, not 0\."):
+        EngineArgs(model="demo", **(limits | {"max_long_partial_prefills": 0}))
+
+
+def test_limits_of_long_prompts_without_an_equivalent_have_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    args = parser.parse_args(["--model", "demo", "--max-long-partial-prefills", "2", "--max-num-partial-prefills", "4"])
+    with caplog.at_level(logging.WARNING, "mvllm"):
+        assert EngineArgs.from_cli_args(args).long_prefill_token_threshold is None
+    assert [message.split(". ")[0] for message in caplog.messages] == [
+        "max_long_partial_prefills=2 has no effect",
+        "max_num_partial_prefills=4 has no effect",
+    ]
+    args = parser.parse_args(
+        ["--model", "demo", "--long-prefill-token-threshold", "100", "--max-long-partial-prefills", "2"]
+    )
+    assert EngineArgs.from_cli_args(args).long_prefill_token_threshold == 200
+
+
 @pytest.mark.parametrize(
     ("word", "nearest"),
     [

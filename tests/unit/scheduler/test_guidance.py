@@ -10,7 +10,7 @@ import pytest
 from mvllm.errors import RequestError
 from mvllm.messages.requests import FinishReason
 from mvllm.messages.sampling_params import RequestOutputKind
-from mvllm.scheduler.guidance import split_tokens
+from mvllm.scheduler.request_pairs import split_tokens
 from tests.unit.scheduler.builders import Engine, make_request, make_scheduler
 from tests.unit.scheduler.fake_runner import expected_tokens
 
@@ -35,7 +35,7 @@ def num_free(engine: Engine) -> int:
 @pytest.mark.parametrize("budget", range(1, 8))
 @pytest.mark.parametrize(("left", "other"), [(1, 1), (1, 5), (5, 1), (4, 4), (2, 3)])
 def test_no_side_reaches_its_last_token_alone(left, other, budget):
-    first, second = split_tokens(left, other, budget)
+    first, second = split_tokens([left, other], budget, [99, 99])
     assert first + second <= budget
     assert (first == left) == (second == other) == (left + other <= budget)
     assert first + second == budget or (left - first, other - second) in ((0, 0), (1, 1))  # no token is left unused

@@ -368,7 +368,6 @@ def test_random_items_budgets_and_caches(seed: int) -> None:
         num_stages=dice.choice([1, 1, 2]),
         windows=dice.choice([(None,), (None,), (4,), (None, 6)]),
         long_prefill_token_threshold=dice.choice([None, None, 3]),
-        max_num_partial_prefills=dice.choice([None, None, 1]),
         **(_tiers(random.Random(-seed)) if seed % 2 else {}),
     )
     most_tokens = 24 if seed % 2 else 6  # so that requests are preempted

@@ -48,8 +48,6 @@ class Limits:
             "state_snapshot_interval": dice.choice([0, 3, 4, 8, 16]),
             "least_snapshot_distance": dice.choice([1, 4, 8]),
             "long_prefill_token_threshold": dice.choice([None, None, 0, 3, 8]),
-            "max_long_partial_prefills": dice.randint(1, 3),
-            "max_num_partial_prefills": dice.choice([None, None, None, 1, 3]),
         }
         self.seed = dice.randrange(1000)
 

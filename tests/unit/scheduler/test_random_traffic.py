@@ -34,8 +34,6 @@ class Limits:
     num_stages: int
     windows: tuple[int | None, ...]
     long_prefill_token_threshold: int | None
-    max_long_partial_prefills: int
-    max_num_partial_prefills: int | None
     long_prefill_slowdown: float | None
 
     @property
@@ -71,8 +69,6 @@ limits = st.builds(
     num_stages=st.integers(1, 4),
     windows=st.sampled_from([(None,), (None,), (None,), (1,), (3,), (7,), (None, 4), (2, 9), (None, None, 5, 5)]),
     long_prefill_token_threshold=st.sampled_from([None, None, 0, 1, 3, 8]),
-    max_long_partial_prefills=st.integers(1, 3),
-    max_num_partial_prefills=st.sampled_from([None, None, 1, 3]),
     long_prefill_slowdown=st.sampled_from([None, None, 1.01, 3.0]),
 )
 

@@ -252,7 +252,7 @@ def test_a_request_does_not_wait_for_a_few_tokens():
 
 
 def test_a_request_does_not_wait_long_for_one_that_stands_still():
-    limits = {"long_prefill_token_threshold": 20, "max_long_partial_prefills": 1}
+    limits = {"long_prefill_token_threshold": 20}
     engine = make_engine(num_blocks=200, max_model_len=300, **limits)
     prompt = list(range(60))
     engine.add(make_request(200), held_back := make_request(prompt), make_request(2, max_tokens=100))
@@ -392,7 +392,6 @@ def test_tokens_computed_again_are_no_long_prompt():
         num_speculative_tokens=4,
         state_snapshot_interval=0,
         long_prefill_token_threshold=2,
-        max_long_partial_prefills=1,
     )
     engine.add(generating := make_request(2, max_tokens=40))
     engine.step()

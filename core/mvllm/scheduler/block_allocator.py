@@ -1,17 +1,19 @@
-"""Gives running requests KV blocks, if needed by preemption of the last running request."""
+"""Allocates KV blocks to running requests, if needed by preemption of the last running request."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
 from mvllm.messages.requests import SchedulerStats
 from mvllm.messages.scheduler_output import SchedulerOutput
-from mvllm.scheduler.request import Request
+from mvllm.scheduler.request import Request, RequestStatus
 from mvllm.scheduler.request_lists import RequestLists
 from mvllm.scheduler.request_outputs import cache_too_small_message
 from mvllm.scheduler.swapping import Swapper
 
 
-class SlotAllocator:
+class BlockAllocator:
     """Allocates blocks for the step planner.
 
     Args:
@@ -41,20 +43,14 @@ class SlotAllocator:
         self._num_lookahead = num_lookahead_tokens
         self._swapper = swapper
 
-    def allocate(self, request: Request, num_tokens: int, drafts: list[int], plan: SchedulerOutput) -> bool:
-        """Gives a running request blocks, see `get_slots`, and caches the full ones among its first `num_tokens`."""
-        if not self.get_slots(request, drafts, plan):
-            return False
-        self._kv_cache.cache_blocks(request.table, num_tokens)
-        return True
-
-    def get_slots(
-        self, request: Request, drafts: list[int], plan: SchedulerOutput, *, can_preempt: bool = True
-    ) -> bool:
-        """Gives a running request, or one side of a guided one, blocks for its known tokens, if needed by preemption.
+    def allocate(self, request: Request, drafts: list[int], plan: SchedulerOutput, *, can_preempt: bool = True) -> bool:
+        """Gives one side of a running request blocks for its known tokens, and adds them to the plan.
 
         No request is preempted for draft tokens: without free blocks for `drafts` and for lookahead, `drafts` is
         cleared.
+
+        Args:
+            can_preempt: The last running requests may be preempted for it. Otherwise it gets no blocks for lookahead.
 
         Returns:
             False if the request cannot compute in this step: it was preempted itself, or ended, or waits for a token in
@@ -64,7 +60,7 @@ class SlotAllocator:
         table, num_computed = request.table, request.num_computed_tokens
         lengths: list[int] = [] if self._num_groups == 1 else [len(blocks.block_ids) for blocks in table.groups]
         new_blocks = None
-        if drafts or self._num_lookahead:
+        if can_preempt and (drafts or self._num_lookahead):
             wanted = min(request.num_tokens + len(drafts) + self._num_lookahead, request.max_num_tokens)
             num_spare = len(requests.running)
             new_blocks = kv_cache.allocate_slots(table, wanted, num_spare=num_spare, num_computed_tokens=num_computed)
@@ -86,12 +82,54 @@ class SlotAllocator:
                 return False
             new_blocks = kv_cache.allocate_slots(table, request.num_tokens, num_computed_tokens=num_computed)
         if new_blocks:
-            self.add_blocks_to_plan(request, lengths, new_blocks, plan)
+            self._add_to_plan(request, lengths, new_blocks, plan)
         return True
 
-    def add_blocks_to_plan(
-        self, request: Request, lengths: list[int], new_blocks: list[int], plan: SchedulerOutput
-    ) -> None:
+    def allocate_sides(self, request: Request, counts: list[int], plan: SchedulerOutput, *, can_preempt: bool) -> bool:
+        """Gives each side of a running request that has a count blocks for its known tokens, or none.
+
+        Returns:
+            False if the request cannot compute in this step, as `allocate`.
+        """
+        num_planned = len(plan.new_block_ids)
+        before: list[tuple[Request, list[int]]] = []
+        for side, count in zip(request.sides, counts, strict=True):
+            if not count:
+                continue
+            before.append((side, [len(blocks.block_ids) for blocks in side.table.groups]))
+            if self.allocate(side, [], plan, can_preempt=can_preempt):
+                continue
+            del plan.new_block_rows[num_planned:], plan.new_block_ids[num_planned:]
+            if request.status is RequestStatus.RUNNING:
+                for other, lengths in before[:-1]:
+                    self._kv_cache.take_back(other.table, lengths)
+            return False
+        return True
+
+    def allocate_first(self, sides: Sequence[Request], find_blocks: Callable[[int], list[int]]) -> bool:
+        """Gives all sides of a waiting request blocks for all their tokens, however they are chunked, or none.
+
+        It leaves one block for each running request: a request that is preempted in the next step has computed for
+        nothing.
+
+        Args:
+            find_blocks: The cached blocks that a side starts with, by its number. Called when the sides before it have
+                their blocks, which may have evicted some of these.
+        """
+        num_spare = self._requests.rows.num_allocated * self._num_groups
+        for number, side in enumerate(sides):
+            found = find_blocks(number)
+            if self._kv_cache.allocate_slots(side.table, side.num_tokens, found, num_spare=num_spare) is None:
+                self.free(sides[:number])
+                return False
+        return True
+
+    def free(self, sides: Sequence[Request]) -> None:
+        """Frees the blocks of sides that do not start after all."""
+        for side in sides:
+            self._kv_cache.free(side.table, 0)
+
+    def _add_to_plan(self, request: Request, lengths: list[int], new_blocks: list[int], plan: SchedulerOutput) -> None:
         """Adds the new blocks of a running request to the plan.
 
         Args:

@@ -1,0 +1,85 @@
+"""Sequence states: a request waits for the snapshot of another one that computes the same tokens.
+
+See `kv_cache/state_slots.py`. These policies are for models with sequence states.
+"""
+
+from __future__ import annotations
+
+from mvllm.kv_cache.state_slots import StateSlots
+from mvllm.scheduler.admission.policy import AdmissionPolicy, Candidate, Decision
+from mvllm.scheduler.request import Request
+
+
+class AwaitedSnapshots(AdmissionPolicy):
+    """Passes over requests whose snapshot is still to be written."""
+
+    def __init__(self, states: StateSlots) -> None:
+        self._states = states
+
+    def decide(self, candidate: Candidate) -> Decision:
+        waits = any(self._states.still_waits(side.table.state) for side in candidate.sides)
+        return Decision.PASS_OVER if waits else Decision.ADMIT
+
+    def commit(self, candidate: Candidate, decision: Decision) -> None:
+        for side in candidate.sides:
+            self._states.update_wait(side.table.state)
+            if side.table.state.awaited is not None:
+                return
+
+
+class SharedPrefixes(AdmissionPolicy):
+    """Passes over requests that can start later from a snapshot, and chooses the snapshots of those that start.
+
+    Args:
+        states: The state slots.
+        can_chunk: Prompts can be computed over several steps. Otherwise no step ends at a snapshot on purpose.
+    """
+
+    def __init__(self, states: StateSlots, *, can_chunk: bool) -> None:
+        self._states = states
+        self._can_chunk = can_chunk
+
+    def decide(self, candidate: Candidate) -> Decision:
+        for side, start, prefix in zip(candidate.sides, candidate.starts, candidate.prefixes, strict=True):
+            offers = None
+            if self._may_wait(side):
+                offers = self._states.find_offers(side.table, start, side.order, prefix.num_shared_tokens)
+            candidate.offers.append(offers)
+            if offers is not None and offers.wanted:
+                return Decision.PASS_OVER
+        if self._can_chunk:
+            candidate.find_rooms = self._find_rooms
+        return Decision.ADMIT
+
+    def commit(self, candidate: Candidate, decision: Decision) -> None:
+        for side, offers in zip(candidate.sides, candidate.offers):  # none to the sides after one that waits
+            if offers is not None:
+                self._states.forget_computed_prompts(offers)
+                if offers.wanted:
+                    self._states.wait_for(side.table, offers)
+        if decision is Decision.ADMIT:
+            ends = self._shared_ends(candidate)
+            for side, start, end in zip(candidate.sides, candidate.starts, ends, strict=True):
+                self._states.choose_positions(side.table, start, end)
+                self._states.record_prompt(side.table, side.order)
+
+    def _may_wait(self, side: Request) -> bool:
+        """Whether a side may wait for a snapshot."""
+        if not self._can_chunk or not self._states.has_computing_prompts:
+            return False
+        return not (side.table.root is None or side.needs_every_position or self._states.is_impatient(side.table.state))
+
+    def _shared_ends(self, candidate: Candidate) -> list[int]:
+        """Where each side leaves a snapshot because others share its tokens up to there."""
+        return [
+            prefix.num_shared_tokens if offers is None else offers.shared_end
+            for prefix, offers in zip(candidate.prefixes, candidate.offers, strict=True)
+        ]
+
+    def _find_rooms(self, candidate: Candidate) -> list[int]:
+        """Tokens of each side until its first snapshot."""
+        ends = self._shared_ends(candidate)
+        return [
+            self._states.first_position(side.table, start, end) - start
+            for side, start, end in zip(candidate.sides, candidate.starts, ends, strict=True)
+        ]
