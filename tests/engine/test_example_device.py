@@ -238,7 +238,7 @@ def test_a_worker_that_exits_is_named_with_its_status(make: Make) -> None:
 
 
 def test_a_worker_that_hangs_is_found_by_the_steps_deadline(make: Make) -> None:
-    llm = make(tensor_parallel_size=2, step_timeout=3, FAULT_INJECTION="hang@execute:rank=1,step=2")
+    llm = make(tensor_parallel_size=2, step_timeout=10, FAULT_INJECTION="hang@execute:rank=1,step=2")
     with pytest.raises(EngineDeadError) as caught:
         run(llm)
     assert isinstance(caught.value.__cause__, WorkerStuckError)

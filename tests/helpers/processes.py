@@ -18,6 +18,7 @@ from mvllm.testing.leftover_processes import wait_until
 
 __all__ = [
     "TAG",
+    "assert_no_new_shared_memory",
     "assert_nothing_left",
     "worker_processes",
     "new_tag",
@@ -93,6 +94,11 @@ def _system_call(pid: int) -> list[str]:
         return ["gone"]
 
 
-def assert_nothing_left(tag: str, shared_memory_before: set[str], seconds: float = 10.0) -> None:
+def assert_nothing_left(tag: str, shared_memory_before: set[str], seconds: float = 60.0) -> None:
     """Fails when tagged processes or new shared memory of mvllm are left after `seconds`."""
     leftover_processes.assert_nothing_left(lambda: tagged_processes(tag), shared_memory_before, seconds)
+
+
+def assert_no_new_shared_memory(before: set[str], seconds: float = 60.0) -> None:
+    """Fails when shared memory of mvllm that was not there before is left after `seconds`."""
+    leftover_processes.assert_no_new_shared_memory(before, seconds)
