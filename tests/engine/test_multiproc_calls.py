@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -63,7 +63,22 @@ def tag(monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tag: str) -> Iterator[MakeExecutor]:
-    prepend(monkeypatch, scripted_platform_path(tmp_path / "scripted_worker"))
+    with _builder(monkeypatch, tmp_path) as build:
+        yield build
+
+
+@pytest.fixture(scope="module")
+def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MultiprocExecutor]:
+    """Two workers, for tests after which they go on."""
+    with pytest.MonkeyPatch.context() as patch, _builder(patch, tmp_path_factory.mktemp("shared")) as build:
+        shared = build(2)
+        patch.undo()
+        yield shared
+
+
+@contextmanager
+def _builder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[MakeExecutor]:
+    prepend(monkeypatch, scripted_platform_path(folder / "scripted_worker"))
     monkeypatch.setenv("SCRIPTED_WORKER", "yes")
     with ExitStack() as stack:
 
@@ -103,8 +118,7 @@ def test_only_declared_methods_with_arguments_of_their_types_can_be_called(make:
     assert executor.collective_rpc("check_health") == [None]
 
 
-def test_several_steps_may_be_in_flight_and_one_rank_answers(make: MakeExecutor) -> None:
-    executor = make(2)
+def test_several_steps_may_be_in_flight_and_one_rank_answers(executor: MultiprocExecutor) -> None:
     futures = [executor.execute_model(SchedulerOutput(step=step)) for step in range(5)]
     outputs = [future.result() for future in reversed(futures)]
     assert [output.step for output in outputs] == [4, 3, 2, 1, 0]
@@ -121,8 +135,9 @@ def test_a_non_blocking_call_returns_a_future(make: MakeExecutor) -> None:
     assert future.result() == [None]
 
 
-def test_a_timeout_names_the_worker_and_its_late_reply_is_not_taken_for_a_later_one(make: MakeExecutor) -> None:
-    executor = make(2)
+def test_a_timeout_names_the_worker_and_its_late_reply_is_not_taken_for_a_later_one(
+    executor: MultiprocExecutor,
+) -> None:
     with pytest.raises(TimeoutError, match=r"2 s from Worker_TP0 \(rank 0, pid \d+\), which is in allocate") as caught:
         executor.collective_rpc("allocate_kv_cache", (SLEEP_ON_RANK_0_MS, 5000), timeout=2.0)  # rank 1 has 2 s
     assert "Worker_TP1" not in str(caught.value)
@@ -130,8 +145,7 @@ def test_a_timeout_names_the_worker_and_its_late_reply_is_not_taken_for_a_later_
         assert [needs.bytes_per_token for needs in executor.kv_cache_needs()] == [1000, 1001]
 
 
-def test_a_cancelled_call_raises_its_timeout_every_time(make: MakeExecutor) -> None:
-    executor = make(2)
+def test_a_cancelled_call_raises_its_timeout_every_time(executor: MultiprocExecutor) -> None:
     future = executor.collective_rpc("allocate_kv_cache", (SLEEP_ON_RANK_0_MS, 1000), timeout=0.2, non_block=True)
     for ask in (future.result, future.result, lambda: future.result(1)):
         with pytest.raises(TimeoutError, match=r"no answer within 0\.2 s from Worker_TP0"):
@@ -141,8 +155,7 @@ def test_a_cancelled_call_raises_its_timeout_every_time(make: MakeExecutor) -> N
     assert [needs.bytes_per_token for needs in executor.kv_cache_needs()] == [1000, 1001]
 
 
-def test_an_error_of_one_rank_is_raised_at_once_and_shifts_no_later_reply(make: MakeExecutor) -> None:
-    executor = make(2)
+def test_an_error_of_one_rank_is_raised_at_once_and_shifts_no_later_reply(executor: MultiprocExecutor) -> None:
     slow = executor.collective_rpc("allocate_kv_cache", (SLEEP_ON_RANK_0_MS, 400), non_block=True)
     with pytest.raises(PlatformError, match="MemoryError: rank 1 is full"):
         executor.collective_rpc("allocate_kv_cache", (RAISE_ON_RANK, 1))
@@ -502,8 +515,7 @@ print(*executor.worker_pids)
     assert not tagged_processes(tag)
 
 
-def test_a_step_with_copies_ends_when_every_rank_has_answered(make: MakeExecutor) -> None:
-    executor = make(2)
+def test_a_step_with_copies_ends_when_every_rank_has_answered(executor: MultiprocExecutor) -> None:
     late = executor.collective_rpc("allocate_kv_cache", (SLEEP_MS, 1500), ranks=[1], non_block=True)
     assert executor.execute_model(SchedulerOutput(step=0)).result().step == 0
     assert not late.done(), "rank 0 answers a step alone, while rank 1 is late"

@@ -176,8 +176,19 @@ def test_killing_the_caller_while_workers_are_being_started_leaves_nothing(start
     engine.assert_nothing_left()
 
 
-@pytest.mark.parametrize("phase", SOME)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("phase", "number"),
+    [
+        ("start-up", signal.SIGINT),
+        ("mid-request", signal.SIGTERM),
+        *(pytest.param(phase, signal.SIGINT, marks=pytest.mark.exhaustive) for phase in PHASES if phase != "start-up"),
+        *(
+            pytest.param(phase, signal.SIGTERM, marks=pytest.mark.exhaustive)
+            for phase in PHASES
+            if phase != "mid-request"
+        ),
+    ],
+)
 def test_ctrl_c_and_sigterm_end_everything_soon(start: StartEngine, phase: str, number: signal.Signals) -> None:
     engine = start(PHASES[phase])
     engine.reach(phase)

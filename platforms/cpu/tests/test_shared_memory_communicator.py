@@ -158,11 +158,12 @@ def test_a_dead_rank_is_named_before_the_timeout() -> None:
 
 
 def peer_hangs(rank: int, world_size: int, address: str) -> None:
-    comm = join(rank, world_size, address, timeout=2.0)
+    comm = join(rank, world_size, address)
     comm.barrier()
     if rank == 1:
         comm.recv((1,), torch.int64, 0)  # alive, but not in the all-reduce
         os._exit(0)
+    comm._timeout = 2.0
     with pytest.raises(PlatformError, match=r"rank 1 \(pid \d+\) has not joined a collective for 2 s; rank 0 gave up"):
         comm.all_reduce(torch.ones(3))
     comm.send(torch.ones(1, dtype=torch.int64), 1)

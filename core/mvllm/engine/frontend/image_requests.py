@@ -120,8 +120,8 @@ class ImageRequests:
         if params.max_tokens is None and num_tokens >= self._config.max_model_len:
             raise RequestError(
                 f"An image of {rows} x {columns} codes has {num_tokens} tokens, but prompt and image together may have "
-                f"{self._config.max_model_len} (max_model_len). Ask for a smaller image, or start the engine with a "
-                "larger max_model_len.",
+                f"{self._config.max_model_len} (max_model_len). Ask for a smaller image, or start the engine with "
+                f"{self._config.longer_sequences}.",
                 parameter="height",
             )
         settings: dict[str, Any] = {}
@@ -170,8 +170,8 @@ class ImageRequests:
         if params.max_tokens is None and length + num_tokens > most:
             raise RequestError(
                 f"{name} has {how}{length} tokens and an image of {rows} x {columns} codes has {num_tokens}, but both "
-                f"together may have {most} (max_model_len). Shorten {name}, or start the engine with a larger "
-                "max_model_len.",
+                f"together may have {most} (max_model_len). Shorten {name}, or start the engine with "
+                f"{self._config.longer_sequences}.",
                 parameter=name,
             )
 
