@@ -110,17 +110,17 @@ class FrontEnd:
     def reach(self, phase: str, needed: str) -> None:
         """Returns when the engine is in the middle of `phase`; in start-up, when the process `needed` exists."""
         if phase == "start-up":
-            wait_until(lambda: worker_processes(self.tag, needed), 60, f"{needed} exists")
+            wait_until(lambda: worker_processes(self.tag, needed), 180, f"{needed} exists")
             return
         if phase != "loading":
             self.expect("idle")
             # A signal just before Python enters the read would be handled only after the next line.
-            wait_until(lambda: is_reading_stdin(self.pid), 60, "it waits for its next line")
+            wait_until(lambda: is_reading_stdin(self.pid), 180, "it waits for its next line")
         if phase == "mid-request":
             self.go()
             self.expect("running")
         if phase != "idle":
-            wait_until(self._hangs, 60, f"workers hang in {phase}")
+            wait_until(self._hangs, 180, f"workers hang in {phase}")
 
     def go(self) -> None:
         self._forker.say("go\n")

@@ -392,10 +392,12 @@ def test_an_executor_that_is_collected_in_its_monitor_thread_ends_its_workers_gr
     monkeypatch.setattr(sys, "unraisablehook", problems.append)
     make(1).shutdown()  # opens descriptors that each process opens once
     num_open = len(os.listdir("/proc/self/fd"))
+    before = set(threading.enumerate())
     executor = make_executor(_config(2), choose_platform("scripted").platform)
     victim = executor.worker_pids[0]
     is_collected = weakref.ref(executor)
-    threads = {thread for thread in threading.enumerate() if thread.name == "worker-monitor"}
+    threads = {thread for thread in threading.enumerate() if thread.name == "worker-monitor"} - before
+    assert len(threads) == 1
     take_deaths = ChildProcessGroup._reap_workers
 
     def collecting(group: ChildProcessGroup, running: Sequence[ChildProcessHandle]) -> None:
