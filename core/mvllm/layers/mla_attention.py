@@ -167,7 +167,7 @@ class _Latents(nn.Module):
 
     def __init__(self, ctx: BuildContext, name: str, shape: MLAConfig) -> None:
         super().__init__()
-        self._sizes = (shape.kv_lora_rank, shape.qk_rope_head_dim)
+        self._sizes: tuple[int, ...] = (shape.kv_lora_rank, shape.qk_rope_head_dim)
         keys = (f"{name}.kv_a_proj_with_mqa", sum(self._sizes))
         self.q_a_proj: Linear | None = None
         if shape.q_lora_rank is None:
