@@ -82,13 +82,6 @@ class ModelConfig:
     max_model_len_is_auto: bool = False
 
     @property
-    def longer_sequences(self) -> str:
-        """What to start the engine with, so that sequences may be longer than `max_model_len`; for error messages."""
-        if self.max_model_len_is_auto:  # as long as the KV cache permits
-            return "more memory for the KV cache: max_model_len is auto"
-        return "a larger max_model_len"
-
-    @property
     def has_non_causal_spans(self) -> bool:
         """Whether the positions of an image see each other in both directions."""
         return self.multimodal is not None and self.multimodal.spans_attend_both_ways
