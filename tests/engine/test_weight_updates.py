@@ -551,7 +551,7 @@ def test_a_server_pauses_in_every_mode_and_updates_between_two_steps(llama: Pair
         assert await llm.is_paused()
         waiting = ask(SamplingParams(**LONG, max_tokens=3))
         await asyncio.sleep(0.05)
-        assert not running.done() and not waiting.done() and llm.heartbeat_age < 1
+        assert not running.done() and not waiting.done() and llm.heartbeat_age < 60
         await llm.start_weight_update()
         await llm.update_weights(tensors=llama.tensors)
         assert await llm.finish_weight_update() == 1
@@ -570,14 +570,17 @@ def test_a_server_pauses_in_every_mode_and_updates_between_two_steps(llama: Pair
         await llm.resume_generation()
         assert len((await held).outputs[0].token_ids) == 3
 
-        running = ask()
-        pausing = asyncio.ensure_future(llm.pause_generation(mode="wait"))
-        while await llm._client.call_utility("is_scheduler_running"):
-            await asyncio.sleep(0)
-        await llm.resume_generation()
-        with pytest.raises(RequestError, match="was resumed before"):
-            await pausing
-        assert len((await running).outputs[0].token_ids) == 100
+        for _ in range(50):  # on a busy machine the request may have finished before the engine is resumed
+            running = ask()
+            pausing = asyncio.ensure_future(llm.pause_generation(mode="wait"))
+            while await llm._client.call_utility("is_scheduler_running"):
+                await asyncio.sleep(0)
+            await llm.resume_generation()
+            [found] = await asyncio.gather(pausing, return_exceptions=True)
+            assert len((await running).outputs[0].token_ids) == 100
+            if found is not None:
+                break
+        assert isinstance(found, RequestError) and "was resumed before" in str(found)
 
         with pytest.raises(PlatformError, match="result of call_workers cannot be sent"):
             await llm.collective_rpc("model_itself")
