@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 
 from tests.helpers import model_coverage, program_server
+from tests.helpers.random_seeds import seed_generators
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, so before any test module is
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -39,6 +40,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
     It is started before a test that counts its children, and for no unit test.
     """
+    seed_generators(item.nodeid)
     with program_server.programs(fresh=item.get_closest_marker("fresh_programs") is not None):
         if not {"unit", "packaging"} & set(item.path.parts):
             program_server.start()

@@ -131,7 +131,12 @@ def shell(script: str) -> subprocess.CompletedProcess[str]:
             "",
             marks=pytest.mark.exhaustive,
         ),
-        ("printf '\\xff\\xfe\\n' | mvllm chat --model {folder} {small}", 0, "lone surrogate"),
+        pytest.param(
+            "printf '\\xff\\xfe\\n' | mvllm chat --model {folder} {small}",
+            0,
+            "lone surrogate",
+            marks=pytest.mark.exhaustive,
+        ),
         ("mvllm chat --model {folder} --chat-template /bin/ls", 1, "error: The chat template '/bin/ls' cannot be read"),
     ],
 )

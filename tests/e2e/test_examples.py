@@ -38,8 +38,8 @@ OWN_PROCESS = {
     "tensor_parallel": r"2 workers\nGenerated: ' Paris",
     "own_platform": r"Platform: toy, .*\nGenerated: ' Paris",
 }
-WITH_PROCESSES = {"tensor_parallel", "streaming_async"}
-"""The exhaustive tests run these; other tests start such engines, too."""
+EXHAUSTIVE = {"tensor_parallel", "streaming_async", "grpo"}
+"""The exhaustive tests run these; other tests start such engines, too, and update their weights."""
 ELSEWHERE = {"grpo_trl", "trl_client"}  # tests/clients/test_trl.py: they need an environment of their own
 OF_SERVER = {
     "openai_client": r"Models: \['demo'\]\nAnswer: The capital of France is Paris\.\n(?s:.*)Embedding: 192 dim",
@@ -60,7 +60,7 @@ def test_every_script_is_run_here() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.exhaustive if name in WITH_PROCESSES else ())
+        pytest.param(name, marks=pytest.mark.exhaustive if name in EXHAUSTIVE else ())
         for name in (*IN_PROCESS, *OWN_PROCESS, *OF_SERVER)
     ],
 )

@@ -9,10 +9,17 @@ from pathlib import Path
 import pytest
 
 from mvllm import LLM
+from mvllm.executor.process import process_utils
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.parity import engine
 
 MakeLLM = Callable[..., LLM]
+
+
+@pytest.fixture(autouse=True)
+def time_for_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may take a while to write its stacks on a busy machine; one that is stopped never does."""
+    monkeypatch.setattr(process_utils, "_STACK_SECONDS", 5.0)
 
 
 @pytest.fixture(scope="session")

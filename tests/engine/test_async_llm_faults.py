@@ -84,8 +84,8 @@ async def end(stream: RequestOutputStream) -> Exception:
     return caught.value
 
 
-def within_a_minute(main) -> None:
-    asyncio.run(asyncio.wait_for(main, 60))
+def within_two_minutes(main) -> None:
+    asyncio.run(asyncio.wait_for(main, 120))
 
 
 @pytest.mark.parametrize("victim", ["EngineCore", "Worker"])
@@ -111,7 +111,7 @@ def test_a_killed_process_is_named_to_every_caller(make: Make, victim: str) -> N
         await llm.abort("0")
         streams[0].close()
 
-    within_a_minute(kill())
+    within_two_minutes(kill())
 
 
 def causes_of(error: BaseException | None) -> Iterator[BaseException]:
@@ -133,7 +133,7 @@ def test_a_failed_step_ends_all_requests_after_their_pending_outputs(make: Make)
         assert any(isinstance(cause, WorkerError) for cause in causes_of(caught.value))
         assert "unlucky" in str(await end(streams[2]))
 
-    within_a_minute(fail())
+    within_two_minutes(fail())
 
 
 def test_the_death_of_an_idle_engine_is_noticed(make: Make) -> None:
@@ -147,7 +147,7 @@ def test_the_death_of_an_idle_engine_is_noticed(make: Make) -> None:
         with pytest.raises(EngineDeadError, match="SIGKILL"):
             await llm.add_request([5], LONG)
 
-    within_a_minute(use())
+    within_two_minutes(use())
 
 
 def test_a_hanging_core_raises_the_heartbeat_age_and_may_continue(make: Make) -> None:
@@ -169,22 +169,22 @@ def test_a_hanging_core_raises_the_heartbeat_age_and_may_continue(make: Make) ->
         await llm.reset_prefix_cache()
         assert llm.heartbeat_age == 0.0
 
-    within_a_minute(hang())
+    within_two_minutes(hang())
 
 
 def test_a_core_that_hangs_for_too_long_is_ended(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mvllm.engine.process.launched_core_connection.TIMEOUT_MARGIN_SECONDS", 1.0)
-    llm = make("slow", step_timeout=1)
+    llm = make("slow", step_timeout=5)
 
     async def hang() -> None:
         streams = await begin(llm, 3)
         core = process("EngineCore")
         stop_process(core.pid)
         for error in await asyncio.gather(*map(end, streams)):
-            assert f"EngineCore (pid {core.pid}) has given no sign of life within 2 s" in str(error)
-        wait_until(lambda: not core.is_running(), 10, "the stopped core is gone")
+            assert f"EngineCore (pid {core.pid}) has given no sign of life within 6 s" in str(error)
+        wait_until(lambda: not core.is_running(), 120, "the stopped core is gone")
 
-    within_a_minute(hang())
+    within_two_minutes(hang())
 
 
 def test_a_startup_error_is_the_error_of_the_core(make: Make) -> None:
@@ -194,6 +194,6 @@ def test_a_startup_error_is_the_error_of_the_core(make: Make) -> None:
 
 def test_an_engine_whose_loop_has_ended_can_be_shut_down(make: Make) -> None:
     llm = make("slow")
-    within_a_minute(begin(llm))  # the fixture checks that no process is left
+    within_two_minutes(begin(llm))  # the fixture checks that no process is left
     llm.shutdown()
     assert not worker_processes(os.environ[TAG], "EngineCore") and not worker_processes(os.environ[TAG], "Worker")

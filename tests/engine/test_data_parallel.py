@@ -115,7 +115,7 @@ def test_the_queue_limit_counts_all_replicas_and_a_dead_replica_ends_the_engine(
 
     children = set(psutil.Process().children())
     with async_engine(checkpoint, max_num_seqs=2, max_queued_requests=0, **TWO) as llm:
-        asyncio.run(asyncio.wait_for(fill(llm), 60))
+        asyncio.run(asyncio.wait_for(fill(llm), 120))
     assert set(psutil.Process().children()) <= children
 
 

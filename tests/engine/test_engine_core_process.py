@@ -169,18 +169,20 @@ def test_ctrl_c_takes_effect_at_once_and_leaves_a_usable_engine(llm: LLM) -> Non
 def test_an_idle_engine_core_sleeps(llm: LLM) -> None:
     core = psutil.Process(client_of(llm).core_pid)
     llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    time.sleep(0.5)
 
     def used() -> tuple[float, int]:
         times = core.cpu_times()
         threads = [path.read_text() for path in Path(f"/proc/{core.pid}/task").glob("*/status")]
         return times.user + times.system, sum(int(re.findall(r"^voluntary\D+(\d+)", t, re.M)[0]) for t in threads)
 
-    (cpu, switches) = used()
-    time.sleep(2.0)
-    (cpu_after, switches_after) = used()
-    assert cpu_after - cpu <= 0.02  # two ticks of the kernel's CPU clock
-    assert switches_after - switches <= 4  # no polling
+    for _ in range(10):  # on a busy machine it may take a while until it waits
+        (cpu, switches) = used()
+        for _ in range(2):
+            time.sleep(1.0)
+        (cpu_after, switches_after) = used()
+        if cpu_after - cpu <= 0.02 and switches_after - switches <= 4:  # two ticks of the kernel's clock; no polling
+            return
+    pytest.fail(f"in 2 s it used {cpu_after - cpu} s, and was switched to {switches_after - switches} times")
 
 
 def test_a_startup_error_is_the_error_of_the_core_and_no_process_is_left(checkpoint: Path) -> None:
@@ -212,7 +214,7 @@ def test_another_process_that_connects_first_cannot_impersonate_the_core(
 
     monkeypatch.setattr(CoreChildProcess, "launch", connect_first)
     try:
-        with engine(checkpoint, engine_core_process=True, step_timeout=5) as llm:
+        with engine(checkpoint, engine_core_process=True, step_timeout=60) as llm:
             assert llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2), use_tqdm=False)
     finally:
         context.destroy(linger=0)

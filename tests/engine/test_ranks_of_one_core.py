@@ -20,6 +20,8 @@ PARAMS = [
     SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=32, ignore_eos=True, detokenize=False),
 ]
 LAYOUTS = [(2, 1), (1, 2), (1, 3), (2, 2), (4, 1)]
+REPEATED = [(1, 2), (4, 1)]
+"""Layouts that the others cover; the exhaustive tests have them."""
 BYTES_PER_TOKEN = 768  # of llama-gqa in one rank: 3 layers, keys and values, 2 heads of 16, float32
 
 
@@ -63,7 +65,8 @@ def alone(checkpoint: Path) -> list[tuple]:
 @pytest.mark.parametrize(
     ("tp", "pp", "async_scheduling"),
     [
-        *((*layout, True) for layout in LAYOUTS),
+        *((*layout, True) for layout in LAYOUTS if layout not in REPEATED),
+        *(pytest.param(*layout, True, marks=pytest.mark.exhaustive) for layout in REPEATED),
         (2, 2, False),
         *(pytest.param(*layout, False, marks=pytest.mark.exhaustive) for layout in LAYOUTS if layout != (2, 2)),
     ],
@@ -78,7 +81,7 @@ def test_several_ranks_give_the_outputs_of_one(
 
 @pytest.mark.parametrize(
     ("tp", "pp"),
-    [pytest.param(*layout, marks=pytest.mark.exhaustive if layout in ((1, 2), (4, 1)) else ()) for layout in LAYOUTS],
+    [pytest.param(*layout, marks=pytest.mark.exhaustive if layout in REPEATED else ()) for layout in LAYOUTS],
 )
 def test_preempted_requests_give_the_outputs_of_one_rank(
     make_llm: MakeLLM, alone: list[tuple], tp: int, pp: int

@@ -40,7 +40,7 @@ from tests.helpers import parity
 from tests.helpers.changed_weights import changed_copy, tensors_of
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.plugins import prepend, scripted_platform_path
-from tests.helpers.processes import shared_memory_names, stop_process, wait_until
+from tests.helpers.processes import assert_no_new_shared_memory, shared_memory_names, stop_process, wait_until
 from tests.helpers.scripted_worker import RAISE, SLEEP_MS, TELL
 
 TIGHT = {"max_num_seqs": 8, "max_num_batched_tokens": 32}
@@ -105,8 +105,8 @@ def nothing_left(nodes: TwoNodes) -> Iterator[None]:
     before = shared_memory_names()
     yield
     wait_until(lambda: not _workers_alive(), 120, "no actor is left")
-    wait_until(lambda: ray.available_resources().get("CPU") == 2, 40, "nothing of the cluster is claimed")
-    assert not {name for name in shared_memory_names() - before if "mvllm" in name}
+    wait_until(lambda: ray.available_resources().get("CPU") == 2, 120, "nothing of the cluster is claimed")
+    assert_no_new_shared_memory(before)
 
 
 def _workers_alive() -> list[psutil.Process]:

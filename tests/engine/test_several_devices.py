@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
-import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from tests.helpers.multi_device_platform import MultiDevicePlatform, ShardedTens
 from tests.helpers.multi_device_plugin import VARIABLE
 from tests.helpers.multimodal_suite import check, engine, generate, oracle
 from tests.helpers.plugins import multi_device_platform_path, prepend
+from tests.helpers.ports import free_port
 from tests.helpers.thread_executor import ThreadExecutor
 
 Drive = Callable[[int], None]
@@ -138,10 +138,8 @@ def test_a_trainer_counts_one_rank_for_each_worker_of_several_devices(drive: Dri
     folder = parity.oracle("llama-gqa", (0,), 2).folder
 
     async def join(llm: AsyncLLM) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        info = {"master_address": "127.0.0.1", "master_port": port, "world_size": 1 + llm.num_workers, "timeout": 30.0}
+        info = {"master_address": "127.0.0.1", "master_port": free_port()}
+        info |= {"world_size": 1 + llm.num_workers, "timeout": 120.0}
         trainer = asyncio.ensure_future(asyncio.to_thread(WeightTransferGroup, WeightTransferInfo(**info)))
         await llm.init_weight_transfer_engine(info)
         (await trainer).close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import shutil
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,7 +36,8 @@ from tests.helpers.lora_adapters import write_adapter
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.parity import engine
 from tests.helpers.plugins import null_platform_path, prepend
-from tests.helpers.processes import shared_memory_names
+from tests.helpers.ports import free_port
+from tests.helpers.processes import assert_no_new_shared_memory, shared_memory_names
 from tests.helpers.thread_executor import ThreadExecutor
 
 PROMPTS = [[5, 6, 7, 8] * 6, [9, 10, 11]]
@@ -130,15 +130,12 @@ def test_weights_come_from_every_source(restored: LLM, llama: Pair, source: str)
     SOURCES[source](restored, llama)
     assert result_of(restored) == expected(llama.new) != expected(llama.old)
     assert restored.weight_info() == {"weight_version": version + 1, "is_updating": False, "failure": None}
-    assert shared_memory_names() == before
+    assert_no_new_shared_memory(before)
 
 
 def test_weights_come_from_a_process_group_of_the_trainer(llama: Pair) -> None:
     """The trainer is this process; each worker is a process of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    info = {"master_address": "127.0.0.1", "master_port": port, "world_size": 2, "timeout": 60.0}
+    info = {"master_address": "127.0.0.1", "master_port": free_port(), "world_size": 2, "timeout": 60.0}
     groups: list[WeightTransferGroup] = []
     with engine(llama.old, distributed_executor_backend="mp") as llm:
         with pytest.raises(RequestError, match="has joined none yet"):
@@ -533,7 +530,7 @@ def test_a_server_pauses_in_every_mode_and_updates_between_two_steps(llama: Pair
         assert await llm.is_paused()
         waiting = ask(SamplingParams(**LONG, max_tokens=3))
         await asyncio.sleep(0.05)
-        assert not running.done() and not waiting.done() and llm.heartbeat_age < 1
+        assert not running.done() and not waiting.done() and llm.heartbeat_age < 60
         await llm.start_weight_update()
         await llm.update_weights(tensors=llama.tensors)
         assert await llm.finish_weight_update() == 1
@@ -552,14 +549,17 @@ def test_a_server_pauses_in_every_mode_and_updates_between_two_steps(llama: Pair
         await llm.resume_generation()
         assert len((await held).outputs[0].token_ids) == 3
 
-        running = ask()
-        pausing = asyncio.ensure_future(llm.pause_generation(mode="wait"))
-        while await llm._client.call(IsSchedulerRunning()):
-            await asyncio.sleep(0)
-        await llm.resume_generation()
-        with pytest.raises(RequestError, match="was resumed before"):
-            await pausing
-        assert len((await running).outputs[0].token_ids) == 100
+        for _ in range(50):  # on a busy machine the request may have finished before the engine is resumed
+            running = ask()
+            pausing = asyncio.ensure_future(llm.pause_generation(mode="wait"))
+            while await llm._client.call(IsSchedulerRunning()):
+                await asyncio.sleep(0)
+            await llm.resume_generation()
+            [found] = await asyncio.gather(pausing, return_exceptions=True)
+            assert len((await running).outputs[0].token_ids) == 100
+            if found is not None:
+                break
+        assert isinstance(found, RequestError) and "was resumed before" in str(found)
 
         with pytest.raises(PlatformError, match="result of call_workers cannot be sent"):
             await llm.collective_rpc("model_itself")
@@ -577,4 +577,4 @@ def test_a_server_pauses_in_every_mode_and_updates_between_two_steps(llama: Pair
 
     extension = f"{weight_update_extension.__name__}.Extension"
     with async_engine(llama.old, worker_extension_cls=extension) as llm:
-        asyncio.run(asyncio.wait_for(main(llm), 60))
+        asyncio.run(asyncio.wait_for(main(llm), 120))

@@ -66,9 +66,10 @@ class Layer:
 
 def items(settings: Settings) -> list[Item]:
     """Results first."""
+    on_host = f"needs a device: platform {settings.platform} runs on the host" if settings.on_host else ""
     return [
         Item("numerics", 30, 150),
-        Item("cudnn numerics", 10, 60),
+        Item("cudnn numerics", 10, 60, obstacle=on_host),
         Item("decode attention", 5, 60),
         Item("prompt attention", 5, 60),
         Item("products", 5, 60),

@@ -16,6 +16,7 @@ import psutil
 
 __all__ = [
     "TAG",
+    "assert_no_new_shared_memory",
     "assert_nothing_left",
     "worker_processes",
     "new_tag",
@@ -117,15 +118,27 @@ def _system_call(pid: int) -> list[str]:
         return ["gone"]
 
 
-def assert_nothing_left(tag: str, shared_memory_before: set[str], seconds: float = 10.0) -> None:
+def assert_nothing_left(tag: str, shared_memory_before: set[str], seconds: float = 60.0) -> None:
     """Fails when tagged processes or new shared memory of mvllm are left after `seconds`."""
     wait_until(
         lambda: not tagged_processes(tag),
         seconds,
         lambda: f"processes are left: {[process.info for process in tagged_processes(tag)]}",
     )
-    left = {name for name in shared_memory_names() - shared_memory_before if "mvllm" in name}
-    assert not left, f"shared memory is left: {sorted(left)}"
+    assert_no_new_shared_memory(shared_memory_before, seconds)
+
+
+def assert_no_new_shared_memory(before: set[str], seconds: float = 60.0) -> None:
+    """Fails when shared memory of mvllm that was not there before is left after `seconds`.
+
+    Segments of programs that run beside this one are removed in that time, and newer ones do not count.
+    """
+    new = {name for name in shared_memory_names() - before if "mvllm" in name}
+    wait_until(
+        lambda: not new & shared_memory_names(),
+        seconds,
+        lambda: f"shared memory is left: {sorted(new & shared_memory_names())}",
+    )
 
 
 def wait_until(condition: Callable[[], object], seconds: float, what: str | Callable[[], str]) -> None:

@@ -130,10 +130,10 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(5)
+                self.process.wait(120)
         if self.process.poll() is None:
             self.process.kill()
-            self.process.wait(30)
+            self.process.wait(120)
 
     def exchange(self, data: bytes, *, wait: float = 60.0, close_after: int | None = None) -> bytes:
         """Sends raw bytes over a new connection; returns all received bytes until its end.
@@ -181,7 +181,7 @@ def as_before(server: ServerProcess, client: httpx.Client) -> Iterator[None]:
     ask = {"model": "demo", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 4, "ignore_eos": True}
     answer = client.post("/v1/completions", json=ask)
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4, answer.text
-    wait_until(lambda: server.pids() == before, 10, lambda: f"the processes {before} run, found {server.pids()}")
+    wait_until(lambda: server.pids() == before, 120, lambda: f"the processes {before} run, found {server.pids()}")
 
 
 def settled_pids(server: ServerProcess) -> set[int]:

@@ -78,7 +78,7 @@ class SSEServer:
         return self
 
     def __exit__(self, *unused: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(30)
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(120)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -56,7 +56,7 @@ class ThreadCommunicator(Communicator):
 
     def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
         try:
-            tensor = self._rendezvous.mail[source, self.rank].get(timeout=60)
+            tensor = self._rendezvous.mail[source, self.rank].get(timeout=120)
         except Empty as e:
             raise RuntimeError(f"Rank {source} sent rank {self.rank} nothing in 60 s.") from e
         assert (tuple(tensor.shape), tensor.dtype) == (tuple(shape), dtype)

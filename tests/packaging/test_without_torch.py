@@ -83,20 +83,20 @@ def test_the_installed_command_answers_without_torch(core_only, arguments):
     assert "mvllm" in done.stdout
 
 
-EVERY_TENTH = """
+SOME = """
 import sys
 
 import pytest
 
 
-class EveryTenth:
+class Some:
     def pytest_collection_modifyitems(self, items):
-        items[:] = items[::10]
+        items[:] = items[::40]
 
 
-sys.exit(pytest.main(sys.argv[1:], plugins=[EveryTenth()]))
+sys.exit(pytest.main(sys.argv[1:], plugins=[Some()]))
 """
-"""All files of tests are imported; most of their time is not spent in imports."""
+"""All files of tests are imported, and every fortieth test runs: what would import torch does so in any test."""
 
 
 @pytest.mark.parametrize("tier", ["scheduler", "kv_cache"])
@@ -113,6 +113,6 @@ def test_the_scheduler_tests_pass_without_torch(core_only, tier):
         "-k",
         "not traffic and not any_failure",
     ]
-    done = core_only.run("-c", EVERY_TENTH, *quickly, folder, cwd=REPOSITORY, timeout=550)
+    done = core_only.run("-c", SOME, *quickly, folder, cwd=REPOSITORY, timeout=550)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

@@ -104,7 +104,7 @@ class TestImages:
 
 def run_health_check(port: int) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-I", DEPLOY / "healthcheck.py"]
-    return subprocess.run(command, env={"HEALTHCHECK_PORT": str(port)}, capture_output=True, text=True, timeout=30)
+    return subprocess.run(command, env={"HEALTHCHECK_PORT": str(port)}, capture_output=True, text=True, timeout=120)
 
 
 class TestCompose:
@@ -187,5 +187,5 @@ class TestService:
     def test_systemd_accepts_the_unit(self, tmp_path: Path) -> None:
         unit = tmp_path / SERVICE.name
         unit.write_text(SERVICE.read_text().replace("/opt/mvllm/bin/mvllm", shutil.which("true") or "/bin/true"))
-        result = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, timeout=60)
+        result = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, timeout=120)
         assert (result.returncode, result.stderr) == (0, "")

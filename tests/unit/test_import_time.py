@@ -22,7 +22,7 @@ sys.exit(f"loaded {sorted(heavy)}" if (heavy := {"torch", "transformers", "numpy
 def test_importing_takes_under_0_3_seconds() -> None:
     seconds = []
     for _ in range(3):
-        ran = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=60)
+        ran = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=120)
         assert ran.returncode == 0, ran.stderr
         seconds.append(float(ran.stdout))
     assert min(seconds) < LIMIT_SECONDS

@@ -41,6 +41,10 @@ class CacheConfig:
     state_snapshot_interval: int = 512
 
 
+MIN_SNAPSHOT_TOKENS = 512
+"""Least number of tokens per snapshot of a state that memory is divided by."""
+
+
 @dataclass(frozen=True)
 class SchedulerConfig:
     """Continuous batching.

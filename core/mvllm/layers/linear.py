@@ -93,6 +93,7 @@ class Linear(nn.Module):
             self._op = ctx.op("linear", in_features=self.layout.num_columns, out_features=out_features, bias=bias)
         self._linear: Product = unloaded_linear_op if self._op is None else self._op.function
         self._around: Callable[[Product], Product] | None = None
+        self._row_order: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in on this rank] to [..., out on this rank]."""
@@ -134,8 +135,29 @@ class Linear(nn.Module):
                     WeightTarget(self.bias, (part.num_rows,), (part.source,), (part.destination,)),
                 )
 
+    def can_reorder_rows(self, ctx: BuildContext, order: torch.Tensor) -> bool:
+        """Whether `reorder_rows` is supported for this order; not with LoRA, or with several devices."""
+        if ctx.with_adapters or ctx.num_devices > 1:
+            return False
+        return not isinstance(self.weight, QuantizedMatrix) or self.weight.can_reorder_rows(order)
+
+    def reorder_rows(self, order: torch.Tensor) -> None:
+        """Changes the order of the rows, after loading. Called once, while the model is built.
+
+        Args:
+            order: [out_features], host: for each row of the result, its index in the layout; `can_reorder_rows`
+                accepts it.
+        """
+        self._row_order, self.keeps_rows = order, False
+        if isinstance(self.weight, QuantizedMatrix):
+            self.weight.reorder_rows(order)
+
     def prepare_weights(self) -> None:
-        """Prepares the loaded weight for the linear op."""
+        """Reorders rows, and prepares the loaded weight for the linear op."""
+        if self._row_order is not None:
+            for parameter in (self.weight, self.bias):
+                if isinstance(parameter, nn.Parameter):  # a quantized matrix does it itself
+                    parameter.copy_(parameter[self._row_order.to(parameter.device)])
         self._linear, prepared = resolve_linear_op(self.weight, self._op)
         del self.weight
         self.weight = prepared
@@ -337,7 +359,6 @@ class QKVLinear(Linear):
         self.heads = self_heads
         self.sizes: tuple[int, ...] = (q_size, kv_size, kv_size, *([q_size] if gated else []))
         self._head_size = head_size
-        self._row_order: torch.Tensor | None = None
 
     def reorder_heads(self, ctx: BuildContext, order: torch.Tensor) -> bool:
         """Changes the order of the elements of each query and key head, by reordering rows after loading.
@@ -345,26 +366,19 @@ class QKVLinear(Linear):
         Called once, while the model is built, with the same context.
 
         Args:
-            order: [head_size]: for each element of the result, its index in the checkpoint's head.
+            order: [head_size], host: for each element of the result, its index in the checkpoint's head.
 
         Returns:
-            Whether it is done; not for quantized matrices, with LoRA, or with several devices.
+            Whether it is done; not for most quantized matrices, with LoRA, or with several devices.
         """
-        if self.quantized or ctx.with_adapters or ctx.num_devices > 1:
-            return False
         heads = self.heads.num_heads + self.heads.num_kv_heads
-        firsts = torch.arange(heads, device=order.device).unsqueeze(1) * self._head_size
-        values = torch.arange(heads * self._head_size, self.out_features, device=order.device)
-        self._row_order, self.keeps_rows = torch.cat(((firsts + order).flatten(), values)), False
+        firsts = torch.arange(heads).unsqueeze(1) * self._head_size
+        values = torch.arange(heads * self._head_size, self.out_features)
+        rows = torch.cat(((firsts + order).flatten(), values))
+        if not self.can_reorder_rows(ctx, rows):
+            return False
+        self.reorder_rows(rows)
         return True
-
-    def prepare_weights(self) -> None:
-        """Reorders rows, and prepares the loaded weight for the linear op."""
-        if self._row_order is not None:
-            for parameter in (self.weight, self.bias):
-                if parameter is not None:
-                    parameter.copy_(parameter[self._row_order])
-        super().prepare_weights()
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The product for `x` [T, hidden_size] as query [T, heads, head_size], and key and value [T, kv_heads, ...]."""

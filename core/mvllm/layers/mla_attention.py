@@ -20,16 +20,17 @@ Sources: DeepSeek-V2, arXiv:2405.04434; DeepSeek-V3.2.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from mvllm.errors import ConfigError, ModelError
 from mvllm.layers.attention import Attention
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.fused_moe import quantization_of_layout
-from mvllm.layers.linear import ColumnParallelLinear, HeadShard, ReplicatedLinear, RowParallelLinear
+from mvllm.layers.linear import ColumnParallelLinear, HeadShard, Linear, ReplicatedLinear, RowParallelLinear
 from mvllm.layers.matrix_layout import MatrixLayout, Part
 from mvllm.layers.norm import RMSNorm
 from mvllm.layers.quantization.rtn_matrix import float_targets
@@ -89,15 +90,14 @@ class MLAAttention(nn.Module):
         heads = HeadShard(share.num_heads, 1, share.first_head, 0)
         query_size = shape.num_heads * (shape.qk_nope_head_dim + shape.qk_rope_head_dim)
         hidden_size, bias = shape.hidden_size, shape.bias
-        self.q_a_proj = self.q_a_layernorm = None
+        key_size = shape.kv_lora_rank + shape.qk_rope_head_dim
+        self.q_a_layernorm = None
+        self.latents = _Latents(ctx, name, shape)
         query_name, query_input = f"{name}.q_proj", hidden_size
         if shape.q_lora_rank is not None:
-            self.q_a_proj = ReplicatedLinear(ctx, f"{name}.q_a_proj", hidden_size, shape.q_lora_rank, bias=bias)
             self.q_a_layernorm = RMSNorm(ctx, f"{name}.q_a_layernorm", shape.q_lora_rank, _NORM_EPS)
             query_name, query_input = f"{name}.q_b_proj", shape.q_lora_rank
         self.q_b_proj = ColumnParallelLinear(ctx, [(query_name, query_size)], query_input, bias=False)
-        key_size = shape.kv_lora_rank + shape.qk_rope_head_dim
-        self.kv_a_proj_with_mqa = ReplicatedLinear(ctx, f"{name}.kv_a_proj_with_mqa", hidden_size, key_size, bias=bias)
         self.kv_a_layernorm = RMSNorm(ctx, f"{name}.kv_a_layernorm", shape.kv_lora_rank, _NORM_EPS)
         self.kv_b_proj = _KVBProjection(ctx, f"{name}.kv_b_proj", shape, heads)
         self.attention = Attention(
@@ -116,21 +116,23 @@ class MLAAttention(nn.Module):
             ctx, f"{name}.o_proj", shape.num_heads * shape.v_head_dim, hidden_size, bias=bias
         )
         self._rotary = [rotary]  # in a list, so that it is not registered as a submodule of every layer
+        order = None if rotary is None else rotary.host_order
+        self._is_ordered = order is not None and self._reorder(ctx, order, heads)
 
     def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
         shape = self.shape
+        query_latent, latent, key_rotated = self.latents(x)
         query_input = x
-        if self.q_a_proj is not None and self.q_a_layernorm is not None:
-            query_input = self.q_a_layernorm(self.q_a_proj(x))
+        if query_latent is not None and self.q_a_layernorm is not None:
+            query_input = self.q_a_layernorm(query_latent)
         query = self.q_b_proj(query_input).unflatten(-1, (-1, shape.qk_nope_head_dim + shape.qk_rope_head_dim))
         if angles.query_scale is not None:
             query = query * angles.query_scale
         plain, rotated = query.split((shape.qk_nope_head_dim, shape.qk_rope_head_dim), dim=-1)
-        latent, key_rotated = self.kv_a_proj_with_mqa(x).split((shape.kv_lora_rank, shape.qk_rope_head_dim), dim=-1)
         latent, key_rotated = self.kv_a_layernorm(latent).unsqueeze(1), key_rotated.unsqueeze(1)
         if (rotary := self._rotary[0]) is not None:
-            rotated, key_rotated = rotary(angles, rotated, key_rotated)
+            rotated, key_rotated = rotary(angles, rotated, key_rotated, is_ordered=self._is_ordered)
         key = torch.cat((latent, key_rotated), dim=-1)
         query = torch.cat((self.kv_b_proj.absorb(plain), rotated), dim=-1)
         if self.indexer is not None:
@@ -138,6 +140,61 @@ class MLAAttention(nn.Module):
         positions = None if self.attention.spec.index_topk is None else step.selected_positions
         found = self.attention(query, key, key[..., : shape.kv_lora_rank], step, positions)
         return self.o_proj(self.kv_b_proj.expand(found.unflatten(-1, (-1, shape.kv_lora_rank))))
+
+    def _reorder(self, ctx: BuildContext, order: torch.Tensor, heads: HeadShard) -> bool:
+        """Orders the rotated elements of queries and keys by the rows of their matrices; returns whether it is done."""
+        shape = self.shape
+        of_head = torch.cat((torch.arange(shape.qk_nope_head_dim), shape.qk_nope_head_dim + order))
+        firsts = torch.arange(heads.num_heads).unsqueeze(1) * len(of_head)
+        of_queries, product = (firsts + of_head).flatten(), self.latents.of_keys
+        first = product.out_features - len(order)
+        of_keys = torch.cat((torch.arange(first), first + order))
+        if not (self.q_b_proj.can_reorder_rows(ctx, of_queries) and product.can_reorder_rows(ctx, of_keys)):
+            return False
+        self.q_b_proj.reorder_rows(of_queries)
+        product.reorder_rows(of_keys)
+        return True
+
+
+class _Latents(nn.Module):
+    """The input's projections to the latents of queries and of keys and values: one product, if they allow it.
+
+    One product reads the input, and rounds it for quantized weights, once.
+
+    Attributes:
+        of_keys: The product whose last rows are the rotated part of the key.
+    """
+
+    def __init__(self, ctx: BuildContext, name: str, shape: MLAConfig) -> None:
+        super().__init__()
+        self._sizes: tuple[int, ...] = (shape.kv_lora_rank, shape.qk_rope_head_dim)
+        keys = (f"{name}.kv_a_proj_with_mqa", sum(self._sizes))
+        self.q_a_proj: Linear | None = None
+        if shape.q_lora_rank is None:
+            self.of_keys: Linear = ReplicatedLinear(ctx, keys[0], shape.hidden_size, keys[1], bias=shape.bias)
+            return
+        queries = (f"{name}.q_a_proj", shape.q_lora_rank)
+        try:
+            self.of_keys = _stacked(ctx, (queries, keys), shape)
+            self._sizes = (shape.q_lora_rank, *self._sizes)
+        except (ConfigError, ModelError):  # the checkpoint stores them in different formats
+            self.q_a_proj, self.of_keys = (_stacked(ctx, (each,), shape) for each in (queries, keys))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        """The latents of queries (None if they have none), of keys and values, and the rotated part of the key."""
+        found = self.of_keys(x).split(self._sizes, dim=-1)
+        if len(found) == 3:
+            return found
+        return None if self.q_a_proj is None else self.q_a_proj(x), *found
+
+
+def _stacked(ctx: BuildContext, matrices: Sequence[tuple[str, int]], shape: MLAConfig) -> Linear:
+    """One product of checkpoint matrices, given with their numbers of rows, that every rank holds."""
+    parts, start = [], 0
+    for name, num_rows in matrices:
+        parts.append(Part(name, num_rows, slice(0, num_rows), slice(start, start + num_rows)))
+        start += num_rows
+    return Linear(ctx, parts, shape.hidden_size, bias=shape.bias)
 
 
 class _KVBProjection(nn.Module):

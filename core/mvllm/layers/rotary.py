@@ -76,6 +76,7 @@ class RotaryEmbedding(nn.Module):
         op: The operation.
         interleaved: As given.
         order: [head_size]: the permutation of the elements of a head; None if it is not interleaved.
+        host_order: The same in host memory.
     """
 
     def __init__(
@@ -101,7 +102,8 @@ class RotaryEmbedding(nn.Module):
         self.op = ctx.op("rotary_embedding", head_size=rope.head_size, rotary_dim=rope.rotary_dim)
         self._rotate = self.op.function
         self.interleaved = interleaved
-        self.order = _interleaved_order(rope).to(ctx.device) if interleaved else None
+        self.host_order = _interleaved_order(rope) if interleaved else None
+        self.order = None if self.host_order is None else self.host_order.to(ctx.device)
         # The factor of positions below n is 1.
         self._query_scaling = None if query_scaling is None or query_scaling[1] >= max_len else query_scaling
         self._dtype = ctx.dtype

@@ -147,8 +147,8 @@ class LlamaAttention(nn.Module):
         )
         has_rotary = layer not in options.nope_layers
         is_ordered = False
-        if has_rotary and rotary.order is not None and not (options.qk_norm or options.qk_width_norm):
-            is_ordered = self.qkv.reorder_heads(ctx, rotary.order)
+        if has_rotary and rotary.host_order is not None and not (options.qk_norm or options.qk_width_norm):
+            is_ordered = self.qkv.reorder_heads(ctx, rotary.host_order)
         self._rotary_attention = RotaryAttention(
             self.attention,
             rotary if has_rotary else None,

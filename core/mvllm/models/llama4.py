@@ -125,7 +125,9 @@ class Llama4Attention(nn.Module):
         has_norm = rotary is not None and bool(config.hf_config.get("use_qk_norm", True))
         self.qk_norm = UnitRMSNorm(ctx, size, norm_eps(config, options)) if has_norm else None
         self.attention = Attention(ctx, self.qkv.heads, size, size**-0.5, chunk_size=chunk)
-        is_ordered = rotary is not None and rotary.order is not None and self.qkv.reorder_heads(ctx, rotary.order)
+        is_ordered = (
+            rotary is not None and rotary.host_order is not None and self.qkv.reorder_heads(ctx, rotary.host_order)
+        )
         self._rotary_attention = RotaryAttention(
             self.attention, rotary, self.qk_norm, self.qk_norm, is_ordered=is_ordered
         )

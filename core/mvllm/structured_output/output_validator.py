@@ -44,7 +44,7 @@ class ValidationJob:
     """A text to validate.
 
     Attributes:
-        message: For the process; None for a constraint whose text is not one JSON value.
+        message: For the process; None for a constraint whose text is no JSON and has no calls.
         relaxations: What was not enforced.
     """
 
@@ -55,10 +55,12 @@ class ValidationJob:
     def of(cls, constraint: StructuredOutputsParams, text: str, relaxations: Sequence[str]) -> ValidationJob:
         """The job of a sequence's whole text."""
         relevant = tuple(each for each in relaxations if not is_annotation(each))
-        if constraint.form != "json" or not text:
+        has_calls = constraint.form == "structural_tag"
+        if not (has_calls or (constraint.form == "json" and text)):
             return cls(None, relevant)
+        schema = str(constraint.structural_tag if has_calls else constraint.json)
         thoughts = constraint.thoughts_start, constraint.thoughts_end
-        return cls(validation_main.ValidationJob(str(constraint.json), text, *thoughts), relevant)
+        return cls(validation_main.ValidationJob(schema, text, *thoughts, has_calls), relevant)
 
     def not_validated(self, reason: str) -> list[str]:
         """The warning that it was not validated."""

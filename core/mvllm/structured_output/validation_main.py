@@ -13,8 +13,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import resource
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -22,6 +24,7 @@ import msgspec
 from mvllm.executor.process.pipe_process import read_message, write_message
 from mvllm.executor.process.process_utils import die_with_parent, limit_memory, limit_processor_time, set_process_name
 from mvllm.structured_output.additional_properties import STRICT_KEY
+from mvllm.structured_output.structural_tag import NUMBERED
 from mvllm.structured_output.vocabulary import one_line
 
 SECONDS = 1
@@ -34,15 +37,17 @@ class ValidationJob(msgspec.Struct, array_like=True, frozen=True):
     """A text to validate.
 
     Attributes:
-        schema: JSON schema, as text.
-        text: JSON, behind at most white space; what follows it is ignored.
+        schema: JSON schema, as text; a structural tag if `has_calls`.
+        text: JSON, behind at most white space; what follows it is ignored. Or free text with calls.
         thoughts_start, thoughts_end: Delimiters of reasoning in front of the JSON.
+        has_calls: The text has the structures of a structural tag.
     """
 
     schema: str
     text: str
     thoughts_start: str | None = None
     thoughts_end: str | None = None
+    has_calls: bool = False
 
 
 class ValidationResult(msgspec.Struct, array_like=True, frozen=True):
@@ -79,19 +84,50 @@ def main() -> None:
 
 
 def validate(job: ValidationJob) -> ValidationResult:
-    """Validates the first JSON value of a text, after its reasoning."""
+    """Validates the first JSON value of a text, or its calls, after its reasoning."""
     text = job.text
     if job.thoughts_end is not None and (job.thoughts_start is None or text.lstrip().startswith(job.thoughts_start)):
         text = text.partition(job.thoughts_end)[2]
     try:
-        value, _ = json.JSONDecoder().raw_decode(text.lstrip())
-        schema = json.loads(job.schema)
-        if isinstance(schema, dict):
-            schema.pop(STRICT_KEY, None)
-        errors = _validator(schema).iter_errors(value)
-        return ValidationResult([_describe(error) for error in itertools.islice(errors, MAX_WARNINGS)])
+        if job.has_calls:
+            errors = _errors_of_calls(json.loads(job.schema)["structures"], text)
+        else:
+            value, _ = json.JSONDecoder().raw_decode(text.lstrip())
+            errors = (_describe(error) for error in _errors(json.loads(job.schema), value))
+        return ValidationResult(list(itertools.islice(errors, MAX_WARNINGS)))
     except Exception as e:  # noqa: BLE001  (it is the result)
         return ValidationResult([], f"{type(e).__name__}: {one_line(e)[:_MAX_MESSAGE]}")
+
+
+def _errors(schema: Any, value: Any) -> Iterator[Any]:
+    if isinstance(schema, dict):
+        schema.pop(STRICT_KEY, None)
+    return iter(_validator(schema).iter_errors(value))
+
+
+def _errors_of_calls(structures: Sequence[Mapping[str, Any]], text: str) -> Iterator[str]:
+    """Validates the structures of a structural tag in a text, in order.
+
+    Raises:
+        ValueError: The arguments of a call are not JSON.
+    """
+    begins = {tag["begin"]: tag for tag in structures}
+    # The longest first: a shorter beginning may be its prefix.
+    beginning = re.compile("|".join(re.escape(begin) for begin in sorted(begins, key=len, reverse=True)))
+    number, position = 0, 0
+    while found := beginning.search(text, position):
+        number += 1
+        tag = begins[found[0]]
+        style, position = tag.get("style", "json"), found.end()
+        if style == NUMBERED and (counted := re.compile("[0-9]{1,4}").match(text, position)):
+            position = counted.end() + len(tag.get("separator", ""))
+        elif style != "json":
+            raise ValueError("the arguments of its calls are not JSON")
+        while text[position : position + 1].isspace():
+            position += 1
+        value, position = json.JSONDecoder().raw_decode(text, position)
+        for error in _errors(tag["schema"], value):
+            yield _describe(error, f" of call {number}")
 
 
 def _validator(schema: Any) -> Any:
@@ -106,12 +142,12 @@ def _validator(schema: Any) -> Any:
     return kind(schema, registry=REGISTRY)
 
 
-def _describe(error: Any) -> str:
+def _describe(error: Any, where: str = "") -> str:
     place = "/".join(["#", *(str(step) for step in error.absolute_path)])
     message = one_line(error.message)
     if len(message) > _MAX_MESSAGE:
         message = message[:_MAX_MESSAGE] + "..."
-    return f"The output does not satisfy {error.validator} at {place[:_MAX_MESSAGE]}: {message}"
+    return f"The output does not satisfy {error.validator} at {place[:_MAX_MESSAGE]}{where}: {message}"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mvllm.config.engine_config import EngineConfig
+from mvllm.config.engine_config import MIN_SNAPSHOT_TOKENS, EngineConfig
 from mvllm.platform.worker_protocol import KVCacheNeeds
 
 _LEAST_TOKENS, _LEAST_SLOTS = 1 << 16, 64
@@ -10,9 +10,15 @@ _LEAST_TOKENS, _LEAST_SLOTS = 1 << 16, 64
 
 
 def useful_kv_bytes(config: EngineConfig, needs: KVCacheNeeds) -> int:
-    """Twice the bytes that `max_num_seqs` requests of `max_model_len` tokens take: in use, and for prefix caching."""
+    """Twice the bytes that `max_num_seqs` requests of `max_model_len` tokens take: in use, and for prefix caching.
+
+    Blocks and snapshots of states share the memory in a fixed ratio, so all these tokens have snapshots.
+    """
     num_seqs, block_size = config.scheduler.max_num_seqs, max(needs.block_sizes, default=1)
     blocks = -(-config.model.max_model_len // block_size) + 1
     tokens = max(2 * num_seqs * blocks * block_size, _LEAST_TOKENS)
     slots = max(4 * num_seqs, _LEAST_SLOTS)
+    if needs.bytes_per_token and config.cache.enable_prefix_caching:
+        interval = max(config.cache.state_snapshot_interval, MIN_SNAPSHOT_TOKENS)
+        slots = max(slots, num_seqs + -(-tokens // interval))
     return tokens * needs.bytes_per_token + slots * needs.state_bytes + needs.fixed_state_bytes

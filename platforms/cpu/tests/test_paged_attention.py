@@ -293,7 +293,7 @@ OTHER_ISA_SPECS = [
 ]
 
 
-@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["generic", "avx2", pytest.param("avx512", marks=pytest.mark.exhaustive)])
 def test_instruction_sets_agree(isa, tmp_path, request):
     """Compares each instruction set with float64, in a new process."""
     skip_unless_supported(isa)

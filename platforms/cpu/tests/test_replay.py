@@ -116,7 +116,7 @@ def test_threads_may_share_a_function_and_a_backend(block, backend):
     start = threading.Barrier(4)
 
     def call(index):
-        start.wait(30)
+        start.wait(120)
         for _ in range(20):
             for rows in (1, 2, 3):
                 found = compiled[index](*inputs(blocks[index], rows, 1))

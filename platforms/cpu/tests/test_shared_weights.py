@@ -111,7 +111,7 @@ def test_of_two_writers_at_once_both_map_one_file(folder: Path) -> None:
     found: list[Packed] = []
 
     def fill(memory):
-        meeting.wait(10)
+        meeting.wait(120)
         return Packed((memory.zeros(1000, torch.float32).add_(1),), (7,))
 
     def engine() -> None:

@@ -13,7 +13,7 @@ from platforms.cuda.tests import software_plugin
 
 from tests.helpers.plugins import EXAMPLE_SOURCE, ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1600)]
 
 CASES = (
     "llama-gqa:sampled,graphs,triton",
@@ -41,7 +41,7 @@ def run(tmp_path):
 
     def call(*arguments):
         command = [sys.executable, *arguments]
-        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=800)
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=1500)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         return done.stdout
 

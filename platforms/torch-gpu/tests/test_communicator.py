@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,15 +10,14 @@ from mvllm.plugin_api import GroupSpec, PlatformError
 from mvllm_torch_gpu import communicator, custom_all_reduce
 from mvllm_torch_gpu.communicator import NcclCommunicator
 from tests.helpers.forked_ranks import start_ranks
+from tests.helpers.ports import free_port
 
 HOST = torch.device("cpu")
 
 
 def free_address() -> str:
     """A free address for the ranks' rendezvous."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{s.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 class FakeSmallAllReduce:

@@ -138,7 +138,10 @@ def test_logarithms_of_sums_in_the_order_of_tokens_are_merged_right(calls, monke
 
 
 def test_a_call_that_cudnn_refuses_uses_the_kernels_and_is_logged_once(calls, monkeypatch, caplog):
-    def refused(*args, **options):
+    asked = []
+
+    def refused(query, *args, **options):
+        asked.append(len(query))
         raise RuntimeError("cuDNN Frontend error: [cudnn_frontend] Error: No execution plans support the graph.\nmore")
 
     monkeypatch.setattr(cudnn_attention, "dense_attention", refused)
@@ -147,6 +150,10 @@ def test_a_call_that_cudnn_refuses_uses_the_kernels_and_is_logged_once(calls, mo
     case = make_case(backend.spec, [(40, 1), (9, 520)], block_size=16)
     for _ in range(2):
         assert_near(run(backend, CPURuntime(WorkerContext()), case), case)
+    assert asked == [768], "once, and not again for a prompt of these sizes"
+    longer = make_case(backend.spec, [(9, 900)], block_size=16)
+    assert_near(run(backend, CPURuntime(WorkerContext()), longer), longer)
+    assert asked == [768, 1024]
     [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "520 tokens" in warning and warning.endswith("No execution plans support the graph")
 

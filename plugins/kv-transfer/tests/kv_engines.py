@@ -91,7 +91,7 @@ def finish_request(producer: KVConnector, blocks: Sequence[HostBlock], request_i
     return params
 
 
-def look_up(consumer: KVConnector, request: KVRequest, keys: Sequence[bytes], seconds: float = 20) -> list[bool]:
+def look_up(consumer: KVConnector, request: KVRequest, keys: Sequence[bytes], seconds: float = 120) -> list[bool]:
     """Asks as a core does until there is an answer."""
     deadline = time.monotonic() + seconds
     while (answer := consumer.lookup(request, keys)) is None:
@@ -107,7 +107,7 @@ def load(consumer: KVConnector, request: KVRequest, blocks: Sequence[HostBlock])
     return {result.block.key: result.ok for result in poll(consumer, len(blocks))}
 
 
-def poll(connector: KVConnector, count: int, seconds: float = 20) -> list[TransferResult]:
+def poll(connector: KVConnector, count: int, seconds: float = 120) -> list[TransferResult]:
     """The next `count` results."""
     results: list[TransferResult] = []
     deadline = time.monotonic() + seconds
@@ -155,8 +155,8 @@ class ProducerProcess:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.join(10)
+        self.process.join(120)
 
     def close(self) -> None:
         self.pipe.close()
-        self.process.join(10)
+        self.process.join(120)

@@ -326,12 +326,12 @@ def test_a_queue_that_does_not_move_is_a_long_one() -> None:
 
 
 def test_the_servers_process_becomes_mvllm() -> None:
-    result = subprocess.run(command(["serve", "--help"]), capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command(["serve", "--help"]), capture_output=True, text=True, timeout=120)
     assert result.returncode == 0 and result.stdout.startswith("usage: mvllm serve")
 
 
 def test_a_server_whose_replica_has_ended_does_not_start() -> None:
     words = command(["serve", "--help"])
     words[3] = "1" if os.getppid() != 1 else "2"
-    result = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert result.returncode == 1 and "has ended" in result.stderr

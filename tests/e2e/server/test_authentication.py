@@ -252,7 +252,7 @@ def test_clients_without_a_key_cannot_exhaust_the_descriptors(guarded: ServerPro
     assert psutil.Process(guarded.process.pid).rlimit(psutil.RLIMIT_NOFILE) == (MAX_FILES, MAX_FILES)
     with guarded.client(headers={"Authorization": f"Bearer {USER}"}) as client, ExitStack() as stack:
         for index in range(MAX_FILES + 100):
-            stranger = stack.enter_context(socket.create_connection(guarded.address, timeout=60))
+            stranger = stack.enter_context(socket.create_connection(guarded.address, timeout=120))
             stranger.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Slow: ")
             if index % 100 == 0:
                 assert client.get("/health/live", headers={"Connection": "close"}).status_code == 200

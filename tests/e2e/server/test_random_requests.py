@@ -34,7 +34,7 @@ def works_as_before(server: ServerProcess, client: httpx.Client) -> Iterator[Non
     before = settled_pids(server)
     yield
     assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
-    wait_until(lambda: server.pids() == before, 10, "the same processes run")
+    wait_until(lambda: server.pids() == before, 120, "the same processes run")
 
 
 def check(client: httpx.Client, path: str, body: dict[str, Any]) -> None:

@@ -150,7 +150,7 @@ def test_when_the_engine_dies_requests_fail_and_the_exit_status_is_1(tmp_path: P
         core = server.engine_core()
         stop_process(core.pid)  # otherwise it may finish before it is killed
         with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as stream:
-            with socket.create_connection(server.address, timeout=60) as other:
+            with socket.create_connection(server.address, timeout=120) as other:
                 other.sendall(raw_post("/v1/completions", json.dumps(LONG).encode()))
                 wait_until(lambda: client.get("/load").json()["server_load"] == 2, 60, "both are under way")
                 core.kill()

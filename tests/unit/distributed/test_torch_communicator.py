@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,12 +15,7 @@ from mvllm.errors import PlatformError
 from mvllm.executor.process.process_utils import anonymous_file
 from mvllm.platform.topology import GroupSpec
 from tests.helpers.forked_ranks import start_ranks
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+from tests.helpers.ports import free_port
 
 
 def spawn(body: Callable[..., None], world_size: int) -> None:

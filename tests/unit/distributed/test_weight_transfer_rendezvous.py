@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from mvllm.distributed import weight_transfer_rendezvous as rendezvous
 from mvllm.distributed.weight_transfer_rendezvous import meet
 from mvllm.errors import RequestError
 from mvllm.messages.weights import WeightTransferInfo
+from tests.helpers.ports import free_port, listens
 
 Met = tuple[Any, str]
 
@@ -22,7 +22,7 @@ Met = tuple[Any, str]
 class Rank:
     """A thread that waits for a group of three ranks at `port`."""
 
-    def __init__(self, port: int, rank: int, timeout: float = 20.0) -> None:
+    def __init__(self, port: int, rank: int, timeout: float = 120.0) -> None:
         self.given_up = threading.Event()
         self.info = WeightTransferInfo(master_address="127.0.0.1", master_port=port, world_size=3, timeout=timeout)
         with_own_thread = ThreadPoolExecutor(1)
@@ -32,22 +32,20 @@ class Rank:
     def leave(self) -> None:
         self.given_up.set()
         with pytest.raises(RequestError, match="not complete"):
-            self.met.result(10)
+            self.met.result(120)
 
     @property
     def group_id(self) -> str:
-        return self.met.result(10)[1]
+        return self.met.result(120)[1]
 
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    return free_port()
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -56,11 +54,6 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 def has_come(info: WeightTransferInfo, rank: int) -> bool:
     """Whether the trainer knows of a rank."""
     return bool(rendezvous._read(rendezvous._open_store(info, 10, is_trainer=False), rendezvous._member(rank)))
-
-
-def listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_a_rank_that_comes_back_does_not_count_as_another_one(port: int) -> None:
@@ -92,7 +85,7 @@ def test_a_late_call_for_a_complete_group_is_told_so(port: int) -> None:
     assert trainer.group_id == first.group_id == second.group_id
     late = Rank(port, 1)
     with pytest.raises(RequestError, match="is complete, and its rank 1 is another process or an earlier call"):
-        late.met.result(10)
+        late.met.result(120)
 
 
 def test_the_port_of_a_failed_trainer_is_free_while_its_error_is_kept(port: int) -> None:

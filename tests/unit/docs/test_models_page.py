@@ -28,7 +28,7 @@ def collected_from(files: set[str], folder: Path) -> model_coverage.Coverage:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return model_coverage.from_json(json.loads(path.read_text(encoding="utf-8"))["collected"])
@@ -39,6 +39,7 @@ def test_the_page_is_up_to_date() -> None:
     assert with_table(page, read_record()) == page, COMMAND
 
 
+@pytest.mark.timeout(1300)
 def test_every_entry_has_a_test_that_covers_it(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     notes = request.config.pluginmanager.get_plugin("mvllm-shown")
     assert isinstance(notes, model_coverage.CoverageRecorder)

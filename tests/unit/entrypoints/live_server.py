@@ -110,5 +110,5 @@ def live_server(folder: str, answer: Callable[[str], str], settings: ServerSetti
         yield LiveServer(f"http://127.0.0.1:{port}", core)
     finally:
         started[0].should_exit = True
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive()

@@ -143,7 +143,7 @@ class TestTheModelsOwnTemplate:
             await asyncio.sleep(0.1)
             slow.cancel()
             await asyncio.sleep(0)
-            assert await asyncio.wait_for(render("hi"), 30) == "hi"
+            assert await asyncio.wait_for(render("hi"), 120) == "hi"
 
         try:
             asyncio.run(main())

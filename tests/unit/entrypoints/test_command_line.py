@@ -339,5 +339,5 @@ def test_wrong_usage_prints_two_lines(argv, words, capsys):
 
 
 def test_the_package_is_a_program():
-    done = subprocess.run([sys.executable, "-m", "mvllm", "--version"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "mvllm", "--version"], capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith("mvllm "), done.stderr

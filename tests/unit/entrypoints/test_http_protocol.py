@@ -96,7 +96,7 @@ def with_listener(
             server.close()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(asyncio.wait_for(run(), 60))
+        runner.run(asyncio.wait_for(run(), 120))
 
 
 async def read_answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:

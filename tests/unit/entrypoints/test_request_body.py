@@ -66,7 +66,7 @@ def test_a_body_that_arrives_in_small_parts_times_out() -> None:
         return await BodyReader(1 << 20, 0.05).read(Request(scope, send_slowly))
 
     with pytest.raises(APIError) as raised:
-        asyncio.run(asyncio.wait_for(read(), 60))
+        asyncio.run(asyncio.wait_for(read(), 120))
     assert raised.value.status == 408 and raised.value.close
 
 

@@ -14,7 +14,7 @@ atexit.register(lambda: print("exit functions are run"))
 
 
 def run(rest: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", PROGRAM + rest], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", PROGRAM + rest], capture_output=True, text=True, timeout=120)
 
 
 def test_it_does_not_wait_for_a_thread_that_is_busy() -> None:

@@ -40,7 +40,7 @@ def watching(engine: Any, **settings: float) -> Iterator[StallWatchdog]:
         yield watchdog
     finally:
         watchdog.close()
-        watchdog._thread.join(10)
+        watchdog._thread.join(120)
         assert not watchdog._thread.is_alive()
 
 
@@ -51,7 +51,7 @@ def reports(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 20))
+    asyncio.run(asyncio.wait_for(test, 120))
 
 
 async def wait_for_lost_output() -> None:
@@ -83,17 +83,15 @@ def test_a_request_that_nobody_works_on_is_reported_once(reports: Callable[[], l
 def test_requests_in_work_are_not_reported(reports: Callable[[], list[str]]) -> None:
     async def test() -> None:
         engine = FakeEngine()
-        with watching(engine) as watchdog:
+        with watching(engine, seconds=0.5) as watchdog:
             for _ in range(3):
-                request = watchdog.begin("ended in time")
-                await asyncio.sleep(LATE / 4)
-                watchdog.end(request)
+                watchdog.end(watchdog.begin("ended in time"))
             slow = watchdog.begin("of a client that does not read")
             slow.waits_for_client = lambda: True
-            await asyncio.sleep(4 * LATE)
+            await asyncio.sleep(0.8)
             engine.is_idle = False
             watchdog.begin("in a busy engine")
-            await asyncio.sleep(4 * LATE)
+            await asyncio.sleep(0.8)
 
     run(test())
     assert not reports()
@@ -105,7 +103,7 @@ def test_a_blocked_event_loop_is_reported(reports: Callable[[], list[str]]) -> N
         engine.is_idle = False  # does not matter
         with watching(engine, loop_seconds=0.05) as watchdog:
             watchdog.begin("POST /v1/completions")
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 120
             while not reports() and time.monotonic() < deadline:
                 time.sleep(0.01)
 

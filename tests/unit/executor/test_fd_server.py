@@ -16,6 +16,7 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 
+from mvllm.executor.process import fd_server
 from mvllm.executor.process.fd_server import (
     FileDescriptorServer,
     FileDescriptorServerAddress,
@@ -102,34 +103,36 @@ def test_a_message_is_sent_once(server: FileDescriptorServer) -> None:
 def test_a_client_that_announces_a_long_message_is_disconnected(server: FileDescriptorServer) -> None:
     path = server.address.path
     with socket.socket(socket.AF_UNIX) as client:
-        client.settimeout(10)
+        client.settimeout(120)
         client.connect(f"\0{path[1:]}" if path.startswith("@") else path)
         client.sendall(b"\xff\xff\xff\x7f")
         assert client.recv(1) == b""
 
 
 @pytest.mark.parametrize("said", [b"", b"\x24", b"\x24\0\0\0half of a token"], ids=["nothing", "half a length", "half"])
-def test_idle_connections_do_not_block_other_clients(server: FileDescriptorServer, said: bytes) -> None:
+def test_idle_connections_do_not_block_other_clients(
+    server: FileDescriptorServer, said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fd_server, "_CONNECTION_TIMEOUT_SECONDS", 120.0)  # no idle client is disconnected meanwhile
     path = server.address.path
     with ExitStack() as stack:
         for _ in range(80):
             client = stack.enter_context(socket.socket(socket.AF_UNIX))
             client.connect(f"\0{path[1:]}" if path.startswith("@") else path)
             client.sendall(said)
-        # It times out before an idle client is disconnected.
         _, fds, control = fetch_descriptors(server.address, 0, Files)
         for fd in fds.values():
             os.close(fd)
         control.close()
         before = time.monotonic()
         server.close()
-        assert time.monotonic() - before < 5, "close waited for idle clients"
+        assert time.monotonic() - before < 60, "close waited for idle clients"
 
 
 def test_a_request_may_arrive_byte_by_byte(server: FileDescriptorServer) -> None:
     path = server.address.path
     with socket.socket(socket.AF_UNIX) as slow:
-        slow.settimeout(10)
+        slow.settimeout(120)
         slow.connect(f"\0{path[1:]}" if path.startswith("@") else path)
         for byte in b"\x24\0\0\0" + server.address.token + b"\x07\0\0\0":
             slow.send(bytes([byte]))
@@ -163,4 +166,4 @@ def test_a_client_waits_while_the_backlog_is_full() -> None:
                 with contextlib.suppress(TimeoutError):
                     requests.append(peer.recv(100))
         with pytest.raises((EOFError, OSError)):
-            late.result(10)
+            late.result(120)

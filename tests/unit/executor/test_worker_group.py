@@ -69,8 +69,8 @@ def test_the_end_of_a_group_ends_the_wait_for_its_start() -> None:
     threading.Timer(0.02, group.expect_exits).start()
     started = time.monotonic()
     with pytest.raises(EngineDeadError, match="was ended while it started"):
-        group.wait_ready(30.0)
-    assert time.monotonic() - started < 20.0
+        group.wait_ready(300.0)
+    assert time.monotonic() - started < 120.0
 
 
 def test_a_failure_while_another_worker_is_stopped_names_the_stopped_one_first() -> None:

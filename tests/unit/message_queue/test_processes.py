@@ -40,7 +40,7 @@ def test_handles_are_passed_in_the_arguments_of_a_process(method):
         message, (buffer,) = reader.dequeue(30)
         assert (message, bytes(buffer)) == ({"size": size}, bytes(size))
     writer.enqueue(None)
-    child.join(30)
+    child.join(120)
     assert child.exitcode == 0
     writer.close()
     reader.close()
@@ -128,4 +128,4 @@ def test_eight_readers_that_pause_and_die_lose_repeat_and_reorder_nothing():
                 assert result.poll(60) and result.recv() == "complete", names[index]
     assert dead == set(deaths.values())
     for child in children:
-        child.join(30)
+        child.join(120)

@@ -136,7 +136,7 @@ def test_the_writer_notices_a_killed_remote_reader_and_goes_on_without_it(ends):
     killed = time.monotonic()
     with pytest.raises(PeerDiedError, match=rf"Worker_TP1, pid {child.pid}.*has ended"):
         ends.writer.enqueue({}, timeout=30)
-    assert time.monotonic() - killed < 5
+    assert time.monotonic() - killed < 20  # of the 30 after which it would give up
     ends.writer.drop_reader(0, remote=True)
     ends.writer.enqueue({"number": 3}, timeout=10)
     assert ends.local.dequeue(10)[0] == {"number": 3}

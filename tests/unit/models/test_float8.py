@@ -12,6 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from mvllm.errors import ModelError
 from mvllm.layers.context import BuildContext
+from mvllm.layers.matrix_layout import MatrixLayout, Part
+from mvllm.layers.mla_attention import MLAAttention
+from mvllm.layers.quantization.float8_matrix import Float8Matrix
+from mvllm.layers.quantization.interface import Float8Format
 from mvllm.ops.all_schemas import SCHEMAS
 from mvllm.ops.registry import OpTable
 from mvllm.plugin_api import Float8Weight, OpCase, OpProvider
@@ -168,3 +172,35 @@ def test_experts_and_mla_use_dequantized_weights(tmp_path: Path) -> None:
     found = run(PagedDriver(load_model(checkpoint.quantized, make_context(providers=[record_weights(seen)]))))
     assert seen
     torch.testing.assert_close(found, run(PagedDriver(load_model(checkpoint.quantized))), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["deepseek3", "deepseek2-biases"])
+@pytest.mark.parametrize("scheme", ["fp8-blocks", "ct-channel", "fp8-one-scale"])
+def test_latent_attention_orders_the_rows_of_rotated_elements_once(scheme: str, name: str, tmp_path: Path) -> None:
+    checkpoint = make_float8(scheme, tmp_path, name)
+    model = load_model(checkpoint.quantized, make_context(providers=[record_weights([])]))
+    layers = [module for module in model.modules() if isinstance(module, MLAAttention)]
+    assert layers and all(layer._is_ordered and layer.latents.q_a_proj is None for layer in layers)
+    torch.testing.assert_close(run(PagedDriver(model)), expected(checkpoint), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("block_rows", "can_be_ordered"), [(None, True), (1, True), (8, True), (4, False)], ids=["all", "one", "8", "4"]
+)
+def test_rows_are_ordered_among_those_with_the_same_scales(block_rows: int | None, can_be_ordered: bool) -> None:
+    layout = MatrixLayout((Part("a", 16, slice(0, 16), slice(0, 16)),), 8, slice(0, 8), 16)
+    order = torch.tensor([*range(8), 8, 10, 12, 14, 9, 11, 13, 15])
+    found = []
+    for is_ordered in (False, True):
+        ctx = make_context(providers=[record_weights(seen := [])])
+        matrix = Float8Matrix(ctx, layout, Float8Format("weight_scale", block_rows=block_rows, inputs="dynamic"))
+        generator = torch.Generator().manual_seed(0)
+        for _, target in matrix.targets():
+            values = torch.rand(target.parameter.shape, generator=generator)
+            target.parameter.data.copy_(values.to(target.parameter.dtype))
+        assert matrix.can_reorder_rows(order) == can_be_ordered
+        if is_ordered and can_be_ordered:
+            matrix.reorder_rows(order)
+        matrix.finish()
+        found.append(seen[0].dequantize())
+    torch.testing.assert_close(found[1], found[0][order if can_be_ordered else slice(None)], atol=0, rtol=0)

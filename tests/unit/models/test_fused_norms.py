@@ -15,7 +15,7 @@ from mvllm.platform.topology import GroupSpec
 from tests.helpers import thread_ranks
 from tests.helpers.forked_ranks import start_ranks
 from tests.helpers.paged_driver import PagedDriver, load_model, make_context, read_config
-from tests.unit.distributed.test_torch_communicator import free_port
+from tests.helpers.ports import free_port
 
 STEPS = 2  # of `logits_of`
 

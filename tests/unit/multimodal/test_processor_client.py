@@ -215,12 +215,12 @@ def test_another_process_starts_for_an_image_that_waits_and_ends_when_idle(monke
         process(client, image())
         [first] = client.pids
         videos = [threads.submit(client.process, {"multi_modal_data": {"video": b"very slow"}}) for _ in range(2)]
-        wait_until(lambda: any(each.running() for each in videos), 5, "a video is in work")
+        wait_until(lambda: any(each.running() for each in videos), 120, "a video is in work")
         assert [size_of(process(client, image(i, 1))[0]) for i in (1, 2)] == [(1, 1), (2, 1)]
         assert first in client.pids and len(client.pids) == 2
-        wait_until(lambda: client.pids == [first], 10, "the second process has ended")
+        wait_until(lambda: client.pids == [first], 120, "the second process has ended")
         client.close()
-        assert all(isinstance(each.exception(timeout=10), RequestError) for each in videos)
+        assert all(isinstance(each.exception(timeout=120), RequestError) for each in videos)
 
 
 def test_a_processor_that_cannot_be_loaded_is_tried_again(
@@ -251,7 +251,7 @@ def test_a_process_that_cannot_load_the_processor_leaves_its_items_to_one_that_h
         (tmp_path / "broken").touch()
         slow = [threads.submit(process, client, b"slow") for _ in range(3)]  # the second process starts for one
         assert all("cannot be loaded" not in str(each.exception()) for each in slow)
-        wait_until(lambda: client._start()._off_until[1] > 0, 10, "the second process has failed")
+        wait_until(lambda: client._start()._off_until[1] > 0, 120, "the second process has failed")
         assert size_of(process(client, image(2, 3))[0]) == (2, 3)
         assert len(client.pids) == 1
 
@@ -286,7 +286,7 @@ def test_hosts_that_do_not_answer_delay_neither_data_urls_nor_the_urls_of_others
     answered = threading.Event()
 
     def fetch(url: str) -> bytes:
-        assert "fine.test" in url or answered.wait(60)
+        assert "fine.test" in url or answered.wait(120)
         return png(7, 8)
 
     monkeypatch.setattr(client, "fetcher", MediaFetcher(fetch, 1 << 20))
@@ -306,12 +306,12 @@ def test_hosts_that_do_not_answer_delay_neither_data_urls_nor_the_urls_of_others
         await asyncio.sleep(0)
         data_url = f"data:image/png;base64,{base64.b64encode(png(3, 4)).decode()}"
         asked = [prepare("attacker", data_url), prepare("victim", data_url, "http://fine.test/a.png", data_url)]
-        found = await asyncio.wait_for(asyncio.gather(*asked), 60)
+        found = await asyncio.wait_for(asyncio.gather(*asked), 120)
         assert found == [[(3, 4)], [(3, 4), (7, 8), (3, 4)]]
         assert not any(task.done() for task in attack) and client.memory.num_bytes == 0
         attack[0].cancel()
         answered.set()
-        assert await asyncio.wait_for(asyncio.gather(*attack[1:]), 60) == [[(7, 8)] * 2] * 59
+        assert await asyncio.wait_for(asyncio.gather(*attack[1:]), 120) == [[(7, 8)] * 2] * 59
 
     asyncio.run(main())
     client.fetcher.close()
@@ -324,8 +324,8 @@ def test_after_close_every_item_is_refused_at_once() -> None:
     future = client.submit({"multi_modal_data": {"image": [b"slow"]}})
     client.close()
     client.close()
-    assert isinstance(future.exception(timeout=10), RequestError)
-    wait_until(lambda: not psutil.pid_exists(pid), 10, "the process has ended")
+    assert isinstance(future.exception(timeout=120), RequestError)
+    wait_until(lambda: not psutil.pid_exists(pid), 120, "the process has ended")
     with pytest.raises(RequestError, match="shutting down"):
         process(client, image())
 

@@ -38,7 +38,7 @@ class Site(BaseHTTPRequestHandler):
             return
         if name == "unending":
             self.wfile.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nthe first part")
-            self.server.ended.wait(5)  # type: ignore[attr-defined]
+            self.server.ended.wait(120)  # type: ignore[attr-defined]
             return
         self.send_response(404 if name == "missing" else 200)
         if name == "endless":
@@ -207,7 +207,7 @@ def test_a_name_service_that_does_not_answer_holds_nobody_beyond_the_time_limit(
     ended = threading.Event()
 
     def silent(*unused: object, **settings: object) -> list[object]:
-        ended.wait(30)
+        ended.wait(120)
         return []
 
     monkeypatch.setattr(public_addresses.socket, "getaddrinfo", silent)
@@ -237,6 +237,6 @@ def test_a_handshake_that_arrives_byte_by_byte_ends_at_the_time_limit() -> None:
         thread.start()
         with pytest.raises(RequestError, match="took too long"):
             get(f"https://{HOST}:{listener.getsockname()[1]}/", timeout=0.4)
-        thread.join(20)
+        thread.join(120)
         assert not thread.is_alive(), "the connection was not closed"
         ended.set()

@@ -14,7 +14,7 @@ import pytest
 
 from mvllm import plugin_groups
 from tests.gpu import __main__ as script
-from tests.gpu import archive, conformance, library_kernels, presets, sanitizer, speed, wheels
+from tests.gpu import archive, conformance, kernels, library_kernels, presets, sanitizer, speed, wheels
 from tests.gpu.clock import Clock, Repeated
 from tests.gpu.models import CONFIGS, checkpoint_bytes, stored
 from tests.gpu.parts import PARTS, load
@@ -232,6 +232,8 @@ def test_items_that_need_a_device_say_so_on_the_host(tmp_path: Path) -> None:
         assert {item.obstacle for item in part.items(settings)} == {
             "needs a device: platform interpreted runs on the host"
         }
+    on_host = [item for item in kernels.items(settings) if item.obstacle]
+    assert [item.name for item in on_host] == ["cudnn numerics"]
     obstacles = {item.name: item.obstacle for item in speed.items(settings)}
     assert all(obstacles[name] for name in speed.LARGE) and not any(obstacles[name] for name in speed.TINY)
 

@@ -187,7 +187,7 @@ def test_a_large_temperature_is_close_to_uniform():
     ids=id_of,
 )
 def test_a_large_vocabulary_in_one_batch(settings):
-    """Cumulative shares of the vocabulary, most probable first, match within the error of 2000 samples."""
+    """Cumulative shares of the vocabulary, most probable first, match within the error of 800 samples."""
     vocab_size, num_rows = 128_256, 100
     logits = random_logits(1, vocab_size, seed=17, scale=3.0)
     expected = _fast_distribution(logits[0].numpy(), **settings)
@@ -195,7 +195,7 @@ def test_a_large_vocabulary_in_one_batch(settings):
     for row in range(num_rows):
         bench.set_row(row, Sampled(SamplingParams(seed=row, **settings)))
     drawn = []
-    for _ in range(20):
+    for _ in range(8):
         drawn += bench.sample(logits.expand(num_rows, -1), range(num_rows)).tolist()
         bench.append(range(num_rows), drawn[-num_rows:])
     assert (expected[drawn] > 0).all()

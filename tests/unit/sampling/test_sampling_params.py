@@ -304,7 +304,7 @@ ANYTHING = st.one_of(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from([field.name for field in msgspec.structs.fields(SamplingParams)]),

@@ -75,10 +75,44 @@ def test_only_what_follows_the_reasoning_is_validated(
 
 def test_other_constraints_and_broken_texts_are_named_as_not_validated(validator: OutputValidator) -> None:
     assert "not validated against uniqueItems (at #): " in warnings_of(validator, UNIQUE, "[1")[0]
-    tag = {"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<a>"]}
     output = Output()
-    validator.validate([(output, ValidationJob.of(StructuredOutputsParams(structural_tag=tag), "x", ["not (at #)"]))])
+    validator.validate([(output, ValidationJob.of(StructuredOutputsParams(grammar="start: /x/"), "x", ["not (at #)"]))])
     assert output.warnings == ["The output was not validated against not (at #): it is not one JSON text."]
+
+
+def warnings_of_calls(validator: OutputValidator, text: str, **more: str) -> list[str]:
+    """The warnings of a text with calls of two functions and one whose arguments are not JSON."""
+    lists = {"type": "object", "properties": {"a": UNIQUE}}
+    structures = [
+        {"begin": "<call=f>", "schema": lists, "end": "</call>"},
+        {"begin": "<call=first>", "schema": {"not": {"required": ["b"]}}, "end": "</call>"},
+        {"begin": "<n>", "schema": lists, "end": "</n>", "style": "numbered_json", "separator": ":"},
+        {"begin": "<x>", "schema": lists, "end": "</x>", "style": "qwen_xml"},
+    ]
+    tag = {"structures": structures, "triggers": ["<call=", "<n>", "<x>"]}
+    output, params = Output(), StructuredOutputsParams(structural_tag=tag, **more)
+    validator.validate([(output, ValidationJob.of(params, text, ["uniqueItems (at #)"]))])
+    assert output.warnings is not None
+    return output.warnings
+
+
+def test_the_calls_of_a_structural_tag_are_validated_one_by_one(validator: OutputValidator) -> None:
+    assert warnings_of_calls(validator, "No call at all: [1, 1].") == []
+    fine = 'Well. <call=f>{"a": [1, 2]}</call> And <call=first>{"a": [1, 1]}</call>'
+    assert warnings_of_calls(validator, fine) == []
+    assert warnings_of_calls(validator, f'{fine}<call=f> {{"a": ["<call=first>", 1, 1]}}</call>') == [
+        "The output does not satisfy uniqueItems at #/a of call 3: ['<call=first>', 1, 1] has non-unique elements"
+    ]
+    [first, second] = warnings_of_calls(validator, '<n>7:{"a": [3, 3]}</n><call=first>{"b": 1}</call>')
+    assert "at #/a of call 1: [3, 3]" in first and "satisfy not at # of call 2" in second
+    thought = '<call=f>{"a": [1, 1]}</call></think><call=f>{"a": []}</call>'
+    assert warnings_of_calls(validator, thought, thoughts_end="</think>") == []
+
+
+def test_calls_whose_arguments_are_not_json_are_named_as_not_validated(validator: OutputValidator) -> None:
+    [warning] = warnings_of_calls(validator, "<x><parameter=a>\n[1, 1]\n</parameter></x>")
+    assert warning.startswith("The output was not validated against uniqueItems (at #): ") and "not JSON" in warning
+    assert "not validated" in warnings_of_calls(validator, "<call=f>{")[0]
 
 
 def test_hostile_schemas_are_bounded_and_the_next_output_is_validated(validator: OutputValidator) -> None:
@@ -119,7 +153,7 @@ def test_a_clients_slow_schemas_delay_others_by_one_of_them(
     validator: OutputValidator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mvllm.structured_output.output_validator.MAX_WAIT_SECONDS", 60.0)
-    slow = [{"type": "string", "pattern": f"^(a|a)*{i}$", "uniqueItems": True} for i in range(4)]
+    slow = [{"type": "string", "pattern": f"^(a|a)*{i}$", "uniqueItems": True} for i in range(2)]
     ended: list[str] = []
 
     async def validate(client: str, jobs: list[tuple[Output, ValidationJob]]) -> None:

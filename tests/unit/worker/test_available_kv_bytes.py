@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from mvllm.config.engine_config import CacheConfig, ParallelConfig, SchedulerConfig
+from mvllm.engine.core.kv_cache_sizing import size_kv_cache
 from mvllm.platform.runtime import MemoryInfo
 from mvllm.platform.topology import WorkerContext
 from mvllm.platform.worker_protocol import KVCacheNeeds
+from mvllm.worker.useful_kv_bytes import useful_kv_bytes
 from mvllm.worker.worker import Worker
 from tests.unit.engine.builders import make_config
 from tests.unit.worker.builders import HostRuntime
@@ -48,7 +50,9 @@ class LargeRuntime(MeasuredRuntime):
     [
         (KVCacheNeeds(10, (16, 32)), 256, 2 * 256 * (1024 + 32) * 10),  # twice the longest requests, in whole blocks
         (KVCacheNeeds(10, (16,)), 1, 65_536 * 10),  # room for prefix caching
-        (KVCacheNeeds(10, (16,), state_bytes=7, fixed_state_bytes=3), 32, 2 * 32 * 1040 * 10 + 128 * 7 + 3),
+        (KVCacheNeeds(10, (16,), state_bytes=7, fixed_state_bytes=3), 16, 65_536 * 10 + (16 + 128) * 7 + 3),
+        (KVCacheNeeds(10, (16,), state_bytes=7, fixed_state_bytes=3), 64, 2 * 64 * 1040 * 10 + (64 + 260) * 7 + 3),
+        (KVCacheNeeds(0, (16,), state_bytes=7, fixed_state_bytes=3), 64, 256 * 7 + 3),  # blocks have no memory
     ],
 )
 def test_a_graph_platform_on_the_host_takes_no_more_than_it_can_use(needs, num_seqs, expected) -> None:
@@ -97,6 +101,16 @@ def available(
         kv_cache_needs=lambda: needs,
     )
     return worker.available_kv_bytes()
+
+
+def test_memory_that_is_limited_to_what_is_useful_has_blocks_for_all_tokens_of_a_hybrid_model() -> None:
+    """Snapshots of large states do not take the place of blocks, however long the sequences are."""
+    config = make_config()
+    config = replace(config, model=replace(config.model, max_model_len=32_768), cache=CacheConfig())
+    needs = KVCacheNeeds(100, (16,), state_bytes=500_000, fixed_state_bytes=1000)
+    num_seqs = config.scheduler.max_num_seqs
+    summary = size_kv_cache(config, [needs], [useful_kv_bytes(config, needs)])
+    assert summary.num_blocks * 16 >= 1.9 * num_seqs * 32_768 and summary.num_state_slots > num_seqs
 
 
 class StepRuntime(HostRuntime):

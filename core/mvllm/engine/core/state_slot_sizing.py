@@ -13,11 +13,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mvllm.config.engine_config import MIN_SNAPSHOT_TOKENS
+
 MIN_SLOTS = 3
 """One working slot and two snapshots."""
-
-MIN_INTERVAL = 512
-"""Least number of tokens per snapshot that memory is divided by."""
 
 _MOST_SLOTS = 2**24
 
@@ -99,7 +98,7 @@ def _blocks_within(budget: Sequence[int], slots: int, needs: StateNeeds) -> int:
 
 def _snapshots_within(left: Sequence[int], needs: StateNeeds) -> int:
     """Snapshots that fit on every worker together with the blocks of `interval` tokens each."""
-    blocks = -(-max(needs.interval, MIN_INTERVAL) // needs.block_size)
+    blocks = -(-max(needs.interval, MIN_SNAPSHOT_TOKENS) // needs.block_size)
     units = (
         max(0, free) // (state + blocks * block)
         for free, state, block in zip(left, needs.state_bytes, needs.block_bytes, strict=True)
@@ -110,5 +109,5 @@ def _snapshots_within(left: Sequence[int], needs: StateNeeds) -> int:
 
 def _blocks_that_name_tokens(needs: StateNeeds, working: int, slots: int) -> int:
     """Blocks without memory: those of the longest running sequences, and of `interval` tokens per snapshot."""
-    per_snapshot = -(-max(needs.interval, MIN_INTERVAL) // needs.block_size)
+    per_snapshot = -(-max(needs.interval, MIN_SNAPSHOT_TOKENS) // needs.block_size)
     return min(working * needs.longest + (slots - working) * per_snapshot, sys.maxsize)

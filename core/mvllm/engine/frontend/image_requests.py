@@ -15,6 +15,7 @@ import numpy as np
 from mvllm.config.image_families import IMAGE, ImageFormat, image_format, image_space
 from mvllm.config.model import ModelConfig
 from mvllm.engine.frontend.image_outputs import GeneratedImage, ImageRequestOutput
+from mvllm.engine.frontend.length_advice import longer_sequences
 from mvllm.engine.frontend.outputs import CompletionOutput, RequestOutput
 from mvllm.engine.frontend.parallel_sampling import child_seed
 from mvllm.engine.tokenizer.content_parts import expects_content_parts, with_content_parts
@@ -120,8 +121,8 @@ class ImageRequests:
         if params.max_tokens is None and num_tokens >= self._config.max_model_len:
             raise RequestError(
                 f"An image of {rows} x {columns} codes has {num_tokens} tokens, but prompt and image together may have "
-                f"{self._config.max_model_len} (max_model_len). Ask for a smaller image, or start the engine with a "
-                "larger max_model_len.",
+                f"{self._config.max_model_len} (max_model_len). Ask for a smaller image, or start the engine with "
+                f"{longer_sequences(self._config)}.",
                 parameter="height",
             )
         settings: dict[str, Any] = {}
@@ -170,8 +171,8 @@ class ImageRequests:
         if params.max_tokens is None and length + num_tokens > most:
             raise RequestError(
                 f"{name} has {how}{length} tokens and an image of {rows} x {columns} codes has {num_tokens}, but both "
-                f"together may have {most} (max_model_len). Shorten {name}, or start the engine with a larger "
-                "max_model_len.",
+                f"together may have {most} (max_model_len). Shorten {name}, or start the engine with "
+                f"{longer_sequences(self._config)}.",
                 parameter=name,
             )
 

@@ -18,6 +18,7 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.config.token_spaces import TokenSpace
 from mvllm.engine.frontend.bad_words import bad_word_token_ids
 from mvllm.engine.frontend.guidance import GuidanceProcessor
+from mvllm.engine.frontend.length_advice import longer_sequences
 from mvllm.engine.frontend.prompt_items import (
     ITEM_KEYS,
     PreparedItems,
@@ -369,9 +370,7 @@ class InputProcessor:
         if length > limit - self.num_reserved_tokens:
             what = "prompt and output together" if self.num_reserved_tokens else "a prompt"
             and_one = ", and at least one token is to be generated" if self.num_reserved_tokens else ""
-            larger = ", or start the engine with a larger max_model_len"
-            if self._model.max_model_len_is_auto:  # as long as the KV cache permits
-                larger = ", or start the engine with more memory for the KV cache: max_model_len is auto"
+            larger = f", or start the engine with {longer_sequences(self._model)}"
             raise RequestError(
                 f"The prompt has {how}{length} tokens, but {what} may have {limit} (max_model_len){and_one}. "
                 f"Shorten the prompt{larger if length > limit else ''}.",

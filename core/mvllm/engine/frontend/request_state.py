@@ -229,7 +229,8 @@ class RequestState:
             self._validated[sequence.index] = sequence
             text, token_ids = sequence.text, sequence.token_ids
             is_delta = self.kind == RequestOutputKind.DELTA
-            if is_delta or constraint.thoughts_end is not None:  # with the end of the thoughts, a special token or not
+            # With the end of the thoughts and the beginnings of calls, special tokens or not.
+            if is_delta or constraint.thoughts_end is not None or constraint.form == "structural_tag":
                 token_ids = self.sequences[sequence.index].token_ids if is_delta else token_ids
                 text = self._tokenizer.decode(token_ids, skip_special_tokens=False) if self._tokenizer else ""
             jobs.append((sequence, ValidationJob.of(constraint, text, self._relaxations)))

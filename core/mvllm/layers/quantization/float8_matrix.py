@@ -92,6 +92,7 @@ class Float8Matrix(QuantizedMatrix):
             self._is_kept = kept.may_replace(floats)
             self._op = kept if self._is_kept else floats
         self.stored = nn.ModuleList(self._stage(part) for part in layout.parts)
+        self._row_order: torch.Tensor | None = None
 
     def targets(self) -> Iterator[tuple[str, WeightTarget]]:
         for part, staged in zip(self.layout.parts, self.stored, strict=True):
@@ -104,6 +105,15 @@ class Float8Matrix(QuantizedMatrix):
             if self._has_input_scale:
                 scale = staged.get_parameter(_INPUT_SCALE)
                 yield f"{part.name}.{_INPUT_SCALE}", WeightTarget(scale, (1,), _all_of(scale), _all_of(scale))
+
+    def can_reorder_rows(self, order: torch.Tensor) -> bool:
+        """If FP8 is kept, each row must stay among those with its scales, or have scales of its own."""
+        if not self._is_kept or self._rows == 1:
+            return True
+        return bool((order // self._rows == torch.arange(len(order)) // self._rows).all())
+
+    def reorder_rows(self, order: torch.Tensor) -> None:
+        self._row_order = order
 
     def finish(self) -> tuple[Product, Any]:
         assert self._op is not None, "an expert has no product of its own"
@@ -146,7 +156,7 @@ class Float8Matrix(QuantizedMatrix):
             for start in range(0, len(codes), rows_at_once):
                 piece = slice(start, start + rows_at_once)
                 weight[part.destination][piece] = codes[piece].float() * columns.spread(of_rows[piece], 1)
-        return weight
+        return weight if self._row_order is None else weight[self._row_order]
 
     def _read(self) -> Float8Weight:
         """The weight in FP8, on the device; rows that no part fills are zero."""
@@ -159,6 +169,9 @@ class Float8Matrix(QuantizedMatrix):
             of_rows = rows.spread(staged.get_parameter("scales").detach(), 0, self._rows)
             first = part.destination.start // self._rows
             scales[first : first + len(of_rows)] = columns.spread(of_rows, 1, self._columns)
+        if self._row_order is not None:
+            codes = codes[self._row_order]
+            scales = scales[self._row_order] if self._rows == 1 else scales
         input_scale = None
         if self._has_input_scale:  # one input has one scale: the largest, so that no part's inputs are clamped
             stored = [staged.get_parameter(_INPUT_SCALE).detach() for staged in self.stored]

@@ -49,6 +49,18 @@ class QuantizedMatrix(nn.Module, ABC):
     def finish(self) -> tuple[Product, Any]:
         """Called once, when every target is filled: the linear op and its weight. This object is dropped."""
 
+    def can_reorder_rows(self, order: torch.Tensor) -> bool:
+        """Whether `reorder_rows` is supported for this order. The default is False."""
+        return False
+
+    def reorder_rows(self, order: torch.Tensor) -> None:
+        """Called before `finish`: the rows of its weight are in this order.
+
+        Args:
+            order: [out_features], host: for each row of the result, its index in the layout.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not reorder rows")
+
     @property
     def lookup(self) -> Lookup | None:
         """The operation `embedding` on the weight of `finish`; None (the default) if its rows cannot be read.

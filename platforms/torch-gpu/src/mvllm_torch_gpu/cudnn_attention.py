@@ -72,6 +72,16 @@ class Prompt:
     num_tokens: int
     length: int
 
+    @property
+    def base(self) -> int:
+        """Keys before the part that is masked causally."""
+        return (self.length - self.num_tokens) // CONTEXT_STEP * CONTEXT_STEP
+
+    @property
+    def size(self) -> int:
+        """Rows and columns of that part."""
+        return -(-(self.length - self.base) // ROW_STEP) * ROW_STEP
+
 
 @dataclass(frozen=True)
 class PromptStep:
@@ -93,6 +103,10 @@ class CudnnAttention(AttentionLibrary):
 
     name = "cudnn"
     module_name = "torch"
+
+    def __init__(self, module: ModuleType, spec: AttentionSpec) -> None:
+        super().__init__(module, spec)
+        self._refused: set[tuple[int, int]] = set()  # sizes (base, size) that cuDNN does not compute
 
     @classmethod
     def refusals(cls, module: ModuleType, spec: AttentionSpec) -> list[str]:
@@ -147,13 +161,15 @@ class CudnnAttention(AttentionLibrary):
             )
         for prompt in plan.prompts:
             tokens = slice(prompt.first, prompt.first + prompt.num_tokens)
-            table, is_done = metadata.block_table[prompt.request], True
+            table, is_done = metadata.block_table[prompt.request], (prompt.base, prompt.size) not in self._refused
             try:
-                self._attend_prompt(query[tokens], keys, values, table, prompt, out[tokens])
+                if is_done:
+                    self._attend_prompt(query[tokens], keys, values, table, prompt, out[tokens])
             except RuntimeError as e:
                 if is_out_of_memory(e):
                     logger.debug("The memory does not suffice for cuDNN and a sequence of %d tokens.", prompt.length)
                 elif is_refusal(e):
+                    self._refused.add((prompt.base, prompt.size))
                     self._warn_once(prompt, first_line(e))
                 else:
                     raise
@@ -208,10 +224,8 @@ class CudnnAttention(AttentionLibrary):
     ) -> None:
         """Attention of one prompt's new tokens: `query` and `out` [num_tokens, heads, size], `table` [pages]."""
         block_size, scale = keys.shape[1], self.spec.scale
-        context = prompt.length - prompt.num_tokens
-        base = context // CONTEXT_STEP * CONTEXT_STEP
-        size = -(-(prompt.length - base) // ROW_STEP) * ROW_STEP
-        before = context - base
+        base, size = prompt.base, prompt.size
+        before = prompt.length - prompt.num_tokens - base
         rows = query
         if size != prompt.num_tokens or not is_aligned(query):
             rows = query.new_zeros((size, *query.shape[1:]))

@@ -123,8 +123,18 @@ def assert_nothing_left(
     wait_until(
         lambda: not processes(), seconds, lambda: f"processes are left: {[process.info for process in processes()]}"
     )
-    left = {name for name in shared_memory() - shared_memory_before if "mvllm" in name}
-    assert not left, f"shared memory is left: {sorted(left)}"
+    assert_no_new_shared_memory(shared_memory_before, seconds)
+
+
+def assert_no_new_shared_memory(before: set[str], seconds: float) -> None:
+    """Fails when shared-memory segments of mvllm that were not there before are left after `seconds`.
+
+    Segments of programs that run beside this one are removed in that time, and newer ones do not count.
+    """
+    new = {name for name in shared_memory() - before if "mvllm" in name}
+    wait_until(
+        lambda: not new & shared_memory(), seconds, lambda: f"shared memory is left: {sorted(new & shared_memory())}"
+    )
 
 
 def wait_until(condition: Callable[[], object], seconds: float, what: str | Callable[[], str]) -> None:

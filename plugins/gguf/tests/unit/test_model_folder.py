@@ -296,7 +296,7 @@ def test_concurrent_threads_get_one_complete_folder(file, cache, monkeypatch):
     meeting, found = threading.Barrier(4), []
 
     def wait(model, with_tokenizer):
-        meeting.wait(30)
+        meeting.wait(120)
         return {"config.json": b"{}", "tokenizer.json": b"x" * 100_000}
 
     monkeypatch.setattr(module, "_derive", wait)
@@ -304,7 +304,7 @@ def test_concurrent_threads_get_one_complete_folder(file, cache, monkeypatch):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     assert len(found) == 4 and len(set(found)) == 1 and os.listdir(cache) == [found[0].name]
     assert (found[0] / "tokenizer.json").stat().st_size == 100_000
 

@@ -15,7 +15,7 @@ from tests.helpers.parity import engine
 
 
 def poll_until(client: KVEventSubscriber, condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, [block.media for block in client.index.blocks.values()]
         client.poll(0.05)

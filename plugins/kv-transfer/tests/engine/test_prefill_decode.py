@@ -193,7 +193,7 @@ def test_a_producer_that_is_killed_costs_only_time(
     monkeypatch.setenv(TAG, tag)
     producer = start(stack, expected.folder, "producer", connector, engine_core_process=True)
     monkeypatch.delenv(TAG)
-    options = {"lookup_seconds": 1.0, "step_seconds": 0.5, "transfer_seconds": 2.0}
+    options = {"lookup_seconds": 5.0, "step_seconds": 3.0, "transfer_seconds": 5.0}
     consumer = start(stack, expected.folder, "consumer", connector, options=options)
     params = prefill(producer, expected.prompts)
     pid = core_pid(producer)
@@ -203,7 +203,7 @@ def test_a_producer_that_is_killed_costs_only_time(
         stop_process(pid)
     started = time.monotonic()
     outputs = run(consumer, expected.prompts, params, NUM_TOKENS)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 100
     check(expected, outputs)
     assert any(output.num_cached_tokens for output in outputs) == (phase == "after")
     if phase != "before":

@@ -148,11 +148,11 @@ class TestTwoProcesses:
         assert is_filled(consumer, host_block(3, 1))
 
     def test_a_producer_that_is_killed_before_the_lookup_is_not_waited_for(self, name, make, start_producer):
-        producer, consumer = start_producer(name), make(name, "consumer")
+        producer, consumer = start_producer(name), make(name, "consumer", lookup_seconds=100)
         producer.kill()
         start = time.monotonic()
         assert look_up(consumer, KVRequest("q", producer.params), [key_of(0)]) == [False]
-        assert time.monotonic() - start < 4
+        assert time.monotonic() - start < 60
 
     def test_a_producer_that_is_killed_before_the_transfer_fails_the_loads(self, name, make, start_producer):
         producer, consumer = start_producer(name), make(name, "consumer")
@@ -163,13 +163,13 @@ class TestTwoProcesses:
 
     def test_a_producer_that_hangs_is_given_up(self, name, make, start_producer):
         producer = start_producer(name)
-        consumer = make(name, "consumer", lookup_seconds=0.4, step_seconds=0.3, transfer_seconds=0.6)
+        consumer = make(name, "consumer", lookup_seconds=3.0, step_seconds=3.0, transfer_seconds=3.0)
         request, other = KVRequest("q", producer.params), KVRequest("o", producer.params)
         assert look_up(consumer, request, [key_of(0)]) == [True]
         stop_process(producer.process.pid)
         try:
             assert load(consumer, request, [host_block(0)]) == {key_of(0): False}
-            assert look_up(consumer, other, [key_of(0)], 3) == [False]
+            assert look_up(consumer, other, [key_of(0)]) == [False]
         finally:
             os.kill(producer.process.pid, signal.SIGCONT)
 
@@ -271,13 +271,13 @@ class TestHolding:
         params = producer.request_finished(KVRequest("r"), [key_of(0)])
         assert [result.block for result in producer.poll()] == [host_block(1)]
         request = KVRequest("q", params)
-        assert look_up(consumer, request, [key_of(0)], 2) == [True]
+        assert look_up(consumer, request, [key_of(0)]) == [True]
         assert load(consumer, request, [host_block(0, 4)]) == {key_of(0): True}
 
     def test_a_save_ends_when_nobody_has_fetched_the_block_in_time(self, name, make):
         producer, consumer = make(name, "producer", hold_seconds=0.2), make(name, "consumer")
         params = finish_request(producer, [host_block(0)])
-        poll(producer, 1, 5)
+        poll(producer, 1)
         assert look_up(consumer, KVRequest("q", params), [key_of(0)]) == [False]
 
     def test_at_most_a_fraction_of_the_host_blocks_is_held(self, name, make):
@@ -294,7 +294,7 @@ class TestHolding:
         assert consumer.lookup(request, [key_of(0)]) is None
         timer = threading.Timer(0.2, lambda: producer.start_save([fill(producer, host_block(0))]))
         timer.start()
-        assert look_up(consumer, request, [key_of(0)], 3) == [True]
+        assert look_up(consumer, request, [key_of(0)]) == [True]
         timer.join()
 
     def test_two_sequences_of_one_request_fetch_each_their_blocks(self, name, make):
@@ -431,7 +431,7 @@ class TestUntrustedParams:
         params = {"do_remote_prefill": True, "remote_request_id": "r", "remote_host": "127.0.0.1"}
         for port in range(1, 5):
             assert look_up(consumer, KVRequest(str(port), {**params, "remote_port": port}), [key_of(0)]) == [False]
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while consumer._client.num_peers:
             assert time.monotonic() < deadline, "an engine that nobody asks is still known"
             time.sleep(0.05)
@@ -502,7 +502,7 @@ class TestKeys:
         params = finish_request(producer, [host_block(0)])
         with socket.create_connection(("127.0.0.1", params["remote_port"])) as foreign:
             foreign.sendall(data)
-            foreign.settimeout(5)
+            foreign.settimeout(120)
             received = bytearray()
             with contextlib.suppress(ConnectionResetError):
                 while part := foreign.recv(1 << 16):

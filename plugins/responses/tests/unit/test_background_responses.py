@@ -46,7 +46,7 @@ def sdk(server: LiveServer) -> Iterator[OpenAI]:
 
 
 def wait_ended(sdk: OpenAI, response_id: str) -> Any:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while (response := sdk.responses.retrieve(response_id)).status not in ENDED:
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -102,7 +102,7 @@ def test_events_are_stored_after_an_error_of_the_store() -> None:
         background = BackgroundResponses(Store(), 1.0)  # type: ignore[arg-type]
         for number in range(2):
             background._add(EventBatch(f"resp_{number}", 0, 0, b"", False))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(120):
                 while background._flush_task is not None:
                     await asyncio.sleep(0.01)
 

@@ -50,7 +50,7 @@ def test_adapters_of_a_model_with_two_ranks_are_found_by_their_names(tmp_path: P
             removed = client.post("/v1/unload_lora_adapter?model=tuned", json={"lora_name": "first"}, headers=ADMIN)
             assert removed.status_code == 200, removed.text
             model_process(server, "tuned").kill()
-            wait_until(lambda: states(client)["tuned"] == "unloaded", 10, lambda: server.log)
+            wait_until(lambda: states(client)["tuned"] == "unloaded", 120, lambda: server.log)
             assert text(client, "tuned") == base  # the next request loads it again
     assert server.wait() == 0, server.log[-3000:]
     assert_nothing_left(server.tag, before)

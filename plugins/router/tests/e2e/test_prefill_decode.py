@@ -107,7 +107,7 @@ def test_the_router_gives_the_tokens_of_one_server(cluster: Cluster) -> None:
             assert tokens(client, request | {"cache_salt": "router"}) == reference
         assert client.get("/v1/models").json()["data"][0]["id"] == "demo"
         assert client.get("/health").status_code == 200
-    wait_until(lambda: num_transferred(cluster.decode) > before, 5, lambda: cluster.decode.log[-3000:])
+    wait_until(lambda: num_transferred(cluster.decode) > before, 120, lambda: cluster.decode.log[-3000:])
 
 
 def test_streams_pass(cluster: Cluster) -> None:

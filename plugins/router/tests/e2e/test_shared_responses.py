@@ -71,9 +71,9 @@ def test_models_share_responses_which_survive_unloads_and_sigkill(tmp_path: Path
             stopped = post(client, "/v1/responses", model="gpt-4o", background=True, **ENDLESS)
             assert post(reader, f"/v1/responses/{stopped['id']}/cancel")["status"] == "cancelled"
         killed = post(client, "/v1/responses", model="gpt-4o", background=True, **ENDLESS)
-        wait_until(lambda: get(client, killed)["status"] == "in_progress", 10, lambda: server.log)
+        wait_until(lambda: get(client, killed)["status"] == "in_progress", 120, lambda: server.log)
         model_process(server, "small").kill()
-        wait_until(lambda: get(client, killed)["status"] == "failed", 10, lambda: server.log)
+        wait_until(lambda: get(client, killed)["status"] == "failed", 120, lambda: server.log)
         assert "ended before" in get(client, killed)["error"]["message"]
         assert client.delete(f"/v1/responses/{second['id']}").json()["deleted"]
     with run_server(tmp_path) as server, server.wait_ready().client() as client:

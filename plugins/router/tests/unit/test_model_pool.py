@@ -94,14 +94,14 @@ class Rig:
         letters |= {ModelState.DRAINING: "d", ModelState.UNLOADING: "U"}
         found = ""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while (found := "".join(letters[each.state] for each in self.pool.models.values())) != expected:
                     await asyncio.sleep(0.001)
         assert found == expected
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 20))
+    asyncio.run(asyncio.wait_for(test(), 120))
 
 
 async def settle() -> None:

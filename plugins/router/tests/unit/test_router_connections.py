@@ -42,7 +42,7 @@ def run(test: Callable[[FakeModelServer], Awaitable[None]]) -> None:
         async with running() as server:
             await test(server)
 
-    asyncio.run(asyncio.wait_for(with_server(), 20))
+    asyncio.run(asyncio.wait_for(with_server(), 120))
 
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -152,7 +152,7 @@ def test_connections_that_are_not_accepted_are_closed_with_the_listener() -> Non
     end = sender.connect()
     listener.close()
     gc.collect()
-    end.settimeout(5)
+    end.settimeout(120)
     assert end.recv(1) == b""
     end.close()
     sender.close()

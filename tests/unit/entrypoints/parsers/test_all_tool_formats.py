@@ -417,10 +417,10 @@ def test_a_long_value_is_streamed_without_delay():
 def test_white_space_after_a_call_takes_linear_time():
     stream = make("pythonic").stream()
     deltas = stream.feed("[get_time()")
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(30_000):
         deltas += stream.feed(" ")
-    assert time.perf_counter() - start < 1.5
+    assert time.process_time() - start < 10  # at a quadratic cost, minutes
     assert len(merge_deltas([*deltas, *stream.finish()]).tool_calls) == 1
 
 

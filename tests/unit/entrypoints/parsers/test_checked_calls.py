@@ -73,10 +73,10 @@ def test_examples(written, sent):
 def test_deep_and_long_arguments_take_linear_time():
     for unit in ("[", '{"a": ', '"', "\\", " ", '{"a": 1, ', "\\ud83d", "[1, "):
         text = '{"a": ' + unit * (200_000 // len(unit))
-        start = time.perf_counter()
+        start = time.process_time()
         assert isinstance(json.loads(checked([text])), dict)
         checked([text[i : i + 40] for i in range(0, len(text), 40)])
-        assert time.perf_counter() - start < 20, unit
+        assert time.process_time() - start < 20, unit
 
 
 class Sloppy(ToolParser):

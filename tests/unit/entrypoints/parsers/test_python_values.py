@@ -272,14 +272,14 @@ def test_escapes_are_those_of_python(body):
 )
 def test_long_values_take_linear_time(unit):
     text = "<function_calls>f(b=1, a=" + unit * (200_000 // len(unit))
-    start = time.perf_counter()
+    start = time.process_time()
     parser = OutputParser(tools=PARSERS["olmo3"]())
     parser.parse(text + ")")
     stream = parser.stream()
     for i in range(0, len(text), 50):
         stream.feed(text[i : i + 50])
     stream.finish()
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
 
 
 def test_a_plain_string_is_streamed():

@@ -201,10 +201,10 @@ def test_garbage_never_raises_and_does_not_depend_on_the_cut(name):
 def test_white_space_in_wrapped_content_takes_linear_time():
     stream = registry.reasoning_parser("hunyuan_a13b")().stream()
     deltas = stream.feed("<think>a</think><answer>b")
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(80_000):
         deltas += stream.feed(" ")
-    assert time.perf_counter() - start < 1.5
+    assert time.process_time() - start < 10  # at a quadratic cost, minutes
     assert merge_deltas([*deltas, *stream.feed("c"), *stream.finish()]).content == f"b{' ' * 80_000}c"
 
 

@@ -29,7 +29,7 @@ prompts = st.sampled_from([None, "assistant\n", "assistant\n<think>\n", "assista
 
 
 @pytest.mark.parametrize(("tools", "reasoning"), PAIRS)
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(text=messy_text, at=cuts, prompt=prompts)
 def test_the_output_does_not_depend_on_the_split(tools, reasoning, text, at, prompt):
     parser = make_parser(tools, reasoning)
@@ -81,7 +81,7 @@ def test_parsers_of_constrained_output_accept_any_text(choice, text, at):
     assert read(cut(text, at)) == read([text]) == read(list(text))
 
 
-LENGTH = 300_000
+LENGTH = 120_000
 """Characters of a long text."""
 ADVERSARIAL = {
     "start tags": "<tool_call>",
@@ -130,8 +130,8 @@ def test_long_texts_take_linear_time(pair, unit):
 
 def test_a_long_text_in_single_characters():
     text = '<think>a</think>\n<tool_call>[{"name": "f", "arguments": {"code": "'
-    text += '\\"<tool_call>[TOOL_CALLS]{\\\\' * 9_000 + '"}}]</tool_call>'
+    text += '\\"<tool_call>[TOOL_CALLS]{\\\\' * 4_000 + '"}}]</tool_call>'
     parsed = streamed(make_parser("hermes", "qwen3"), text)
     [call] = parsed.tool_calls
-    assert len(text) > 250_000 and len(json.loads(call.arguments)["code"]) == 9_000 * 26
+    assert len(text) > 110_000 and len(json.loads(call.arguments)["code"]) == 4_000 * 26
     assert (parsed.reasoning, parsed.content, call.name) == ("a", "", "f")

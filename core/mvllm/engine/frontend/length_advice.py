@@ -1,0 +1,12 @@
+"""What error messages advise when sequences are too long for the engine."""
+
+from __future__ import annotations
+
+from mvllm.config.model import ModelConfig
+
+
+def longer_sequences(config: ModelConfig) -> str:
+    """What to start the engine with, so that sequences may be longer than `max_model_len`."""
+    if config.max_model_len_is_auto:  # as long as the KV cache permits
+        return "more memory for the KV cache: max_model_len is auto"
+    return "a larger max_model_len"
