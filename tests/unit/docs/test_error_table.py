@@ -19,7 +19,7 @@ SOURCES = [
     *EXECUTORS,
     *(ROOT / "core" / "mvllm" / "engine").rglob("*.py"),
     ROOT / "core" / "mvllm" / "messages" / "process_failure.py",
-    ROOT / "core" / "mvllm" / "platform" / "plugin_groups.py",
+    ROOT / "core" / "mvllm" / "plugin_groups.py",
     *(ROOT / "platforms" / "cpu" / "src").rglob("*communicator.py"),
 ]
 PAGE = (ROOT / "docs" / "reference" / "executors.md").read_text(encoding="utf-8")
