@@ -13,7 +13,7 @@ import msgspec
 
 if TYPE_CHECKING:
     from mvllm.entrypoints.openai.common.api_format import APIFormat
-    from mvllm.entrypoints.openai.server.root_routes import APIServerHandle, HTTPRoutes
+    from mvllm.entrypoints.openai.server.server_handle import APIServerHandle, HTTPRoutes
     from mvllm.entrypoints.openai.server.settings import ServerSettings
 
 

@@ -47,8 +47,8 @@ from mvllm.entrypoints.openai.server.authentication import key_digest as key_dig
 from mvllm.entrypoints.openai.server.body_routes import AdmittedRequest as AdmittedRequest
 from mvllm.entrypoints.openai.server.body_routes import BodyRoutes as BodyRoutes
 from mvllm.entrypoints.openai.server.middleware import request_caller as request_caller
-from mvllm.entrypoints.openai.server.root_routes import APIServerHandle as APIServerHandle
-from mvllm.entrypoints.openai.server.root_routes import HTTPRoutes as HTTPRoutes
+from mvllm.entrypoints.openai.server.server_handle import APIServerHandle as APIServerHandle
+from mvllm.entrypoints.openai.server.server_handle import HTTPRoutes as HTTPRoutes
 from mvllm.entrypoints.openai.server.settings import ServerSettings as ServerSettings
 from mvllm.entrypoints.parsers.interface import ToolCall as ToolCall
 from mvllm.entrypoints.parsers.output_parser import OutputParser as OutputParser

@@ -39,13 +39,12 @@ from mvllm.messages.weights import WeightSource, WeightTransferInfo, WeightUpdat
 from mvllm.platform.attention import (
     AttentionBackend,
     AttentionMetadata,
-    AttentionSpec,
     BatchLayout,
     KVCache,
-    KVLayout,
     RotarySpec,
     RotaryWriter,
 )
+from mvllm.platform.attention_spec import AttentionSpec, KVLayout
 from mvllm.platform.block_transfer import BlockTransfer
 from mvllm.platform.capabilities import Capabilities
 from mvllm.platform.communicator import Communicator

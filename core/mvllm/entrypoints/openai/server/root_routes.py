@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Iterable, Iterator
 
-import msgspec
 from fastapi import APIRouter
 from starlette.routing import Route
 
-from mvllm.engine.async_llm import AsyncLLM
 from mvllm.entrypoints.http_plugin import HTTPPlugin
 from mvllm.entrypoints.openai.chat.routes import StoreCompletion
-from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.server.body_routes import BodyRoutes
 from mvllm.entrypoints.openai.server.http_plugins import PREFIX
+from mvllm.entrypoints.openai.server.server_handle import APIServerHandle, HTTPRoutes
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.root_plugins import RootPlugin, loaded_plugins
@@ -26,76 +22,7 @@ from mvllm.plugin_groups import PluginSource
 
 logger = get_logger(__name__)
 
-T = TypeVar("T", bound=msgspec.Struct)
 _OWN_PATHS = ("/", "/docs", "/openapi.json", PREFIX)
-
-
-class APIServerHandle:
-    """The access of a plugin with routes at the root to one API server.
-
-    Args:
-        name: The plugin's name.
-        state, models, server_settings, body_routes: The server's.
-
-    Attributes:
-        body_routes: Adds routes with a JSON body, and runs their handlers.
-        models: The names of the model and of its LoRA adapters.
-        server_settings: The settings of the server.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        state: ServerState,
-        models: OpenAIServingModels,
-        server_settings: ServerSettings,
-        body_routes: BodyRoutes,
-    ) -> None:
-        self._name = name
-        self._state = state
-        self.models = models
-        self.server_settings = server_settings
-        self.body_routes = body_routes
-
-    @property
-    def context(self) -> ServingContext:
-        """What handlers of requests get.
-
-        Raises:
-            APIError: The server does not accept requests (503).
-        """
-        return self._state.context
-
-    @property
-    def loaded_engine(self) -> AsyncLLM | None:
-        """The engine, or None while it is being loaded."""
-        return self._state.loaded_engine
-
-    def settings(self, kind: type[T]) -> T:
-        """The plugin's settings, as `HTTPPlugin.serve_settings` has made them.
-
-        Args:
-            kind: Their struct. Without settings, its fields have their defaults.
-        """
-        return self.server_settings.of_plugin(self._name, kind)
-
-    def add_closer(self, close: Callable[[], Awaitable[None]]) -> None:
-        """Adds what ends something that routes use; it is called after the last response."""
-        self._state.add_closer(close)
-
-
-@dataclass(frozen=True)
-class HTTPRoutes:
-    """What a plugin adds to an API server.
-
-    Attributes:
-        routers: Its routes, under their whole paths. No router includes another.
-        store_completion: Stores chat completions of requests with `store: true`; None if it stores none. One plugin may
-            have it.
-    """
-
-    routers: Sequence[APIRouter]
-    store_completion: StoreCompletion | None = None
 
 
 class PluginRoutes:
