@@ -22,7 +22,7 @@ COPY plugins plugins
 # More distributions of this repository, such as ./plugins/ray-executor[serve]; docs/deploy/kubernetes/rayservice.yaml.
 ARG EXTRA_PACKAGES=
 RUN VIRTUAL_ENV=/opt/mvllm uv pip install --no-cache -c constraints.txt \
-        ${TORCH_BACKEND:+--torch-backend=$TORCH_BACKEND} . ./platforms/cpu $EXTRA_PACKAGES
+        ${TORCH_BACKEND:+--torch-backend=$TORCH_BACKEND} ".[parts]" ./platforms/cpu $EXTRA_PACKAGES
 
 FROM python:3.11-slim
 ARG EXTRA_DEBIAN_PACKAGES=

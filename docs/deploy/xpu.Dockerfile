@@ -25,7 +25,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY core core
 COPY platforms platforms
 COPY plugins plugins
-RUN uv pip install --no-cache ".[testing]" ./platforms/triton-kernels ./platforms/torch-gpu ./platforms/xpu
+RUN uv pip install --no-cache ".[parts]" ./platforms/triton-kernels ./platforms/torch-gpu ./platforms/xpu
 COPY docs/deploy/healthcheck.py /usr/local/lib/mvllm/healthcheck.py
 COPY docs/deploy/serve.yaml /etc/mvllm/serve.yaml
 RUN useradd --create-home --uid 10001 mvllm \

@@ -34,8 +34,8 @@ def resolve(tmp_path, *folders):
 
 
 def test_the_command_of_the_readme_resolves(tmp_path):
-    assert "uv pip install --torch-backend=cpu . ./platforms/cpu" in (REPOSITORY / "README.md").read_text()
-    assert resolve(tmp_path, ".", "./platforms/cpu") == {"mvllm", "mvllm-cpu"}
+    assert 'uv pip install --torch-backend=cpu ".[parts]" ./platforms/cpu' in (REPOSITORY / "README.md").read_text()
+    assert resolve(tmp_path, ".[parts]", "./platforms/cpu") == {"mvllm", "mvllm-cpu"}
 
 
 def test_every_distribution_of_the_repository_can_be_requested(tmp_path):
