@@ -158,9 +158,9 @@ def _require_part(name: str) -> None:
     Raises:
         ConfigError: A part of mvllm that is not installed has this command.
     """
-    from mvllm.installable import missing_part
+    from mvllm.installable import missing_part, part_versions
 
-    if message := missing_part(name, f"`mvllm {name}`"):
+    if part_versions().get(name) is None and (message := missing_part(name, f"`mvllm {name}`")):
         raise ConfigError(message)
 
 
