@@ -470,7 +470,7 @@ def test_tokens_are_the_same_with_every_executor(
 def test_no_process_is_left_behind(make_llm: MakeLLM) -> None:
     other = make_llm(**ROOM)
     run(other, [wanted(choice=["a", "b"])])
-    grammars = core_of(other)._grammar_manager
+    grammars = core_of(other)._grammars._manager
     assert grammars is not None and grammars.sandbox_pids
     pids = grammars.sandbox_pids
     other.close()

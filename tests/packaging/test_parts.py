@@ -98,7 +98,7 @@ def installed(wheels, tmp_path_factory) -> dict[str, list[Path]]:
     torch = link_torch(folder / "torch")
     (folder / "required").mkdir()
     for name in PARTS:
-        required = [text for text in requirements_of(wheels[name], extra="") if not text.startswith("mvllm")]
+        required = [text for text in requirements_of(wheels[name]) if not text.startswith("mvllm")]
         link_distributions(required, folder / "required")
     return {name: [install(folder / name, wheels[name]), folder / "required", torch] for name in PARTS}
 

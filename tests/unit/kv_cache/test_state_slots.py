@@ -19,10 +19,10 @@ def make_manager(num_state_slots: int = 6, *, interval: int = 8, **settings) -> 
 
 def start(manager: StateKVCacheManager, tokens: list[int], **keys) -> BlockTable:
     table = manager.make_table(tokens, **keys)
-    found = manager.get_computed_blocks(table)
-    assert manager.allocate_slots(table, len(tokens), found) is not None
-    position = len(found) // manager.num_groups * manager.block_size
-    manager.states.choose_positions(table, position)
+    prefix = manager.find_prefix(table)
+    assert manager.allocate_slots(table, len(tokens), prefix.blocks) is not None
+    position = len(prefix.blocks) // manager.num_groups * manager.block_size
+    manager.states.choose_positions(table, position, prefix.num_shared_tokens)
     manager.states.record_prompt(table, (0, 0))
     return table
 
@@ -136,7 +136,7 @@ def test_a_state_that_is_kept_already_takes_no_second_slot():
     manager.states.start_plan()
     twin = manager.make_table(prompt)
     manager.allocate_slots(twin, 20)  # without the cache, as a request that needs every position
-    manager.states.choose_positions(twin, 0)
+    manager.states.choose_positions(twin, 0, 0)
     before = manager.states.num_free
     write = plan(manager, twin, 8)[1]
     assert (manager.states.num_free, twin.state.slot) == (before, write)

@@ -258,8 +258,8 @@ def test_the_wheels_of_a_platform_are_those_it_needs(tmp_path: Path) -> None:
     assert set(wheels.distributions("replayed")) == set(wheels.distributions("cuda")) == names
     settings = Settings("cpu", tmp_path, tmp_path, 0.0, wheels=tmp_path)
     assert "--wheels dist" in wheels.items(settings)[0].obstacle
-    for name in ("mvllm", "mvllm_cpu", "mvllm_gguf"):
-        (tmp_path / f"{name}-1-py3-none-any.whl").touch()
+    for name in ("mvllm", "mvllm-cpu", "mvllm-gguf"):
+        (tmp_path / f"{name.replace('-', '_')}-1-py3-none-any.whl").touch()
     assert not wheels.items(settings)[0].obstacle
 
 

@@ -118,4 +118,3 @@ def test_strict_response_formats_close_objects() -> None:
 def test_every_installation_has_the_grammar_library() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert llguidance_library.REQUIREMENT in project["dependencies"]
-    assert project["optional-dependencies"]["grammar"] == []  # for users who request it explicitly
