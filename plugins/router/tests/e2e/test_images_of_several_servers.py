@@ -9,10 +9,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from plugins.router.tests.e2e.test_prefill_decode import RouterProcess
 
 from tests.e2e.server.test_images import chat, content, image_part, picture, text_part
 from tests.e2e.server.test_multi_api_server import TWO_AND_TWO, clients_of_each
-from plugins.router.tests.e2e.test_prefill_decode import RouterProcess
 from tests.helpers.multimodal_zoo import make_checkpoint
 from tests.helpers.processes import assert_nothing_left, shared_memory_names
 from tests.helpers.server import SMALL, ServerProcess
