@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mvllm import plugin_groups
+from mvllm import installable, plugin_groups
 from mvllm.entrypoints.cli import main as command_line
 from mvllm.entrypoints.cli.main import main
 from mvllm.logging import get_logger
@@ -61,6 +61,7 @@ def test_the_option_of_a_part_that_is_not_installed_names_its_package(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(plugin_groups, "list_plugins", lambda group: [])
+    monkeypatch.setattr(installable, "_installed_version", lambda package: None)
     for option in ("--models", "--models-dir"):
         assert main(["serve", option, "x.yaml"]) == 1
         assert capsys.readouterr().err == (
