@@ -14,6 +14,8 @@ Markers that are no part of a call:
     tags with nothing between them                          dropped
     tags before a call that is cut off, by the end of the
     text or by another call                                 dropped, with the call's text so far
+    tags before a call that is cut off by another tag,
+    which no call follows but content                       content, with the call's text so far
     closing tags after a call, or at the end of the text    dropped
     tags before text that is no call, other closing tags    content: the answer may be about them
 """
@@ -74,6 +76,7 @@ class MarkedCalls(ToolStream):
         self._make_id = make_id
         self._tail = ""  # the end of the last piece, if it may begin a marker
         self._space: list[str] = []  # white space that is content only if more content follows
+        self._unfinished: list[int] = []  # indices in `_space` of calls that a marker cuts off; dropped before a call
         self._space_after_call: list[str] = []  # white space after a call: layout, if more of the format follows
         self._held: list[str] = []  # text that may be a call
         self._reader: CallReader | None = None
@@ -161,6 +164,9 @@ class MarkedCalls(ToolStream):
         if reader.index == self.num_calls:
             self.num_calls += 1
             self._held = []
+            for at in self._unfinished:
+                self._space[at] = ""
+            self._unfinished = []
             self._unclosed = self._follows_call = True
         if reader.done or reader.failed:
             self._reader = None
@@ -211,7 +217,7 @@ class MarkedCalls(ToolStream):
         stripped = text.rstrip()
         if stripped:
             out.append(ContentDelta("".join(self._space) + stripped))
-            self._space = []
+            self._space, self._unfinished = [], []
             self._follows_call = False
         if len(stripped) < len(text):
             self._space.append(text[len(stripped) :])
@@ -267,6 +273,8 @@ class MarkedCalls(ToolStream):
             return None
         elif (found := self._pattern.match(text, i)) is not None:
             end = i if found.group() in self._openers else found.end()
+            if inner == "[":
+                self._hold_back()
         elif any(is_partial_marker(text, i, marker) for marker in self._markers):
             return self.wait(text, i)
         else:
@@ -277,16 +285,25 @@ class MarkedCalls(ToolStream):
         return end
 
     def drop_unfinished(self, text: str, i: int) -> int | None:
-        """Drops the stored text if it is the beginning of a call before another one. Returns `i`, else None."""
+        """Holds the stored text back like white space if it is the beginning of a call before another marker.
+
+        It is dropped if a call follows. Returns `i`; None if the text is no beginning of a call.
+        """
         found = self._pattern.match(text, i)
         if not (found and found.group() in self._openers and self._held and is_tag(self._held[0])):
             return None
         if not self.may_be_call():
             return None
+        self._hold_back()
         self._held, self._in_list, self._reader = [], False, None
         self._follows_call = True
         self.state = self.content
         return i
+
+    def _hold_back(self) -> None:
+        """Makes the stored text content, if more content follows before a call."""
+        self._unfinished.append(len(self._space))
+        self._space.append(self._shown_text())
 
     @property
     def _all_markers(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mvllm.entrypoints.parsers.interface import ContentDelta, ReasoningDelta, merge_deltas
@@ -48,6 +48,11 @@ def test_the_output_does_not_depend_on_the_split(tools, reasoning, text, at, pro
 @pytest.mark.parametrize("tools", TOOLS)
 @settings(max_examples=25)
 @given(text=messy_text)
+@example(
+    "<tool_call>{'arguments': \"{}\", 'name': <tool_call>{'arguments': \"{}\", 'name': [TOOL_CALLS]f[ARGS]{\"a\": 1}"
+)
+@example('<tool_call>{"name": "f", <tool_call></tool_call> x')
+@example('<tool_call>[<tool_call>"f"[[ARGS]')
 def test_text_without_calls_is_content(tools, text):
     parser = make_parser(tools)
     parsed = parser.parse(text)

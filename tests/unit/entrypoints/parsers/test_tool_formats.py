@@ -159,6 +159,10 @@ CASES = {
         ('<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
         ('<tool_call>{"name": "", "arguments": {}}', '<tool_call>{"name": "", "arguments": {}}', []),
         ('<tool_call>{"a" <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', "", [F]),
+        ('<tool_call>{"a" <tool_call>{"b" <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>x', "x", [F]),
+        # Two tags, and no call: all of it is content.
+        (text := '<tool_call>{"a" <tool_call>{"b" x', text, []),
+        ('<tool_call>{"a" <tool_call></tool_call> x', '<tool_call>{"a"  x', []),
         ('<tool_call>{"name": "f", "arguments": {"a": [1}}</tool_call>B', "B", [("f", '{"a": [1]}')]),
         ('<tool_call>{"name": "f", "arguments": {"a": 1} oops}</tool_call>', "oops}", [F]),
         ('<tool_call>{"name": "f", "arguments": {"a": 1}}}</tool_call>', "}", [F]),
