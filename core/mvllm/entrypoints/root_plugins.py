@@ -95,7 +95,8 @@ def root_plugins(disabled: Sequence[str] = (), required: Sequence[str] = ()) -> 
     Raises:
         ConfigError: One of `required` cannot be loaded, or two packages have the same name.
     """
-    found = [each for each in _load_all(tuple(sys.path), plugin_groups.allow_list()) if each.name not in disabled]
+    sources = tuple(s for s in plugin_groups.list_plugins(plugin_groups.HTTP) if plugin_groups.is_allowed(s))
+    found = [each for each in _load_all(sources, tuple(sys.path)) if each.name not in disabled]
     for each in found:
         if each.error is not None and each.name in required:
             raise each.error
@@ -120,9 +121,13 @@ def log_failures(plugins: Sequence[RootPlugin]) -> None:
 
 
 @functools.cache
-def _load_all(path: tuple[str, ...], allowed: frozenset[str] | None) -> tuple[RootPlugin, ...]:
-    """All plugins with the search path and the allow list that are in effect, which are the key of the cache."""
-    sources = [s for s in plugin_groups.list_plugins(plugin_groups.HTTP) if plugin_groups.is_allowed(s)]
+def _load_all(sources: tuple[PluginSource, ...], path: tuple[str, ...]) -> tuple[RootPlugin, ...]:
+    """The plugins of these packages.
+
+    Args:
+        sources: The allowed HTTP plugins.
+        path: The module search path, on which packages of equal names may be others.
+    """
     names = dict.fromkeys(source.name for source in sources if is_root_plugin(source))
     return tuple(_load(plugin_groups.require(plugin_groups.HTTP, name)) for name in names)
 
