@@ -193,8 +193,10 @@ def test_a_response_is_cancelled_while_its_tool_runs(sdk: OpenAI) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     sdk.responses.cancel(made.id)
-    while (last := sdk.responses.retrieve(made.id)).usage is None and time.monotonic() < deadline:
+    last = sdk.responses.retrieve(made.id)
+    while last.output[-1].status == "in_progress" and time.monotonic() < deadline:  # type: ignore[union-attr]
         time.sleep(0.01)
+        last = sdk.responses.retrieve(made.id)
     assert last.status == "cancelled" and last.output[-1].status == "incomplete"  # type: ignore[union-attr]
 
 
