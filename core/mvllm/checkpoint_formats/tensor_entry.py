@@ -32,7 +32,7 @@ class TensorEntry:
 
     def open_reader(self) -> AbstractContextManager[TensorReader]:
         """A reader for tensors of the same checkpoint in the same file. A tensor that is in no file has none."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no file to read from")
 
 
 class TensorReader(Protocol):

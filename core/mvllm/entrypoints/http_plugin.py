@@ -74,7 +74,7 @@ class HTTPPlugin:
         Raises:
             ConfigError: The server cannot be started with these settings.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define routes(server)")
 
     # --- several models behind one server (`--models`)
 
