@@ -44,6 +44,14 @@ def test_more_shared_memory_gives_more_keys_in_flight():
     assert (small.rows, large.rows) == (32, 64)
 
 
+def test_wide_heads_and_an_8_bit_cache_take_fewer_rows_where_registers_hold_the_operands():
+    def rows(head_size: int, kib: int, narrow: bool) -> int:
+        return tiles.attention_tiles(head_size, 16, 2, 8, 2048, narrow=narrow, shared_memory=kib << 10).rows
+
+    assert [rows(256, kib, narrow=True) for kib in (160, 163, 227)] == [64, 64, 128]
+    assert rows(256, 163, narrow=False) == rows(128, 163, narrow=True) == 128
+
+
 def test_wide_warps_make_programs_of_as_many_threads():
     narrow, wide = (tiles.attention_tiles(128, 16, 2, 4, 2048, warp_size=n) for n in (32, 64))
     assert (narrow.num_warps, wide.num_warps) == (8, 4)

@@ -13,6 +13,10 @@ LEAST_SHARED_MEMORY = 64 << 10
 LARGE_SHARED_MEMORY = 128 << 10
 """Shared memory of a program from which on tiles of keys and values are larger, and more of them are in flight."""
 
+OPERANDS_IN_SHARED_MEMORY = 200 << 10
+"""Shared memory of a program from which on devices read the queries and keys of a product from it; those with less
+hold them in registers."""
+
 PROGRAMS_PER_PROCESSOR = 4
 LEAST_SHORT = 2
 """Tiles of keys that a program of a short launch takes at least."""
@@ -80,8 +84,9 @@ def attention_tiles(
         group: Query heads that share a key/value head.
         max_query_len: Maximum query tokens of a request.
         latent: Whether values are parts of their keys.
-        narrow: Whether the cache has 8-bit elements. Widening them takes registers: latents of 64 rows then move more
-            bytes to and from local memory than from the cache, in each iteration.
+        narrow: Whether the cache has 8-bit elements. Widening them takes registers: latents of 64 rows, and heads of
+            256 elements with 128 rows where registers hold the operands, then move more bytes to and from local memory
+            than from the cache, in each iteration.
         shared_memory: Bytes of shared memory of a program at most.
         warp_size: Threads of a warp.
         tensor_memory: Whether the device sums products of 64 rows in a memory of its own. Sums of latents are scaled
@@ -94,6 +99,8 @@ def attention_tiles(
     most_rows = max(16, min(128, (2 if itemsize == 2 else 1) * (2 if large else 1) * TILE_BYTES // row_bytes))
     if latent and (tensor_memory or narrow):
         most_rows = min(most_rows, 32)
+    elif narrow and size > 128 and shared_memory < OPERANDS_IN_SHARED_MEMORY:
+        most_rows = min(most_rows, 64)
     rows = min(most_rows, power_of_two(group * max_query_len, 16))
     short = rows < 64 and not latent
     # Two tiles of keys and two of values fit, with those of queries, and in a short launch several times.
