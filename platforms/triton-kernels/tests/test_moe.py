@@ -74,7 +74,7 @@ def test_counts_of_pieces_become_sums_of_earlier_pieces():
     """Each count is read once, whatever the number of pieces."""
     counts = torch.randint(0, 9, (600 + 1, 21), dtype=torch.int32)
     expected = torch.cat((torch.zeros(1, 21, dtype=torch.int32), counts[:-1].cumsum(0, dtype=torch.int32)))
-    moe.kernels.add_earlier_pieces[(2,)](counts, 600, NUM_EXPERTS=21, EXPERTS=16, PIECES=256)
+    moe.kernels.moe_align_block_size_scan[(2,)](counts, 600, NUM_EXPERTS=21, EXPERTS=16, PIECES=256)
     assert torch.equal(counts, expected)
 
 
