@@ -6,7 +6,7 @@ import pytest
 from platforms.xpu.tests.machines import B580, GIB, LUNAR_LAKE, MAX_1550, UHD_770
 
 from mvllm_torch_gpu.device_discovery import describe_variables
-from mvllm_xpu import visible
+from mvllm_xpu import visible_devices
 from mvllm_xpu.topology import read_inventory
 
 FOUR = (B580,) * 4
@@ -19,8 +19,10 @@ def see(machine):
 
     def seen(*, mask=None, selector=None, hierarchy=None, devices=FOUR):
         machine(*devices)
-        lists = dict(zip(visible.VARIABLES, (hierarchy, mask, selector), strict=True))
-        return visible.resolve(read_inventory(), {name: text for name, text in lists.items() if text is not None})
+        lists = dict(zip(visible_devices.VARIABLES, (hierarchy, mask, selector), strict=True))
+        return visible_devices.resolve(
+            read_inventory(), {name: text for name, text in lists.items() if text is not None}
+        )
 
     return seen
 
@@ -153,6 +155,7 @@ def test_tiles_have_names_and_their_share_of_the_memory(see):
 def test_the_variables_are_shown_unchanged():
     environ = {"ZE_AFFINITY_MASK": "1", "ONEAPI_DEVICE_SELECTOR": "level_zero:0", "OTHER": "x"}
     assert (
-        describe_variables(visible.VARIABLES, environ) == "ZE_AFFINITY_MASK='1', ONEAPI_DEVICE_SELECTOR='level_zero:0'"
+        describe_variables(visible_devices.VARIABLES, environ)
+        == "ZE_AFFINITY_MASK='1', ONEAPI_DEVICE_SELECTOR='level_zero:0'"
     )
-    assert describe_variables(visible.VARIABLES, {}) == ""
+    assert describe_variables(visible_devices.VARIABLES, {}) == ""
