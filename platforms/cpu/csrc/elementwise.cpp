@@ -115,7 +115,7 @@ using namespace mvllm;
 
 extern "C" {
 
-int mvllm_cpu_abi_version() { return 19; }
+int mvllm_cpu_abi_version() { return 20; }
 
 const char* mvllm_cpu_isa() { return current_isa().name; }
 

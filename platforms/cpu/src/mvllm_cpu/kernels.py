@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-ABI_VERSION = 19
+ABI_VERSION = 20
 LIBRARY = Path(__file__).parent / "_kernels.so"
 NO_COMPILER_REMEDY = (
     "Install a C++ compiler (g++) and reinstall mvllm-cpu: pip install --force-reinstall --no-deps mvllm-cpu"
