@@ -186,7 +186,7 @@ void attention(Spec spec, const std::vector<Request>& requests, int block_size) 
     const Planned second{mvllm_cpu_step_new(&spec, &asked)};
     const bool with_sinks = spec.window > 0;
     mvllm_cpu_paged_attention(second.step, query.data(), spec.num_heads * spec.head_size, &cache,
-                              with_sinks ? sinks.data() : nullptr, out.data());
+                              with_sinks ? sinks.data() : nullptr, F32, out.data());
 
     // Of itself, and of the largest of its vector, which is about 3.
     const bool bytes = is_byte(spec.kv_dtype);
