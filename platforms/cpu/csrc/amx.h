@@ -3,7 +3,7 @@
 #pragma once
 
 #include "kernels.h"
-#include "qlinear.h"
+#include "quantized_linear.h"
 
 // MVLLM_AMX_EMULATED compiles these files for tests on processors without AMX (amx_tiles.h): 1, of products of bfloat16 only,
 // for any processor; 2, of all, for processors with avx512_bf16.
@@ -28,7 +28,7 @@ constexpr unsigned AMX_BF16 = 1u << 22, AMX_INT8 = 1u << 25;
 bool amx_runs_here(unsigned products);
 
 // avx512_bf16 with products of int8 rows on tiles. Null if the processor or the system lacks the tiles.
-const QIsa* amx_qisa();
+const QuantizedIsa* amx_quantized_isa();
 
 // Requests the tiles from the system. Returns the instruction set, or null if the processor or the system lacks it.
 const Isa* amx_isa();
@@ -36,8 +36,8 @@ const Isa* amx_isa();
 // Implements `BlockKernels::int8` for weights packed for avx512_bf16; see amx_block_linear.cpp.
 void amx_block_int8(const BlockRows&, const BlockTile&, int64_t row, int rows);
 
-// Implements `Isa::attend`.
-void amx_attend(const Geometry&, const Layer&, const Item&, const Item* next, const Scratch&, float* partials);
+// Implements `Isa::paged_attention`.
+void amx_paged_attention(const Geometry&, const Layer&, const WorkItem&, const WorkItem* next, const Scratch&, float* partials);
 
 // Implements `Isa::linear` for weights packed for avx512_bf16.
 void amx_linear(const Linear&, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end);

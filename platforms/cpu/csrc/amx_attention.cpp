@@ -27,25 +27,25 @@ namespace amx_attention {
 
 constexpr int FEWEST_HEADS = 5;  // of a group: for fewer, vectors read the cache as fast
 
-static void attend_on_tiles(const Geometry& g, const Layer& layer, const Item& item, const Item* next, const Scratch& scratch,
-                            float* partials) {
+static void paged_attention_on_tiles(const Geometry& g, const Layer& layer, const WorkItem& item, const WorkItem* next,
+                                     const Scratch& scratch, float* partials) {
     const bool bytes = g.spec.kv_dtype == INT8 || g.spec.kv_dtype == FP8, pairs = bytes || g.spec.kv_dtype == BF16;
     const bool rounds = rounds_probabilities(g, item, bytes);
     if (g.spec.dtype != BF16 || !pairs || !suits_tiles(g) || (!rounds && g.group < FEWEST_HEADS))
-        return isa_avx512_bf16.attend(g, layer, item, next, scratch, partials);
+        return isa_avx512_bf16.paged_attention(g, layer, item, next, scratch, partials);
     if (!rounds)
-        return attend_tile<Paired, NoBytes, true, false>(g, layer, item, next, scratch, partials);
-    if (g.spec.kv_dtype == INT8) return attend_tile<Paired, Int8, true, true>(g, layer, item, next, scratch, partials);
-    if (bytes) return attend_tile<Paired, Fp8, true, true>(g, layer, item, next, scratch, partials);
-    attend_tile<Paired, NoBytes, true, true>(g, layer, item, next, scratch, partials);
+        return paged_attention_tile<Paired, NoBytes, true, false>(g, layer, item, next, scratch, partials);
+    if (g.spec.kv_dtype == INT8) return paged_attention_tile<Paired, Int8, true, true>(g, layer, item, next, scratch, partials);
+    if (bytes) return paged_attention_tile<Paired, Fp8, true, true>(g, layer, item, next, scratch, partials);
+    paged_attention_tile<Paired, NoBytes, true, true>(g, layer, item, next, scratch, partials);
 }
 }  // namespace amx_attention
 #pragma GCC diagnostic pop
 #pragma GCC pop_options
 
-void amx_attend(const Geometry& g, const Layer& layer, const Item& item, const Item* next, const Scratch& scratch,
-                float* partials) {
-    amx_attention::attend_on_tiles(g, layer, item, next, scratch, partials);
+void amx_paged_attention(const Geometry& g, const Layer& layer, const WorkItem& item, const WorkItem* next,
+                         const Scratch& scratch, float* partials) {
+    amx_attention::paged_attention_on_tiles(g, layer, item, next, scratch, partials);
 }
 }  // namespace mvllm
 #endif

@@ -8,7 +8,7 @@
 // nearest one to the difference, which keeps 16 bits.
 //
 // Keys are read in place. The values of a chunk are first copied together, because strips are apart in the cache, unless
-// they already are in scratch memory. What is behind the last key is undefined and is set to zero. A row's result does not depend on the other rows.
+// they already are in scratch memory. What follows the last key is undefined and is set to zero. A row's result does not depend on the other rows.
 
 constexpr int SIDE = 16;
 constexpr int TILE_KEYS = 32;            // keys of one product with values
@@ -132,8 +132,8 @@ static void clear_values(int tokens, int dv, uint32_t* values) {
 }
 
 template <class Bytes, bool ROUND>
-static void attend_chunk_on_tiles(const Geometry& g, const Item& item, const Chunk<uint16_t>& chunk, const Scratch& scratch,
-                                  int rows, int first_position) {
+static void paged_attention_chunk_on_tiles(const Geometry& g, const WorkItem& item, const Chunk<uint16_t>& chunk,
+                                           const Scratch& scratch, int rows, int first_position) {
     alignas(64) float scores[SIDE * CHUNK];
     constexpr int PARTS = ROUND ? 1 : 2, PART = SIDE * (CHUNK / 2);
     alignas(64) uint32_t pairs[PARTS * PART];
@@ -150,14 +150,14 @@ static void attend_chunk_on_tiles(const Geometry& g, const Item& item, const Chu
         if (configured != height) configure_tiles(height);
         configured = height;
         const int first = visible.first, end = round_up(visible.last, STRIP);
-        const int begin = first / TILE_KEYS * TILE_KEYS, behind = round_up(end, TILE_KEYS);
+        const int begin = first / TILE_KEYS * TILE_KEYS, stop = round_up(end, TILE_KEYS);
         score_on_tiles(reinterpret_cast<const uint16_t*>(scratch.query) + row * g.dk, g.dk, chunk, first, end, scores,
                        row || in_place ? nullptr : chunk.ahead);
         for (int m = 0; m < height; ++m) {
             uint32_t* p = pairs + m * (CHUNK / 2);
             for (int part = 0; part < PARTS; ++part) {
                 for (int i = begin / 2; i < first / 2; ++i) p[part * PART + i] = 0;
-                for (int i = end / 2; i < behind / 2; ++i) p[part * PART + i] = 0;
+                for (int i = end / 2; i < stop / 2; ++i) p[part * PART + i] = 0;
             }
             softmax_row<Bytes::scaled, ROUND>(g.spec, chunk, first, end, visible.low[m], visible.high[m], scores + m * CHUNK, p,
                                               scratch.row_max[row + m], scratch.row_sum + (row + m) * STRIP,
@@ -166,7 +166,7 @@ static void attend_chunk_on_tiles(const Geometry& g, const Item& item, const Chu
         }
         if (!copied) copy_values(chunk, g.dv, values);
         copied = true;
-        add_values_on_tiles<PARTS>(pairs, values, g.dv, begin, behind, scratch.acc + row * g.dv);
+        add_values_on_tiles<PARTS>(pairs, values, g.dv, begin, stop, scratch.acc + row * g.dv);
     }
     if (configured) TILE_RELEASE();
 }

@@ -9,7 +9,7 @@
 // other kernels: results are bit-identical. Weights are unpacked as signed bytes, so that no offset is subtracted from sums.
 
 #include "amx.h"
-#include "qlinear.h"
+#include "quantized_linear.h"
 
 #if MVLLM_AMX && MVLLM_AMX_EMULATED != 1
 #include "amx_tiles.h"
@@ -25,12 +25,12 @@
 #define HAS_VNNI 1
 namespace mvllm {
 // Weak, as in dispatch.cpp.
-extern const QIsa qisa_avx512_bf16 __attribute__((weak));
+extern const QuantizedIsa quantized_isa_avx512_bf16 __attribute__((weak));
 
 namespace q_amx_int8 {
 #pragma GCC diagnostic ignored "-Wunused-function"
 #include "simd.h"
-#include "qlinear_tile.h"
+#include "quantized_linear_tile.h"
 #include "block_linear_tile.h"
 
 constexpr int SIDE = 16;  // rows and columns of a tile of sums
@@ -97,7 +97,7 @@ static void amx_unit(const BlockPanel& panel, int column, int groups, const int8
 
 template <class F>
 static void amx_tile(const BlockRows& op, const BlockTile& tile, int64_t row, int rows) {
-    if (rows < 2 * SIDE) return qisa_avx512_bf16.blocks.int8(op, tile, row, rows);
+    if (rows < 2 * SIDE) return quantized_isa_avx512_bf16.blocks.int8(op, tile, row, rows);
     alignas(64) float sums[BLOCK_ROWS * BTILE];
     alignas(64) BlockPanel panel;
     const int groups = op.in_features / BLOCK_GROUP, last = rows % SIDE, whole = rows - last;
@@ -130,7 +130,8 @@ static void block_int8_on_tiles(const BlockRows& op, const BlockTile& tile, int6
         case Q4_K: return amx_tile<FormatQ4_K>(op, tile, row, rows);
         case Q5_K: return amx_tile<FormatQ5_K>(op, tile, row, rows);
         case MXFP4: return amx_tile<FormatMXFP4>(op, tile, row, rows);
-        default: return qisa_avx512_bf16.blocks.int8(op, tile, row, rows);  // two scales per group: slower than products of vectors
+        // Two scales per group: slower than products of vectors.
+        default: return quantized_isa_avx512_bf16.blocks.int8(op, tile, row, rows);
     }
 }
 

@@ -14,7 +14,7 @@
 
 #if MVLLM_AMX && MVLLM_AMX_EMULATED != 1
 #include "amx_tiles.h"
-#include "qlinear.h"
+#include "quantized_linear.h"
 
 #include <immintrin.h>
 
@@ -31,7 +31,7 @@
 namespace mvllm {
 namespace q_amx {
 #include "simd.h"
-#include "qlinear_tile.h"
+#include "quantized_linear_tile.h"
 
 constexpr int SIDE = 16;       // rows and columns of a tile of sums
 constexpr int MOST_DEPTH = 64;  // k of one product of tiles
@@ -113,9 +113,9 @@ INLINE void multiply_rows(const RowPair& pair, bool columns, const int8_t* x, in
 
 // Weights with one scale per row: all k are summed in tiles.
 template <class E>
-static void rows_with_one_scale(const QLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin,
+static void rows_with_one_scale(const QuantizedLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin,
                                 int64_t strip_end) {
-    alignas(64) int32_t sums[QLINEAR_ROWS * QTILE];
+    alignas(64) int32_t sums[QUANTIZED_LINEAR_ROWS * QTILE];
     const int rows = int(row_end - row_begin), steps = op.in_features / MOST_DEPTH;
     const int8_t* x = static_cast<const int8_t*>(op.x) + row_begin * op.x_stride;
     const Tiles tiles(MOST_DEPTH);
@@ -136,8 +136,8 @@ static void rows_with_one_scale(const QLinear& op, int64_t row_begin, int64_t ro
 }
 
 // Scales the sums of a block and adds them to the sums of the rows.
-INLINE void add_scaled(const QLinear& op, const int32_t* exact, int rows, int columns, const int32_t* totals, int64_t here,
-                       float* sums) {
+INLINE void add_scaled(const QuantizedLinear& op, const int32_t* exact, int rows, int columns, const int32_t* totals,
+                       int64_t here, float* sums) {
     for (int c = 0; c < columns; c += LANES) {
         const vf scales = scales_at(op, here + c);
         const vi zeros = op.zeros && op.bits == 8 ? widen_bytes(op.zeros + here + c) : vi{};
@@ -152,9 +152,9 @@ INLINE void add_scaled(const QLinear& op, const int32_t* exact, int rows, int co
 
 // Weights with one scale per block of columns. A piece of nibbles is unpacked once for all rows.
 template <class E>
-static void rows_with_block_scales(const QLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin,
+static void rows_with_block_scales(const QuantizedLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin,
                                    int64_t strip_end) {
-    alignas(64) float sums[QLINEAR_ROWS * QTILE];
+    alignas(64) float sums[QUANTIZED_LINEAR_ROWS * QTILE];
     alignas(64) uint32_t panel[INT8_DEPTH / 4 * QTILE];
     alignas(64) int32_t exact[4 * SIDE * SIDE];
     const int rows = int(row_end - row_begin), lane = op.bits == 4 ? 8 : 4;
@@ -200,16 +200,18 @@ static void rows_with_block_scales(const QLinear& op, int64_t row_begin, int64_t
 }
 
 template <class E>
-static void int8_rows(const QLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end) {
+static void int8_rows(const QuantizedLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end) {
     if (op.blocks == 1 && op.bits == 8) return rows_with_one_scale<E>(op, row_begin, row_end, strip_begin, strip_end);
     rows_with_block_scales<E>(op, row_begin, row_end, strip_begin, strip_end);
 }
 
-static void int8_or_vectors(const QLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end) {
+static void int8_or_vectors(const QuantizedLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin,
+                            int64_t strip_end) {
     const bool one_scale = op.blocks == 1 && op.bits == 8;
     const int depth = one_scale ? MOST_DEPTH : MOST_DEPTH / 2;
     const bool whole = op.in_features % depth == 0 && (one_scale || (op.block_size % depth == 0 && op.in_features % op.block_size == 0 && op.block_size <= INT8_DEPTH));
-    if (row_end - row_begin < SIDE || !whole) return qisa_avx512_bf16.int8(op, row_begin, row_end, strip_begin, strip_end);
+    if (row_end - row_begin < SIDE || !whole)
+        return quantized_isa_avx512_bf16.int8(op, row_begin, row_end, strip_begin, strip_end);
     switch (op.dtype) {
         case F32: return int8_rows<Float32>(op, row_begin, row_end, strip_begin, strip_end);
         case BF16: return int8_rows<BFloat16>(op, row_begin, row_end, strip_begin, strip_end);
@@ -222,14 +224,14 @@ static void int8_or_vectors(const QLinear& op, int64_t row_begin, int64_t row_en
 #pragma GCC pop_options
 
 // Weak, as in dispatch.cpp.
-extern const QIsa qisa_avx512_bf16 __attribute__((weak));
+extern const QuantizedIsa quantized_isa_avx512_bf16 __attribute__((weak));
 
-const QIsa* amx_qisa() {
-    if (!&qisa_avx512_bf16 || !__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni") ||
+const QuantizedIsa* amx_quantized_isa() {
+    if (!&quantized_isa_avx512_bf16 || !__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni") ||
         !amx_runs_here(AMX_INT8))
         return nullptr;
-    static const QIsa isa = [] {
-        QIsa own = qisa_avx512_bf16;
+    static const QuantizedIsa isa = [] {
+        QuantizedIsa own = quantized_isa_avx512_bf16;
         own.name = "amx_int8";
         own.int8 = q_amx::int8_or_vectors;
         own.blocks.int8 = amx_block_int8;

@@ -212,7 +212,7 @@ const Isa* amx_isa() {
         Isa own = isa_avx512_bf16;
         own.name = "amx_bf16";
         own.linear = amx_linear;
-        own.attend = amx_attend;
+        own.paged_attention = amx_paged_attention;
         return own;
     }();
     return &isa;

@@ -30,29 +30,29 @@ constexpr int FEWEST_COMMON = 2 * CHUNK;     // keys
 
 struct Step {
     Geometry geometry;
-    std::vector<Item> common;  // run before all other items
-    std::vector<Item> items;
+    std::vector<WorkItem> common;  // run before all other items
+    std::vector<WorkItem> items;
     std::unique_ptr<float[]> states;
     std::vector<SplitTile> split_tiles;
     std::unique_ptr<float[]> partials;
-    IndexPlan selection;  // of an indexer, which has no items
+    IndexWork selection;  // of an indexer, which has no items
     int64_t work = 0;
     int threads = 1;
 };
 
-int64_t work_of(const Geometry& g, const Item& item) {
+int64_t work_of(const Geometry& g, const WorkItem& item) {
     return int64_t(item.query_end - item.query_begin) * g.group * (item.key_end - item.key_begin) * g.dv * 2;
 }
 
 // The cost includes reading the cache, which dominates with few rows.
-int64_t cost_of(const Geometry& g, const Item& item) {
+int64_t cost_of(const Geometry& g, const WorkItem& item) {
     return int64_t((item.query_end - item.query_begin) * g.group + 4) * (item.key_end - item.key_begin);
 }
 
 // Number of keys at whose multiples the keys of an item or of several requests may be divided.
 int granularity(const Geometry& g) { return g.spec.batch_invariant ? SEGMENT : CHUNK; }
 
-void add_request(Step& step, int request, int per_tile, std::vector<Item>& tiles) {
+void add_request(Step& step, int request, int per_tile, std::vector<WorkItem>& tiles) {
     const Geometry& g = step.geometry;
     const int new_tokens = g.batch.query_start_loc[request + 1] - g.batch.query_start_loc[request];
     const int earlier = g.batch.seq_lens[request] - new_tokens;
@@ -88,7 +88,7 @@ bool is_decode(const Batch& batch, int request) {
 
 // Finds adjacent decodes that share at least half of their keys, and creates items for the shared keys. `tiles` are
 // the requests' own tiles in request order, one per head for requests of one token; they keep the remaining keys.
-void find_common(Step& step, std::vector<Item>& tiles) {
+void find_common(Step& step, std::vector<WorkItem>& tiles) {
     Geometry& g = step.geometry;
     const Batch& batch = g.batch;
     const int heads = g.spec.num_kv_heads, unit = granularity(g);
@@ -112,7 +112,7 @@ void find_common(Step& step, std::vector<Item>& tiles) {
             for (int begin = 0; begin < count; begin += per_tile)
                 step.common.push_back({first + begin, h, 0, std::min(per_tile, count - begin), 0, keys, -1,
                                        num_states + h * count + begin});
-        for (Item& tile : tiles)
+        for (WorkItem& tile : tiles)
             if (tile.request >= first && tile.request < end) {
                 tile.key_begin = keys;
                 tile.load_state = num_states + tile.kv_head * count + tile.request - first;
@@ -136,13 +136,13 @@ int tokens_per_tile(const Step& step) {
 
 void divide(Step& step) {
     const Geometry& g = step.geometry;
-    std::vector<Item> tiles;
+    std::vector<WorkItem> tiles;
     const int per_tile = tokens_per_tile(step);
     for (int r = 0; r < g.batch.num_requests; ++r) add_request(step, r, per_tile, tiles);
     if (!reads_selected(g.spec)) find_common(step, tiles);
     int64_t cost = 0;
-    for (const Item& tile : step.common) cost += cost_of(g, tile), step.work += work_of(g, tile);
-    for (const Item& tile : tiles) cost += cost_of(g, tile), step.work += work_of(g, tile);
+    for (const WorkItem& tile : step.common) cost += cost_of(g, tile), step.work += work_of(g, tile);
+    for (const WorkItem& tile : tiles) cost += cost_of(g, tile), step.work += work_of(g, tile);
     if (step.threads == 1 || step.work < SERIAL_WORK) {
         step.threads = 1;
         step.items = std::move(tiles);
@@ -151,7 +151,7 @@ void divide(Step& step) {
     const int64_t fair = std::max<int64_t>(1, cost / (step.threads * 4));
     int num_partials = 0;
     step.items.reserve(tiles.size());
-    for (Item tile : tiles) {
+    for (WorkItem tile : tiles) {
         const int unit = granularity(g), step_size = g.spec.batch_invariant ? SEGMENT : STRIP;
         const int first = tile.key_begin / step_size * step_size, keys = tile.key_end - first;
         int64_t parts = std::min<int64_t>((cost_of(g, tile) + fair - 1) / fair, keys / SMALLEST_SPLIT);
@@ -162,7 +162,7 @@ void divide(Step& step) {
         const int length = round_up(int((keys + parts - 1) / parts), unit);
         SplitTile split{tile, num_partials, 0};
         for (int begin = first; begin < tile.key_end; begin += length) {
-            Item part = tile;
+            WorkItem part = tile;
             part.key_begin = std::max(begin, tile.key_begin);
             part.key_end = std::min(begin + length, tile.key_end);
             part.partial = num_partials;
@@ -174,7 +174,7 @@ void divide(Step& step) {
         step.split_tiles.push_back(split);
     }
     std::stable_sort(step.items.begin(), step.items.end(),
-                     [&](const Item& a, const Item& b) { return cost_of(g, a) > cost_of(g, b); });
+                     [&](const WorkItem& a, const WorkItem& b) { return cost_of(g, a) > cost_of(g, b); });
     if (num_partials) step.partials.reset(new float[size_t(num_partials) * g.partial_size]);
 }
 
@@ -183,10 +183,10 @@ void run(const Step& step, const Layer& layer) {
     const Geometry& g = step.geometry;
     record_kernel_use();
     const Isa& isa = current_isa();
-    const auto attend_item = reads_selected(g.spec) ? isa.attend_selected : isa.attend;
+    const auto compute_item = reads_selected(g.spec) ? isa.sparse_attention : isa.paged_attention;
     // Heads of one request are adjacent in each block. A thread claims adjacent items, so that the hardware prefetcher
     // reads memory of the same thread.
-    auto attend = [&](const std::vector<Item>& items, std::atomic<int>& next) {
+    auto compute_items = [&](const std::vector<WorkItem>& items, std::atomic<int>& next) {
         thread_local ScratchMemory memory;
         const Scratch scratch = memory.carve(g);
         const int count = int(items.size());
@@ -197,21 +197,21 @@ void run(const Step& step, const Layer& layer) {
             const int end = std::min(first + at_once, count);
             for (int i = first; i < end; ++i) {
                 const int after = i + 1 < end ? i + 1 : following;
-                attend_item(g, layer, items[i], after < count ? &items[after] : nullptr, scratch, step.partials.get());
+                compute_item(g, layer, items[i], after < count ? &items[after] : nullptr, scratch, step.partials.get());
             }
         }
     };
-    auto attend_all = [&](const std::vector<Item>& items) {
+    auto compute_all = [&](const std::vector<WorkItem>& items) {
         std::atomic<int> next{0};
-        if (!items.empty()) divide_pieces(step.threads, step.threads, [&](Part) { attend(items, next); });
+        if (!items.empty()) divide_pieces(step.threads, step.threads, [&](Part) { compute_items(items, next); });
     };
-    attend_all(step.common);
-    attend_all(step.items);
+    compute_all(step.common);
+    compute_all(step.items);
     divide_range(step.threads, int64_t(step.split_tiles.size()), [&](int64_t begin, int64_t end) {
         thread_local ScratchMemory memory;
         const Scratch scratch = memory.carve(g);
         for (int64_t i = begin; i < end; ++i)
-            isa.combine(g, layer, step.split_tiles[size_t(i)], scratch, step.partials.get());
+            isa.paged_attention_reduce(g, layer, step.split_tiles[size_t(i)], scratch, step.partials.get());
     });
 }
 
@@ -240,7 +240,7 @@ void* mvllm_cpu_step_new(const Spec* spec, const Batch* batch) {
     g.states = nullptr;
     step->threads = team_size();
     if (spec->indexer)
-        step->selection = plan_selection(g, step->threads);
+        step->selection = divide_selection(g, step->threads);
     else
         divide(*step);
     return step;
@@ -250,14 +250,14 @@ void* mvllm_cpu_step_new(const Spec* spec, const Batch* batch) {
 int mvllm_cpu_step_sharing(const void* handle) {
     const Step& step = *static_cast<const Step*>(handle);
     int count = 0;
-    for (const Item& item : step.common) count += item.kv_head ? 0 : item.query_end;
+    for (const WorkItem& item : step.common) count += item.kv_head ? 0 : item.query_end;
     return count;
 }
 
 void mvllm_cpu_step_free(void* step) { delete static_cast<Step*>(step); }
 
-void mvllm_cpu_write_kv(const void* handle, const void* key, int64_t key_stride, const void* value, int64_t value_stride,
-                        const Cache* cache) {
+void mvllm_cpu_reshape_and_cache(const void* handle, const void* key, int64_t key_stride, const void* value,
+                                 int64_t value_stride, const Cache* cache) {
     const Step& step = *static_cast<const Step*>(handle);
     const Geometry& g = step.geometry;
     const NewKV kv{key, value, key_stride, value_stride, *cache};
@@ -265,17 +265,17 @@ void mvllm_cpu_write_kv(const void* handle, const void* key, int64_t key_stride,
     const int tokens = g.batch.num_tokens;
     const bool small = int64_t(tokens) * g.spec.num_kv_heads * g.spec.head_size * 4 < SERIAL_WORK;
     divide_range(small ? 1 : team_size(), tokens,
-                 [&](int64_t begin, int64_t end) { isa.store_kv(g, kv, int(begin), int(end)); });
+                 [&](int64_t begin, int64_t end) { isa.reshape_and_cache(g, kv, int(begin), int(end)); });
 }
 
-void mvllm_cpu_attention(const void* handle, const void* query, int64_t query_stride, const Cache* cache,
-                         const void* sinks, int sinks_dtype, void* out) {
+void mvllm_cpu_paged_attention(const void* handle, const void* query, int64_t query_stride, const Cache* cache,
+                               const void* sinks, int sinks_dtype, void* out) {
     run(*static_cast<const Step*>(handle), Layer{query, query_stride, *cache, sinks, sinks_dtype, out});
 }
 
 // `positions`: [tokens, index_topk].
-void mvllm_cpu_attention_selected(const void* handle, const void* query, int64_t query_stride, const int32_t* positions,
-                                  const Cache* cache, void* out) {
+void mvllm_cpu_sparse_attention(const void* handle, const void* query, int64_t query_stride, const int32_t* positions,
+                                const Cache* cache, void* out) {
     run(*static_cast<const Step*>(handle), Layer{query, query_stride, *cache, nullptr, F32, out, positions});
 }
 

@@ -177,7 +177,7 @@ struct Chunk {
 };
 
 template <class KV, class Bytes>
-INLINE Strip strip_at(const Geometry& g, const Layer& layer, const Item& item, int position) {
+INLINE Strip strip_at(const Geometry& g, const Layer& layer, const WorkItem& item, int position) {
     const int32_t* table = g.batch.block_table + int64_t(item.request) * g.batch.block_table_stride;
     const int block = g.batch.block_size, offset = position % block;
     const int element = Bytes::scaled ? 1 : sizeof(typename KV::T), row = KV::paired ? 2 : 1;
@@ -192,13 +192,13 @@ INLINE Strip strip_at(const Geometry& g, const Layer& layer, const Item& item, i
 
 // The strips of the chunk of `item` that begins at `begin`; strips after the item's last key have null pointers.
 template <class KV, class Bytes>
-INLINE void find_strips(const Geometry& g, const Layer& layer, const Item& item, int begin, Strip* strips) {
+INLINE void find_strips(const Geometry& g, const Layer& layer, const WorkItem& item, int begin, Strip* strips) {
     for (int i = 0; i < CHUNK / STRIP; ++i)
         strips[i] = begin + i * STRIP < item.key_end ? strip_at<KV, Bytes>(g, layer, item, begin + i * STRIP) : Strip{};
 }
 
 template <class KV, class Bytes>
-static void find_chunk(const Geometry& g, const Layer& layer, const Item& item, int begin, const Scratch& scratch,
+static void find_chunk(const Geometry& g, const Layer& layer, const WorkItem& item, int begin, const Scratch& scratch,
                        Chunk<typename KV::T>& chunk) {
     typedef typename KV::T T;
     const int block = g.batch.block_size;

@@ -248,12 +248,12 @@ INLINE void write_row(const float* acc, float factor, int size, typename E::type
 }
 
 // Row m of a tile is head `kv_head * group + m % group` of token `query_begin + m / group`.
-INLINE int64_t token_of(const Geometry& g, const Item& item, int m) {
+INLINE int64_t token_of(const Geometry& g, const WorkItem& item, int m) {
     return g.batch.query_start_loc[item.request] + item.query_begin + m / g.group;
 }
 
 template <bool DOT>
-static void read_rows(const Geometry& g, const Layer& layer, const Item& item, int rows, float* query) {
+static void read_rows(const Geometry& g, const Layer& layer, const WorkItem& item, int rows, float* query) {
     for (int m = 0; m < rows; ++m) {
         int64_t at = token_of(g, item, m) * layer.query_stride +
                      int64_t(item.kv_head * g.group + m % g.group) * g.spec.head_size;
@@ -281,7 +281,7 @@ INLINE float sink_of(const Layer& layer, int head) {
     }
 }
 
-INLINE void finish_row(const Geometry& g, const Layer& layer, const Item& item, int m, const float* acc, float row_max,
+INLINE void finish_row(const Geometry& g, const Layer& layer, const WorkItem& item, int m, const float* acc, float row_max,
                        float row_sum) {
     const int head = item.kv_head * g.group + m % g.group, size = g.spec.value_size;
     float factor = 1.f;
@@ -310,7 +310,7 @@ struct Visible {
     int low[MOST], high[MOST], first, last = 0;
 
     template <class T>
-    Visible(const Geometry& g, const Item& item, const Chunk<T>& chunk, int row, int count, int first_position) {
+    Visible(const Geometry& g, const WorkItem& item, const Chunk<T>& chunk, int row, int count, int first_position) {
         first = chunk.tokens;
         for (int m = 0; m < count; ++m) {
             const int position = first_position + (row + m) / g.group;
@@ -334,8 +334,8 @@ struct Visible {
 
 // Attention of MR rows, from `row` on, over one chunk.
 template <class KV, class Bytes, bool DOT, bool DOT_VALUES, int MR>
-static void attend_rows(const Geometry& g, const Item& item, const Chunk<typename KV::T>& chunk, const Scratch& scratch,
-                        int row, int first_position) {
+static void paged_attention_rows(const Geometry& g, const WorkItem& item, const Chunk<typename KV::T>& chunk,
+                                 const Scratch& scratch, int row, int first_position) {
     const Visible<MR> visible(g, item, chunk, row, MR, first_position);
     const int first = visible.first, last = visible.last;
     if (last == 0) return;
@@ -434,8 +434,8 @@ static void give_total(const Geometry& g, const Scratch& scratch, int rows) {
 }
 
 template <class KV, class Bytes, bool DOT, bool DOT_VALUES>
-static void attend_tile(const Geometry& g, const Layer& layer, const Item& item, const Item* next, const Scratch& scratch,
-                        float* partials) {
+static void paged_attention_tile(const Geometry& g, const Layer& layer, const WorkItem& item, const WorkItem* next,
+                                 const Scratch& scratch, float* partials) {
     const int rows = (item.query_end - item.query_begin) * g.group;
     const int new_tokens = g.batch.query_start_loc[item.request + 1] - g.batch.query_start_loc[item.request];
     const int first_position = g.batch.seq_lens[item.request] - new_tokens + item.query_begin;
@@ -486,15 +486,15 @@ static void attend_tile(const Geometry& g, const Layer& layer, const Item& item,
 #if HAS_TILES
         if constexpr (DOT) {
             if (suits_tiles(g)) {
-                attend_chunk_on_tiles<Bytes, DOT_VALUES>(g, item, chunk, scratch, rows, first_position);
+                paged_attention_chunk_on_tiles<Bytes, DOT_VALUES>(g, item, chunk, scratch, rows, first_position);
                 continue;
             }
         }
 #endif
         for (int row = 0; row < rows; row += MAX_MR) {
             with_constant<MAX_MR>(rows - row < MAX_MR ? rows - row : MAX_MR, [&](auto height) {
-                attend_rows<KV, Bytes, DOT, DOT_VALUES, decltype(height)::value>(g, item, chunk, scratch, row,
-                                                                               first_position);
+                paged_attention_rows<KV, Bytes, DOT, DOT_VALUES, decltype(height)::value>(g, item, chunk, scratch, row,
+                                                                                          first_position);
             });
         }
     }
@@ -522,38 +522,38 @@ static void attend_tile(const Geometry& g, const Layer& layer, const Item& item,
 // Whether probabilities of bfloat16 queries, whose products with keys are exact, are rounded to bfloat16. That loses precision,
 // so it is done only in compute-bound tiles (of several tokens, or of very many heads), and with 8-bit keys and values, whose
 // precision is lower anyway. With `batch_invariant` it is done in all tiles: a prompt may end with a tile of one token.
-INLINE bool rounds_probabilities(const Geometry& g, const Item& item, bool bytes) {
+INLINE bool rounds_probabilities(const Geometry& g, const WorkItem& item, bool bytes) {
     const bool is_prompt = item.save_state < 0 && item.query_end - item.query_begin > 1;
     return bytes || is_prompt || g.group >= 16 || g.spec.batch_invariant;
 }
 
 template <class Bytes>
-static void attend_paired(const Geometry& g, const Layer& layer, const Item& item, const Item* next, const Scratch& scratch,
-                          float* partials) {
+static void paged_attention_paired(const Geometry& g, const Layer& layer, const WorkItem& item, const WorkItem* next,
+                                   const Scratch& scratch, float* partials) {
 #if HAS_BF16_DOT
     if (g.spec.dtype == BF16) {
         if (rounds_probabilities(g, item, Bytes::scaled))
-            return attend_tile<Paired, Bytes, true, true>(g, layer, item, next, scratch, partials);
-        return attend_tile<Paired, Bytes, true, false>(g, layer, item, next, scratch, partials);
+            return paged_attention_tile<Paired, Bytes, true, true>(g, layer, item, next, scratch, partials);
+        return paged_attention_tile<Paired, Bytes, true, false>(g, layer, item, next, scratch, partials);
     }
 #endif
-    attend_tile<Paired, Bytes, false, false>(g, layer, item, next, scratch, partials);
+    paged_attention_tile<Paired, Bytes, false, false>(g, layer, item, next, scratch, partials);
 }
 
-static void attend(const Geometry& g, const Layer& layer, const Item& item, const Item* next, const Scratch& scratch,
-                   float* partials) {
+static void paged_attention(const Geometry& g, const Layer& layer, const WorkItem& item, const WorkItem* next,
+                            const Scratch& scratch, float* partials) {
     switch (g.spec.kv_dtype) {
-        case F32: return attend_tile<Plain<Float32>, NoBytes, false, false>(g, layer, item, next, scratch, partials);
-        case F16: return attend_tile<Plain<Float16>, NoBytes, false, false>(g, layer, item, next, scratch, partials);
-        case INT8: return attend_paired<Int8>(g, layer, item, next, scratch, partials);
-        case FP8: return attend_paired<Fp8>(g, layer, item, next, scratch, partials);
-        default: return attend_paired<NoBytes>(g, layer, item, next, scratch, partials);
+        case F32: return paged_attention_tile<Plain<Float32>, NoBytes, false, false>(g, layer, item, next, scratch, partials);
+        case F16: return paged_attention_tile<Plain<Float16>, NoBytes, false, false>(g, layer, item, next, scratch, partials);
+        case INT8: return paged_attention_paired<Int8>(g, layer, item, next, scratch, partials);
+        case FP8: return paged_attention_paired<Fp8>(g, layer, item, next, scratch, partials);
+        default: return paged_attention_paired<NoBytes>(g, layer, item, next, scratch, partials);
     }
 }
 
 // Combines the parts of a split tile: the weight of each part is 2^(its maximum - the overall maximum).
-static void combine(const Geometry& g, const Layer& layer, const SplitTile& tile, const Scratch& scratch,
-                    const float* partials) {
+static void paged_attention_reduce(const Geometry& g, const Layer& layer, const SplitTile& tile, const Scratch& scratch,
+                                   const float* partials) {
     const int rows = (tile.item.query_end - tile.item.query_begin) * g.group;
     float* acc = scratch.acc;
     for (int m = 0; m < rows; ++m) {

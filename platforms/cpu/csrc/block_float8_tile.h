@@ -74,7 +74,7 @@ INLINE vf round_to_float8(vf x) {
 }
 
 template <class E>
-static void float8_rows(const Float8Inputs& op, float* out, int64_t stride, int64_t rows) {
+static void scaled_fp8_quant_rows(const Float8Inputs& op, float* out, int64_t stride, int64_t rows) {
     typedef typename E::type T;
     for (int64_t row = 0; row < rows; ++row, out += stride) {
         const T* x = static_cast<const T*>(op.x) + row * op.x_stride;
@@ -105,8 +105,8 @@ static void float8_rows(const Float8Inputs& op, float* out, int64_t stride, int6
 
 static void block_convert_float8(const Float8Inputs& op, float* out, int64_t stride, int64_t rows) {
     switch (op.dtype) {
-        case F32: return float8_rows<Float32>(op, out, stride, rows);
-        case BF16: return float8_rows<BFloat16>(op, out, stride, rows);
-        default: return float8_rows<Float16>(op, out, stride, rows);
+        case F32: return scaled_fp8_quant_rows<Float32>(op, out, stride, rows);
+        case BF16: return scaled_fp8_quant_rows<BFloat16>(op, out, stride, rows);
+        default: return scaled_fp8_quant_rows<Float16>(op, out, stride, rows);
     }
 }

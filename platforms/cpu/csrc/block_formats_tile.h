@@ -1,4 +1,4 @@
-// Unpacking of the formats of block_linear.h in registers. Included inside a namespace, after qlinear_tile.h.
+// Unpacking of the formats of block_linear.h in registers. Included inside a namespace, after quantized_linear_tile.h.
 //
 // Each format returns, for a vector of columns, pairs of quads (four k as unsigned bytes in each lane) and the scales of a
 // group. The weight w of a byte:

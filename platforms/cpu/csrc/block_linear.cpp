@@ -1,9 +1,9 @@
-// Products with block-quantized weights: division among threads as in qlinear.cpp, by tiles instead of columns.
+// Products with block-quantized weights: division among threads as in quantized_linear.cpp, by tiles instead of columns.
 
 #include <algorithm>
 
 #include "entries.h"
-#include "qlinear.h"
+#include "quantized_linear.h"
 #include "team.h"
 #include "thread_buffer.h"
 
@@ -97,7 +97,7 @@ void block(const BlockKernels& kernels, const Product& p, int64_t row_begin, int
         char* both = product_to_gate.at_least(size_t(2 * kernels.tile * BLOCK_ROWS * element));
         multiply_tile(kernels, p, place, row_begin, rows, both, 2 * width);
         multiply_tile(kernels, p, p.place(tiles + t, kernels.tile), row_begin, rows, both + width * element, 2 * width);
-        current_isa().gate_and_mul({both, out, 2 * width, p.size, width, width, p.op.dtype}, 0, rows);
+        current_isa().act_and_mul({both, out, 2 * width, p.size, width, width, p.op.dtype}, 0, rows);
     }
 }
 
@@ -150,7 +150,7 @@ void multiply(const Product& p) {
         part.rows = std::min(p.rows - first, CONVERTED_ROWS);
         part.op.x = static_cast<const char*>(p.op.x) + first * p.x_stride * p.element();
         part.out = static_cast<char*>(p.out) + first * p.size * p.element();
-        multiply_at_once(current_qisa().blocks, part);
+        multiply_at_once(current_quantized_isa().blocks, part);
     }
 }
 
@@ -180,19 +180,19 @@ ThreadMode mode_of(const int64_t* s) {
 template <bool GATED>
 void part_of(const int64_t* s, Part part) {
     const Product p = recorded<GATED>(s);
-    compute_alone(current_qisa().blocks, p, Converted(p), part);
+    compute_alone(current_quantized_isa().blocks, p, Converted(p), part);
 }
 
 template <bool GATED>
 int64_t recorded_pieces(const int64_t* s) {
-    return pieces_of(current_qisa().blocks, recorded<GATED>(s));
+    return pieces_of(current_quantized_isa().blocks, recorded<GATED>(s));
 }
 
 // The weights of the thread's first tiles, which are contiguous.
 template <bool GATED>
 Range ahead_of(const int64_t* s, int64_t thread, int64_t threads) {
     const Product p = recorded<GATED>(s);
-    const int tile = current_qisa().blocks.tile;
+    const int tile = current_quantized_isa().blocks.tile;
     const int64_t tiles = p.tiles(tile), first = tiles * thread / threads;
     if (first >= tiles) return {nullptr, 0};
     const char* begin = p.place(first, tile).weight;
@@ -202,7 +202,7 @@ Range ahead_of(const int64_t* s, int64_t thread, int64_t threads) {
 }  // namespace
 
 const WorkSharing block_linear_sharing{mode_of<false>, part_of<false>, ahead_of<false>, recorded_pieces<false>};
-const WorkSharing block_linear_silu_sharing{mode_of<true>, part_of<true>, ahead_of<true>, recorded_pieces<true>};
+const WorkSharing block_linear_silu_and_mul_sharing{mode_of<true>, part_of<true>, ahead_of<true>, recorded_pieces<true>};
 
 }  // namespace mvllm
 
@@ -219,9 +219,9 @@ void mvllm_cpu_block_linear(const void* x, int64_t x_stride, const void* weight,
 }
 
 // out [rows, size] = silu(first half of y) * second half of y, where y = x * weight^T + bias.
-void mvllm_cpu_block_linear_silu(const void* x, int64_t x_stride, const void* weight, const BlockPart* parts,
-                                 int64_t num_parts, const void* bias, void* out, int64_t rows, int64_t in_features,
-                                 int64_t size, int int8_activations, int dtype) {
+void mvllm_cpu_block_linear_silu_and_mul(const void* x, int64_t x_stride, const void* weight, const BlockPart* parts,
+                                         int64_t num_parts, const void* bias, void* out, int64_t rows, int64_t in_features,
+                                         int64_t size, int int8_activations, int dtype) {
     multiply(product_of(x, x_stride, weight, parts, num_parts, bias, out, rows, in_features, size, int8_activations, dtype,
                         true));
 }

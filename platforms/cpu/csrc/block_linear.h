@@ -1,6 +1,6 @@
 // Matrix products with block-quantized weights of GGUF files: the packed layout, and the kernel table of one instruction
-// set (qisa_*.cpp each compile block_linear_tile.h for one; block_pack.cpp packs; block_linear.cpp divides a product among
-// threads). core's mvllm/ops/block_formats.py describes the blocks of a file.
+// set (quantized_isa_*.cpp each compile block_linear_tile.h for one; block_pack.cpp packs; block_linear.cpp divides a product
+// among threads). core's mvllm/ops/block_formats.py describes the blocks of a file.
 //
 // A block of a file belongs to one column of the product and has 32 or 256 values of k. The packed layout interleaves
 // adjacent columns in tiles. It takes as many bytes as the file, except that 6-bit scales of groups take a byte each. A tile

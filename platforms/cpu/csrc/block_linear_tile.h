@@ -1,5 +1,5 @@
 // Products of rows with block-quantized weights (block_linear.h describes the packing). Included inside a namespace, after
-// qlinear_tile.h.
+// quantized_linear_tile.h.
 //
 // A kernel computes one tile of the result for some rows. With few rows, it unpacks weights in registers. With more rows, it
 // unpacks a piece of the weight once into a panel in the L1 cache, which all rows read. Both do the same arithmetic, so a

@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "entries.h"
-#include "qlinear.h"
+#include "quantized_linear.h"
 #include "thread_team.h"
 
 #pragma GCC push_options
@@ -108,7 +108,7 @@ void read_group(BlockFormat format, const char* block, int g, int tile, int colu
 void read_row(const char* weight, const BlockPart* part, int64_t row, int64_t in_features, void* out, int dtype) {
     const BlockFormat format = BlockFormat(part->format);
     const BlockLayout& layout = BLOCK_LAYOUTS[format];
-    const int tile = current_qisa().blocks.tile, column = int((row - part->column) % tile);
+    const int tile = current_quantized_isa().blocks.tile, column = int((row - part->column) % tile);
     const int64_t block_bytes = int64_t(layout.block()) * tile;
     const char* block = weight + part->offset + (row - part->column) / tile * (in_features / (layout.groups * BLOCK_GROUP)) * block_bytes;
     for (int64_t k = 0; k < in_features; block += block_bytes)

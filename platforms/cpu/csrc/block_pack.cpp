@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "qlinear.h"
+#include "quantized_linear.h"
 #include "thread_team.h"
 
 namespace mvllm {
@@ -167,19 +167,19 @@ using namespace mvllm;
 extern "C" {
 
 // Columns of a tile.
-int mvllm_cpu_block_tile() { return current_qisa().blocks.tile; }
+int mvllm_cpu_block_tile() { return current_quantized_isa().blocks.tile; }
 
 // Bytes of `columns` packed columns.
 int64_t mvllm_cpu_block_packed_size(int64_t columns, int64_t in_features, int format) {
     const BlockLayout& layout = BLOCK_LAYOUTS[format];
-    const int tile = current_qisa().blocks.tile;
+    const int tile = current_quantized_isa().blocks.tile;
     return (columns + tile - 1) / tile * tile * (in_features / (layout.groups * BLOCK_GROUP)) * layout.block();
 }
 
 // `data` has one row of a file per column, `stride` bytes apart. The caller fills `packed` with zeros.
 void mvllm_cpu_block_pack(const uint8_t* data, int64_t stride, char* packed, int64_t columns, int64_t in_features, int format) {
     const BlockLayout& layout = BLOCK_LAYOUTS[format];
-    const int tile = current_qisa().blocks.tile;
+    const int tile = current_quantized_isa().blocks.tile;
     const int64_t blocks = in_features / (layout.groups * BLOCK_GROUP), tiles = (columns + tile - 1) / tile;
     const WriteBlock write_block = write_block_of(layout);
     auto pack = [&](int64_t t) {
@@ -202,7 +202,7 @@ void mvllm_cpu_float8_pack(const uint8_t* codes, int64_t stride, const float* sc
                            int64_t block_rows, int64_t block_columns, int64_t first_row, char* packed, int64_t columns,
                            int64_t in_features) {
     const BlockLayout& layout = BLOCK_LAYOUTS[E4M3];
-    const int tile = current_qisa().blocks.tile;
+    const int tile = current_quantized_isa().blocks.tile;
     const int64_t values = layout.groups * BLOCK_GROUP, blocks = (in_features + values - 1) / values;
     const int64_t tiles = (columns + tile - 1) / tile;
     auto pack = [&](int64_t t) {

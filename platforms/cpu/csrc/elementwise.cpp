@@ -51,19 +51,19 @@ RmsNorm rms_norm_of(const void* x, int64_t x_stride, int64_t heads, int64_t head
     return {x, residual, weight, out, x_stride, heads, head_stride, int32_t(size), dtype, eps};
 }
 
-GateAndMul silu_and_mul_of(const void* x, int64_t x_stride, void* out, int64_t size, int dtype) {
+ActAndMul silu_and_mul_of(const void* x, int64_t x_stride, void* out, int64_t size, int dtype) {
     return {x, out, x_stride, size, size, size, dtype};
 }
 
-GateAndMul gelu_tanh_and_mul_of(const void* x, int64_t x_stride, void* out, int64_t size, int dtype) {
+ActAndMul gelu_tanh_and_mul_of(const void* x, int64_t x_stride, void* out, int64_t size, int dtype) {
     return {x, out, x_stride, size, size, size, dtype, true};
 }
 
 // Cost of one element of silu_and_mul, in elements of a simple operation.
 constexpr int64_t SILU_COST = 4;
 
-const void* pointer(int64_t slot) { return reinterpret_cast<const void*>(slot); }
-void* target(int64_t slot) { return reinterpret_cast<void*>(slot); }
+const void* pointer(int64_t word) { return reinterpret_cast<const void*>(word); }
+void* target(int64_t word) { return reinterpret_cast<void*>(word); }
 
 ThreadMode mode_of(int64_t rows, int64_t elements_per_row) {
     return is_small(rows, elements_per_row) ? ThreadMode::ONE_THREAD : ThreadMode::SHARED;
@@ -83,19 +83,19 @@ void rms_norm_part(const int64_t* s, Part part) {
 }
 
 void silu_and_mul_part(const int64_t* s, Part part) {
-    const GateAndMul op = silu_and_mul_of(pointer(s[0]), s[1], target(s[2]), s[4], int(s[5]));
-    current_isa().gate_and_mul(op, s[3] * part.index / part.count, s[3] * (part.index + 1) / part.count);
+    const ActAndMul op = silu_and_mul_of(pointer(s[0]), s[1], target(s[2]), s[4], int(s[5]));
+    current_isa().act_and_mul(op, s[3] * part.index / part.count, s[3] * (part.index + 1) / part.count);
 }
 
 void gelu_tanh_and_mul_part(const int64_t* s, Part part) {
-    const GateAndMul op = gelu_tanh_and_mul_of(pointer(s[0]), s[1], target(s[2]), s[4], int(s[5]));
-    current_isa().gate_and_mul(op, s[3] * part.index / part.count, s[3] * (part.index + 1) / part.count);
+    const ActAndMul op = gelu_tanh_and_mul_of(pointer(s[0]), s[1], target(s[2]), s[4], int(s[5]));
+    current_isa().act_and_mul(op, s[3] * part.index / part.count, s[3] * (part.index + 1) / part.count);
 }
 
-void rotary_part(const int64_t* s, Part part) {
+void rotary_embedding_part(const int64_t* s, Part part) {
     const Rotary op{pointer(s[0]), reinterpret_cast<const float*>(s[2]), target(s[4]), target(s[8]), s[5], s[6], s[9], s[10],
                     int32_t(s[1]), int32_t(s[7]), int32_t(s[11]), int32_t(s[3]), int32_t(s[13])};
-    current_isa().rotary(op, s[12] * part.index / part.count, s[12] * (part.index + 1) / part.count);
+    current_isa().rotary_embedding(op, s[12] * part.index / part.count, s[12] * (part.index + 1) / part.count);
 }
 
 ThreadMode always_one_thread(const int64_t*) { return ThreadMode::ONE_THREAD; }
@@ -107,7 +107,7 @@ const WorkSharing one_thread{always_one_thread, nullptr, nullptr, nullptr}, own_
 const WorkSharing rms_norm_sharing{rms_norm_mode, rms_norm_part, nullptr, nullptr};
 const WorkSharing silu_and_mul_sharing{silu_and_mul_mode, silu_and_mul_part, nullptr, nullptr};
 const WorkSharing gelu_tanh_and_mul_sharing{silu_and_mul_mode, gelu_tanh_and_mul_part, nullptr, nullptr};
-const WorkSharing rotary_sharing{rotary_mode, rotary_part, nullptr, nullptr};
+const WorkSharing rotary_embedding_sharing{rotary_mode, rotary_embedding_part, nullptr, nullptr};
 
 }  // namespace mvllm
 
@@ -115,7 +115,7 @@ using namespace mvllm;
 
 extern "C" {
 
-int mvllm_cpu_abi_version() { return 19; }
+int mvllm_cpu_abi_version() { return 20; }
 
 const char* mvllm_cpu_isa() { return current_isa().name; }
 
@@ -137,11 +137,11 @@ void mvllm_cpu_argmax(const void* x, int64_t x_stride, void* values, int64_t* id
 }
 
 void mvllm_cpu_silu_and_mul(const void* x, int64_t x_stride, void* out, int64_t rows, int64_t size, int dtype) {
-    over_rows(current_isa().gate_and_mul, silu_and_mul_of(x, x_stride, out, size, dtype), rows, SILU_COST * size);
+    over_rows(current_isa().act_and_mul, silu_and_mul_of(x, x_stride, out, size, dtype), rows, SILU_COST * size);
 }
 
 void mvllm_cpu_gelu_tanh_and_mul(const void* x, int64_t x_stride, void* out, int64_t rows, int64_t size, int dtype) {
-    over_rows(current_isa().gate_and_mul, gelu_tanh_and_mul_of(x, x_stride, out, size, dtype), rows, SILU_COST * size);
+    over_rows(current_isa().act_and_mul, gelu_tanh_and_mul_of(x, x_stride, out, size, dtype), rows, SILU_COST * size);
 }
 
 // The sum of `x` and `y`, `count` contiguous elements each.
@@ -153,13 +153,13 @@ void mvllm_cpu_scale(const void* x, float factor, void* out, int64_t count, int 
     over_rows(current_isa().add_or_scale, AddOrScale{x, nullptr, out, factor, dtype}, count, 1);
 }
 
-void mvllm_cpu_rotary(const void* index, int wide_index, const float* cos_sin, int rotary_dim, void* query,
-                      int64_t query_stride, int64_t query_head_stride, int num_heads, void* key, int64_t key_stride,
-                      int64_t key_head_stride, int num_kv_heads, int64_t tokens, int dtype) {
+void mvllm_cpu_rotary_embedding(const void* index, int wide_index, const float* cos_sin, int rotary_dim, void* query,
+                                int64_t query_stride, int64_t query_head_stride, int num_heads, void* key, int64_t key_stride,
+                                int64_t key_head_stride, int num_kv_heads, int64_t tokens, int dtype) {
     const Rotary op{index,      cos_sin,         query,      key,       query_stride, query_head_stride,
                     key_stride, key_head_stride, wide_index, num_heads, num_kv_heads, rotary_dim,
                     dtype};
-    over_rows(current_isa().rotary, op, tokens, int64_t(num_heads + num_kv_heads) * rotary_dim);
+    over_rows(current_isa().rotary_embedding, op, tokens, int64_t(num_heads + num_kv_heads) * rotary_dim);
 }
 
 }  // extern "C"

@@ -47,7 +47,7 @@ static void rms_norm_rows(const RmsNorm& op, int64_t begin, int64_t end) {
 
 // silu(x) = x * sigmoid(x), and the tanh form of gelu is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)).
 template <class E, bool GELU_TANH>
-static void gate_and_mul_rows(const GateAndMul& op, int64_t begin, int64_t end) {
+static void act_and_mul_rows(const ActAndMul& op, int64_t begin, int64_t end) {
     typedef typename E::type T;
     constexpr float LINEAR = GELU_TANH ? -1.5957691216057308f * LOG2E : -LOG2E, CUBIC = GELU_TANH ? LINEAR * 0.044715f : 0.f;
     const vf limit = splat(126.f);
@@ -70,8 +70,8 @@ static void gate_and_mul_rows(const GateAndMul& op, int64_t begin, int64_t end) 
 }
 
 template <class E>
-static void silu_or_gelu_and_mul_rows(const GateAndMul& op, int64_t begin, int64_t end) {
-    (op.is_gelu_tanh ? gate_and_mul_rows<E, true> : gate_and_mul_rows<E, false>)(op, begin, end);
+static void silu_or_gelu_and_mul_rows(const ActAndMul& op, int64_t begin, int64_t end) {
+    (op.is_gelu_tanh ? act_and_mul_rows<E, true> : act_and_mul_rows<E, false>)(op, begin, end);
 }
 
 template <class E>
@@ -165,9 +165,9 @@ static void argmax_rows(const Argmax& op, int64_t begin, int64_t end) {
     }
 
 static void rms_norm(const RmsNorm& op, int64_t begin, int64_t end) { BY_DTYPE(rms_norm_rows, op, begin, end) }
-static void gate_and_mul(const GateAndMul& op, int64_t begin, int64_t end) { BY_DTYPE(silu_or_gelu_and_mul_rows, op, begin, end) }
+static void act_and_mul(const ActAndMul& op, int64_t begin, int64_t end) { BY_DTYPE(silu_or_gelu_and_mul_rows, op, begin, end) }
 static void add_or_scale(const AddOrScale& op, int64_t begin, int64_t end) { BY_DTYPE(add_or_scale_elements, op, begin, end) }
-static void rotary(const Rotary& op, int64_t begin, int64_t end) { BY_DTYPE(rotary_tokens, op, begin, end) }
+static void rotary_embedding(const Rotary& op, int64_t begin, int64_t end) { BY_DTYPE(rotary_tokens, op, begin, end) }
 static void argmax(const Argmax& op, int64_t begin, int64_t end) { BY_DTYPE(argmax_rows, op, begin, end) }
 
 #undef BY_DTYPE

@@ -1,5 +1,5 @@
 // Products of rows with a quantized matrix of one expert, tile by tile; quantized_moe.cpp divides them among threads. A
-// matrix is packed as block_linear.h or qlinear.h describes.
+// matrix is packed as block_linear.h or quantized_linear.h describes.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 #include <cstring>
 
 #include "moe_routing.h"
-#include "qlinear.h"
+#include "quantized_linear.h"
 
 namespace mvllm {
 
@@ -36,7 +36,7 @@ enum Float8Rounding : int64_t { NOT_ROUNDED, DYNAMIC, STATIC };
 //
 //     values [rows][value_bytes]  |  sides [rows][side_bytes]  |  scales [rows]
 //
-// `sides`: scales and sums of runs rounded to int8 (BlockInput), or the sums of blocks (QLinear::row_sums).
+// `sides`: scales and sums of runs rounded to int8 (BlockInput), or the sums of blocks (QuantizedLinear::row_sums).
 struct ExpertRows {
     char* values;
     char* sides;
@@ -69,7 +69,7 @@ struct ExpertColumns {
 // The product with one of the two matrices. `halves` is 2 for gate and up, whose tiles have the same columns.
 class ExpertProduct {
   public:
-    ExpertProduct(const QIsa& isa, const ExpertMatrices& matrices, int halves, int dtype)
+    ExpertProduct(const QuantizedIsa& isa, const ExpertMatrices& matrices, int halves, int dtype)
         : isa_(isa), matrices_(matrices), halves_(halves), dtype_(dtype) {
         int8_ = matrices.int8_activations && (matrices.kind == INTEGERS || dtype != F32);
         tile_ = matrices.kind == INTEGERS ? isa.tile : isa.blocks.tile;
@@ -109,7 +109,7 @@ class ExpertProduct {
                                             reinterpret_cast<BlockInput*>(to.sides), count);
             return isa_.blocks.convert(x, stride, size, dtype_, reinterpret_cast<float*>(to.values), rows_.stride, count);
         }
-        QLinear op = integers();
+        QuantizedLinear op = integers();
         op.x = x;
         op.x_stride = stride;
         if (int8_)
@@ -139,7 +139,7 @@ class ExpertProduct {
             return (int8_ ? isa_.blocks.int8 : isa_.blocks.weight_only)(op, one, 0, count);
         }
         const ExpertMatrix& matrix = matrices_.experts[expert * halves_ + half];
-        QLinear op = integers();
+        QuantizedLinear op = integers();
         op.x = rows.values;
         op.x_stride = rows_.stride;
         op.weight = reinterpret_cast<const uint32_t*>(matrix.weight);
@@ -163,8 +163,8 @@ class ExpertProduct {
         return place_of(weight, matrices_.parts, depth_, index, tile_);
     }
 
-    QLinear integers() const {
-        QLinear op{};
+    QuantizedLinear integers() const {
+        QuantizedLinear op{};
         op.in_features = int32_t(matrices_.in_features);
         op.out_features = int32_t(size_);
         op.group_size = op.block_size = int32_t(matrices_.group_size);
@@ -175,7 +175,7 @@ class ExpertProduct {
         return op;
     }
 
-    const QIsa& isa_;
+    const QuantizedIsa& isa_;
     const ExpertMatrices& matrices_;
     int halves_, dtype_, tile_;
     bool int8_;

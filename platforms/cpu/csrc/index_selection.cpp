@@ -21,18 +21,18 @@ constexpr int64_t MOST_SCORES = 1 << 22;      // of a pass, unless one tile has 
 constexpr int64_t SERIAL_SCORES = 1 << 14;    // to select from, likewise
 
 struct Tile {
-    Item item;
+    WorkItem item;
     int64_t stride;
 };
 
-std::vector<Tile> tiles_of(const Geometry& g, IndexPlan& plan) {
+std::vector<Tile> tiles_of(const Geometry& g, IndexWork& work) {
     std::vector<Tile> tiles;
     const int per_tile = std::max(TILE_ROWS / g.spec.num_heads, 1);
     for (int r = 0; r < g.batch.num_requests; ++r) {
         const int first = g.batch.query_start_loc[r], new_tokens = g.batch.query_start_loc[r + 1] - first;
         const int earlier = g.batch.seq_lens[r] - new_tokens;
         const int unscored = std::clamp(g.spec.index_topk - earlier, 0, new_tokens);
-        for (int t = 0; t < unscored; ++t) plan.rows.push_back({first + t, 0, earlier + t + 1});
+        for (int t = 0; t < unscored; ++t) work.rows.push_back({first + t, 0, earlier + t + 1});
         for (int begin = unscored; begin < new_tokens; begin += per_tile) {
             const int end = std::min(begin + per_tile, new_tokens);
             tiles.push_back({{r, 0, begin, end, 0, earlier + end, -1}, round_up(earlier + end, CHUNK)});
@@ -71,57 +71,57 @@ void select_row(const float* scores, int visible, int top_k, int32_t* out) {
 
 }  // namespace
 
-IndexPlan plan_selection(const Geometry& g, int threads) {
-    IndexPlan plan;
-    std::vector<Tile> tiles = tiles_of(g, plan);
-    plan.passes.push_back({0, plan.rows.size(), 0});
+IndexWork divide_selection(const Geometry& g, int threads) {
+    IndexWork work;
+    std::vector<Tile> tiles = tiles_of(g, work);
+    work.passes.push_back({0, work.rows.size(), 0});
     int64_t cost = 0;
     for (const Tile& tile : tiles) cost += int64_t(tile.item.query_end - tile.item.query_begin) * tile.item.key_end;
-    if (cost * g.spec.num_heads * g.dk >= SERIAL_PRODUCTS) plan.threads = threads;
-    const int64_t fair = std::max<int64_t>(1, cost / (plan.threads * 4));
+    if (cost * g.spec.num_heads * g.dk >= SERIAL_PRODUCTS) work.threads = threads;
+    const int64_t fair = std::max<int64_t>(1, cost / (work.threads * 4));
     for (const Tile& tile : tiles) {
         const int queries = tile.item.query_end - tile.item.query_begin;
-        if (plan.passes.back().scores && plan.passes.back().scores + queries * tile.stride > MOST_SCORES)
-            plan.passes.push_back({plan.items.size(), plan.rows.size(), 0});
-        IndexPlan::Pass& pass = plan.passes.back();
-        const int64_t length = plan.threads == 1 ? tile.stride : round_up(int(std::min(fair / queries + 1, tile.stride)), CHUNK);
+        if (work.passes.back().scores && work.passes.back().scores + queries * tile.stride > MOST_SCORES)
+            work.passes.push_back({work.items.size(), work.rows.size(), 0});
+        IndexWork::Pass& pass = work.passes.back();
+        const int64_t length = work.threads == 1 ? tile.stride : round_up(int(std::min(fair / queries + 1, tile.stride)), CHUNK);
         for (int64_t begin = 0; begin < tile.item.key_end; begin += length) {
             IndexItem part{tile.item, pass.scores, tile.stride};
             part.item.key_begin = int(begin);
             part.item.key_end = int(std::min<int64_t>(begin + length, tile.item.key_end));
-            plan.items.push_back(part);
+            work.items.push_back(part);
         }
         const int new_tokens = g.batch.query_start_loc[tile.item.request + 1] - g.batch.query_start_loc[tile.item.request];
         for (int t = tile.item.query_begin; t < tile.item.query_end; ++t) {
-            plan.rows.push_back({g.batch.query_start_loc[tile.item.request] + t, pass.scores,
+            work.rows.push_back({g.batch.query_start_loc[tile.item.request] + t, pass.scores,
                                  g.batch.seq_lens[tile.item.request] - new_tokens + t + 1});
             pass.scores += tile.stride;
         }
-        pass.items_end = plan.items.size();
-        pass.rows_end = plan.rows.size();
+        pass.items_end = work.items.size();
+        pass.rows_end = work.rows.size();
     }
-    return plan;
+    return work;
 }
 
-void select_positions(const Geometry& g, const IndexPlan& plan, IndexLayer index, int32_t* out) {
+void select_positions(const Geometry& g, const IndexWork& work, IndexLayer index, int32_t* out) {
     record_kernel_use();
     thread_local Buffer memory;
     const Isa& isa = current_isa();
     size_t first_item = 0, first_row = 0;
-    for (const IndexPlan::Pass& pass : plan.passes) {
+    for (const IndexWork::Pass& pass : work.passes) {
         index.scores = reinterpret_cast<float*>(memory.at_least(size_t(pass.scores) * sizeof(float)));
         std::atomic<size_t> next{first_item};
         if (first_item < pass.items_end)
-            divide_pieces(plan.threads, plan.threads, [&](Part) {
+            divide_pieces(work.threads, work.threads, [&](Part) {
                 thread_local ScratchMemory scratch_memory;
                 const Scratch scratch = scratch_memory.carve(g);
                 for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < pass.items_end;)
-                    isa.index_scores(g, index, plan.items[i], scratch);
+                    isa.index_scores(g, index, work.items[i], scratch);
             });
         const int64_t num_rows = int64_t(pass.rows_end - first_row);
-        divide_range(pass.scores < SERIAL_SCORES ? 1 : plan.threads, num_rows, [&](int64_t begin, int64_t end) {
+        divide_range(pass.scores < SERIAL_SCORES ? 1 : work.threads, num_rows, [&](int64_t begin, int64_t end) {
             for (int64_t i = begin; i < end; ++i) {
-                const IndexRow& row = plan.rows[first_row + size_t(i)];
+                const IndexRow& row = work.rows[first_row + size_t(i)];
                 select_row(index.scores + row.scores, row.visible, g.spec.index_topk, out + row.token * g.spec.index_topk);
             }
         });

@@ -16,7 +16,7 @@ struct IndexRow {
 };
 
 // A step's selection. Passes limit the memory for scores.
-struct IndexPlan {
+struct IndexWork {
     struct Pass {
         size_t items_end = 0, rows_end = 0;
         int64_t scores = 0;
@@ -27,10 +27,10 @@ struct IndexPlan {
     int threads = 1;
 };
 
-IndexPlan plan_selection(const Geometry& g, int threads);
+IndexWork divide_selection(const Geometry& g, int threads);
 
 // out[token] = the positions of the index_topk highest scores in ascending order, of equal scores the earlier ones; -1 at
 // the end if fewer are visible.
-void select_positions(const Geometry& g, const IndexPlan& plan, IndexLayer index, int32_t* out);
+void select_positions(const Geometry& g, const IndexWork& work, IndexLayer index, int32_t* out);
 
 }  // namespace mvllm

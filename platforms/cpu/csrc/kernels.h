@@ -1,4 +1,4 @@
-// Declarations shared by the files of this library: the layout of the KV cache, the plan of a step, and the kernel table of
+// Declarations shared by the files of this library: the layout of the KV cache, the work of a step, and the kernel table of
 // an instruction set. Each `isa_*.cpp` compiles the same inner loops (simd.h, attention_tile.h, ...) for one instruction set;
 // `dispatch.cpp` selects the best one that the processor has; all other files are compiled for any processor.
 //
@@ -84,7 +84,7 @@ struct Batch {
 // Work item: a tile of rows of one request and one key/value head, over a range of keys. With `save_state`: rows of several
 // consecutive requests with one new token each, over keys in blocks that they share; the softmax state of the rows is saved,
 // and the items of the requests continue from it (`load_state`).
-struct Item {
+struct WorkItem {
     int32_t request, kv_head;
     int32_t query_begin, query_end;  // tokens, as indices of the request's new tokens
     int32_t key_begin, key_end;
@@ -95,7 +95,7 @@ struct Item {
 
 // A tile whose keys were split: its items' partial results are contiguous.
 struct SplitTile {
-    Item item;
+    WorkItem item;
     int32_t first_partial, num_partials;
 };
 
@@ -148,7 +148,7 @@ struct Scratch {
 // Work item of an indexer: queries [query_begin, query_end) of a request over keys [key_begin, key_end); `key_begin` is a
 // multiple of CHUNK. The score of query t and key k is scores[(t - query_begin) * stride + k].
 struct IndexItem {
-    Item item;
+    WorkItem item;
     int64_t scores, stride;
 };
 
@@ -181,7 +181,7 @@ struct RmsNorm {
 };
 
 // out[i] = silu(x[i]) * x[up + i], or gelu (tanh form) instead of silu; rows are `x_stride` and `out_stride` elements apart.
-struct GateAndMul {
+struct ActAndMul {
     const void* x;
     void* out;
     int64_t x_stride, out_stride, up, size;
@@ -200,7 +200,7 @@ struct AddOrScale {
 
 // out[i] = (u + 1) * g * sigmoid(alpha * g), where g = min(x[i], limit) and u is x[up + i] clamped to [-limit, limit].
 struct ClampedGate {
-    GateAndMul rows;
+    ActAndMul rows;
     float alpha, limit;
 };
 
@@ -238,7 +238,7 @@ struct Linear {
 };
 
 // out[t] = sum over k of weights[t][k] * rows[positions[t][k]], in float32.
-struct MoeCombine {
+struct MoeSum {
     const void* rows;  // `row_stride` elements apart
     const int32_t* positions;
     const float* weights;
@@ -274,15 +274,17 @@ constexpr int LINEAR_ROWS = 96;  // maximum number of rows per call of `Isa::lin
 // The kernels of one instruction set.
 struct Isa {
     const char* name;
-    void (*attend)(const Geometry&, const Layer&, const Item&, const Item* next, const Scratch&, float* partials);
-    void (*combine)(const Geometry&, const Layer&, const SplitTile&, const Scratch&, const float* partials);
-    void (*attend_selected)(const Geometry&, const Layer&, const Item&, const Item* next, const Scratch&, float* partials);
+    void (*paged_attention)(const Geometry&, const Layer&, const WorkItem&, const WorkItem* next, const Scratch&,
+                            float* partials);
+    void (*paged_attention_reduce)(const Geometry&, const Layer&, const SplitTile&, const Scratch&, const float* partials);
+    void (*sparse_attention)(const Geometry&, const Layer&, const WorkItem&, const WorkItem* next, const Scratch&,
+                             float* partials);
     void (*index_scores)(const Geometry&, const IndexLayer&, const IndexItem&, const Scratch&);
-    void (*store_kv)(const Geometry&, const NewKV&, int token_begin, int token_end);
+    void (*reshape_and_cache)(const Geometry&, const NewKV&, int token_begin, int token_end);
     void (*rms_norm)(const RmsNorm&, int64_t row_begin, int64_t row_end);
-    void (*gate_and_mul)(const GateAndMul&, int64_t row_begin, int64_t row_end);
+    void (*act_and_mul)(const ActAndMul&, int64_t row_begin, int64_t row_end);
     void (*add_or_scale)(const AddOrScale&, int64_t begin, int64_t end);
-    void (*rotary)(const Rotary&, int64_t token_begin, int64_t token_end);
+    void (*rotary_embedding)(const Rotary&, int64_t token_begin, int64_t token_end);
     void (*argmax)(const Argmax&, int64_t row_begin, int64_t row_end);
     // Computes strips of STRIP columns. For float32, and for bfloat16 with `bf16_dot`, it reads the caller's x directly.
     // Otherwise `x` holds float32 rows, zero-padded like the weight, which `linear_x` makes.
@@ -290,13 +292,14 @@ struct Isa {
     void (*linear_x)(const Linear&, void* out, int64_t row_stride, int64_t row_begin, int64_t row_end);
     int32_t linear_tile;
     bool bf16_dot;
-    void (*moe_combine)(const MoeCombine&, int64_t token_begin, int64_t token_end);
+    void (*moe_sum)(const MoeSum&, int64_t token_begin, int64_t token_end);
     void (*clamped_gate)(const ClampedGate&, int64_t row_begin, int64_t row_end);
     void (*logsumexp)(const LogSumExp&, int64_t row_begin, int64_t row_end);
     void (*filtered_draw)(const FilteredDraw&, int64_t row_begin, int64_t row_end, float* scratch);
     void (*causal_conv1d)(const CausalConv1d&, int64_t request, int64_t channel_begin, int64_t channel_end);
     void (*ssd)(const Ssd&, int64_t request, int64_t head, int64_t row_begin, int64_t row_end, float* scratch);
-    void (*delta_rule)(const DeltaRule&, int64_t request, int64_t head, int64_t column_begin, int64_t column_end, float* scratch);
+    void (*gated_delta_rule)(const GatedDeltaRule&, int64_t request, int64_t head, int64_t column_begin, int64_t column_end,
+                             float* scratch);
     void (*gated_rms_norm)(const GatedRmsNorm&, int64_t row_begin, int64_t row_end, float* scratch);
     void (*activate)(const Activate&, int64_t row_begin, int64_t row_end);
     void (*layer_norm)(const LayerNorm&, int64_t row_begin, int64_t row_end);

@@ -228,7 +228,7 @@ static void store_tokens(const Geometry& g, const NewKV& kv, int begin, int end)
     }
 }
 
-static void store_kv(const Geometry& g, const NewKV& kv, int begin, int end) {
+static void reshape_and_cache(const Geometry& g, const NewKV& kv, int begin, int end) {
     switch (g.spec.dtype) {
         case F32: return store_tokens<Float32>(g, kv, begin, end);
         case BF16: return store_tokens<BFloat16>(g, kv, begin, end);

@@ -105,9 +105,9 @@ void gate(const Isa& isa, const Linear& op, void* out, int64_t row_begin, int64_
     isa.linear(half, row_begin, row_end, begin, end);
     half.out = at(row_begin * 2 * width + begin * STRIP + size - width);
     isa.linear(half, row_begin, row_end, size / STRIP + begin, size / STRIP + end);
-    const GateAndMul act{scratch, static_cast<char*>(out) + (row_begin * size + begin * STRIP) * element, 2 * width, size,
-                         width, width, op.dtype};
-    isa.gate_and_mul(act, 0, row_end - row_begin);
+    const ActAndMul act{scratch, static_cast<char*>(out) + (row_begin * size + begin * STRIP) * element, 2 * width, size,
+                        width, width, op.dtype};
+    isa.act_and_mul(act, 0, row_end - row_begin);
 }
 
 // Computes one of `threads` parts, divided like in `compute`.
@@ -141,7 +141,7 @@ Linear both_of(const int64_t* s) {
 
 ThreadMode linear_mode_of_both(const int64_t* s) { return s[5] * s[6] * s[7] * 2 < SERIAL_WORK ? ThreadMode::ONE_THREAD : ThreadMode::SHARED; }
 
-void linear_silu_part(const int64_t* s, Part part) {
+void linear_silu_and_mul_part(const int64_t* s, Part part) {
     const Linear op = both_of(s);
     gate_part(current_isa(), op, op.out, s[5], part.index, part.count);
 }
@@ -149,7 +149,7 @@ void linear_silu_part(const int64_t* s, Part part) {
 }  // namespace
 
 const WorkSharing linear_sharing{linear_mode, linear_part, linear_ahead, linear_pieces};
-const WorkSharing linear_silu_sharing{linear_mode_of_both, linear_silu_part, linear_ahead, linear_pieces};
+const WorkSharing linear_silu_and_mul_sharing{linear_mode_of_both, linear_silu_and_mul_part, linear_ahead, linear_pieces};
 
 }  // namespace mvllm
 
@@ -233,15 +233,15 @@ void mvllm_cpu_linear(const void* x, int64_t x_stride, const void* weight, const
     }
 }
 
-// Whether `mvllm_cpu_linear_silu` supports weights [2 * size, in_features].
-int mvllm_cpu_linear_silu_takes(int64_t in_features, int64_t size, int dtype) {
+// Whether `mvllm_cpu_linear_silu_and_mul` supports weights [2 * size, in_features].
+int mvllm_cpu_linear_silu_and_mul_takes(int64_t in_features, int64_t size, int dtype) {
     const Linear op{nullptr, nullptr, nullptr, nullptr, in_features, int32_t(in_features), int32_t(2 * size), dtype};
     return takes_x(current_isa(), op) && size % STRIP == 0;
 }
 
 // out [rows, size] = silu(first half of y) * second half of y, where y = x * weight^T + bias.
-void mvllm_cpu_linear_silu(const void* x, int64_t x_stride, const void* weight, const void* bias, void* out, int64_t rows,
-                           int64_t in_features, int64_t size, int dtype) {
+void mvllm_cpu_linear_silu_and_mul(const void* x, int64_t x_stride, const void* weight, const void* bias, void* out,
+                                   int64_t rows, int64_t in_features, int64_t size, int dtype) {
     const Isa& isa = current_isa();
     const Linear op{x, weight, bias, out, x_stride, int32_t(in_features), int32_t(2 * size), dtype};
     divide_pieces(threads_for(rows * in_features * size * 2), pieces_of(isa, rows, size),

@@ -6,7 +6,7 @@
 //                    e0      e1   e4
 //     items        (expert, up to LINEAR_ROWS of its rows, panel of columns)              (gate and up, silu, product)
 //                  (expert, up to LINEAR_ROWS of its rows, panel of columns)              (down)
-//     tokens       t0 = w * row of e0 + w * row of e4                                     (combine, in float32)
+//     tokens       t0 = w * row of e0 + w * row of e4                                     (moe_sum, in float32)
 //
 // Threads take the items of each step dynamically. A panel is a separate product for the
 // kernels of linear_tile.h, with at most `linear_tile` outputs. Panels of gate and up contain the same columns of both,
@@ -154,13 +154,13 @@ void run(const Isa& isa, const Moe& op, int64_t num_tokens) {
                              panel * gate_up.panel_bytes, op.gate_up_bias ? bias : nullptr, sums, in.elements,
                              int32_t(op.hidden), int32_t(halves * n), op.dtype};
         isa.linear(product, 0, height, 0, (halves * n + STRIP - 1) / STRIP);
-        const GateAndMul gates{sums, gated, 2 * n, n, n, n, op.dtype, op.gate == GELU_TANH_GATE};
+        const ActAndMul gates{sums, gated, 2 * n, n, n, n, op.dtype, op.gate == GELU_TANH_GATE};
         if (op.gate == NO_GATE)
             isa.activate(Activate{sums, nullptr, gated, n, 0, n, op.function, op.dtype}, 0, height);
         else if (op.gate == CLAMPED_GATE)
             isa.clamped_gate(ClampedGate{gates, op.alpha, op.limit}, 0, height);
         else
-            isa.gate_and_mul(gates, 0, height);
+            isa.act_and_mul(gates, 0, height);
         for (int64_t m = 0; m < height; ++m)
             std::memcpy(act + (block.begin + m) * act_bytes + column * element, gated + m * n * element,
                         size_t(n * element));
@@ -183,9 +183,9 @@ void run(const Isa& isa, const Moe& op, int64_t num_tokens) {
             std::memcpy(rows + ((block.begin + m) * op.hidden + column) * element, sums + m * n * element,
                         size_t(n * element));
     });
-    const MoeCombine combine{rows, routing.positions.data(), routing.weights.data(), op.out, op.hidden, op.hidden,
-                             int32_t(op.top_k), op.dtype};
-    divide_range(threads, num_tokens, [&](int64_t begin, int64_t end) { isa.moe_combine(combine, begin, end); });
+    const MoeSum sum{rows, routing.positions.data(), routing.weights.data(), op.out, op.hidden, op.hidden,
+                     int32_t(op.top_k), op.dtype};
+    divide_range(threads, num_tokens, [&](int64_t begin, int64_t end) { isa.moe_sum(sum, begin, end); });
 }
 
 // All tokens, as many at a time as buffers hold.

@@ -1,7 +1,7 @@
 // Kernels of mixture-of-experts layers other than matrix products. Included inside a namespace, after simd.h.
 
 template <class E>
-static void moe_combine_rows(const MoeCombine& op, int64_t begin, int64_t end) {
+static void moe_sum_rows(const MoeSum& op, int64_t begin, int64_t end) {
     typedef typename E::type T;
     constexpr int WIDE = 4 * LANES;
     const T* rows = static_cast<const T*>(op.rows);
@@ -24,11 +24,11 @@ static void moe_combine_rows(const MoeCombine& op, int64_t begin, int64_t end) {
     }
 }
 
-static void moe_combine(const MoeCombine& op, int64_t begin, int64_t end) {
+static void moe_sum(const MoeSum& op, int64_t begin, int64_t end) {
     switch (op.dtype) {
-        case F32: return moe_combine_rows<Float32>(op, begin, end);
-        case BF16: return moe_combine_rows<BFloat16>(op, begin, end);
-        default: return moe_combine_rows<Float16>(op, begin, end);
+        case F32: return moe_sum_rows<Float32>(op, begin, end);
+        case BF16: return moe_sum_rows<BFloat16>(op, begin, end);
+        default: return moe_sum_rows<Float16>(op, begin, end);
     }
 }
 

@@ -1,9 +1,9 @@
 // Replay of recorded kernel calls: the calls of a decode step, recorded once and executed by one function call
 // (src/mvllm_cpu/replay.py records them).
 //
-// A call is the number of a function in `entries` and its arguments, one 64-bit slot each. Arguments that change from
-// run to run (addresses of inputs, results and intermediate tensors, the plan of a step) are listed as patches: before
-// the calls are executed, argument `at` becomes bases[slot] + offset.
+// A call is the number of a function in `entries` and its arguments, one 64-bit word each. Arguments that change from
+// run to run (addresses of inputs, results and intermediate tensors, the metadata of a step) are listed as patches: before
+// the calls are executed, argument `at` becomes bases[base] + offset.
 //
 // A call that waits for other ranks may time out. Then the program returns; the caller handles the timeout and resumes
 // the program at the same call.
@@ -22,29 +22,29 @@ namespace mvllm {
 namespace {
 
 template <class T>
-T argument(int64_t slot) {
-    if constexpr (sizeof(T) == sizeof(slot)) {
+T argument(int64_t word) {
+    if constexpr (sizeof(T) == sizeof(word)) {
         T value;
-        std::memcpy(&value, &slot, sizeof(value));
+        std::memcpy(&value, &word, sizeof(value));
         return value;
     } else if constexpr (std::is_same_v<T, float>) {
-        const int32_t bits = int32_t(slot);
+        const int32_t bits = int32_t(word);
         float value;
         std::memcpy(&value, &bits, sizeof(value));
         return value;
     } else {
-        return T(slot);
+        return T(word);
     }
 }
 
 // Calls the function. False if it has to be called again.
 template <class R, class... Ts, size_t... I>
-bool call(R (*function)(Ts...), const int64_t* slots, std::index_sequence<I...>) {
+bool call(R (*function)(Ts...), const int64_t* words, std::index_sequence<I...>) {
     if constexpr (std::is_void_v<R>) {
-        function(argument<Ts>(slots[I])...);
+        function(argument<Ts>(words[I])...);
         return true;
     } else {
-        return function(argument<Ts>(slots[I])...) != 0;
+        return function(argument<Ts>(words[I])...) != 0;
     }
 }
 
@@ -56,7 +56,7 @@ constexpr int count_of(R (*)(Ts...)) {
 struct Entry {
     const char* name;
     int count;  // number of arguments
-    bool (*run)(const int64_t* slots);  // false: call it again; only functions with OWN_DIVISION return it
+    bool (*run)(const int64_t* words);  // false: call it again; only functions with OWN_DIVISION return it
     const WorkSharing* sharing;
 };
 
@@ -65,7 +65,7 @@ struct Caller;
 
 template <class R, class... Ts, R (*function)(Ts...)>
 struct Caller<function> {
-    static bool run(const int64_t* slots) { return call(function, slots, std::index_sequence_for<Ts...>()); }
+    static bool run(const int64_t* words) { return call(function, words, std::index_sequence_for<Ts...>()); }
 };
 
 #define ENTRY(name, sharing) {#name, count_of(name), Caller<name>::run, &sharing}
@@ -80,7 +80,7 @@ const Entry entries[] = {
     ENTRY(mvllm_cpu_gelu_tanh_and_mul, gelu_tanh_and_mul_sharing),
     ENTRY(mvllm_cpu_add, one_thread),
     ENTRY(mvllm_cpu_scale, one_thread),
-    ENTRY(mvllm_cpu_rotary, rotary_sharing),
+    ENTRY(mvllm_cpu_rotary_embedding, rotary_embedding_sharing),
     ENTRY(mvllm_cpu_activate, own_division),
     ENTRY(mvllm_cpu_layer_norm, own_division),
     ENTRY(mvllm_cpu_log_decay, own_division),
@@ -91,11 +91,11 @@ const Entry entries[] = {
     ENTRY(mvllm_cpu_head_product, own_division),
     ENTRY(mvllm_cpu_take_columns, one_thread),
     ENTRY(mvllm_cpu_linear, linear_sharing),
-    ENTRY(mvllm_cpu_linear_silu, linear_silu_sharing),
-    ENTRY(mvllm_cpu_qlinear, qlinear_sharing),
-    ENTRY(mvllm_cpu_qlinear_silu, qlinear_silu_sharing),
+    ENTRY(mvllm_cpu_linear_silu_and_mul, linear_silu_and_mul_sharing),
+    ENTRY(mvllm_cpu_quantized_linear, quantized_linear_sharing),
+    ENTRY(mvllm_cpu_quantized_linear_silu_and_mul, quantized_linear_silu_and_mul_sharing),
     ENTRY(mvllm_cpu_block_linear, block_linear_sharing),
-    ENTRY(mvllm_cpu_block_linear_silu, block_linear_silu_sharing),
+    ENTRY(mvllm_cpu_block_linear_silu_and_mul, block_linear_silu_and_mul_sharing),
     ENTRY(mvllm_cpu_block_embedding, one_thread),
     ENTRY(mvllm_cpu_select_experts, own_division),
     ENTRY(mvllm_cpu_moe, own_division),
@@ -105,11 +105,11 @@ const Entry entries[] = {
     ENTRY(mvllm_cpu_quantized_moe, own_division),
     ENTRY(mvllm_cpu_causal_conv1d, own_division),
     ENTRY(mvllm_cpu_ssd, own_division),
-    ENTRY(mvllm_cpu_delta_rule, own_division),
+    ENTRY(mvllm_cpu_gated_delta_rule, own_division),
     ENTRY(mvllm_cpu_gated_rms_norm, own_division),
-    ENTRY(mvllm_cpu_write_kv, one_thread),
-    ENTRY(mvllm_cpu_attention, own_division),
-    ENTRY(mvllm_cpu_attention_selected, own_division),
+    ENTRY(mvllm_cpu_reshape_and_cache, one_thread),
+    ENTRY(mvllm_cpu_paged_attention, own_division),
+    ENTRY(mvllm_cpu_sparse_attention, own_division),
     ENTRY(mvllm_cpu_select_positions, own_division),
 #if defined(__linux__)
     ENTRY(mvllm_cpu_shared_all_reduce, own_division),  // its wait may time out
@@ -117,7 +117,7 @@ const Entry entries[] = {
 };
 
 struct Patch {
-    int32_t at, slot;
+    int32_t at, base;
     int64_t offset;
 };
 
@@ -126,7 +126,7 @@ constexpr int64_t MAX_PIECES = 8;  // per thread
 // One call of a program.
 struct Stage {
     const Entry* entry;
-    const int64_t* slots;
+    const int64_t* words;
     ThreadMode mode;
     int64_t pieces;  // per thread
 };
@@ -135,11 +135,11 @@ struct Stage {
 void share(const Stage& stage, const Stage* next, int64_t threads) {
     const auto run = [](const void* work, Part part) {
         const Stage& own = *static_cast<const Stage*>(work);
-        own.entry->sharing->part(own.slots, part);
+        own.entry->sharing->part(own.words, part);
     };
     const auto range = [](const void* work, int64_t thread, int64_t count) {
         const Stage& following = *static_cast<const Stage*>(work);
-        return following.entry->sharing->ahead(following.slots, thread, count);
+        return following.entry->sharing->ahead(following.words, thread, count);
     };
     run_pieces(threads, stage.pieces, run, &stage, next ? Ahead{range, next} : Ahead{nullptr, nullptr});
 }
@@ -164,28 +164,28 @@ int mvllm_cpu_program_entry(const char* name, int count) {
     return -1;
 }
 
-// Executes calls [first_call, count). `slots` holds the arguments of all calls, one call after the other. Returns
+// Executes calls [first_call, count). `words` holds the arguments of all calls, one call after the other. Returns
 // `count`, or the index of a call that has to be executed again, at which the next run starts.
-int64_t mvllm_cpu_program_run(const int32_t* calls, int64_t first_call, int64_t count, int64_t* slots, const Patch* patches,
+int64_t mvllm_cpu_program_run(const int32_t* calls, int64_t first_call, int64_t count, int64_t* words, const Patch* patches,
                               int64_t num_patches, const int64_t* bases) {
-    for (int64_t i = 0; i < num_patches; ++i) slots[patches[i].at] = bases[patches[i].slot] + patches[i].offset;
-    for (int64_t i = 0; i < first_call; ++i) slots += entries[calls[i]].count;
+    for (int64_t i = 0; i < num_patches; ++i) words[patches[i].at] = bases[patches[i].base] + patches[i].offset;
+    for (int64_t i = 0; i < first_call; ++i) words += entries[calls[i]].count;
     thread_local std::vector<Stage> stages;
     stages.clear();
     const int threads = team_size();
     for (int64_t i = first_call; i < count; ++i) {
         const Entry& entry = entries[calls[i]];
-        const ThreadMode mode = threads == 1 ? ThreadMode::OWN_DIVISION : entry.sharing->mode(slots);
+        const ThreadMode mode = threads == 1 ? ThreadMode::OWN_DIVISION : entry.sharing->mode(words);
         const bool shared = mode == ThreadMode::SHARED && entry.sharing->pieces;
-        const int64_t pieces = shared ? std::clamp<int64_t>(entry.sharing->pieces(slots) / threads, 1, MAX_PIECES) : 1;
-        stages.push_back({&entry, slots, mode, pieces});
-        slots += entry.count;
+        const int64_t pieces = shared ? std::clamp<int64_t>(entry.sharing->pieces(words) / threads, 1, MAX_PIECES) : 1;
+        stages.push_back({&entry, words, mode, pieces});
+        words += entry.count;
     }
     const Stage* const end = stages.data() + stages.size();
     for (const Stage* stage = stages.data(); stage < end; ++stage) {
         if (stage->mode == ThreadMode::SHARED)
             share(*stage, next_with_ahead(stage + 1, end), threads);
-        else if (!stage->entry->run(stage->slots))
+        else if (!stage->entry->run(stage->words))
             return first_call + (stage - stages.data());
     }
     return count;

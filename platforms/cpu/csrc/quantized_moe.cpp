@@ -4,7 +4,7 @@
 //     tokens       x converted for the kernels            (convert; every thread converts all of a small x)
 //     pieces       (expert, up to 96 of its rows, tiles)  gate and up, or up alone, activation
 //     pieces       (expert, up to 96 of its rows, tiles)  down
-//     tokens       t0 = w * row of e0 + w * row of e4     (combine, in float32)
+//     tokens       t0 = w * row of e0 + w * row of e4     (moe_sum, in float32)
 //
 // A piece is a range of the (block of rows, tile) pairs of all experts. With a single token, each of its experts has so many
 // tiles that several threads share them, in memory order.
@@ -26,7 +26,7 @@ namespace mvllm {
 namespace {
 
 constexpr int64_t SERIAL_WORK = 1 << 19;        // multiply-adds below which waking other threads costs more than it saves
-constexpr int64_t SERIAL_COMBINE = 1 << 16;     // the same for combine, in elements
+constexpr int64_t SERIAL_SUM = 1 << 16;         // the same for moe_sum, in elements
 constexpr int64_t REPEATED_ELEMENTS = 1 << 13;  // up to this size every thread converts all of x: faster than waiting
 constexpr int64_t REPEATED_INNER = 1 << 15;     // the same for inner rows; a thread converts those of its own pieces
 constexpr int64_t GATED_ELEMENTS = 1 << 14;     // gate and up elements before the activation: they stay in the L1 cache
@@ -96,8 +96,8 @@ class Run {
     explicit Run(const QuantizedMoe& op)
         : op_(op),
           halves_(op.gate == NO_GATE ? 1 : 2),
-          gate_up_(current_qisa(), *op.gate_up, halves_, op.dtype),
-          down_(current_qisa(), *op.down, 1, op.dtype),
+          gate_up_(current_quantized_isa(), *op.gate_up, halves_, op.dtype),
+          down_(current_quantized_isa(), *op.down, 1, op.dtype),
           routing_(op.ids, op.weights, op.tokens, op.top_k, op.experts),
           pairs_(op.tokens * op.top_k),
           hidden_(op.gate_up->in_features),
@@ -126,10 +126,10 @@ class Run {
                 for (int64_t i = begin; i < end; ++i) convert_inner(inner_rows_, routing_.blocks[size_t(i)]);
             });
         divide_pieces(threads_, downs.tiles(), [&](Part part) { compute_down(downs, part); });
-        const MoeCombine combine{results_, routing_.positions.data(), routing_.weights.data(), op_.out, hidden_, hidden_,
-                                 int32_t(op_.top_k), op_.dtype};
-        divide_range(pairs_ * hidden_ < SERIAL_COMBINE ? 1 : threads_, op_.tokens,
-                     [&](int64_t begin, int64_t end) { current_isa().moe_combine(combine, begin, end); });
+        const MoeSum sum{results_, routing_.positions.data(), routing_.weights.data(), op_.out, hidden_, hidden_,
+                         int32_t(op_.top_k), op_.dtype};
+        divide_range(pairs_ * hidden_ < SERIAL_SUM ? 1 : threads_, op_.tokens,
+                     [&](int64_t begin, int64_t end) { current_isa().moe_sum(sum, begin, end); });
     }
 
   private:
@@ -190,7 +190,7 @@ class Run {
                                       halves_ * all.count);
                 }
             char* const inner = gated_ + (block.begin * inner_ + all.begin) * element_;
-            const GateAndMul gate{both, inner, 2 * all.count, inner_, all.count, all.count, op_.dtype};
+            const ActAndMul gate{both, inner, 2 * all.count, inner_, all.count, all.count, op_.dtype};
             if (op_.gate == NO_GATE) {
                 const int64_t bytes = all.count * element_;
                 const Activate up{both, nullptr, both, all.count, 0, all.count, op_.function, op_.dtype};
@@ -200,7 +200,7 @@ class Run {
             } else if (op_.gate == CLAMPED_GATE)
                 current_isa().clamped_gate(ClampedGate{gate, op_.alpha, op_.limit}, 0, height);
             else
-                current_isa().gate_and_mul(gate, 0, height);
+                current_isa().act_and_mul(gate, 0, height);
         }
     }
 

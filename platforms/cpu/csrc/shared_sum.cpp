@@ -1,18 +1,18 @@
 // All-reduce over the ranks of one machine, through memory that all ranks have mapped.
 //
 //     | word of rank 0 | word of rank 1 | ...    64 bytes each: rounds that the rank has posted, number of sleeping waiters
-//     | rank 0: slot A | slot B | rank 1: slot A | slot B | ...
+//     | rank 0: buffer A | buffer B | rank 1: buffer A | buffer B | ...
 //
-// In a round every rank copies its numbers into its own slot, increments its word, waits until all words have the same
-// count, and adds up all slots in rank order. All ranks add the same numbers in the same order, so the results are
+// In a round every rank copies its numbers into its own buffer, increments its word, waits until all words have the same
+// count, and adds up all buffers in rank order. All ranks add the same numbers in the same order, so the results are
 // bit-identical.
 //
-// Rounds alternate between the two slots. A rank overwrites the slot of round k in round k + 2, after it has seen all
+// Rounds alternate between the two buffers. A rank overwrites the buffer of round k in round k + 2, after it has seen all
 // words of round k + 1. A rank that has posted round k + 1 has finished reading round k, so a writer never waits for
 // readers.
 //
 // A wait has a timeout: the caller checks the ranks that are late and calls again. The progress of a sum is stored
-// beside the count of rounds, so that the second call continues where the first one stopped.
+// with the count of rounds, so that the second call continues where the first one stopped.
 
 #include <cstdint>
 #include <cstring>
@@ -51,7 +51,7 @@ static_assert(sizeof(Word) <= WORD_BYTES && std::atomic<uint32_t>::is_always_loc
 // One rank's view of a group. Mirrored in Python (shared_memory_communicator.py).
 struct mvllm::SharedGroup {
     char* base;
-    int64_t world_size, slot_bytes, rank;
+    int64_t world_size, buffer_bytes, rank;
     int64_t spin_ns;       // time that a wait spins before it sleeps
     int64_t timeout_ms;    // of a wait
     int64_t done;          // elements of the current sum that are complete
@@ -60,7 +60,7 @@ struct mvllm::SharedGroup {
     int32_t is_posted;     // whether this rank has posted its part of the next round
 
     Word& word(int64_t rank) const { return *reinterpret_cast<Word*>(base + rank * WORD_BYTES); }
-    char* slot(int64_t rank) const { return base + world_size * WORD_BYTES + (2 * rank + (round & 1)) * slot_bytes; }
+    char* buffer(int64_t rank) const { return base + world_size * WORD_BYTES + (2 * rank + (round & 1)) * buffer_bytes; }
 };
 
 namespace {
@@ -109,9 +109,9 @@ void add_up(const SharedGroup& group, float* out, int64_t count) {
     for (int64_t begin = 0; begin < count; begin += BLOCK) {
         const int64_t n = std::min(BLOCK, count - begin);
         float* sum = out + begin;
-        std::memcpy(sum, reinterpret_cast<const float*>(group.slot(0)) + begin, n * sizeof(float));
+        std::memcpy(sum, reinterpret_cast<const float*>(group.buffer(0)) + begin, n * sizeof(float));
         for (int64_t rank = 1; rank < group.world_size; ++rank) {
-            const float* part = reinterpret_cast<const float*>(group.slot(rank)) + begin;
+            const float* part = reinterpret_cast<const float*>(group.buffer(rank)) + begin;
             for (int64_t i = 0; i < n; ++i) sum[i] += part[i];
         }
     }
@@ -123,7 +123,7 @@ void add_up(const SharedGroup& group, uint16_t* out, int64_t count) {
         const int64_t n = std::min(BLOCK, count - begin);
         std::fill(sum, sum + n, 0.0f);
         for (int64_t rank = 0; rank < group.world_size; ++rank) {
-            const uint16_t* part = reinterpret_cast<const uint16_t*>(group.slot(rank)) + begin;
+            const uint16_t* part = reinterpret_cast<const uint16_t*>(group.buffer(rank)) + begin;
             add_bf16(sum, part, n);
         }
         round_to_bf16(out + begin, sum, n);
@@ -131,7 +131,7 @@ void add_up(const SharedGroup& group, uint16_t* out, int64_t count) {
 }
 
 void post(SharedGroup& group, const void* data, int64_t bytes) {
-    std::memcpy(group.slot(group.rank), data, bytes);
+    std::memcpy(group.buffer(group.rank), data, bytes);
     Word& word = group.word(group.rank);
     word.rounds.store(group.round + 1);
     if (word.sleepers.load()) syscall(SYS_futex, &word.rounds, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
@@ -190,7 +190,7 @@ void end_round(SharedGroup& group) {
 
 template <class T>
 bool all_reduce(SharedGroup& group, T* data, int64_t count, const char* ahead) {
-    const int64_t at_once = group.slot_bytes / int64_t(sizeof(T));
+    const int64_t at_once = group.buffer_bytes / int64_t(sizeof(T));
     while (group.done < count) {
         T* part = data + group.done;
         const int64_t length = std::min(at_once, count - group.done);
@@ -214,13 +214,13 @@ int mvllm_cpu_shared_all_reduce(SharedGroup* group, void* data, int64_t count, i
                                : all_reduce(*group, static_cast<uint16_t*>(data), count, ahead);
 }
 
-// Posts this rank's bytes and waits for those of the others, which stay in the round's slots until `end_round`. Returns
+// Posts this rank's bytes and waits for those of the others, which stay in the round's buffers until `end_round`. Returns
 // 1, or 0 on a timeout: call again.
 int mvllm_cpu_shared_exchange(SharedGroup* group, const void* data, int64_t bytes) {
     return exchange(*group, data, bytes, nullptr);
 }
 
-// Ends the round, after the slots have been read.
+// Ends the round, after the buffers have been read.
 void mvllm_cpu_shared_end_round(SharedGroup* group) { end_round(*group); }
 
 }  // extern "C"

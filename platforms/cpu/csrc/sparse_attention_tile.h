@@ -91,7 +91,8 @@ static void gather_chunk(const Geometry& g, const Cache& cache, int request, con
 // Attention of one token over selected positions: `key_begin` and `key_end` are indices in its row of `positions`, whose
 // last ones may be empty.
 template <class KV, class Bytes, bool DOT, bool DOT_VALUES>
-static void attend_selected_tile(const Geometry& g, const Layer& layer, Item item, const Scratch& scratch, float* partials) {
+static void sparse_attention_tile(const Geometry& g, const Layer& layer, WorkItem item, const Scratch& scratch,
+                                  float* partials) {
     constexpr int EVERYTHING_IS_EARLIER = 1 << 30;
     const int rows = g.group;
     const int32_t* const positions = layer.positions + token_of(g, item, 0) * g.spec.index_topk;
@@ -109,8 +110,8 @@ static void attend_selected_tile(const Geometry& g, const Layer& layer, Item ite
         gather_chunk<KV, Bytes>(g, layer.cache, item.request, positions + begin, scratch, chunk);
         for (int row = 0; row < rows; row += MAX_MR)
             with_constant<MAX_MR>(least_of(rows - row, MAX_MR), [&](auto height) {
-                attend_rows<KV, Bytes, DOT, DOT_VALUES, decltype(height)::value>(g, item, chunk, scratch, row,
-                                                                               EVERYTHING_IS_EARLIER);
+                paged_attention_rows<KV, Bytes, DOT, DOT_VALUES, decltype(height)::value>(g, item, chunk, scratch, row,
+                                                                                          EVERYTHING_IS_EARLIER);
             });
     }
     if (item.partial >= 0) return store_partial(g, scratch, rows, partials + int64_t(item.partial) * g.partial_size);
@@ -119,26 +120,26 @@ static void attend_selected_tile(const Geometry& g, const Layer& layer, Item ite
 }
 
 template <class Bytes>
-static void attend_selected_pairs(const Geometry& g, const Layer& layer, const Item& item, const Scratch& scratch,
-                                  float* partials) {
+static void sparse_attention_paired(const Geometry& g, const Layer& layer, const WorkItem& item, const Scratch& scratch,
+                                    float* partials) {
 #if HAS_BF16_DOT
     if (g.spec.dtype == BF16) {
         if (rounds_probabilities(g, item, Bytes::scaled))
-            return attend_selected_tile<Paired, Bytes, true, true>(g, layer, item, scratch, partials);
-        return attend_selected_tile<Paired, Bytes, true, false>(g, layer, item, scratch, partials);
+            return sparse_attention_tile<Paired, Bytes, true, true>(g, layer, item, scratch, partials);
+        return sparse_attention_tile<Paired, Bytes, true, false>(g, layer, item, scratch, partials);
     }
 #endif
-    attend_selected_tile<Paired, Bytes, false, false>(g, layer, item, scratch, partials);
+    sparse_attention_tile<Paired, Bytes, false, false>(g, layer, item, scratch, partials);
 }
 
-static void attend_selected(const Geometry& g, const Layer& layer, const Item& item, const Item*, const Scratch& scratch,
-                            float* partials) {
+static void sparse_attention(const Geometry& g, const Layer& layer, const WorkItem& item, const WorkItem*,
+                             const Scratch& scratch, float* partials) {
     switch (g.spec.kv_dtype) {
-        case F32: return attend_selected_tile<Plain<Float32>, NoBytes, false, false>(g, layer, item, scratch, partials);
-        case F16: return attend_selected_tile<Plain<Float16>, NoBytes, false, false>(g, layer, item, scratch, partials);
-        case INT8: return attend_selected_pairs<Int8>(g, layer, item, scratch, partials);
-        case FP8: return attend_selected_pairs<Fp8>(g, layer, item, scratch, partials);
-        default: return attend_selected_pairs<NoBytes>(g, layer, item, scratch, partials);
+        case F32: return sparse_attention_tile<Plain<Float32>, NoBytes, false, false>(g, layer, item, scratch, partials);
+        case F16: return sparse_attention_tile<Plain<Float16>, NoBytes, false, false>(g, layer, item, scratch, partials);
+        case INT8: return sparse_attention_paired<Int8>(g, layer, item, scratch, partials);
+        case FP8: return sparse_attention_paired<Fp8>(g, layer, item, scratch, partials);
+        default: return sparse_attention_paired<NoBytes>(g, layer, item, scratch, partials);
     }
 }
 
@@ -148,7 +149,7 @@ static void attend_selected(const Geometry& g, const Layer& layer, const Item& i
 // neither on the other queries nor on the other keys of the item, so that a selection does not depend on how a prompt is cut.
 template <class KV, class Bytes, bool DOT>
 static void index_scores_tile(const Geometry& g, const IndexLayer& index, const IndexItem& part, const Scratch& scratch) {
-    const Item& item = part.item;
+    const WorkItem& item = part.item;
     const int tokens = item.query_end - item.query_begin, heads = g.spec.num_heads;
     const int new_tokens = g.batch.query_start_loc[item.request + 1] - g.batch.query_start_loc[item.request];
     const int first_position = g.batch.seq_lens[item.request] - new_tokens + item.query_begin;

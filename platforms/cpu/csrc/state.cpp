@@ -90,20 +90,21 @@ void mvllm_cpu_ssd(const void* x, int64_t x_stride, const void* dt, int64_t dt_s
     });
 }
 
-void mvllm_cpu_delta_rule(const void* q, int64_t q_stride, const void* k, int64_t k_stride, const void* v, int64_t v_stride,
-                          const float* g, int64_t g_stride, const void* beta, int64_t beta_stride, float* state, void* out,
-                          const int32_t* query_start_loc, const int32_t* read_slots, const int32_t* write_slots,
-                          int64_t requests, int64_t tokens, int64_t k_heads, int64_t v_heads, int64_t k_dim, int64_t v_dim,
-                          float scale, int l2_norm, int channel_decay, int beta_dtype, int dtype) {
+void mvllm_cpu_gated_delta_rule(const void* q, int64_t q_stride, const void* k, int64_t k_stride, const void* v,
+                                int64_t v_stride, const float* g, int64_t g_stride, const void* beta, int64_t beta_stride,
+                                float* state, void* out, const int32_t* query_start_loc, const int32_t* read_slots,
+                                const int32_t* write_slots, int64_t requests, int64_t tokens, int64_t k_heads, int64_t v_heads,
+                                int64_t k_dim, int64_t v_dim, float scale, int l2_norm, int channel_decay, int beta_dtype,
+                                int dtype) {
     record_kernel_use();
-    const DeltaRule op{q, k, v, g, beta, state, out, {query_start_loc, read_slots, write_slots},
-                       q_stride, k_stride, v_stride, g_stride, beta_stride, k_heads, v_heads, k_dim, v_dim,
-                       scale, l2_norm != 0, channel_decay != 0, beta_dtype, dtype};
+    const GatedDeltaRule op{q, k, v, g, beta, state, out, {query_start_loc, read_slots, write_slots},
+                            q_stride, k_stride, v_stride, g_stride, beta_stride, k_heads, v_heads, k_dim, v_dim,
+                            scale, l2_norm != 0, channel_decay != 0, beta_dtype, dtype};
     clear_padding(op.step, requests, tokens, out, v_heads * v_dim, dtype);
     const int64_t elements = k_dim * v_dim, prepared = 4 * STATE_TOKENS * (k_dim + MAX_LANES);
     const int threads = threads_for(tokens * v_heads * elements);
     over_states(threads, requests, v_heads, v_dim, DELTA_COLUMNS, [&](int64_t request, int64_t head, int64_t begin, int64_t end) {
-        current_isa().delta_rule(op, request, head, begin, end, scratch_of(elements + prepared));
+        current_isa().gated_delta_rule(op, request, head, begin, end, scratch_of(elements + prepared));
     });
 }
 

@@ -54,7 +54,7 @@ struct Ssd {
     int32_t dtype;
 };
 
-struct DeltaRule {
+struct GatedDeltaRule {
     const void *q, *k, *v;
     const float* g;    // per token and head, or with `channel_decay` per channel of the key
     const void* beta;

@@ -257,7 +257,8 @@ INLINE float length_factor(const typename E::type* x, int64_t size, bool l2_norm
 }
 
 template <class E>
-static void prepare_delta_tokens(const DeltaRule& op, int64_t head, int64_t first, int count, int64_t padded, DeltaTokens& tokens) {
+static void prepare_delta_tokens(const GatedDeltaRule& op, int64_t head, int64_t first, int count, int64_t padded,
+                                 DeltaTokens& tokens) {
     typedef typename E::type T;
     const int64_t size = op.k_dim, key_head = head * op.k_heads / op.v_heads;
     for (int i = 0; i < count; ++i) {
@@ -307,8 +308,8 @@ INLINE vf fused_add(vf a, float b, vf c) {
 // Advances W * LANES columns of a head's state by the tokens of a group. `from` may be null: zeros. The pass that adds a
 // token's correction also computes both products of the next token with the new state.
 template <class E, int W>
-static void delta_columns(const DeltaRule& op, const DeltaTokens& tokens, int count, int64_t padded, const float* from, float* to,
-                          const typename E::type* v, typename E::type* out) {
+static void delta_columns(const GatedDeltaRule& op, const DeltaTokens& tokens, int count, int64_t padded, const float* from,
+                          float* to, const typename E::type* v, typename E::type* out) {
     const int64_t size = op.k_dim, stride = op.v_dim, out_stride = op.v_heads * op.v_dim;
     vf found[W] = {}, read[W] = {}, correction[W];
     if (from)
@@ -349,8 +350,8 @@ static void delta_columns(const DeltaRule& op, const DeltaTokens& tokens, int co
 
 // One column.
 template <class E>
-INLINE void delta_column(const DeltaRule& op, const DeltaTokens& tokens, int i, int64_t padded, const float* from, float* to,
-                         const typename E::type* v, typename E::type* out) {
+INLINE void delta_column(const GatedDeltaRule& op, const DeltaTokens& tokens, int i, int64_t padded, const float* from,
+                         float* to, const typename E::type* v, typename E::type* out) {
     const int64_t size = op.k_dim, stride = op.v_dim;
     float found = 0, read = 0;
     if (from)
@@ -374,7 +375,8 @@ INLINE const float* state_before(const float* from, const float* to, int i, int6
 
 // Columns [begin, end) of a head's state. `scratch`: a state, for requests that write none, then the group's numbers.
 template <class E>
-static void delta_rule_columns(const DeltaRule& op, int64_t request, int64_t head, int64_t begin, int64_t end, float* scratch) {
+static void delta_rule_columns(const GatedDeltaRule& op, int64_t request, int64_t head, int64_t begin, int64_t end,
+                               float* scratch) {
     typedef typename E::type T;
     constexpr int WIDE = LANES == 16 ? 2 : 4;  // so that 128 rows of the columns fit half of the first cache
     const Tokens tokens = tokens_of(op.step, request);
@@ -471,7 +473,8 @@ static void causal_conv1d(const CausalConv1d& op, int64_t request, int64_t begin
 static void ssd(const Ssd& op, int64_t request, int64_t head, int64_t begin, int64_t end, float* scratch) {
     BY_DTYPE(ssd_rows, op, request, head, begin, end, scratch)
 }
-static void delta_rule(const DeltaRule& op, int64_t request, int64_t head, int64_t begin, int64_t end, float* scratch) {
+static void gated_delta_rule(const GatedDeltaRule& op, int64_t request, int64_t head, int64_t begin, int64_t end,
+                             float* scratch) {
     BY_DTYPE(delta_rule_columns, op, request, head, begin, end, scratch)
 }
 static void gated_rms_norm(const GatedRmsNorm& op, int64_t begin, int64_t end, float* scratch) {

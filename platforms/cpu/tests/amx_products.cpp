@@ -17,7 +17,7 @@ extern "C" {
 int64_t mvllm_cpu_linear_packed_size(int64_t out_features, int64_t in_features, int dtype);
 void mvllm_cpu_linear_pack(const void* weight, int64_t stride, void* packed, int64_t out_features, int64_t in_features,
                            int dtype);
-int mvllm_cpu_linear_silu_takes(int64_t in_features, int64_t size, int dtype);
+int mvllm_cpu_linear_silu_and_mul_takes(int64_t in_features, int64_t size, int dtype);
 }
 
 namespace mvllm {
@@ -43,7 +43,7 @@ static void copy_rows(const Linear& op, void* out, int64_t stride, int64_t begin
     }
 }
 
-static void gate_rows(const GateAndMul& op, int64_t begin, int64_t end) {
+static void gate_rows(const ActAndMul& op, int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row)
         for (int64_t i = 0; i < op.size; ++i) {
             const uint16_t* x = static_cast<const uint16_t*>(op.x) + row * op.x_stride;
@@ -58,7 +58,7 @@ const Isa& current_isa() {
     static const Isa isa = [] {
         Isa own{};
         own.name = "amx_bf16";
-        own.gate_and_mul = gate_rows;
+        own.act_and_mul = gate_rows;
         own.linear = amx_linear;
         own.linear_x = copy_rows;
         own.linear_tile = 64;
@@ -133,10 +133,12 @@ bool check(const Case& c, int64_t rows, bool with_bias) {
 
 bool check_gated(const Case& c, int64_t rows) {
     const int64_t size = c.out_features / 2;
-    if (!mvllm_cpu_linear_silu_takes(c.in_features, size, BF16)) return std::printf("gated products are not taken\n"), false;
+    if (!mvllm_cpu_linear_silu_and_mul_takes(c.in_features, size, BF16))
+        return std::printf("gated products are not taken\n"), false;
     const auto x = numbers(rows * c.in_features, 1);
     std::vector<uint16_t> out(size_t(rows * size));
-    mvllm_cpu_linear_silu(x.data(), c.in_features, c.packed.data(), nullptr, out.data(), rows, c.in_features, size, BF16);
+    mvllm_cpu_linear_silu_and_mul(x.data(), c.in_features, c.packed.data(), nullptr, out.data(), rows, c.in_features, size,
+                                  BF16);
     for (int64_t m = 0; m < rows; ++m)
         for (int64_t n = 0; n < size; ++n) {
             const uint16_t* row = &x[size_t(m * c.in_features)];

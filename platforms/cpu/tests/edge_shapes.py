@@ -1,7 +1,7 @@
 """Calls every kernel with ragged edge shapes and ignores the results; run under the sanitizers.
 
 What is read or written past the end of a buffer, or left undefined by the language, is the sanitizers' to find; whether
-results are right is asked by the tests beside this file. Kernels that are added get a function here.
+results are right is checked by the test files of this folder. Kernels that are added get a function here.
 """
 
 from __future__ import annotations

@@ -131,8 +131,8 @@ void rotary(int dtype, int tokens, int heads, int size) {
     Array key = numbers(int64_t(tokens) * size, dtype), before = query;
     std::vector<int32_t> index(size_t(tokens), 0);
     for (int t = 0; t < tokens; ++t) index[size_t(t)] = tokens - 1 - t;
-    mvllm_cpu_rotary(index.data(), 0, reinterpret_cast<const float*>(cos_sin.data()), size, query.data(), heads * size, size,
-                     heads, key.data(), size, size, 1, tokens, dtype);
+    mvllm_cpu_rotary_embedding(index.data(), 0, reinterpret_cast<const float*>(cos_sin.data()), size, query.data(),
+                               heads * size, size, heads, key.data(), size, size, 1, tokens, dtype);
     for (int t = 0; t < tokens; ++t)
         for (int h = 0; h < heads; ++h)
             for (int i = 0; i < size / 2; ++i) {
@@ -181,12 +181,12 @@ void attention(Spec spec, const std::vector<Request>& requests, int block_size) 
 
     const Batch stored{count, int(tokens), block_size, pages, all_starts.data(), lens.data(), table.data(), slots.data(), nullptr};
     const Planned first{mvllm_cpu_step_new(&spec, &stored)};
-    mvllm_cpu_write_kv(first.step, key.data(), kv * spec.head_size, value.data(), kv * spec.value_size, &cache);
+    mvllm_cpu_reshape_and_cache(first.step, key.data(), kv * spec.head_size, value.data(), kv * spec.value_size, &cache);
     const Batch asked{count, int(rows), block_size, pages, starts.data(), lens.data(), table.data(), fresh_slots.data(), nullptr};
     const Planned second{mvllm_cpu_step_new(&spec, &asked)};
     const bool with_sinks = spec.window > 0;
-    mvllm_cpu_attention(second.step, query.data(), spec.num_heads * spec.head_size, &cache,
-                        with_sinks ? sinks.data() : nullptr, out.data());
+    mvllm_cpu_paged_attention(second.step, query.data(), spec.num_heads * spec.head_size, &cache,
+                              with_sinks ? sinks.data() : nullptr, F32, out.data());
 
     // Of itself, and of the largest of its vector, which is about 3.
     const bool bytes = is_byte(spec.kv_dtype);

@@ -71,7 +71,7 @@ SAME_EVERYWHERE = "not more_tokens_than_one_batch and not do_not_depend_on_the_n
 the exhaustive runs repeat them.
 """
 FURTHER = ("avx512", "avx512_vnni", "avx512_bf16", "avx2_vnni")
-"""Instruction sets that only the exhaustive tests cover, besides the others."""
+"""Instruction sets that only the exhaustive tests cover, in addition to the others."""
 OTHERS = [isa for isa in dict.fromkeys(NAMES["isa"] + NAMES["quantized_isa"]) if kinds_of(isa)]
 
 

@@ -373,8 +373,8 @@ def single_request(case, r):
 
 def num_sharing_requests(case):
     backend = PagedAttention(case.spec)
-    plan = backend.build_metadata(case.layout)
-    return backend._library.mvllm_cpu_step_sharing(ctypes.c_void_p(plan.handle))
+    metadata = backend.build_metadata(case.layout)
+    return backend._library.mvllm_cpu_step_sharing(ctypes.c_void_p(metadata.handle))
 
 
 PREFIX_REQUESTS = [(400, 1), (390, 1), (384, 1), (601, 1), (415, 1), (384, 1), (500, 1), (399, 1), (450, 1)]

@@ -143,7 +143,7 @@ def test_other_forms_are_left_to_torch(name, args):
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.exhaustive)])
 def test_decode_steps_of_large_mixtures_are_recorded(name, dtype, tmp_path, monkeypatch):
-    """Of one and of several requests."""
+    """For one and for several requests."""
     if LOADED.isa not in FASTEST_WITH[dtype]:
         pytest.skip(f"torch's products of {dtype} are the faster ones with {LOADED.isa}, and they are not recorded")
     made = []

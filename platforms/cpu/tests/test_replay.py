@@ -1,4 +1,4 @@
-"""Replayed steps give the results of unrecorded ones, for other inputs and plans; which steps are not recorded."""
+"""Replayed steps give the results of unrecorded ones, for other inputs and steps; which steps are not recorded."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Block:
         )
         self.cache = self.attention.allocate(8, 16, torch.device("cpu"))
 
-    def __call__(self, ids, positions, plan):
+    def __call__(self, ids, positions, metadata):
         self.calls += 1
         ops, linear = self.ops, self.linear
         x = ops.embedding(ids, self.table)
@@ -61,13 +61,13 @@ class Block:
             )
             q, k, v = (part.view(len(ids), HEADS, -1) for part in linear(x, self.weights["qkv"], None).chunk(3, dim=1))
             q, k = ops.rotary_embedding(positions, q, k, self.cos_sin)
-            self.attention.write_kv(self.cache, k, v, plan)
-            x = linear(self.attention.forward(q, self.cache, plan), self.weights["out"], None)
+            self.attention.write_kv(self.cache, k, v, metadata)
+            x = linear(self.attention.forward(q, self.cache, metadata), self.weights["out"], None)
             x, residual = ops.fused_add_rms_norm(x, residual, self.norm, 1e-5)
             x = linear(ops.silu_and_mul(linear(x, self.weights["up"], None)), self.weights["down"], None)
         return x
 
-    def plan(self, seq_lens):
+    def make_metadata(self, seq_lens):
         """Attention metadata of requests with one new token each; request r has KV block r."""
         lens = torch.tensor(seq_lens, dtype=torch.int32)
         count = len(seq_lens)
@@ -94,7 +94,7 @@ def backend():
 def inputs(block, rows, seed):
     ids = torch.randint(0, VOCAB, (rows,), generator=torch.Generator().manual_seed(seed)).int()
     lens = [1 + (seed + 3 * r) % 16 for r in range(rows)]
-    return ids, torch.tensor([n - 1 for n in lens]).int(), block.plan(lens)
+    return ids, torch.tensor([n - 1 for n in lens]).int(), block.make_metadata(lens)
 
 
 def test_a_replay_gives_the_functions_result_without_calling_it(block, backend):
@@ -161,28 +161,28 @@ def test_arena_memory_is_reused(block, backend):
 
 def test_other_strides_and_dtypes_are_recorded_separately(block, backend):
     compiled = backend.compile(block, dynamic=True)
-    ids, positions, plan = inputs(block, 3, 0)
-    expected = block(ids, positions, plan)
+    ids, positions, metadata = inputs(block, 3, 0)
+    expected = block(ids, positions, metadata)
     calls = block.calls
-    assert torch.equal(compiled(ids, positions, plan), expected)
-    assert torch.equal(compiled(ids.long(), positions, plan), expected)
+    assert torch.equal(compiled(ids, positions, metadata), expected)
+    assert torch.equal(compiled(ids.long(), positions, metadata), expected)
     strided = torch.stack([positions, positions], 1)[:, 0]
-    assert torch.equal(compiled(ids, strided, plan), expected)
+    assert torch.equal(compiled(ids, strided, metadata), expected)
     assert block.calls == calls + 3
-    assert torch.equal(compiled(ids.long(), positions, plan), expected)
+    assert torch.equal(compiled(ids.long(), positions, metadata), expected)
     assert block.calls == calls + 3
-    assert torch.equal(compiled(ids, strided, plan), expected)
+    assert torch.equal(compiled(ids, strided, metadata), expected)
     assert block.calls == calls + 3, "a kernel copies the rows"
 
 
 def test_padded_steps_are_recorded_separately(block, backend):
     """Attention returns zeros for padding rows."""
     query = random(3, HEADS, HEAD_SIZE)
-    compiled = backend.compile(lambda x, plan: block.attention.forward(x, block.cache, plan), dynamic=True)
-    compiled(query, block.plan([1, 2, 3]))
+    compiled = backend.compile(lambda x, metadata: block.attention.forward(x, block.cache, metadata), dynamic=True)
+    compiled(query, block.make_metadata([1, 2, 3]))
     for _ in range(2):
-        found = compiled(query, block.plan([1, 2]))
-        assert torch.equal(found, block.attention.forward(query, block.cache, block.plan([1, 2])))
+        found = compiled(query, block.make_metadata([1, 2]))
+        assert torch.equal(found, block.attention.forward(query, block.cache, block.make_metadata([1, 2])))
         found.fill_(7)
         del found
 
@@ -203,14 +203,14 @@ def is_never_replayed(block, backend, function):
 
 def test_functions_with_torch_operations_are_not_replayed(block, backend):
     assert is_never_replayed(block, backend, lambda *args: block(*args).exp())
-    assert is_never_replayed(block, backend, lambda ids, positions, plan: block(ids.abs(), positions, plan))
+    assert is_never_replayed(block, backend, lambda ids, *step: block(ids.abs(), *step))
     assert not is_never_replayed(block, backend, lambda *args: block(*args) + 1)
-    assert not is_never_replayed(block, backend, lambda ids, positions, plan: block(ids.clone(), positions, plan))
+    assert not is_never_replayed(block, backend, lambda ids, *step: block(ids.clone(), *step))
     assert not is_never_replayed(block, backend, lambda *args: block(*args))
 
 
 def assert_same_results(block, function, compiled, rows):
-    """Checks results and KV cache with enough plans to record, try and replay."""
+    """Checks results and KV cache with enough steps to record, try and replay."""
     with torch.inference_mode():
         for seed in range(4):
             args = inputs(block, rows, seed)
@@ -224,12 +224,12 @@ def test_norms_per_head_are_recorded(block, backend, rows):
     """Strided heads are read without a copy."""
     norm = random(HEAD_SIZE, seed=9)
 
-    def function(ids, positions, plan):
+    def function(ids, positions, metadata):
         x = block.ops.embedding(ids, block.table)
         q, k, v = (part.view(rows, HEADS, -1) for part in block.linear(x, block.weights["qkv"], None).chunk(3, dim=1))
         q, k = (block.ops.rms_norm(part, norm, 1e-5) for part in (q, k))
-        block.attention.write_kv(block.cache, k, v, plan)
-        return block.linear(block.attention.forward(q, block.cache, plan), block.weights["out"], None)
+        block.attention.write_kv(block.cache, k, v, metadata)
+        return block.linear(block.attention.forward(q, block.cache, metadata), block.weights["out"], None)
 
     compiled = backend.compile(function, dynamic=True)
     assert_same_results(block, function, compiled, rows)
@@ -240,11 +240,11 @@ def test_norms_per_head_are_recorded(block, backend, rows):
 def test_copies_in_inference_mode_are_replayed(block, backend, rows):
     """Copies of strided rows, which torch reports as one operation, `reshape`, copy or not, in inference mode."""
 
-    def function(ids, positions, plan):
+    def function(ids, positions, metadata):
         x = block.linear(block.ops.embedding(ids, block.table), block.weights["qkv"], None)
         heads = block.ops.silu_and_mul(x.view(rows, 3, HIDDEN)[:, :2]).view(rows, HEADS, HEAD_SIZE)
-        block.attention.write_kv(block.cache, heads, heads, plan)
-        return block.linear(block.attention.forward(heads, block.cache, plan), block.weights["out"], None)
+        block.attention.write_kv(block.cache, heads, heads, metadata)
+        return block.linear(block.attention.forward(heads, block.cache, metadata), block.weights["out"], None)
 
     compiled = backend.compile(function, dynamic=True)
     assert_same_results(block, function, compiled, rows)
@@ -271,12 +271,12 @@ def test_kernels_that_programs_cannot_call_prevent_replay(block, backend, kind):
         values = torch.arange(HIDDEN * HIDDEN).view(HIDDEN, HIDDEN).remainder(15).sub(7).to(torch.int8)
         weight = quantized.pack(QuantizedWeight(values, torch.ones(HIDDEN, 1), None, HIDDEN, 4))
 
-    def function(ids, positions, plan):
+    def function(ids, positions, metadata):
         x = block.ops.embedding(ids, block.table)
         x = moe.moe(x, *packed, *chosen) if kind == "moe" else quantized.quantized_linear(x, weight, None)
         heads = block.ops.rms_norm(x, block.norm, 1e-5).view(3, HEADS, HEAD_SIZE)
-        block.attention.write_kv(block.cache, heads, heads, plan)
-        return block.linear(block.attention.forward(heads, block.cache, plan), block.weights["out"], None)
+        block.attention.write_kv(block.cache, heads, heads, metadata)
+        return block.linear(block.attention.forward(heads, block.cache, metadata), block.weights["out"], None)
 
     compiled = backend.compile(function, dynamic=True)
     args = inputs(block, 3, 0)
@@ -333,12 +333,12 @@ def test_unrecorded_work_prevents_replay(block, backend):
 def test_a_recording_that_fails_leaves_no_keys_and_values(block, backend):
     """The trial replay stores keys and values without the unrecorded work; they are overwritten."""
 
-    def function(ids, positions, plan):
+    def function(ids, positions, metadata):
         x = block.ops.embedding(ids, block.table)
         ctypes.memset(x.data_ptr(), 0x11, x.nbytes)
         heads = block.ops.rms_norm(x, block.norm, 1e-5).view(3, HEADS, HEAD_SIZE)
-        block.attention.write_kv(block.cache, heads, heads, plan)
-        return block.linear(block.attention.forward(heads, block.cache, plan), block.weights["out"], None)
+        block.attention.write_kv(block.cache, heads, heads, metadata)
+        return block.linear(block.attention.forward(heads, block.cache, metadata), block.weights["out"], None)
 
     compiled = backend.compile(function, dynamic=True)
     args = inputs(block, 3, 0)
@@ -379,9 +379,9 @@ def test_a_function_may_refuse(block, backend):
 class Ranks:
     """Two ranks with shared memory, both in this process. The second runs while the first waits."""
 
-    def __init__(self, slot_bytes=4096):
-        self.memory = torch.zeros(2 * (64 + 2 * slot_bytes), dtype=torch.uint8)
-        self.groups = [SharedGroup(self.memory.data_ptr(), 2, slot_bytes, rank, 0, 0) for rank in range(2)]
+    def __init__(self, buffer_bytes=4096):
+        self.memory = torch.zeros(2 * (64 + 2 * buffer_bytes), dtype=torch.uint8)
+        self.groups = [SharedGroup(self.memory.data_ptr(), 2, buffer_bytes, rank, 0, 0) for rank in range(2)]
         self.stops = 0
         self.pending_input = None
         types = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p)
@@ -408,10 +408,10 @@ class Ranks:
 
 
 @needs_shared_memory
-@pytest.mark.parametrize(("slot_bytes", "rounds"), [(4096, 1), (64, 6)])
-def test_a_program_that_stops_goes_on_with_the_same_call(block, backend, slot_bytes, rounds):
+@pytest.mark.parametrize(("buffer_bytes", "rounds"), [(4096, 1), (64, 6)])
+def test_a_program_that_stops_goes_on_with_the_same_call(block, backend, buffer_bytes, rounds):
     """A late rank stops a program in the middle, also within an all-reduce of several rounds."""
-    ranks = Ranks(slot_bytes)
+    ranks = Ranks(buffer_bytes)
 
     def function(ids):
         x = block.ops.embedding(ids, block.table)
@@ -449,8 +449,8 @@ def test_an_all_reduce_gets_the_address_of_the_next_weights(block, backend):
     (program,) = compiled._programs.values()
     counts = [len(called.argtypes) for called in (block.ops._embedding, ranks.sum)]
     at = counts[0] + ranks.sum.ahead
-    assert program.slots[at] == block.weights["out"].data.data_ptr()
-    assert program.slots[len(program.slots) - 1] == 0, "no weights are read behind the last sum"
+    assert program.words[at] == block.weights["out"].data.data_ptr()
+    assert program.words[len(program.words) - 1] == 0, "no weights are read after the last sum"
 
 
 @needs_shared_memory
@@ -541,7 +541,7 @@ def test_long_steps_are_called(block, backend):
     assert len(compiled._programs) == 1
 
 
-def test_an_error_leaves_no_recording_behind(block, backend):
+def test_an_error_leaves_no_recording(block, backend):
     def fails(x):
         raise ValueError("on purpose")
 
@@ -562,12 +562,12 @@ def test_without_kernels_a_function_is_returned_unchanged():
 def second_stage(block):
     """A second pipeline stage: the residual stream is an argument, which it modifies."""
 
-    def run(stream, positions, plan):
+    def run(stream, positions, metadata):
         ops, linear = block.ops, block.linear
         x = ops.rms_norm(stream, block.norm, 1e-5)
         q, k, v = (part.view(len(x), HEADS, -1) for part in linear(x, block.weights["qkv"], None).chunk(3, dim=1))
-        block.attention.write_kv(block.cache, k, v, plan)
-        x = linear(block.attention.forward(q, block.cache, plan), block.weights["out"], None)
+        block.attention.write_kv(block.cache, k, v, metadata)
+        x = linear(block.attention.forward(q, block.cache, metadata), block.weights["out"], None)
         return ops.fused_add_rms_norm(x, stream, block.norm, 1e-5)[0]
 
     return run
@@ -577,10 +577,10 @@ def test_an_argument_may_be_written_to(block, backend):
     stage = second_stage(block)
     compiled = backend.compile(stage, dynamic=True)
     for seed in (0, 1, 2):
-        _, positions, plan = inputs(block, 3, seed)
+        _, positions, metadata = inputs(block, 3, seed)
         stream = random(3, HIDDEN, seed=seed)
-        found, left = compiled(given := stream.clone(), positions, plan), block.cache[0].clone()
-        expected = stage(other := stream.clone(), positions, plan)
+        found, left = compiled(given := stream.clone(), positions, metadata), block.cache[0].clone()
+        expected = stage(other := stream.clone(), positions, metadata)
         assert torch.equal(found, expected) and torch.equal(given, other)
         assert torch.equal(left, block.cache[0]), "keys of another stream"
 
@@ -588,13 +588,13 @@ def test_an_argument_may_be_written_to(block, backend):
 def test_unrecorded_work_leaves_a_correct_cache(block, backend):
     """Work of another library: torch does not report it, and no kernel of the platform does it."""
 
-    def run(ids, positions, plan):
+    def run(ids, positions, metadata):
         x = block.ops.embedding(ids, block.table)
         values = (ctypes.c_uint16 * x.numel()).from_address(x.data_ptr())
         for i in range(x.numel()):
             values[i] ^= 1 << 15
         key = x.view(len(ids), HEADS, -1)
-        block.attention.write_kv(block.cache, key, key, plan)
+        block.attention.write_kv(block.cache, key, key, metadata)
         return block.linear(x, block.weights["out"], None)
 
     given = inputs(block, 2, 0)

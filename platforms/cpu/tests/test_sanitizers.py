@@ -3,9 +3,9 @@
 The library is built for one instruction set at a time and loaded by a new process that runs `edge_shapes.py`, with the
 sanitizer's runtime preloaded. All are exhaustive tests: run them after changes to the C++ sources. The first ones have
 this processor's instruction set alone, with small register tiles and without optimization, and the address sanitizer
-only, which compiles four times faster. The address sanitizer does
-not see the accesses of AMX tiles. So on a processor whose vectors are those beside the tiles this library has emulated
-tiles, too, and a second test runs kernels with them.
+only, which compiles four times faster. The address sanitizer does not see the accesses of AMX tiles. So on a processor
+whose vectors are those used with the tiles this library has emulated tiles, too, and a second test runs kernels with
+them.
 
 Compiling takes most of the time, so the library of the default tests is kept in `build/sanitized` under a hash of its
 sources, and built when they change.
@@ -35,7 +35,7 @@ FLAGS = ["-g1", "-std=c++17", "-fopenmp", "-fPIC", "-fno-sanitize-recover=all"]
 ISA = kernels.load().isa or "generic"
 ISAS = sorted(path.stem.removeprefix("isa_") for path in CSRC.glob("isa_*.cpp"))
 VECTORS = "avx512_bf16"
-"""Instruction set of the vectors beside AMX tiles."""
+"""Instruction set of the vectors used with AMX tiles."""
 EMULATED = "MVLLM_AMX_EMULATED=2"
 
 
@@ -57,7 +57,7 @@ def compiler_with_sanitizer() -> str:
 def build(compiler: str, isa: str, folder: Path, *, whole: bool, emulated: bool = False) -> Path:
     """Builds the library with one instruction set, and the generic one if this processor may lack the former."""
     names = {isa} | ({"generic"} if isa != ISA else set()) | ({VECTORS} if isa.startswith("amx") else set())
-    wanted = {kind + name for kind in ("isa_", "qisa_") for name in names}
+    wanted = {kind + name for kind in ("isa_", "quantized_isa_") for name in names}
     sanitizers = "-fsanitize=address,undefined" if whole else "-fsanitize=address"
     flags = [*FLAGS, sanitizers, *([] if whole else ["-DMVLLM_SMALL_TILES=1"])]
     flags += [f"-D{EMULATED}"] if emulated else []

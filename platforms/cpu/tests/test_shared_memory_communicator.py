@@ -37,7 +37,7 @@ def spawn(body: Callable[..., None], world_size: int) -> None:
 def join(rank: int, world_size: int, address: str, **settings: object) -> SharedMemoryCommunicator:
     torch.set_num_threads(1)
     spec = GroupSpec("tp", tuple(range(world_size)), rank, init_method=address)
-    return SharedMemoryCommunicator(spec, HOST, **{"timeout": 60.0, "slot_bytes": 4096, **settings})
+    return SharedMemoryCommunicator(spec, HOST, **{"timeout": 60.0, "buffer_bytes": 4096, **settings})
 
 
 def numbers(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -47,7 +47,7 @@ def numbers(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
 def sums_and_gathers(rank: int, world_size: int, address: str) -> None:
     comm = join(rank, world_size, address)
     assert comm.uses_shared_memory
-    for size in (1, 3, 1023, 1024, 1025, 2048, 5000):  # around the slot size, and several rounds
+    for size in (1, 3, 1023, 1024, 1025, 2048, 5000):  # around the size of a buffer, and several rounds
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
             everyone = [(numbers(r, size, torch.float32) * 10).to(dtype) for r in range(world_size)]
             mine = everyone[rank].clone()
@@ -201,8 +201,8 @@ class Step:
         comm.all_reduce(torch.zeros(len(self.inputs), WIDTH).bfloat16())
 
 
-def mixed_replays_and_calls(slot_bytes: int, rank: int, world_size: int, address: str) -> None:
-    comm = join(rank, world_size, address, slot_bytes=slot_bytes)
+def mixed_replays_and_calls(buffer_bytes: int, rank: int, world_size: int, address: str) -> None:
+    comm = join(rank, world_size, address, buffer_bytes=buffer_bytes)
     step = Step(rank, comm)
     for i in range(40):
         ids = torch.tensor([i, (3 * i) % 50, 49])
@@ -219,9 +219,9 @@ def mixed_replays_and_calls(slot_bytes: int, rank: int, world_size: int, address
     comm.close()
 
 
-@pytest.mark.parametrize("slot_bytes", [4096, 256])  # 256 is less than one all-reduce of the step
-def test_replays_and_calls_of_a_step_are_bit_identical_in_any_order(slot_bytes: int) -> None:
-    spawn(partial(mixed_replays_and_calls, slot_bytes), 2)
+@pytest.mark.parametrize("buffer_bytes", [4096, 256])  # 256 is less than one all-reduce of the step
+def test_replays_and_calls_of_a_step_are_bit_identical_in_any_order(buffer_bytes: int) -> None:
+    spawn(partial(mixed_replays_and_calls, buffer_bytes), 2)
 
 
 def peer_dies_in_a_replay(rank: int, world_size: int, address: str) -> None:

@@ -134,19 +134,19 @@ def paged_attention(
     return torch.einsum("tkgm,tmkd->tkgd", weights, values).flatten(1, 2).to(q.dtype)
 
 
-def latent_attention(
-    q: torch.Tensor, cache: torch.Tensor, *tables: Any, value_size: int, **options: Any
-) -> torch.Tensor:
+def mla_attention(q: torch.Tensor, cache: torch.Tensor, *tables: Any, value_size: int, **options: Any) -> torch.Tensor:
     """mvllm_triton's function in torch operations."""
     return paged_attention(q, cache, cache[..., :value_size], *tables, **options)
 
 
-def write_latent(latents: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, **unused: Any) -> None:
+def reshape_and_cache_mla(
+    latents: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, **unused: Any
+) -> None:
     """mvllm_triton's function in torch operations."""
-    write_kv(latents, latents[..., :0], cache, cache[..., :0], slot_mapping)
+    reshape_and_cache(latents, latents[..., :0], cache, cache[..., :0], slot_mapping)
 
 
-def write_kv(
+def reshape_and_cache(
     k: torch.Tensor,
     v: torch.Tensor,
     k_cache: torch.Tensor,
@@ -162,7 +162,7 @@ def write_kv(
         slots.copy_(spare.index_copy(0, place, new.to(cache.dtype))[:-1])
 
 
-def rotary_write_kv(
+def rotary_embedding_and_cache(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -186,11 +186,17 @@ def rotary_write_kv(
         order[: cos_sin.shape[1]] = order[: cos_sin.shape[1]].view(-1, 2).T.flatten()
         query, key = query[..., order], key[..., order]
     query, key = rotary_embedding(index, query, key, cos_sin)
-    write_kv(key, value, k_cache, v_cache, slot_mapping)
+    reshape_and_cache(key, value, k_cache, v_cache, slot_mapping)
     return query
 
 
 KERNELS = {
     function.__name__: function
-    for function in (paged_attention, latent_attention, write_kv, write_latent, rotary_write_kv)
+    for function in (
+        paged_attention,
+        mla_attention,
+        reshape_and_cache,
+        reshape_and_cache_mla,
+        rotary_embedding_and_cache,
+    )
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-WITH_OPENVINO = ("test_attention.py", "test_items.py", "test_operations.py", "test_parity.py", "test_program.py")
+WITH_OPENVINO = ("test_attention.py", "test_multimodal.py", "test_operations.py", "test_parity.py", "test_program.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

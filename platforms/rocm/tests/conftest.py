@@ -6,7 +6,7 @@ import pytest
 from platforms.rocm.tests.machines import build
 
 from mvllm_rocm import topology
-from mvllm_rocm.visible import VARIABLES
+from mvllm_rocm.visible_devices import VARIABLES
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ as_recorded = importlib.import_module("platforms.torch-gpu.tests.flashinfer_sign
 FLASH_ATTN, FLASHINFER, VARLEN = "flash_attn", "flashinfer", "torch.nn.attention.varlen"
 
 
-def _attend(q, k, v, scale, window_left, soft_cap):
+def _attention(q, k, v, scale, window_left, soft_cap):
     """Attention of one request: q [n, heads, size], k and v [m, kv_heads, size]. The last n keys are of q's tokens."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
@@ -63,7 +63,7 @@ def make_flash_attn(calls: list[str], *, soft_cap: bool = True) -> types.ModuleT
             assert b - a <= max_seqlen_q and length <= max_seqlen_k
             if b > a:
                 keys, values = (_pages(cache, block_table[r], length) for cache in (k, v))
-                out[a:b] = _attend(q[a:b], keys, values, softmax_scale, window_size[0], softcap)
+                out[a:b] = _attention(q[a:b], keys, values, softmax_scale, window_size[0], softcap)
         return out
 
     def flash_attn_with_kvcache(
@@ -79,7 +79,7 @@ def make_flash_attn(calls: list[str], *, soft_cap: bool = True) -> types.ModuleT
         for r, length in enumerate(cache_seqlens.tolist()):
             if length:
                 keys, values = (_pages(cache, block_table[r], length) for cache in (k_cache, v_cache))
-                out[r] = _attend(q[r], keys, values, softmax_scale, window_size[0], softcap)
+                out[r] = _attention(q[r], keys, values, softmax_scale, window_size[0], softcap)
         return out
 
     module = types.ModuleType(FLASH_ATTN)
@@ -107,7 +107,7 @@ def make_varlen(calls: list[str]) -> types.ModuleType:
             assert b - a <= max_q and length <= max_k
             if b > a:
                 keys, values = (_pages(cache, block_table[r], length) for cache in (key, value))
-                out[a:b] = _attend(query[a:b], keys, values, scale, window_size[0], 0.0)
+                out[a:b] = _attention(query[a:b], keys, values, scale, window_size[0], 0.0)
         return out
 
     module = types.ModuleType(VARLEN)
@@ -152,7 +152,7 @@ def make_flashinfer(calls: list[str]) -> types.ModuleType:
                 blocks = torch.tensor(indices[indptr[r] : indptr[r + 1]])
                 length = (len(blocks) - 1) * p["page_size"] + last[r]
                 k, v = (_pages(cache, blocks, length) for cache in (keys, values))
-                out[a:b] = _attend(q[a:b], k, v, p["sm_scale"], p["window_left"], p["logits_soft_cap"])
+                out[a:b] = _attention(q[a:b], k, v, p["sm_scale"], p["window_left"], p["logits_soft_cap"])
             return out
 
     class BatchDecodeWithPagedKVCacheWrapper:

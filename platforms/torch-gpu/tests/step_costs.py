@@ -73,7 +73,7 @@ _WITHOUT_LAUNCH = {
     torch.ops.aten.scalar_tensor.default,  # a number on the host
 }
 _GATHERS = {torch.ops.aten.embedding.default, torch.ops.aten.index_select.default, torch.ops.aten.index.Tensor}
-_ATTENTION = "attend"
+_ATTENTION = "paged_attention"
 
 
 @dataclass

@@ -75,9 +75,9 @@ def test_a_platform_chooses_the_format_of_float8(fields):
     found = run(backend, runtime(), case)
     assert (found.double() - expected(case)).abs().max() <= tolerance(spec.dtype, spec.kv_dtype)
     harness = CacheHarness(backend, runtime(), 1, 16)
-    plan = harness.begin_step(make_layout([(0, 1)], np.array([[0]], dtype=np.int32), 16))
+    metadata = harness.begin_step(make_layout([(0, 1)], np.array([[0]], dtype=np.int32), 16))
     key = torch.ones(1, spec.num_kv_heads, spec.head_size)
-    backend.write_kv(harness.kv, key, key[..., : spec.value_size], plan)
+    backend.write_kv(harness.kv, key, key[..., : spec.value_size], metadata)
     stored, scales = harness.kv[0][0, 0], harness.kv[len(harness.kv) // 2][0, 0]
     assert torch.equal(stored.view(torch.float8_e4m3fnuz).float() * scales[:, None], key[0])
     assert not torch.equal(stored.view(torch.float8_e4m3fn).float() * scales[:, None], key[0])
@@ -89,15 +89,15 @@ def test_graph_buffers_give_the_same_result_as_the_steps_own_tables():
     case = make_case(spec, [(37, 1), (15, 1), (0, 1)], block_size=16, padding=1, padding_requests=1)
     harness = CacheHarness(backend, runtime(), case.num_blocks, 16)
     harness.fill(0.5)
-    plan = harness.begin_step(case.layout)
-    assert plan.is_decode(4)
-    buffers = plan.static_buffers(torch.empty(4, 64, dtype=torch.int32))
+    metadata = harness.begin_step(case.layout)
+    assert metadata.is_decode(4)
+    buffers = metadata.static_buffers(torch.empty(4, 64, dtype=torch.int32))
     assert buffers.max_seq_len == 64 * 16 and buffers.block_table.shape == (4, 64)
     buffers.block_table.fill_(10**6)  # entries of an earlier step after this step's tables are not read
-    for part, given in buffers.parts_to_fill(plan):
+    for part, given in buffers.parts_to_fill(metadata):
         part.copy_(given)
     queries = torch.cat([case.query, case.query[:1]])[:4]
-    assert torch.equal(backend.forward(queries, harness.kv, plan), backend.forward(queries, harness.kv, buffers))
+    assert torch.equal(backend.forward(queries, harness.kv, metadata), backend.forward(queries, harness.kv, buffers))
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8", "float8_e4m3fn"])

@@ -30,13 +30,13 @@ def calls(monkeypatch):
 
         return call
 
-    for name in ("few_rows_linear", "few_rows_linear_silu_and_mul"):
+    for name in ("skinny_gemm", "skinny_gemm_silu_and_mul"):
         monkeypatch.setattr(autotuned_linear, name, recording(TRITON, getattr(autotuned_linear, name)))
     monkeypatch.setattr(autotuned_linear.F, "linear", recording(TORCH, torch.nn.functional.linear))
     monkeypatch.setattr(
-        autotuned_linear, "LINEAR_WAYS", {TORCH: autotuned_linear.F.linear, TRITON: autotuned_linear.few_rows_linear}
+        autotuned_linear, "LINEAR_WAYS", {TORCH: autotuned_linear.F.linear, TRITON: autotuned_linear.skinny_gemm}
     )
-    gated = {TORCH: autotuned_linear._separate, TRITON: autotuned_linear.few_rows_linear_silu_and_mul}
+    gated = {TORCH: autotuned_linear._separate, TRITON: autotuned_linear.skinny_gemm_silu_and_mul}
     monkeypatch.setattr(autotuned_linear, "GATED_WAYS", gated)
     return found
 
@@ -53,7 +53,7 @@ def clock_with_order(*names):
     def clock(calls):
         for call in calls:
             call()
-        return float(names.index(TRITON if calls[0].func.__name__.startswith("few_rows") else TORCH))
+        return float(names.index(TRITON if calls[0].func.__name__.startswith("skinny_gemm") else TORCH))
 
     return clock
 
@@ -110,7 +110,7 @@ def test_without_a_device_to_time_on_torch_computes_and_nothing_is_stored(calls)
 
 def test_a_kernel_that_fails_is_not_tried_again(calls):
     def clock(calls):
-        if calls[0].func is autotuned_linear.few_rows_linear:
+        if calls[0].func is autotuned_linear.skinny_gemm:
             raise RuntimeError("no kernel image")
         return 1.0
 

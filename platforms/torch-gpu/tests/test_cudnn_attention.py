@@ -169,7 +169,7 @@ def test_other_errors_are_raised(calls, monkeypatch):
         run(backend, CPURuntime(WorkerContext()), case)
 
 
-def test_values_that_are_not_finite_behind_the_last_token_change_nothing(calls):
+def test_values_that_are_not_finite_after_the_last_token_change_nothing(calls):
     backend = backend_of()
     case = make_case(backend.spec, [(1030, 600)], block_size=64)
     found = run(backend, CPURuntime(WorkerContext()), case, poison=float("nan"))

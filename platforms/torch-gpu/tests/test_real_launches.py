@@ -23,12 +23,12 @@ real_launches = importlib.import_module("platforms.torch-gpu.tests.real_launches
 
 
 def test_a_spill_is_allowed_for_the_listed_kernel_targets_and_constants_only():
-    def attend():
+    def paged_attention():
         pass
 
-    attend.__module__ = "kernels.attention"
-    function = types.SimpleNamespace(fn=attend, __name__="attend")
-    entries = [{"kernel": "attention.attend", "targets": ["sm_90"], "constants": {"GROUP": 128}, "bytes": 400}]
+    paged_attention.__module__ = "kernels.attention"
+    function = types.SimpleNamespace(fn=paged_attention, __name__="paged_attention")
+    entries = [{"kernel": "attention.paged_attention", "targets": ["sm_90"], "constants": {"GROUP": 128}, "bytes": 400}]
     entries[0]["moved"] = 8
 
     def allowed(target, **constants):
@@ -94,7 +94,12 @@ def test_a_decode_of_a_dense_model_compiles_and_fits_for_two_vendors(tmp_path):
     lines = compile_models(tmp_path, "sm_80,gfx942", "Llama-3.1-8B", "--decode")
     for target in ("sm_80", "gfx942"):
         found = {line.split()[1] for line in lines if f" {target} " in line}
-        assert {"attention.attend", "attention.combine", "rotary_write.rotary_write", "norm.add_rms_norm"} <= found
+        assert {
+            "attention.paged_attention",
+            "attention.paged_attention_reduce",
+            "rotary_embedding_and_cache.rotary_embedding_and_cache",
+            "norm.fused_add_rms_norm",
+        } <= found
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ BLOCK = 4
 CACHE = torch.arange(4000.0)
 
 
-def plan(rows=4, pages=2, query_len=1, shift=0, real=None, capture=True):
+def make_metadata(rows=4, pages=2, query_len=1, shift=0, real=None, capture=True):
     """A step's tables: request r has r + 1 + shift tokens; rows from `real` on are padding."""
     real = rows if real is None else real
     lens = torch.tensor([min(r + 1 + shift, pages * BLOCK) if r < real else 0 for r in range(rows)], dtype=torch.int32)
@@ -46,12 +46,12 @@ class Model:
     def __init__(self):
         self.calls = 0
 
-    def __call__(self, token_ids, positions, prompt_lens, intermediate, *plans):
+    def __call__(self, token_ids, positions, prompt_lens, intermediate, *metadata):
         self.calls += 1
         hidden = token_ids.float() + 10 * positions.float()
         if intermediate is not None:
             hidden = hidden + intermediate.sum(1)
-        for step in plans:
+        for step in metadata:
             place = torch.arange(step.pages * step.block_size)
             slots = step.block_table[:, place // step.block_size] * step.block_size + place % step.block_size
             visible = place < step.seq_lens[:, None]
@@ -81,8 +81,14 @@ def compiled(function, graphs, **options):
     return StepGraphBackend(lambda: graphs, "test", **options).compile(function, dynamic=True)
 
 
-def step_arguments(rows=4, pages=2, shift=0, **of_plan):
-    return tokens(rows, shift), tokens(rows, 2 * shift), None, None, plan(rows, pages, shift=shift, **of_plan)
+def step_arguments(rows=4, pages=2, shift=0, **of_metadata):
+    return (
+        tokens(rows, shift),
+        tokens(rows, 2 * shift),
+        None,
+        None,
+        make_metadata(rows, pages, shift=shift, **of_metadata),
+    )
 
 
 def test_replays_read_each_steps_own_inputs(graphs):
@@ -126,9 +132,9 @@ def test_sequences_up_to_100k_tokens_share_one_table_width():
 
 def test_graphs_share_block_tables_and_more_requests_do_not_move_them(graphs):
     tables = GraphBlockTables(TABLE * BLOCK)
-    large, small, larger = (tables.buffer_for(4, plan(rows)) for rows in (8, 4, 16))
+    large, small, larger = (tables.buffer_for(4, make_metadata(rows)) for rows in (8, 4, 16))
     assert small.data_ptr() == large.data_ptr() != larger.data_ptr()
-    assert tables.buffer_for(5, plan(4)).data_ptr() != small.data_ptr(), "each of a step's tables has its own"
+    assert tables.buffer_for(5, make_metadata(4)).data_ptr() != small.data_ptr(), "each of a step's tables has its own"
     function = compiled(Model(), graphs)
     for number, rows in enumerate((4, 8, 4, 2, 16, 8, 4)):
         given = step_arguments(rows, pages=1 + 5 * number, shift=number)
@@ -201,14 +207,23 @@ def test_a_function_may_write_to_its_arguments(graphs):
 
     function = compiled(model, graphs)
     for shift in (0, 3, 5):
-        assert torch.equal(function(tokens(4, shift), plan()), (tokens(4, shift) + plan().seq_lens).float()[:, None])
+        assert torch.equal(
+            function(tokens(4, shift), make_metadata()), (tokens(4, shift) + make_metadata().seq_lens).float()[:, None]
+        )
 
 
 def test_hidden_states_of_an_earlier_stage_and_several_tables_are_inputs(graphs):
     function = compiled(Model(), graphs)
     for shift in (0, 2):
         hidden = torch.full((4, 3), float(shift))
-        given = (tokens(), tokens(), tokens(), hidden, plan(shift=shift), plan(pages=5, shift=shift + 1))
+        given = (
+            tokens(),
+            tokens(),
+            tokens(),
+            hidden,
+            make_metadata(shift=shift),
+            make_metadata(pages=5, shift=shift + 1),
+        )
         assert torch.equal(function(*given), Model()(*given))
     assert graphs.captures == 1
 
@@ -216,13 +231,13 @@ def test_hidden_states_of_an_earlier_stage_and_several_tables_are_inputs(graphs)
 @pytest.mark.parametrize(
     "given",
     [
-        (tokens(8), tokens(8), None, None, plan(4, query_len=2, capture=False)),
-        (tokens(4), tokens(4), None, None, plan(4, capture=False)),
+        (tokens(8), tokens(8), None, None, make_metadata(4, query_len=2, capture=False)),
+        (tokens(4), tokens(4), None, None, make_metadata(4, capture=False)),
         (tokens(4), tokens(4), None, None),  # no tables, so it is unknown whether it is marked
-        (torch.zeros(LARGEST_CAPTURE + 16, dtype=torch.int32),) * 2 + (None, None, plan(LARGEST_CAPTURE + 16)),
-        (tokens(4), tokens(4), None, None, plan(4), "another backend's plan"),
+        (torch.zeros(LARGEST_CAPTURE + 16, dtype=torch.int32),) * 2 + (None, None, make_metadata(LARGEST_CAPTURE + 16)),
+        (tokens(4), tokens(4), None, None, make_metadata(4), "another backend's metadata"),
     ],
-    ids=["unmarked-prompts", "unmarked-decodes", "no-tables", "large", "foreign-plan"],
+    ids=["unmarked-prompts", "unmarked-decodes", "no-tables", "large", "foreign-metadata"],
 )
 def test_other_steps_run_eagerly(graphs, given):
     seen = []
@@ -290,7 +305,7 @@ def test_mixed_and_verifying_steps_are_captured_by_kind_and_shape(graphs):
     function = compiled(model, graphs)
     for number, (requests, query_len) in enumerate([(4, 4), (8, 2), (4, 4), (8, 2), (2, 2)]):
         rows = tokens(requests * query_len, number)
-        given = rows, rows * 2, None, None, plan(requests, query_len=query_len, shift=number)
+        given = rows, rows * 2, None, None, make_metadata(requests, query_len=query_len, shift=number)
         assert torch.equal(function(*given), model(*given))
     assert graphs.captures == 3 and graphs.replays == 5
 
@@ -306,7 +321,7 @@ def test_a_captured_step_advances_each_state_once_and_reads_the_slots_of_its_own
         return (before + token_ids)[:, None].repeat(1, 2)
 
     def step(read, write, shift):
-        attention = [plan(shift=shift)] if with_attention else []
+        attention = [make_metadata(shift=shift)] if with_attention else []
         starts, read, write = (torch.tensor(x, dtype=torch.int32) for x in (range(5), read, write))
         return tokens(shift=shift), *attention, StateArguments(starts, read, write, 1, capture=True)
 
@@ -326,7 +341,7 @@ def test_errors_of_the_function_are_raised_unchanged(graphs):
         raise ValueError("the model's own")
 
     with pytest.raises(ValueError, match="the model's own"):
-        compiled(model, graphs)(tokens(), plan())
+        compiled(model, graphs)(tokens(), make_metadata())
 
 
 @pytest.mark.parametrize("query_len", [1, 2])
@@ -338,7 +353,7 @@ def test_the_error_of_a_step_without_memory_contains_the_free_memory(query_len):
 
     function = compiled(model, graphs, out_of_memory=lambda: "0.10 of 80.00 GiB are free")
     with pytest.raises(MemoryError, match=r"0\.10 of 80\.00 GiB"):
-        function(tokens(4 * query_len), plan(4, query_len=query_len))
+        function(tokens(4 * query_len), make_metadata(4, query_len=query_len))
 
 
 def test_a_function_is_fused_before_it_is_captured(graphs):

@@ -87,8 +87,8 @@ def test_tokens_equal_transformers_with_chunks_prefix_hits_and_preemption(zoo, f
 
 @pytest.mark.parametrize("name", ["bamba", "qwen35"])
 def test_hybrid_models_give_the_tokens_of_transformers_with_chunks_and_kept_states(name):
-    """Mamba-2 and gated DeltaNet beside attention. Decode steps and chunks of as many tokens as rows are programs of
-    their own, all of them from the warm-up."""
+    """Mamba-2 and gated DeltaNet together with attention. Decode steps and chunks of as many tokens as rows are
+    programs of their own, all of them from the warm-up."""
     expected = parity.oracle(name, (0, 5, 6, 8, 11), NUM_TOKENS)
     settings = {"state_snapshot_interval": 16, "max_model_len": 128, "max_num_batched_tokens": 16}
     with engine(expected.folder, **settings) as llm:
@@ -102,7 +102,7 @@ def test_hybrid_models_give_the_tokens_of_transformers_with_chunks_and_kept_stat
 
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl"])
 def test_images_give_the_tokens_of_transformers_without_a_compilation(name):
-    """Rows of plain embeddings; three-dimensional positions and rows behind layers. The encoders run on the host."""
+    """Rows of plain embeddings; three-dimensional positions and rows added after layers. Encoders run on the host."""
     expected = multimodal_suite.oracle(name)
     settings = {"max_model_len": 256, "skip_tokenizer_init": False, "dtype": "float32"}
     with (

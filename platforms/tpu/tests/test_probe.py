@@ -58,7 +58,7 @@ def test_chips_are_counted_and_named(host, installed):
     assert found.available and [device.name for device in found.devices] == ["TPU v4", "TPU v4"]
 
 
-def test_newer_chips_are_found_behind_vfio(host, installed):
+def test_newer_chips_are_found_through_vfio(host, installed):
     installed("torch_xla")
     host.add("0x006f")
     host.files("vfio/vfio", "vfio/0")
@@ -118,7 +118,7 @@ def versions(monkeypatch):
 
 
 @pytest.mark.parametrize("torch", ["2.15.0", "2.13.0+cpu"])
-def test_torch_xla_beside_a_torch_of_another_version_is_unavailable(host, installed, versions, monkeypatch, torch):
+def test_torch_xla_with_a_torch_of_another_version_is_unavailable(host, installed, versions, monkeypatch, torch):
     """Its metadata does not require torch, and importing it fails."""
     installed("torch_xla")
     versions(torch_xla="2.9.0", torch=torch)

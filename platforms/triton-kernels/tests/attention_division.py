@@ -57,7 +57,7 @@ try:
         share = long_share(
             query_start_loc, seq_lens, num_requests, num_programs, least, SKIPPED, BLOCK_Q, BLOCK_N, 0, SPLIT
         )
-        request, tile, part, parts, slot, number = long_request(
+        request, tile, part, parts, partial_index, number = long_request(
             query_start_loc, seq_lens, num_requests, share, index, SKIPPED, BLOCK_Q, BLOCK_N, 0, SPLIT, DIVIDED
         )
         place = found + index * 6
@@ -65,7 +65,7 @@ try:
         tl.store(place + 1, tile)
         tl.store(place + 2, part)
         tl.store(place + 3, parts)
-        tl.store(place + 4, slot)
+        tl.store(place + 4, partial_index)
         tl.store(place + 5, number)
 finally:
     del os.environ["TRITON_INTERPRET"]
@@ -103,17 +103,17 @@ def _long_found(lengths, seq_lens, work, tiles, skipped, number, divided):
     found = torch.zeros(number, 6, dtype=torch.int32)
     _long[(number,)](
         found, *_tables(lengths, seq_lens), work.programs, work.least, SKIPPED=skipped, BLOCK_Q=tiles.tokens,
-        BLOCK_N=tiles.columns, SPLIT=work.slots > 0, DIVIDED=divided,
+        BLOCK_N=tiles.columns, SPLIT=work.num_partials > 0, DIVIDED=divided,
     )  # fmt: skip
     return [tuple(row[:5]) for row in found.tolist()[: found[0, 5]]]
 
 
 def long_pieces(lengths, seq_lens, work, tiles, skipped):
-    """The pieces of a long launch: (request, tile of queries, part of its keys, number of parts, slot)."""
+    """The pieces of a long launch: (request, tile of queries, part of its keys, number of parts, index of its sums)."""
     return _long_found(lengths, seq_lens, work, tiles, skipped, work.grid, False)
 
 
 def long_divided(lengths, seq_lens, work, tiles, skipped):
-    """The divided tiles of queries, and for each the number of parts and the slot of the first one."""
+    """The divided tiles of queries, and for each the number of parts and the index of the first one's partial sums."""
     rows = _long_found(lengths, seq_lens, work, tiles, skipped, work.divided_tiles, True)
-    return {(request, tile): (parts, slot) for request, tile, _, parts, slot in rows}
+    return {(request, tile): (parts, partial_index) for request, tile, _, parts, partial_index in rows}

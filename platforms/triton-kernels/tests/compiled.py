@@ -86,6 +86,7 @@ class Compiled:
     """Resources of a compiled kernel. `registers` and `spilled` bytes per thread are None if no tool reports them.
 
     Attributes:
+        name: As profilers print it.
         moved: Spilled bytes that a thread stores or loads in an iteration of the loop with the products, the largest of
             such loops.
         copies: Asynchronous copies from global to shared memory.
@@ -209,7 +210,7 @@ def compile_for(launch: Launch, target: str) -> Compiled:
         int(n) for n in re.findall(r"ttg\.local_alloc\s*:\s*\(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x", kernel.asm["ttgir"])
     ]
     return Compiled(
-        launch.function.__name__,
+        kernel.metadata.name,
         target,
         kernel.metadata.shared,
         registers,

@@ -19,7 +19,7 @@ if importlib.util.find_spec("triton") is None:
 importlib.import_module("platforms.triton-kernels.tests.interpreter")
 
 import mvllm_triton.attention  # noqa: E402  once Triton is imported with its interpreter
-import mvllm_triton.kv_write  # noqa: E402
+import mvllm_triton.reshape_and_cache  # noqa: E402
 
 runtime = functools.cache(lambda: CPURuntime(WorkerContext()))
 
@@ -69,9 +69,11 @@ class TritonAttention(AttentionBackend):
             self._store_with_torch(kv, [key] if self.spec.values_in_keys else [key, value], slots)
             return
         if self.spec.values_in_keys:
-            mvllm_triton.kv_write.write_latent(key, kv[0], slots, kv_scale=kv[1])
+            mvllm_triton.reshape_and_cache.reshape_and_cache_mla(key, kv[0], slots, kv_scale=kv[1])
         else:
-            mvllm_triton.kv_write.write_kv(key, value, kv[0], kv[1], slots, k_scale=kv[2], v_scale=kv[3])
+            mvllm_triton.reshape_and_cache.reshape_and_cache(
+                key, value, kv[0], kv[1], slots, k_scale=kv[2], v_scale=kv[3]
+            )
 
     def _store_with_torch(self, kv, new_entries, slots):
         kept = slots >= 0
@@ -98,7 +100,7 @@ class TritonAttention(AttentionBackend):
             "out": torch.full((*query.shape[:2], spec.value_size), torch.nan, dtype=query.dtype),
         }
         if spec.values_in_keys:
-            found = mvllm_triton.attention.latent_attention(
+            found = mvllm_triton.attention.mla_attention(
                 query, kv[0], *tables, value_size=spec.value_size, kv_scale=kv[1], **options
             )
         else:

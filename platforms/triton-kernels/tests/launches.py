@@ -20,22 +20,22 @@ import torch
 from mvllm_triton import attention
 from mvllm_triton.activation import silu_and_mul
 from mvllm_triton.argmax import argmax
-from mvllm_triton.attention import latent_attention, paged_attention
-from mvllm_triton.dense_linear import few_rows_linear, few_rows_linear_silu_and_mul
+from mvllm_triton.attention import mla_attention, paged_attention
 from mvllm_triton.float8_linear import float8_linear
-from mvllm_triton.kv_write import write_kv, write_latent
 from mvllm_triton.lora import add_lora_by_slot
 from mvllm_triton.moe import clamped_moe, moe
-from mvllm_triton.norm import add_rms_norm, rms_norm
+from mvllm_triton.norm import fused_add_rms_norm, rms_norm
 from mvllm_triton.packed_experts import FLOAT8, INT4, INT8, MXFP4, PackedExperts
 from mvllm_triton.quantized_linear import PackedIntegers, quantized_linear
 from mvllm_triton.quantized_moe import quantized_moe
-from mvllm_triton.rotary import rotary
-from mvllm_triton.rotary_write import rotary_write_kv
+from mvllm_triton.reshape_and_cache import reshape_and_cache, reshape_and_cache_mla
+from mvllm_triton.rotary_embedding import rotary_embedding
+from mvllm_triton.rotary_embedding_and_cache import rotary_embedding_and_cache
 from mvllm_triton.routing import select_experts
 from mvllm_triton.sampling import sample
+from mvllm_triton.skinny_gemm import skinny_gemm, skinny_gemm_silu_and_mul
 from mvllm_triton.state import causal_conv1d, gated_delta_rule, gated_rms_norm, kda, ssd
-from mvllm_triton.tiles import few_rows_gated_tiles, few_rows_tiles
+from mvllm_triton.tiles import skinny_gemm_silu_and_mul_tiles, skinny_gemm_tiles
 
 BF16, F32 = torch.bfloat16, torch.float32
 CODES, NATIVE = torch.uint8, torch.float8_e4m3fn
@@ -68,26 +68,26 @@ def _attention(
 
 
 def _latent(tokens: int, requests: int, heads: int, *, splits: int = 1, stored: torch.dtype = BF16) -> None:
-    latent_attention(
+    mla_attention(
         torch.empty(tokens, heads, 576, dtype=BF16), torch.empty(2, 64, 1, 576, dtype=stored), _integers(requests, 64),
         _integers(requests + 1), _integers(requests), value_size=512, scale=1.0, max_query_len=tokens // requests,
         max_seq_len=8192, kv_scale=torch.ones(2, 64, 1) if stored == CODES else None, splits=splits,
     )  # fmt: skip
 
 
-def _write(stored: torch.dtype, scaled: bool) -> None:
+def _reshape_and_cache(stored: torch.dtype, scaled: bool) -> None:
     new, cache = torch.empty(16, 8, 128, dtype=BF16), torch.empty(2, 16, 8, 128, dtype=stored)
     scales = torch.ones(2, 16, 8) if scaled else None
-    write_kv(new, new, cache, cache, _integers(16), k_scale=scales, v_scale=scales)
+    reshape_and_cache(new, new, cache, cache, _integers(16), k_scale=scales, v_scale=scales)
 
 
-def _rotary_write(stored: torch.dtype, **options: Any) -> None:
+def _rotary_and_cache(stored: torch.dtype, **options: Any) -> None:
     fused, cache = torch.empty(16, 48, 128, dtype=BF16), torch.empty(2, 16, 8, 128, dtype=stored)
     query, key, value = fused.split((32, 8, 8), dim=1)
     scales = torch.ones(2, 16, 8) if stored in (CODES, torch.int8) else None
     angles, weight = torch.empty(64, options.pop("rotary_dim", 128)), torch.empty(128, dtype=BF16)
     norms = {"q_weight": weight, "k_weight": weight, "eps": 1e-6} if options.pop("norm", False) else {}
-    rotary_write_kv(
+    rotary_embedding_and_cache(
         query, key, value, _integers(16), angles, cache, cache, _integers(16), k_scale=scales, v_scale=scales,
         **norms, **options,
     )  # fmt: skip
@@ -97,10 +97,10 @@ def _rows(dtype: torch.dtype) -> None:
     x, weight = torch.empty(16, 4096, dtype=dtype), torch.empty(4096, dtype=dtype)
     rms_norm(x, weight, 1e-6)
     rms_norm(x.view(16, 32, 128), weight[:128], 1e-6)
-    add_rms_norm(x, x.clone(), weight, 1e-6)
+    fused_add_rms_norm(x, x.clone(), weight, 1e-6)
     silu_and_mul(x)
     argmax(torch.empty(16, 128256, dtype=dtype))
-    rotary(_integers(16), x.view(16, 32, 128), x.view(16, 32, 128)[:, :8], torch.empty(64, 128))
+    rotary_embedding(_integers(16), x.view(16, 32, 128), x.view(16, 32, 128)[:, :8], torch.empty(64, 128))
 
 
 def _states(tokens: int, requests: int) -> None:
@@ -143,11 +143,11 @@ def _clamped_experts(tokens: int) -> None:
     )  # fmt: skip
 
 
-def _few_rows(tokens: int, sizes: tuple[int, int] = (4096, 4096), *, memory: int = 160 << 10) -> None:
+def _skinny_gemm(tokens: int, sizes: tuple[int, int] = (4096, 4096), *, memory: int = 160 << 10) -> None:
     weight = torch.empty(sizes, dtype=BF16)
     bias = None if sizes == (4096, 4096) else weight[:, 0]
-    tiles = few_rows_tiles(tokens, *sizes, 132, memory)
-    few_rows_linear(torch.empty(tokens, sizes[1], dtype=BF16), weight, bias, tiles=tiles)
+    tiles = skinny_gemm_tiles(tokens, *sizes, 132, memory)
+    skinny_gemm(torch.empty(tokens, sizes[1], dtype=BF16), weight, bias, tiles=tiles)
 
 
 def _packed_experts(tokens: int, kind: int, *, rounded: bool = False, native: bool = True, dtype: Any = BF16) -> None:
@@ -175,9 +175,9 @@ def _packed_experts(tokens: int, kind: int, *, rounded: bool = False, native: bo
     )  # fmt: skip
 
 
-def _few_rows_gated(tokens: int, memory: int = 64 << 10) -> None:
-    tiles = few_rows_gated_tiles(tokens, 4096, memory)
-    few_rows_linear_silu_and_mul(
+def _skinny_gemm_silu_and_mul(tokens: int, memory: int = 64 << 10) -> None:
+    tiles = skinny_gemm_silu_and_mul_tiles(tokens, 4096, memory)
+    skinny_gemm_silu_and_mul(
         torch.empty(tokens, 4096, dtype=BF16), torch.empty(28672, 4096, dtype=BF16), None, tiles=tiles
     )
 
@@ -228,14 +228,14 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "latent-decode": lambda: _latent(64, 64, 128, splits=2),
     "latent-decode-codes": lambda: _latent(64, 64, 16, splits=2, stored=CODES),
     "latent-prefill": lambda: _latent(512, 1, 128),
-    "write": lambda: _write(BF16, False),
-    "write-codes": lambda: _write(CODES, True),
-    "write-latent": lambda: write_latent(
+    "reshape-and-cache": lambda: _reshape_and_cache(BF16, False),
+    "reshape-and-cache-codes": lambda: _reshape_and_cache(CODES, True),
+    "reshape-and-cache-mla": lambda: reshape_and_cache_mla(
         torch.empty(16, 1, 576, dtype=BF16), torch.empty(2, 64, 1, 576, dtype=BF16), _integers(16)
     ),
-    "rotary-write": lambda: _rotary_write(BF16, norm=True),
-    "rotary-write-codes": lambda: _rotary_write(CODES, rotary_dim=64),
-    "rotary-write-interleaved": lambda: _rotary_write(torch.int8, interleaved=True, norm=True),
+    "rotary-and-cache": lambda: _rotary_and_cache(BF16, norm=True),
+    "rotary-and-cache-codes": lambda: _rotary_and_cache(CODES, rotary_dim=64),
+    "rotary-and-cache-interleaved": lambda: _rotary_and_cache(torch.int8, interleaved=True, norm=True),
     "rows": lambda: _rows(BF16),
     "states-decode": lambda: _states(16, 16),
     "states-prompts": lambda: _states(1024, 2),
@@ -251,16 +251,16 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "selection-512": lambda: _selection(512, 10, "softmax", (1, 1)),
     "selection-of-chosen": lambda: _selection(128, 4, "softmax_of_chosen", (1, 1)),
     "clamped-experts": lambda: _clamped_experts(16),
-    "few-rows-1": lambda: _few_rows(1),
-    "few-rows-8": lambda: _few_rows(8),
-    "few-rows-16": lambda: _few_rows(16),
-    "few-rows-64": lambda: _few_rows(64),
-    "few-rows-uneven": lambda: _few_rows(16, (4104, 4112)),
-    "few-rows-gated-1": lambda: _few_rows_gated(1),
-    "few-rows-gated-16": lambda: _few_rows_gated(16, 160 << 10),
-    "few-rows-gated-16-small": lambda: _few_rows_gated(16),
-    "few-rows-8-small": lambda: _few_rows(8, memory=64 << 10),
-    "few-rows-64-small": lambda: _few_rows(64, memory=64 << 10),
+    "skinny-gemm-1": lambda: _skinny_gemm(1),
+    "skinny-gemm-8": lambda: _skinny_gemm(8),
+    "skinny-gemm-16": lambda: _skinny_gemm(16),
+    "skinny-gemm-64": lambda: _skinny_gemm(64),
+    "skinny-gemm-uneven": lambda: _skinny_gemm(16, (4104, 4112)),
+    "skinny-gemm-gated-1": lambda: _skinny_gemm_silu_and_mul(1),
+    "skinny-gemm-gated-16": lambda: _skinny_gemm_silu_and_mul(16, 160 << 10),
+    "skinny-gemm-gated-16-small": lambda: _skinny_gemm_silu_and_mul(16),
+    "skinny-gemm-8-small": lambda: _skinny_gemm(8, memory=64 << 10),
+    "skinny-gemm-64-small": lambda: _skinny_gemm(64, memory=64 << 10),
     "int8-decode": lambda: _integer_product(8, 8, False),
     "int4-decode": lambda: _integer_product(8, 4, False),
     "int4-prefill": lambda: _integer_product(2048, 4, False),
@@ -294,11 +294,11 @@ LAUNCHES: dict[str, Callable[[], None]] = {
 _OCP = frozenset({"sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx950", "gfx1201"})
 _LARGE = frozenset({"sm_80", "sm_90", "sm_100", "sm_103", "gfx950"})
 TAKEN_BY = {
-    "few-rows-8": _LARGE,
-    "few-rows-16": _LARGE,
-    "few-rows-64": _LARGE,
-    "few-rows-uneven": _LARGE,
-    "few-rows-gated-16": _LARGE,
+    "skinny-gemm-8": _LARGE,
+    "skinny-gemm-16": _LARGE,
+    "skinny-gemm-64": _LARGE,
+    "skinny-gemm-uneven": _LARGE,
+    "skinny-gemm-gated-16": _LARGE,
     "decode-float8": _OCP,
     "float8-decode": _OCP,
     "float8-prefill": _OCP,
@@ -339,7 +339,7 @@ def main(targets: list[str], names: list[str]) -> int:
                 found = compiled.compile_for(launch, target)
                 fits = found.shared <= compiled.SHARED_MEMORY[target]
                 failed += not fits
-                print(f"{name:20}", found, "" if fits else "DOES NOT FIT", flush=True)
+                print(f"{name:28}", found, "" if fits else "DOES NOT FIT", flush=True)
     return failed
 
 

@@ -1,4 +1,4 @@
-"""Checks the kernels on a device: correct results, graph capture, and speed beside the device's limits.
+"""Checks the kernels on a device: correct results, graph capture, and speed compared with the device's limits.
 
     python -m platforms.triton-kernels.tests.on_device [numerics] [graphs] [speed] [products] [tiles]
 
@@ -36,12 +36,12 @@ from mvllm_triton import (
     packed_experts,
     quantized_linear,
     quantized_moe,
-    rotary,
+    rotary_embedding,
     sampling,
 )
 from mvllm_triton.activation import silu_and_mul
 from mvllm_triton.argmax import argmax
-from mvllm_triton.kv_write import write_kv
+from mvllm_triton.reshape_and_cache import reshape_and_cache
 from mvllm_triton.tiles import AttentionTiles
 
 BF16 = torch.bfloat16
@@ -162,7 +162,7 @@ def numerics(device: str, small: bool) -> bool:
     rows.append(("moe", _off(moe.moe(x, gate_up, down, ids, shares), total), 1e-4))
     for wide in (torch.float32, BF16):
         f8 = torch.randn(64, 512, device=device).to(torch.float8_e4m3fn)
-        codes, scales = float8_linear.float8_rows(x.to(wide))
+        codes, scales = float8_linear.scaled_fp8_quant(x.to(wide))
         exact = (codes.double() * scales.double()) @ f8.double().T
         for native in (False,) if small else (False, True):
             found = float8_linear.float8_linear(x.to(wide), f8, torch.ones(1, device=device), native=native)
@@ -407,16 +407,22 @@ def speed(device: str) -> None:
         x, weight = torch.randn(rows, 4096, device=device, dtype=BF16), torch.ones(4096, device=device, dtype=BF16)
         show(f"rms_norm, {rows} rows", seconds(lambda: norm.rms_norm(x, weight, 1e-6)), moved=2 * x.nbytes)
         residual = x.clone()
-        time = seconds(lambda: norm.add_rms_norm(x, residual, weight, 1e-6))
-        show(f"add_rms_norm, {rows} rows", time, moved=4 * x.nbytes)
+        time = seconds(lambda: norm.fused_add_rms_norm(x, residual, weight, 1e-6))
+        show(f"fused_add_rms_norm, {rows} rows", time, moved=4 * x.nbytes)
         wide = torch.randn(rows, 2 * 14336, device=device, dtype=BF16)
         show(f"silu_and_mul, {rows} rows", seconds(lambda: silu_and_mul(wide)), moved=1.5 * wide.nbytes)
         heads, index = x.view(rows, 32, 128), torch.zeros(rows, device=device, dtype=torch.int32)
         angles = torch.randn(64, 128, device=device)
-        show(f"rotary, {rows} rows", seconds(lambda: rotary.rotary(index, heads, heads[:, :8], angles)))
+        show(
+            f"rotary_embedding, {rows} rows",
+            seconds(lambda: rotary_embedding.rotary_embedding(index, heads, heads[:, :8], angles)),
+        )
         cache = torch.zeros(rows, 16, 8, 128, device=device, dtype=BF16)
         slots = torch.arange(rows, device=device, dtype=torch.int32)
-        show(f"write_kv, {rows} rows", seconds(lambda: write_kv(heads[:, :8], heads[:, 8:16], cache, cache, slots)))
+        show(
+            f"reshape_and_cache, {rows} rows",
+            seconds(lambda: reshape_and_cache(heads[:, :8], heads[:, 8:16], cache, cache, slots)),
+        )
     _speed_of_products(device, show)
     _speed_of_packed_experts(device, show)
     logits, each = torch.randn(64, 151936, device=device), torch.ones(64, device=device)

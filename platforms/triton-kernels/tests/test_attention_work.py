@@ -82,7 +82,7 @@ def test_every_tile_belongs_to_one_program():
 @pytest.mark.parametrize(
     "lengths, before",
     [
-        ([4096, 64, 1], [0, 100_000, 8000]),  # a chunk of a long context beside a prompt
+        ([4096, 64, 1], [0, 100_000, 8000]),  # a chunk of a long context together with a prompt
         ([70], [100_000]),
         more([300, 200, 500], [0, 0, 0]),
         more([16] * 300, [0] * 299 + [60_000]),
@@ -96,8 +96,8 @@ def test_long_launches_divide_long_contexts(lengths, before):
     work = tiles.long_work(sum(lengths), len(lengths), found.tokens, HEADS, most, H100, found.rows * 128 * 4)
     pieces = division.long_pieces(lengths, seq_lens, work, found, skipped=4)
     parts = {}
-    for request, tile, part, num_parts, slot in pieces:
-        parts.setdefault((request, tile), []).append((part, num_parts, slot))
+    for request, tile, part, num_parts, index in pieces:
+        parts.setdefault((request, tile), []).append((part, num_parts, index))
     assert set(parts) == {
         (request, tile)
         for request, length in enumerate(lengths)
@@ -106,13 +106,13 @@ def test_long_launches_divide_long_contexts(lengths, before):
     }
     assert len(pieces) < work.grid  # one more stores zeros for padding
     divided = {key: found for key, found in parts.items() if found[0][1] > 1}
-    slots = [slot for found in divided.values() for _, _, slot in found]
-    assert len(set(slots)) == len(slots) and max(slots, default=0) < max(work.slots, 1)
+    indices = [index for found in divided.values() for _, _, index in found]
+    assert len(set(indices)) == len(indices) and max(indices, default=0) < max(work.num_partials, 1)
     for those in parts.values():
         assert [part for part, _, _ in those] == list(range(those[0][1]))
-    # `combine` finds the same tiles and slots.
-    assert len(divided) <= work.divided_tiles or not work.slots
-    if work.slots:
+    # `paged_attention_reduce` finds the same tiles and indices.
+    assert len(divided) <= work.divided_tiles or not work.num_partials
+    if work.num_partials:
         combined = division.long_divided(lengths, seq_lens, work, found, skipped=4)
         assert {key: (those[0][1], those[0][2]) for key, those in divided.items()} == combined
     tiles_of = {key: -(-seq_lens[key[0]] // found.columns) / those[0][1] for key, those in parts.items()}

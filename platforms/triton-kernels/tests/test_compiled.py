@@ -23,7 +23,7 @@ pytestmark = [
 
 
 PACKED = ("int4-one", "mxfp4-experts-decode", "int4-experts-decode", "float8-codes-experts-decode")
-FEW_ROWS = ("few-rows-1", "few-rows-16")
+SKINNY_GEMM = ("skinny-gemm-1", "skinny-gemm-16")
 GFX = ("90a", "942", "950", "1100", "1201")
 
 
@@ -44,15 +44,15 @@ def few_launches(tmp_path_factory):
     """Lines of some launches; one process imports Triton for all of one list of targets."""
     folder = tmp_path_factory.mktemp("few")
     both = compile_launches(folder, "sm_90,gfx942", "decode-64", *PACKED[:2])
-    return [*both.splitlines(), *compile_launches(folder, "sm_90", "prefill-64", *FEW_ROWS).splitlines()]
+    return [*both.splitlines(), *compile_launches(folder, "sm_90", "prefill-64", *SKINNY_GEMM).splitlines()]
 
 
 def kernels(lines):
-    """The compiled kernels `attend`: by name and target, the numbers that a line prints after a word."""
+    """The compiled kernels of attention: by name and target, the numbers that a line prints after a word."""
     found = {}
     for line in lines:
         words = line.split()
-        if words[1] == "attend":
+        if words[1] in ("paged_attention_decode", "paged_attention_prefill"):
             numbers = dict(pairwise(words[3:]))
             found[words[0], words[2]] = {
                 key: None if numbers[key] == "None" else int(numbers[key])
@@ -97,8 +97,8 @@ def test_loads_overlap_products_in_every_size(tmp_path, target):
 
 
 def test_products_of_few_rows_are_read_16_bytes_at_a_time_and_nothing_is_spilled(few_launches):
-    lines = [line for line in few_launches if line.startswith("few-rows-")]
-    assert [line.split()[:2] for line in lines] == [["few-rows-1", "multiply_row"], ["few-rows-16", "multiply"]]
+    lines = [line for line in few_launches if line.startswith("skinny-gemm-")]
+    assert [line.split()[:2] for line in lines] == [["skinny-gemm-1", "gemv"], ["skinny-gemm-16", "skinny_gemm"]]
     for line in lines:
         numbers = dict(pairwise(line.split()))
         assert numbers["spilled"] == "0" and int(numbers["copies"]) >= 16, line
@@ -110,8 +110,8 @@ def test_attention_has_few_compiled_variants():
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     for line in done.stdout.splitlines():
-        _, attend, combine = line.split()
-        assert int(attend) <= 7 and int(combine) <= 9, line
+        _, attention, reduction = line.split()
+        assert int(attention) <= 7 and int(reduction) <= 9, line
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_packed_weights_are_loaded_16_bytes_at_a_time_and_stay_in_registers(requ
     else:
         found = compile_launches(tmp_path, targets, *names).splitlines()
     lines = [line.split() for line in found if line.startswith(tuple(f"{name} " for name in names))]
-    products = [line for line in lines if line[1] == "multiply"]
+    products = [line for line in lines if line[1] == "fp8_gemm" or line[1].startswith(("w4a16_", "fused_moe_"))]
     assert {(line[0], line[2]) for line in products} == {
         (name, target) for name in names for target in targets.split(",")
     }
@@ -141,7 +141,7 @@ def test_packed_weights_are_loaded_16_bytes_at_a_time_and_stay_in_registers(requ
 
 def test_latents_fit_where_products_are_summed_in_tensor_memory_and_nothing_is_spilled(tmp_path):
     lines = compile_launches(tmp_path, "sm_100", "latent-decode", "latent-prefill").splitlines()
-    numbers = [dict(pairwise(line.split()[3:])) for line in lines if line.split()[1] == "attend"]
+    numbers = [dict(pairwise(line.split()[3:])) for line in lines if line.split()[1].startswith("mla_")]
     assert len(numbers) == 2 and all(each["spilled"] == "0" and int(each["buffers"]) >= 2 for each in numbers)
 
 

@@ -13,11 +13,12 @@ from mvllm.testing import op_cases
 
 importlib.import_module("platforms.triton-kernels.tests.interpreted")
 
-from mvllm_triton import float8_weight, kv_write  # noqa: E402  once Triton is imported with its interpreter
+from mvllm_triton import float8_weight  # noqa: E402  once Triton is imported with its interpreter
 from mvllm_triton.attention import paged_attention  # noqa: E402
 from mvllm_triton.float8 import LARGEST  # noqa: E402
-from mvllm_triton.float8_linear import float8_linear, float8_rows  # noqa: E402
+from mvllm_triton.float8_linear import float8_linear, scaled_fp8_quant  # noqa: E402
 from mvllm_triton.float8_weight import float8_product, pack, refusals  # noqa: E402
+from mvllm_triton.reshape_and_cache import reshape_and_cache, reshape_and_cache_mla  # noqa: E402
 
 FORMATS = [
     torch.float8_e4m3fn,
@@ -41,7 +42,7 @@ def test_encoding_equals_torchs(float8):
     x = numbers(float8).view(-1, 1, 8)
     cache = torch.zeros(len(x), 1, 1, 8, dtype=float8)
     slots = torch.arange(len(x), dtype=torch.int32)
-    kv_write.write_latent(x, cache, slots, kv_scale=1.0)
+    reshape_and_cache_mla(x, cache, slots, kv_scale=1.0)
     expected = x.clamp(-LARGEST[float8], LARGEST[float8]).to(float8)
     assert torch.equal(cache.view(torch.uint8).flatten(), expected.view(torch.uint8).flatten())
 
@@ -69,7 +70,7 @@ def test_one_scale_for_a_whole_cache(kind, as_tensor):
     given = [torch.tensor([scale]) if as_tensor else scale for scale in scales]
     caches = [torch.zeros(2, 4, 2, 16, dtype=kind) for _ in range(2)]
     slots = torch.arange(6, dtype=torch.int32)
-    kv_write.write_kv(k, v, *caches, slots, k_scale=given[0], v_scale=given[1])
+    reshape_and_cache(k, v, *caches, slots, k_scale=given[0], v_scale=given[1])
     q = torch.randn(1, 4, 16)
     tables = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
     lens = torch.tensor([6], dtype=torch.int32)
@@ -83,9 +84,9 @@ def test_one_scale_for_a_whole_cache(kind, as_tensor):
 def test_scales_of_different_kinds_are_rejected():
     cache, x = torch.zeros(1, 4, 1, 8, dtype=torch.int8), torch.zeros(1, 1, 8)
     with pytest.raises(ValueError, match="of one kind"):
-        kv_write.write_kv(x, x, cache, cache, torch.zeros(1, dtype=torch.int32), k_scale=1.0, v_scale=torch.ones(1))
+        reshape_and_cache(x, x, cache, cache, torch.zeros(1, dtype=torch.int32), k_scale=1.0, v_scale=torch.ones(1))
     with pytest.raises(ValueError, match="8 bits"):
-        kv_write.write_latent(x, cache.float(), torch.zeros(1, dtype=torch.int32), kv_scale=torch.ones(1))
+        reshape_and_cache_mla(x, cache.float(), torch.zeros(1, dtype=torch.int32), kv_scale=torch.ones(1))
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -101,7 +102,7 @@ def test_products(dtype, scaled, native):
     static = torch.tensor([0.02]) if scaled == "static" else None
     found = float8_linear(x, weight, scale, bias, block=block, x_scale=static, native=native)
     if static is None:
-        codes, row_scales = float8_rows(x.view(6, 80), 32 if block else None)
+        codes, row_scales = scaled_fp8_quant(x.view(6, 80), 32 if block else None)
         wide = codes.double() * row_scales.double().repeat_interleave(32 if block else 80, dim=1)[:, :80]
     else:
         wide = (x.view(6, 80).float() / static).to(weight.dtype).double() * static.double()

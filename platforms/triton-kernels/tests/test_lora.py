@@ -65,7 +65,7 @@ def test_tokens_without_an_adapter_stay_bit_for_bit():
 @pytest.mark.parametrize("num_slots", [1, 8])
 def test_a_layer_takes_two_launches_for_any_number_of_adapters(num_slots, monkeypatch):
     grids = []
-    for name in ("shrink", "expand"):
+    for name in ("lora_shrink", "lora_expand"):
         kernel = getattr(kernels, name)
 
         class Counted:

@@ -39,7 +39,7 @@ def test_partial_tiles_and_unused_experts(hidden_size, inner_size):
 def test_entries_are_ordered_by_expert_and_runs_fill_whole_tiles():
     ids = torch.tensor([[3, 1], [3, 0], [1, 3]] * 8)
     tiles = expert_tiles(ids.numel(), 5, 4)
-    order, experts = moe.ordered(ids, 5, 8, tiles)
+    order, experts = moe.moe_align_block_size(ids, 5, 8, tiles)
     assert tiles.rows == 16
     assert experts.tolist() == [0, 1, 3, 3, -1, -1, -1, -1]
     for tile, expert in enumerate(experts.tolist()[:4]):
@@ -56,7 +56,7 @@ def test_experts_keep_the_order_of_their_entries_across_pieces(num_experts):
     tiles = expert_tiles(ids.numel(), num_experts, 4)
     max_tiles = ids.numel() // tiles.rows + num_experts
     assert ids.numel() > 2 * routed_entries(power_of_two(num_experts))
-    order, experts = moe.ordered(ids, num_experts, max_tiles, tiles)
+    order, experts = moe.moe_align_block_size(ids, num_experts, max_tiles, tiles)
     flat, row = ids.flatten(), 0
     for expert in range(num_experts):
         wanted = (flat == expert).nonzero().flatten().tolist()
@@ -74,7 +74,7 @@ def test_counts_of_pieces_become_sums_of_earlier_pieces():
     """Each count is read once, whatever the number of pieces."""
     counts = torch.randint(0, 9, (600 + 1, 21), dtype=torch.int32)
     expected = torch.cat((torch.zeros(1, 21, dtype=torch.int32), counts[:-1].cumsum(0, dtype=torch.int32)))
-    moe.kernels.add_earlier_pieces[(2,)](counts, 600, NUM_EXPERTS=21, EXPERTS=16, PIECES=256)
+    moe.kernels.moe_align_block_size_scan[(2,)](counts, 600, NUM_EXPERTS=21, EXPERTS=16, PIECES=256)
     assert torch.equal(counts, expected)
 
 

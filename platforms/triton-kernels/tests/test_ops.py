@@ -13,15 +13,15 @@ from mvllm.testing.state_cases import compared, state_dtypes
 
 importlib.import_module("platforms.triton-kernels.tests.interpreted")
 
-from mvllm_triton import activation, norm, rotary, state  # noqa: E402  once Triton is imported with its interpreter
+from mvllm_triton import activation, norm, rotary_embedding, state  # noqa: E402  once Triton is imported with its interpreter
 from mvllm_triton.argmax import argmax  # noqa: E402
 
 DTYPES = ("float32", "bfloat16", pytest.param("float16", marks=pytest.mark.exhaustive))
 
 FUNCTIONS = {
     "rms_norm": norm.rms_norm,
-    "fused_add_rms_norm": norm.add_rms_norm,
-    "rotary_embedding": rotary.rotary,
+    "fused_add_rms_norm": norm.fused_add_rms_norm,
+    "rotary_embedding": rotary_embedding.rotary_embedding,
     "silu_and_mul": activation.silu_and_mul,
     "gelu_and_mul": activation.gelu_and_mul,
     "gelu_tanh_and_mul": activation.gelu_tanh_and_mul,
@@ -85,7 +85,7 @@ def test_results_are_rounded_like_the_reference(op):
 
 def test_add_rms_norm_works_in_place():
     x, residual = torch.randn(3, 64), torch.randn(3, 64)
-    normed, total = norm.add_rms_norm(x, residual, torch.ones(64), 1e-5)
+    normed, total = norm.fused_add_rms_norm(x, residual, torch.ones(64), 1e-5)
     assert normed.data_ptr() == x.data_ptr() and total.data_ptr() == residual.data_ptr()
 
 
@@ -93,7 +93,7 @@ def test_rotary_leaves_other_elements_unchanged():
     fused = torch.randn(2, 4 * 32)
     before, query, key = fused.clone(), fused[:, :64].view(2, 2, 32), fused[:, 64:96].view(2, 1, 32)
     angles = torch.rand(5, 8)
-    rotary.rotary(torch.tensor([4, 1]), query, key, torch.cat((angles.cos(), angles.sin()), dim=1))
+    rotary_embedding.rotary_embedding(torch.tensor([4, 1]), query, key, torch.cat((angles.cos(), angles.sin()), dim=1))
     assert torch.equal(fused[:, 96:], before[:, 96:])
     assert torch.equal(fused.view(2, 4, 32)[..., 16:], before.view(2, 4, 32)[..., 16:])
     assert not torch.equal(fused[:, :16], before[:, :16])

@@ -62,17 +62,17 @@ def test_a_decode_has_four_programs_per_processor_if_its_keys_allow():
     assert tiles.short_work(17, 8, 128, 132, 1 << 13).programs * 8 >= 4 * 132
     assert tiles.short_work(1, 8, 128, 132, 1 << 13).programs == 64  # two tiles each
     one = tiles.short_work(1, 8, 2, 132, 1 << 13)
-    assert (one.programs, one.slots, one.divided_tiles) == (1, 0, 0)  # too few keys to divide
+    assert (one.programs, one.num_partials, one.divided_tiles) == (1, 0, 0)  # too few keys to divide
     limited = tiles.short_work(64, 8, 128, 132, 1 << 20)
-    assert limited.slots * 8 << 20 <= tiles.PARTIAL_BYTES
+    assert limited.num_partials * 8 << 20 <= tiles.PARTIAL_BYTES
 
 
 def test_prompts_are_divided_if_their_tiles_are_few_and_their_keys_are_many():
     whole = tiles.long_work(8192, 1, 32, 8, 128, 132, 1 << 16)
-    assert (whole.programs, whole.slots) == (1, 0)  # enough tiles already
+    assert (whole.programs, whole.num_partials) == (1, 0)  # enough tiles already
     assert tiles.long_work(64, 1, 32, 8, 1600, 132, 1 << 16).programs == 17
-    assert tiles.long_work(64, 1, 32, 8, 4, 132, 1 << 16).slots == 0  # too few keys
-    assert tiles.long_work(512, 8, 32, 8, 1600, 132, 1 << 16).slots > 0  # the lengths of several are not known
+    assert tiles.long_work(64, 1, 32, 8, 4, 132, 1 << 16).num_partials == 0  # too few keys
+    assert tiles.long_work(512, 8, 32, 8, 1600, 132, 1 << 16).num_partials > 0  # the lengths of several are not known
 
 
 @pytest.mark.parametrize("value_size", [16, 128, 512])
@@ -97,7 +97,7 @@ def test_expert_tiles_have_the_average_number_of_rows():
 @pytest.mark.parametrize("memory", [64 << 10, 227 << 10])
 def test_tiles_of_few_rows_fit_in_memory_and_are_split_only_if_they_are_few(memory):
     for rows, out, inside in itertools.product((1, 2, 9, 17, 64), (64, 768, 4096, 28672, 128256), (16, 2048, 14336)):
-        found = tiles.few_rows_tiles(rows, out, inside, 132, memory)
+        found = tiles.skinny_gemm_tiles(rows, out, inside, 132, memory)
         assert found.num_stages >= 2 and found.rows >= rows
         assert found.num_stages * found.inner * (found.columns + found.rows) * 2 <= memory
         assert found.inner * (found.parts - 1) < inside, "every part has columns"
@@ -106,7 +106,7 @@ def test_tiles_of_few_rows_fit_in_memory_and_are_split_only_if_they_are_few(memo
 
 def test_tiles_of_few_rows_follow_the_measurements():
     def found(rows, out, inside):
-        choice = tiles.few_rows_tiles(rows, out, inside, 132, 227 << 10)
+        choice = tiles.skinny_gemm_tiles(rows, out, inside, 132, 227 << 10)
         return choice.columns, choice.inner, choice.num_warps, choice.num_stages, choice.parts
 
     assert found(1, 4096, 14336) == (8, 512, 4, 4, 1)

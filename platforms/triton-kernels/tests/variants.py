@@ -34,7 +34,9 @@ def main(num_steps: int = 400) -> None:
         kinds = {
             (launch.function.__name__, str((launch.signature, launch.constants, launch.aligned))) for launch in caught
         }
-        counts = {kernel: sum(kind == kernel for kind, _ in kinds) for kernel in ("attend", "combine")}
+        counts = {
+            kernel: sum(kind == kernel for kind, _ in kinds) for kernel in ("paged_attention", "paged_attention_reduce")
+        }
         print(name, *counts.values())
 
 

@@ -6,7 +6,7 @@ import pytest
 from platforms.xpu.tests.machines import build
 
 from mvllm_xpu import topology
-from mvllm_xpu.visible import VARIABLES
+from mvllm_xpu.visible_devices import VARIABLES
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ class Device:
 
     Attributes:
         chip: Its PCI id.
-        address: Its PCI address; None for the next free one behind a bridge.
+        address: Its PCI address; None for the next free one of a bridge.
         driver: The kernel's driver; None for none.
         tiles: Number of its driver's tile folders.
         memory: Bytes of each tile; None if the kernel does not report them.

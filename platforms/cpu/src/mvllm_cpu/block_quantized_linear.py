@@ -84,7 +84,7 @@ class BlockQuantizedLinear:
         self._product = Kernel(library, "mvllm_cpu_block_linear", arguments, weight=2)
         lookup = (pointer, number, pointer, pointer, length, pointer, length, length, length, number)
         self._lookup = Kernel(library, "mvllm_cpu_block_embedding", lookup)
-        self._product_silu = Kernel(library, "mvllm_cpu_block_linear_silu", arguments, weight=2)
+        self._product_silu = Kernel(library, "mvllm_cpu_block_linear_silu_and_mul", arguments, weight=2)
         self._pool = Pool()
 
     def providers(self) -> Sequence[OpProvider]:

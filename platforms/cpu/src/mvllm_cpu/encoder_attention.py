@@ -77,11 +77,13 @@ class EncoderAttention:
     def __init__(self, library: ctypes.CDLL) -> None:
         declare(library)
         self._library = library
-        self._plans: OrderedDict[tuple[Any, ...], PagedMetadata] = OrderedDict()
+        self._steps: OrderedDict[tuple[Any, ...], PagedMetadata] = OrderedDict()
         pointer, length = ctypes.c_void_p, ctypes.c_int64
-        self._write_kv = Kernel(library, "mvllm_cpu_write_kv", (pointer, pointer, length, pointer, length, pointer))
+        self._write_kv = Kernel(
+            library, "mvllm_cpu_reshape_and_cache", (pointer, pointer, length, pointer, length, pointer)
+        )
         attends = (pointer, pointer, length, pointer, pointer, ctypes.c_int, pointer)
-        self._attention = Kernel(library, "mvllm_cpu_attention", attends)
+        self._attention = Kernel(library, "mvllm_cpu_paged_attention", attends)
 
     def providers(self) -> Sequence[OpProvider]:
         """One, and one for `batch_invariant`."""
@@ -122,20 +124,20 @@ class EncoderAttention:
         padded = -(-size // VALUE_ALIGNMENT) * VALUE_ALIGNMENT
         shapes = [(layout.num_blocks, num_kv_heads, each, BLOCK_SIZE) for each in (size, padded)]
         cache = PagedCache.of([workspace.empty(shape, query.dtype) for shape in shapes], [])
-        step = self._plan(layout, (num_heads, num_kv_heads, size, DTYPE_CODES[query.dtype], scale, batch_invariant))
+        step = self._step(layout, (num_heads, num_kv_heads, size, DTYPE_CODES[query.dtype], scale, batch_invariant))
         recording.hold(step, cache)  # a replay writes the same memory
         self._write_kv(step.handle, key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0), cache.address)
         self._attention(step.handle, query.data_ptr(), query.stride(0), cache.address, None, 0, out.data_ptr())
         return out
 
-    def _plan(self, layout: _Layout, settings: tuple[int, int, int, int, float, bool]) -> PagedMetadata:
-        """The plan of a call, which is that of the layer before it.
+    def _step(self, layout: _Layout, settings: tuple[int, int, int, int, float, bool]) -> PagedMetadata:
+        """The metadata of a call, which is that of the layer before it.
 
         Args:
             settings: Query heads, key/value heads, elements per head, code of the dtype, scale, batch invariance.
         """
         key = (layout, torch.get_num_threads(), *settings)
-        found = self._plans.pop(key, None)
+        found = self._steps.pop(key, None)
         if found is None:
             num_heads, num_kv_heads, size, dtype, scale, batch_invariant = settings
             spec = KernelSpec(
@@ -149,9 +151,9 @@ class EncoderAttention:
                 batch_invariant=batch_invariant,
             )
             found = PagedMetadata(self._library, spec, layout.arrays, BLOCK_SIZE)
-        self._plans[key] = found
-        if len(self._plans) > LAYOUTS:
-            self._plans.popitem(last=False)
+        self._steps[key] = found
+        if len(self._steps) > LAYOUTS:
+            self._steps.popitem(last=False)
         return found
 
 

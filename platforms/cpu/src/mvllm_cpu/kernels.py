@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-ABI_VERSION = 19
+ABI_VERSION = 20
 LIBRARY = Path(__file__).parent / "_kernels.so"
 NO_COMPILER_REMEDY = (
     "Install a C++ compiler (g++) and reinstall mvllm-cpu: pip install --force-reinstall --no-deps mvllm-cpu"
@@ -72,6 +72,6 @@ def _open(path: Path) -> Kernels:
             reason=f"{path} speaks version {found} of the kernels' interface, this package {ABI_VERSION}.",
             remedy=NO_COMPILER_REMEDY,
         )
-    library.mvllm_cpu_isa.restype = library.mvllm_cpu_qlinear_isa.restype = ctypes.c_char_p
-    isa, quantized_isa = library.mvllm_cpu_isa().decode(), library.mvllm_cpu_qlinear_isa().decode()
+    library.mvllm_cpu_isa.restype = library.mvllm_cpu_quantized_linear_isa.restype = ctypes.c_char_p
+    isa, quantized_isa = library.mvllm_cpu_isa().decode(), library.mvllm_cpu_quantized_linear_isa().decode()
     return Kernels(library, isa=isa, quantized_isa=quantized_isa)

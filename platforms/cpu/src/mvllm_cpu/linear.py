@@ -70,10 +70,10 @@ class Linear:
         self._pack.restype = None
         linear = (pointer, length, pointer, pointer, pointer, length, length, length, number)
         self._linear = Kernel(library, "mvllm_cpu_linear", linear, weight=2)
-        self._linear_silu = Kernel(library, "mvllm_cpu_linear_silu", linear, weight=2)
+        self._linear_silu = Kernel(library, "mvllm_cpu_linear_silu_and_mul", linear, weight=2)
         lookup = (pointer, number, pointer, pointer, length, length, length, length, number)
         self._lookup = Kernel(library, "mvllm_cpu_packed_embedding", lookup)
-        self._silu_takes = library.mvllm_cpu_linear_silu_takes
+        self._silu_takes = library.mvllm_cpu_linear_silu_and_mul_takes
         self._silu_takes.argtypes = (length, length, number)
 
     def providers(self) -> Sequence[OpProvider]:

@@ -58,7 +58,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, *, small_front: int = 0) -
     the tensor's size is used.
 
     Args:
-        shape, dtype: Of the tensor.
+        shape, dtype: Those of the tensor.
         small_front: Bytes at the beginning that are in small pages. Where only these are written, the first write takes
             less time and memory.
 

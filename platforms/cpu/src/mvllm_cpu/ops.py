@@ -42,7 +42,7 @@ class KernelOps:
         self._gelu_tanh_and_mul = Kernel(library, "mvllm_cpu_gelu_tanh_and_mul", act)
         heads = (pointer, length, length, number)
         rotary = (pointer, number, pointer, number, *heads, *heads, length, number)
-        self._rotary = Kernel(library, "mvllm_cpu_rotary", rotary)
+        self._rotary = Kernel(library, "mvllm_cpu_rotary_embedding", rotary)
         largest = (pointer, length, pointer, pointer, length, length, number)
         self._argmax = Kernel(library, "mvllm_cpu_argmax", largest)
         sums = (pointer, length, pointer, length, length, number)

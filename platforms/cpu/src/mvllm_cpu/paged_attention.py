@@ -141,7 +141,7 @@ class BatchArrays(NamedTuple):
 
 
 class PagedMetadata:
-    """A step's plan, owned by the library, and the arrays that it reads.
+    """A step's division of work, owned by the library, and the arrays that it reads.
 
     Args:
         library: The kernels.
@@ -207,9 +207,9 @@ class PagedAttention(AttentionBackend):
         self._library: Any = library
         pointer, length = ctypes.c_void_p, ctypes.c_int64
         stores = (pointer, pointer, length, pointer, length, pointer)
-        self._write_kv = Kernel(library, "mvllm_cpu_write_kv", stores)
+        self._write_kv = Kernel(library, "mvllm_cpu_reshape_and_cache", stores)
         attends = (pointer, pointer, length, pointer, pointer, ctypes.c_int, pointer)
-        self._attention = Kernel(library, "mvllm_cpu_attention", attends)
+        self._attention = Kernel(library, "mvllm_cpu_paged_attention", attends)
         self._dtype = DTYPES[spec.dtype]
         self._scaled = spec.kv_dtype in SCALED_DTYPES
         self._kv_dtype = (DTYPES | SCALED_DTYPES)[spec.kv_dtype]

@@ -1,8 +1,8 @@
 """Linear layers with int8 and int4 weights and the compiled kernels; weights are packed once after loading.
 
-There are two kinds of product (csrc/qlinear.h). With *int8 activations*, each row of x is rounded to int8 as in the
-reference. Sums over a row, or over a group of columns, are exact integers; sums of groups are scaled and added in
-float32, in order. *Weight-only* products do not round x: they multiply it by the unscaled integers, exactly, in
+There are two kinds of product (csrc/quantized_linear.h). With *int8 activations*, each row of x is rounded to int8 as
+in the reference. Sums over a row, or over a group of columns, are exact integers; sums of groups are scaled and added
+in float32, in order. *Weight-only* products do not round x: they multiply it by the unscaled integers, exactly, in
 bfloat16 (if x is bfloat16 and the processor supports it) or float32, and scale each group's sum in float32. Only the
 sums and the result are rounded.
 
@@ -44,7 +44,7 @@ LANE_BITS = 32
 
 @dataclass(frozen=True)
 class PackedQuantizedWeight:
-    """A QuantizedWeight in the kernels' layout (csrc/qlinear.h); only `QuantizedLinear.quantized_linear` reads it.
+    """A QuantizedWeight in the layout of csrc/quantized_linear.h; only `QuantizedLinear.quantized_linear` reads it.
 
     Attributes:
         values: int32 lanes.
@@ -76,8 +76,8 @@ class QuantizedLinear:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, length, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-        self._tile = int(library.mvllm_cpu_qlinear_tile())
-        self._pack = library.mvllm_cpu_qlinear_pack
+        self._tile = int(library.mvllm_cpu_quantized_linear_tile())
+        self._pack = library.mvllm_cpu_quantized_linear_pack
         self._pack.argtypes = (
             *(pointer, length, pointer, pointer, pointer, pointer, pointer, pointer),
             *(length, length, length, length, number, number, number),
@@ -85,8 +85,8 @@ class QuantizedLinear:
         self._pack.restype = None
         operands = (pointer, length, pointer, pointer, pointer, pointer, pointer)
         sizes = (length, length, length, length, length, number, number, number, number)
-        self._product = Kernel(library, "mvllm_cpu_qlinear", (*operands, *sizes))
-        self._product_silu = Kernel(library, "mvllm_cpu_qlinear_silu", (*operands, *sizes))
+        self._product = Kernel(library, "mvllm_cpu_quantized_linear", (*operands, *sizes))
+        self._product_silu = Kernel(library, "mvllm_cpu_quantized_linear_silu_and_mul", (*operands, *sizes))
         self._pool = Pool()
 
     def providers(self) -> Sequence[OpProvider]:

@@ -101,7 +101,7 @@ class QuantizedMoe:
         return self._blocks.supports(case) + uneven
 
     def pack(self, weights: tuple[Sequence[Any], Sequence[Any]]) -> tuple[PackedExpertMatrices, PackedExpertMatrices]:
-        """The loaded gate_up and down in the kernels' layout. Accesses each item once."""
+        """The loaded gate_up and down in the kernels' layout. Accesses each weight once."""
         gate_up, down = weights
         return self._packed(gate_up, 2), self._packed(down, 1)
 

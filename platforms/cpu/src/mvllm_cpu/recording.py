@@ -113,7 +113,7 @@ def record(run: Callable[[], Any]) -> tuple[Any, list[Call], list[Any], str | No
 
 
 def hold(*owners: Any) -> None:
-    """Keeps the owners of memory that recorded calls refer to, besides tensors of the step, as long as the record."""
+    """Keeps the owners of memory that recorded calls refer to, except tensors of the step, as long as the record."""
     if _thread_state.held is not None:
         _thread_state.held += owners
 

@@ -4,9 +4,9 @@ A decode step is some hundred kernel calls, and Python spends microseconds on th
 whole step takes a few milliseconds. So the first step of a shape records its calls, and later steps of that shape
 execute them all with one call into the library:
 
-    function(ids, positions, plan)      norm(x, w, y)  linear(y, w, z)  attention(plan, z, keys, values, y)  ...
+    function(ids, positions, step)      norm(x, w, y)  linear(y, w, z)  attention(step, z, keys, values, y)  ...
                                               │             │                    │
-    where the pointers point            intermediates   weights (fixed)     argument 2: this step's plan
+    where the pointers point            intermediates   weights (fixed)     argument 2: this step's metadata
 
 Intermediate tensors are placed in one arena that all recordings of a thread share; memory is reused after a tensor's
 last reader. Addresses of arguments and of the result are patched for each run, so one thread at a time runs a function;
@@ -17,8 +17,8 @@ some of them (`recordable_torch_ops.py`), and any other operation that computes 
 record is executed with an arena full of NaN patterns and must reproduce the recorded result bit for bit; otherwise work
 is missing from it, and it is not used. Functions that cannot be replayed are called directly.
 
-The states of sequences are the exception to repeated runs: a step may read the slot that it writes. So a function with
-states is recorded and validated with write slots -1, and runs once more to write them.
+The states of sequences are the exception to repeated runs: a step may read the state slot that it writes. So a
+function with states is recorded and validated with write slots -1, and runs once more to write them.
 
 All-reduces over ranks are kernels, too. If a rank is late, the replay stops at that call and returns to Python, which
 checks whether the rank is alive, and resumes with the same call.
@@ -64,7 +64,7 @@ class _NotReplayable(Exception):
 class _Patch(ctypes.Structure):
     """`Patch` of csrc/program.cpp."""
 
-    _fields_ = [("at", ctypes.c_int32), ("slot", ctypes.c_int32), ("offset", ctypes.c_int64)]
+    _fields_ = [("at", ctypes.c_int32), ("base", ctypes.c_int32), ("offset", ctypes.c_int64)]
 
 
 @dataclass
@@ -83,15 +83,15 @@ class _Program:
     """Recorded calls in the library's format.
 
     Attributes:
-        calls, slots, patches: As in csrc/program.cpp.
+        calls, words, patches: As in csrc/program.cpp.
         waits: By index of a call that may time out: the function to call before it is resumed.
         arena_bytes: Size of its intermediate tensors.
-        shape, dtype: Of its result.
-        held: Objects that own the memory behind its fixed pointers.
+        shape, dtype: Those of its result.
+        held: Objects that own the memory that its fixed pointers address.
     """
 
     calls: Any
-    slots: Any
+    words: Any
     patches: Any
     waits: dict[int, Callable[[], None]]
     arena_bytes: int
@@ -174,7 +174,7 @@ class Replay(CompileBackend):
         return function if self._run is None else _Compiled(self, function)
 
     def compile_encoder(self, function: Callable[..., Any]) -> Callable[..., Any] | None:
-        """Replays `function` for the numbers of items that occur more than once, if the items are small."""
+        """Replays `function` for the numbers of inputs that occur more than once, if the inputs are small."""
         return None if self._run is None else _CompiledEncoder(self, function)
 
     def needs_warm_up(self) -> bool:
@@ -201,7 +201,7 @@ class Replay(CompileBackend):
         )
         done, count, num_patches = 0, len(program.calls), len(program.patches)
         while True:
-            done = self._run(program.calls, done, count, program.slots, program.patches, num_patches, bases)
+            done = self._run(program.calls, done, count, program.words, program.patches, num_patches, bases)
             if done == count:
                 return result
             program.waits[done]()
@@ -223,7 +223,7 @@ class _Compiled:
         self.refusals: dict[Hashable, str] = {}
 
     def __call__(self, *args: Any) -> Any:
-        """Calls or replays the function. `args`: tensors, None, plans of this platform's attention, or state slots."""
+        """Calls or replays the function. `args`: tensors, None, this platform's attention metadata, or state slots."""
         rows = next((arg.shape[0] for arg in args if isinstance(arg, torch.Tensor) and arg.dim()), MOST_ROWS + 1)
         if rows > MOST_ROWS:
             return self._function(*args)
@@ -263,24 +263,24 @@ class _Compiled:
 
 
 class _CompiledEncoder:
-    """An encoder and its recordings, by the number of items: those of the numbers used last."""
+    """An encoder and its recordings, by the number of inputs: those of the numbers used last."""
 
     def __init__(self, backend: Replay, function: Callable[..., Any]) -> None:
         self._backend, self._function = backend, function
         self._recordings: OrderedDict[int, _Compiled | None] = OrderedDict()
         self._lock = threading.Lock()
 
-    def __call__(self, items: torch.Tensor) -> Any:
-        """Calls or replays the function for items [n, rows of an item, ...]."""
-        count = len(items)
-        if items.shape[0] * items.shape[1] > MOST_PATCHES:
-            return self._function(items)
+    def __call__(self, inputs: torch.Tensor) -> Any:
+        """Calls or replays the function for inputs [n, rows of an input, ...]."""
+        count = len(inputs)
+        if inputs.shape[0] * inputs.shape[1] > MOST_PATCHES:
+            return self._function(inputs)
         with self._lock:
             found = self._recorded(count)
-        return self._function(items) if found is None else found(items)
+        return self._function(inputs) if found is None else found(inputs)
 
     def _recorded(self, count: int) -> _Compiled | None:
-        """The recordings of a number of items; None at its first occurrence, since one run would only be slower."""
+        """The recordings of a number of inputs; None at its first occurrence, since one run would only be slower."""
         if count not in self._recordings:
             self._recordings[count] = None
             if len(self._recordings) > MOST_ENCODER_SHAPES:
@@ -348,34 +348,34 @@ def _program(calls: list[Call], allocated: list[torch.Tensor], result: Any, argu
         raise _NotReplayable("its result is not one contiguous tensor")
     arguments = tuple(_addressed(arguments))
     if any(not isinstance(a, torch.Tensor | None) and not hasattr(a, "handle") for a in arguments):
-        raise _NotReplayable("its arguments are not all tensors, attention plans and state slots")
+        raise _NotReplayable("its arguments are not all tensors, attention metadata and state slots")
     buffers = [_Buffer(t.data_ptr(), t.nbytes, len(calls), -1) for t in allocated if t.nbytes]
     inputs = [
         (_base_of(a), a.nbytes if isinstance(a, torch.Tensor) else 1, FIRST_ARGUMENT + i)
         for i, a in enumerate(arguments)
         if a is not None
     ]
-    found: list[tuple[int, _Buffer | None, int, int]] = []  # place, buffer or None, slot, offset
-    slots: list[int] = []
+    found: list[tuple[int, _Buffer | None, int, int]] = []  # place, buffer or None, base, offset
+    words: list[int] = []
     held: list[Any] = []
     numbers: list[int] = []
     waits: dict[int, Callable[[], None]] = {}
-    unknown: list[int] = []  # slots for the address of the next weight that is read
+    unknown: list[int] = []  # words for the address of the next weight that is read
     for number, (called, args) in enumerate(calls):
         if called.entry < 0:
             raise _NotReplayable(f"programs cannot call {called.name}")
         numbers.append(called.entry)
         if called.weight is not None:
             for at in unknown:
-                slots[at] = args[called.weight]
+                words[at] = args[called.weight]
             unknown.clear()
         if isinstance(called, BlockingKernel):
             waits[number] = called.check_peers
-            unknown.append(len(slots) + called.ahead)
+            unknown.append(len(words) + called.ahead)
         for kind, value in zip(called.argtypes, args, strict=True):
             if kind is ctypes.c_void_p and isinstance(value, int) and value:
-                _place(value, number, len(slots), buffers, inputs, found)
-            slots.append(_bits(kind, value))
+                _place(value, number, len(words), buffers, inputs, found)
+            words.append(_bits(kind, value))
             held.append(getattr(value, "_obj", None))
 
     output = next((b for b in buffers if b.address == result.data_ptr()), None)
@@ -385,14 +385,14 @@ def _program(calls: list[Call], allocated: list[torch.Tensor], result: Any, argu
     patches = [
         (at, RESULT, offset)
         if buffer is output
-        else (at, slot, offset)
+        else (at, base, offset)
         if buffer is None
         else (at, ARENA, buffer.offset + offset)
-        for at, buffer, slot, offset in found
+        for at, buffer, base, offset in found
     ]
     return _Program(
         calls=(ctypes.c_int32 * len(numbers))(*numbers),
-        slots=(ctypes.c_int64 * len(slots))(*slots),
+        words=(ctypes.c_int64 * len(words))(*words),
         patches=(_Patch * len(patches))(*(_Patch(*patch) for patch in patches)),
         waits=waits,
         arena_bytes=arena_bytes,
@@ -410,10 +410,10 @@ def _place(
     inputs: list[tuple[int, int, int]],
     found: list[tuple[int, _Buffer | None, int, int]],
 ) -> None:
-    """Appends to `found` the argument or buffer that the pointer in slot `at` of call `number` points into, if any."""
-    for begin, size, slot in inputs:
+    """Appends to `found` the argument or buffer that the pointer in word `at` of call `number` points into, if any."""
+    for begin, size, base in inputs:
         if begin <= address < begin + size:
-            found.append((at, None, slot, address - begin))
+            found.append((at, None, base, address - begin))
             return
     for buffer in buffers:
         if buffer.address <= address < buffer.address + buffer.size:
@@ -439,7 +439,7 @@ def _lay_out(buffers: list[_Buffer]) -> int:
 
 
 def _bits(kind: Any, value: Any) -> int:
-    """An argument as the 64 bits of a slot."""
+    """An argument as a word of 64 bits."""
     if kind is ctypes.c_float:
         return int(struct.unpack("<i", struct.pack("<f", value))[0])
     if hasattr(value, "_obj"):  # byref

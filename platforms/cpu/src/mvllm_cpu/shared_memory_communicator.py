@@ -24,7 +24,7 @@ from mvllm_cpu import host_resources, kernels, recording
 
 logger = get_logger("mvllm.cpu.communicator")
 
-SLOT_BYTES = 1 << 20
+BUFFER_BYTES = 1 << 20
 """Maximum bytes of one rank per round. Larger all-reduces take several rounds; larger all-gathers use sockets."""
 
 _WORD_BYTES = 64
@@ -47,7 +47,7 @@ class SharedGroup(ctypes.Structure):
     memory: ctypes.c_char
     _fields_ = [
         ("base", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("world_size", "slot_bytes", "rank", "spin_ns", "timeout_ms", "done")),
+        *((name, ctypes.c_int64) for name in ("world_size", "buffer_bytes", "rank", "spin_ns", "timeout_ms", "done")),
         ("late", ctypes.c_int64),
         ("round", ctypes.c_uint32),
         ("is_posted", ctypes.c_int32),
@@ -59,16 +59,16 @@ class SharedMemoryCommunicator(TorchCommunicator):
 
     Args:
         spec, device, timeout: As TorchCommunicator's.
-        slot_bytes: Bytes of one rank in one round.
+        buffer_bytes: Bytes of one rank in one round.
     """
 
     def __init__(
-        self, spec: GroupSpec, device: torch.device, *, timeout: float = 600.0, slot_bytes: int = SLOT_BYTES
+        self, spec: GroupSpec, device: torch.device, *, timeout: float = 600.0, buffer_bytes: int = BUFFER_BYTES
     ) -> None:
         super().__init__(spec, device=device, backend="gloo", timeout=timeout)
         self._ranks = spec.ranks
         self._timeout = timeout
-        self._slot_bytes = slot_bytes
+        self._buffer_bytes = buffer_bytes
         self._late_round, self._deadline = -1, 0.0
         self._memory, self._pids = self._create_or_map_memory()
         if self._memory is not None:
@@ -90,13 +90,13 @@ class SharedMemoryCommunicator(TorchCommunicator):
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         recording.refuse("ranks talk to each other")
-        if self._memory is None or not 0 < tensor.nbytes <= self._slot_bytes:
+        if self._memory is None or not 0 < tensor.nbytes <= self._buffer_bytes:
             return super().all_gather(tensor, dim)
         tensor = tensor.contiguous()
         while not self._exchange(self._shared_address, tensor.data_ptr(), tensor.nbytes):
             self._check_late_rank()
         parts = [
-            torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=self._slot(rank)).view(
+            torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=self._buffer(rank)).view(
                 tensor.shape
             )
             for rank in range(self.world_size)
@@ -131,8 +131,8 @@ class SharedMemoryCommunicator(TorchCommunicator):
             self._late_round, group.done, group.is_posted = -1, 0, 0
             raise PlatformError(problem)
 
-    def _slot(self, rank: int) -> int:
-        return self.world_size * _WORD_BYTES + (2 * rank + (self._shared.round & 1)) * self._slot_bytes
+    def _buffer(self, rank: int) -> int:
+        return self.world_size * _WORD_BYTES + (2 * rank + (self._shared.round & 1)) * self._buffer_bytes
 
     def _bind(self, memory: mmap.mmap) -> None:
         library = kernels.load().library
@@ -142,7 +142,7 @@ class SharedMemoryCommunicator(TorchCommunicator):
         # connect, so the cores of all ranks together count.
         spin_ns = _SPIN_NS if host_resources.num_cores_of_processes(self._pids) >= self.world_size else 0
         self._shared = SharedGroup(
-            *(ctypes.addressof(begin), self.world_size, self._slot_bytes, self.rank), spin_ns, _TIMEOUT_MS
+            *(ctypes.addressof(begin), self.world_size, self._buffer_bytes, self.rank), spin_ns, _TIMEOUT_MS
         )
         self._shared.memory = begin
         self._shared_address = ctypes.byref(self._shared)
@@ -161,7 +161,7 @@ class SharedMemoryCommunicator(TorchCommunicator):
 
     def _create_or_map_memory(self) -> tuple[mmap.mmap | None, list[int]]:
         """The shared memory, or None if a rank cannot map it; and all process ids. All ranks call it together."""
-        size = self.world_size * (_WORD_BYTES + 2 * self._slot_bytes) + _TOKEN_BYTES
+        size = self.world_size * (_WORD_BYTES + 2 * self._buffer_bytes) + _TOKEN_BYTES
         can_share = hasattr(os, "memfd_create") and hasattr(kernels.load().library, "mvllm_cpu_shared_exchange")
         fd, token = -1, secrets.token_bytes(_TOKEN_BYTES)
         if self.rank == 0 and can_share:

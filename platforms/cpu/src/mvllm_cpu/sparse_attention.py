@@ -62,7 +62,7 @@ class SelectedAttention(PagedAttention):
         super().__init__(spec)
         pointer, length = ctypes.c_void_p, ctypes.c_int64
         attends = (pointer, pointer, length, pointer, pointer, pointer)
-        self._attention_selected = Kernel(self._library, "mvllm_cpu_attention_selected", attends)
+        self._attention_selected = Kernel(self._library, "mvllm_cpu_sparse_attention", attends)
         self._token_size = -(-spec.head_size // ALIGNMENT) * ALIGNMENT
 
     def kv_layout(self) -> KVLayout:

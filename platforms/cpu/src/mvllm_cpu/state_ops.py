@@ -45,7 +45,7 @@ class StateOps:
         ssd = (*rows, *rows, pointer, *rows, *rows, pointer, pointer, pointer, pointer, *slots)
         self._ssd = Kernel(library, "mvllm_cpu_ssd", (*ssd, length, length, length, length, real, real, number))
         delta = (*rows, *rows, *rows, *rows, *rows, pointer, pointer, *slots, length, length, length, length)
-        self._delta_rule = Kernel(library, "mvllm_cpu_delta_rule", (*delta, real, number, number, number, number))
+        self._delta_rule = Kernel(library, "mvllm_cpu_gated_delta_rule", (*delta, real, number, number, number, number))
         heads = (*rows, length)
         norm = (*heads, *heads, pointer, pointer, length, length, length, length, real, number, number, number, number)
         self._gated_rms_norm = Kernel(library, "mvllm_cpu_gated_rms_norm", norm)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from mvllm.plugin_api import Check, CheckStatus
-from mvllm_cuda import visible
+from mvllm_cuda import visible_devices
 from mvllm_cuda.nvml import Inventory, NvmlError, read_inventory
 from mvllm_cuda.probe import MIN_CAPABILITY, dotted, torch_problem
 from mvllm_torch_gpu.doctor_checks import compiler_check, kernels_check, torch_check
@@ -40,7 +40,7 @@ def _driver(inventory: Inventory) -> Check:
 
 
 def _devices(inventory: Inventory) -> Check:
-    seen = visible.resolve(inventory, os.environ)
+    seen = visible_devices.resolve(inventory, os.environ)
     listed = ", ".join(f"{i}: {device.name}" for i, device in enumerate(seen.devices)) or "none"
     found = f"Visible devices: {listed}."
     if seen.problem:
@@ -48,23 +48,23 @@ def _devices(inventory: Inventory) -> Check:
     old = [i for i, device in enumerate(seen.devices) if device.compute_capability < MIN_CAPABILITY]
     if old:
         found += f" Those with numbers {old} are older than compute capability {dotted(MIN_CAPABILITY)}."
-        remedy = f"Leave them out of {visible.VARIABLE}: a worker that gets one does not start."
+        remedy = f"Leave them out of {visible_devices.VARIABLE}: a worker that gets one does not start."
         return Check("platform.cuda.devices", CheckStatus.WARNING, found, remedy)
     return Check("platform.cuda.devices", CheckStatus.OK, found)
 
 
 def _order(inventory: Inventory) -> Check:
-    order = os.environ.get(visible.ORDER_VARIABLE)
-    found = f"Devices are counted in the order of {order or visible.PCI_ORDER}."
-    if visible.order_is_uncertain(inventory, os.environ):
+    order = os.environ.get(visible_devices.ORDER_VARIABLE)
+    found = f"Devices are counted in the order of {order or visible_devices.PCI_ORDER}."
+    if visible_devices.order_is_uncertain(inventory, os.environ):
         found += " They are not alike, and CUDA may count them otherwise than is shown here."
-        remedy = f"Unset {visible.ORDER_VARIABLE}, or set it to {visible.PCI_ORDER}."
+        remedy = f"Unset {visible_devices.ORDER_VARIABLE}, or set it to {visible_devices.PCI_ORDER}."
         return Check("platform.cuda.order", CheckStatus.WARNING, found, remedy)
     return Check("platform.cuda.order", CheckStatus.OK, found)
 
 
 def _memory(inventory: Inventory) -> Check:
-    parents = {device.parent for device in visible.resolve(inventory, os.environ).devices}
+    parents = {device.parent for device in visible_devices.resolve(inventory, os.environ).devices}
     devices = [device for device in inventory.devices if device.index in parents]
     texts, low = [], False
     for device in devices:

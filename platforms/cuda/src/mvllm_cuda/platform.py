@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from mvllm.plugin_api import Check, DeviceRuntime, Platform, PlatformSpec, WorkerContext, get_logger
-from mvllm_cuda import visible
+from mvllm_cuda import visible_devices
 from mvllm_cuda.nvml import Inventory, NvmlError, read_inventory
 from mvllm_cuda.plugin import SPEC
 from mvllm_cuda.settings import SETTINGS
@@ -37,7 +37,7 @@ class CUDAPlatform(TorchGpuPlatform):
     title = "CUDA"
     package = "mvllm-cuda"
     settings = SETTINGS
-    device_variable = visible.VARIABLE
+    device_variable = visible_devices.VARIABLE
 
     @property
     def spec(self) -> PlatformSpec:
@@ -45,7 +45,11 @@ class CUDAPlatform(TorchGpuPlatform):
 
     def worker_variables(self) -> Mapping[str, str]:
         """Sets the order of devices, so that nvidia-smi, the probe and workers number them alike."""
-        return {} if visible.ORDER_VARIABLE in os.environ else {visible.ORDER_VARIABLE: visible.PCI_ORDER}
+        return (
+            {}
+            if visible_devices.ORDER_VARIABLE in os.environ
+            else {visible_devices.ORDER_VARIABLE: visible_devices.PCI_ORDER}
+        )
 
     def init_device(self, ctx: WorkerContext) -> DeviceRuntime:
         from mvllm_cuda.runtime import CudaRuntime
@@ -68,21 +72,21 @@ class CUDAPlatform(TorchGpuPlatform):
         inventory = self._inventory
         if inventory is None:
             return False
-        seen = visible.resolve(inventory, os.environ).devices
+        seen = visible_devices.resolve(inventory, os.environ).devices
         return bool(seen) and all(device.memory_bytes is None for device in seen)
 
     @cached_property
     def multiplies_float8(self) -> bool:
         """Whether every visible device is of compute capability 8.9 or newer."""
         inventory = self._inventory
-        seen = () if inventory is None else visible.resolve(inventory, os.environ).devices
+        seen = () if inventory is None else visible_devices.resolve(inventory, os.environ).devices
         return bool(seen) and all(device.compute_capability >= FLOAT8_CAPABILITY for device in seen)
 
     @cached_property
     def tokens_of_large_step(self) -> int:
         """8192 if every visible device has the memory of one for data centres; else 0, which leaves core's default."""
         inventory = self._inventory
-        seen = () if inventory is None else visible.resolve(inventory, os.environ).devices
+        seen = () if inventory is None else visible_devices.resolve(inventory, os.environ).devices
         is_large = bool(seen) and all((device.memory_bytes or 0) >= DATA_CENTRE_BYTES for device in seen)
         return TOKENS_OF_LARGE_STEP if is_large else 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from mvllm.plugin_api import DeviceInfo, ProbeResult
-from mvllm_cuda import visible
+from mvllm_cuda import visible_devices
 from mvllm_cuda.nvml import NvmlError, read_inventory
 from mvllm_torch_gpu import torch_build
 from mvllm_torch_gpu.message_text import counted, sentence
@@ -22,7 +22,7 @@ def probe() -> ProbeResult:
         inventory = read_inventory()
     except NvmlError as e:
         return ProbeResult(False, sentence(str(e)), remedy=e.remedy)
-    seen = visible.resolve(inventory, os.environ)
+    seen = visible_devices.resolve(inventory, os.environ)
     if not seen.devices:
         nothing = seen.problem or "; ".join(inventory.failures) or "the driver finds no device"
         remedy = seen.remedy or "Run nvidia-smi: it must list a device. In a container, give it access to one."

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mvllm.plugin_api import PlatformError, get_logger
-from mvllm_cuda import visible
+from mvllm_cuda import visible_devices
 from mvllm_cuda.driver_memory import NvmlDriverMemory
 from mvllm_cuda.nvml import NvmlError, opened, read_inventory
 from mvllm_cuda.probe import MIN_CAPABILITY, dotted
@@ -28,8 +28,8 @@ class CudaRuntime(TorchGpuRuntime):
         check_build()
 
     def visibility_variables(self) -> str:
-        variable = os.environ.get(visible.VARIABLE)
-        return "" if variable is None else f"{visible.VARIABLE}={variable!r}"
+        variable = os.environ.get(visible_devices.VARIABLE)
+        return "" if variable is None else f"{visible_devices.VARIABLE}={variable!r}"
 
     def driver_memory(self, index: int) -> NvmlDriverMemory:
         return NvmlDriverMemory(nvml_uuid(index))
@@ -40,7 +40,7 @@ class CudaRuntime(TorchGpuRuntime):
             return None
         return (
             f"has compute capability {dotted(found)}, needed is {dotted(MIN_CAPABILITY)} or newer. Leave it out of "
-            f"{visible.VARIABLE}."
+            f"{visible_devices.VARIABLE}."
         )
 
 
@@ -64,8 +64,8 @@ def nvml_uuid(index: int) -> str | None:
     except NvmlError as e:
         logger.debug("NVML does not answer: %s", e)
         return None
-    devices = visible.resolve(inventory, os.environ).devices
-    if index >= len(devices) or visible.order_is_uncertain(inventory, os.environ):
+    devices = visible_devices.resolve(inventory, os.environ).devices
+    if index >= len(devices) or visible_devices.order_is_uncertain(inventory, os.environ):
         return None
     return devices[index].uuid
 

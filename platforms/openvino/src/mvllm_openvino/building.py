@@ -1,7 +1,8 @@
 """Building blocks of the lowerings: an OpenVINO model that grows node by node, and sizes known only when it runs.
 
 Real numbers are float32 in the model whatever a graph calls them: the plugin of the processor then computes in the
-precision of `INFERENCE_PRECISION_HINT` where its kernels gain by it. Weights keep their own type behind a conversion.
+precision of `INFERENCE_PRECISION_HINT` where its kernels gain by it. Weights keep their type, and a conversion
+follows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""DeviceModule for HIP behind `torch.cuda`, with its difference from CUDA.
+"""DeviceModule for HIP, which torch names `torch.cuda`, with its difference from CUDA.
 
 device count   before HIP has started it comes from AMD SMI, and is 0 if another copy of its library is loaded: the
-               package amdsmi beside the copy in torch's wheel (pytorch/pytorch#186516)
+               package amdsmi in addition to the copy in torch's wheel (pytorch/pytorch#186516)
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from mvllm.plugin_api import Check, CheckStatus
-from mvllm_rocm import targets, visible
+from mvllm_rocm import targets, visible_devices
 from mvllm_rocm.probe import torch_problem
 from mvllm_rocm.topology import RocmDevice, read_inventory
 from mvllm_torch_gpu.device_discovery import Inventory, TopologyError
@@ -47,7 +47,7 @@ def _driver(inventory: Inventory[RocmDevice]) -> Check:
 
 
 def _devices(inventory: Inventory[RocmDevice]) -> Check:
-    seen = visible.resolve(inventory, os.environ)
+    seen = visible_devices.resolve(inventory, os.environ)
     listed = ", ".join(f"{i}: {device.name}" for i, device in enumerate(seen.devices)) or "none"
     found = f"Visible devices: {listed}."
     if seen.problem:
@@ -56,24 +56,24 @@ def _devices(inventory: Inventory[RocmDevice]) -> Check:
 
 
 def _targets(inventory: Inventory[RocmDevice]) -> Check:
-    devices = visible.resolve(inventory, os.environ).devices
+    devices = visible_devices.resolve(inventory, os.environ).devices
     names = list(dict.fromkeys(device.target for device in devices))
     found = f"Targets: {', '.join(names) or 'none'}."
     old = [i for i, device in enumerate(devices) if not targets.is_supported(device.target)]
     if old:
         found += f" The devices with numbers {old} cannot be used: needed is {targets.NEEDED}."
-        remedy = f"Leave them out of {visible.VARIABLE}: a worker that gets one does not start."
+        remedy = f"Leave them out of {visible_devices.VARIABLE}: a worker that gets one does not start."
         return Check("platform.rocm.targets", CheckStatus.WARNING, found, remedy)
     if len(names) > 1:
         found += " Workers on unlike devices wait for the slowest one."
-        remedy = f"Leave all of one kind in {visible.VARIABLE}."
+        remedy = f"Leave all of one kind in {visible_devices.VARIABLE}."
         return Check("platform.rocm.targets", CheckStatus.WARNING, found, remedy)
     return Check("platform.rocm.targets", CheckStatus.OK, found)
 
 
 def _memory(inventory: Inventory[RocmDevice]) -> Check:
     texts, low = [], False
-    for device in visible.resolve(inventory, os.environ).devices:
+    for device in visible_devices.resolve(inventory, os.environ).devices:
         if device.memory_bytes is None:
             texts.append(f"{device.name} uses the host's memory")
         elif device.free_bytes is None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from mvllm.plugin_api import Check, DeviceRuntime, Platform, PlatformSpec, WorkerContext, get_logger
-from mvllm_rocm import targets, visible
+from mvllm_rocm import targets, visible_devices
 from mvllm_rocm.device_module import HIP
 from mvllm_rocm.plugin import SPEC
 from mvllm_rocm.settings import SETTINGS
@@ -29,7 +29,7 @@ class ROCmPlatform(TorchGpuPlatform):
     title = "ROCm"
     package = "mvllm-rocm"
     settings = SETTINGS
-    device_variable = visible.VARIABLE
+    device_variable = visible_devices.VARIABLE
     module = HIP
 
     @property
@@ -72,7 +72,7 @@ class ROCmPlatform(TorchGpuPlatform):
     @cached_property
     def _devices(self) -> tuple[RocmDevice, ...]:
         try:
-            return visible.resolve(read_inventory(), os.environ).devices
+            return visible_devices.resolve(read_inventory(), os.environ).devices
         except TopologyError as e:
             logger.debug("The driver's files cannot be read: %s", e)
             return ()

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from mvllm.plugin_api import DeviceInfo, ProbeResult
-from mvllm_rocm import targets, visible
+from mvllm_rocm import targets, visible_devices
 from mvllm_rocm.topology import read_inventory
 from mvllm_torch_gpu import torch_build
 from mvllm_torch_gpu.device_discovery import TopologyError
@@ -33,7 +33,7 @@ def probe(root: Path | None = None) -> ProbeResult:
             "started with --device=/dev/kfd --device=/dev/dri."
         )
         return ProbeResult(False, sentence(nothing), remedy=remedy)
-    seen = visible.resolve(inventory, os.environ)
+    seen = visible_devices.resolve(inventory, os.environ)
     if not seen.devices:
         return ProbeResult(False, sentence(seen.problem or "no device is visible"), remedy=seen.remedy)
     devices = tuple(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mvllm.plugin_api import PlatformError, get_logger
-from mvllm_rocm import targets, visible
+from mvllm_rocm import targets, visible_devices
 from mvllm_rocm.device_module import HIP
 from mvllm_rocm.driver_memory import SysfsDriverMemory
 from mvllm_rocm.topology import RocmDevice, read_inventory
@@ -33,7 +33,7 @@ class RocmRuntime(TorchGpuRuntime):
         check_build()
 
     def visibility_variables(self) -> str:
-        return describe_variables(visible.VARIABLES, os.environ)
+        return describe_variables(visible_devices.VARIABLES, os.environ)
 
     def driver_memory(self, index: int) -> SysfsDriverMemory:
         return SysfsDriverMemory(device_at(index))
@@ -42,7 +42,7 @@ class RocmRuntime(TorchGpuRuntime):
         target = str(properties.gcnArchName).partition(":")[0]
         if targets.is_supported(target):
             return None
-        return f"is a {target}, needed is {targets.NEEDED}. Leave it out of {visible.VARIABLE}."
+        return f"is a {target}, needed is {targets.NEEDED}. Leave it out of {visible_devices.VARIABLE}."
 
 
 def check_build() -> None:
@@ -61,7 +61,7 @@ def check_build() -> None:
 def device_at(index: int) -> RocmDevice | None:
     """The device that HIP numbers `index`; None if it is unknown."""
     try:
-        devices = visible.resolve(read_inventory(), os.environ).devices
+        devices = visible_devices.resolve(read_inventory(), os.environ).devices
     except TopologyError as e:
         logger.debug("The driver's files cannot be read: %s", e)
         return None

@@ -18,9 +18,9 @@ import torch
 from mvllm.plugin_api import AttentionSpec, BatchLayout, KVLayout, RotarySpec, RotaryWriter
 from mvllm_torch_gpu.block_copies import PagedBlocks
 from mvllm_torch_gpu.paged_metadata import PagedMetadata
-from mvllm_triton.attention import latent_attention, paged_attention
-from mvllm_triton.kv_write import write_kv, write_latent
-from mvllm_triton.rotary_write import rotary_write_kv
+from mvllm_triton.attention import mla_attention, paged_attention
+from mvllm_triton.reshape_and_cache import reshape_and_cache, reshape_and_cache_mla
+from mvllm_triton.rotary_embedding_and_cache import rotary_embedding_and_cache
 
 BLOCK_SIZES = (16, 32, 64, 128, 256, 8)
 MAX_HEAD_SIZE = 512
@@ -103,11 +103,11 @@ class TritonAttention(PagedBlocks):
     def write_kv(self, kv: Cache, key: torch.Tensor, value: torch.Tensor, metadata: PagedMetadata) -> None:
         key, slots = _with_plain_rows(key), metadata.slot_mapping
         if self.spec.values_in_keys:
-            write_latent(key, kv[0], slots, kv_scale=kv[1] if self._scaled else None, **self._format)
+            reshape_and_cache_mla(key, kv[0], slots, kv_scale=kv[1] if self._scaled else None, **self._format)
             return
         scales = kv[2:] if self._scaled else (None, None)
         value = _with_plain_rows(value)
-        write_kv(key, value, kv[0], kv[1], slots, k_scale=scales[0], v_scale=scales[1], **self._format)
+        reshape_and_cache(key, value, kv[0], kv[1], slots, k_scale=scales[0], v_scale=scales[1], **self._format)
 
     def forward(
         self, query: torch.Tensor, kv: Cache, metadata: PagedMetadata, sinks: torch.Tensor | None = None
@@ -115,7 +115,7 @@ class TritonAttention(PagedBlocks):
         spec, query = self.spec, _with_plain_rows(query)
         tables = metadata.block_table, metadata.query_start_loc, metadata.seq_lens
         if spec.values_in_keys and spec.value_size < spec.head_size:
-            found = latent_attention(
+            found = mla_attention(
                 query,
                 kv[0],
                 *tables,
@@ -170,7 +170,7 @@ class TritonAttention(PagedBlocks):
         k_weight: torch.Tensor | None,
     ) -> torch.Tensor:
         scales = kv[2:] if self._scaled else (None, None)
-        return rotary_write_kv(
+        return rotary_embedding_and_cache(
             _with_plain_rows(query),
             _with_plain_rows(key),
             _with_plain_rows(value),

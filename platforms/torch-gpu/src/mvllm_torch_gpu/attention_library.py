@@ -70,7 +70,7 @@ class AttentionLibrary(ABC):
         return None
 
     @abstractmethod
-    def attend(
+    def run(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: PagedMetadata, plan: Any
     ) -> torch.Tensor:
         """Attention output [T, heads, size] for a query [T, heads, size]; finite for padding tokens.
@@ -78,7 +78,7 @@ class AttentionLibrary(ABC):
         Args:
             query: The step's; elements of a head are contiguous.
             keys, values: [num_blocks, block_size, num_kv_heads, size].
-            metadata, plan: Of the step.
+            metadata, plan: The step's metadata and plan.
         """
 
 

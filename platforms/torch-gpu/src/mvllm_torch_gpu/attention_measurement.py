@@ -65,7 +65,7 @@ def realistic_step(kind: StepKind, num_blocks: int, table_tokens: int, device: t
         kind: The kind.
         num_blocks: Blocks of the cache; their contents do not matter.
         table_tokens: Tokens that a row of a captured step's block table holds.
-        device: Of the cache.
+        device: The cache's device.
     """
     size, rows = kind.block_size, kind.num_requests
     length = min(max(REALISTIC_TOKENS, kind.query_len), num_blocks * size)

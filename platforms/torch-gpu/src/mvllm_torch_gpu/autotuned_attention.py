@@ -47,7 +47,7 @@ _FAILURES = (
     ImportError,
     subprocess.SubprocessError,
 )
-"""Of a library: its signature promises more than it supports, a compiler is missing, a kernel has no such target."""
+"""What a library raises if its signature promises more than it supports, or a compiler or a target is missing."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class AutotunedAttention(TritonAttention):
 
 def _by_library(library: AttentionLibrary, query: torch.Tensor, kv: Cache, metadata: AutotunedMetadata) -> torch.Tensor:
     query = query if query.stride(-1) == 1 else query.contiguous()
-    return library.attend(query, kv[0], kv[1], metadata, metadata.plan).flatten(1)
+    return library.run(query, kv[0], kv[1], metadata, metadata.plan).flatten(1)
 
 
 def _described(seconds: dict[str, float]) -> str:

@@ -21,7 +21,7 @@ from mvllm.plugin_api import get_logger
 from mvllm_torch_gpu.device_module import CUDA, DeviceModule
 from mvllm_torch_gpu.settings import LINEAR
 from mvllm_triton.activation import silu_and_mul
-from mvllm_triton.dense_linear import few_rows_linear, few_rows_linear_silu_and_mul, is_supported
+from mvllm_triton.skinny_gemm import is_supported, skinny_gemm, skinny_gemm_silu_and_mul
 
 logger = get_logger("mvllm.torch_gpu.autotuned_linear")
 
@@ -48,8 +48,8 @@ def _separate(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
     return silu_and_mul(F.linear(x, weight, bias))
 
 
-LINEAR_WAYS: Ways = {TORCH: F.linear, TRITON: few_rows_linear}
-GATED_WAYS: Ways = {TORCH: _separate, TRITON: few_rows_linear_silu_and_mul}
+LINEAR_WAYS: Ways = {TORCH: F.linear, TRITON: skinny_gemm}
+GATED_WAYS: Ways = {TORCH: _separate, TRITON: skinny_gemm_silu_and_mul}
 
 
 class AutotunedLinear:
@@ -71,13 +71,13 @@ class AutotunedLinear:
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x · weightᵀ + bias."""
         if self._takes(x, weight) and self.choose(x, weight, LINEAR_WAYS) == TRITON:
-            return few_rows_linear(x, weight, bias)
+            return skinny_gemm(x, weight, bias)
         return F.linear(x, weight, bias)
 
     def linear_silu_and_mul(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """silu of the first half of x · weightᵀ + bias, times the second half; in one launch or in two."""
         if self._takes(x, weight) and self.choose(x, weight, GATED_WAYS) == TRITON:
-            return few_rows_linear_silu_and_mul(x, weight, bias)
+            return skinny_gemm_silu_and_mul(x, weight, bias)
         return _separate(x, weight, bias)
 
     def _takes(self, x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -34,7 +34,7 @@ from mvllm_torch_gpu.message_text import first_line
 from mvllm_torch_gpu.out_of_memory import is_out_of_memory
 from mvllm_torch_gpu.paged_metadata import PagedMetadata
 from mvllm_triton.attention import paged_attention
-from mvllm_triton.merge import merge_attention
+from mvllm_triton.merge_attn_states import merge_attn_states
 
 logger = get_logger("mvllm.torch_gpu.cudnn_attention")
 
@@ -141,7 +141,7 @@ class CudnnAttention(AttentionLibrary):
         )
         return PromptStep(decodes, prompts, int(starts[real]))
 
-    def attend(
+    def run(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: PagedMetadata, plan: PromptStep
     ) -> torch.Tensor:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -164,7 +164,7 @@ class CudnnAttention(AttentionLibrary):
             table, is_done = metadata.block_table[prompt.request], (prompt.base, prompt.size) not in self._refused
             try:
                 if is_done:
-                    self._attend_prompt(query[tokens], keys, values, table, prompt, out[tokens])
+                    self._run_prompt(query[tokens], keys, values, table, prompt, out[tokens])
             except RuntimeError as e:
                 if is_out_of_memory(e):
                     logger.debug("The memory does not suffice for cuDNN and a sequence of %d tokens.", prompt.length)
@@ -175,7 +175,7 @@ class CudnnAttention(AttentionLibrary):
                     raise
                 is_done = False
             if not is_done:  # after the except clause, which refers to the gathered tensors
-                self._attend_in_place(query[tokens], keys, values, metadata, prompt, out[tokens])
+                self._run_prompt_in_place(query[tokens], keys, values, metadata, prompt, out[tokens])
         return out
 
     def _warn_once(self, prompt: Prompt, reason: str) -> None:
@@ -188,7 +188,7 @@ class CudnnAttention(AttentionLibrary):
                 reason,
             )
 
-    def _attend_in_place(
+    def _run_prompt_in_place(
         self,
         query: torch.Tensor,
         keys: torch.Tensor,
@@ -197,7 +197,7 @@ class CudnnAttention(AttentionLibrary):
         prompt: Prompt,
         out: torch.Tensor,
     ) -> None:
-        """As `_attend_prompt`, by the Triton kernels."""
+        """As `_run_prompt`, by the Triton kernels."""
         row = slice(prompt.request, prompt.request + 1)
         starts = metadata.query_start_loc[prompt.request : prompt.request + 2] - prompt.first
         paged_attention(
@@ -213,7 +213,7 @@ class CudnnAttention(AttentionLibrary):
             out=out,
         )
 
-    def _attend_prompt(
+    def _run_prompt(
         self,
         query: torch.Tensor,
         keys: torch.Tensor,
@@ -239,7 +239,7 @@ class CudnnAttention(AttentionLibrary):
             return
         earlier = [_gathered(part, table[:first], base, base) for part in (keys, values)]
         found_earlier, sums_earlier = dense_attention(rows, earlier[0], earlier[1], scale=scale, causal=False)
-        merge_attention(out, found[new], sums[:, new], found_earlier[new], sums_earlier[:, new])
+        merge_attn_states(out, found[new], sums[:, new], found_earlier[new], sums_earlier[:, new])
 
 
 def is_aligned(query: torch.Tensor) -> bool:

@@ -45,7 +45,7 @@ class FlashAttention(AttentionLibrary):
     def accepts_block_size(self, block_size: int) -> bool:
         return block_size % 256 == 0
 
-    def attend(
+    def run(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: PagedMetadata, plan: Any
     ) -> torch.Tensor:
         spec, starts = self.spec, metadata.query_start_loc
@@ -91,7 +91,7 @@ class VarlenAttention(AttentionLibrary):
     def takes(self, metadata: PagedMetadata) -> bool:
         return True
 
-    def attend(
+    def run(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: PagedMetadata, plan: Any
     ) -> torch.Tensor:
         spec, starts = self.spec, metadata.query_start_loc

@@ -88,7 +88,7 @@ class FlashInfer(AttentionLibrary):
         is_decode = batch.max_query_len == 1 and batch.num_requests == batch.num_tokens
         return self._plan_decode(batch, device) if is_decode else self._plan_prefill(batch, device)
 
-    def attend(
+    def run(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: PagedMetadata, plan: Any
     ) -> torch.Tensor:
         wrapper, num_real = plan

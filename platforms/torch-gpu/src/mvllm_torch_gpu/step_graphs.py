@@ -107,9 +107,9 @@ class StepGraphBackend(CompileBackend):
 
     def key_of(self, args: tuple[Any, ...], *, is_head: bool) -> Hashable | None:
         """Key under which steps share a graph; None for steps without a graph."""
-        plans = [arg for arg in args if isinstance(arg, PagedMetadata | StateArguments)]
+        metadata = [arg for arg in args if isinstance(arg, PagedMetadata | StateArguments)]
         rows = len(args[0]) if args and isinstance(args[0], torch.Tensor) else 0
-        if not 0 < rows <= LARGEST_CAPTURE or not (plans or is_head) or not all(plan.capture for plan in plans):
+        if not 0 < rows <= LARGEST_CAPTURE or not (metadata or is_head) or not all(each.capture for each in metadata):
             return None
         key: list[Hashable] = []
         for arg in args:

@@ -1,4 +1,4 @@
-"""One device behind torch_tpu, bound to a worker.
+"""One device with torch_tpu, bound to a worker.
 
 Operations are submitted one by one, in order, and the host does not wait for them. Memory statistics are torch's, from
 XLA's allocator; XLA's CPU device has none, and the host's are used there.

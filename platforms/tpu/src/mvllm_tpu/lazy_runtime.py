@@ -1,4 +1,4 @@
-"""One device behind torch_xla's lazy tensors, bound to a worker.
+"""One device with torch_xla's lazy tensors, bound to a worker.
 
 An operation is only added to a graph. `torch_xla.sync` ends the graph: it becomes one program, which is compiled if no
 program with these operations and shapes exists, and runs while the host continues.

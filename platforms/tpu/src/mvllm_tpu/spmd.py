@@ -1,4 +1,4 @@
-"""Several devices behind one worker: torch_xla's SPMD mode, in which a tensor is distributed over a device mesh.
+"""Several devices of one worker: torch_xla's SPMD mode, in which a tensor is distributed over a device mesh.
 
 The process has one virtual device. A tensor on it is sharded over the devices or, by default, replicated on all of
 them. Programs are written as for one device: XLA partitions the work by the sharding of weights and KV cache, and

@@ -14,20 +14,20 @@ from mvllm_triton.tiles import power_of_two
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """silu of the first half times the second half: [..., 2 * size] to [..., size]."""
-    return _gated(x, 0)
+    return _act_and_mul(x, 0)
 
 
 def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """gelu, with the exact normal distribution, of the first half times the second half."""
-    return _gated(x, 1)
+    return _act_and_mul(x, 1)
 
 
 def gelu_tanh_and_mul(x: torch.Tensor) -> torch.Tensor:
     """The tanh approximation of gelu of the first half times the second half."""
-    return _gated(x, 2)
+    return _act_and_mul(x, 2)
 
 
-def _gated(x: torch.Tensor, function: int) -> torch.Tensor:
+def _act_and_mul(x: torch.Tensor, function: int) -> torch.Tensor:
     size = x.shape[-1] // 2
     rows = x.reshape(-1, 2 * size)
     if rows.stride(-1) != 1:
@@ -35,7 +35,7 @@ def _gated(x: torch.Tensor, function: int) -> torch.Tensor:
     out = torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device)
     if out.numel():
         block = min(1024, power_of_two(size))
-        kernels.gated[(rows.shape[0], -(-size // block))](
+        kernels.act_and_mul[(rows.shape[0], -(-size // block))](
             out, rows, rows.stride(0), size, FUNCTION=function, BLOCK=block, num_warps=max(1, block // 256)
         )
     return out

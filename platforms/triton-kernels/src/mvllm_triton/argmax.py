@@ -27,8 +27,10 @@ def argmax(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     piece, block = argmax_piece(num_rows, size)
     num_pieces = -(-size // piece)
     found = torch.empty((num_rows, num_pieces), dtype=torch.int64, device=x.device)
-    kernels.of_pieces[(num_rows, num_pieces)](found, x, x.stride(0), size, num_pieces, piece, BLOCK=block, num_warps=4)
-    kernels.of_rows[(num_rows,)](
+    kernels.argmax_partial[(num_rows, num_pieces)](
+        found, x, x.stride(0), size, num_pieces, piece, BLOCK=block, num_warps=4
+    )
+    kernels.argmax_reduce[(num_rows,)](
         values, places, found, x, x.stride(0), num_pieces, PAD=power_of_two(-(-size // block)), num_warps=1
     )
     return values, places

@@ -10,7 +10,7 @@ import torch
 
 from mvllm_triton.device import has_tensor_memory, processors, reads_float8, shared_memory, warp_size
 from mvllm_triton.float8 import read_as
-from mvllm_triton.kernels.attention import attend, combine
+from mvllm_triton.kernels import attention as kernels
 from mvllm_triton.tiles import (
     LONGEST,
     MOST_DRAFTED,
@@ -90,7 +90,7 @@ def paged_attention(
     )  # fmt: skip
 
 
-def latent_attention(
+def mla_attention(
     q: torch.Tensor,
     cache: torch.Tensor,
     block_table: torch.Tensor,
@@ -194,13 +194,13 @@ def _launch(
     def launch(tiles: AttentionTiles, work: AttentionWork, *, short: bool, skipped: int, padding: bool) -> None:
         part = part_max = part_sum = out
         head_tiles = num_kv_heads * -(-group // tiles.heads)
-        divided = work.slots > 0
+        divided = work.num_partials > 0
         if divided:
-            shape = (work.slots, head_tiles, tiles.rows)
+            shape = (work.num_partials, head_tiles, tiles.rows)
             part = torch.empty((*shape, value_size), dtype=torch.float32, device=q.device)
             part_max = torch.empty(shape, dtype=torch.float32, device=q.device)
             part_sum = torch.empty(shape, dtype=torch.float32, device=q.device)
-        attend[(work.grid, head_tiles)](
+        kernels.paged_attention[(work.grid, head_tiles)](
             out, part, part_max, part_sum, q, keys, values, k_scales, v_scales, given_sinks, block_table,
             query_start_loc, seq_lens, query_start_loc if visible_lens is None else visible_lens, num_requests,
             num_tokens, work.programs, work.least, scale * k_factor, v_factor,
@@ -235,7 +235,7 @@ def _launch(
         if divided:
             most_rows = min(tiles.tokens, max(max_query_len, 1)) * tiles.heads
             rows, pieces = combining_tile(power_of_two(value_size, 16), most_rows)
-            combine[(work.divided_tiles, head_tiles, -(-most_rows // rows))](
+            kernels.paged_attention_reduce[(work.divided_tiles, head_tiles, -(-most_rows // rows))](
                 out, part, part_max, part_sum, given_sinks, query_start_loc, seq_lens, num_requests, work.programs,
                 work.least, out.stride(0), out.stride(1),
                 SHORT=short,
@@ -258,10 +258,10 @@ def _launch(
         return max_seq_len if window is None else min(max_seq_len, window + tiles.tokens)
 
     def launch_short(tiles: AttentionTiles, *, padding: bool) -> None:
-        slot_bytes = tiles.rows * value_size * 4
+        bytes_per_partial = tiles.rows * value_size * 4
         head_tiles = num_kv_heads * -(-group // tiles.heads)
         work = short_work(
-            num_requests, head_tiles, -(-seen(tiles) // tiles.columns), processors(q.device), slot_bytes, splits
+            num_requests, head_tiles, -(-seen(tiles) // tiles.columns), processors(q.device), bytes_per_partial, splits
         )
         launch(tiles, work, short=True, skipped=0, padding=padding)
 

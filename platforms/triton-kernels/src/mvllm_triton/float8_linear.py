@@ -10,11 +10,11 @@ from mvllm_triton.device import processors
 from mvllm_triton.dtypes import TRITON_DTYPES
 from mvllm_triton.float8 import BIAS, LARGEST
 from mvllm_triton.kernels import float8_linear as kernels
-from mvllm_triton.splits import add_splits, partial_results
+from mvllm_triton.split_k import partial_results, splitk_reduce
 from mvllm_triton.tiles import float8_tiles, inner_splits, most_splits, power_of_two
 
 
-def float8_rows(
+def scaled_fp8_quant(
     x: torch.Tensor,
     group_size: int | None = None,
     float8: torch.dtype = torch.float8_e4m3fn,
@@ -40,7 +40,7 @@ def float8_rows(
     scales = torch.empty((num_rows, num_groups), dtype=torch.float32, device=x.device)
     if codes.numel():
         block = group if num_groups > 1 else min(2048, power_of_two(size))
-        kernels.quantize_rows[(num_rows, num_groups)](
+        kernels.scaled_fp8_quant[(num_rows, num_groups)](
             codes, scales, x, scales if scale is None else scale, x.stride(0),
             SIZE=size,
             GROUP_SIZE=group,
@@ -99,7 +99,7 @@ def float8_linear(
     row_scales = weight_scale  # an unused pointer
     if rounded:
         by_group = block is not None and x_scale is None
-        rows, row_scales = float8_rows(rows, block[1] if by_group and block else None, weight.dtype, x_scale)
+        rows, row_scales = scaled_fp8_quant(rows, block[1] if by_group and block else None, weight.dtype, x_scale)
         x_scale_strides = (row_scales.stride(0), row_scales.stride(1) if row_scales.shape[1] > 1 else 0)
     group_rows, group = (1, in_features) if block is None else block
     tiles = float8_tiles(num_rows, out_features, in_features, group)
@@ -111,7 +111,7 @@ def float8_linear(
     most = most_splits(tiles.rows, out_features, weight.nbytes)
     splits = inner_splits(math.prod(grid), in_features, tiles.inner, processors(x.device), most=most)
     parts = partial_results(out, splits.num)
-    kernels.multiply[(*grid, splits.num)](
+    kernels.fp8_gemm[(*grid, splits.num)](
         parts, rows, row_scales, weight, weight_scale, weight_scale if bias is None else bias, num_rows,
         rows.stride(0), *x_scale_strides, weight.stride(0), *scale_strides,
         IN=in_features,
@@ -130,7 +130,7 @@ def float8_linear(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )  # fmt: skip
-    add_splits(out, parts)
+    splitk_reduce(out, parts)
     return out.view(*x.shape[:-1], out_features)
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from mvllm_triton import scaled_mm
-from mvllm_triton.float8_linear import float8_linear, float8_rows
+from mvllm_triton.float8_linear import float8_linear, scaled_fp8_quant
 
 _CODES_AT_ONCE = 1 << 26
 """Codes of a weight that are searched for NaN together."""
@@ -131,7 +131,7 @@ def float8_product(x: torch.Tensor, weight: PackedFloat8, bias: torch.Tensor | N
     scale = weight.library_scale
     if scale is not None and x.numel() and (x.dtype, bias is not None) in weight.library:
         rows = x.reshape(-1, x.shape[-1])
-        codes, row_scales = float8_rows(
+        codes, row_scales = scaled_fp8_quant(
             rows if rows.stride(1) == 1 else rows.contiguous(), None, weight.weight.dtype, weight.input_scale
         )
         if scale.dim() == 1 and weight.input_scale is not None:

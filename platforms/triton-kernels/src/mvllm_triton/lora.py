@@ -54,11 +54,11 @@ def add_lora_by_slot(
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
     }
-    kernels.shrink[(row_tiles, num_blocks, num_splits)](
+    kernels.lora_shrink[(row_tiles, num_blocks, num_splits)](
         shrunk, x, down, slots, num_tokens, x.stride(0), split_size, IN=in_features, BLOCK_K=tiles.inner, **sizes
     )
     columns = _column_tiles(bands, tiles.columns, y.device)
-    kernels.expand[(row_tiles, columns.shape[0])](
+    kernels.lora_expand[(row_tiles, columns.shape[0])](
         y, shrunk, up, slots, columns, num_tokens, y.stride(0), num_splits,
         OUT=out_features,
         BLOCK_N=tiles.columns,

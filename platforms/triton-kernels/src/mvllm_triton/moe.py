@@ -83,7 +83,7 @@ def _experts(
     num_entries = num_tokens * top_k
     tiles = expert_tiles(num_entries, num_experts, x.element_size())
     max_tiles = min(num_entries, num_entries // tiles.rows + num_experts)
-    order, experts = ordered(expert_ids.contiguous(), num_experts, max_tiles, tiles)
+    order, experts = moe_align_block_size(expert_ids.contiguous(), num_experts, max_tiles, tiles)
 
     inner = torch.empty((num_entries, inner_size), dtype=x.dtype, device=x.device)
     parts = torch.empty((num_entries, hidden_size), dtype=x.dtype, device=x.device)
@@ -93,7 +93,7 @@ def _experts(
     ):
         size = target.shape[1]
         columns = min(64, tiles.columns) if gated else tiles.columns  # accumulators of both gate and up
-        kernels.multiply[(max_tiles, -(-size // columns))](
+        kernels.fused_moe[(max_tiles, -(-size // columns))](
             target, rows, weight.contiguous(), x if bias is None else bias.contiguous(), order, experts,
             num_entries, max_tiles, rows.stride(0), alpha, limit,
             IN=rows.shape[1],
@@ -109,13 +109,13 @@ def _experts(
             num_stages=tiles.num_stages,
         )  # fmt: skip
     block = min(1024, power_of_two(hidden_size))
-    kernels.add_up[(num_tokens, -(-hidden_size // block))](
+    kernels.moe_sum[(num_tokens, -(-hidden_size // block))](
         out, parts, expert_weights.float().contiguous(), SIZE=hidden_size, TOP_K=top_k, BLOCK=block, num_warps=4
     )
     return out
 
 
-def ordered(
+def moe_align_block_size(
     expert_ids: torch.Tensor, num_experts: int, max_tiles: int, tiles: ProductTiles
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Entries ordered by expert, and the expert of each tile; see kernels/moe.py."""
@@ -127,11 +127,11 @@ def ordered(
     order = torch.empty(max_tiles * tiles.rows, dtype=torch.int32, device=device)
     experts = torch.empty(max_tiles, dtype=torch.int32, device=device)
     sizes = {"NUM_EXPERTS": num_experts, "EXPERTS_PAD": experts_pad, "BLOCK": block}
-    kernels.count[(num_pieces,)](counts, expert_ids, num_entries, **sizes)
-    kernels.add_earlier_pieces[(-(-num_experts // _SUMMED_EXPERTS),)](
+    kernels.moe_align_block_size_count[(num_pieces,)](counts, expert_ids, num_entries, **sizes)
+    kernels.moe_align_block_size_scan[(-(-num_experts // _SUMMED_EXPERTS),)](
         counts, num_pieces, NUM_EXPERTS=num_experts, EXPERTS=_SUMMED_EXPERTS, PIECES=_SUMMED_PIECES
     )
-    kernels.arrange[(num_pieces + num_experts,)](
+    kernels.moe_align_block_size_sort[(num_pieces + num_experts,)](
         order, experts, counts, expert_ids, num_entries, num_pieces, max_tiles,
         BLOCK_M=tiles.rows,
         **sizes,

@@ -44,7 +44,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return out
 
 
-def add_rms_norm(
+def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Adds x to the residual stream and normalizes the sum, both in place.
@@ -64,7 +64,7 @@ def add_rms_norm(
         return x, residual
     pad = power_of_two(size)
     tiles = row_tiles(pad)
-    kernels.add_rms_norm[(-(-num_rows // tiles.rows),)](
+    kernels.fused_add_rms_norm[(-(-num_rows // tiles.rows),)](
         x, residual, weight, eps, num_rows, SIZE=size, PAD=pad, ROWS=tiles.rows, num_warps=tiles.num_warps
     )
     return x, residual

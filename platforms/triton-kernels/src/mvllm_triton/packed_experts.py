@@ -1,4 +1,4 @@
-"""Experts' weights in the layout of the kernels (kernels/packed_experts.py), packed one expert at a time.
+"""Experts' weights in the layout of the kernels (kernels/quantized_moe.py), packed one expert at a time.
 
 Weights keep the bits of the checkpoint: MXFP4, 8-bit floats with scales, and integers of 4 and 8 bits.
 """
@@ -16,7 +16,7 @@ from mvllm_triton.float8_weight import Float8Weight
 from mvllm_triton.quantized_linear import IntegerWeight
 
 MXFP4, INT4, INT8, FLOAT8 = range(4)
-"""Kinds of weights, as in kernels/packed_experts.py."""
+"""Kinds of weights, as in kernels/quantized_moe.py."""
 
 MXFP4_GROUP, MXFP4_COLUMNS = 32, 128
 """Columns that share a scale, and columns whose scales are in one int32."""
@@ -55,7 +55,7 @@ class PackedExperts:
 
     Attributes:
         kind: MXFP4, INT4, INT8 or FLOAT8.
-        data, scales, zero_points: As in kernels/packed_experts.py; `zero_points` is None if all are zero.
+        data, scales, zero_points: As in kernels/quantized_moe.py; `zero_points` is None if all are zero.
         group_size: Columns that share a scale; `in_features` if all do.
         group_rows: Rows that share a scale.
         inner: Columns that are multiplied at once.

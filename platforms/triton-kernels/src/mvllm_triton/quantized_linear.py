@@ -11,7 +11,7 @@ import torch
 from mvllm_triton.device import has_ptx, multiplies_from_registers, processors
 from mvllm_triton.dtypes import TRITON_DTYPES
 from mvllm_triton.kernels import quantized_linear as kernels
-from mvllm_triton.splits import add_splits, partial_results
+from mvllm_triton.split_k import partial_results, splitk_reduce
 from mvllm_triton.tiles import inner_splits, most_splits, power_of_two, quantized_tiles
 
 
@@ -133,7 +133,7 @@ def quantized_linear(x: torch.Tensor, weight: PackedIntegers, bias: torch.Tensor
     if num_rows:
         row_scales = rows  # an unused pointer
         if weight.int8_activations:
-            rows, row_scales = rounded_rows(rows)
+            rows, row_scales = scaled_int8_quant(rows)
         in_registers = weight.bits == 4 and multiplies_from_registers(x.device)
         tiles = quantized_tiles(
             num_rows, weight.out_features, x.element_size(), unpacked_in_registers=in_registers
@@ -142,7 +142,7 @@ def quantized_linear(x: torch.Tensor, weight: PackedIntegers, bias: torch.Tensor
         most = most_splits(tiles.rows, weight.out_features, weight.data.nbytes)
         splits = inner_splits(math.prod(grid), weight.in_features, weight.inner, processors(x.device), most=most)
         parts = partial_results(out, splits.num)
-        kernels.multiply[(*grid, splits.num)](
+        kernels.quantized_gemm[(*grid, splits.num)](
             parts, rows, row_scales, weight.data, weight.scales,
             weight.data if weight.zero_points is None else weight.zero_points,
             weight.scales if bias is None else bias, num_rows, rows.stride(0), weight.data.stride(0),
@@ -164,7 +164,7 @@ def quantized_linear(x: torch.Tensor, weight: PackedIntegers, bias: torch.Tensor
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )  # fmt: skip
-        add_splits(out, parts)
+        splitk_reduce(out, parts)
     return out.view(*x.shape[:-1], weight.out_features)
 
 
@@ -175,11 +175,11 @@ def inner_columns(in_features: int, group_size: int) -> int:
     return min(128, group_size & -group_size)
 
 
-def rounded_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def scaled_int8_quant(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows rounded to int8, and a scale for each row."""
     num_rows, size = rows.shape
     codes = torch.empty((num_rows, size), dtype=torch.int8, device=rows.device)
     scales = torch.empty(num_rows, dtype=torch.float32, device=rows.device)
     block = min(2048, power_of_two(size))
-    kernels.quantize_rows[(num_rows,)](codes, scales, rows, rows.stride(0), SIZE=size, BLOCK=block, num_warps=4)
+    kernels.scaled_int8_quant[(num_rows,)](codes, scales, rows, rows.stride(0), SIZE=size, BLOCK=block, num_warps=4)
     return codes, scales

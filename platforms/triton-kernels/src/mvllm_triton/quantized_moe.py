@@ -18,8 +18,8 @@ from mvllm_triton import moe
 from mvllm_triton.device import has_ptx, multiplies_from_registers, processors
 from mvllm_triton.dtypes import TRITON_DTYPES
 from mvllm_triton.float8 import BIAS
-from mvllm_triton.float8_linear import float8_rows
-from mvllm_triton.kernels import packed_experts as kernels
+from mvllm_triton.float8_linear import scaled_fp8_quant
+from mvllm_triton.kernels import quantized_moe as kernels
 from mvllm_triton.packed_experts import (
     FLOAT8,
     INT4,
@@ -30,7 +30,7 @@ from mvllm_triton.packed_experts import (
     Mxfp4Experts,
     PackedExperts,
 )
-from mvllm_triton.quantized_linear import rounded_rows
+from mvllm_triton.quantized_linear import scaled_int8_quant
 from mvllm_triton.tiles import InnerSplits, ProductTiles, inner_splits, most_splits, packed_expert_tiles, power_of_two
 
 
@@ -119,7 +119,7 @@ def quantized_moe(
     bits = _unpacked_bits(gate_up, x)
     tiles = packed_expert_tiles(*sizes, gated=True, narrow=gate_up.kind == MXFP4, unpacked_bits=bits)
     max_tiles = min(num_entries, num_entries // tiles.rows + num_experts)
-    order = moe.ordered(expert_ids.contiguous(), num_experts, max_tiles, tiles)
+    order = moe.moe_align_block_size(expert_ids.contiguous(), num_experts, max_tiles, tiles)
     gate = 0.0 if alpha is None else alpha, 0.0 if limit is None else limit
     clamped = alpha is not None
 
@@ -130,7 +130,7 @@ def quantized_moe(
     _multiply(parts, x, gate_up, gate_up_bias, order, num_entries, top_k, tiles, splits, gate, clamped)
     if splits.num > 1:
         block = min(1024, power_of_two(inner_size))
-        kernels.activate_splits[(num_entries, -(-inner_size // block))](
+        kernels.splitk_reduce_act_and_mul[(num_entries, -(-inner_size // block))](
             inner, parts, num_entries, *gate,
             OUT=inner_size,
             CLAMPED=clamped,
@@ -146,7 +146,7 @@ def quantized_moe(
     parts = torch.empty((splits.num, num_entries, hidden_size), dtype=dtype, device=x.device)
     _multiply(parts, inner, down, down_bias, order, num_entries, None, tiles, splits, gate, clamped)
     block = min(1024, power_of_two(hidden_size))
-    kernels.add_up[(num_tokens, -(-hidden_size // block))](
+    kernels.splitk_reduce_moe_sum[(num_tokens, -(-hidden_size // block))](
         out, parts, expert_weights.float().contiguous(), num_entries,
         SIZE=hidden_size,
         TOP_K=top_k,
@@ -200,17 +200,17 @@ def _multiply(
         if weight.rounded:
             many = weight.group_size < weight.in_features and weight.input_scale is None
             group = weight.group_size if many else None
-            rows, row_scales = float8_rows(rows, group, data.dtype, weight.input_scale)
+            rows, row_scales = scaled_fp8_quant(rows, group, data.dtype, weight.input_scale)
             scale_strides = row_scales.stride(0), row_scales.stride(1) if many else 0
         if not native:
             fp8, data = BIAS[data.dtype], data.view(torch.uint8)
             rows = rows.view(torch.uint8) if weight.rounded else rows
     elif weight.rounded:
-        rows, row_scales = rounded_rows(rows)
+        rows, row_scales = scaled_int8_quant(rows)
         scale_strides = 1, 0
     order_, experts = order
     row_bytes = data.shape[2]
-    kernels.multiply[(len(experts), -(-size // columns), splits.num)](
+    kernels.fused_moe_quantized[(len(experts), -(-size // columns), splits.num)](
         out, rows, row_scales, data, weight.scales, data if weight.zero_points is None else weight.zero_points,
         x if bias is None else bias.contiguous(), order_, experts, num_entries, rows.stride(0), *scale_strides, *gate,
         KIND=weight.kind,

@@ -39,7 +39,7 @@ def select_experts(
     top_groups: int,
     group_by: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and ids of each token's experts, as core's operation of this name. Of equal scores, the first ones."""
+    """Weights and ids of each token's experts, as core's operation of this name. Ties go to the first experts."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     num_tokens, num_experts = logits.shape
     weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
@@ -49,7 +49,7 @@ def select_experts(
     of_chosen = scores == "softmax_of_chosen"
     added = None if of_chosen or correction is None else correction.contiguous()
     experts_pad = power_of_two(num_experts)
-    kernels.select_experts[(num_tokens,)](
+    kernels.fused_topk[(num_tokens,)](
         weights, ids, logits, weights if added is None else added, logits.stride(0), scale,
         NUM_EXPERTS=num_experts,
         EXPERTS_PAD=experts_pad,

@@ -54,8 +54,8 @@ def sample(
     num_blocks = -(-size // block)
     sums = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=device)
     row = (logits, logits.stride(0), peaks, thresholds, inv_temperature, size)
-    kernels.sum_blocks[(num_rows, num_blocks)](sums, *row, BLOCK=block, num_warps=1)
-    kernels.draw[(num_rows,)](
+    kernels.sampling_block_sums[(num_rows, num_blocks)](sums, *row, BLOCK=block, num_warps=1)
+    kernels.sample_tokens[(num_rows,)](
         tokens, sums, coarse, fine, *row, num_blocks, BLOCKS_PAD=power_of_two(num_blocks), BLOCK=block, num_warps=1
     )
     return tokens
@@ -102,14 +102,14 @@ def filters(
     weights = torch.zeros((num_rows, tiles.copies + 4, digits), dtype=torch.int64, device=device)
     states = torch.empty((num_rows, kernels.LEVELS.value, kernels.STATE.value), dtype=torch.int64, device=device)
     for level in range(kernels.LEVELS.value):
-        kernels.tally[(num_rows, -(-size // tiles.piece))](
+        kernels.top_k_top_p_histogram[(num_rows, -(-size // tiles.piece))](
             counts, weights, states, logits, logits.stride(0), peaks, inv_temperature, min_p_gap, top_k, top_p, size,
             tiles.copies, tiles.piece,
             LEVEL=level,
             BLOCK=tiles.block,
             num_warps=4,
         )  # fmt: skip
-    kernels.finish[(num_rows,)](
+    kernels.top_k_top_p_threshold[(num_rows,)](
         thresholds, counts, weights, states, peaks, min_p_gap, top_k, top_p, size, tiles.copies, num_warps=4
     )
     return peaks, thresholds

@@ -55,7 +55,7 @@ def multiply(
         weight: [out_features, in_features].
         weight_scale: float32, [1] if `scale` is, else [1, out_features].
         bias: [out_features], of `dtype`, or None.
-        dtype: Of the result.
+        dtype: The result's dtype.
 
     Returns:
         [rows, out_features].

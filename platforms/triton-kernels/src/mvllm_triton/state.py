@@ -105,7 +105,7 @@ def ssd(
     out = _result(x.shape, x, one_token)
     pad = power_of_two(state_size)
     block = min(power_of_two(head_dim), max(1, STATE_ELEMENTS // pad))
-    kernels.ssd[(len(read_slots), num_heads, -(-head_dim // block))](
+    kernels.selective_state_update[(len(read_slots), num_heads, -(-head_dim // block))](
         out, x, dt, a, b, c, _or(d, a), _or(dt_bias, a), state, *slots[:3],
         x.stride(0), dt.stride(0), b.stride(0), c.stride(0), dt_min, dt_max,
         HEADS=num_heads,
@@ -206,7 +206,7 @@ def _delta_rule(
     out = _result(v.shape, v, one_token)
     pad = power_of_two(k_dim)
     block = min(power_of_two(v_dim), max(1, STATE_ELEMENTS // pad))
-    kernels.delta_rule[(len(slots[1]), num_heads, -(-v_dim // block))](
+    kernels.gated_delta_rule[(len(slots[1]), num_heads, -(-v_dim // block))](
         out, q, k, v, g, beta, state, *slots[:3],
         q.stride(0), k.stride(0), v.stride(0), g.stride(0), beta.stride(0), scale,
         K_HEADS=k.shape[1],

@@ -46,7 +46,7 @@ class AttentionTiles:
         columns: Keys per iteration.
         heads: Query heads in a tile.
         tokens: Query tokens in a tile.
-        num_warps, num_stages: Of a program.
+        num_warps, num_stages: Warps and pipeline stages of a program.
     """
 
     rows: int
@@ -142,19 +142,24 @@ class AttentionWork:
         grid: Programs of a launch, for each tile of heads.
         programs: Programs among which the tiles of keys are divided.
         least: Tiles of keys of a program at least, if it has part of the keys of a tile of queries.
-        slots: Partial results that may exist; 0 if no tile of queries may have several programs.
+        num_partials: Partial results that may exist; 0 if no tile of queries may have several programs.
         divided_tiles: Tiles of queries that may have several programs.
     """
 
     grid: int
     programs: int
     least: int
-    slots: int
+    num_partials: int
     divided_tiles: int
 
 
 def short_work(
-    num_requests: int, head_tiles: int, most_tiles: int, processors: int, slot_bytes: int, programs: int | None = None
+    num_requests: int,
+    head_tiles: int,
+    most_tiles: int,
+    processors: int,
+    bytes_per_partial: int,
+    programs: int | None = None,
 ) -> AttentionWork:
     """Work of a short launch: as many programs as keep the processors busy take equal shares of all tiles of keys.
 
@@ -163,14 +168,14 @@ def short_work(
         head_tiles: Tiles of heads; each has all the programs.
         most_tiles: Estimate of the tiles of keys of a request.
         processors: Multiprocessors of the device.
-        slot_bytes: Bytes of a partial result.
+        bytes_per_partial: Bytes of a partial result.
         programs: Number of programs, for each tile of heads; None chooses.
     """
     least = 1 if programs else LEAST_SHORT
     if programs is None:
         wanted = -(-PROGRAMS_PER_PROCESSOR * processors // head_tiles)
         useful = -(-num_requests * most_tiles // least)
-        programs = max(1, min(wanted, useful, PARTIAL_BYTES // (2 * head_tiles * slot_bytes)))
+        programs = max(1, min(wanted, useful, PARTIAL_BYTES // (2 * head_tiles * bytes_per_partial)))
     divided = programs > 1
     return AttentionWork(programs, programs, least, 2 * programs if divided else 0, programs - 1)
 
@@ -182,7 +187,7 @@ def long_work(
     head_tiles: int,
     most_tiles: int,
     processors: int,
-    slot_bytes: int,
+    bytes_per_partial: int,
     programs: int | None = None,
 ) -> AttentionWork:
     """Work of a long launch: a program for each tile of queries, several for those with many keys.
@@ -196,7 +201,7 @@ def long_work(
     query_tiles = num_tokens // tile_tokens + num_requests  # the second term is for partly filled last tiles
     least = 1 if programs else LEAST_LONG
     if programs is None:
-        programs = max(1, min(-(-processors // head_tiles), PARTIAL_BYTES // (2 * head_tiles * slot_bytes)))
+        programs = max(1, min(-(-processors // head_tiles), PARTIAL_BYTES // (2 * head_tiles * bytes_per_partial)))
         share = least
         if num_requests == 1:
             share = max(least, -(-(-(-num_tokens // tile_tokens) * most_tiles) // programs))
@@ -351,7 +356,7 @@ def quantized_tiles(
 
     Args:
         unpacked_in_registers: Whether the weight has 4 bits and its tile is multiplied from registers. A tile of 128
-            rows and 128 columns has no registers left for it beside the sums of a group and of all groups: it would
+            rows and 128 columns has no registers left for it next to the sums of a group and of all groups: it would
             move 352 bytes per thread to local memory and back in each iteration, four times its loads.
     """
     rows = min(128 if itemsize == 2 else 64, power_of_two(num_rows, 16))
@@ -424,7 +429,7 @@ def sampled_block(size: int) -> int:
 
 
 @dataclass(frozen=True)
-class FewRowsTiles:
+class SkinnyGemmTiles:
     """How a product of few rows with a weight [n, k] is divided among programs.
 
     Attributes:
@@ -432,7 +437,7 @@ class FewRowsTiles:
         columns: Rows of the weight per program.
         inner: Columns of the weight per iteration.
         parts: Programs among which the columns of a tile are split.
-        num_warps, num_stages: Of a program.
+        num_warps, num_stages: Warps and pipeline stages of a program.
     """
 
     rows: int
@@ -443,14 +448,14 @@ class FewRowsTiles:
     num_stages: int
 
 
-MOST_FEW_ROWS = 64
-"""Maximum rows of the products that `few_rows_tiles` divides."""
+MAX_SKINNY_GEMM_ROWS = 64
+"""Maximum rows of the products that `skinny_gemm_tiles` divides."""
 
 
-def few_rows_tiles(
+def skinny_gemm_tiles(
     num_rows: int, out_features: int, in_features: int, processors: int, shared_memory: int
-) -> FewRowsTiles:
-    """Tiles for products of at most MOST_FEW_ROWS rows with 16-bit weights: all multiprocessors read all the time.
+) -> SkinnyGemmTiles:
+    """Tiles of products of at most MAX_SKINNY_GEMM_ROWS rows with 16-bit weights: all multiprocessors always read.
 
     The fastest of those that were measured on an H200 with the shapes of an 8B model. One row is multiplied by threads
     as they read; more rows by matrix instructions, whose tile of rows is read again for each tile of the weight, so
@@ -462,7 +467,7 @@ def few_rows_tiles(
         shared_memory: Bytes that a program can have.
     """
     rows = 1 if num_rows == 1 else power_of_two(num_rows, 16)
-    (columns, inner, num_warps, num_stages), programs = _few_rows_choice(num_rows, out_features, processors)
+    (columns, inner, num_warps, num_stages), programs = _skinny_gemm_choice(num_rows, out_features, processors)
     inner = min(inner, power_of_two(in_features, 16))
     while inner > 32 and 2 * inner * (columns + rows) * min(num_stages, 3) > shared_memory:
         inner //= 2
@@ -470,21 +475,21 @@ def few_rows_tiles(
     num_tiles, iterations = -(-out_features // columns), -(-in_features // inner)
     wanted = programs * processors // num_tiles
     parts = max(1, min(wanted, iterations // 4, 8))
-    return FewRowsTiles(rows, columns, inner, parts, num_warps, num_stages)
+    return SkinnyGemmTiles(rows, columns, inner, parts, num_warps, num_stages)
 
 
-def few_rows_gated_tiles(num_rows: int, in_features: int, shared_memory: int) -> FewRowsTiles:
-    """Tiles for gated products of few rows; `columns` of each half of the weight. See `few_rows_tiles`."""
+def skinny_gemm_silu_and_mul_tiles(num_rows: int, in_features: int, shared_memory: int) -> SkinnyGemmTiles:
+    """Tiles for gated products of few rows; `columns` of each half of the weight. See `skinny_gemm_tiles`."""
     rows = 1 if num_rows == 1 else power_of_two(num_rows, 16)
     columns, inner, num_warps, num_stages = (2, 1024, 4, 5) if num_rows == 1 else (64, 128, 4, 4)
     inner = min(inner, power_of_two(in_features, 16))
     while inner > 32 and 2 * inner * (2 * columns + rows) * min(num_stages, 3) > shared_memory:
         inner //= 2
     num_stages = min(num_stages, shared_memory // (2 * inner * (2 * columns + rows)))
-    return FewRowsTiles(rows, columns, inner, 1, num_warps, num_stages)
+    return SkinnyGemmTiles(rows, columns, inner, 1, num_warps, num_stages)
 
 
-def _few_rows_choice(num_rows: int, out_features: int, processors: int) -> tuple[tuple[int, int, int, int], int]:
+def _skinny_gemm_choice(num_rows: int, out_features: int, processors: int) -> tuple[tuple[int, int, int, int], int]:
     """Columns, inner, num_warps and num_stages of tiles, and the programs per multiprocessor to split parts for."""
     share = out_features / processors  # rows of the weight per multiprocessor
     if num_rows == 1:

@@ -9,7 +9,7 @@ from mvllm.plugin_api import Check, CheckStatus
 from mvllm_torch_gpu.device_discovery import Inventory, TopologyError
 from mvllm_torch_gpu.doctor_checks import compiler_check, kernels_check, torch_check
 from mvllm_torch_gpu.message_text import sentence
-from mvllm_xpu import compute_runtime, topology, visible
+from mvllm_xpu import compute_runtime, topology, visible_devices
 from mvllm_xpu.probe import torch_has_graphs, torch_problem
 from mvllm_xpu.settings import SETTINGS
 from mvllm_xpu.topology import XpuDevice, read_inventory
@@ -51,7 +51,7 @@ def _driver(inventory: Inventory[XpuDevice]) -> Check:
 
 
 def _devices(inventory: Inventory[XpuDevice]) -> Check:
-    seen = visible.resolve(inventory, os.environ)
+    seen = visible_devices.resolve(inventory, os.environ)
     listed = ", ".join(f"{i}: {shown.name}" for i, shown in enumerate(seen.devices)) or "none"
     found = f"Visible devices: {listed}."
     if seen.problem:
@@ -64,17 +64,19 @@ def _devices(inventory: Inventory[XpuDevice]) -> Check:
 
 
 def _chips(inventory: Inventory[XpuDevice]) -> Check:
-    devices = [shown.device for shown in visible.resolve(inventory, os.environ).devices]
+    devices = [shown.device for shown in visible_devices.resolve(inventory, os.environ).devices]
     families = list(dict.fromkeys(device.chip.family for device in devices))
     found = f"Architectures: {', '.join(families) or 'none'}."
     old = [i for i, device in enumerate(devices) if not device.chip.supported]
     if old:
         found += f" The devices with numbers {old} drive displays; torch does not compute on them."
-        remedy = f"Leave them out of {visible.MASK}: a worker that gets one does not start."
+        remedy = f"Leave them out of {visible_devices.MASK}: a worker that gets one does not start."
         return Check("platform.xpu.chips", CheckStatus.WARNING, found, remedy)
     if len({device.name for device in devices}) > 1:
         found += " Workers on unlike devices wait for the slowest one."
-        return Check("platform.xpu.chips", CheckStatus.WARNING, found, f"Leave all of one kind in {visible.MASK}.")
+        return Check(
+            "platform.xpu.chips", CheckStatus.WARNING, found, f"Leave all of one kind in {visible_devices.MASK}."
+        )
     return Check("platform.xpu.chips", CheckStatus.OK, found)
 
 
@@ -93,7 +95,7 @@ def _torch() -> Check:
 
 def _memory(inventory: Inventory[XpuDevice]) -> Check:
     texts = []
-    for shown in visible.resolve(inventory, os.environ).devices:
+    for shown in visible_devices.resolve(inventory, os.environ).devices:
         if shown.device.integrated:
             texts.append(f"{shown.name} uses the host's memory")
         elif shown.memory_bytes is None:

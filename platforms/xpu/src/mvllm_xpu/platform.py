@@ -27,7 +27,7 @@ from mvllm.plugin_api import (
 )
 from mvllm_torch_gpu.device_discovery import TopologyError
 from mvllm_torch_gpu.platform import TorchGpuPlatform
-from mvllm_xpu import visible
+from mvllm_xpu import visible_devices
 from mvllm_xpu.device_module import XPU
 from mvllm_xpu.plugin import SPEC
 from mvllm_xpu.probe import torch_has_graphs
@@ -51,7 +51,7 @@ class XPUPlatform(TorchGpuPlatform):
     title = "XPU"
     package = "mvllm-xpu"
     settings = SETTINGS
-    device_variable = visible.MASK
+    device_variable = visible_devices.MASK
     module = XPU
 
     @property
@@ -102,7 +102,7 @@ class XPUPlatform(TorchGpuPlatform):
     def uses_host_memory(self) -> bool:
         """Whether the devices are integrated GPUs, which use the host's memory."""
         try:
-            seen = visible.resolve(read_inventory(), os.environ).devices
+            seen = visible_devices.resolve(read_inventory(), os.environ).devices
         except TopologyError as e:
             logger.debug("The kernel's files do not say which devices there are: %s", e)
             return False

@@ -9,7 +9,7 @@ from mvllm.plugin_api import DeviceInfo, ProbeResult
 from mvllm_torch_gpu import torch_build
 from mvllm_torch_gpu.device_discovery import TopologyError
 from mvllm_torch_gpu.message_text import counted, sentence
-from mvllm_xpu import chips, compute_runtime, topology, visible
+from mvllm_xpu import chips, compute_runtime, topology, visible_devices
 from mvllm_xpu.topology import read_inventory
 
 _SEE = ", see torch's installation page"
@@ -26,7 +26,7 @@ def probe(root: Path | None = None) -> ProbeResult:
         inventory = read_inventory(root)
     except TopologyError as e:
         return ProbeResult(False, sentence(str(e)), remedy=e.remedy)
-    seen = visible.resolve(inventory, os.environ)
+    seen = visible_devices.resolve(inventory, os.environ)
     if not seen.devices:
         return ProbeResult(False, sentence(seen.problem or "no device is visible"), remedy=seen.remedy)
     devices = tuple(DeviceInfo(i, shown.name, shown.memory_bytes) for i, shown in enumerate(seen.devices))

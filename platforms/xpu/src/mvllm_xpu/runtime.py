@@ -13,7 +13,7 @@ import torch
 from mvllm.plugin_api import PlatformError, get_logger
 from mvllm_torch_gpu.device_discovery import TopologyError, describe_variables
 from mvllm_torch_gpu.runtime import TorchGpuRuntime
-from mvllm_xpu import chips, visible
+from mvllm_xpu import chips, visible_devices
 from mvllm_xpu.device_module import XPU
 from mvllm_xpu.driver_memory import FdinfoDriverMemory
 from mvllm_xpu.topology import XpuDevice, read_inventory
@@ -32,7 +32,7 @@ class XpuRuntime(TorchGpuRuntime):
         check_build()
 
     def visibility_variables(self) -> str:
-        return describe_variables(visible.VARIABLES, os.environ)
+        return describe_variables(visible_devices.VARIABLES, os.environ)
 
     def driver_memory(self, index: int) -> FdinfoDriverMemory:
         return FdinfoDriverMemory(device_at(index))
@@ -43,7 +43,7 @@ class XpuRuntime(TorchGpuRuntime):
             return None
         return (
             f"drives displays, and torch does not compute on it; needed is {chips.NEEDED}. Leave it out of "
-            f"{visible.MASK}."
+            f"{visible_devices.MASK}."
         )
 
 
@@ -63,7 +63,7 @@ def check_build() -> None:
 def device_at(index: int) -> XpuDevice | None:
     """The device that torch numbers `index`; None if it is unknown."""
     try:
-        devices = visible.resolve(read_inventory(), os.environ).devices
+        devices = visible_devices.resolve(read_inventory(), os.environ).devices
     except TopologyError as e:
         logger.debug("The kernel's files do not say which devices there are: %s", e)
         return None

@@ -64,7 +64,7 @@ def parse(text: str) -> list[Target]:
             raise SelectorError(f"{backend!r} is no backend (level_zero, opencl, cuda, hip, *)")
         for device in filter(None, devices.split(",")):
             if num_discarding and not discards:
-                raise SelectorError(f"{term!r} stands behind a term with '!'; those come last")
+                raise SelectorError(f"{term!r} comes after a term with '!'; those come last")
             num_all += 1
             num_discarding += discards
             target = _target(device, discards)
@@ -85,7 +85,7 @@ def _halves(term: str) -> tuple[str, str]:
 def _target(text: str, discards: bool) -> Target:
     parts = text.split(".")
     if not all(parts) or len(parts) > 3:
-        raise SelectorError(f"{text!r} is no device: a number, gpu or *, perhaps with a tile behind a point")
+        raise SelectorError(f"{text!r} is not a device: a number, gpu or *, optionally followed by a point and a tile")
     kind = parts[0] if parts[0] in _TYPES else ""
     number = None if kind else _number(parts[0])
     if len(parts) == 1:
@@ -95,7 +95,7 @@ def _target(text: str, discards: bool) -> Target:
     if parts[1].startswith("*"):
         tile: int | str = "*"
     elif kind == "*":
-        raise SelectorError(f"{text!r}: behind * there can only be .*")
+        raise SelectorError(f"{text!r}: only .* can follow *")
     else:
         tile = _number(parts[1])
     if len(parts) == 3:

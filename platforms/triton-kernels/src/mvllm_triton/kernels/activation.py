@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -24,8 +26,13 @@ def activate(x, FUNCTION: tl.constexpr):
     return y
 
 
-@triton.jit
-def gated(
+def _kernel_name(specialization: Any) -> str:
+    """The name of the compiled kernel, which profilers print."""
+    return ("silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul")[specialization.constants["FUNCTION"]]
+
+
+@triton.jit(repr=_kernel_name)
+def act_and_mul(
     out,  # [rows, size], contiguous
     x,  # [rows, 2 * size]
     row_stride,

@@ -14,7 +14,7 @@ LEAST = tl.constexpr(-0x8000000000000000)
 
 
 @triton.jit
-def ordered(value, place):
+def ordered_key(value, place):
     """int64 that compare as float32 values do; among equal values, the smaller index is larger."""
     value = tl.where(value == 0.0, 0.0, value)  # minus zero equals zero
     bits = value.to(tl.int32, bitcast=True)
@@ -24,7 +24,7 @@ def ordered(value, place):
 
 
 @triton.jit(do_not_specialize=["num_pieces", "piece_size"])
-def of_pieces(
+def argmax_partial(
     found,  # [rows, pieces] int64
     x,  # [rows, size]
     row_stride,
@@ -40,12 +40,12 @@ def of_pieces(
         column = piece * piece_size + start + tl.arange(0, BLOCK)
         mask = column < size
         value = tl.load(x + row * row_stride + column, mask=mask, other=0.0).to(tl.float32)
-        best = tl.maximum(best, tl.where(mask, ordered(value, column), LEAST))
+        best = tl.maximum(best, tl.where(mask, ordered_key(value, column), LEAST))
     tl.store(found + row * num_pieces + piece, tl.max(best, 0))
 
 
 @triton.jit(do_not_specialize=["num_pieces"])
-def of_rows(
+def argmax_reduce(
     values,  # [rows]
     places,  # [rows] int64
     found,  # [rows, pieces] int64

@@ -11,16 +11,16 @@ batch with both kinds of requests takes both launches; each skips the requests o
 The grids depend on shapes only, so a captured launch can be replayed with other lengths. The programs divide the work
 on the device, in tiles of BLOCK_N keys (kernels/attention_work.py):
 
-    `attend_short`   all tiles of keys of all requests in one row, of which each program takes an equal share
+    short launch     all tiles of keys of all requests in one row, of which each program takes an equal share
 
         tiles of keys   | request 0           | request 1 | request 2 | request 3              |
         programs        | program 0    | program 1    | program 2    | program 3    | program 4 |
 
-    `attend_long`    one program per tile of queries; if these are few or one has most of the keys, several programs,
+    long launch      one program per tile of queries; if these are few or one has most of the keys, several programs,
                      each with a part of the keys
 
-A program stores the result of a tile of queries if it has all its keys, and partial sums otherwise; `combine` reduces
-these to one result. Padding tokens get zeros.
+A program stores the result of a tile of queries if it has all its keys, and partial sums otherwise;
+`paged_attention_reduce` reduces these to one result. Padding tokens get zeros.
 
 The loop over tiles of keys loads the block numbers of the next tile. So the addresses of keys and values are known one
 iteration ahead, and the compiler can copy them to shared memory while the previous tiles are multiplied.
@@ -32,6 +32,8 @@ Stream-K, arXiv:2301.03598.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -56,7 +58,7 @@ LOWEST = tl.constexpr(-1e30)  # maximum over no scores: finite, so that the diff
 
 
 @triton.jit
-def load_blocks(table_row, at, column, first, end, BLOCK_SIZE: tl.constexpr, ONE_BLOCK: tl.constexpr):
+def load_block_ids(table_row, at, column, first, end, BLOCK_SIZE: tl.constexpr, ONE_BLOCK: tl.constexpr):
     """Block numbers of the keys at `at + column`; 0 for keys outside [first, end), whose entries are undefined."""
     if ONE_BLOCK:
         block = tl.load(table_row + at // BLOCK_SIZE, mask=at < end, other=0)
@@ -67,7 +69,7 @@ def load_blocks(table_row, at, column, first, end, BLOCK_SIZE: tl.constexpr, ONE
 
 
 @triton.jit
-def walk(
+def attention_inner(
     best,  # [BLOCK_M] largest score; like the next two from the keys before
     total,  # [BLOCK_M] sum of weights
     summed,  # [BLOCK_M, VALUE_PAD] sum of weighted values
@@ -120,13 +122,13 @@ def walk(
     value_dim = tl.arange(0, VALUE_PAD)
     if GAP:
         at += tl.where(before_gap > 0, 0, gap)
-    block = load_blocks(table_row, at, column, first, end, BLOCK_SIZE, ONE_BLOCK)
+    block = load_block_ids(table_row, at, column, first, end, BLOCK_SIZE, ONE_BLOCK)
     for index in tl.range(0, count):
         next_at = at + BLOCK_N
         if GAP:
             next_at += tl.where(index + 1 == before_gap, gap, 0)
         # The next tile's entries may not exist: past the last key this reads nothing.
-        next_block = load_blocks(table_row, next_at, column, first, end, BLOCK_SIZE, ONE_BLOCK)
+        next_block = load_block_ids(table_row, next_at, column, first, end, BLOCK_SIZE, ONE_BLOCK)
         key_at = at + column
         slot = key_at % BLOCK_SIZE
         wide_block = block.to(tl.int64)
@@ -234,11 +236,17 @@ _BY_STEP = [
 ]
 
 
-@triton.jit(do_not_specialize=[*_BY_STEP, "least"])
-def attend(
+def _kernel_name(specialization: Any) -> str:
+    """The name of the compiled kernel, which profilers print."""
+    kind = "mla" if specialization.constants["LATENT"] else "paged_attention"
+    return f"{kind}_decode" if specialization.constants["SHORT"] else f"{kind}_prefill"
+
+
+@triton.jit(repr=_kernel_name, do_not_specialize=[*_BY_STEP, "least"])
+def paged_attention(
     out,  # [T, heads, VALUE_SIZE]
-    partial,  # [slots, tiles of heads, BLOCK_M, VALUE_SIZE] float32: partial sums, with SPLIT
-    partial_max,  # [slots, tiles of heads, BLOCK_M] float32
+    partial,  # [partials, tiles of heads, BLOCK_M, VALUE_SIZE] float32: partial sums, with SPLIT
+    partial_max,  # [partials, tiles of heads, BLOCK_M] float32
     partial_sum,
     query,  # [T, heads, HEAD_SIZE + REST_SIZE]
     keys,  # [num_blocks, BLOCK_SIZE, kv_heads, HEAD_SIZE + REST_SIZE]
@@ -327,12 +335,12 @@ def attend(
             query_start_loc, seq_lens, num_requests, program, num_programs, least, BLOCK_Q, BLOCK_N, WINDOW
         )
         spare, num_spare = program, tl.num_programs(0)
-        tile, split, num_splits, slot = 0, 0, 1, 0
+        tile, split, num_splits, partial_index = 0, 0, 1, 0
     else:
         share = long_share(
             query_start_loc, seq_lens, num_requests, num_programs, least, SKIPPED, BLOCK_Q, BLOCK_N, WINDOW, SPLIT
         )
-        request, tile, split, num_splits, slot, num_pieces = long_request(
+        request, tile, split, num_splits, partial_index, num_pieces = long_request(
             query_start_loc, seq_lens, num_requests, share, program, SKIPPED, BLOCK_Q, BLOCK_N, WINDOW, SPLIT
         )
         work = program
@@ -358,7 +366,7 @@ def attend(
             is_whole = (work == begin) & (begin + num_tiles <= stop)
             # A request that began in an earlier program ends here or covers the whole share: one of these per program,
             # and one that begins here and continues.
-            slot = 2 * program + (work == begin).to(tl.int32)
+            partial_index = 2 * program + (work == begin).to(tl.int32)
             is_piece = num_tiles > 0
         else:
             per_split = tl.cdiv(end_tile - first_tile, num_splits)
@@ -396,7 +404,7 @@ def attend(
                     plain = tl.maximum(plain, tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), BLOCK_N))
                 plain = tl.minimum(plain, high)
                 masked = tl.maximum(tl.minimum((first_position + 1) // BLOCK_N, high), plain)
-                best, total, summed = walk(
+                best, total, summed = attention_inner(
                     best, total, summed, q, q_rest, position, last, score_scale, keys, values, key_scales, value_scales,
                     table_row, first, end, plain * BLOCK_N, masked - plain, 0, 0,
                     key_block_stride, key_slot_stride, value_block_stride, value_slot_stride, key_scale_block_stride,
@@ -410,7 +418,7 @@ def attend(
             else:
                 before_gap, gap, count = 0, 0, high - low
             GAP: tl.constexpr = not SHORT
-            best, total, summed = walk(
+            best, total, summed = attention_inner(
                 best, total, summed, q, q_rest, position, last, score_scale, keys, values, key_scales, value_scales,
                 table_row, first, end, low * BLOCK_N, count, before_gap, gap,
                 key_block_stride, key_slot_stride, value_block_stride, value_slot_stride, key_scale_block_stride,
@@ -422,7 +430,7 @@ def attend(
             summed = summed * value_factor
             out_mask = is_row[:, None] & (value_dim < VALUE_SIZE)[None, :]
             if SPLIT and not is_whole:
-                part = (tl.cast(slot, tl.int64) * tl.num_programs(1) + tl.program_id(1)) * BLOCK_M + row
+                part = (tl.cast(partial_index, tl.int64) * tl.num_programs(1) + tl.program_id(1)) * BLOCK_M + row
                 tl.store(partial_max + part, best, mask=is_row)
                 tl.store(partial_sum + part, total, mask=is_row)
                 tl.store(partial + part[:, None] * VALUE_SIZE + value_dim[None, :], summed, mask=out_mask)
@@ -446,10 +454,10 @@ def attend(
 
 
 @triton.jit(do_not_specialize=["query_start_loc", "seq_lens", "num_requests", "num_programs", "least"])
-def combine(
+def paged_attention_reduce(
     out,  # [T, heads, VALUE_SIZE]
-    partial,  # [slots, tiles of heads, BLOCK_M, VALUE_SIZE] float32
-    partial_max,  # [slots, tiles of heads, BLOCK_M] float32
+    partial,  # [partials, tiles of heads, BLOCK_M, VALUE_SIZE] float32
+    partial_max,  # [partials, tiles of heads, BLOCK_M] float32
     partial_sum,
     sinks,
     query_start_loc,
@@ -494,14 +502,14 @@ def combine(
             return
         start, length, seq_len = request_lengths(query_start_loc, seq_lens, request)
         end = begin + short_tiles(length, seq_len, BLOCK_Q, BLOCK_N, WINDOW)
-        first_slot = 2 * program
+        first_partial = 2 * program
         num_pieces = programs_until(end, all_tiles, used) - program
         tile = 0
     else:
         share = long_share(
             query_start_loc, seq_lens, num_requests, num_programs, least, SKIPPED, BLOCK_Q, BLOCK_N, WINDOW, True
         )
-        request, tile, _, num_pieces, first_slot, num_split = long_request(
+        request, tile, _, num_pieces, first_partial, num_split = long_request(
             query_start_loc, seq_lens, num_requests, share, program, SKIPPED, BLOCK_Q, BLOCK_N, WINDOW, True, True
         )
         if program >= num_split:
@@ -526,10 +534,10 @@ def combine(
     for at in range(0, num_pieces, PIECES):
         index = at + piece
         if SHORT:
-            slot = first_slot + 2 * index + (index == 0).to(tl.int32)
+            partial_index = first_partial + 2 * index + (index == 0).to(tl.int32)
         else:
-            slot = first_slot + index
-        place = (slot.to(tl.int64)[None, :] * tl.num_programs(1) + tl.program_id(1)) * BLOCK_M + row[:, None]
+            partial_index = first_partial + index
+        place = (partial_index.to(tl.int64)[None, :] * tl.num_programs(1) + tl.program_id(1)) * BLOCK_M + row[:, None]
         mask = is_row[:, None] & (index < num_pieces)[None, :]
         sums = tl.load(partial_sum + place, mask=mask, other=0.0)
         tops = tl.load(partial_max + place, mask=mask, other=LOWEST)

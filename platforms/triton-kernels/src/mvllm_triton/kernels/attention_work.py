@@ -233,13 +233,13 @@ def long_request(
 
     Returns:
         The request; its tile of queries, the one with most keys first; which part of the tile's keys, the number of
-        parts; the slot of the part's partial sums, with DIVIDED that of the first part; the number of pieces or, with
-        DIVIDED, of divided tiles.
+        parts; the index of the part's partial sums, with DIVIDED that of the first part's; the number of pieces or,
+        with DIVIDED, of divided tiles.
     """
     found = 0
     begin = 0
     reached = 0
-    slots = 0
+    num_partials = 0
     for at in range(0, num_requests, REQUESTS):
         request = at + tl.arange(0, REQUESTS)
         length, seq_len = _lengths_of(query_start_loc, seq_lens, request, num_requests)
@@ -257,7 +257,7 @@ def long_request(
         is_before = (ends <= index) & (request < num_requests)
         found += tl.sum(is_before.to(tl.int32), 0)
         begin = tl.maximum(begin, tl.max(tl.where(is_before, ends, 0), 0))
-        slots += tl.sum(tl.where(is_before, taken, 0), 0)
+        num_partials += tl.sum(tl.where(is_before, taken, 0), 0)
         reached = tl.max(ends, 0)
     found = tl.minimum(found, num_requests - 1)
     length, seq_len = _lengths_of(query_start_loc, seq_lens, found, num_requests)
@@ -269,6 +269,6 @@ def long_request(
     if not DIVIDED:
         part = tile % num_parts
         tile = tile // num_parts
-    slot = slots + tile * num_parts + part
+    partial_index = num_partials + tile * num_parts + part
     tile = tl.maximum(_long_tiles(length, SKIPPED, BLOCK_Q) - 1 - tile, 0)
-    return found, tile, part, num_parts, slot, reached
+    return found, tile, part, num_parts, partial_index, reached

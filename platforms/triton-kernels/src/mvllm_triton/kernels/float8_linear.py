@@ -12,7 +12,7 @@ from mvllm_triton.kernels.numbers import float8_codes, widen
 
 
 @triton.jit
-def quantize_rows(
+def scaled_fp8_quant(
     codes,  # [rows, SIZE] uint8, contiguous
     scales,  # [rows, groups] float32, contiguous
     x,  # [rows, SIZE]
@@ -51,7 +51,7 @@ def quantize_rows(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def multiply(
+def fp8_gemm(
     out,  # [num_rows, OUT], contiguous; with SPLITS > 1 [SPLITS, num_rows, OUT] float32
     x,  # [num_rows, IN], float8 or codes; or unquantized
     x_scales,  # [num_rows, x groups] float32, with X_SCALED

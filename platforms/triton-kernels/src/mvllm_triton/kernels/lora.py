@@ -1,7 +1,7 @@
 """Kernels of LoRA adapters: each token's row times the matrices of the slot of its adapter, in two launches.
 
-    shrink    x [T, in] times down[slot] [blocks, rank, in]               in parts of `in`, as float32
-    expand    the sum of the parts times up[slot] [out, rank], added to y
+    lora_shrink   x [T, in] times down[slot] [blocks, rank, in]               in parts of `in`, as float32
+    lora_expand   the sum of the parts times up[slot] [out, rank], added to y
 
 A program has a tile of adjacent tokens. It multiplies the whole tile by the matrices of each slot that occurs in the
 tile, with zeros in the rows of other slots. Tokens of one prompt are adjacent, so a tile of a prefill has one slot.
@@ -14,7 +14,7 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["slots", "num_tokens", "split_size"])
-def shrink(
+def lora_shrink(
     shrunk,  # [splits, T, BLOCKS * RANK] float32, contiguous
     x,  # [T, IN]
     down,  # [NUM_SLOTS, BLOCKS, RANK, IN], contiguous
@@ -57,7 +57,7 @@ def shrink(
 
 
 @triton.jit(do_not_specialize=["slots", "num_tokens", "num_splits"])
-def expand(
+def lora_expand(
     y,  # [T, out]
     shrunk,
     up,  # [NUM_SLOTS, out, RANK], contiguous

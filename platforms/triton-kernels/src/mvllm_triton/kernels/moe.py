@@ -16,7 +16,9 @@ from mvllm_triton.kernels.activation import SILU, activate
 
 
 @triton.jit(do_not_specialize=["num_entries"])
-def count(counts, expert_ids, num_entries, NUM_EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK: tl.constexpr):
+def moe_align_block_size_count(
+    counts, expert_ids, num_entries, NUM_EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK: tl.constexpr
+):
     """Counts the entries of each expert in one piece of BLOCK entries: counts are [pieces, NUM_EXPERTS] int32."""
     piece = tl.program_id(0)
     entry = piece * BLOCK + tl.arange(0, BLOCK)
@@ -27,7 +29,9 @@ def count(counts, expert_ids, num_entries, NUM_EXPERTS: tl.constexpr, EXPERTS_PA
 
 
 @triton.jit(do_not_specialize=["num_pieces"])
-def add_earlier_pieces(counts, num_pieces, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, PIECES: tl.constexpr):
+def moe_align_block_size_scan(
+    counts, num_pieces, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, PIECES: tl.constexpr
+):
     """Replaces each piece's counts by the sums of the pieces before it, and stores the sums of all after the last.
 
     Each program does EXPERTS experts, PIECES pieces at a time, so that every count is read once.
@@ -45,10 +49,10 @@ def add_earlier_pieces(counts, num_pieces, NUM_EXPERTS: tl.constexpr, EXPERTS: t
 
 
 @triton.jit(do_not_specialize=["num_entries", "num_pieces", "max_tiles"])
-def arrange(
+def moe_align_block_size_sort(
     order,  # [max_tiles * BLOCK_M] int32: entries; `num_entries` for padding
     tiles,  # [max_tiles] int32
-    earlier,  # [pieces + 1, NUM_EXPERTS] int32, from add_earlier_pieces
+    earlier,  # [pieces + 1, NUM_EXPERTS] int32, from moe_align_block_size_scan
     expert_ids,
     num_entries,
     num_pieces,
@@ -96,7 +100,7 @@ def arrange(
 
 
 @triton.jit(do_not_specialize=["num_entries", "max_tiles"])
-def multiply(
+def fused_moe(
     out,  # [entries, OUT], contiguous
     x,  # [entries / TOP_K, IN]
     weight,  # [experts, OUT, IN], or [experts, 2 * OUT, IN] with GATED; contiguous
@@ -166,7 +170,7 @@ def multiply(
 
 
 @triton.jit
-def add_up(
+def moe_sum(
     out,  # [T, SIZE], contiguous
     parts,  # [T, TOP_K, SIZE], contiguous
     shares,  # [T, TOP_K] float32, contiguous

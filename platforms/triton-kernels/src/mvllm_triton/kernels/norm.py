@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def normalised(wide, weight, eps, SIZE: tl.constexpr, DTYPE: tl.constexpr):
+def normalized(wide, weight, eps, SIZE: tl.constexpr, DTYPE: tl.constexpr):
     """Rows [rows, PAD] of float32, zeros past SIZE, divided by their root mean square; rounded, then times weight."""
     inverse = tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + eps)
     rounded = (wide * inverse[:, None]).to(DTYPE).to(tl.float32)
@@ -35,12 +35,12 @@ def rms_norm(
     place = (row // INNER) * outer_stride + (row % INNER) * inner_stride
     wide = tl.load(x + place[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
     factor = tl.load(weight + column, mask=is_column, other=0.0)
-    result = normalised(wide, factor, eps, SIZE, out.dtype.element_ty)
+    result = normalized(wide, factor, eps, SIZE, out.dtype.element_ty)
     tl.store(out + row[:, None] * SIZE + column[None, :], result, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def add_rms_norm(
+def fused_add_rms_norm(
     x,  # [num_rows, SIZE], contiguous: becomes the norm of the sum
     residual,  # likewise: becomes the sum
     weight,
@@ -61,4 +61,4 @@ def add_rms_norm(
     total = added.to(DTYPE)
     tl.store(residual + place, total, mask=mask)
     factor = tl.load(weight + column, mask=is_column, other=0.0)
-    tl.store(x + place, normalised(total.to(tl.float32), factor, eps, SIZE, DTYPE), mask=mask)
+    tl.store(x + place, normalized(total.to(tl.float32), factor, eps, SIZE, DTYPE), mask=mask)

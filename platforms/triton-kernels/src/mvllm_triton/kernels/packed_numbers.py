@@ -40,7 +40,7 @@ fma.rn.bf16x2 $1, $1, $6, zero;
 fma.rn.bf16x2 $2, $2, $7, zero;
 fma.rn.bf16x2 $3, $3, $8, zero;
 }""")
-"""Of four bytes $4, the lower numbers times $5 and $6 ($0, $1), and the upper times $7 and $8 ($2, $3)."""
+"""Unpacks the four bytes $4: the lower numbers times $5 and $6 ($0, $1), and the upper times $7 and $8 ($2, $3)."""
 
 INT4_PTX = tl.constexpr("""{
 .reg .b32 codes, one;
@@ -57,7 +57,7 @@ fma.rn.bf16x2 $1, $1, one, $6;
 fma.rn.bf16x2 $2, $2, one, $5;
 fma.rn.bf16x2 $3, $3, one, $6;
 }""")
-"""Of four bytes $4, the lower ($0, $1) and the upper halves ($2, $3), plus 128, plus $5 and $6."""
+"""Unpacks the four bytes $4: the lower ($0, $1) and the upper halves ($2, $3), plus 128, plus $5 and $6."""
 
 
 @triton.jit

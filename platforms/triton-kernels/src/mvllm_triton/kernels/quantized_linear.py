@@ -6,10 +6,12 @@
 
 Integers up to 255 are exact in every compute dtype. So the kernel multiplies the integers, and multiplies the sum over
 each group of columns with the group's scale. Few rows have few tiles: their columns are split among more programs
-(kernels/splits.py).
+(kernels/split_k.py).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -19,7 +21,7 @@ from mvllm_triton.kernels.packed_numbers import offset_integers, unpacked_int4
 
 
 @triton.jit
-def quantize_rows(
+def scaled_int8_quant(
     codes,  # [rows, SIZE] int8, contiguous
     scales,  # [rows] float32
     x,  # [rows, SIZE]
@@ -84,8 +86,14 @@ def add_int4(
     return total
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def multiply(
+def _kernel_name(specialization: Any) -> str:
+    """The name of the compiled kernel, which profilers print."""
+    constants = specialization.constants
+    return f"w{constants['BITS']}a{8 if constants['INT8'] else 16}_gemm"
+
+
+@triton.jit(repr=_kernel_name, do_not_specialize=["num_rows"])
+def quantized_gemm(
     out,  # [num_rows, OUT], contiguous; with SPLITS > 1 [SPLITS, num_rows, OUT] float32
     x,  # [num_rows, IN], compute dtype; int8 with INT8
     x_scales,  # [num_rows] float32, with INT8

@@ -6,6 +6,8 @@ becomes TAKEN, which is smaller than that of minus infinity, so the experts of a
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -59,8 +61,16 @@ def best_groups(
     return is_in
 
 
-@triton.jit
-def select_experts(
+def _kernel_name(specialization: Any) -> str:
+    """The name of the compiled kernel, which profilers print."""
+    constants = specialization.constants
+    if constants["TOP_GROUPS"] < constants["NUM_GROUPS"]:
+        return "grouped_topk"
+    return "topk_sigmoid" if constants["SCORES"] == SIGMOID.value else "topk_softmax"
+
+
+@triton.jit(repr=_kernel_name)
+def fused_topk(
     weights,  # [T, TOP_K] float32
     ids,  # [T, TOP_K] int64
     logits,  # [T, NUM_EXPERTS]

@@ -50,7 +50,7 @@ def key_of(value):
 
 
 @triton.jit
-def share_of(total, p):
+def fraction_of(total, p):
     """p * total for a fixed-point `total` < 2**62 and a float32 `p` in [0, 1), rounded down; at least 1."""
     part = (p * 1073741824.0).to(tl.int64)
     product = (total >> 30) * part + (((total & 0x3FFFFFFF) * part) >> 30)
@@ -58,7 +58,7 @@ def share_of(total, p):
 
 
 @triton.jit
-def summed(histogram, num_copies):
+def sum_copies(histogram, num_copies):
     """The sum of copies of a histogram: [DIGITS] int64."""
     place = tl.arange(0, DIGITS)
     total = tl.load(histogram + place).to(tl.int64)
@@ -68,20 +68,20 @@ def summed(histogram, num_copies):
 
 
 @triton.jit
-def place_of(amounts, goal):
+def first_place_reaching(amounts, goal):
     """Where the running sum of `amounts` reaches `goal`; the last place if it does not."""
     reached = tl.cumsum(amounts, 0) >= goal
     return tl.min(tl.where(reached, tl.arange(0, DIGITS), DIGITS - 1), 0)
 
 
 @triton.jit
-def before(amounts, place):
+def sum_before(amounts, place):
     """The sum of `amounts` before a place."""
     return tl.sum(tl.where(tl.arange(0, DIGITS) < place, amounts, 0), 0)
 
 
 @triton.jit
-def found_at(
+def state_of_level(
     counts,  # of the row: [num_copies + 2, DIGITS] int32
     weights,  # [num_copies + 4, DIGITS] int64
     states,  # [LEVELS, STATE] int64
@@ -103,31 +103,31 @@ def found_at(
         above = tl.full([], 0, tl.int64)
         goal = prefix
         lowest = least
-        number, weight = summed(counts, num_copies), summed(weights, num_copies)
+        number, weight = sum_copies(counts, num_copies), sum_copies(weights, num_copies)
         if by_count:
             goal = tl.minimum(k.to(tl.int64), tl.sum(number, 0))
         else:
-            goal = share_of(tl.sum(weight, 0), p)
+            goal = fraction_of(tl.sum(weight, 0), p)
     else:
         known = states + (LEVEL - 1) * STATE
         prefix, goal = tl.load(known), tl.load(known + 1)
         above, lowest = tl.load(known + 2), tl.load(known + 3)
-        weight = summed(weights + (num_copies + LEVEL - 2) * DIGITS, 1)
+        weight = sum_copies(weights + (num_copies + LEVEL - 2) * DIGITS, 1)
         number = weight
         if LEVEL <= 3:
-            number = summed(counts + (num_copies + LEVEL - 2) * DIGITS, 1)
+            number = sum_copies(counts + (num_copies + LEVEL - 2) * DIGITS, 1)
     if LEVEL == 3:  # top_k's threshold is complete: top_p divides the weight at or above it
-        place = place_of(number, goal)
+        place = first_place_reaching(number, goal)
         lowest = tl.maximum(lowest, (prefix << 10) | (1023 - place))
-        total = above + before(weight, place + 1)
-        goal = share_of(total, p)
+        total = above + sum_before(weight, place + 1)
+        goal = fraction_of(total, p)
         prefix = tl.full([], 0, tl.int64)
-        weight = summed(weights, num_copies)
+        weight = sum_copies(weights, num_copies)
         number = weight
     amounts = tl.where(by_count, number, weight)
-    place = place_of(amounts, goal)
-    goal -= before(amounts, place)
-    above += before(weight, place)
+    place = first_place_reaching(amounts, goal)
+    goal -= sum_before(amounts, place)
+    above += sum_before(weight, place)
     if (LEVEL == 2) | (LEVEL == 4):
         prefix = (prefix << 11) | (2047 - place)
     else:
@@ -136,7 +136,7 @@ def found_at(
 
 
 @triton.jit(do_not_specialize=["num_copies", "piece_size"])
-def tally(
+def top_k_top_p_histogram(
     counts,  # [rows, num_copies + 2, DIGITS] int32, zeros at first
     weights,  # [rows, num_copies + 4, DIGITS] int64, zeros at first
     states,  # [rows, LEVELS, STATE] int64
@@ -172,7 +172,7 @@ def tally(
         counts += (piece % num_copies) * DIGITS
         weights += (piece % num_copies) * DIGITS
     else:
-        prefix, goal, above, lowest = found_at(counts, weights, states, k, p, lowest, size, num_copies, LEVEL)
+        prefix, goal, above, lowest = state_of_level(counts, weights, states, k, p, lowest, size, num_copies, LEVEL)
         if piece == 0:
             tl.store(states + LEVEL * STATE, prefix)
             tl.store(states + LEVEL * STATE + 1, goal)
@@ -204,7 +204,7 @@ def tally(
 
 
 @triton.jit(do_not_specialize=["num_copies"])
-def finish(
+def top_k_top_p_threshold(
     thresholds,  # [rows] int32: the order of the smallest kept logit
     counts,
     weights,
@@ -225,9 +225,9 @@ def finish(
         weights += row * (num_copies + 4) * DIGITS
         last = tl.where((k < size) & (p < 1.0), 4, 2)
         known = states + row * (LEVELS * STATE) + last * STATE
-        weight = summed(weights + (num_copies + last - 1) * DIGITS, 1)
-        number = summed(counts + (num_copies + 1) * DIGITS, 1)
-        place = place_of(tl.where(p < 1.0, weight, number), tl.load(known + 1))
+        weight = sum_copies(weights + (num_copies + last - 1) * DIGITS, 1)
+        number = sum_copies(counts + (num_copies + 1) * DIGITS, 1)
+        place = first_place_reaching(tl.where(p < 1.0, weight, number), tl.load(known + 1))
         found = (tl.load(known) << 10) | tl.maximum(1023 - place, 0)
         least = tl.maximum(tl.maximum(least, found), tl.load(known + 3))
     tl.store(thresholds + row, (least - 0x80000000).to(tl.int32))
@@ -241,7 +241,7 @@ def weights_of(logits, column, is_column, peak, inverse, least):
 
 
 @triton.jit
-def sum_blocks(
+def sampling_block_sums(
     sums,  # [rows, blocks] float32
     logits,
     row_stride,
@@ -261,7 +261,7 @@ def sum_blocks(
 
 
 @triton.jit
-def invert(weights, uniform, SIZE: tl.constexpr):
+def inverse_cdf(weights, uniform, SIZE: tl.constexpr):
     """The first index of positive weight at which the running sum exceeds `uniform` times the total."""
     place = tl.arange(0, SIZE)
     sums = tl.where(weights > 0.0, tl.cumsum(weights, 0), 0.0)
@@ -270,7 +270,7 @@ def invert(weights, uniform, SIZE: tl.constexpr):
 
 
 @triton.jit
-def draw(
+def sample_tokens(
     tokens,  # [rows] int64
     sums,  # [rows, num_blocks] float32
     coarse,  # [rows] float32
@@ -289,9 +289,9 @@ def draw(
     row = tl.program_id(0).to(tl.int64)
     each = tl.arange(0, BLOCKS_PAD)
     shares = tl.load(sums + row * num_blocks + each, mask=each < num_blocks, other=0.0)
-    block = tl.minimum(invert(shares, tl.load(coarse + row), BLOCKS_PAD), num_blocks - 1)
+    block = tl.minimum(inverse_cdf(shares, tl.load(coarse + row), BLOCKS_PAD), num_blocks - 1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     peak, inverse, least = tl.load(peaks + row), tl.load(inv_temperature + row), tl.load(thresholds + row)
     weights = weights_of(logits + row * row_stride, column, column < size, peak, inverse, least)
-    token = block * BLOCK + invert(weights, tl.load(fine + row), BLOCK)
+    token = block * BLOCK + inverse_cdf(weights, tl.load(fine + row), BLOCK)
     tl.store(tokens + row, tl.minimum(token, size - 1).to(tl.int64))

@@ -7,12 +7,14 @@ device. Slot -1: the state begins with zeros, or is not stored.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def tokens_of(query_start_loc, request, ONE_TOKEN: tl.constexpr):
+def token_range(query_start_loc, request, ONE_TOKEN: tl.constexpr):
     """First and last token of a request; with ONE_TOKEN token i belongs to request i."""
     if ONE_TOKEN:
         start = request
@@ -54,7 +56,7 @@ def causal_conv1d(
 ):
     request = tl.program_id(0)
     tile = tl.program_id(1)
-    start, stop = tokens_of(query_start_loc, request, ONE_TOKEN)
+    start, stop = token_range(query_start_loc, request, ONE_TOKEN)
     length = stop - start
     if tile * BLOCK_T < length:
         TAIL: tl.constexpr = KERNEL - 1
@@ -97,7 +99,7 @@ def causal_conv1d(
 
 
 @triton.jit
-def ssd(
+def selective_state_update(
     out,  # [T, HEADS, SIZE], contiguous
     x,  # [T, HEADS, SIZE]
     dt,  # [T, HEADS]
@@ -128,7 +130,7 @@ def ssd(
 ):
     request = tl.program_id(0)
     head = tl.program_id(1)
-    start, stop = tokens_of(query_start_loc, request, ONE_TOKEN)
+    start, stop = token_range(query_start_loc, request, ONE_TOKEN)
     if start < stop:
         p = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
         n = tl.arange(0, PAD)
@@ -159,8 +161,13 @@ def ssd(
         tl.store(state + write * (HEADS * SIZE * STATES) + place, h, mask=mask & (write >= 0))
 
 
-@triton.jit
-def delta_rule(
+def _kernel_name(specialization: Any) -> str:
+    """The name of the compiled kernel, which profilers print."""
+    return "kda" if specialization.constants["CHANNEL_DECAY"] else "gated_delta_rule"
+
+
+@triton.jit(repr=_kernel_name)
+def gated_delta_rule(
     out,  # [T, V_HEADS, V], contiguous
     q,  # [T, K_HEADS, K]
     k,  # likewise
@@ -189,7 +196,7 @@ def delta_rule(
 ):
     request = tl.program_id(0)
     head = tl.program_id(1)
-    start, stop = tokens_of(query_start_loc, request, ONE_TOKEN)
+    start, stop = token_range(query_start_loc, request, ONE_TOKEN)
     if start < stop:
         i = tl.arange(0, PAD)
         j = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)

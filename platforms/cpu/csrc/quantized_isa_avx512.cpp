@@ -1,6 +1,6 @@
 // Kernels of quantized products, compiled for one instruction set: avx512.
 
-#include "qlinear.h"
+#include "quantized_linear.h"
 
 #if MVLLM_X86
 #include <immintrin.h>
@@ -15,13 +15,13 @@
 namespace mvllm {
 namespace q_avx512 {
 #include "simd.h"
-#include "qlinear_tile.h"
+#include "quantized_linear_tile.h"
 #include "block_linear_tile.h"
 }  // namespace q_avx512
 #pragma GCC pop_options
-const QIsa qisa_avx512 = {
+const QuantizedIsa quantized_isa_avx512 = {
     "avx512",           q_avx512::quantize,     q_avx512::int8, q_avx512::convert, q_avx512::weight_only,
-    q_avx512::qlinear_tile, q_avx512::qlinear_bf16_dot,
+    q_avx512::quantized_linear_tile, q_avx512::quantized_linear_bf16_dot,
     q_avx512::block_kernels,
 };
 }  // namespace mvllm

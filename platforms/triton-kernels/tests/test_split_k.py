@@ -47,11 +47,11 @@ def programs(monkeypatch, on_a_large_device):
             if hasattr(getattr(module.kernels, name), "__getitem__"):
                 recorder = Recorder()
                 monkeypatch.setattr(module.kernels, name, recorder)
-                if name == "multiply":
+                if name in ("fp8_gemm", "quantized_gemm", "fused_moe_quantized"):
                     recorders.append(recorder)
-    for name in ("count", "add_earlier_pieces", "arrange"):
-        monkeypatch.setattr(quantized_moe.moe.kernels, name, Recorder())
-    monkeypatch.setattr(importlib.import_module("mvllm_triton.splits").kernels, "add_splits", Recorder())
+    for name in ("count", "scan", "sort"):
+        monkeypatch.setattr(quantized_moe.moe.kernels, f"moe_align_block_size_{name}", Recorder())
+    monkeypatch.setattr(importlib.import_module("mvllm_triton.split_k").kernels, "splitk_reduce", Recorder())
     return lambda: [math.prod(grid) for recorder in recorders for grid in recorder.grids]
 
 
@@ -132,8 +132,8 @@ def test_split_products_are_exact_and_repeatable(op, name, value, monkeypatch):
     monkeypatch.setattr(module, "processors", lambda _: 16)
     monkeypatch.setattr(module, "most_splits", lambda *_: 3)
     launched = []
-    add_splits = module.add_splits
-    monkeypatch.setattr(module, "add_splits", lambda *args: launched.append(args[1]) or add_splits(*args))
+    splitk_reduce = module.splitk_reduce
+    monkeypatch.setattr(module, "splitk_reduce", lambda *args: launched.append(args[1]) or splitk_reduce(*args))
     trials = [t for t in op_cases.op_calls(op, "float32") if t.facts["bias"] and t.facts["in_features"] == 384]
     for trial in [t for t in trials if t.facts[name] == value][-1:]:
         x, weight, bias = trial.make()

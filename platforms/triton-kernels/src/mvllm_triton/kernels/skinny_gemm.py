@@ -18,7 +18,7 @@ from mvllm_triton.kernels.activation import SILU, activate
 
 
 @triton.jit
-def finished_last(counters, tile, num_parts):
+def is_last_program(counters, tile, num_parts):
     """Whether this program is the last of its tile; what the others stored before their call is then visible."""
     tl.debug_barrier()  # all threads of this program have stored their partial sums
     arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
@@ -29,7 +29,7 @@ def finished_last(counters, tile, num_parts):
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_parts", "out_features"])
-def multiply(
+def skinny_gemm(
     out,  # [num_rows, out_features], contiguous
     x,  # [num_rows, IN]
     weight,  # [out_features, IN]
@@ -79,7 +79,7 @@ def multiply(
     if SPLIT:
         sums = partial_sums + tile * num_parts * BLOCK_N * BLOCK_M + place[:, None] * BLOCK_M + row[None, :]
         tl.store(sums + part * BLOCK_N * BLOCK_M, total)
-        if finished_last(counters, tile, num_parts):
+        if is_last_program(counters, tile, num_parts):
             total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
             for each in tl.range(0, num_parts):
                 total += tl.load(sums + each * BLOCK_N * BLOCK_M, cache_modifier=".cg")
@@ -95,7 +95,7 @@ def multiply(
 
 
 @triton.jit(do_not_specialize=["num_parts", "out_features"])
-def multiply_row(
+def gemv(
     out,  # [out_features]
     x,  # [in_features]
     weight,  # [out_features, in_features]
@@ -139,7 +139,7 @@ def multiply_row(
     if SPLIT:
         found = partial_sums + tile * num_parts * BLOCK_N + place
         tl.store(found + part * BLOCK_N, total)
-        if finished_last(counters, tile, num_parts):
+        if is_last_program(counters, tile, num_parts):
             total = tl.zeros([BLOCK_N], dtype=tl.float32)
             for each in tl.range(0, num_parts):
                 total += tl.load(found + each * BLOCK_N, cache_modifier=".cg")
@@ -153,7 +153,9 @@ def multiply_row(
 
 
 @triton.jit
-def gated(gate, up, bias, column, is_column, out_features, BIAS: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr):
+def silu_and_mul_of_sums(
+    gate, up, bias, column, is_column, out_features, BIAS: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr
+):
     """silu(gate) * up of float32 sums, each step rounded as in the separate operations; ROWS adds a last dimension."""
     if BIAS:
         gate_bias = tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
@@ -165,7 +167,7 @@ def gated(gate, up, bias, column, is_column, out_features, BIAS: tl.constexpr, R
 
 
 @triton.jit(do_not_specialize=["num_rows", "out_features"])
-def multiply_gated(
+def skinny_gemm_silu_and_mul(
     out,  # [num_rows, out_features], contiguous
     x,  # [num_rows, in_features]
     weight,  # [2 * out_features, in_features], gate rows first
@@ -182,7 +184,7 @@ def multiply_gated(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """As `multiply`, of the same rows of both halves of the weight, and then the activation."""
+    """As `skinny_gemm`, of the same rows of both halves of the weight, and then the activation."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     tile = tl.program_id(0)
     row, place, inner = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
@@ -205,13 +207,13 @@ def multiply_gated(
             value = tl.load(x_at + start, mask=is_row[None, :] & is_inner[:, None], other=0.0)
             gate = tl.dot(tl.load(gate_at + start, mask=mask, other=0.0), value, gate)
             up = tl.dot(tl.load(up_at + start, mask=mask, other=0.0), value, up)
-    result = gated(gate, up, bias, column, is_column, out_features, BIAS, True, DTYPE)
+    result = silu_and_mul_of_sums(gate, up, bias, column, is_column, out_features, BIAS, True, DTYPE)
     target = out + row[None, :] * out_features + column[:, None]
     tl.store(target, result, mask=is_row[None, :] & is_column[:, None])
 
 
 @triton.jit(do_not_specialize=["out_features"])
-def multiply_row_gated(
+def gemv_silu_and_mul(
     out,  # [out_features]
     x,  # [in_features]
     weight,  # [2 * out_features, in_features], gate rows first
@@ -226,7 +228,7 @@ def multiply_row_gated(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """As `multiply_row`, of the same rows of both halves of the weight, and then the activation."""
+    """As `gemv`, of the same rows of both halves of the weight, and then the activation."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     tile = tl.program_id(0)
     place, inner = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
@@ -252,5 +254,5 @@ def multiply_row_gated(
         gate_sums += gate.to(tl.float32) * wide
         up_sums += up.to(tl.float32) * wide
     gate_total, up_total = tl.sum(gate_sums, 1), tl.sum(up_sums, 1)
-    result = gated(gate_total, up_total, bias, column, is_column, out_features, BIAS, False, DTYPE)
+    result = silu_and_mul_of_sums(gate_total, up_total, bias, column, is_column, out_features, BIAS, False, DTYPE)
     tl.store(out + column, result, mask=is_column)

@@ -20,7 +20,7 @@ def rotate(heads, head, head_stride, cos, sin, NUM_HEADS: tl.constexpr, HALF: tl
 
 
 @triton.jit(do_not_specialize=["index"])  # its alignment in a step's buffer varies
-def rotary(
+def rotary_embedding(
     index,  # [T]
     query,  # [T, NUM_HEADS, head_size]
     key,  # [T, NUM_KV_HEADS, head_size]

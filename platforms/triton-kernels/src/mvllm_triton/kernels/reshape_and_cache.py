@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -49,8 +51,13 @@ def store_heads(
         tl.store(target, row.to(cache.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["slot_mapping"])  # its alignment in a step's buffer varies
-def write(
+def _kernel_name(specialization: Any) -> str:
+    """The name of the compiled kernel, which profilers print."""
+    return "reshape_and_cache" if specialization.constants["VALUE_SIZE"] else "reshape_and_cache_mla"
+
+
+@triton.jit(repr=_kernel_name, do_not_specialize=["slot_mapping"])  # its alignment in a step's buffer varies
+def reshape_and_cache(
     keys,  # [T, kv_heads, KEY_SIZE]
     values,  # [T, kv_heads, VALUE_SIZE]; unused with VALUE_SIZE 0
     key_cache,  # [num_blocks, BLOCK_SIZE, kv_heads, KEY_SIZE]

@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["first_head_stride", "second_head_stride"])
-def merge(
+def merge_attn_states(
     out,  # [num_tokens, heads, SIZE]
     first,  # likewise: attention over the first keys
     first_sums,  # float32 [heads, num_tokens]: logarithms of the sums of exponentials

@@ -6,11 +6,11 @@ import torch
 
 from mvllm_triton.attention import Scale, scale_kind
 from mvllm_triton.float8 import BIAS, LARGEST
-from mvllm_triton.kernels.kv_write import write
+from mvllm_triton.kernels import reshape_and_cache as kernels
 from mvllm_triton.tiles import power_of_two, write_heads
 
 
-def write_kv(
+def reshape_and_cache(
     k: torch.Tensor,
     v: torch.Tensor,
     k_cache: torch.Tensor,
@@ -41,7 +41,7 @@ def write_kv(
     _launch(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, v.shape[2], float8)
 
 
-def write_latent(
+def reshape_and_cache_mla(
     latents: torch.Tensor,
     cache: torch.Tensor,
     slot_mapping: torch.Tensor,
@@ -49,13 +49,13 @@ def write_latent(
     kv_scale: Scale = None,
     float8: torch.dtype = torch.float8_e4m3fn,
 ) -> None:
-    """Stores each token's latent and rotary part in its slot of the cache that `latent_attention` reads.
+    """Stores each token's latent and rotary part in its slot of the cache that `mla_attention` reads.
 
     Args:
         latents: [T, kv_heads, head_size], a float dtype; the last dimension is contiguous.
         cache: [num_blocks, block_size, kv_heads, head_size].
 
-    The other arguments are those of `write_kv`.
+    The other arguments are those of `reshape_and_cache`.
 
     Raises:
         ValueError: Dtypes or scales don't fit together.
@@ -96,7 +96,7 @@ def _launch(
     v_scale_strides = v_scales.stride() if kind == 2 else (0, 0, 0)
     key_pad, value_pad = power_of_two(key_size), power_of_two(max(value_size, 1))
     heads = write_heads(num_heads, max(key_pad, value_pad))
-    write[(num_tokens, -(-num_heads // heads))](
+    kernels.reshape_and_cache[(num_tokens, -(-num_heads // heads))](
         k, v, k_cache, v_cache, k_scales, v_scales, slot_mapping, k_factor, v_factor,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
         *k_scale_strides, *v_scale_strides,

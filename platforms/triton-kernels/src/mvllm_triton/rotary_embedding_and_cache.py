@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from mvllm_triton.float8 import BIAS, LARGEST
-from mvllm_triton.kernels.rotary_write import rotary_write
+from mvllm_triton.kernels import rotary_embedding_and_cache as kernels
 from mvllm_triton.tiles import power_of_two, rotated_heads
 
 
-def rotary_write_kv(
+def rotary_embedding_and_cache(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -29,7 +29,7 @@ def rotary_write_kv(
 ) -> torch.Tensor:
     """Norms the heads of queries and keys, rotates them, and stores keys and values in their slots.
 
-    The results are those of `rms_norm`, `rotary` and `write_kv` in this order, with the same roundings.
+    The results are those of `rms_norm`, `rotary_embedding` and `reshape_and_cache` in this order, rounded as often.
 
     Args:
         query: [T, num_heads, head_size]; the last dimension is contiguous, the others may be strided. Overwritten.
@@ -37,7 +37,7 @@ def rotary_write_kv(
         value: [T, num_kv_heads, value_size], likewise, unchanged.
         index: [T], int32 or int64: each token's row of `cos_sin`.
         cos_sin: [rows, rotary_dim], float32: cosines of the rotary_dim / 2 angles, then their sines.
-        k_cache, v_cache, slot_mapping, float8: Like those of `write_kv`.
+        k_cache, v_cache, slot_mapping, float8: Like those of `reshape_and_cache`.
         interleaved: Adjacent elements are a pair. The results have the first elements of all pairs, then the second.
         q_weight, k_weight: [head_size]: weights of the norms; None for neither.
         eps: Added to the mean square.
@@ -67,7 +67,7 @@ def rotary_write_kv(
     half_pad, rest_pad = power_of_two(max(half, 1)), power_of_two(max(size - 2 * half, 1))
     value_pad = power_of_two(value_size)
     heads = rotated_heads(max(num_heads, num_kv_heads), max(half_pad, rest_pad, value_pad // 2))
-    rotary_write[(num_tokens, -(-num_heads // heads) + -(-num_kv_heads // heads))](
+    kernels.rotary_embedding_and_cache[(num_tokens, -(-num_heads // heads) + -(-num_kv_heads // heads))](
         out, query, key, value, k_cache, v_cache, k_scales, v_scales, index, slot_mapping, cos_sin,
         cos_sin if q_weight is None else q_weight, cos_sin if k_weight is None else k_weight, eps,
         out.stride(0), out.stride(1), query.stride(0), query.stride(1), key.stride(0), key.stride(1),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from mvllm_triton.kernels import rotary as kernels
+from mvllm_triton.kernels import rotary_embedding as kernels
 from mvllm_triton.tiles import power_of_two, rotated_heads
 
 
-def rotary(
+def rotary_embedding(
     index: torch.Tensor, query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotates the first rotary_dim elements of every head by the angles of its token, in place.
@@ -32,7 +32,7 @@ def rotary(
     pad = power_of_two(half)
     heads = rotated_heads(max(num_heads, num_kv_heads), pad)
     num_tiles = -(-num_heads // heads) + -(-num_kv_heads // heads)
-    kernels.rotary[(num_tokens, num_tiles)](
+    kernels.rotary_embedding[(num_tokens, num_tiles)](
         index, query, key, cos_sin,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), cos_sin.stride(0),
         NUM_HEADS=num_heads,

@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mvllm_triton.kernels.kv_write import store_heads
 from mvllm_triton.kernels.numbers import float8_codes, int8_codes
+from mvllm_triton.kernels.reshape_and_cache import store_heads
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def store_part(target, wide, mask, FP8: tl.constexpr, SCALED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["index", "slot_mapping"])  # their alignment in a step's buffer varies
-def rotary_write(
+def rotary_embedding_and_cache(
     out,  # [T, NUM_HEADS, SIZE]: rotated queries; may be `query` if not INTERLEAVED
     query,  # [T, NUM_HEADS, SIZE]
     key,  # [T, NUM_KV_HEADS, SIZE]

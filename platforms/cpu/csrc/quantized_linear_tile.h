@@ -1,4 +1,4 @@
-// Products of rows with packed integer weights (qlinear.h describes the packing). Included inside a namespace, after
+// Products of rows with packed integer weights (quantized_linear.h describes the packing). Included inside a namespace, after
 // simd.h, by files that also define HAS_VNNI.
 //
 // As in linear_tile.h, a register tile is a few rows by a tile of columns, and a row is summed in the same order with
@@ -14,8 +14,8 @@
 #endif
 #define QNV (QTILE / LANES)
 
-constexpr int qlinear_tile = QTILE;
-constexpr bool qlinear_bf16_dot = HAS_BF16_DOT;
+constexpr int quantized_linear_tile = QTILE;
+constexpr bool quantized_linear_bf16_dot = HAS_BF16_DOT;
 constexpr int QTILE_STRIPS = QTILE / STRIP;
 constexpr int INT8_DEPTH = 256;  // k per piece of an integer product: 16 KiB of weights, half of a 32 KiB L1 cache
 
@@ -141,12 +141,12 @@ INLINE void store_row(typename E::type* out, const typename E::type* bias, int c
     for (int i = 0; c < columns; ++c, ++i) out[c] = E::put(bias ? v[i] + E::get(bias[c]) : v[i]);
 }
 
-#include "qlinear_int8.h"
-#include "qlinear_weight_only.h"
+#include "quantized_linear_int8.h"
+#include "quantized_linear_weight_only.h"
 
 // ---- by dtype ------------------------------------------------------------------------------------------------------------
 
-static void quantize(const QLinear& op, int8_t* out, int64_t stride, float* scales, int32_t* sums, int64_t begin,
+static void quantize(const QuantizedLinear& op, int8_t* out, int64_t stride, float* scales, int32_t* sums, int64_t begin,
                      int64_t end) {
     switch (op.dtype) {
         case F32: return quantize_rows<Float32>(op, out, stride, scales, sums, begin, end);
@@ -156,12 +156,13 @@ static void quantize(const QLinear& op, int8_t* out, int64_t stride, float* scal
 }
 
 template <class E>
-INLINE void int8_by_blocks(const QLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end) {
+INLINE void int8_by_blocks(const QuantizedLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin,
+                           int64_t strip_end) {
     if (op.blocks > 1 || op.bits == 4) return blocks_block<E>(op, row_begin, row_end, strip_begin, strip_end);
     return int8_block<E>(op, row_begin, row_end, strip_begin, strip_end);
 }
 
-static void int8(const QLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end) {
+static void int8(const QuantizedLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end) {
     switch (op.dtype) {
         case F32: return int8_by_blocks<Float32>(op, row_begin, row_end, strip_begin, strip_end);
         case BF16: return int8_by_blocks<BFloat16>(op, row_begin, row_end, strip_begin, strip_end);
@@ -169,7 +170,7 @@ static void int8(const QLinear& op, int64_t row_begin, int64_t row_end, int64_t 
     }
 }
 
-static void convert(const QLinear& op, void* out, int64_t stride, int64_t begin, int64_t end) {
+static void convert(const QuantizedLinear& op, void* out, int64_t stride, int64_t begin, int64_t end) {
     switch (op.dtype) {
         case F32: return convert_rows<Float32, false>(op, out, stride, begin, end);
         case BF16: return convert_rows<BFloat16, HAS_BF16_DOT>(op, out, stride, begin, end);
@@ -184,7 +185,8 @@ typedef Floats BFloat16Factors;
 #endif
 
 template <class W>
-INLINE void weight_only_bits(const QLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end) {
+INLINE void weight_only_bits(const QuantizedLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin,
+                             int64_t strip_end) {
     switch (op.dtype) {
         case F32: return weight_only_block<Float32, W, Floats>(op, row_begin, row_end, strip_begin, strip_end);
         case BF16: return weight_only_block<BFloat16, W, BFloat16Factors>(op, row_begin, row_end, strip_begin, strip_end);
@@ -192,7 +194,7 @@ INLINE void weight_only_bits(const QLinear& op, int64_t row_begin, int64_t row_e
     }
 }
 
-static void weight_only(const QLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end) {
+static void weight_only(const QuantizedLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end) {
     if (op.bits == 4) return weight_only_bits<Nibbles>(op, row_begin, row_end, strip_begin, strip_end);
     return weight_only_bits<Bytes>(op, row_begin, row_end, strip_begin, strip_end);
 }

@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 @triton.jit
-def add_splits(
+def splitk_reduce(
     out,  # [size]
     parts,  # [SPLITS, size] float32
     size,

@@ -1,6 +1,6 @@
 // Matrix products with 8-bit and 4-bit integer weights: the packed layout of the weights, and the kernels of one
-// instruction set. Each qisa_*.cpp compiles qlinear_tile.h for one instruction set. qlinear.cpp chooses one, packs
-// weights, and divides products among threads.
+// instruction set. Each quantized_isa_*.cpp compiles quantized_linear_tile.h for one instruction set. quantized_linear.cpp
+// chooses one, packs weights, and divides products among threads.
 //
 // An 8-bit weight is stored as a byte, value + 128; a 4-bit weight as a nibble, value + 8. A 32-bit lane holds
 // consecutive k of one column; a vector holds the lanes of adjacent columns. Columns are grouped in tiles, the last
@@ -29,7 +29,7 @@
 
 namespace mvllm {
 
-struct QLinear {
+struct QuantizedLinear {
     const void* x;  // rows `x_stride` elements apart: the caller's, or the output of `quantize` or `convert`
     const uint32_t* weight;
     const void* scales;
@@ -43,33 +43,34 @@ struct QLinear {
     bool int8_activations, bf16_scales;
 };
 
-constexpr int QLINEAR_ROWS = 96;     // maximum number of rows per kernel call
-constexpr int QLINEAR_PIECE = 128;  // maximum number of k that weight-only kernels sum before they scale
+constexpr int QUANTIZED_LINEAR_ROWS = 96;     // maximum number of rows per kernel call
+constexpr int QUANTIZED_LINEAR_PIECE = 128;  // maximum number of k that weight-only kernels sum before they scale
 
-struct QIsa {
+struct QuantizedIsa {
     const char* name;
     // Quantizes rows [begin, end) of x to int8; computes their scales and the sums of their blocks. Rows of `out` are
     // `stride` bytes apart and zero-padded.
-    void (*quantize)(const QLinear&, int8_t* out, int64_t stride, float* scales, int32_t* sums, int64_t begin, int64_t end);
-    void (*int8)(const QLinear&, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end);
+    void (*quantize)(const QuantizedLinear&, int8_t* out, int64_t stride, float* scales, int32_t* sums, int64_t begin,
+                     int64_t end);
+    void (*int8)(const QuantizedLinear&, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end);
     // Converts rows of x for weight-only kernels, zero-padded: bfloat16 stays if `bf16_dot`, all else becomes float32.
-    void (*convert)(const QLinear&, void* out, int64_t stride, int64_t begin, int64_t end);
-    void (*weight_only)(const QLinear&, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end);
+    void (*convert)(const QuantizedLinear&, void* out, int64_t stride, int64_t begin, int64_t end);
+    void (*weight_only)(const QuantizedLinear&, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end);
     int32_t tile;
     bool bf16_dot;
     BlockKernels blocks;
 };
 
 // The best instruction set of the processor, or the one named by MVLLM_CPU_ISA if the processor has it.
-const QIsa& current_qisa();
+const QuantizedIsa& current_quantized_isa();
 
-extern const QIsa qisa_generic;
+extern const QuantizedIsa quantized_isa_generic;
 #if MVLLM_X86
-extern const QIsa qisa_avx2;
-extern const QIsa qisa_avx2_vnni;
-extern const QIsa qisa_avx512;
-extern const QIsa qisa_avx512_vnni;
-extern const QIsa qisa_avx512_bf16;
+extern const QuantizedIsa quantized_isa_avx2;
+extern const QuantizedIsa quantized_isa_avx2_vnni;
+extern const QuantizedIsa quantized_isa_avx512;
+extern const QuantizedIsa quantized_isa_avx512_vnni;
+extern const QuantizedIsa quantized_isa_avx512_bf16;
 #endif
 
 }  // namespace mvllm

@@ -17,6 +17,8 @@ group of columns.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -41,8 +43,13 @@ def add_mxfp4(
     return tl.dot(high_row, high, total, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["num_entries"])
-def multiply(
+def _kernel_name(specialization: Any) -> str:
+    """The name of the compiled kernel, which profilers print."""
+    return f"fused_moe_{('mxfp4', 'int4', 'int8', 'fp8')[specialization.constants['KIND']]}"
+
+
+@triton.jit(repr=_kernel_name, do_not_specialize=["num_entries"])
+def fused_moe_quantized(
     out,  # [entries, OUT], contiguous; with SPLITS > 1 [SPLITS, entries, ROWS] float32
     x,  # [entries / TOP_K, IN], compute dtype; int8, float8 or codes with ROUNDED
     x_scales,  # float32, addressed with the strides below, with ROUNDED
@@ -221,7 +228,7 @@ def gated_activation(total, up_total, alpha, limit, CLAMPED: tl.constexpr, DTYPE
 
 
 @triton.jit(do_not_specialize=["num_entries"])
-def activate_splits(
+def splitk_reduce_act_and_mul(
     out,  # [entries, OUT], contiguous
     parts,  # [SPLITS, entries, 2 * OUT] float32
     num_entries,
@@ -248,7 +255,7 @@ def activate_splits(
 
 
 @triton.jit(do_not_specialize=["num_entries"])
-def add_up(
+def splitk_reduce_moe_sum(
     out,  # [T, SIZE], contiguous
     parts,  # [SPLITS, T * TOP_K, SIZE], contiguous
     shares,  # [T, TOP_K] float32, contiguous

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from platforms.cuda.tests.fake_nvml import A100, MIG, T4, uuid_of
 
-from mvllm_cuda import visible
+from mvllm_cuda import visible_devices
 from mvllm_cuda.nvml import read_inventory
 
 FOUR = [A100.format(n=0), A100.format(n=1), T4.format(n=2), T4.format(n=3)]
@@ -18,7 +18,7 @@ def see(machine):
 
     def seen(text, *lines):
         machine(*(lines or FOUR))
-        return visible.resolve(read_inventory(), {} if text is None else {"CUDA_VISIBLE_DEVICES": text})
+        return visible_devices.resolve(read_inventory(), {} if text is None else {"CUDA_VISIBLE_DEVICES": text})
 
     return seen
 
@@ -122,4 +122,4 @@ def test_numbers_count_only_devices_that_answer(see):
 def test_an_order_by_speed_is_uncertain_among_different_devices(machine, lines, order, uncertain):
     machine(*lines)
     environ = {} if order is None else {"CUDA_DEVICE_ORDER": order}
-    assert visible.order_is_uncertain(read_inventory(), environ) is uncertain
+    assert visible_devices.order_is_uncertain(read_inventory(), environ) is uncertain

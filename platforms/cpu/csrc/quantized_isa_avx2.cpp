@@ -1,6 +1,6 @@
 // Kernels of quantized products, compiled for one instruction set: avx2.
 
-#include "qlinear.h"
+#include "quantized_linear.h"
 
 #if MVLLM_X86
 #include <immintrin.h>
@@ -15,13 +15,13 @@
 namespace mvllm {
 namespace q_avx2 {
 #include "simd.h"
-#include "qlinear_tile.h"
+#include "quantized_linear_tile.h"
 #include "block_linear_tile.h"
 }  // namespace q_avx2
 #pragma GCC pop_options
-const QIsa qisa_avx2 = {
+const QuantizedIsa quantized_isa_avx2 = {
     "avx2",           q_avx2::quantize,     q_avx2::int8, q_avx2::convert, q_avx2::weight_only,
-    q_avx2::qlinear_tile, q_avx2::qlinear_bf16_dot,
+    q_avx2::quantized_linear_tile, q_avx2::quantized_linear_bf16_dot,
     q_avx2::block_kernels,
 };
 }  // namespace mvllm

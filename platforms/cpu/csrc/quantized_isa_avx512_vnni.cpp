@@ -1,6 +1,6 @@
 // Kernels of quantized products, compiled for one instruction set: avx512_vnni.
 
-#include "qlinear.h"
+#include "quantized_linear.h"
 
 #if MVLLM_X86
 #include <immintrin.h>
@@ -15,13 +15,13 @@
 namespace mvllm {
 namespace q_avx512_vnni {
 #include "simd.h"
-#include "qlinear_tile.h"
+#include "quantized_linear_tile.h"
 #include "block_linear_tile.h"
 }  // namespace q_avx512_vnni
 #pragma GCC pop_options
-const QIsa qisa_avx512_vnni = {
+const QuantizedIsa quantized_isa_avx512_vnni = {
     "avx512_vnni",           q_avx512_vnni::quantize,     q_avx512_vnni::int8, q_avx512_vnni::convert, q_avx512_vnni::weight_only,
-    q_avx512_vnni::qlinear_tile, q_avx512_vnni::qlinear_bf16_dot,
+    q_avx512_vnni::quantized_linear_tile, q_avx512_vnni::quantized_linear_bf16_dot,
     q_avx512_vnni::block_kernels,
 };
 }  // namespace mvllm

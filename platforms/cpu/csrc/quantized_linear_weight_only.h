@@ -127,7 +127,7 @@ INLINE typename W::template Zero<K> zeros_at(const int8_t* zeros) {
     return W::template Zero<K>::of(zeros ? widen_bytes(zeros) : vi{});
 }
 
-// Up to QLINEAR_PIECE consecutive k: pieces of `piece` k with one scale each; the last may be shorter. The scales of
+// Up to QUANTIZED_LINEAR_PIECE consecutive k: pieces of `piece` k with one scale each; the last may be shorter. The scales of
 // consecutive pieces are QTILE elements apart, as are their zero points (null if there are none).
 struct Span {
     int size, piece;
@@ -224,21 +224,22 @@ INLINE void unpack(const uint32_t* w, const Span& span, int columns, typename K:
     }
 }
 
-// The span that begins at k: as many whole groups as fit into QLINEAR_PIECE, or a part of one larger group.
-INLINE Span span_at(const QLinear& op, int k, const float* scales, const int8_t* zeros) {
-    const int group = k / op.group_size, most = QLINEAR_PIECE / op.group_size * op.group_size;
+// The span that begins at k: as many whole groups as fit into QUANTIZED_LINEAR_PIECE, or a part of one larger group.
+INLINE Span span_at(const QuantizedLinear& op, int k, const float* scales, const int8_t* zeros) {
+    const int group = k / op.group_size, most = QUANTIZED_LINEAR_PIECE / op.group_size * op.group_size;
     int end = op.in_features;
     if (most && k + most < end) end = k + most;
     if (!most && (group + 1) * int64_t(op.group_size) < end) end = (group + 1) * op.group_size;
-    const int size = end - k < QLINEAR_PIECE ? end - k : QLINEAR_PIECE;
+    const int size = end - k < QUANTIZED_LINEAR_PIECE ? end - k : QUANTIZED_LINEAR_PIECE;
     return {size, most ? op.group_size : size, scales + int64_t(group) * QTILE, zeros ? zeros + int64_t(group) * QTILE : nullptr};
 }
 
 template <class E, class W, class K>
-static void weight_only_block(const QLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end) {
+static void weight_only_block(const QuantizedLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin,
+                              int64_t strip_end) {
     typedef typename E::type T;
-    alignas(64) float sums[QLINEAR_ROWS * QTILE];
-    alignas(64) typename K::Unpacked panel[QLINEAR_PIECE / K::STEP * QTILE];
+    alignas(64) float sums[QUANTIZED_LINEAR_ROWS * QTILE];
+    alignas(64) typename K::Unpacked panel[QUANTIZED_LINEAR_PIECE / K::STEP * QTILE];
     const int rows = int(row_end - row_begin), groups = (rows + QMR - 1) / QMR;
     const int depth = round_up(op.in_features, W::DEPTH);
     const typename K::X* x = static_cast<const typename K::X*>(op.x) + row_begin * op.x_stride;
@@ -258,7 +259,7 @@ static void weight_only_block(const QLinear& op, int64_t row_begin, int64_t row_
                 Direct<W, K>::group(rows, strips, x + k, op.x_stride, w, span, sums, while_unpacking(w));
                 continue;
             }
-            const char* ahead = reinterpret_cast<const char*>(w + QTILE * (2 * QLINEAR_PIECE / W::DEPTH));
+            const char* ahead = reinterpret_cast<const char*>(w + QTILE * (2 * QUANTIZED_LINEAR_PIECE / W::DEPTH));
             unpack<W, K>(w, span, strips * STRIP, panel);
             const int panel_steps = (size + K::STEP - 1) / K::STEP;
             int lines = QTILE * 4 / 64 * ((size + W::DEPTH - 1) / W::DEPTH);
@@ -283,7 +284,7 @@ static void weight_only_block(const QLinear& op, int64_t row_begin, int64_t row_
 }
 
 template <class E, bool BF16>
-static void convert_rows(const QLinear& op, void* out, int64_t stride, int64_t begin, int64_t end) {
+static void convert_rows(const QuantizedLinear& op, void* out, int64_t stride, int64_t begin, int64_t end) {
     typedef typename E::type T;
     const int size = op.in_features;
     for (int64_t row = begin; row < end; ++row) {

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from platforms.rocm.tests.machines import MI300X, uuid_of
 
-from mvllm_rocm import visible
+from mvllm_rocm import visible_devices
 from mvllm_rocm.topology import read_inventory
 
 UUIDS = [uuid_of(n) for n in range(4)]
@@ -19,8 +19,10 @@ def see(machine):
 
     def seen(*, rocr=None, hip=None, cuda=None, devices=(MI300X,) * 4):
         machine(*devices)
-        lists = dict(zip(visible.VARIABLES, (rocr, hip, cuda), strict=True))
-        return visible.resolve(read_inventory(), {name: text for name, text in lists.items() if text is not None})
+        lists = dict(zip(visible_devices.VARIABLES, (rocr, hip, cuda), strict=True))
+        return visible_devices.resolve(
+            read_inventory(), {name: text for name, text in lists.items() if text is not None}
+        )
 
     return seen
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from mvllm_triton.device import processors, shared_memory
-from mvllm_triton.kernels import dense_linear as kernels
-from mvllm_triton.tiles import MOST_FEW_ROWS, FewRowsTiles, few_rows_gated_tiles, few_rows_tiles
+from mvllm_triton.kernels import skinny_gemm as kernels
+from mvllm_triton.tiles import MAX_SKINNY_GEMM_ROWS, SkinnyGemmTiles, skinny_gemm_silu_and_mul_tiles, skinny_gemm_tiles
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -21,20 +21,20 @@ They are never replaced, because captured graphs contain their addresses.
 
 
 def is_supported(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `few_rows_linear` multiplies these: few rows, 16-bit elements, rows of the weight aligned to 16 bytes."""
+    """Whether `skinny_gemm` multiplies these: few rows, 16-bit elements, rows of the weight aligned to 16 bytes."""
     in_features = weight.shape[-1]
     return (
         x.dtype in DTYPES
         and weight.dtype == x.dtype
-        and 0 < x.numel() <= MOST_FEW_ROWS * in_features
+        and 0 < x.numel() <= MAX_SKINNY_GEMM_ROWS * in_features
         and in_features % 16 == 0
         and weight.stride(1) == 1
         and weight.stride(0) % 16 == 0
     )
 
 
-def few_rows_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, tiles: FewRowsTiles | None = None
+def skinny_gemm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, tiles: SkinnyGemmTiles | None = None
 ) -> torch.Tensor:
     """x · weightᵀ + bias, accumulated in float32 and rounded once.
 
@@ -42,10 +42,10 @@ def few_rows_linear(
     results, bit for bit.
 
     Args:
-        x: [..., in_features], at most MOST_FEW_ROWS rows, bfloat16 or float16; see `is_supported`.
+        x: [..., in_features], at most MAX_SKINNY_GEMM_ROWS rows, bfloat16 or float16; see `is_supported`.
         weight: [out_features, in_features], x's dtype; its last dimension is contiguous.
         bias: [out_features] or None.
-        tiles: None for those of `few_rows_tiles`.
+        tiles: None for those of `skinny_gemm_tiles`.
 
     Returns:
         [..., out_features], x's dtype.
@@ -56,7 +56,7 @@ def few_rows_linear(
     num_rows = rows.shape[0]
     if tiles is None:
         limits = processors(x.device), shared_memory(x.device)
-        tiles = few_rows_tiles(num_rows, out_features, in_features, *limits)
+        tiles = skinny_gemm_tiles(num_rows, out_features, in_features, *limits)
     num_tiles, iterations = -(-out_features // tiles.columns), -(-in_features // tiles.inner)
     counters = _counters_of(weight) if tiles.parts > 1 else None
     per_part = -(-iterations // tiles.parts) if counters is not None else iterations
@@ -80,28 +80,26 @@ def few_rows_linear(
     }
     sizes = (out_features, in_features, parts, per_part * tiles.inner)
     if tiles.rows == 1:
-        kernels.multiply_row[(num_tiles, parts)](
-            *tensors, *sizes, weight.stride(0), STAGES=tiles.num_stages, **constants
-        )
+        kernels.gemv[(num_tiles, parts)](*tensors, *sizes, weight.stride(0), STAGES=tiles.num_stages, **constants)
     else:
-        kernels.multiply[(num_tiles, parts)](
+        kernels.skinny_gemm[(num_tiles, parts)](
             *tensors, num_rows, *sizes, rows.stride(0), weight.stride(0), BLOCK_M=tiles.rows, **constants
         )
     return out.view(*x.shape[:-1], out_features)
 
 
-def few_rows_linear_silu_and_mul(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, tiles: FewRowsTiles | None = None
+def skinny_gemm_silu_and_mul(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, tiles: SkinnyGemmTiles | None = None
 ) -> torch.Tensor:
     """silu of the first half of x · weightᵀ + bias, times the second half, in one launch.
 
     Rounded like the separate operations: the product, the activation, and the result.
 
     Args:
-        x: [..., in_features], at most MOST_FEW_ROWS rows, bfloat16 or float16; see `is_supported`.
+        x: [..., in_features], at most MAX_SKINNY_GEMM_ROWS rows, bfloat16 or float16; see `is_supported`.
         weight: [2 * size, in_features], x's dtype, gate rows first; its last dimension is contiguous.
         bias: [2 * size] or None.
-        tiles: None for those of `few_rows_gated_tiles`. Columns are not split.
+        tiles: None for those of `skinny_gemm_silu_and_mul_tiles`. Columns are not split.
 
     Returns:
         [..., size], x's dtype.
@@ -110,7 +108,7 @@ def few_rows_linear_silu_and_mul(
     rows = x.reshape(-1, in_features)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     num_rows = rows.shape[0]
-    tiles = tiles or few_rows_gated_tiles(num_rows, in_features, shared_memory(x.device))
+    tiles = tiles or skinny_gemm_silu_and_mul_tiles(num_rows, in_features, shared_memory(x.device))
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     tensors = (out, rows, weight, weight if bias is None else bias)
     constants = {
@@ -124,11 +122,11 @@ def few_rows_linear_silu_and_mul(
     }
     grid = (-(-size // tiles.columns),)
     if tiles.rows == 1:
-        kernels.multiply_row_gated[grid](
+        kernels.gemv_silu_and_mul[grid](
             *tensors, size, in_features, weight.stride(0), STAGES=tiles.num_stages, **constants
         )
     else:
-        kernels.multiply_gated[grid](
+        kernels.skinny_gemm_silu_and_mul[grid](
             *tensors, num_rows, size, in_features, rows.stride(0), weight.stride(0), BLOCK_M=tiles.rows, **constants
         )
     return out.view(*x.shape[:-1], size)

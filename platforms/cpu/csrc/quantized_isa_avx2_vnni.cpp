@@ -1,6 +1,6 @@
 // Kernels of quantized products, compiled for one instruction set: avx2_vnni.
 
-#include "qlinear.h"
+#include "quantized_linear.h"
 
 #if MVLLM_X86
 #include <immintrin.h>
@@ -15,13 +15,13 @@
 namespace mvllm {
 namespace q_avx2_vnni {
 #include "simd.h"
-#include "qlinear_tile.h"
+#include "quantized_linear_tile.h"
 #include "block_linear_tile.h"
 }  // namespace q_avx2_vnni
 #pragma GCC pop_options
-const QIsa qisa_avx2_vnni = {
+const QuantizedIsa quantized_isa_avx2_vnni = {
     "avx2_vnni",           q_avx2_vnni::quantize,     q_avx2_vnni::int8, q_avx2_vnni::convert, q_avx2_vnni::weight_only,
-    q_avx2_vnni::qlinear_tile, q_avx2_vnni::qlinear_bf16_dot,
+    q_avx2_vnni::quantized_linear_tile, q_avx2_vnni::quantized_linear_bf16_dot,
     q_avx2_vnni::block_kernels,
 };
 }  // namespace mvllm

@@ -1,4 +1,4 @@
-// Products of rows quantized to int8 with packed integer weights. Included by qlinear_tile.h.
+// Products of rows quantized to int8 with packed integer weights. Included by quantized_linear_tile.h.
 //
 // Sums over a row, or over each block of columns that share a float32 scale, are exact integers. The sum of a block is
 // scaled and added to the sum of the previous blocks, in the same order for any number of rows.
@@ -84,7 +84,7 @@ INLINE void sum_blocks(const int8_t* values, int size, int block_size, int32_t* 
 }
 
 template <class E>
-static void quantize_rows(const QLinear& op, int8_t* out, int64_t stride, float* scales, int32_t* sums, int64_t begin,
+static void quantize_rows(const QuantizedLinear& op, int8_t* out, int64_t stride, float* scales, int32_t* sums, int64_t begin,
                           int64_t end) {
     typedef typename E::type T;
     const int size = op.in_features, whole = size / LANES * LANES;
@@ -157,7 +157,8 @@ INLINE void int8_group(int rows, int strips, const int8_t* x, int64_t ldx, const
 
 // Scales the sums [rows][QTILE] of strips of one tile, and stores them as results.
 template <class E>
-static void store_int8_rows(const QLinear& op, int64_t row_begin, int rows, int64_t strip, int64_t next, const int32_t* sums) {
+static void store_int8_rows(const QuantizedLinear& op, int64_t row_begin, int rows, int64_t strip, int64_t next,
+                            const int32_t* sums) {
     typedef typename E::type T;
     const int64_t tile = strip / QTILE_STRIPS;
     const int within = int(strip % QTILE_STRIPS) * STRIP;
@@ -180,9 +181,9 @@ static void store_int8_rows(const QLinear& op, int64_t row_begin, int rows, int6
 
 // Weights with one scale per row.
 template <class E>
-static void int8_block(const QLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end) {
+static void int8_block(const QuantizedLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end) {
     typedef typename E::type T;
-    alignas(64) int32_t sums[QLINEAR_ROWS * QTILE];
+    alignas(64) int32_t sums[QUANTIZED_LINEAR_ROWS * QTILE];
     const int rows = int(row_end - row_begin), groups = (rows + QMR - 1) / QMR;
     const int depth = round_up(op.in_features, 4);
     const int8_t* x = static_cast<const int8_t*>(op.x) + row_begin * op.x_stride;
@@ -225,7 +226,7 @@ struct Blocks {
 
 INLINE int least(int a, int b) { return a < b ? a : b; }
 
-INLINE vf scales_at(const QLinear& op, int64_t at) {
+INLINE vf scales_at(const QuantizedLinear& op, int64_t at) {
     return op.bf16_scales ? BFloat16::widen(static_cast<const uint16_t*>(op.scales) + at)
                           : load(static_cast<const float*>(op.scales) + at);
 }
@@ -240,7 +241,7 @@ INLINE void begin_block(vi (&acc)[MR][NV], const int32_t* totals, int64_t stride
 }
 
 template <int MR, int NV>
-INLINE void add_block(const QLinear& op, const vi (&acc)[MR][NV], float* sums, int64_t at) {
+INLINE void add_block(const QuantizedLinear& op, const vi (&acc)[MR][NV], float* sums, int64_t at) {
     for (int v = 0; v < NV; ++v) {
         const vf scales = scales_at(op, at + v * LANES);
         for (int m = 0; m < MR; ++m) {
@@ -253,8 +254,8 @@ INLINE void add_block(const QLinear& op, const vi (&acc)[MR][NV], float* sums, i
 // Weights in bytes: packed as bytes, or unpacked from nibbles. `at` is the index of the scales of the tile's first
 // block.
 template <int MR, int NV>
-static void bytes_unit(const QLinear& op, const int8_t* x, const int32_t* totals, const uint32_t* w, Blocks blocks, int64_t at,
-                       float* sums, Ahead ahead) {
+static void bytes_unit(const QuantizedLinear& op, const int8_t* x, const int32_t* totals, const uint32_t* w, Blocks blocks,
+                       int64_t at, float* sums, Ahead ahead) {
     for (int k = 0; k < blocks.size; k += blocks.block_size, ++blocks.block) {
         vi acc[MR][NV];
         begin_block<MR, NV>(acc, totals + blocks.block, op.blocks);
@@ -281,8 +282,8 @@ static void bytes_unit(const QLinear& op, const int8_t* x, const int32_t* totals
     }
 }
 
-INLINE void bytes_group(int rows, int strips, const QLinear& op, const int8_t* x, const int32_t* totals, const uint32_t* w,
-                        const Blocks& blocks, int64_t at, float* sums, Ahead ahead) {
+INLINE void bytes_group(int rows, int strips, const QuantizedLinear& op, const int8_t* x, const int32_t* totals,
+                        const uint32_t* w, const Blocks& blocks, int64_t at, float* sums, Ahead ahead) {
     QGROUP(bytes_unit, rows, strips, op, x, totals, w, blocks, at, sums, ahead);
 }
 
@@ -292,7 +293,7 @@ struct Unpacking {
     vu offset;   // in its four bytes
 
     // `at` is the index of the group's zero points and factors.
-    INLINE Unpacking of(const QLinear& op, int64_t at) {
+    INLINE Unpacking of(const QuantizedLinear& op, int64_t at) {
         if (!op.zeros) return {vw{} + 1, vu{} + 0x78787878u};
         const vu both = (vu)widen_bytes(op.zeros + at), factor = (both >> 4 & 15u) + 1u;
         return {(vw)(factor | factor << 16), (128u - (both & 15u) * factor) * 0x01010101u};
@@ -304,7 +305,7 @@ INLINE vu bytes_of(vu nibbles, const Unpacking& unpacking) {
 }
 
 template <int MR, int NV>
-static void nibbles_unit(const QLinear& op, const int8_t* x, const int32_t* totals, const uint32_t* w, Blocks blocks,
+static void nibbles_unit(const QuantizedLinear& op, const int8_t* x, const int32_t* totals, const uint32_t* w, Blocks blocks,
                          int64_t at, int64_t zeros_at, float* sums, Ahead ahead) {
     for (int k = 0; k < blocks.size; k += blocks.block_size, ++blocks.block) {
         vi acc[MR][NV];
@@ -332,8 +333,8 @@ static void nibbles_unit(const QLinear& op, const int8_t* x, const int32_t* tota
     }
 }
 
-INLINE void nibbles_group(int rows, int strips, const QLinear& op, const int8_t* x, const int32_t* totals, const uint32_t* w,
-                          const Blocks& blocks, int64_t at, int64_t zeros_at, float* sums, Ahead ahead) {
+INLINE void nibbles_group(int rows, int strips, const QuantizedLinear& op, const int8_t* x, const int32_t* totals,
+                          const uint32_t* w, const Blocks& blocks, int64_t at, int64_t zeros_at, float* sums, Ahead ahead) {
     switch (rows) {
         case 1: QVECTORS(nibbles_unit, 1, strips, op, x, totals, w, blocks, at, zeros_at, sums, ahead);
         case 2: QVECTORS(nibbles_unit, 2, strips, op, x, totals, w, blocks, at, zeros_at, sums, ahead);
@@ -343,7 +344,8 @@ INLINE void nibbles_group(int rows, int strips, const QLinear& op, const int8_t*
 }
 
 // Unpacks the nibbles of `size` k to bytes, in the layout of packed 8-bit weights.
-INLINE void unpack_nibbles(const QLinear& op, const uint32_t* w, int size, int64_t zeros_at, int columns, uint32_t* panel) {
+INLINE void unpack_nibbles(const QuantizedLinear& op, const uint32_t* w, int size, int64_t zeros_at, int columns,
+                           uint32_t* panel) {
     for (int k = 0; k < size; k += op.group_size, zeros_at += QTILE) {
         const int steps = (least(size - k, op.group_size) + 7) / 8;
         for (int c = 0; c < columns; c += LANES) {
@@ -361,7 +363,7 @@ INLINE void unpack_nibbles(const QLinear& op, const uint32_t* w, int size, int64
 
 // Scales the sums [rows][QTILE] of strips of one tile by the scale of each row, and stores them as results.
 template <class E>
-static void store_block_scaled_rows(const QLinear& op, int64_t row_begin, int rows, int64_t strip, int64_t next,
+static void store_block_scaled_rows(const QuantizedLinear& op, int64_t row_begin, int rows, int64_t strip, int64_t next,
                                     const float* sums) {
     typedef typename E::type T;
     const int64_t column = strip * STRIP, end = next * STRIP < op.out_features ? next * STRIP : op.out_features;
@@ -376,9 +378,10 @@ static void store_block_scaled_rows(const QLinear& op, int64_t row_begin, int ro
 
 // Weights with one scale per block of columns.
 template <class E>
-static void blocks_block(const QLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end) {
+static void blocks_block(const QuantizedLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin,
+                         int64_t strip_end) {
     typedef typename E::type T;
-    alignas(64) float sums[QLINEAR_ROWS * QTILE];
+    alignas(64) float sums[QUANTIZED_LINEAR_ROWS * QTILE];
     alignas(64) uint32_t panel[INT8_DEPTH / 4 * QTILE];
     const int rows = int(row_end - row_begin), teams = (rows + QMR - 1) / QMR;
     const int lane = op.bits == 4 ? 8 : 4, depth = round_up(op.in_features, lane);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mvllm_triton.kernels import splits as kernels
+from mvllm_triton.kernels import split_k as kernels
 
 _BLOCK = 1024
 
@@ -16,8 +16,8 @@ def partial_results(out: torch.Tensor, num_splits: int) -> torch.Tensor:
     return torch.empty((num_splits, *out.shape), dtype=torch.float32, device=out.device)
 
 
-def add_splits(out: torch.Tensor, parts: torch.Tensor) -> None:
+def splitk_reduce(out: torch.Tensor, parts: torch.Tensor) -> None:
     """Stores the sum of `parts`, added in the order of the splits, in `out`, if it has partial results."""
     if parts is not out:
         size = out.numel()
-        kernels.add_splits[(-(-size // _BLOCK),)](out, parts, size, SPLITS=len(parts), BLOCK=_BLOCK, num_warps=4)
+        kernels.splitk_reduce[(-(-size // _BLOCK),)](out, parts, size, SPLITS=len(parts), BLOCK=_BLOCK, num_warps=4)

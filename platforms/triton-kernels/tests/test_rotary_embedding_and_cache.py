@@ -9,9 +9,9 @@ import torch
 
 importlib.import_module("platforms.triton-kernels.tests.interpreted")
 
-from mvllm_triton import norm, rotary  # noqa: E402  once Triton is imported with its interpreter
-from mvllm_triton.kv_write import write_kv  # noqa: E402
-from mvllm_triton.rotary_write import rotary_write_kv  # noqa: E402
+from mvllm_triton import norm, rotary_embedding  # noqa: E402  once Triton is imported with its interpreter
+from mvllm_triton.reshape_and_cache import reshape_and_cache  # noqa: E402
+from mvllm_triton.rotary_embedding_and_cache import rotary_embedding_and_cache  # noqa: E402
 
 TOKENS, HEADS, KV_HEADS, BLOCK_SIZE = 4, 4, 2, 8
 SLOTS = torch.tensor([9, 0, -1, 23], dtype=torch.int32)
@@ -43,8 +43,8 @@ def separately(query, key, value, index, table, stored, *, order, weights, eps):
         query, key = norm.rms_norm(query, weights[0], eps), norm.rms_norm(key, weights[1], eps)
     if order is not None:
         query, key = query[..., order], key[..., order]
-    query, key = rotary.rotary(index, query.clone(), key.clone(), table)
-    write_kv(key, value, keys, values, SLOTS, k_scale=scales[0], v_scale=scales[1])
+    query, key = rotary_embedding.rotary_embedding(index, query.clone(), key.clone(), table)
+    reshape_and_cache(key, value, keys, values, SLOTS, k_scale=scales[0], v_scale=scales[1])
     return query, keys, values, *(scale for scale in scales if scale is not None)
 
 
@@ -71,7 +71,7 @@ def test_one_launch_equals_norm_rotation_and_write(stored, dtype, size, rotary_d
     (keys, values), scales = cache(dtype, CACHES[stored], size)
     before = key.clone(), value.clone()
     q_weight, k_weight = weights or (None, None)
-    found = rotary_write_kv(
+    found = rotary_embedding_and_cache(
         query, key, value, index, table, keys, values, SLOTS, interleaved=interleaved, q_weight=q_weight,
         k_weight=k_weight, eps=1e-5, k_scale=scales[0], v_scale=scales[1],
     )  # fmt: skip
@@ -92,9 +92,9 @@ def test_padding_stores_nothing_and_no_tokens_are_no_launch():
     (keys, values), _ = cache(torch.float32, None, 32)
     nothing = torch.full((TOKENS,), -1, dtype=torch.int32)
     before = query.clone()
-    found = rotary_write_kv(query, key, value, torch.arange(TOKENS) + 1, angles(32), keys, values, nothing)
+    found = rotary_embedding_and_cache(query, key, value, torch.arange(TOKENS) + 1, angles(32), keys, values, nothing)
     assert not torch.equal(found, before) and keys.abs().sum() == values.abs().sum() == 0
-    none = rotary_write_kv(query[:0], key[:0], value[:0], SLOTS[:0], angles(32), keys, values, nothing[:0])
+    none = rotary_embedding_and_cache(query[:0], key[:0], value[:0], SLOTS[:0], angles(32), keys, values, nothing[:0])
     assert none.shape == (0, HEADS, 32)
 
 
@@ -103,6 +103,6 @@ def test_scales_and_norms_that_do_not_fit_are_errors():
     (keys, values), _ = cache(torch.float32, torch.int8, 32)
     given = query, key, value, torch.arange(TOKENS), angles(32)
     with pytest.raises(ValueError, match="only 8-bit caches have scales"):
-        rotary_write_kv(*given, keys, values, SLOTS)
+        rotary_embedding_and_cache(*given, keys, values, SLOTS)
     with pytest.raises(ValueError, match="both norms"):
-        rotary_write_kv(*given, keys.float(), values.float(), SLOTS, q_weight=torch.ones(32))
+        rotary_embedding_and_cache(*given, keys.float(), values.float(), SLOTS, q_weight=torch.ones(32))

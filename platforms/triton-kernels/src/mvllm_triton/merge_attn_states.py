@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from mvllm_triton.kernels import merge as kernels
+from mvllm_triton.kernels import merge_attn_states as kernels
 from mvllm_triton.tiles import power_of_two, write_heads
 
 
-def merge_attention(
+def merge_attn_states(
     out: torch.Tensor,
     first: torch.Tensor,
     first_sums: torch.Tensor,
@@ -28,7 +28,7 @@ def merge_attention(
     num_tokens, num_heads, size = out.shape
     pad = power_of_two(size)
     heads = write_heads(num_heads, pad)
-    kernels.merge[(num_tokens, -(-num_heads // heads))](
+    kernels.merge_attn_states[(num_tokens, -(-num_heads // heads))](
         out, first, first_sums, second, second_sums,
         *out.stride()[:2], *first.stride()[:2], *second.stride()[:2], first_sums.stride(0), second_sums.stride(0),
         num_heads,

@@ -6,7 +6,7 @@ import pytest
 from platforms.xpu.tests.machines import B580, GIB, LUNAR_LAKE, MAX_1550, UHD_770
 
 from mvllm_torch_gpu.device_discovery import describe_variables
-from mvllm_xpu import visible
+from mvllm_xpu import visible_devices
 from mvllm_xpu.topology import read_inventory
 
 FOUR = (B580,) * 4
@@ -19,8 +19,10 @@ def see(machine):
 
     def seen(*, mask=None, selector=None, hierarchy=None, devices=FOUR):
         machine(*devices)
-        lists = dict(zip(visible.VARIABLES, (hierarchy, mask, selector), strict=True))
-        return visible.resolve(read_inventory(), {name: text for name, text in lists.items() if text is not None})
+        lists = dict(zip(visible_devices.VARIABLES, (hierarchy, mask, selector), strict=True))
+        return visible_devices.resolve(
+            read_inventory(), {name: text for name, text in lists.items() if text is not None}
+        )
 
     return seen
 
@@ -110,9 +112,9 @@ def test_cards_of_several_tiles(see, lists, expected):
         ({"selector": " level_zero:0"}, [], "' level_zero' is no backend"),
         ({"selector": "level_zero:first"}, [], "'first' is neither a number nor gpu nor *"),
         ({"selector": "level_zero:gpu.0"}, [], "tiles are those of a number or of *"),
-        ({"selector": "level_zero:*.0"}, [], "behind * there can only be .*"),
+        ({"selector": "level_zero:*.0"}, [], "only .* can follow *"),
         ({"selector": "level_zero:0.0.0"}, [], "parts of a tile"),
-        ({"selector": "!level_zero:0;level_zero:1"}, [], "stands behind a term with '!'"),
+        ({"selector": "!level_zero:0;level_zero:1"}, [], "comes after a term with '!'"),
         ({"selector": "opencl:*"}, [], "leaves no device of Level Zero, and torch uses no other"),
         ({"selector": "level_zero:cpu"}, [], "leaves no device of Level Zero"),
         ({"selector": "!*:gpu"}, [], "leaves no device of Level Zero"),
@@ -153,6 +155,7 @@ def test_tiles_have_names_and_their_share_of_the_memory(see):
 def test_the_variables_are_shown_unchanged():
     environ = {"ZE_AFFINITY_MASK": "1", "ONEAPI_DEVICE_SELECTOR": "level_zero:0", "OTHER": "x"}
     assert (
-        describe_variables(visible.VARIABLES, environ) == "ZE_AFFINITY_MASK='1', ONEAPI_DEVICE_SELECTOR='level_zero:0'"
+        describe_variables(visible_devices.VARIABLES, environ)
+        == "ZE_AFFINITY_MASK='1', ONEAPI_DEVICE_SELECTOR='level_zero:0'"
     )
-    assert describe_variables(visible.VARIABLES, {}) == ""
+    assert describe_variables(visible_devices.VARIABLES, {}) == ""

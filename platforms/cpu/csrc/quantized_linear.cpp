@@ -3,7 +3,7 @@
 #include "amx.h"
 #include "entries.h"
 #include "processor.h"
-#include "qlinear.h"
+#include "quantized_linear.h"
 #include "team.h"
 #include "thread_buffer.h"
 
@@ -13,13 +13,13 @@ namespace mvllm {
 
 // Weak, as in dispatch.cpp.
 #if MVLLM_X86
-extern const QIsa qisa_avx2 __attribute__((weak));
-extern const QIsa qisa_avx2_vnni __attribute__((weak));
-extern const QIsa qisa_avx512 __attribute__((weak));
-extern const QIsa qisa_avx512_vnni __attribute__((weak));
-extern const QIsa qisa_avx512_bf16 __attribute__((weak));
+extern const QuantizedIsa quantized_isa_avx2 __attribute__((weak));
+extern const QuantizedIsa quantized_isa_avx2_vnni __attribute__((weak));
+extern const QuantizedIsa quantized_isa_avx512 __attribute__((weak));
+extern const QuantizedIsa quantized_isa_avx512_vnni __attribute__((weak));
+extern const QuantizedIsa quantized_isa_avx512_bf16 __attribute__((weak));
 #endif
-extern const QIsa qisa_generic __attribute__((weak));
+extern const QuantizedIsa quantized_isa_generic __attribute__((weak));
 
 namespace {
 
@@ -29,25 +29,25 @@ constexpr int64_t ROW_STEP = 12;                // a multiple of the rows of a r
 constexpr int64_t REPEATED_ELEMENTS = 1 << 13;  // up to this size every thread converts all of x: faster than waiting
 constexpr int64_t GATED_ELEMENTS = 1 << 14;     // elements computed before silu_and_mul: they stay in the L1 cache
 
-const QIsa& choose() {
+const QuantizedIsa& choose() {
     [[maybe_unused]] const Features has;
-    const Candidate<QIsa> best_first[] = {
+    const Candidate<QuantizedIsa> best_first[] = {
 #if MVLLM_AMX && MVLLM_AMX_EMULATED != 1
-        {amx_qisa(), true, "amx_bf16"},
+        {amx_quantized_isa(), true, "amx_bf16"},
 #endif
 #if MVLLM_X86
-        {&qisa_avx512_bf16, has.avx512_bf16 && has.avx512_vnni},
-        {&qisa_avx512_vnni, has.avx512_vnni},
-        {&qisa_avx512, has.avx512},
-        {&qisa_avx2_vnni, has.avx2_vnni},
-        {&qisa_avx2, has.avx2},
+        {&quantized_isa_avx512_bf16, has.avx512_bf16 && has.avx512_vnni},
+        {&quantized_isa_avx512_vnni, has.avx512_vnni},
+        {&quantized_isa_avx512, has.avx512},
+        {&quantized_isa_avx2_vnni, has.avx2_vnni},
+        {&quantized_isa_avx2, has.avx2},
 #endif
-        {&qisa_generic, true},
+        {&quantized_isa_generic, true},
     };
     return chosen(best_first);
 }
 
-const QIsa& current() { return current_qisa(); }
+const QuantizedIsa& current() { return current_quantized_isa(); }
 
 thread_local Buffer converted_rows, product_to_gate;
 
@@ -59,7 +59,7 @@ int threads_for(int64_t work) { return work < SERIAL_WORK ? 1 : team_size(); }
 
 // A product of rows. If `gated`, the result is silu(first half) * second half.
 struct Product {
-    QLinear op;
+    QuantizedLinear op;
     int64_t rows;
     bool gated;
 
@@ -74,8 +74,8 @@ struct Converted {
     bool int8, wanted;
     int64_t stride, sums, bytes;  // elements from row to row; offset of the row sums and total size in bytes
 
-    Converted(const QIsa& isa, const Product& p) : int8(p.op.int8_activations) {
-        const QLinear& op = p.op;
+    Converted(const QuantizedIsa& isa, const Product& p) : int8(p.op.int8_activations) {
+        const QuantizedLinear& op = p.op;
         const bool bf16 = op.dtype == BF16 && isa.bf16_dot, in_place = op.dtype == F32 || bf16;
         wanted = int8 || !in_place || op.in_features % lane_depth(op.bits);
         // A stride of whole pages would map all rows to a few cache sets.
@@ -95,7 +95,7 @@ struct Converted {
         to.op.row_sums = reinterpret_cast<int32_t*>(memory + sums);
     }
 
-    void convert(const QIsa& isa, const Product& from, const Product& to, int64_t begin, int64_t end) const {
+    void convert(const QuantizedIsa& isa, const Product& from, const Product& to, int64_t begin, int64_t end) const {
         void* x = const_cast<void*>(to.op.x);
         if (int8)
             isa.quantize(from.op, static_cast<int8_t*>(x), stride, const_cast<float*>(to.op.row_scales),
@@ -106,7 +106,7 @@ struct Converted {
 };
 
 // Computes a block of rows by strips of the result. A gated product is rounded like a separate product.
-void block(const QIsa& isa, const Product& p, int64_t row_begin, int64_t row_end, int64_t begin, int64_t end) {
+void block(const QuantizedIsa& isa, const Product& p, int64_t row_begin, int64_t row_end, int64_t begin, int64_t end) {
     const auto kernel = p.op.int8_activations ? isa.int8 : isa.weight_only;
     if (!p.gated) return kernel(p.op, row_begin, row_end, begin, end);
     const int64_t size = p.op.out_features / 2, element = element_of(p.op.dtype), rows = row_end - row_begin;
@@ -116,7 +116,7 @@ void block(const QIsa& isa, const Product& p, int64_t row_begin, int64_t row_end
     for (int64_t next; begin < end; begin = next) {
         next = std::min(end, (begin / tile) * tile + most);
         const int64_t width = (next - begin) * STRIP;
-        QLinear half = p.op;
+        QuantizedLinear half = p.op;
         half.out_stride = 2 * width;
         // Kernels index `out` from the first row and column of the whole result.
         auto from = [&](int64_t column) {
@@ -127,13 +127,13 @@ void block(const QIsa& isa, const Product& p, int64_t row_begin, int64_t row_end
         half.out = from(size + begin * STRIP - width);
         kernel(half, row_begin, row_end, size / STRIP + begin, size / STRIP + next);
         char* out = static_cast<char*>(p.op.out) + (row_begin * p.op.out_stride + begin * STRIP) * element;
-        current_isa().gate_and_mul({scratch, out, 2 * width, p.op.out_stride, width, width, p.op.dtype}, 0, rows);
+        current_isa().act_and_mul({scratch, out, 2 * width, p.op.out_stride, width, width, p.op.dtype}, 0, rows);
     }
 }
 
 // Number of pieces of a useful size in a product.
-int64_t pieces_of(const QIsa& isa, const Product& p) {
-    return p.strips() * STRIP / isa.tile * ((p.rows + QLINEAR_ROWS - 1) / QLINEAR_ROWS);
+int64_t pieces_of(const QuantizedIsa& isa, const Product& p) {
+    return p.strips() * STRIP / isa.tile * ((p.rows + QUANTIZED_LINEAR_ROWS - 1) / QUANTIZED_LINEAR_ROWS);
 }
 
 // The first strip of part `i` of `count`; at a tile boundary if there are enough tiles.
@@ -144,12 +144,12 @@ int64_t edge_of(int64_t strips, int64_t width, int64_t i, int64_t count) {
 
 // Computes one of `threads` parts. With few rows, a part is a range of columns. With many, it is a range of blocks in
 // the order of rows.
-void compute(const QIsa& isa, const Product& p, int64_t thread, int64_t threads) {
+void compute(const QuantizedIsa& isa, const Product& p, int64_t thread, int64_t threads) {
     const int64_t strips = p.strips(), rows = p.rows, width = isa.tile / STRIP;
-    if (rows <= QLINEAR_ROWS)
+    if (rows <= QUANTIZED_LINEAR_ROWS)
         return block(isa, p, 0, rows, edge_of(strips, width, thread, threads), edge_of(strips, width, thread + 1, threads));
     const int64_t tiles = (strips + width - 1) / width;
-    const int64_t row_blocks = (rows + QLINEAR_ROWS - 1) / QLINEAR_ROWS, blocks = tiles * row_blocks;
+    const int64_t row_blocks = (rows + QUANTIZED_LINEAR_ROWS - 1) / QUANTIZED_LINEAR_ROWS, blocks = tiles * row_blocks;
     const int64_t steps = (rows + ROW_STEP - 1) / ROW_STEP;
     auto edge = [&](int64_t i) { return std::min(rows, (steps * i + row_blocks - 1) / row_blocks * ROW_STEP); };
     for (int64_t b = blocks * thread / threads; b < blocks * (thread + 1) / threads; ++b) {
@@ -164,14 +164,14 @@ bool converts_alone(const Converted& converted, const Product& p) {
 }
 
 // A thread converts the rows for its first part and reuses them for the others.
-void compute_alone(const QIsa& isa, const Product& p, const Converted& converted, Part part) {
+void compute_alone(const QuantizedIsa& isa, const Product& p, const Converted& converted, Part part) {
     Product own = p;
     converted.place(converted_rows.at_least(size_t(converted.bytes)), own);
     if (part.fresh) converted.convert(isa, p, own, 0, p.rows);
     compute(isa, own, part.index, part.count);
 }
 
-void multiply_at_once(const QIsa& isa, const Product& p) {
+void multiply_at_once(const QuantizedIsa& isa, const Product& p) {
     const Converted converted(isa, p);
     const int threads = threads_for(p.work());
     const int64_t pieces = pieces_of(isa, p);
@@ -198,7 +198,7 @@ void multiply(const Product& p) {
 Product product_of(const void* x, int64_t x_stride, const uint32_t* weight, const void* scales, const int8_t* zeros,
                    const void* bias, void* out, int64_t rows, int64_t in_features, int64_t size, int64_t group_size,
                    int64_t block_size, int bits, int int8_activations, int bf16_scales, int dtype, bool gated) {
-    QLinear op{};
+    QuantizedLinear op{};
     op.x = x;
     op.weight = weight;
     op.scales = scales;
@@ -278,13 +278,13 @@ void pack_tile(const int8_t* values, int64_t stride, uint32_t* packed, int64_t c
 
 }  // namespace
 
-const QIsa& current_qisa() {
-    static const QIsa& isa = choose();
+const QuantizedIsa& current_quantized_isa() {
+    static const QuantizedIsa& isa = choose();
     return isa;
 }
 
-const WorkSharing qlinear_sharing{mode_of<false>, part_of<false>, ahead_of<false>, recorded_pieces<false>};
-const WorkSharing qlinear_silu_sharing{mode_of<true>, part_of<true>, ahead_of<true>, recorded_pieces<true>};
+const WorkSharing quantized_linear_sharing{mode_of<false>, part_of<false>, ahead_of<false>, recorded_pieces<false>};
+const WorkSharing quantized_linear_silu_and_mul_sharing{mode_of<true>, part_of<true>, ahead_of<true>, recorded_pieces<true>};
 
 }  // namespace mvllm
 
@@ -292,17 +292,17 @@ using namespace mvllm;
 
 extern "C" {
 
-const char* mvllm_cpu_qlinear_isa() { return current().name; }
+const char* mvllm_cpu_quantized_linear_isa() { return current().name; }
 
 // Columns per tile, which determines the sizes of the packed arrays.
-int mvllm_cpu_qlinear_tile() { return current().tile; }
+int mvllm_cpu_quantized_linear_tile() { return current().tile; }
 
 // `zeros` [out_features, groups] and `packed_zeros` may be null; `factors` has the same shape, or is null if all are
 // one. Scales are [out_features, blocks]; bfloat16 truncates them. The caller fills the packed arrays with zeros.
-void mvllm_cpu_qlinear_pack(const int8_t* values, int64_t stride, const float* scales, const int8_t* zeros,
-                            const int8_t* factors, uint32_t* packed, void* packed_scales, int8_t* packed_zeros,
-                            int64_t out_features, int64_t in_features, int64_t groups, int64_t blocks, int bits,
-                            int int8_activations, int bf16_scales) {
+void mvllm_cpu_quantized_linear_pack(const int8_t* values, int64_t stride, const float* scales, const int8_t* zeros,
+                                     const int8_t* factors, uint32_t* packed, void* packed_scales, int8_t* packed_zeros,
+                                     int64_t out_features, int64_t in_features, int64_t groups, int64_t blocks, int bits,
+                                     int int8_activations, int bf16_scales) {
     const int tile = current().tile;
     const int64_t lanes = (in_features + lane_depth(bits) - 1) / lane_depth(bits) * tile;
     const int64_t tiles = tiles_of(out_features, tile);
@@ -335,18 +335,20 @@ void mvllm_cpu_qlinear_pack(const int8_t* values, int64_t stride, const float* s
 }
 
 // out = x * weight^T + bias. A weight for int8 activations has one block and 8 bits, or blocks of at most 256 columns.
-void mvllm_cpu_qlinear(const void* x, int64_t x_stride, const uint32_t* weight, const void* scales, const int8_t* zeros,
-                       const void* bias, void* out, int64_t rows, int64_t in_features, int64_t out_features,
-                       int64_t group_size, int64_t block_size, int bits, int int8_activations, int bf16_scales, int dtype) {
+void mvllm_cpu_quantized_linear(const void* x, int64_t x_stride, const uint32_t* weight, const void* scales,
+                                const int8_t* zeros, const void* bias, void* out, int64_t rows, int64_t in_features,
+                                int64_t out_features, int64_t group_size, int64_t block_size, int bits, int int8_activations,
+                                int bf16_scales, int dtype) {
     multiply(product_of(x, x_stride, weight, scales, zeros, bias, out, rows, in_features, out_features, group_size,
                         block_size, bits, int8_activations, bf16_scales, dtype, false));
 }
 
 // out [rows, size] = silu(first half of y) * second half of y, where y = x * weight^T + bias; `size` is a multiple of
 // 16.
-void mvllm_cpu_qlinear_silu(const void* x, int64_t x_stride, const uint32_t* weight, const void* scales, const int8_t* zeros,
-                            const void* bias, void* out, int64_t rows, int64_t in_features, int64_t size, int64_t group_size,
-                            int64_t block_size, int bits, int int8_activations, int bf16_scales, int dtype) {
+void mvllm_cpu_quantized_linear_silu_and_mul(const void* x, int64_t x_stride, const uint32_t* weight, const void* scales,
+                                             const int8_t* zeros, const void* bias, void* out, int64_t rows,
+                                             int64_t in_features, int64_t size, int64_t group_size, int64_t block_size,
+                                             int bits, int int8_activations, int bf16_scales, int dtype) {
     multiply(product_of(x, x_stride, weight, scales, zeros, bias, out, rows, in_features, size, group_size, block_size, bits,
                         int8_activations, bf16_scales, dtype, true));
 }
