@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from mvllm.config.grid_families import deepstack_layers
+from mvllm.config.grid_items import deepstack_layers
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ConfigError
 from mvllm.layers.context import BuildContext, ForwardStep

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from mvllm.config.grid_families import deepstack_layers
+from mvllm.config.grid_items import deepstack_layers
 from mvllm.config.hf_config import HFConfig
 from mvllm.errors import ModelError
 from mvllm.layers.activation import activation

@@ -7,7 +7,6 @@ features:
 
     SquareFrames            frames of one size                                    LLaVA-OneVision, InternVL
     TwiceResizedFrames      resized to the longer side, then to a square          SmolVLM
-    Gemma4Frames            patches of frames of any size, padded                 Gemma 4
     GridFrames              grids of patches, see `grid_frames`                   Qwen-VL, GLM-4V
 """
 
@@ -242,29 +241,3 @@ def proportional_size(height: int, width: int, longest: int) -> tuple[int, int]:
         return max(short + short % 2, 1), longest
     short = int(longest * (width / height))
     return longest, max(short + short % 2, 1)
-
-
-class Gemma4Frames(FrameProcessor[FrameRules]):
-    """Frames that transformers' image processor of Gemma 4 prepares, with the settings of videos.
-
-    `pixel_values_videos`: float32 [frames of all videos, patches, elements of a patch], padded with zeros;
-    `video_position_ids`: int64 [frames of all videos, patches, 2], padded with -1.
-    """
-
-    most_embeddings = 70
-    """Default of `max_soft_tokens`: of a frame."""
-
-    def features(self, videos: Sequence[Array], settings: Mapping[str, Any]) -> dict[str, Any]:
-        from PIL import Image
-        from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
-
-        known = Gemma4ImageProcessorPil.valid_kwargs.__annotations__
-        given = {"max_soft_tokens": self.most_embeddings, "resample": self._rules.resample, **settings}
-        images = Gemma4ImageProcessorPil(**{name: value for name, value in given.items() if name in known})
-        parts = [images([Image.fromarray(frame) for frame in frames], return_tensors="np") for frames in videos]
-        return {
-            "pixel_values_videos": np.concatenate([part["pixel_values"] for part in parts]),
-            "video_position_ids": np.concatenate([part["image_position_ids"] for part in parts]),
-            "num_frames_per_video": np.array([len(frames) for frames in videos]),
-            "num_soft_tokens_per_video": [int(part["num_soft_tokens_per_image"][0]) for part in parts],
-        }

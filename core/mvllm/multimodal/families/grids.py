@@ -14,7 +14,6 @@ says the time of each frame.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -113,24 +112,6 @@ class Qwen3Items(GridItems):
         of_whole_video=True,
     )
     default_frames = FrameDefaults(fps=2.0, fewest=4, most=768)
-
-
-class GlmItems(GridItems):
-    """Items of GLM-4V, whose videos have text between frames."""
-
-    frame_rules = GridRules(smallest=112 * 112, largest=2 * 30_000 * 28 * 28, of_whole_video=True)
-    default_frames = FrameDefaults(fps=2.0, most=600, placement="starts")
-
-    def frame_defaults(self) -> FrameDefaults:
-        """As the video processors, which do not use their `num_frames`."""
-        if type(self.processor).__name__ == "Glm46VProcessor":
-            return _FRAMES_OF_GLM_46V
-        return dataclasses.replace(super().frame_defaults(), num_frames=None)
-
-
-_FRAMES_OF_GLM_46V = FrameDefaults(
-    most=640, fps_by_duration=((30.0, 6.0), (300.0, 2.0), (math.inf, 1.0)), placement="starts"
-)
 
 
 def positions_over_span(

@@ -17,12 +17,12 @@ from torch import nn
 
 from mvllm.config.hf_config import HFConfig
 from mvllm.errors import ModelError
+from mvllm.families.gemma4.encoder_layers import ClippedProjection, PlainNorm
 from mvllm.layers.activation import activation
 from mvllm.layers.checkpoint_tensor import CheckpointTensor
 from mvllm.layers.context import BuildContext
 from mvllm.layers.linear import ReplicatedLinear
 from mvllm.layers.norm import RMSNorm
-from mvllm.models.gemma4_encoder_layers import ClippedProjection, PlainNorm
 
 _EPS = 1e-6
 _LONGEST_PERIOD = 10_000.0

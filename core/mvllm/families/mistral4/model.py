@@ -11,12 +11,12 @@ from torch import nn
 
 from mvllm.config.model import ModelConfig
 from mvllm.config.rope_parameters import RopeParameters, rope_settings
+from mvllm.families.deepseek.model import DeepseekV2ForCausalLM
 from mvllm.layers.context import BuildContext
 from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.routing import Routing
 from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from mvllm.layers.stacked_moe import StackedMoE
-from mvllm.models.deepseek import DeepseekV2ForCausalLM
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
 from mvllm.models.ministral3 import query_scaling
 from mvllm.models.moe_config import check_activation, shared_mlp

@@ -1,4 +1,4 @@
-"""What Qwen2-VL, Qwen2.5-VL, Qwen3-VL and GLM-4V take beside text. Needs no torch.
+"""Reads what models with grids of patches take beside text: Qwen-VL and GLM-4V. Needs no torch.
 
 Their images and videos are grids of patches, frames x rows x columns, and their language models read three positions
 for each token: temporal, height and width.
@@ -6,12 +6,11 @@ for each token: temporal, height and width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from mvllm.config.encoder_parts import vision_config
 from mvllm.config.hf_config import HFConfig
+from mvllm.config.model_family import ReadItems
 from mvllm.config.multimodal import MultiModalModel
 from mvllm.config.rope_parameters import rope_settings
-from mvllm.config.vision_families import vision_config
 from mvllm.errors import ModelError
 
 
@@ -38,13 +37,15 @@ def deepstack_layers(vision: HFConfig) -> tuple[int, ...]:
 _VIDEO_AS_IMAGES = "<|begin_of_video|><|video|><|end_of_video|>"
 
 
-def _family(
+def grid_items_reader(
     image_id: int, video_id: int | None, sections: tuple[int, int, int], *, interleaved: bool = False
-) -> Callable[[HFConfig], MultiModalModel | None]:
-    """Args:
-    image_id, video_id: Defaults of the token ids. None: the frames of videos are marked as images are.
-    sections: Default of `mrope_section`.
-    interleaved: As `rope_interleaved`; such families have DeepStack.
+) -> ReadItems:
+    """The reader of a family.
+
+    Args:
+        image_id, video_id: Defaults of the token ids. None: the frames of videos are marked as images are.
+        sections: Default of `mrope_section`.
+        interleaved: As `rope_interleaved`; such families have DeepStack.
     """
 
     def read(hf_config: HFConfig) -> MultiModalModel | None:
@@ -78,19 +79,3 @@ def _sections(hf_config: HFConfig, default: tuple[int, int, int]) -> tuple[int, 
     if not isinstance(found, list) or len(found) != 3 or not all(type(size) is int and size >= 0 for size in found):
         raise ModelError(f"{hf_config.source}: 'mrope_section' should be a list of three numbers, found {found!r}.")
     return found[0], found[1], found[2]
-
-
-_QWEN2 = _family(151655, 151656, (16, 24, 24))
-_QWEN3 = _family(151655, 151656, (24, 20, 20), interleaved=True)
-_GLM = _family(151343, None, (8, 12, 12))
-
-GRID_FAMILIES = {
-    "Qwen2VLForConditionalGeneration": _QWEN2,
-    "Qwen2_5_VLForConditionalGeneration": _QWEN2,
-    "Qwen3VLForConditionalGeneration": _QWEN3,
-    "Qwen3VLMoeForConditionalGeneration": _QWEN3,
-    "Glm4vForConditionalGeneration": _GLM,
-    "Glm46VForConditionalGeneration": _GLM,
-    "Glm4vMoeForConditionalGeneration": _family(151363, None, (8, 12, 12)),
-}
-"""By architecture."""

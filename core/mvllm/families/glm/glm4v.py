@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from mvllm.config.model import ModelConfig
 from mvllm.config.rope_parameters import RopeParameters
-from mvllm.models.glm import Glm4ForCausalLM
-from mvllm.models.glm4_moe import Glm4MoeForCausalLM
+from mvllm.families.glm.glm4 import Glm4ForCausalLM
+from mvllm.families.glm.glm4_moe import Glm4MoeForCausalLM
+from mvllm.families.glm.glm4v_tower import Glm4vTower
 from mvllm.models.grid_model import GridModel
 from mvllm.models.llama import LlamaOptions
-from mvllm.models.vision.glm4v_tower import Glm4vTower
 
 
 class Glm4vForConditionalGeneration(GridModel, Glm4ForCausalLM):

@@ -7,9 +7,9 @@ import re
 from torch import nn
 
 from mvllm.config.model import ModelConfig
+from mvllm.families.deepseek.model import DeepseekV3ForCausalLM
 from mvllm.layers.context import BuildContext
 from mvllm.layers.rotary import RotaryEmbedding
-from mvllm.models.deepseek import DeepseekV3ForCausalLM
 from mvllm.models.layer_windows import layer_windows
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
 

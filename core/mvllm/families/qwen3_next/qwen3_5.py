@@ -12,10 +12,10 @@ from typing import ClassVar
 
 from torch import nn
 
+from mvllm.families.qwen3_next.qwen3_next import Qwen3NextForCausalLM
 from mvllm.layers.context import BuildContext
 from mvllm.layers.gated_delta_net import DeltaNetNames
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
-from mvllm.models.qwen3_next import Qwen3NextForCausalLM
 
 
 class Qwen3_5MoeForCausalLM(Qwen3NextForCausalLM):

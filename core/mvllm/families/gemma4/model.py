@@ -21,13 +21,13 @@ from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
 from mvllm.config.rope_parameters import RopeParameters, is_per_layer_type, rope_settings
 from mvllm.errors import ConfigError, ModelError
+from mvllm.families.gemma4.experts import Gemma4MoeLayer
+from mvllm.families.gemma4.layers import Gemma4Attention, LayerScalar, PerLayerBlock, PerLayerEmbedding
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.item_rows import replace_ids
 from mvllm.layers.mlp import GatedMLP
 from mvllm.layers.rotary import CosSinRows, RotaryEmbedding
 from mvllm.models.gemma2 import GEMMA_NORMS, number_or_default
-from mvllm.models.gemma4_experts import Gemma4MoeLayer
-from mvllm.models.gemma4_layers import Gemma4Attention, LayerScalar, PerLayerBlock, PerLayerEmbedding
 from mvllm.models.layer_windows import layer_windows
 from mvllm.models.llama import LlamaLayer, LlamaOptions, norm_eps
 from mvllm.models.text_part import TextPart

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ConfigError, ModelError
-from mvllm.models.deepseek import DeepseekV32ForCausalLM
+from mvllm.families.deepseek.model import DeepseekV32ForCausalLM
 from mvllm.models.llama import LlamaOptions
 
 _LETTERS = {"F": "full", "S": "shared"}

@@ -16,6 +16,8 @@ from torch import nn
 
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
+from mvllm.families.gemma4.audio import Gemma4AudioTower
+from mvllm.families.gemma4.encoder_layers import ClippedProjection, PlainNorm
 from mvllm.layers.activation import gated_activation
 from mvllm.layers.checkpoint_tensor import CheckpointTensor
 from mvllm.layers.context import BuildContext
@@ -23,8 +25,6 @@ from mvllm.layers.encoder_attention import PackedAttention
 from mvllm.layers.linear import ReplicatedLinear
 from mvllm.layers.norm import RMSNorm
 from mvllm.layers.patch_embedding import PatchEmbedding
-from mvllm.models.audio.gemma4_audio import Gemma4AudioTower
-from mvllm.models.gemma4_encoder_layers import ClippedProjection, PlainNorm
 from mvllm.models.item_encoder import Features, ItemEncoder
 from mvllm.models.multimodal_model import MultiModalCausalLM
 from mvllm.models.vision.axial_rope import AxialAngles, AxialRope, rope_theta

@@ -8,9 +8,9 @@ from torch import nn
 
 from mvllm.config.model import ModelConfig
 from mvllm.config.rope_parameters import RopeParameters
+from mvllm.families.deepseek.model import DeepseekV3ForCausalLM
 from mvllm.layers.context import BuildContext
 from mvllm.layers.rotary import RotaryEmbedding
-from mvllm.models.deepseek import DeepseekV3ForCausalLM
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
 
 _EPS = 1e-5
