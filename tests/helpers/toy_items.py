@@ -179,9 +179,7 @@ def write(folder: Path, **config: Any) -> Path:
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, **model: Any) -> None:
     """Makes the architecture known. `model`: fields of MultiModalModel."""
-    metadata = write_metadata(
-        folder, "mvllm-toy-items", f"[mvllm.models]\n{ARCHITECTURE} = tests.helpers.toy_items\n"
-    )
+    metadata = write_metadata(folder, "mvllm-toy-items", f"[mvllm.models]\n{ARCHITECTURE} = tests.helpers.toy_items\n")
     monkeypatch.syspath_prepend(str(metadata))
     monkeypatch.syspath_prepend(str(ROOT))
 
