@@ -24,16 +24,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mvllm import LLM
-from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
-from mvllm.config.model_family import Architecture, ModelFamily
-from mvllm.config.multimodal import MultiModalModel
+from mvllm.extension_api.model_families import Architecture, HFConfig, ModelFamily, MultiModalModel
+from mvllm.extension_api.multimodal_models import Features, ItemEncoder
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.linear import ReplicatedLinear
 from mvllm.messages.multimodal import ArrayData, ItemSpan, MultiModalItem
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
-from mvllm.models.item_encoder import Features, ItemEncoder
 from mvllm.models.llama import LlamaForCausalLM
 from tests.helpers.model_zoo import load_reference, make_checkpoint
 from tests.helpers.parity import engine

@@ -18,7 +18,7 @@ from mvllm import plugin_groups
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.model_family import Architecture, ModelFamily, ModelType
 from mvllm.config.multimodal import MultiModalModel
-from mvllm.errors import ConfigError
+from mvllm.errors import ConfigError, ModelError
 
 _INDEX = "mvllm.families"
 """Imported by name, as records are: they name classes of all layers, and are above this one, as other packages are."""
@@ -29,7 +29,7 @@ def find_architecture(name: str) -> Architecture | None:
     """The record of an architecture. None if there is none, as of a plugin that names a class alone.
 
     Raises:
-        ConfigError: The record of another package cannot be imported, or is none.
+        ConfigError, ModelError: As `record_of_plugin`.
     """
     family = _core_family(_index().architectures, name) or _plugin_family(name)
     return None if family is None else family.architectures.get(name)
@@ -82,15 +82,16 @@ def record_of_plugin(source: plugin_groups.PluginSource) -> ModelFamily | None:
     """The record that an entry point of `mvllm.models` names; None if it names a class.
 
     Raises:
-        ConfigError: The module cannot be imported, or has no `FAMILY` with the architecture.
+        ConfigError: The module cannot be imported.
+        ModelError: It has no `FAMILY` with the architecture.
     """
     if ":" in source.entry_point:
         return None
     family = getattr(plugin_groups.load(plugin_groups.MODELS, source), "FAMILY", None)
     if not isinstance(family, ModelFamily) or source.name not in family.architectures:
-        raise ConfigError(
-            f"{source} must name a class, as `module:class`, or a module whose constant FAMILY is a ModelFamily of "
-            f"mvllm.extension_api.models that has the architecture {source.name}; found {family!r:.200}."
+        raise ModelError(
+            f"{source} must name a CausalLM, as `module:class`, or a module whose constant FAMILY is a ModelFamily of "
+            f"mvllm.extension_api.model_families that has this architecture, found {family!r:.200}."
         )
     return family
 
