@@ -68,6 +68,8 @@ class Architecture:
         read_items: Reads what the model takes beside text; None for a model that takes text alone.
         items: The subclass of ItemFamily that processes its items, as `module:class`; None for ItemFamily.
         may_be_text: There are checkpoints without encoders, which are run as their language model.
+        tool_parser, reasoning_parser: Names of the parsers for the model's text, used where its chat template shows no
+            known format and no setting names one. None for no parser.
     """
 
     model: str | tuple[str, ...]
@@ -75,6 +77,8 @@ class Architecture:
     read_items: ReadItems | None = None
     items: str | None = None
     may_be_text: bool = False
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
 
     @property
     def bases(self) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """For packages with a family of models (entry points of `mvllm.models` that name a module): the record of the family.
 
-Importing this loads no torch, so that a module with a record can be imported by every process. The classes that a record
-names are built from `mvllm.extension_api` and `.multimodal_models`. docs/how-to/extending.md shows the whole.
+Importing this loads no torch, so that every process can import a module with a record. The classes that a record names
+are built from `mvllm.extension_api` and `.multimodal_models`. docs/how-to/extending.md shows the whole.
 """
 
 from __future__ import annotations

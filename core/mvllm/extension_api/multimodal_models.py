@@ -1,4 +1,4 @@
-"""For packages with a model that takes images, videos or audio: the bases of its encoders and of its processing of items.
+"""For packages with a model that takes images, videos or audio: bases of its encoders and of its processing of items.
 
 A record (`mvllm.extension_api.model_families`) names the classes: `Architecture.model` a model class whose
 `item_encoder` is an `ItemEncoder`, and `Architecture.items` a subclass of `ItemFamily`.

@@ -23,13 +23,14 @@ def _read_items(hf: HFConfig) -> MultiModalModel | None:
 
 FAMILY = ModelFamily(
     architectures={
-        "Gemma4ForCausalLM": Architecture("mvllm.families.gemma4.model:Gemma4ForCausalLM"),
+        "Gemma4ForCausalLM": Architecture("mvllm.families.gemma4.model:Gemma4ForCausalLM", tool_parser="gemma4"),
         "Gemma4ForConditionalGeneration": Architecture(
             "mvllm.families.gemma4.vision:Gemma4",
             language_model="Gemma4ForCausalLM",
             read_items=_read_items,
             items="mvllm.families.gemma4.items:Gemma4Items",
             may_be_text=True,
+            tool_parser="gemma4",
         ),
     },
     model_types={"gemma4_text": ModelType("Gemma4ForCausalLM", head_dim=256, sliding_window=512)},
