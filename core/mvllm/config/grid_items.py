@@ -6,6 +6,8 @@ for each token: temporal, height and width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mvllm.config.encoder_parts import vision_config
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.model_family import ReadItems
@@ -13,39 +15,24 @@ from mvllm.config.multimodal import MultiModalModel
 from mvllm.config.rope_parameters import rope_settings
 from mvllm.errors import ModelError
 
-
-def deepstack_layers(vision: HFConfig) -> tuple[int, ...]:
-    """The layers of Qwen3-VL's vision tower whose results are added behind the first layers of the language model.
-
-    Raises:
-        ModelError: `deepstack_visual_indexes` is not a list of different numbers of layers.
-    """
-    layers = vision.get("deepstack_visual_indexes", [8, 16, 24])
-    depth = vision.positive_int("depth", 27)
-    if (
-        not isinstance(layers, list)
-        or not all(type(layer) is int and 0 <= layer < depth for layer in layers)
-        or len(set(layers)) != len(layers)
-    ):
-        raise ModelError(
-            f"{vision.source}: 'deepstack_visual_indexes' should be a list of different numbers below {depth}, found "
-            f"{layers!r}."
-        )
-    return tuple(layers)
-
-
 _VIDEO_AS_IMAGES = "<|begin_of_video|><|video|><|end_of_video|>"
 
 
 def grid_items_reader(
-    image_id: int, video_id: int | None, sections: tuple[int, int, int], *, interleaved: bool = False
+    image_id: int,
+    video_id: int | None,
+    sections: tuple[int, int, int],
+    *,
+    interleaved: bool = False,
+    further_rows: Callable[[HFConfig], int] = lambda vision: 0,
 ) -> ReadItems:
     """The reader of a family.
 
     Args:
         image_id, video_id: Defaults of the token ids. None: the frames of videos are marked as images are.
         sections: Default of `mrope_section`.
-        interleaved: As `rope_interleaved`; such families have DeepStack.
+        interleaved: As `rope_interleaved`.
+        further_rows: Rows of an embedding beside the first one, by `vision_config`.
     """
 
     def read(hf_config: HFConfig) -> MultiModalModel | None:
@@ -54,10 +41,9 @@ def grid_items_reader(
             return None
         image = _token_id(hf_config, "image_token_id", image_id)
         video = image if video_id is None else _token_id(hf_config, "video_token_id", video_id)
-        streams = 1 + (len(deepstack_layers(vision)) if interleaved else 0)
         return MultiModalModel(
             placeholders={"image": image, "video": video},
-            embedding_width=streams * hf_config.positive_int("hidden_size"),
+            embedding_width=(1 + further_rows(vision)) * hf_config.positive_int("hidden_size"),
             rope_sections=_sections(hf_config, sections),
             rope_interleaved=interleaved,
             written_as={"video": _VIDEO_AS_IMAGES} if video_id is None else {},

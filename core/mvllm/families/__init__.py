@@ -28,6 +28,7 @@ _RECORDS = {
         "Glm4vForConditionalGeneration Glm46VForConditionalGeneration Glm4vMoeForConditionalGeneration",
         "glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa glm4v glm4v_moe glm4v_text glm4v_moe_text",
     ),
+    "gpt_oss.family": ("GptOssForCausalLM", "gpt_oss"),
     "image_generation": (
         "Emu3ForConditionalGeneration JanusForConditionalGeneration",
         "emu3 emu3_text_model janus",
@@ -37,13 +38,16 @@ _RECORDS = {
         "Mistral3ForConditionalGeneration",
         "llava llava_onevision gemma3 mistral3",
     ),
+    "kimi_linear.family": ("KimiLinearForCausalLM", "kimi_linear"),
+    "llama4.family": ("Llama4ForCausalLM Llama4ForConditionalGeneration", "llama4 llama4_text"),
     "mistral4.family": ("Mistral4ForCausalLM", "mistral4"),
+    "nemotron_h.family": ("NemotronHForCausalLM", "nemotron_h"),
     "qwen3_next.family": (
         "Qwen3NextForCausalLM Qwen3NextModel Qwen3NextForSequenceClassification Qwen3_5ForCausalLM "
         "Qwen3_5ForConditionalGeneration Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration",
         "qwen3_next qwen3_5_text qwen3_5_moe_text",
     ),
-    "qwen_vl": (
+    "qwen_vl.family": (
         "Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration Qwen3VLForConditionalGeneration "
         "Qwen3VLMoeForConditionalGeneration ColQwen2ForRetrieval",
         "qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text qwen3_vl_text qwen3_vl_moe_text",

@@ -68,11 +68,9 @@ _CLASSES = {
     "mixtral": "MixtralForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
     "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
     "hunyuan_moe": "HunYuanMoEV1ForCausalLM",
-    "llama4": "Llama4ForCausalLM Llama4ForConditionalGeneration",
     "cohere2_moe": "Cohere2MoeForCausalLM",
     "opt": "OPTForCausalLM",
     "gpt2": "GPT2LMHeadModel",
@@ -95,10 +93,8 @@ _CLASSES = {
     "granite_moe": "GraniteMoeForCausalLM",
     "granite_moe_hybrid": "GraniteMoeHybridForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
-    "nemotron_h": "NemotronHForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
     "lfm2": "Lfm2ForCausalLM Lfm2MoeForCausalLM",
-    "kimi_linear": "KimiLinearForCausalLM",
     "olmo_hybrid": "OlmoHybridForCausalLM",
 }
 """By module of `mvllm.models`: its classes, which have the names of architectures."""
@@ -140,7 +136,6 @@ FAMILY = ModelFamily(
         "mixtral": ModelType("MixtralForCausalLM"),
         "qwen2_moe": ModelType("Qwen2MoeForCausalLM", sliding_window=4096, use_sliding_window=False),
         "qwen3_moe": ModelType("Qwen3MoeForCausalLM", sliding_window=4096, use_sliding_window=False),
-        "gpt_oss": ModelType("GptOssForCausalLM", head_dim=64, sliding_window=128),
         "minimax_m2": ModelType(
             "MiniMaxM2ForCausalLM", head_dim=128, never_sliding=True, key_aliases={"num_experts": "num_local_experts"}
         ),
@@ -150,8 +145,6 @@ FAMILY = ModelFamily(
             never_sliding=True,
             key_aliases={"num_local_experts": "num_experts", "num_experts_per_tok": "moe_topk"},
         ),
-        "llama4_text": ModelType("Llama4ForCausalLM", head_dim=128, never_sliding=True),
-        "llama4": ModelType("Llama4ForConditionalGeneration"),
         "cohere2_moe": ModelType("Cohere2MoeForCausalLM", head_dim=128, sliding_window=4096),
         "opt": ModelType("OPTForCausalLM", never_sliding=True),
         "gpt2": ModelType("GPT2LMHeadModel", never_sliding=True),
@@ -181,16 +174,9 @@ FAMILY = ModelFamily(
             "GraniteMoeHybridForCausalLM", never_sliding=True, key_aliases={"layers_block_type": "layer_types"}
         ),
         "falcon_h1": ModelType("FalconH1ForCausalLM", never_sliding=True),
-        "nemotron_h": ModelType(
-            "NemotronHForCausalLM",
-            head_dim=128,
-            never_sliding=True,
-            key_aliases={"num_local_experts": "n_routed_experts"},
-        ),
         "mamba2": ModelType("Mamba2ForCausalLM"),
         "lfm2": ModelType("Lfm2ForCausalLM", never_sliding=True, text_defaults=_LFM2),
         "lfm2_moe": ModelType("Lfm2MoeForCausalLM", never_sliding=True),
-        "kimi_linear": ModelType("KimiLinearForCausalLM", never_sliding=True),
         "olmo_hybrid": ModelType("OlmoHybridForCausalLM", never_sliding=True),
     },
 )

@@ -13,6 +13,8 @@ from mvllm.config.hf_config import HFConfig
 from mvllm.config.multimodal import MultiModalModel
 from mvllm.entrypoints.chat_items import places_to_text
 from mvllm.errors import ModelError, RequestError
+from mvllm.families.glm.items import GlmItems
+from mvllm.families.qwen_vl.items import Qwen3Items
 from mvllm.multimodal.contents import VideoContent
 from mvllm.multimodal.families.frames import (
     SquareFrames,
@@ -21,7 +23,6 @@ from mvllm.multimodal.families.frames import (
     TwiceResizedRules,
     proportional_size,
 )
-from mvllm.multimodal.families.grids import GlmItems, Qwen3Items
 from mvllm.multimodal.families.interface import ItemFamily
 from mvllm.multimodal.families.smolvlm_processor import number_in_words
 from mvllm.multimodal.frame_sampling import FrameDefaults, FrameSampling

@@ -23,7 +23,6 @@ from mvllm.config.hf_config import HFConfig
 from mvllm.config.multimodal import MultiModalModel
 from mvllm.errors import RequestError
 from mvllm.multimodal.contents import VideoContent
-from mvllm.multimodal.families.frames import HALVES
 from mvllm.multimodal.families.grid_frames import GridFrames, GridRules
 from mvllm.multimodal.families.interface import Features, ItemFamily
 from mvllm.multimodal.frame_sampling import FrameDefaults
@@ -77,41 +76,6 @@ class GridItems(ItemFamily):
     def frame_interval(self, modality: str, features: Features) -> float:
         """Temporal positions from one frame of a block to the next one."""
         return 1.0
-
-
-class Qwen2_5Items(GridItems):
-    """Items of Qwen2.5-VL, whose temporal positions are times."""
-
-    def frame_interval(self, modality: str, features: Features) -> float:
-        if modality != "video":
-            return 1.0
-        seconds = float(np.asarray(features["second_per_grid_ts"]).reshape(-1)[0])
-        return self._vision.positive_int("tokens_per_second", 4) * seconds
-
-
-class ColQwen2Items(GridItems):
-    """Items of ColQwen2, whose positions may be those of the sequence."""
-
-    def rope_positions(
-        self, modality: str, features: Features, span_ids: Sequence[int], embedded: Sequence[tuple[int, int]]
-    ) -> tuple[Positions, int] | None:
-        if self.model.rope_sections is None:
-            return None
-        return super().rope_positions(modality, features, span_ids, embedded)
-
-
-class Qwen3Items(GridItems):
-    """Items of Qwen3-VL, whose videos have text between frames."""
-
-    frame_rules = GridRules(
-        mean=HALVES,
-        std=HALVES,
-        smallest=128 * 32 * 32,
-        largest=768 * 32 * 32,
-        patch_size=16,
-        of_whole_video=True,
-    )
-    default_frames = FrameDefaults(fps=2.0, fewest=4, most=768)
 
 
 def positions_over_span(

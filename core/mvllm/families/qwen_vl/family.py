@@ -11,8 +11,34 @@ from mvllm.config.multimodal import MultiModalModel
 from mvllm.errors import ModelError
 
 _read_qwen2 = grid_items_reader(151655, 151656, (16, 24, 24))
-_read_qwen3 = grid_items_reader(151655, 151656, (24, 20, 20), interleaved=True)
 _QWEN2_VL = ("qwen2_vl", "qwen2_vl_text")
+
+
+def deepstack_layers(vision: HFConfig) -> tuple[int, ...]:
+    """The layers of Qwen3-VL's vision tower whose results are added behind the first layers of the language model.
+
+    Raises:
+        ModelError: `deepstack_visual_indexes` is not a list of different numbers of layers.
+    """
+    layers = vision.get("deepstack_visual_indexes", [8, 16, 24])
+    depth = vision.positive_int("depth", 27)
+    if (
+        not isinstance(layers, list)
+        or not all(type(layer) is int and 0 <= layer < depth for layer in layers)
+        or len(set(layers)) != len(layers)
+    ):
+        raise ModelError(
+            f"{vision.source}: 'deepstack_visual_indexes' should be a list of different numbers below {depth}, found "
+            f"{layers!r}."
+        )
+    return tuple(layers)
+
+
+def _num_deepstack_layers(vision: HFConfig) -> int:
+    return len(deepstack_layers(vision))
+
+
+_read_qwen3 = grid_items_reader(151655, 151656, (24, 20, 20), interleaved=True, further_rows=_num_deepstack_layers)
 
 
 def _read_colqwen2(hf_config: HFConfig) -> MultiModalModel | None:
@@ -32,30 +58,33 @@ def _read_colqwen2(hf_config: HFConfig) -> MultiModalModel | None:
     )
 
 
-_ITEMS = "mvllm.multimodal.families.grids"
+_FOLDER = "mvllm.families.qwen_vl"
+_ITEMS = f"{_FOLDER}.items"
 
 FAMILY = ModelFamily(
     architectures={
         "Qwen2VLForConditionalGeneration": Architecture(
-            "mvllm.models.qwen2_vl:Qwen2VLForConditionalGeneration", read_items=_read_qwen2, items=f"{_ITEMS}:GridItems"
+            f"{_FOLDER}.qwen2_vl:Qwen2VLForConditionalGeneration",
+            read_items=_read_qwen2,
+            items="mvllm.multimodal.families.grids:GridItems",
         ),
         "Qwen2_5_VLForConditionalGeneration": Architecture(
-            "mvllm.models.qwen2_vl:Qwen2_5_VLForConditionalGeneration",
+            f"{_FOLDER}.qwen2_vl:Qwen2_5_VLForConditionalGeneration",
             read_items=_read_qwen2,
             items=f"{_ITEMS}:Qwen2_5Items",
         ),
         "Qwen3VLForConditionalGeneration": Architecture(
-            "mvllm.models.qwen3_vl:Qwen3VLForConditionalGeneration",
+            f"{_FOLDER}.qwen3_vl:Qwen3VLForConditionalGeneration",
             read_items=_read_qwen3,
             items=f"{_ITEMS}:Qwen3Items",
         ),
         "Qwen3VLMoeForConditionalGeneration": Architecture(
-            "mvllm.models.qwen3_vl:Qwen3VLMoeForConditionalGeneration",
+            f"{_FOLDER}.qwen3_vl:Qwen3VLMoeForConditionalGeneration",
             read_items=_read_qwen3,
             items=f"{_ITEMS}:Qwen3Items",
         ),
         "ColQwen2ForRetrieval": Architecture(
-            "mvllm.models.colqwen2:ColQwen2ForRetrieval", read_items=_read_colqwen2, items=f"{_ITEMS}:ColQwen2Items"
+            f"{_FOLDER}.colqwen2:ColQwen2ForRetrieval", read_items=_read_colqwen2, items=f"{_ITEMS}:ColQwen2Items"
         ),
     },
     model_types={

@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 
 from mvllm.config.model import ModelConfig
+from mvllm.families.qwen_vl.qwen2_vl import Qwen2VLForConditionalGeneration
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.linear import ReplicatedLinear
 from mvllm.models.pooling_model import PoolingModel
-from mvllm.models.qwen2_vl import Qwen2VLForConditionalGeneration
 
 _PROJECTION = "embedding_proj_layer"
 _VLM, _TEXT = "vlm.", "language_model."

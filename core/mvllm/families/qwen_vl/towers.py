@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from mvllm.config.grid_items import deepstack_layers
 from mvllm.config.hf_config import HFConfig
 from mvllm.errors import ModelError
+from mvllm.families.qwen_vl.family import deepstack_layers
 from mvllm.layers.activation import activation
 from mvllm.layers.context import BuildContext
 from mvllm.layers.embedding import Embedding

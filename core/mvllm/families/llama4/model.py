@@ -17,10 +17,10 @@ from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
 from mvllm.config.rope_parameters import RopeParameters
 from mvllm.errors import ModelError
+from mvllm.families.llama4.moe import Llama4MoE
 from mvllm.layers.attention import Attention
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.linear import QKVLinear, RowParallelLinear
-from mvllm.layers.llama4_moe import Llama4MoE
 from mvllm.layers.mlp import GatedMLP
 from mvllm.layers.norm import RMSNorm
 from mvllm.layers.query_temperature import QueryTemperature

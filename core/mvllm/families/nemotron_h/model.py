@@ -15,6 +15,7 @@ from torch import nn
 
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ModelError
+from mvllm.families.nemotron_h.ungated_moe import UngatedMoE
 from mvllm.layers.attention import Attention
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.linear import QKVLinear, ReplicatedLinear, RowParallelLinear
@@ -23,7 +24,6 @@ from mvllm.layers.mlp import MLP
 from mvllm.layers.norm import RMSNorm
 from mvllm.layers.routing import Routing
 from mvllm.layers.sparse_moe_block import SparseMoeBlock
-from mvllm.layers.ungated_moe import UngatedMoE
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.layer_kinds import ATTENTION, layer_kinds
 from mvllm.models.mamba_hybrid import MAMBA, OLD_NAMES, time_step_limit

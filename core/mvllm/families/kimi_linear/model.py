@@ -13,9 +13,9 @@ from torch import nn
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ModelError
+from mvllm.families.kimi_linear.kimi_delta_attention import KimiDeltaAttention, KimiDeltaConfig
 from mvllm.layers.context import BuildContext
 from mvllm.layers.fused_moe import FusedMoE
-from mvllm.layers.kimi_delta_attention import KimiDeltaAttention, KimiDeltaConfig
 from mvllm.layers.mla_attention import MLAAttention, MLAConfig
 from mvllm.layers.rotary import RotaryEmbedding
 from mvllm.layers.routing import Routing

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from mvllm.config.model import ModelConfig
+from mvllm.families.gpt_oss.experts import GptOssExperts
 from mvllm.layers.context import BuildContext
-from mvllm.layers.gpt_oss_experts import GptOssExperts
 from mvllm.layers.routing import Routing
 from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from mvllm.models.layer_windows import layer_windows

@@ -13,9 +13,10 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from mvllm.config.grid_items import deepstack_layers
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ConfigError
+from mvllm.families.qwen_vl.family import deepstack_layers
+from mvllm.families.qwen_vl.towers import Qwen3VLTower
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.item_rows import add_rows
 from mvllm.layers.routing import Routing
@@ -26,7 +27,6 @@ from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
 from mvllm.models.moe_config import check_activation, num_experts
 from mvllm.models.qwen3 import Qwen3ForCausalLM
 from mvllm.models.qwen3_moe import Qwen3MoeForCausalLM
-from mvllm.models.vision.qwen_towers import Qwen3VLTower
 
 
 class DeepStackModel(GridModel, LlamaForCausalLM):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from mvllm.families.qwen_vl.towers import Qwen2_5_VLTower, Qwen2VLTower
 from mvllm.models.grid_model import GridModel
 from mvllm.models.qwen2 import Qwen2ForCausalLM
-from mvllm.models.vision.qwen_towers import Qwen2_5_VLTower, Qwen2VLTower
 
 
 class Qwen2VLForConditionalGeneration(GridModel, Qwen2ForCausalLM):
