@@ -67,6 +67,11 @@ class Architecture:
             is then the last one that the model class is derived from. None: `model` is the whole model.
         read_items: Reads what the model takes beside text; None for a model that takes text alone.
         items: The subclass of ItemFamily that processes its items, as `module:class`; None for ItemFamily.
+        is_encoder: Its attention is bidirectional.
+        is_headless: It has no language-model head. Its output is a vector, or the scores of classes if its name ends in
+            `ForSequenceClassification`.
+        gives_token_vectors: Its output is a vector for each token, for late interaction. config.json may have that of
+            the language model as `vlm_config`.
         may_be_text: There are checkpoints without encoders, which are run as their language model.
         tool_parser, reasoning_parser: Names of the parsers for the model's text, used where its chat template shows no
             known format and no setting names one. None for no parser.
@@ -76,6 +81,9 @@ class Architecture:
     language_model: str | None = None
     read_items: ReadItems | None = None
     items: str | None = None
+    is_encoder: bool = False
+    is_headless: bool = False
+    gives_token_vectors: bool = False
     may_be_text: bool = False
     tool_parser: str | None = None
     reasoning_parser: str | None = None
@@ -106,4 +114,7 @@ def pooling_architectures(name: str, model: str) -> dict[str, Architecture]:
         model: The class of the decoder with its language-model head, as `module:class`.
     """
     heads = {"Model": "PoolingModel", "ForSequenceClassification": "SequenceClassificationModel"}
-    return {f"{name}{end}": Architecture((f"mvllm.models.pooling_model:{kind}", model)) for end, kind in heads.items()}
+    return {
+        f"{name}{end}": Architecture((f"mvllm.models.pooling_model:{kind}", model), is_headless=True)
+        for end, kind in heads.items()
+    }

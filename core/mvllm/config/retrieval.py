@@ -1,4 +1,4 @@
-"""Models for retrieval by late interaction, which give a vector for each token: ColQwen2. Needs no torch.
+"""Models for retrieval by late interaction, which give a vector for each token. Needs no torch.
 
 Their config.json holds that of the model below the projection:
 
@@ -7,8 +7,8 @@ Their config.json holds that of the model below the projection:
 
 from __future__ import annotations
 
+from mvllm.config.families import find_architecture
 from mvllm.config.hf_config import HFConfig
-from mvllm.config.model_kind import RETRIEVAL_ARCHITECTURES
 
 _INNER = "vlm_config"
 _OUTER_ONLY = ("architectures", "transformers_version")
@@ -20,7 +20,11 @@ def with_inner_config(outer: HFConfig) -> HFConfig:
     Raises:
         ModelError: `vlm_config` is not an object.
     """
-    if _INNER not in outer or outer.get("architectures") not in [[name] for name in RETRIEVAL_ARCHITECTURES]:
+    names = outer.get("architectures")
+    if _INNER not in outer or not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        return outer
+    found = find_architecture(names[0])
+    if found is None or not found.gives_token_vectors:
         return outer
     inner = {key: value for key, value in outer.require(_INNER, dict).items() if key not in _OUTER_ONLY}
     own = {key: value for key, value in outer.as_dict().items() if key not in (_INNER, "model_type")}

@@ -116,7 +116,7 @@ FAMILY = ModelFamily(
         },
         **{name: Architecture(f"mvllm.models.{path}") for name, path in _SAME_CLASS.items()},
         **{
-            f"{name}{head}": Architecture(f"mvllm.models.bert:{encoder}")
+            f"{name}{head}": Architecture(f"mvllm.models.bert:{encoder}", is_encoder=True, is_headless=True)
             for name, encoder in _ENCODERS.items()
             for head in ("Model", "ForMaskedLM", "ForSequenceClassification")
         },

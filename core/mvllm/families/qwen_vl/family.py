@@ -84,7 +84,10 @@ FAMILY = ModelFamily(
             items=f"{_ITEMS}:Qwen3Items",
         ),
         "ColQwen2ForRetrieval": Architecture(
-            f"{_FOLDER}.colqwen2:ColQwen2ForRetrieval", read_items=_read_colqwen2, items=f"{_ITEMS}:ColQwen2Items"
+            f"{_FOLDER}.colqwen2:ColQwen2ForRetrieval",
+            read_items=_read_colqwen2,
+            items=f"{_ITEMS}:ColQwen2Items",
+            gives_token_vectors=True,
         ),
     },
     model_types={
