@@ -10,6 +10,6 @@ from mvllm.models.item_encoder import Features as Features
 from mvllm.models.item_encoder import ItemEncoder as ItemEncoder
 from mvllm.models.multimodal_model import MultiModalCausalLM as MultiModalCausalLM
 from mvllm.models.multimodal_model import encoder_context as encoder_context
-from mvllm.multimodal.families.interface import ItemFamily as ItemFamily
+from mvllm.multimodal.item_families.interface import ItemFamily as ItemFamily
 
 __all__ = ["Features", "ItemEncoder", "ItemFamily", "MultiModalCausalLM", "encoder_context"]

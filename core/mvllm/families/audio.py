@@ -36,7 +36,7 @@ FAMILY = ModelFamily(
             "mvllm.models.audio.voxtral:Voxtral",
             language_model="LlamaForCausalLM",
             read_items=_voxtral,
-            items="mvllm.multimodal.families.voxtral:VoxtralItems",
+            items="mvllm.multimodal.item_families.voxtral:VoxtralItems",
         ),
     },
     model_types={

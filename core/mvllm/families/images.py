@@ -64,7 +64,7 @@ FAMILY = ModelFamily(
             f"{_VISION}.llava_onevision:LlavaOnevision",
             language_model="Qwen2ForCausalLM",
             read_items=_llava_onevision,
-            items="mvllm.multimodal.families.llava_onevision:LlavaOnevisionItems",
+            items="mvllm.multimodal.item_families.llava_onevision:LlavaOnevisionItems",
         ),
         "Gemma3ForConditionalGeneration": Architecture(
             f"{_VISION}.gemma3:Gemma3", language_model="Gemma3ForCausalLM", read_items=_gemma3

@@ -32,7 +32,7 @@ def _reader(default_id: int, *, with_videos: bool = False) -> ReadItems:
     return read
 
 
-_VISION, _ITEMS = "mvllm.models.vision", "mvllm.multimodal.families.tiles"
+_VISION, _ITEMS = "mvllm.models.vision", "mvllm.multimodal.item_families.tiles"
 
 FAMILY = ModelFamily(
     architectures={

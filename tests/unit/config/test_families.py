@@ -18,7 +18,7 @@ from mvllm.config.model_builder import build_model_config
 from mvllm.config.model_family import ModelFamily, ModelType
 from mvllm.errors import ConfigError, ModelError
 from mvllm.models.registry import resolve_model_class
-from mvllm.multimodal.families.interface import ItemFamily
+from mvllm.multimodal.item_families.interface import ItemFamily
 from tests.helpers.plugins import prepend, write_metadata
 
 MODULES = sorted({*families.architectures().values(), *families.model_types().values()})

@@ -9,9 +9,9 @@ import numpy as np
 
 from mvllm.errors import RequestError
 from mvllm.multimodal.contents import AudioContent
-from mvllm.multimodal.families.frames import Array, FrameProcessor, FrameRules
-from mvllm.multimodal.families.interface import Features, ItemFamily
 from mvllm.multimodal.frame_sampling import FrameDefaults
+from mvllm.multimodal.item_families.frames import Array, FrameProcessor, FrameRules
+from mvllm.multimodal.item_families.interface import Features, ItemFamily
 
 _MOST_SAMPLES = 480_000
 """The default of `max_length` of the feature extractor, which cuts longer audio off."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from mvllm.multimodal.families.grid_frames import GridRules
-from mvllm.multimodal.families.grids import GridItems
 from mvllm.multimodal.frame_sampling import FrameDefaults
+from mvllm.multimodal.item_families.grid_frames import GridRules
+from mvllm.multimodal.item_families.grids import GridItems
 
 
 class GlmItems(GridItems):

@@ -66,7 +66,7 @@ FAMILY = ModelFamily(
         "Qwen2VLForConditionalGeneration": Architecture(
             f"{_FOLDER}.qwen2_vl:Qwen2VLForConditionalGeneration",
             read_items=_read_qwen2,
-            items="mvllm.multimodal.families.grids:GridItems",
+            items="mvllm.multimodal.item_families.grids:GridItems",
         ),
         "Qwen2_5_VLForConditionalGeneration": Architecture(
             f"{_FOLDER}.qwen2_vl:Qwen2_5_VLForConditionalGeneration",

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mvllm.multimodal.families.frames import HALVES
-from mvllm.multimodal.families.grid_frames import GridRules
-from mvllm.multimodal.families.grids import GridItems, Positions
-from mvllm.multimodal.families.interface import Features
 from mvllm.multimodal.frame_sampling import FrameDefaults
+from mvllm.multimodal.item_families.frames import HALVES
+from mvllm.multimodal.item_families.grid_frames import GridRules
+from mvllm.multimodal.item_families.grids import GridItems, Positions
+from mvllm.multimodal.item_families.interface import Features
 
 
 class Qwen2_5Items(GridItems):

@@ -9,7 +9,7 @@ import numpy as np
 
 from mvllm.errors import RequestError
 from mvllm.multimodal.contents import AudioContent
-from mvllm.multimodal.families.interface import Features, ItemFamily
+from mvllm.multimodal.item_families.interface import Features, ItemFamily
 
 
 class WhisperItems(ItemFamily):

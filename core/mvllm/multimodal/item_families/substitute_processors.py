@@ -16,7 +16,7 @@ def smolvlm_processor(path: Path, arguments: dict[str, Any]) -> Any:
     """The processor of SmolVLM, without num2words; images and videos are prepared by torchvision if it is installed."""
     from transformers import AutoVideoProcessor
 
-    from mvllm.multimodal.families.smolvlm_processor import SmolVLMProcessor
+    from mvllm.multimodal.item_families.smolvlm_processor import SmolVLMProcessor
 
     if not installed_packages.is_installed("torchvision"):
         return SmolVLMProcessor.from_pretrained(str(path), backend="pil", **arguments)
@@ -36,7 +36,7 @@ def lfm2_vl_processor(path: Path, arguments: dict[str, Any]) -> Any:
     """The processor of LFM2-VL with an image processor that computes with Pillow and numpy."""
     from transformers import AutoTokenizer, Lfm2VlProcessor
 
-    from mvllm.multimodal.families.lfm2_vl_image_processor import Lfm2VlImageProcessorPil
+    from mvllm.multimodal.item_families.lfm2_vl_image_processor import Lfm2VlImageProcessorPil
 
     images = Lfm2VlImageProcessorPil.from_pretrained(str(path), local_files_only=True)
     return Lfm2VlProcessor(images, AutoTokenizer.from_pretrained(str(path), **arguments))

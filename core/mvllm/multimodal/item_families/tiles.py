@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from mvllm.errors import RequestError
-from mvllm.multimodal.families.frames import (
+from mvllm.multimodal.frame_sampling import FrameDefaults
+from mvllm.multimodal.item_families.frames import (
     HALVES,
     LANCZOS,
     SquareFrames,
@@ -19,8 +20,7 @@ from mvllm.multimodal.families.frames import (
     TwiceResizedFrames,
     TwiceResizedRules,
 )
-from mvllm.multimodal.families.interface import Features, ItemFamily
-from mvllm.multimodal.frame_sampling import FrameDefaults
+from mvllm.multimodal.item_families.interface import Features, ItemFamily
 
 
 class Idefics3Items(ItemFamily):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mvllm.multimodal.families.frames import Array, FrameProcessor, FrameRules
+from mvllm.multimodal.item_families.frames import Array, FrameProcessor, FrameRules
 
 _MOST_ELONGATED = 200
 """Largest ratio of the sides of a frame."""

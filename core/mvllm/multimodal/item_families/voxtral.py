@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mvllm.multimodal.contents import AudioContent
-from mvllm.multimodal.families.interface import Features, ItemFamily
+from mvllm.multimodal.item_families.interface import Features, ItemFamily
 
 
 class VoxtralItems(ItemFamily):

@@ -23,9 +23,9 @@ from mvllm.config.hf_config import HFConfig
 from mvllm.config.multimodal import MultiModalModel
 from mvllm.errors import RequestError
 from mvllm.multimodal.contents import VideoContent
-from mvllm.multimodal.families.grid_frames import GridFrames, GridRules
-from mvllm.multimodal.families.interface import Features, ItemFamily
 from mvllm.multimodal.frame_sampling import FrameDefaults
+from mvllm.multimodal.item_families.grid_frames import GridFrames, GridRules
+from mvllm.multimodal.item_families.interface import Features, ItemFamily
 
 Positions = np.ndarray[Any, Any]
 Block = tuple[int, int, int]

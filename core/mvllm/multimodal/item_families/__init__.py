@@ -16,8 +16,8 @@ from typing import Any
 from mvllm.config.families import find_architecture
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.multimodal import MultiModalModel
-from mvllm.multimodal.families.interface import ItemFamily
-from mvllm.multimodal.families.through_transformers import ItemsOfTransformers
+from mvllm.multimodal.item_families.interface import ItemFamily
+from mvllm.multimodal.item_families.through_transformers import ItemsOfTransformers
 
 
 def item_family(architecture: str, processor: Any, model: MultiModalModel, hf_config: HFConfig) -> ItemFamily:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mvllm.multimodal.families.frames import SquareFrames, SquareRules
-from mvllm.multimodal.families.interface import Features, ItemFamily
+from mvllm.multimodal.item_families.frames import SquareFrames, SquareRules
+from mvllm.multimodal.item_families.interface import Features, ItemFamily
 
 _SEVERAL = "is_one_of_several"
 
