@@ -36,6 +36,8 @@ class ModelType:
         sliding_window: Default of that key; None for full attention.
         use_sliding_window: Default of that key. False: `sliding_window` has no effect unless config.json has the key.
         never_sliding: Every layer has full attention, whatever config.json says.
+        context_length: Tokens of a sequence where config.json has no key for it; None if it must have one.
+        rope_defaults: RoPE settings of config.json without any.
         key_aliases: Second names of keys, and the names that model classes read. A value under the latter is preferred.
         read_config: Changes the values of config.json to those that model classes read; runs last. None for no change.
         text_defaults: Values that a `text_config` of this type leaves out; in a type with `text_type`, those that
@@ -49,6 +51,8 @@ class ModelType:
     sliding_window: int | None = None
     use_sliding_window: bool = True
     never_sliding: bool = False
+    context_length: int | None = None
+    rope_defaults: Mapping[str, Any] = field(default_factory=dict)
     key_aliases: Mapping[str, str] = field(default_factory=dict)
     read_config: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     text_defaults: Mapping[str, Any] = field(default_factory=dict)

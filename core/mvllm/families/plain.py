@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mvllm.config.model_family import Architecture, ModelFamily, ModelType, pooling_architectures
+from mvllm.config.rope_parameters import YARN_DEFAULTS
 
 _LLAMA = {
     "vocab_size": 32_000,
@@ -50,6 +51,12 @@ _LFM2 = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "max_position_embeddings": 128_000,
+}
+_MINISTRAL3_ROPE = {
+    **YARN_DEFAULTS,
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
 }
 
 
@@ -162,11 +169,11 @@ FAMILY = ModelFamily(
         "seed_oss": ModelType("SeedOssForCausalLM", head_dim=128, never_sliding=True),
         "exaone4": ModelType("Exaone4ForCausalLM", sliding_window=4096),
         "cohere2": ModelType("Cohere2ForCausalLM", sliding_window=4096),
-        "ministral3": ModelType("Ministral3ForCausalLM", head_dim=128),
+        "ministral3": ModelType("Ministral3ForCausalLM", head_dim=128, rope_defaults=_MINISTRAL3_ROPE),
         "ernie4_5": ModelType("Ernie4_5ForCausalLM", head_dim=128, never_sliding=True),
         "hunyuan_v1_dense": ModelType("HunYuanDenseV1ForCausalLM", never_sliding=True),
         "starcoder2": ModelType("Starcoder2ForCausalLM"),
-        "falcon": ModelType("FalconForCausalLM", never_sliding=True, read_config=_read_falcon),
+        "falcon": ModelType("FalconForCausalLM", never_sliding=True, context_length=2048, read_config=_read_falcon),
         "bamba": ModelType("BambaForCausalLM", never_sliding=True),
         "granitemoe": ModelType("GraniteMoeForCausalLM", never_sliding=True),
         "granitemoeshared": ModelType("GraniteMoeSharedForCausalLM", never_sliding=True),
