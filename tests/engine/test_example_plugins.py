@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -115,6 +117,15 @@ class TestModel:
     def test_tokens_are_the_same_with_two_workers_that_load_the_plugin(self, model, sizes):
         assert generate(model, **sizes) == expected()
 
+    def test_its_record_is_read_without_its_model(self, model):
+        script = (
+            "import sys; from pathlib import Path; from mvllm.config.model_builder import build_model_config;"
+            f"config = build_model_config(model='m', folder=Path({str(model)!r}), tokenizer=None);"
+            "assert config.hf_config.positive_int('intermediate_size') == 64;"
+            "sys.exit('mvllm_example_model.model' in sys.modules or 'torch' in sys.modules)"
+        )
+        subprocess.run([sys.executable, "-c", script], check=True, env=os.environ | {"PYTHONPATH": ":".join(sys.path)})
+
     def test_without_the_plugin_the_error_lists_what_is_supported(self, model, monkeypatch):
         for name in EXAMPLES:
             sys.path.remove(str(ROOT / "plugins" / name / "src"))
@@ -178,6 +189,15 @@ class TestQuantization:
     def test_its_tokens_are_those_of_the_same_weights_as_floats(self, checkpoints, sizes):
         ternary, plain = checkpoints
         assert generate(ternary, **sizes) == generate(plain)
+
+    def test_its_record_is_read_without_its_model(self, model):
+        script = (
+            "import sys; from pathlib import Path; from mvllm.config.model_builder import build_model_config;"
+            f"config = build_model_config(model='m', folder=Path({str(model)!r}), tokenizer=None);"
+            "assert config.hf_config.positive_int('intermediate_size') == 64;"
+            "sys.exit('mvllm_example_model.model' in sys.modules or 'torch' in sys.modules)"
+        )
+        subprocess.run([sys.executable, "-c", script], check=True, env=os.environ | {"PYTHONPATH": ":".join(sys.path)})
 
     def test_without_the_plugin_the_error_lists_what_is_supported(self, checkpoints):
         sys.path.remove(str(ROOT / "plugins" / "example-quantization" / "src"))

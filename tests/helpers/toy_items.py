@@ -24,15 +24,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mvllm import LLM
-from mvllm.config import multimodal_families
 from mvllm.config.model import ModelConfig
-from mvllm.config.multimodal import MultiModalModel
+from mvllm.extension_api.model_families import Architecture, HFConfig, ModelFamily, MultiModalModel
+from mvllm.extension_api.multimodal_models import Features, ItemEncoder
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.linear import ReplicatedLinear
 from mvllm.messages.multimodal import ArrayData, ItemSpan, MultiModalItem
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
-from mvllm.models.item_encoder import Features, ItemEncoder
 from mvllm.models.llama import LlamaForCausalLM
 from tests.helpers.model_zoo import load_reference, make_checkpoint
 from tests.helpers.parity import engine
@@ -178,17 +177,22 @@ def write(folder: Path, **config: Any) -> Path:
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, **model: Any) -> None:
     """Makes the architecture known. `model`: fields of MultiModalModel."""
-    metadata = write_metadata(
-        folder, "mvllm-toy-items", f"[mvllm.models]\n{ARCHITECTURE} = tests.helpers.toy_items:ToyItemsForCausalLM\n"
-    )
+    metadata = write_metadata(folder, "mvllm-toy-items", f"[mvllm.models]\n{ARCHITECTURE} = tests.helpers.toy_items\n")
     monkeypatch.syspath_prepend(str(metadata))
     monkeypatch.syspath_prepend(str(ROOT))
 
-    def read(hf_config: Any) -> MultiModalModel:
-        fields = {"placeholders": {"image": PLACEHOLDER}, "embedding_width": hf_config.positive_int("hidden_size")}
-        return MultiModalModel(**(fields | model))
+    monkeypatch.setitem(_fields, "of_model", model)
 
-    monkeypatch.setattr(multimodal_families, "FAMILIES", {**multimodal_families.FAMILIES, ARCHITECTURE: read})
+
+_fields: dict[str, dict[str, Any]] = {"of_model": {}}
+
+
+def _read_items(hf_config: HFConfig) -> MultiModalModel:
+    fields = {"placeholders": {"image": PLACEHOLDER}, "embedding_width": hf_config.positive_int("hidden_size")}
+    return MultiModalModel(**(fields | _fields["of_model"]))
+
+
+FAMILY = ModelFamily({ARCHITECTURE: Architecture(f"{__name__}:ToyItemsForCausalLM", read_items=_read_items)})
 
 
 _expected: dict[tuple[Path, bytes], list[int]] = {}

@@ -26,7 +26,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from mvllm.multimodal.families.lfm2_vl_image_processor import Lfm2VlImageProcessorPil
+from mvllm.multimodal.item_families.lfm2_vl_image_processor import Lfm2VlImageProcessorPil
 from tests.helpers.multimodal_zoo import FIRST_SPECIAL_ID, TEXT, MultiModalEntry, without_video_processor
 
 TILE = 16

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mvllm.config.families import find_model_type
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.rope_parameters import is_per_layer_type, rope_settings, rope_type_of
 from mvllm.errors import ConfigError, ModelError
@@ -20,8 +21,6 @@ _LENGTH_KEYS = (
 _SCALED_ROPE_TYPES = ("linear", "dynamic", "yarn")
 # Families whose `max_position_embeddings` is the extended length with every scaling.
 _UNSCALED_ROPE_TYPES = ("gemma3_text",)
-# transformers' defaults for families whose first checkpoints have none of the keys.
-_ABSENT_LENGTH = {"falcon": 2048}
 _LARGEST_FACTOR = 1_000_000
 
 _POSITIONS_BEHIND_PADDING = ("roberta", "xlm-roberta")
@@ -74,7 +73,7 @@ def derive_context_length(hf_config: HFConfig) -> ContextLength | None:
     key = next((k for k in _LENGTH_KEYS if k in hf_config), None)
     model_type = str(hf_config.get("model_type"))
     if key is None:
-        length = _ABSENT_LENGTH.get(model_type)
+        length = find_model_type(hf_config).context_length
         return None if length is None else ContextLength(length, f"what {model_type} models have by default")
     base = hf_config.positive_int(key)
     unused = first_position(hf_config)

@@ -73,19 +73,7 @@ def build_engine_config(
             max_queued_requests=sys.maxsize if args.max_queued_requests is None else args.max_queued_requests,
             max_queued_tokens=args.max_queued_tokens,
         ),
-        parallel=ParallelConfig(
-            tensor_parallel_size=args.tensor_parallel_size,
-            pipeline_parallel_size=args.pipeline_parallel_size,
-            data_parallel_size=args.data_parallel_size,
-            distributed_executor_backend=args.distributed_executor_backend,
-            start_timeout=args.start_timeout,
-            step_timeout=args.step_timeout,
-            mq_num_slots=args.mq_num_slots,
-            mq_slot_bytes=args.mq_slot_bytes,
-            mq_spin_seconds=args.mq_spin_seconds,
-            engine_core_process=args.engine_core_process,
-            worker_extension_cls=args.worker_extension_cls,
-        ),
+        parallel=_parallel_config(args),
         load=LoadConfig(load_format=args.load_format, use_tqdm=args.use_tqdm_on_load),
         lora=_lora_config(args),
         speculative=speculative,
@@ -106,6 +94,22 @@ def build_engine_config(
             settings=args.kv_transfer_config,
             role=args.kv_role,
         ),
+    )
+
+
+def _parallel_config(args: EngineSettings) -> ParallelConfig:
+    return ParallelConfig(
+        tensor_parallel_size=args.tensor_parallel_size,
+        pipeline_parallel_size=args.pipeline_parallel_size,
+        data_parallel_size=args.data_parallel_size,
+        distributed_executor_backend=args.distributed_executor_backend,
+        start_timeout=args.start_timeout,
+        step_timeout=args.step_timeout,
+        mq_num_slots=args.mq_num_slots,
+        mq_slot_bytes=args.mq_slot_bytes,
+        mq_spin_seconds=args.mq_spin_seconds,
+        engine_core_process=args.engine_core_process,
+        worker_extension_cls=args.worker_extension_cls,
     )
 
 

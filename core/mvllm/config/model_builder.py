@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mvllm.config.context_length import resolve_max_model_len
+from mvllm.config.families import core_model_types, find_architecture, find_model_type, multimodal_model
 from mvllm.config.generation_config import (
     describe_defaults,
     end_token_ids,
@@ -22,91 +23,20 @@ from mvllm.config.generation_config import (
 )
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.image_families import SPACES, shorten_vocabulary_map, text_defaults
-from mvllm.config.key_aliases import with_read_names
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_kind import ModelKind
 from mvllm.config.multimodal import MultiModalModel
-from mvllm.config.multimodal_families import multimodal_model
 from mvllm.config.pooler_config import check_pooler_config
 from mvllm.config.quantization import resolve_quantization
-from mvllm.config.retrieval_families import with_inner_config
+from mvllm.config.retrieval import with_inner_config
 from mvllm.config.sentence_transformers_config import max_seq_length
-from mvllm.config.text_part_defaults import is_tied_by_text, text_part_values
+from mvllm.config.text_part import is_tied_by_text, text_part_values
 from mvllm.config.token_spaces import token_spaces_of
 from mvllm.config.transformers_families import read_composite_config, takes_items_through_transformers
 from mvllm.errors import ConfigError, ModelError
 from mvllm.logging import get_logger
 
 logger = get_logger(__name__)
-
-_ARCHITECTURE_OF_TYPE = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "deepseek_v32": "DeepseekV32ForCausalLM",
-    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
-    "minimax_m2": "MiniMaxM2ForCausalLM",
-    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
-    "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
-    "llama4_text": "Llama4ForCausalLM",
-    "llama4": "Llama4ForConditionalGeneration",
-    "cohere2_moe": "Cohere2MoeForCausalLM",
-    "exaone_moe": "ExaoneMoeForCausalLM",
-    "opt": "OPTForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-    "bert": "BertModel",
-    "roberta": "RobertaModel",
-    "xlm-roberta": "XLMRobertaModel",
-    "distilbert": "DistilBertModel",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "granite": "GraniteForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "olmo3": "Olmo3ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "seed_oss": "SeedOssForCausalLM",
-    "exaone4": "Exaone4ForCausalLM",
-    "cohere2": "Cohere2ForCausalLM",
-    "ministral3": "Ministral3ForCausalLM",
-    "mistral4": "Mistral4ForCausalLM",
-    "ernie4_5": "Ernie4_5ForCausalLM",
-    "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
-    "gemma4_text": "Gemma4ForCausalLM",
-    "glm": "GlmForCausalLM",
-    "glm4": "Glm4ForCausalLM",
-    "starcoder2": "Starcoder2ForCausalLM",
-    "falcon": "FalconForCausalLM",
-    "bamba": "BambaForCausalLM",
-    "granitemoe": "GraniteMoeForCausalLM",
-    "granitemoeshared": "GraniteMoeSharedForCausalLM",
-    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
-    "falcon_h1": "FalconH1ForCausalLM",
-    "nemotron_h": "NemotronHForCausalLM",
-    "mamba2": "Mamba2ForCausalLM",
-    "emu3": "Emu3ForConditionalGeneration",
-    "janus": "JanusForConditionalGeneration",
-    "qwen3_next": "Qwen3NextForCausalLM",
-    "qwen3_5_text": "Qwen3_5ForCausalLM",
-    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
-    "lfm2": "Lfm2ForCausalLM",
-    "lfm2_moe": "Lfm2MoeForCausalLM",
-    "kimi_linear": "KimiLinearForCausalLM",
-    "olmo_hybrid": "OlmoHybridForCausalLM",
-    "whisper": "WhisperForConditionalGeneration",
-}
-
-_TEXT_MODELS = ("Mistral3ForConditionalGeneration", "Gemma4ForConditionalGeneration")
-"""Architectures of checkpoints that may be text models alone, by the `model_type` of their `text_config`."""
 
 _LARGEST_SIZE = 2**31 - 1
 _DRAWN_SEED_BITS = 48  # two of 100,000 engines are alike with a probability of 2e-5; JSON readers keep all digits
@@ -117,39 +47,6 @@ _HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model", "dim")
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 _NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads")
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
-
-# transformers' defaults for an absent key (null means the same as for other families).
-_ABSENT_HEAD_DIM = {
-    **dict.fromkeys(("qwen3", "glm", "glm4", "seed_oss", "ministral3", "ernie4_5", "qwen3_vl_text"), 128),
-    **dict.fromkeys(("gemma2", "gemma3_text", "gemma4_text"), 256),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), 256),
-    **dict.fromkeys(("minimax_m2", "llama4_text", "cohere2_moe", "nemotron_h"), 128),
-    "gpt_oss": 64,
-}
-_ABSENT_SLIDING_WINDOW = {
-    **dict.fromkeys(("mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma2", "gemma3_text"), 4096),
-    **dict.fromkeys(("olmo3", "exaone4", "exaone_moe", "cohere2", "cohere2_moe"), 4096),
-    **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), 4096),
-    "gemma4_text": 512,
-    "gpt_oss": 128,
-}
-
-# Families with full attention even if the config has the key `sliding_window`.
-_NEVER_SLIDING = (
-    *("llama", "opt", "gpt2", "granite", "olmo2", "glm", "glm4", "falcon", "emu3_text_model"),
-    *("bamba", "granitemoe", "granitemoeshared", "granitemoehybrid", "falcon_h1", "nemotron_h"),
-    *("deepseek_v2", "deepseek_v3", "mistral4", "seed_oss", "ernie4_5", "hunyuan_v1_dense"),
-    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "kimi_linear", "olmo_hybrid"),
-    *("bert", "roberta", "xlm-roberta", "distilbert"),
-    *("deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite", "minimax_m2"),
-    *("ernie4_5_moe", "hunyuan_v1_moe", "llama4_text"),
-    *("qwen3_vl_text", "qwen3_vl_moe_text", "glm4v_text", "glm4v_moe_text"),
-)
-# Families whose `sliding_window` applies only with `use_sliding_window`, which is off by default.
-_SLIDING_ON_REQUEST = (
-    *("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3"),
-    *("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),  # the first checkpoints have a flat config
-)
 
 # Keys of a composite config that describe the checkpoint, not the language model within it.
 _OUTER_KEYS = ("architectures", "tie_word_embeddings")
@@ -207,36 +104,11 @@ def build_model_config(
         ModelError: A file or key is missing, invalid, or contradicts another.
         ConfigError: A setting exceeds the model's limits.
     """
-    hf_config = load_hf_config(folder, hf_overrides)
-    architecture = architecture_of(hf_config)
-    composite = None
-    if takes_items_through_transformers(architecture, model_impl, _ARCHITECTURE_OF_TYPE.values()):
-        composite = read_composite_config(HFConfig.load(folder, hf_overrides))
-        if composite is not None:
-            hf_config = load_hf_config(folder, hf_overrides, composite.text_values)
+    parts = _read_parts(folder, hf_overrides, model_impl)
+    hf_config, architecture = parts.hf_config, parts.architecture
     shape = transformer_shape(hf_config)
-    if max_logprobs > shape.vocab_size:
-        if max_logprobs != DEFAULT_MAX_LOGPROBS:
-            raise ConfigError(f"max_logprobs is {max_logprobs}, but the vocabulary has only {shape.vocab_size} tokens.")
-        max_logprobs = shape.vocab_size  # the default is clipped to a small vocabulary
     own_generation = load_generation_config(folder)
-    multimodal: MultiModalModel | None
-    if composite is not None:
-        multimodal = MultiModalModel(composite.placeholders, shape.hidden_size, by_transformers=True)
-    else:
-        multimodal = multimodal_model(architecture, hf_config)
-        if multimodal is not None and model_impl == "transformers":
-            multimodal = replace(multimodal, by_transformers=True)
-    by_type = _ARCHITECTURE_OF_TYPE.get(str(hf_config.get("model_type")), "")
-    language = "" if model_impl == "transformers" else by_type
-    if multimodal is None and architecture in _TEXT_MODELS and language:
-        architecture = language
     kind = ModelKind.of(architecture, hf_config, folder)
-    is_auto = max_model_len == "auto"
-    requested = None if max_model_len == "auto" else max_model_len
-    if requested is None and not kind.generates:
-        longest = resolve_max_model_len(hf_config, None)
-        requested = min(longest, max_seq_length(folder) or longest)
     return ModelConfig(
         model=model,
         path=folder,
@@ -245,8 +117,8 @@ def build_model_config(
         architecture=architecture,
         dtype=DTYPE_ALIASES.get(dtype, dtype),
         checkpoint_dtype=checkpoint_dtype(hf_config),
-        max_model_len=resolve_max_model_len(hf_config, requested),
-        max_model_len_is_auto=is_auto,
+        max_model_len=_max_model_len(hf_config, kind, folder, None if max_model_len == "auto" else max_model_len),
+        max_model_len_is_auto=max_model_len == "auto",
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         num_layers=shape.num_layers,
@@ -254,7 +126,7 @@ def build_model_config(
         num_kv_heads=shape.num_kv_heads,
         head_size=shape.head_size,
         sliding_window=sliding_window(hf_config),
-        max_logprobs=shape.vocab_size if max_logprobs == -1 else max_logprobs,
+        max_logprobs=_max_logprobs(max_logprobs, shape.vocab_size),
         logprobs_mode=logprobs_mode,
         generation_defaults=_defaults_from(generation_config),
         eos_token_ids=end_token_ids(own_generation, hf_config, shape.vocab_size),
@@ -266,10 +138,68 @@ def build_model_config(
         quantization=resolve_quantization(hf_config, quantization),
         kind=kind,
         pooler_config=check_pooler_config(pooler_config or {}),
-        multimodal=multimodal,
-        language_architecture="" if multimodal is None else language,
+        multimodal=parts.multimodal,
+        language_architecture="" if parts.multimodal is None else parts.language,
         token_spaces=token_spaces_of(hf_config, shape.vocab_size, own_generation, SPACES.get(architecture)),
     )
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """A checkpoint's language model and encoders.
+
+    Attributes:
+        architecture: That of ModelConfig.
+        language: The architecture of the language model; empty if that does not matter.
+    """
+
+    hf_config: HFConfig
+    architecture: str
+    language: str
+    multimodal: MultiModalModel | None
+
+
+def _read_parts(folder: Path, overrides: Mapping[str, Any] | None, model_impl: str) -> _Parts:
+    hf_config = load_hf_config(folder, overrides)
+    architecture = architecture_of(hf_config)
+    multimodal, composite = None, None
+    if takes_items_through_transformers(architecture, model_impl):
+        composite = read_composite_config(HFConfig.load(folder, overrides))
+    if composite is not None:
+        hf_config = load_hf_config(folder, overrides, composite.text_values)
+        width = hf_config.positive_int(_key(hf_config, _HIDDEN_SIZE), at_most=_LARGEST_SIZE)
+        multimodal = MultiModalModel(composite.placeholders, width, by_transformers=True)
+    else:
+        multimodal = multimodal_model(architecture, hf_config)
+        if multimodal is not None and model_impl == "transformers":
+            multimodal = replace(multimodal, by_transformers=True)
+    language = "" if model_impl == "transformers" else find_model_type(hf_config).architecture or ""
+    if multimodal is None and language:
+        found = find_architecture(architecture)
+        if found is not None and found.may_be_text:
+            architecture = language
+    return _Parts(hf_config, architecture, language, multimodal)
+
+
+def _max_logprobs(requested: int, vocab_size: int) -> int:
+    """The setting, or the size of the vocabulary for -1. The default is clipped to a small vocabulary.
+
+    Raises:
+        ConfigError: Another value is above the size of the vocabulary.
+    """
+    if requested == -1 or (requested > vocab_size and requested == DEFAULT_MAX_LOGPROBS):
+        return vocab_size
+    if requested > vocab_size:
+        raise ConfigError(f"max_logprobs is {requested}, but the vocabulary has only {vocab_size} tokens.")
+    return requested
+
+
+def _max_model_len(hf_config: HFConfig, kind: ModelKind, folder: Path, requested: int | None) -> int:
+    """The longest sequence. An embedding model's own setting is the default, if it is shorter than the context."""
+    if requested is None and not kind.generates:
+        longest = resolve_max_model_len(hf_config, None)
+        requested = min(longest, max_seq_length(folder) or longest)
+    return resolve_max_model_len(hf_config, requested)
 
 
 def load_hf_config(
@@ -277,7 +207,7 @@ def load_hf_config(
 ) -> HFConfig:
     """`folder/config.json`, merged with `vlm_config` and `text_config` of composite configs, then with `overrides`.
 
-    Keys with a second name (key_aliases.py) have the name that model classes read.
+    Keys with a second name have the name that model classes read (see `ModelType`).
 
     Args:
         absent: Values of keys that `text_config` leaves out.
@@ -298,7 +228,10 @@ def load_hf_config(
     if is_tied_by_text(outer, text):
         inner["tie_word_embeddings"] = True
     values = {**flat, **text_defaults(outer, text), **inner, **(overrides or {})}
-    return HFConfig(with_read_names(values), outer.source)
+    model_type = find_model_type(values)
+    second_names = model_type.key_aliases.items()
+    values = {**{read: values[name] for name, read in second_names if name in values}, **values}
+    return HFConfig(values if model_type.read_config is None else model_type.read_config(values), outer.source)
 
 
 def architecture_of(hf_config: HFConfig) -> str:
@@ -315,12 +248,12 @@ def architecture_of(hf_config: HFConfig) -> str:
                 f"['LlamaForCausalLM'], found {names!r}."
             )
         return names[0]
-    model_type = hf_config.get("model_type")
-    if isinstance(model_type, str) and model_type in _ARCHITECTURE_OF_TYPE:
-        return _ARCHITECTURE_OF_TYPE[model_type]
+    found = find_model_type(hf_config).architecture
+    if found is not None:
+        return found
     raise ModelError(
-        f"{hf_config.source} has no key 'architectures', and its 'model_type' ({model_type!r}) is none of "
-        f"{', '.join(_ARCHITECTURE_OF_TYPE)}. Add 'architectures', for instance ['LlamaForCausalLM']."
+        f"{hf_config.source} has no key 'architectures', and its 'model_type' ({hf_config.get('model_type')!r}) is "
+        f"none of {', '.join(core_model_types())}. Add 'architectures', for instance ['LlamaForCausalLM']."
     )
 
 
@@ -333,8 +266,6 @@ def transformer_shape(hf_config: HFConfig) -> TransformerShape:
     hidden_size = _size(hf_config, _HIDDEN_SIZE)
     num_heads = _size(hf_config, _NUM_HEADS)
     num_kv_heads = _size(hf_config, _NUM_KV_HEADS, default=num_heads)
-    if _is_multi_query(hf_config):
-        num_kv_heads = 1
     if num_heads % num_kv_heads:
         raise ModelError(
             f"{hf_config.source}: {_key(hf_config, _NUM_HEADS)!r} is {num_heads}, which is not a multiple of "
@@ -357,26 +288,17 @@ def _num_layers(hf_config: HFConfig) -> int:
     return _size(hf_config, _NUM_LAYERS, listed, at_most=_MOST_LAYERS)
 
 
-def _is_multi_query(hf_config: HFConfig) -> bool:
-    """Whether it is a Falcon with multi-query attention, for which `num_kv_heads` is ignored."""
-    if hf_config.get("model_type") != "falcon" or hf_config.get("new_decoder_architecture", False):
-        return False
-    return bool(hf_config.get("multi_query", True))
-
-
 def sliding_window(hf_config: HFConfig) -> int | None:
     """Sliding window in tokens of the layers that have one; None if every layer has full attention.
 
     Raises:
         ModelError: The window is not a positive integer.
     """
-    model_type = hf_config.get("model_type")
-    if model_type in _NEVER_SLIDING:
-        return None
-    if not hf_config.get("use_sliding_window", model_type not in _SLIDING_ON_REQUEST):
+    family = find_model_type(hf_config)
+    if family.never_sliding or not hf_config.get("use_sliding_window", family.use_sliding_window):
         return None
     if "sliding_window" not in hf_config.as_dict():
-        return _ABSENT_SLIDING_WINDOW.get(str(model_type))
+        return family.sliding_window
     return hf_config.positive_int("sliding_window") if "sliding_window" in hf_config else None
 
 
@@ -414,7 +336,7 @@ def _head_size(hf_config: HFConfig, hidden_size: int, num_heads: int) -> int:
         return hf_config.positive_int("qk_rope_head_dim", at_most=_LARGEST_SIZE)
     if "head_dim" in hf_config:
         return hf_config.positive_int("head_dim", at_most=_LARGEST_SIZE)
-    absent = _ABSENT_HEAD_DIM.get(str(hf_config.get("model_type")))
+    absent = find_model_type(hf_config).head_dim
     if absent is not None and "head_dim" not in hf_config.as_dict():
         return absent
     if hidden_size % num_heads:

@@ -1,4 +1,4 @@
-"""ModelKind: whether a model generates, embeds or classifies, by the name of its architecture.
+"""ModelKind: whether a model generates, embeds or classifies, by its architecture.
 
 LlamaForCausalLM                  generates; embeds, too
 LlamaModel                        embeds: a decoder without its head
@@ -15,21 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mvllm.config.checkpoint_head import lacks_head
+from mvllm.config.families import find_architecture
 from mvllm.config.hf_config import HFConfig
 from mvllm.errors import ModelError
 
-ENCODER_FAMILIES = ("Bert", "Roberta", "XLMRoberta", "DistilBert")
-"""Name prefixes of architectures with bidirectional attention; the suffix is the head."""
-
 _CLASSIFIER = "ForSequenceClassification"
-_HEADLESS = ("Model", "ForMaskedLM")
-"""Suffixes of encoders without classification head; a masked-LM head is ignored."""
-
-HEADLESS_DECODERS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "Qwen3NextModel")
-
-RETRIEVAL_ARCHITECTURES = ("ColQwen2ForRetrieval",)
-"""Architectures with a vector for each token, for late interaction."""
-
 _MAX_LABELS = 1 << 20
 _MAX_VECTOR = 1 << 20
 
@@ -62,21 +52,17 @@ class ModelKind:
         Raises:
             ModelError: The number of labels or the size of vectors in the config is invalid.
         """
-        is_encoder = _is_encoder(architecture)
+        found = find_architecture(architecture)
+        is_encoder = found is not None and found.is_encoder
         if architecture.endswith(_CLASSIFIER):
             return cls(generates=False, is_encoder=is_encoder, num_labels=_num_labels(hf_config))
-        if architecture in RETRIEVAL_ARCHITECTURES:
+        if found is not None and found.gives_token_vectors:
             size = hf_config.positive_int("embedding_dim", 128, at_most=_MAX_VECTOR)
             return cls(generates=False, token_vector_size=size)
-        if is_encoder or architecture in HEADLESS_DECODERS:
+        if found is not None and found.is_headless:
             return cls(generates=False, is_encoder=is_encoder)
         without = folder is not None and lacks_head(folder, hf_config)
         return cls(generates=not without, lacks_head=without)
-
-
-def _is_encoder(architecture: str) -> bool:
-    endings = (_CLASSIFIER, *_HEADLESS)
-    return any(architecture == family + ending for family in ENCODER_FAMILIES for ending in endings)
 
 
 def _num_labels(hf_config: HFConfig) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mvllm.config.families import find_model_type
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ModelError
@@ -40,7 +41,7 @@ _NUMBERS = (
 _DEFAULT_THETA = 10000.0
 _READ_AS = {"hunyuan_v1_moe": "hunyuan_v1_dense"}
 """Families whose RoPE settings are those of another family."""
-_YARN: dict[str, Any] = {
+YARN_DEFAULTS: Mapping[str, Any] = {
     "rope_type": "yarn",
     "beta_fast": 32.0,
     "beta_slow": 1.0,
@@ -48,16 +49,7 @@ _YARN: dict[str, Any] = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-_ABSENT: dict[str, dict[str, Any]] = {
-    "ministral3": {
-        **_YARN,
-        "rope_theta": 1_000_000.0,
-        "factor": 16.0,
-        "original_max_position_embeddings": 16_384,
-    },
-    "mistral4": {**_YARN, "rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192},
-}
-"""Settings of configs without any, in families that have a scaling by default."""
+"""The common part of `ModelType.rope_defaults` in families with YaRN."""
 
 
 def rope_settings(config: HFConfig) -> dict[str, Any]:
@@ -73,7 +65,7 @@ def rope_settings(config: HFConfig) -> dict[str, Any]:
         if settings:
             model_type = config.get("model_type")
             return _canonical_rope_settings(dict(settings), _READ_AS.get(str(model_type), model_type))
-    return dict(_ABSENT.get(str(config.get("model_type")), {}))
+    return dict(find_model_type(config).rope_defaults)
 
 
 def _canonical_rope_settings(settings: dict[str, Any], model_type: object) -> dict[str, Any]:

@@ -7,25 +7,16 @@ class of the checkpoint's `model_type` fills them in. It is imported only for su
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mvllm.config.families import find_architecture
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.multimodal import MODALITIES
-from mvllm.config.multimodal_families import FAMILIES
 from mvllm.logging import get_logger
 
 logger = get_logger(__name__)
-
-TEXT_ONLY = (
-    "Emu3ForConditionalGeneration",
-    "JanusForConditionalGeneration",
-    "Llama4ForConditionalGeneration",
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForConditionalGeneration",
-)
-"""Architectures of checkpoints with encoders whose native class takes text alone."""
 
 _PARTS = {"image": "vision_config", "video": "vision_config", "audio": "audio_config"}
 """By modality: the part of a config without which there is no encoder, if the config class knows such a part."""
@@ -44,16 +35,18 @@ class CompositeConfig:
     placeholders: dict[str, int]
 
 
-def takes_items_through_transformers(architecture: str, model_impl: str, native: Collection[str]) -> bool:
-    """Whether a checkpoint with encoders would run through transformers, and no native family reads its config.
+def takes_items_through_transformers(architecture: str, model_impl: str) -> bool:
+    """Whether a checkpoint that has encoders would run through transformers, and no record says how to read it.
+
+    Native classes without `Architecture.read_items` take text alone.
 
     Args:
         architecture, model_impl: As in ModelConfig.
-        native: Architectures of native language models.
     """
-    if architecture in FAMILIES or model_impl == "native":
+    if model_impl == "native":
         return False
-    return model_impl == "transformers" or (architecture not in TEXT_ONLY and architecture not in native)
+    found = find_architecture(architecture)
+    return found is None or (model_impl == "transformers" and found.read_items is None)
 
 
 def read_composite_config(whole: HFConfig) -> CompositeConfig | None:

@@ -21,7 +21,7 @@ from mvllm.errors import ModelError, RequestError
 from mvllm.messages.multimodal import ArrayData
 from mvllm.multimodal import installed_packages
 from mvllm.multimodal.contents import ItemContent, hash_content
-from mvllm.multimodal.families import item_family
+from mvllm.multimodal.item_families import item_family
 from mvllm.multimodal.processed_item import ProcessedItem, embedded_ranges
 from mvllm.multimodal.processor_loading import load_processor
 

@@ -1,7 +1,7 @@
 """Loads a model's processor of transformers.
 
 Without torchvision, image processors are those that compute with Pillow and numpy, and there are no video processors: a
-processor that has one is built without it, and the family of the model prepares frames itself (`families.frames`).
+processor that has one is built without it, and the family of the model prepares frames itself (`item_families.frames`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 _TORCHVISION = "torchvision"
-_MODULE = "mvllm.multimodal.families.substitute_processors"
+_MODULE = "mvllm.multimodal.item_families.substitute_processors"
 _SUBSTITUTES = {
     "SmolVLMProcessor": ((_TORCHVISION, "num2words"), f"{_MODULE}:smolvlm_processor"),
     "PixtralProcessor": ((_TORCHVISION,), f"{_MODULE}:pixtral_processor"),

@@ -27,10 +27,10 @@ import mvllm_torch_gpu.ops
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.model import ModelConfig
 from mvllm.distributed.group_coordinator import GroupCoordinator
+from mvllm.families.gemma4.layers import LayerScalar
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.quantization.registry import quantization_method
 from mvllm.models.causal_lm import CausalLM
-from mvllm.models.gemma4_layers import LayerScalar
 from mvllm.models.registry import resolve_model_class
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.ops.registry import OpTable

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from mvllm.config.families import core_model_types, find_model_type, multimodal_model
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.model_builder import build_model_config, load_hf_config
-from mvllm.config.multimodal_families import multimodal_model
-from mvllm.config.text_part_defaults import _DEFAULTS
 from mvllm.errors import ModelError
 
 SIZES = {
@@ -37,10 +36,18 @@ def build(folder: Path) -> Any:
     return build_model_config(model=str(folder), folder=folder, tokenizer=None)
 
 
-@pytest.mark.parametrize("model_type", _DEFAULTS)
+def _text_defaults() -> dict[str, Any]:
+    found = {name: find_model_type({"model_type": name}) for name in core_model_types()}
+    return {name: each.text_defaults for name, each in found.items() if each.text_defaults and not each.text_type}
+
+
+TEXT_DEFAULTS = _text_defaults()
+
+
+@pytest.mark.parametrize("model_type", TEXT_DEFAULTS)
 def test_what_a_text_config_leaves_out_is_transformers_default(model_type: str) -> None:
     theirs = AutoConfig.for_model(model_type)
-    assert _DEFAULTS[model_type] == {key: getattr(theirs, key) for key in _DEFAULTS[model_type]}
+    assert TEXT_DEFAULTS[model_type] == {key: getattr(theirs, key) for key in TEXT_DEFAULTS[model_type]}
 
 
 def test_a_published_llava_config_names_only_what_differs(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import ConfigError, ModelError
+from mvllm.families.gpt_oss.experts import GptOssExperts
 from mvllm.layers.fused_moe import FusedMoE
-from mvllm.layers.gpt_oss_experts import GptOssExperts
 from mvllm.layers.mla_attention import MLAAttention
 from mvllm.layers.quantization.mxfp4 import dequantize
 from mvllm.models.causal_lm import CausalLM

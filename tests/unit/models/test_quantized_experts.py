@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import ContractError
+from mvllm.families.gpt_oss.experts import GptOssExperts
+from mvllm.families.nemotron_h.ungated_moe import UngatedMoE
 from mvllm.layers.fused_moe import FusedMoE
-from mvllm.layers.gpt_oss_experts import GptOssExperts
 from mvllm.layers.quantization.quantized_matrix import QuantizedMatrix, staging
 from mvllm.layers.quantization.rtn_matrix import RTNMatrix, pack_nibbles, unpack_nibbles
 from mvllm.layers.quantized_experts import ReadOnce
-from mvllm.layers.ungated_moe import UngatedMoE
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.registry import resolve_model_class
 from mvllm.models.weight_loader import load_weights

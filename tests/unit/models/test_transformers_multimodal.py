@@ -10,11 +10,11 @@ import pytest
 import torch
 import transformers
 
+from mvllm.config.families import find_architecture
 from mvllm.config.multimodal import MultiModalModel
-from mvllm.config.multimodal_families import FAMILIES
-from mvllm.config.transformers_families import TEXT_ONLY
+from mvllm.config.transformers_families import takes_items_through_transformers
 from mvllm.errors import ConfigError, ModelError
-from mvllm.models.registry import is_native, resolve_model_class, supported_architectures
+from mvllm.models.registry import resolve_model_class
 from mvllm.models.transformers_backend.encoders import TransformersEncoders
 from mvllm.models.transformers_backend.multimodal import TransformersMultiModalForCausalLM
 from mvllm.models.transformers_backend.replacement_modules import LanguageModelStub
@@ -155,17 +155,12 @@ def test_attention_to_encoders_is_refused(tmp_path: Path) -> None:
     assert "is not supported" in refusal(save_config(tmp_path, config, "MllamaForConditionalGeneration"))
 
 
-def test_native_classes_of_checkpoints_with_encoders_are_known() -> None:
-    """Otherwise an engine would take their items through transformers' encoders, which these classes do not have."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES as OFFERED
-
-    native = {name for name in supported_architectures() if name in OFFERED.values() and is_native(name)}
-    with_text_part = {name for name in native if "text_config" in _config_class(name).sub_configs}
-    assert with_text_part <= {*FAMILIES, *TEXT_ONLY}
-
-
-def _config_class(architecture: str) -> Any:
-    return getattr(transformers, architecture).config_class
+@pytest.mark.parametrize("architecture", ["Llama4ForConditionalGeneration", "Qwen3_5ForConditionalGeneration"])
+def test_a_native_class_that_takes_text_alone_is_not_given_transformers_encoders(architecture: str) -> None:
+    found = find_architecture(architecture)
+    assert found is not None and found.read_items is None
+    assert not takes_items_through_transformers(architecture, "auto")
+    assert takes_items_through_transformers(architecture, "transformers")
 
 
 def test_a_forced_model_has_transformers_encoders(tmp_path: Path) -> None:

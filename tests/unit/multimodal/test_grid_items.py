@@ -15,9 +15,9 @@ from mvllm.config.multimodal import MultiModalModel
 from mvllm.errors import ModelError, RequestError
 from mvllm.messages.multimodal import MultiModalItem
 from mvllm.multimodal.contents import VideoContent
-from mvllm.multimodal.families.frames import video_settings
-from mvllm.multimodal.families.grid_frames import GridFrames, GridRules
-from mvllm.multimodal.families.grids import GridItems, positions_over_span
+from mvllm.multimodal.item_families.frames import video_settings
+from mvllm.multimodal.item_families.grid_frames import GridFrames, GridRules
+from mvllm.multimodal.item_families.grids import GridItems, positions_over_span
 from mvllm.multimodal.item_processor import ItemProcessor, as_arrays
 from mvllm.multimodal.prompt_expansion import process_prompt
 from tests.helpers.multimodal_suite import draw_image

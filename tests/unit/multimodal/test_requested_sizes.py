@@ -12,7 +12,7 @@ from PIL import Image
 from mvllm.config.multimodal import MultiModalConfig, MultiModalModel
 from mvllm.errors import RequestError
 from mvllm.multimodal.contents import AudioContent, VideoContent
-from mvllm.multimodal.families.grid_frames import GridFrames, GridRules
+from mvllm.multimodal.item_families.grid_frames import GridFrames, GridRules
 from mvllm.multimodal.item_processor import ItemProcessor
 from mvllm.multimodal.item_request import read_item_request
 from mvllm.multimodal.requested_sizes import check_requested_sizes

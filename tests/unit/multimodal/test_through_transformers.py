@@ -11,7 +11,7 @@ import pytest
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.multimodal import MultiModalModel
 from mvllm.errors import RequestError
-from mvllm.multimodal.families import item_family
+from mvllm.multimodal.item_families import item_family
 
 
 def family(architecture: str = "AcmeForConditionalGeneration", **processor: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from mvllm.errors import RequestError
-from mvllm.multimodal.families.lfm2_vl_image_processor import ImageLayout, Lfm2VlImageProcessorPil, image_layout
+from mvllm.multimodal.item_families.lfm2_vl_image_processor import ImageLayout, Lfm2VlImageProcessorPil, image_layout
 from mvllm.multimodal.item_processor import ItemProcessor, as_arrays
 from mvllm.multimodal.processed_item import ProcessedItem
 from tests.helpers.multimodal_suite import draw_image

@@ -16,8 +16,8 @@ from transformers import AutoImageProcessor
 
 from mvllm.multimodal import installed_packages
 from mvllm.multimodal.contents import VideoContent
-from mvllm.multimodal.families.frames import FrameProcessor
-from mvllm.multimodal.families.smolvlm_processor import number_in_words
+from mvllm.multimodal.item_families.frames import FrameProcessor
+from mvllm.multimodal.item_families.smolvlm_processor import number_in_words
 from mvllm.multimodal.item_processor import ItemProcessor, as_arrays
 from mvllm.multimodal.processed_item import ProcessedItem
 from tests.helpers.multimodal_suite import draw_image

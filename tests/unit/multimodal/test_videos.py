@@ -13,18 +13,19 @@ from mvllm.config.hf_config import HFConfig
 from mvllm.config.multimodal import MultiModalModel
 from mvllm.entrypoints.chat_items import places_to_text
 from mvllm.errors import ModelError, RequestError
+from mvllm.families.glm.items import GlmItems
+from mvllm.families.qwen_vl.items import Qwen3Items
 from mvllm.multimodal.contents import VideoContent
-from mvllm.multimodal.families.frames import (
+from mvllm.multimodal.frame_sampling import FrameDefaults, FrameSampling
+from mvllm.multimodal.item_families.frames import (
     SquareFrames,
     SquareRules,
     TwiceResizedFrames,
     TwiceResizedRules,
     proportional_size,
 )
-from mvllm.multimodal.families.grids import GlmItems, Qwen3Items
-from mvllm.multimodal.families.interface import ItemFamily
-from mvllm.multimodal.families.smolvlm_processor import number_in_words
-from mvllm.multimodal.frame_sampling import FrameDefaults, FrameSampling
+from mvllm.multimodal.item_families.interface import ItemFamily
+from mvllm.multimodal.item_families.smolvlm_processor import number_in_words
 from mvllm.multimodal.item_processor import ItemProcessor, as_arrays
 from mvllm.multimodal.processed_item import ProcessedItem
 from tests.helpers.multimodal_suite import draw_image

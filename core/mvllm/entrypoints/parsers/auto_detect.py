@@ -203,27 +203,37 @@ class ParserNames:
     reasoning: str | None
 
 
-def resolve_parsers(tool: str, reasoning: str, chat_template: str | None, folder: Path) -> ParserNames:
+NO_PARSERS = ParserNames(None, None)
+
+
+def resolve_parsers(
+    tool: str, reasoning: str, chat_template: str | None, folder: Path, family: ParserNames = NO_PARSERS
+) -> ParserNames:
     """The parsers to use. Logs detected ones.
 
     Args:
         tool, reasoning: Parser names; `auto` to detect them from the template; `none` for no parser.
         chat_template: Template in place of the tokenizer's; None for the tokenizer's.
         folder: Folder of the tokenizer.
+        family: The parsers of the model's family, for templates that show no known format.
     """
 
     from mvllm.entrypoints.chat_template import read_chat_template
 
     def choose(
-        asked: str, rules: tuple[DetectionRule, ...], names: Callable[[], tuple[str, ...]], what: str
+        asked: str, rules: tuple[DetectionRule, ...], names: Callable[[], tuple[str, ...]], what: str, usual: str | None
     ) -> str | None:
         if asked != AUTO:
             return None if asked == NONE else asked
         template = chat_template or read_chat_template(folder, for_tools=rules is TOOL_RULES)
         rule = find_rule(template, rules) if template else None
         option = "--tool-call-parser" if rules is TOOL_RULES else "--reasoning-parser"
+        shows_tools = bool(template and re.search(r"\btools\b", template))
+        if rule is None and template and usual in names() and (shows_tools or rules is not TOOL_RULES):
+            logger.info("%s %s: that of the model's family. %s none disables it.", what, usual, option)
+            return usual
         if rule is None or rule.parser not in names():
-            if template and rules is TOOL_RULES and re.search(r"\btools\b", template):
+            if shows_tools and rules is TOOL_RULES:
                 logger.info(
                     "%s none: the chat template has tools, but does not show one known format of calls. Requests with "
                     "tools are rejected; %s chooses a format.",
@@ -241,6 +251,6 @@ def resolve_parsers(tool: str, reasoning: str, chat_template: str | None, folder
         return rule.parser
 
     return ParserNames(
-        choose(tool, TOOL_RULES, tool_parser_names, "Tool call parser"),
-        choose(reasoning, REASONING_RULES, reasoning_parser_names, "Reasoning parser"),
+        choose(tool, TOOL_RULES, tool_parser_names, "Tool call parser", family.tool),
+        choose(reasoning, REASONING_RULES, reasoning_parser_names, "Reasoning parser", family.reasoning),
     )

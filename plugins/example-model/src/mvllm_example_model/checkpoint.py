@@ -14,7 +14,7 @@ CONFIG = {
     "model_type": "parallel_block",
     "vocab_size": 96,
     "hidden_size": 32,
-    "intermediate_size": 64,
+    "inner_size": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,

@@ -187,6 +187,16 @@ def test_an_unknown_format_is_logged_if_the_template_has_tools(tmp_path, caplog)
     assert message.startswith("Tool call parser none") and "--tool-call-parser" in message
 
 
+def test_the_parsers_of_the_family_are_used_where_the_template_shows_no_known_format(tmp_path) -> None:
+    family = ParserNames("gemma4", "olmo3")
+    assert resolve_parsers("auto", "auto", CHATML, tmp_path, family) == family
+    assert resolve_parsers("auto", "auto", DROPS_THOUGHTS, tmp_path, family).tool is None, "a template without tools"
+    assert resolve_parsers("auto", "auto", QWEN + QWEN3_THINKS, tmp_path, family) == ParserNames("hermes", "qwen3")
+    assert resolve_parsers("none", "qwen3", CHATML, tmp_path, family) == ParserNames(None, "qwen3")
+    assert resolve_parsers("auto", "auto", None, tmp_path, family) == ParserNames(None, None), "no template"
+    assert resolve_parsers("auto", "none", CHATML, tmp_path, ParserNames("absent", None)) == ParserNames(None, None)
+
+
 def test_the_choice_is_logged_and_can_be_made_or_switched_off(tmp_path, caplog) -> None:
     (tmp_path / "chat_template.jinja").write_text(QWEN + QWEN3_THINKS, encoding="utf-8")
     with caplog.at_level(logging.INFO, logger="mvllm"):

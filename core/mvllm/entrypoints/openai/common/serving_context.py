@@ -9,12 +9,13 @@ from types import MappingProxyType
 from typing import Any
 
 from mvllm.config.encoder_limits import items_of
+from mvllm.config.families import find_architecture
 from mvllm.config.multimodal import DEFAULT_LIMIT
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.entrypoints.openai.common.chat_prompt_renderer import ChatPromptRenderer
 from mvllm.entrypoints.openai.common.chat_template_renderer import ChatTemplateRenderer
 from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
-from mvllm.entrypoints.parsers.auto_detect import resolve_parsers
+from mvllm.entrypoints.parsers.auto_detect import NO_PARSERS, ParserNames, resolve_parsers
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,9 @@ class ServingContext:
         """
         pool = TokenizerPool(engine.tokenizer, engine.model_config.max_model_len, template_renderer)
         folder = Path(engine.model_config.tokenizer or "")
-        parsers = resolve_parsers(tool_call_parser, reasoning_parser, chat_template, folder)
+        family = find_architecture(engine.model_config.architecture)
+        usual = NO_PARSERS if family is None else ParserNames(family.tool_parser, family.reasoning_parser)
+        parsers = resolve_parsers(tool_call_parser, reasoning_parser, chat_template, folder, usual)
         renderer = ChatPromptRenderer(
             engine,
             pool,

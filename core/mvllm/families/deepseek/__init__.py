@@ -1,0 +1,1 @@
+"""DeepSeek V2, V3 and V3.2."""

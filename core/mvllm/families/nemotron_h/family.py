@@ -1,0 +1,17 @@
+"""Nemotron-H: the record."""
+
+from __future__ import annotations
+
+from mvllm.config.model_family import Architecture, ModelFamily, ModelType
+
+FAMILY = ModelFamily(
+    architectures={"NemotronHForCausalLM": Architecture("mvllm.families.nemotron_h.model:NemotronHForCausalLM")},
+    model_types={
+        "nemotron_h": ModelType(
+            "NemotronHForCausalLM",
+            head_dim=128,
+            never_sliding=True,
+            key_aliases={"num_local_experts": "n_routed_experts"},
+        )
+    },
+)

@@ -1,0 +1,215 @@
+"""Nemotron-H: layers of one block each, which is a Mamba-2 layer, attention without position embedding, an MLP or a
+mixture of experts without gates.
+
+`hybrid_override_pattern` names the blocks by one character each, `layers_block_type` by words:
+
+    M  linear_attention     *  full_attention     -  mlp     E  moe
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import nn
+
+from mvllm.config.model import ModelConfig
+from mvllm.errors import ModelError
+from mvllm.families.nemotron_h.ungated_moe import UngatedMoE
+from mvllm.layers.attention import Attention
+from mvllm.layers.context import BuildContext, ForwardStep
+from mvllm.layers.linear import QKVLinear, ReplicatedLinear, RowParallelLinear
+from mvllm.layers.mamba2_mixer import Mamba2Config, Mamba2Mixer
+from mvllm.layers.mlp import MLP
+from mvllm.layers.norm import RMSNorm
+from mvllm.layers.routing import Routing
+from mvllm.layers.sparse_moe_block import SparseMoeBlock
+from mvllm.models.causal_lm import CausalLM
+from mvllm.models.layer_kinds import ATTENTION, layer_kinds
+from mvllm.models.mamba_hybrid import MAMBA, OLD_NAMES, time_step_limit
+from mvllm.models.module_names import ModuleNames
+
+_KINDS = {"M": MAMBA, "*": ATTENTION, "-": "mlp", "E": "moe"}
+
+
+class NemotronHAttention(nn.Module):
+    """Self-attention without position embedding."""
+
+    def __init__(self, config: ModelConfig, ctx: BuildContext, name: str) -> None:
+        super().__init__()
+        heads, head_size, hidden_size = (config.num_heads, config.num_kv_heads), config.head_size, config.hidden_size
+        bias = bool(config.hf_config.get("attention_bias", False))
+        names = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
+        self.qkv = QKVLinear(ctx, names, hidden_size, *heads, head_size, bias=bias)
+        self.output = RowParallelLinear(ctx, f"{name}.o_proj", config.num_heads * head_size, hidden_size, bias=bias)
+        self.attention = Attention(ctx, self.qkv.heads, head_size, head_size**-0.5)
+
+    def forward(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        """[T, hidden_size] to [T, hidden_size]."""
+        return self.output(self.attention(*self.qkv.split(x), step))
+
+
+class NemotronHLayer(nn.Module):
+    """One block with a norm before it, on a residual stream."""
+
+    def __init__(self, config: ModelConfig, ctx: BuildContext, layer: int, kind: str) -> None:
+        super().__init__()
+        name, eps = f"model.layers.{layer}", _eps(config)
+        self.norm = RMSNorm(ctx, f"{name}.norm", config.hidden_size, eps)
+        self.reads_step = kind in (MAMBA, ATTENTION)
+        name = f"{name}.mixer"
+        self.mixer: nn.Module
+        if kind == MAMBA:
+            self.mixer = Mamba2Mixer(ctx, name, mamba2_config(config))
+        elif kind == ATTENTION:
+            self.mixer = NemotronHAttention(config, ctx, name)
+        else:
+            self.mixer = _mlp(config, ctx, name, "intermediate_size") if kind == "mlp" else _moe(config, ctx, name)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: ForwardStep
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes and returns the last block's output and the residual stream without that output."""
+        x, residual = self.norm.add_norm(x, residual)
+        return self.mixer(x, step) if self.reads_step else self.mixer(x), residual
+
+
+class NemotronHForCausalLM(CausalLM):
+    """`NemotronHForCausalLM` of Hugging Face checkpoints, without the multi-token-prediction layers."""
+
+    first_stage_names = ("model.embeddings.",)
+    last_stage_names = ("model.norm_f.",)
+    ignored_names = re.compile(r"^mtp\.")
+    module_names = ModuleNames({"backbone": "model"})
+
+    def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
+        super().__init__(config, ctx)
+        kinds = block_kinds(config)
+        self.embeddings = self._build_embedding(ctx, "model.embeddings", config.hidden_size)
+        self.layers = nn.ModuleList(NemotronHLayer(config, ctx, i, kinds[i]) for i in self._layer_numbers())
+        self.norm = RMSNorm(ctx, "model.norm_f", config.hidden_size, _eps(config)) if self.stage.is_last else None
+        self.lm_head = self._build_head(ctx, "model.embeddings", config.hidden_size, self.embeddings)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: ForwardStep,
+        intermediate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        x = intermediate if self.embeddings is None else self.merge_items(self.embeddings(input_ids), step)
+        assert x is not None, "every pipeline stage but the first needs `intermediate`"
+        residual = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, step)
+        assert residual is not None
+        return x + residual if self.norm is None else self.norm.add_norm(x, residual)[0]
+
+
+class LatentExperts(nn.Module):
+    """Experts that read and write a smaller vector than the hidden state (`moe_latent_size`).
+
+    Args:
+        ctx: Build context.
+        name: The checkpoint module of the MoE block.
+        hidden_size: Size of a hidden state.
+        experts: The experts, whose `hidden_size` is that of the latent.
+    """
+
+    def __init__(self, ctx: BuildContext, name: str, hidden_size: int, experts: UngatedMoE) -> None:
+        super().__init__()
+        self.hidden_size, self.num_experts, self.experts = hidden_size, experts.num_experts, experts
+        latent_size = experts.hidden_size
+        self.down = ReplicatedLinear(ctx, f"{name}.fc1_latent_proj", hidden_size, latent_size, bias=False)
+        self.up = ReplicatedLinear(ctx, f"{name}.fc2_latent_proj", latent_size, hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """As in FusedMoE."""
+        return self.up(self.experts(self.down(x), weights, ids))
+
+
+def block_kinds(config: ModelConfig) -> tuple[str, ...]:
+    """The kind of each layer's block.
+
+    Raises:
+        ModelError: The config does not name one for each layer.
+    """
+    hf = config.hf_config
+    if "layers_block_type" in hf:
+        return layer_kinds(config, MAMBA, "mlp", "moe", key="layers_block_type", old_names=OLD_NAMES)
+    pattern = hf.require("hybrid_override_pattern", str)
+    if len(pattern) != config.num_layers or not set(pattern) <= _KINDS.keys():
+        raise ModelError(
+            f"{hf.source}: 'hybrid_override_pattern' should have one of the characters {' '.join(_KINDS)} for each of "
+            f"the {config.num_layers} layers, found {pattern!r}."
+        )
+    return tuple(_KINDS[character] for character in pattern)
+
+
+def mamba2_config(config: ModelConfig) -> Mamba2Config:
+    """Sizes and options of the Mamba-2 layers.
+
+    `time_step_min` is a setting of the initialisation; the time step is limited by `time_step_limit` only.
+    """
+    hf = config.hf_config
+    return Mamba2Config(
+        hidden_size=config.hidden_size,
+        num_heads=hf.positive_int("mamba_num_heads"),
+        head_size=hf.positive_int("mamba_head_dim"),
+        num_groups=hf.positive_int("n_groups", 8),
+        state_size=hf.positive_int("ssm_state_size"),
+        conv_kernel=hf.positive_int("conv_kernel", 4),
+        conv_bias=bool(hf.get("use_conv_bias", True)),
+        in_bias=bool(hf.get("use_bias", False)),
+        out_bias=bool(hf.get("use_bias", False)),
+        activation=hf.get("mamba_hidden_act", "silu"),
+        eps=_eps(config),
+        dt_limit=time_step_limit(hf),
+    )
+
+
+def _eps(config: ModelConfig) -> float:
+    hf = config.hf_config
+    return hf.positive_number("layer_norm_epsilon", hf.positive_number("rms_norm_eps", 1e-5))
+
+
+def _mlp(config: ModelConfig, ctx: BuildContext, name: str, size_key: str) -> MLP:
+    hf = config.hf_config
+    names, act = (f"{name}.up_proj", f"{name}.down_proj"), hf.get("mlp_hidden_act", "relu2")
+    bias = bool(hf.get("mlp_bias", False))
+    return MLP(ctx, *names, config.hidden_size, hf.positive_int(size_key), act, bias=bias)
+
+
+def _moe(config: ModelConfig, ctx: BuildContext, name: str) -> SparseMoeBlock:
+    hf, hidden_size = config.hf_config, config.hidden_size
+    latent_size, size = hf.get("moe_latent_size"), hf.positive_int("moe_intermediate_size")
+    if latent_size and hf.get("mlp_bias", False):
+        raise ModelError(f"{hf.source}: 'moe_latent_size' is not supported together with 'mlp_bias'.")
+    count, top_k = hf.positive_int("n_routed_experts"), hf.positive_int("num_experts_per_tok", 2)
+    experts = UngatedMoE(
+        ctx,
+        f"{name}.experts",
+        hf.positive_int("moe_latent_size", hidden_size),
+        size,
+        hf.get("mlp_hidden_act", "relu2"),
+        num_experts=count,
+        top_k=top_k,
+    )
+    routing = Routing(
+        top_k,
+        "sigmoid",
+        normalize=bool(hf.get("norm_topk_prob", True)),
+        scale=hf.positive_number("routed_scaling_factor", 1.0),
+        num_groups=hf.positive_int("n_group", 1),
+        top_groups=hf.positive_int("topk_group", 1),
+        group_by="best_two",
+    )
+    return SparseMoeBlock(
+        ctx,
+        f"{name}.gate",
+        LatentExperts(ctx, name, hidden_size, experts) if latent_size else experts,
+        routing,
+        correction=f"{name}.gate.e_score_correction_bias",
+        router_dtype=torch.float32,
+        shared_experts=_mlp(config, ctx, f"{name}.shared_experts", "moe_shared_expert_intermediate_size"),
+    )

@@ -1,0 +1,1 @@
+"""Qwen3-Next and Qwen3.5."""
