@@ -223,22 +223,23 @@ def read_tokenizer_json(
         is_complete: A generic tokenizer class means `tokenizer.json` as it is, whatever class transformers has for the
             model type.
     """
-    name = settings.get("tokenizer_class")
+    name, model_type = settings.get("tokenizer_class"), model.get("model_type")
     spec = _TOKENIZER_CLASS_SPECS.get(name) if isinstance(name, str) else None
     if spec is None and name not in _GENERIC_CLASSES:
         return None
-    if spec is None and model.get("model_type") in _QWEN2.for_generic and not is_complete:
+    if spec is None and model_type in _QWEN2.for_generic and not is_complete:
         spec = _QWEN2
-    model_types = _MODEL_TYPES if spec is None else spec.model_types
-    if not (is_complete and spec is None) and (model.get("model_type") not in model_types or "auto_map" in model):
-        return None
+    if spec is not None or not is_complete:
+        model_types = _MODEL_TYPES if spec is None else spec.model_types
+        if model_type not in model_types or "auto_map" in model:
+            return None
     if not settings.keys() <= _known_settings(spec, settings):
         return None
     if spec is not None:
         settings = {**spec.tokens, **settings}
         if not _file_matches_spec(spec, folder / "tokenizer.json", settings):
             return None
-    if "added_tokens_decoder" not in settings and any((folder / name).exists() for name in _LEGACY_FILES):
+    if "added_tokens_decoder" not in settings and _has_legacy_files(folder):
         return None
     fast = _open_tokenizer(folder / "tokenizer.json")
     if fast is None or not _has_tokens_of_settings(fast, settings, () if spec is None else spec.named):
@@ -246,8 +247,12 @@ def read_tokenizer_json(
     fast.no_truncation()
     fast.no_padding()
     special_tokens = {key: _text(settings[key]) for key in _SPECIAL_TOKEN_KEYS if settings.get(key) is not None}
+    return JsonTokenizer(fast, _eos_token_id(fast, special_tokens), special_tokens)
+
+
+def _eos_token_id(fast: Tokenizer, special_tokens: Mapping[str, str]) -> int | None:
     eos = special_tokens.get("eos_token")
-    return JsonTokenizer(fast, None if eos is None else fast.token_to_id(eos), special_tokens)
+    return None if eos is None else fast.token_to_id(eos)
 
 
 def _known_settings(spec: _TokenizerClassSpec | None, settings: Mapping[str, Any]) -> set[str]:
@@ -257,6 +262,10 @@ def _known_settings(spec: _TokenizerClassSpec | None, settings: Mapping[str, Any
         known.update(spec.named, spec.ignored)
         known.update(key for key, value in spec.defaults.items() if settings.get(key) == value)
     return known
+
+
+def _has_legacy_files(folder: Path) -> bool:
+    return any((folder / name).exists() for name in _LEGACY_FILES)
 
 
 def _open_tokenizer(path: Path) -> Tokenizer | None:

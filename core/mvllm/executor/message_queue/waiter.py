@@ -65,6 +65,10 @@ class Waiter:
             data = [fd for fd, _ in self._poll.poll(limit) if fd in self._data]
             if data:
                 return data
+        return self._wait_and_watch(deadline, waiting_for)
+
+    def _wait_and_watch(self, deadline: float | None, waiting_for: str) -> list[int]:
+        """As `wait`, with a look at the peers."""
         while True:
             known = self._watch_peers()
             remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
