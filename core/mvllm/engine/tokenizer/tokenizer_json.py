@@ -229,10 +229,8 @@ def read_tokenizer_json(
         return None
     if spec is None and model_type in _QWEN2.for_generic and not is_complete:
         spec = _QWEN2
-    if spec is not None or not is_complete:
-        model_types = _MODEL_TYPES if spec is None else spec.model_types
-        if model_type not in model_types or "auto_map" in model:
-            return None
+    if not (spec is None and is_complete) and not _fits_model(spec, model):
+        return None
     if not settings.keys() <= _known_settings(spec, settings):
         return None
     if spec is not None:
@@ -253,6 +251,12 @@ def read_tokenizer_json(
 def _eos_token_id(fast: Tokenizer, special_tokens: Mapping[str, str]) -> int | None:
     eos = special_tokens.get("eos_token")
     return None if eos is None else fast.token_to_id(eos)
+
+
+def _fits_model(spec: _TokenizerClassSpec | None, model: Mapping[str, Any]) -> bool:
+    """Whether transformers takes the class for the model's type."""
+    model_types = _MODEL_TYPES if spec is None else spec.model_types
+    return model.get("model_type") in model_types and "auto_map" not in model
 
 
 def _known_settings(spec: _TokenizerClassSpec | None, settings: Mapping[str, Any]) -> set[str]:
