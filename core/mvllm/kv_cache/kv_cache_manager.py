@@ -126,7 +126,7 @@ class KVCacheManager:
         )
         self._pool.listeners.append(self.events)
         if self.tier is not None and self.events.records_media:
-            self.tier.blocks.host.on_change = self.events.host_changed
+            self.tier.blocks.host.listeners.append(self.events)
         return self.events
 
     @property
@@ -372,6 +372,12 @@ class KVCacheManager:
         if self.tier is not None:
             self._discard_in_tier(self.tier, (*tables, *dependents))
         return dependents
+
+    def confirm(self, step: int) -> None:
+        """The results of a plan are back and its failed requests were discarded: what it has written is right."""
+        for writers in self.unconfirmed.pop_confirmed(step):
+            if self.tier is not None:
+                self.tier.add_confirmed(writers)
 
     def reset_prefix_cache(self, *, keeps_tiers: bool = False) -> bool:
         """Evicts all contents. Does nothing and returns False while requests hold blocks.
