@@ -31,7 +31,11 @@ class Net:
         self._theirs = [pair[1] for pair in pairs]
         self.coordinator = DPCoordinator(self._theirs[:2], self._theirs[2:])
         self._is_ending = False
+        self.told_sleep: list[tuple[int, bool]] = []  # by whom, and whether the engine sleeps
         self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def record_sleep(self, index: int, is_sleeping: bool) -> None:
+        self.told_sleep.append((index, is_sleeping))
 
     def _run(self) -> None:
         while not self._is_ending:
@@ -69,8 +73,8 @@ def run(net: Net, work: object) -> None:
         front_ends = [CoordinatorClient(control, index) for index, control in enumerate(net.front_ends, 1)]
         choices = [DPLoadBalancer(2, draw=lambda: 0.0) for _ in front_ends]  # the cheapest replica
         loads: list[list[CoreLoad]] = [[], []]
-        for front, choice, heard in zip(front_ends, choices, loads):
-            front.attach(loop, choice, heard.extend)
+        for index, (front, choice, heard) in enumerate(zip(front_ends, choices, loads)):
+            front.attach(loop, choice, heard.extend, partial(net.record_sleep, index))
         await work(front_ends, choices, loads)  # type: ignore[operator]
         for front in front_ends:
             front.close()
@@ -134,9 +138,7 @@ def test_sleep_is_answered_when_all_other_front_ends_sleep(net: Net) -> None:
     async def work(
         front_ends: list[CoordinatorClient], choices: list[DPLoadBalancer], loads: list[list[CoreLoad]]
     ) -> None:
-        told: list[tuple[int, bool]] = []
-        for index, front in enumerate(front_ends):
-            front.on_sleep = lambda is_sleeping, index=index: told.append((index, is_sleeping))  # type: ignore[misc]
+        told = net.told_sleep
         async with asyncio.timeout(120):
             await front_ends[0].broadcast_sleep(True)
             assert told == [(1, True)]

@@ -30,13 +30,9 @@ class CoordinatorClient:
     Args:
         coordinator: The socket to the coordinator.
         index: This front end's index in the loads that cores report.
-
-    Attributes:
-        on_sleep: Called when another front end puts the engine to sleep (True) or wakes it up (False).
     """
 
     def __init__(self, coordinator: MessageSocket, index: int) -> None:
-        self.on_sleep: Callable[[bool], None] = lambda is_sleeping: None
         self._socket = coordinator
         self._index = index
         self._decoder: msgspec.msgpack.Decoder[ToFrontEnd] = msgspec.msgpack.Decoder(ToFrontEnd)
@@ -44,6 +40,7 @@ class CoordinatorClient:
         self._publish_timer: asyncio.TimerHandle | None = None
         self._load_balancer: DPLoadBalancer | None = None
         self._on_loads: Callable[[Sequence[CoreLoad]], None] = lambda loads: None
+        self._on_sleep: Callable[[bool], None] = lambda is_sleeping: None
         self._pending_sleeps: dict[int, asyncio.Future[None]] = {}
         self._num_sleep_calls = 0
 
@@ -52,14 +49,17 @@ class CoordinatorClient:
         loop: asyncio.AbstractEventLoop,
         load_balancer: DPLoadBalancer,
         on_loads: Callable[[Sequence[CoreLoad]], None],
+        on_sleep: Callable[[bool], None],
     ) -> None:
         """Starts to read messages in `loop`, which runs in the calling thread.
 
         Args:
             load_balancer: Updated with the prefixes and loads of other front ends.
             on_loads: Called with the loads that cores report.
+            on_sleep: Called when another front end puts the engine to sleep (True) or wakes it up (False).
         """
-        self._loop, self._load_balancer, self._on_loads = loop, load_balancer, on_loads
+        self._loop, self._load_balancer = loop, load_balancer
+        self._on_loads, self._on_sleep = on_loads, on_sleep
         load_balancer.records_new_prefixes = True
         loop.add_reader(self._socket.fd, self._read)
         self._read()
@@ -125,7 +125,7 @@ class CoordinatorClient:
             case SentPrefixes():
                 self._load_balancer.record_prefixes(message.rank, message.hashes)
             case Sleep():
-                self.on_sleep(message.is_sleeping)
+                self._on_sleep(message.is_sleeping)
                 self._send_sleep_done(SleepDone(message.id))
             case SleepDone():
                 with contextlib.suppress(KeyError, asyncio.InvalidStateError):
