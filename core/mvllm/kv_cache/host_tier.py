@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 
 from mvllm.kv_cache.block_pool import BlockPool
 from mvllm.kv_cache.block_table import BlockTable
-from mvllm.kv_cache.host_blocks import HostBlocks
+from mvllm.kv_cache.host_block_pool import HostBlockPool
 from mvllm.kv_cache.listener import KVCacheListener
 from mvllm.kv_cache.unconfirmed_block_hashes import UnconfirmedBlockHashes
 from mvllm.kv_transfer.connector import BlockKey, HostBlock
@@ -54,7 +54,7 @@ class PoolTier(KVCacheListener):
     def __init__(
         self,
         pool: BlockPool,
-        host: HostBlocks,
+        host: HostBlockPool,
         unconfirmed: UnconfirmedBlockHashes,
         *,
         is_state: bool,
@@ -339,7 +339,7 @@ class HostTier:
     ) -> PoolTier:
         return PoolTier(
             pool,
-            HostBlocks(num_blocks),
+            HostBlockPool(num_blocks),
             unconfirmed,
             is_state=is_state,
             max_saves=self._max_saves[is_state],

@@ -7,7 +7,7 @@ from mvllm.kv_transfer.connector import BlockKey
 
 
 class KVCacheListener:
-    """Base of the listeners of a BlockPool, of HostBlocks and of a HostTier, which do nothing by default.
+    """Base of the listeners of a BlockPool, of HostBlockPool and of a HostTier, which do nothing by default.
 
     They must not change what they listen to, but for `block_reused`.
     """

@@ -15,7 +15,7 @@ from mvllm.engine.process.coordinator_client import CoordinatorClient
 from mvllm.engine.process.dp_load_balancer import DPLoadBalancer
 from mvllm.engine.process.message_socket import MessageSocket, message_socket_pair
 from mvllm.errors import EngineDeadError
-from mvllm.messages.coordinator_protocol import CoreLoad, CoreLoads, SentPrefixes, Sleep, SleepDone, ToFrontEnd
+from mvllm.messages.coordinator_protocol import CoreLoad, CoreLoads, SentPrefixes, SleepDone, SleepNotice, ToFrontEnd
 from mvllm.messages.requests import SchedulerStats
 
 PROMPT = list(range(100))
@@ -181,7 +181,7 @@ def request_sleep_with_a_full_socket(net: Net) -> None:
     while net._theirs[3].send(SentPrefixes(0, [1 << 60] * 5000)):
         count += 1
     assert count > 0
-    net.front_ends[0].send(Sleep(7, True))
+    net.front_ends[0].send(SleepNotice(7, True))
     net.coordinator.run_once()
 
 
@@ -192,7 +192,7 @@ def test_sleep_reaches_a_front_end_with_a_full_buffer_before_it_is_answered() ->
     assert all(isinstance(message, SentPrefixes) for message in received(net.front_ends[1]))
     net.coordinator.run_once()
     [sleep] = received(net.front_ends[1])
-    assert isinstance(sleep, Sleep) and sleep.is_sleeping
+    assert isinstance(sleep, SleepNotice) and sleep.is_sleeping
     net.front_ends[1].send(SleepDone(sleep.id))
     net.coordinator.run_once()
     assert received(net.front_ends[0]) == [SleepDone(7)]
@@ -204,7 +204,7 @@ def test_sleep_is_answered_without_a_front_end_that_has_exited() -> None:
     net.front_ends[1].close()
     net.coordinator.run_once()
     assert received(net.front_ends[0]) == [SleepDone(7)]
-    net.front_ends[0].send(Sleep(8, False))
+    net.front_ends[0].send(SleepNotice(8, False))
     net.coordinator.run_once()
     assert received(net.front_ends[0]) == [SleepDone(8)]
 

@@ -19,7 +19,6 @@ from mvllm.config.engine_config import EngineConfig, with_max_model_len
 from mvllm.config.rope_parameters import prompt_cache_key
 from mvllm.engine.core.answers import Answers, answers
 from mvllm.engine.core.block_saves import BlockSaves
-from mvllm.engine.core.encoder_planning import make_encoder_planner
 from mvllm.engine.core.grammars import Grammars
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary, choose_block_size, no_kv_cache, size_kv_cache
 from mvllm.engine.core.kv_event_reporting import KVEventReporter
@@ -57,6 +56,7 @@ from mvllm.messages.requests import (
 )
 from mvllm.models.checkpoint_support import runs_natively
 from mvllm.platform.interface import Platform
+from mvllm.scheduler.encoder_planner import make_encoder_planner
 from mvllm.scheduler.scheduler import Scheduler
 from mvllm.structured_output.llguidance_library import check_available
 

@@ -1,7 +1,7 @@
 """The client of the data parallel coordinator, in each of several front ends.
 
-Loads and prefixes are hints: a front end that receives them late or never balances its requests less well. `Sleep` is
-not: its caller waits until all front ends have answered.
+Loads and prefixes are hints: a front end that receives them late or never balances its requests less well.
+`SleepNotice` is not: its caller waits until all front ends have answered.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mvllm.engine.process.dp_load_balancer import DPLoadBalancer
 from mvllm.engine.process.message_socket import MessageSocket
 from mvllm.errors import EngineDeadError
 from mvllm.logging import get_logger
-from mvllm.messages.coordinator_protocol import CoreLoad, CoreLoads, SentPrefixes, Sleep, SleepDone, ToFrontEnd
+from mvllm.messages.coordinator_protocol import CoreLoad, CoreLoads, SentPrefixes, SleepDone, SleepNotice, ToFrontEnd
 
 logger = get_logger(__name__)
 
@@ -76,7 +76,7 @@ class CoordinatorClient:
         number = self._num_sleep_calls
         done = self._pending_sleeps[number] = self._loop.create_future()
         try:
-            while not self._socket.send(Sleep(number, is_sleeping)):
+            while not self._socket.send(SleepNotice(number, is_sleeping)):
                 await asyncio.sleep(PREFIX_PUBLISH_SECONDS)
             await done
         finally:
@@ -124,7 +124,7 @@ class CoordinatorClient:
                 self._on_loads(message.loads)
             case SentPrefixes():
                 self._load_balancer.record_prefixes(message.rank, message.hashes)
-            case Sleep():
+            case SleepNotice():
                 self._on_sleep(message.is_sleeping)
                 self._send_sleep_done(SleepDone(message.id))
             case SleepDone():

@@ -19,7 +19,7 @@ from mvllm.kv_cache.listener import KVCacheListener
 from mvllm.kv_transfer.connector import BlockKey
 
 
-class HostBlocks:
+class HostBlockPool:
     """The index of `num_blocks` host blocks, numbered from 0.
 
     Attributes:
