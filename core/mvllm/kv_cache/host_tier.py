@@ -269,10 +269,6 @@ class HostTier:
         tier.host.pin(index)
         self._table_pins.setdefault(table, []).append((tier, index))
 
-    def num_pinned_for(self, table: BlockTable) -> int:
-        """Host blocks that are kept for a waiting request."""
-        return len(self._table_pins.get(table, ()))
-
     @property
     def keeps_for_requests(self) -> bool:
         """Whether host blocks are kept for waiting requests."""
