@@ -68,7 +68,7 @@ class Scheduler:
         encoders: Plans the encoders of images, audio and embeddings; None refuses requests that have some.
         preemption_mode: `auto`, `swap` or `recompute`, see `swapping.py`. Without a host tier always `recompute`.
         copy_costs: Measured costs of copies to and from host memory.
-        adapter_hash: The hash of a LoRA adapter's files, equal in all engines; None if it is not known.
+        adapter_hash: Returns the hash of a LoRA adapter's files, equal in all engines; None if it is not known.
         first_step: The number of the first plan, if the caller has executed plans of its own.
 
     Raises:
@@ -95,7 +95,7 @@ class Scheduler:
         encoders: EncoderPlanner | None = None,
         preemption_mode: str = RECOMPUTE,
         copy_costs: CopyCosts = NO_COSTS,
-        adapter_hash: Callable[[LoRARequest], str | None] = lambda request: None,
+        adapter_hash: Callable[[LoRARequest], str | None] | None = None,
         first_step: int = 0,
     ) -> None:
         check_scheduler_config(config, max_model_len)
@@ -223,14 +223,14 @@ class Scheduler:
             self.kv_loads.add(added)
 
     def _make_table(self, request: EngineCoreRequest) -> BlockTable:
-        adapter = request.lora_request
+        adapter, hash_of = request.lora_request, self._adapter_hash
         return self._kv_cache.make_table(
             list(request.prompt_token_ids),
             cache_salt=request.cache_salt,
             position_key=request.position_key,
             sibling_group=request.sibling_group,
             adapter_keys=() if adapter is None else adapter.cache_keys,
-            adapter_hash=None if adapter is None else self._adapter_hash(adapter),
+            adapter_hash=None if adapter is None or hash_of is None else hash_of(adapter),
             items=[item.span for item in request.items] if request.items else (),
         )
 
