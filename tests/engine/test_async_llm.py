@@ -206,8 +206,8 @@ def test_a_cancelled_change_of_state_is_complete_or_undone(llm: AsyncLLM, run: R
             await task
 
     async def settled(is_asleep: bool) -> None:
-        async with llm._sleep_lock:  # the call has ended
-            pass
+        while llm.sleep_mode.is_changing:
+            await asyncio.sleep(0.01)
         assert llm.is_asleep is is_asleep
         assert llm.heartbeat_age == 0.0
 

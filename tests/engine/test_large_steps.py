@@ -14,7 +14,7 @@ from mvllm.config.engine_config import ParallelConfig, replace_field
 from mvllm.executor.factory import make_executor
 from mvllm.executor.message_queue.frames import packed_bytes
 from mvllm.executor.multiproc import MultiprocExecutor
-from mvllm.executor.rpc_messages import Request
+from mvllm.executor.rpc_messages import RPCRequest
 from mvllm.executor.rpc_queues import request_settings
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.scheduler_output import NewRequestData, SchedulerOutput
@@ -55,7 +55,7 @@ def plan(prompt_tokens: int, step: int = 1) -> SchedulerOutput:
 
 
 def message_bytes(step: SchedulerOutput) -> int:
-    request = Request(2**32, "execute_model", msgspec.msgpack.encode((step,)), None, 0)
+    request = RPCRequest(2**32, "execute_model", msgspec.msgpack.encode((step,)), None, 0)
     return packed_bytes([msgspec.msgpack.encode(request)])
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from mvllm import LLM, RequestError, SamplingParams, StructuredOutputsParams
 from mvllm.engine.core.engine_core import EngineCore
-from mvllm.engine.core.grammar_vocabulary import load_vocabulary
+from mvllm.engine.core.grammars import load_vocabulary
 from mvllm.engine.frontend.outputs import CompletionOutput
 from mvllm.engine.process.inproc_client import InprocClient
 from mvllm.executor import rpc_messages
@@ -26,7 +26,7 @@ from mvllm.messages.sampling_params import RequestOutputKind
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.structured_output import llguidance_library
 from mvllm.structured_output.grammar_compiler import CompiledGrammar, GrammarCompiler, make_compile_job
-from mvllm.structured_output.output_validator import ValidationJob
+from mvllm.structured_output.output_validator import TextToValidate
 from mvllm.structured_output.sandbox import GrammarSandbox
 from mvllm.structured_output.sandbox_main import CompileJob, to_grammar
 from mvllm.structured_output.sequence_grammar import SequenceGrammar
@@ -312,7 +312,7 @@ def test_requests_of_other_threads_run_while_a_result_is_validated(llm: LLM, mon
     entered, opened = threading.Event(), threading.Event()
     now = llm.llm_engine._output_validator._run
 
-    def later(job: ValidationJob) -> list[str]:
+    def later(job: TextToValidate) -> list[str]:
         entered.set()
         assert opened.wait(SECONDS)
         return now(job)

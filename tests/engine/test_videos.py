@@ -16,11 +16,11 @@ import torch
 from mvllm import SamplingParams
 from mvllm.messages.inputs import TextPrompt
 from mvllm.multimodal.contents import VideoContent
-from mvllm.multimodal.item_processor import ItemProcessor, as_arrays
+from mvllm.multimodal.item_processor import ItemProcessor
 from mvllm.multimodal.processed_item import ProcessedItem
-from mvllm.multimodal.prompt_expansion import process_prompt
 from tests.helpers.multimodal_suite import CLEAR, NUM_TOKENS, MultiModalOracle, draw_image, engine, oracle
 from tests.helpers.multimodal_zoo import zoo
+from tests.helpers.processed_items import as_arrays, process_prompt
 
 FPS = 8.0
 MAX_LEN = 1024

@@ -120,7 +120,6 @@ def kill_reader(boundaries: Boundaries, size: int, *, wait: bool) -> dict[str, i
     pid, connection = fork(victim)
     with contextlib.closing(queue.open_writer()) as writer, contextlib.closing(queue.open_reader(0, dict)) as reader:
         queue.close()
-        writer.watch_reader(1, pid=pid)
         assert connection.recv(1) == b"\0"
         found = {"boundaries": 0, "sent": 0, "after": 0}
 
@@ -170,8 +169,6 @@ def kill_writer(boundaries: Boundaries, size: int, *, wait: bool) -> dict[str, i
     pid, connection = fork(victim)
     readers: list[MessageReader[dict[str, int]]] = [queue.open_reader(index, dict) for index in range(2)]
     queue.close()
-    for reader in readers:
-        reader.watch_writer(pid=pid)
     assert connection.recv(1) == b"\0"
     if wait:
         time.sleep(BEFORE_IT_WAITS)

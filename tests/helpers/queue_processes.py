@@ -132,7 +132,6 @@ def content_of(number: int, size: int) -> bytes:
 def checking_reader(handle, slot_bytes: int, num_messages: int, seed: int, result) -> None:
     """Reads all messages and compares each with the expected one; pauses at random."""
     reader = MessageReader.attach(handle, list)
-    reader.watch_writer(pid=os.getppid())
     draw = random.Random(seed)
     for number in range(num_messages):
         message, buffers = reader.dequeue(120)

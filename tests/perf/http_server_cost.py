@@ -48,16 +48,13 @@ class Core:
     def __init__(self, config: Any) -> None:
         self.config, self.requests = config, []
 
-    def attach(self, loop: Any, on_outputs: Any, on_death: Any) -> None:
+    def attach(self, loop: Any, on_outputs: Any, on_death: Any, on_sleep: Any) -> None:
         self.on_outputs = on_outputs
 
     def add_requests(self, requests: Any) -> None:
         self.requests += requests
 
     def abort_requests(self, request_ids: Any) -> None:
-        pass
-
-    def on_sleep(self, callback: Any) -> None:
         pass
 
 

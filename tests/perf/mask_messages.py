@@ -13,19 +13,19 @@ import time
 import msgspec
 
 from mvllm.executor.message_queue import MessageQueue, QueueSettings
-from mvllm.executor.rpc_messages import STOP_ID, Request, remove_equal_masks, restore_equal_masks
+from mvllm.executor.rpc_messages import STOP_ID, RPCRequest, remove_equal_masks, restore_equal_masks
 
 NUM_ROWS, MASK_BYTES, NUM_DIFFERENT, NUM_RUNS = 256, 262_144 // 8, 6, 30
 
 
 def serve(requests: MessageQueue, replies: MessageQueue) -> None:
     """Reads requests as a worker does, and replies with the bytes of the masks."""
-    reader, writer = requests.open_reader(0, Request), replies.open_writer()
+    reader, writer = requests.open_reader(0, RPCRequest), replies.open_writer()
     while (request := reader.dequeue()[0]).id != STOP_ID:
         masks = msgspec.msgpack.decode(request.args)[2]
         if request.mask_indices is not None:
             masks = restore_equal_masks(masks, request.mask_indices)
-        writer.enqueue(Request(len(masks), "", b""))
+        writer.enqueue(RPCRequest(len(masks), "", b""))
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
     if os.fork() == 0:
         serve(requests, replies)
         os._exit(0)
-    writer, reader = requests.open_writer(), replies.open_reader(0, Request)
+    writer, reader = requests.open_writer(), replies.open_reader(0, RPCRequest)
     kinds = [os.urandom(MASK_BYTES) for _ in range(NUM_DIFFERENT)]
     masks = b"".join(kinds[row % NUM_DIFFERENT] for row in range(NUM_ROWS))
     rows = list(range(NUM_ROWS))
@@ -45,14 +45,14 @@ def main() -> None:
         if without_equal and (fewer := remove_equal_masks(NUM_ROWS, masks)) is not None:
             sent, indices = fewer
         payload = msgspec.msgpack.encode((1, rows, sent))
-        writer.enqueue(Request(1, "sample_tokens", payload, mask_indices=indices))
+        writer.enqueue(RPCRequest(1, "sample_tokens", payload, mask_indices=indices))
         assert reader.dequeue()[0].id == len(masks)
         return (time.perf_counter() - start) * 1e3
 
     for without_equal, name in ((False, "as they are"), (True, "equal ones removed")):
         times = [send(without_equal=without_equal) for _ in range(NUM_RUNS)]
         print(f"{name:20}{statistics.median(times[5:]):8.2f} ms")
-    writer.enqueue(Request(STOP_ID, "", b""))
+    writer.enqueue(RPCRequest(STOP_ID, "", b""))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from typing import Any
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.demo import demo_model_path
-from mvllm.engine.core.grammar_vocabulary import load_vocabulary
+from mvllm.engine.core.grammars import load_vocabulary
 from mvllm.errors import RequestError
 from mvllm.messages.structured_outputs import StructuredOutputsParams
 from mvllm.structured_output import llguidance_library

@@ -43,8 +43,6 @@ def build_engine_config(
     if (draft := None if speculative is None else speculative.model) is not None:
         # The last stage holds it whole.
         check_parallel_sizes(draft, tp, 1, "the model's" if draft.model == args.model else f"{draft.model}'s")
-    # Encoders attend bidirectionally: a prompt is computed in one step, without KV cache.
-    is_encoder = model.kind.is_encoder
     return EngineConfig(
         model=model,
         cache=CacheConfig(
@@ -52,27 +50,11 @@ def build_engine_config(
             memory_utilization=args.memory_utilization,
             kv_cache_memory_bytes=args.kv_cache_memory_bytes,
             dtype=_KV_DTYPES.get(args.kv_cache_dtype, args.kv_cache_dtype),
-            enable_prefix_caching=args.enable_prefix_caching and not is_encoder,
+            enable_prefix_caching=args.enable_prefix_caching and not model.kind.is_encoder,
             prefix_caching_seed=args.prefix_caching_seed,
             state_snapshot_interval=args.state_snapshot_interval,
         ),
-        scheduler=SchedulerConfig(
-            max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=token_budget(
-                model,
-                args.max_num_batched_tokens,
-                args.max_num_seqs,
-                enable_chunked_prefill=args.enable_chunked_prefill,
-            ),
-            max_num_batched_tokens_is_default=args.max_num_batched_tokens is None,
-            enable_chunked_prefill=args.enable_chunked_prefill and not is_encoder,
-            long_prefill_token_threshold=args.long_prefill_token_threshold,
-            long_prefill_slowdown=args.long_prefill_slowdown,
-            policy=args.scheduling_policy,
-            async_scheduling=args.async_scheduling,
-            max_queued_requests=sys.maxsize if args.max_queued_requests is None else args.max_queued_requests,
-            max_queued_tokens=args.max_queued_tokens,
-        ),
+        scheduler=_scheduler_config(args, model),
         parallel=_parallel_config(args),
         load=LoadConfig(load_format=args.load_format, use_tqdm=args.use_tqdm_on_load),
         lora=_lora_config(args),
@@ -94,6 +76,27 @@ def build_engine_config(
             settings=args.kv_transfer_config,
             role=args.kv_role,
         ),
+    )
+
+
+def _scheduler_config(args: EngineSettings, model: ModelConfig) -> SchedulerConfig:
+    # Encoders attend bidirectionally: a prompt is computed in one step, without KV cache.
+    return SchedulerConfig(
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=token_budget(
+            model,
+            args.max_num_batched_tokens,
+            args.max_num_seqs,
+            enable_chunked_prefill=args.enable_chunked_prefill,
+        ),
+        max_num_batched_tokens_is_default=args.max_num_batched_tokens is None,
+        enable_chunked_prefill=args.enable_chunked_prefill and not model.kind.is_encoder,
+        long_prefill_token_threshold=args.long_prefill_token_threshold,
+        long_prefill_slowdown=args.long_prefill_slowdown,
+        policy=args.scheduling_policy,
+        async_scheduling=args.async_scheduling,
+        max_queued_requests=sys.maxsize if args.max_queued_requests is None else args.max_queued_requests,
+        max_queued_tokens=args.max_queued_tokens,
     )
 
 

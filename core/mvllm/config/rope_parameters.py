@@ -176,24 +176,7 @@ class RopeParameters:
             ModelError: The type is unknown, or a setting is missing or invalid.
         """
         values = rope_settings(config) if settings is None else dict(settings)
-        if any(isinstance(value, dict) for value in values.values()):
-            raise ModelError(f"{config.source}: the RoPE settings should be one flat JSON object, found {values!r}.")
-        rope_type = rope_type_of(values)
-        if rope_type not in ROPE_TYPES:
-            raise ModelError(
-                f"{config.source}: the RoPE scaling {rope_type!r} is not supported. Supported: {', '.join(ROPE_TYPES)}."
-            )
-        missing = [key for key in _NEEDED.get(rope_type, ()) if values.get(key) is None]
-        if missing:
-            raise ModelError(f"{config.source}: RoPE scaling {rope_type!r} requires {', '.join(missing)}. Add them.")
-
-        for key in _NUMBERS:
-            number = values.get(key)
-            if number is not None and not _is_positive(number):
-                raise ModelError(
-                    f"{config.source}: {key} of the RoPE settings should be a number > 0, found {number!r}."
-                )
-
+        rope_type = _check_settings(values, config.source)
         max_position = config.positive_int("max_position_embeddings", 2048)
         original = values.get("original_max_position_embeddings")
         if "original_max_position_embeddings" in config:
@@ -235,3 +218,26 @@ class RopeParameters:
 
 def _is_positive(value: object) -> bool:
     return not isinstance(value, bool) and isinstance(value, int | float) and 0 < value < math.inf
+
+
+def _check_settings(values: Mapping[str, Any], source: str) -> str:
+    """Checks flat RoPE settings; returns their type.
+
+    Args:
+        source: Where they stand, for errors.
+    """
+    if any(isinstance(value, dict) for value in values.values()):
+        raise ModelError(f"{source}: the RoPE settings should be one flat JSON object, found {values!r}.")
+    rope_type = rope_type_of(values)
+    if rope_type not in ROPE_TYPES:
+        raise ModelError(
+            f"{source}: the RoPE scaling {rope_type!r} is not supported. Supported: {', '.join(ROPE_TYPES)}."
+        )
+    missing = [key for key in _NEEDED.get(rope_type, ()) if values.get(key) is None]
+    if missing:
+        raise ModelError(f"{source}: RoPE scaling {rope_type!r} requires {', '.join(missing)}. Add them.")
+    for key in _NUMBERS:
+        number = values.get(key)
+        if number is not None and not _is_positive(number):
+            raise ModelError(f"{source}: {key} of the RoPE settings should be a number > 0, found {number!r}.")
+    return rope_type

@@ -20,6 +20,7 @@ _NGRAM_MODELS = ("ngram", "[ngram]")
 
 MAX_SPECULATIVE_TOKENS = 64
 _LONGEST_NGRAM = 64
+BuildModel = Callable[[str, str | None, str | None], ModelConfig]
 _LARGEST_DIFFERENCE = 1024
 """Models of one tokenizer may pad their vocabularies to different sizes."""
 
@@ -48,7 +49,7 @@ class SpeculativeConfig:
 
 
 def read_speculative_config(
-    settings: Mapping[str, Any], build_model: Callable[[str, str | None, str | None], ModelConfig], target: ModelConfig
+    settings: Mapping[str, Any], build_model: BuildModel, target: ModelConfig
 ) -> SpeculativeConfig:
     """Checks the settings and reads the draft model's config, if there is one.
 
@@ -86,14 +87,24 @@ def read_speculative_config(
         )
     count = _integer(settings, "num_speculative_tokens", 1, 1, MAX_SPECULATIVE_TOKENS)
     if method == NGRAM:
-        longest = _integer(settings, "prompt_lookup_max", 4, 1, _LONGEST_NGRAM)
-        shortest = _integer(settings, "prompt_lookup_min", min(2, longest), 1, _LONGEST_NGRAM)
-        if shortest > longest:
-            raise ConfigError(
-                f"speculative_config: prompt_lookup_min is {shortest}, which is more than prompt_lookup_max "
-                f"({longest}). Lower the one or raise the other."
-            )
-        return SpeculativeConfig(method, count, shortest, longest)
+        return _ngram_config(settings, count)
+    return _draft_model_config(settings, count, build_model, target)
+
+
+def _ngram_config(settings: Mapping[str, Any], count: int) -> SpeculativeConfig:
+    longest = _integer(settings, "prompt_lookup_max", 4, 1, _LONGEST_NGRAM)
+    shortest = _integer(settings, "prompt_lookup_min", min(2, longest), 1, _LONGEST_NGRAM)
+    if shortest > longest:
+        raise ConfigError(
+            f"speculative_config: prompt_lookup_min is {shortest}, which is more than prompt_lookup_max "
+            f"({longest}). Lower the one or raise the other."
+        )
+    return SpeculativeConfig(NGRAM, count, shortest, longest)
+
+
+def _draft_model_config(
+    settings: Mapping[str, Any], count: int, build_model: BuildModel, target: ModelConfig
+) -> SpeculativeConfig:
     names = {name: settings.get(name) for name in ("model", "revision", "quantization")}
     for name, value in names.items():
         if not (isinstance(value, str) or (value is None and name != "model")):
@@ -108,7 +119,7 @@ def read_speculative_config(
         )
     # Its rotary tables need no more rows than the target has positions.
     return SpeculativeConfig(
-        method, count, model=replace(draft, max_model_len=min(draft.max_model_len, target.max_model_len))
+        DRAFT_MODEL, count, model=replace(draft, max_model_len=min(draft.max_model_len, target.max_model_len))
     )
 
 

@@ -1,14 +1,12 @@
-"""The methods of AsyncLLM that prepare images, audio and videos of prompts. None blocks the event loop."""
+"""The part of AsyncLLM that prepares images, audio and videos of prompts. No method blocks the event loop."""
 
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 from mvllm.engine.frontend.admission import AdmissionControl
 from mvllm.engine.frontend.input_processor import InputProcessor, ProcessedRequest
@@ -24,31 +22,40 @@ from mvllm.multimodal.item_request import has_items
 from mvllm.multimodal.processed_item import ProcessedItem
 from mvllm.multimodal.processor_client import ProcessorClient, RemoteItem
 
-_T = TypeVar("_T")
-
 _MAX_AHEAD = 32
 """Prompts of one call that are prepared at the same time."""
 
 
-class AsyncItems(ABC):
-    """Base of AsyncLLM, which defines the attributes that it uses."""
+class AsyncItems:
+    """Prepares the images, audio, videos and embeddings of prompts of an AsyncLLM.
 
-    input_processor: InputProcessor
-    item_client: ProcessorClient
-    _admission: AdmissionControl
-    _client: AsyncEngineCoreClient
+    Args:
+        client: Its engine cores.
+        item_client: Prepares items in other processes.
+        input_processor: Puts them into prompts.
+        admission: Counts prompts that are prepared.
+        run_in_thread: Runs work of the tokenizer with texts of so many characters in a thread.
+        require_alive: Raises if the engine has stopped.
+        require_ready: Raises if the engine accepts no requests.
+    """
 
-    @abstractmethod
-    def _require_alive(self) -> None:
-        """Raises if the engine has stopped."""
-
-    @abstractmethod
-    def _require_ready(self) -> None:
-        """Raises if the engine accepts no requests."""
-
-    @abstractmethod
-    async def _run_in_thread(self, work: Callable[[], _T], num_chars: int = 0) -> _T:
-        """Runs work of the tokenizer with texts of so many characters in a thread."""
+    def __init__(
+        self,
+        client: AsyncEngineCoreClient,
+        item_client: ProcessorClient,
+        input_processor: InputProcessor,
+        admission: AdmissionControl,
+        run_in_thread: Callable[[Callable[[], ExpandedPrompt], int], Awaitable[ExpandedPrompt]],
+        require_alive: Callable[[], None],
+        require_ready: Callable[[], None],
+    ) -> None:
+        self._client = client
+        self._item_client = item_client
+        self._input_processor = input_processor
+        self._admission = admission
+        self._run_in_thread = run_in_thread
+        self._require_alive = require_alive
+        self._require_ready = require_ready
 
     async def expand_prompt(self, prompt: PromptType) -> ExpandedPrompt:
         """A prompt with its items prepared and in their places, tokenized. `generate` takes it.
@@ -59,9 +66,9 @@ class AsyncItems(ABC):
         """
         self._require_ready()
         self._admission.check_capacity(1, 0)
-        with self._admission.tokenizing(1), await prepare_items(self.input_processor.items, [prompt]) as prepared:
+        with self._admission.tokenizing(1), await prepare_items(self._input_processor.items, [prompt]) as prepared:
             items = () if prepared.items is None else prepared.items[0]
-            expand = partial(self.input_processor.expand, prompt, items)
+            expand = partial(self._input_processor.expand, prompt, items)
             found = await self._run_in_thread(expand, num_text_chars([prompt]))
             found["multi_modal_items"] = LeasedItems(found["multi_modal_items"], prepared.leases[0])
             return found
@@ -73,7 +80,7 @@ class AsyncItems(ABC):
             False if running requests use some results of encoders, which are kept.
         """
         self._require_alive()
-        self.item_client.cache.clear()
+        self._item_client.cache.clear()
         return await self._client.call(ResetEncoderCache())
 
     async def item_placeholders(self) -> dict[str, str]:
@@ -82,9 +89,9 @@ class AsyncItems(ABC):
         Raises:
             RequestError: The processor cannot be loaded.
         """
-        known = self.item_client.known_placeholders
+        known = self._item_client.known_placeholders
         # The threads may be busy with files for minutes.
-        return await asyncio.to_thread(self.item_client.placeholders) if known is None else known
+        return await asyncio.to_thread(self._item_client.placeholders) if known is None else known
 
     async def read_prompt_embeds(self, files: Sequence[str]) -> list[EmbedsPrompt]:
         """The prompts in files with embeddings: of numpy (`.npy`), safetensors or torch. Another process reads them,
@@ -96,11 +103,11 @@ class AsyncItems(ABC):
         Raises:
             RequestError: The engine takes none, or a file is not acceptable.
         """
-        self.input_processor.items.check_embeds_enabled()
+        self._input_processor.items.check_embeds_enabled()
         with self._admission.tokenizing(len(files)):
-            lease = await asyncio.wrap_future(self.item_client.memory.reserve({EMBEDS: len(files)}))
+            lease = await asyncio.wrap_future(self._item_client.memory.reserve({EMBEDS: len(files)}))
             try:
-                arrays = [await asyncio.to_thread(self.item_client.read_embeddings, file) for file in files]
+                arrays = [await asyncio.to_thread(self._item_client.read_embeddings, file) for file in files]
                 leases = lease.split([[(EMBEDS, len(array.data))] for array in arrays])
             finally:
                 lease.release()  # if it was not split
@@ -158,8 +165,7 @@ async def prepare_items(items: PromptItems, prompts: Sequence[object]) -> Prepar
         remote = [items.start_fetching(prompt, group) for prompt in prompts]
         fetched = []
         for position, prompt in enumerate(prompts):
-            contents = {(i.modality, i.position): await asyncio.wrap_future(i.content) for i in remote[position]}
-            fetched.append(with_contents(prompt, contents))
+            fetched.append(await _with_fetched(prompt, remote[position]))
             if position and group.num_bytes > items.max_bytes:
                 raise _too_many_bytes(position + 1, group.num_bytes, items.max_bytes)
         # Together: prompts of one call that waited for each other's memory would wait for ever.
@@ -186,14 +192,24 @@ async def prepare_items(items: PromptItems, prompts: Sequence[object]) -> Prepar
     finally:
         if lease is not None:
             lease.release()  # if it was not split
-        for future in futures:
-            if future is not None:
-                future.cancel()
-        for each in remote:
-            for item in each:
-                item.content.cancel()
+        _cancel(futures, remote)
         group.end()
         futures, future = [], None  # the error of one refers to this frame, which would live on with all features
+
+
+async def _with_fetched(prompt: object, remote: Sequence[RemoteItem]) -> object:
+    """A prompt with the contents of its items that are fetched."""
+    contents = {(item.modality, item.position): await asyncio.wrap_future(item.content) for item in remote}
+    return with_contents(prompt, contents)
+
+
+def _cancel(futures: Sequence[Future[list[ProcessedItem]] | None], remote: Sequence[Sequence[RemoteItem]]) -> None:
+    for future in futures:
+        if future is not None:
+            future.cancel()
+    for items in remote:
+        for item in items:
+            item.content.cancel()
 
 
 def _too_many_bytes(num_prompts: int, num_bytes: int, max_bytes: int) -> RequestError:

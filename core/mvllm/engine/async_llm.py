@@ -23,7 +23,7 @@ from mvllm.engine.async_adapters import AsyncAdapters
 from mvllm.engine.async_images import AsyncImages
 from mvllm.engine.async_items import AsyncItems, prepare_items
 from mvllm.engine.async_rollouts import AsyncRollouts
-from mvllm.engine.core.sleep import check_sleep_level, check_wake_up_tags
+from mvllm.engine.async_sleep import AsyncSleep
 from mvllm.engine.forward import forward
 from mvllm.engine.frontend.admission import AdmissionControl
 from mvllm.engine.frontend.engine_frontend import EngineFrontend
@@ -40,10 +40,9 @@ from mvllm.engine.metrics.periodic_stats_log import PeriodicStatsLog
 from mvllm.engine.metrics.stats import EngineLoad, EngineMetrics, EngineMetricsSnapshot, RateMeter
 from mvllm.engine.metrics.tracing import Tracer
 from mvllm.engine.process.async_core_client import AsyncEngineCoreClient, make_async_client
-from mvllm.engine.run_to_end import run_to_end
-from mvllm.errors import EngineDeadError, EngineSleepingError
+from mvllm.errors import EngineDeadError
 from mvllm.logging import get_logger
-from mvllm.messages.commands import CheckHealth, CheckSleep, ResetPrefixCache, Sleep, WakeUp
+from mvllm.messages.commands import CheckHealth, ResetPrefixCache
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams
@@ -65,7 +64,15 @@ def _adapters(engine: AsyncLLM) -> AsyncAdapters:
     return engine.adapters
 
 
-class AsyncLLM(EngineFrontend[AsyncEngineCoreClient], AsyncImages, AsyncItems):
+def _sleep_mode(engine: AsyncLLM) -> AsyncSleep:
+    return engine.sleep_mode
+
+
+def _items(engine: AsyncLLM) -> AsyncItems:
+    return engine.items
+
+
+class AsyncLLM(EngineFrontend[AsyncEngineCoreClient], AsyncImages):
     """An engine for use in an event loop. The engine core runs in its own process.
 
     The constructor loads the model; call it in any thread, with or without a running loop. All methods must then be
@@ -83,8 +90,10 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient], AsyncImages, AsyncItems):
         input_processor, pooling_input_processor: The validators of requests.
         metrics: Counters and histograms since the start, for `mvllm.engine.metrics.prometheus`.
         tracer: Writes spans of requests. Set it before the first request; the caller closes it.
+        items: Prepares images, audio, videos and embeddings of prompts.
         rollouts: Pauses the engine and changes its weights.
         adapters: Loads, unloads and replaces LoRA adapters.
+        sleep_mode: Puts the engine to sleep and wakes it up.
 
     Raises:
         PlatformError, ConfigError, ModelError: The engine cannot be started. No process or memory is left behind.
@@ -100,8 +109,6 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient], AsyncImages, AsyncItems):
         other_metrics: Callable[[], Iterable[EngineMetricsSnapshot]] = tuple,
     ) -> None:
         super().__init__(config, make_async_client, client, name)
-        self.metrics = EngineMetrics(self.config.model.max_model_len)
-        self.item_client.report_to(self.metrics.observe_item, self.metrics.observe_item_memory)
         self._prompt_rate, self._generation_rate = RateMeter(), RateMeter()
         self._other_metrics = other_metrics
         self._admission = AdmissionControl(self.config, self._output_processor, self._client, self.metrics)
@@ -109,13 +116,23 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient], AsyncImages, AsyncItems):
         self._request_ids = itertools.count()
         self._fatal_error: EngineDeadError | None = None
         self._is_closed = False
-        self._is_sleeping = False
-        self._sleep_lock = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._threads = TextThreads("tokenizer")
         self.rollouts = AsyncRollouts(self._client, self._require_alive)
         self.adapters = AsyncAdapters(
             self._client, self._lora_validator, self.rollouts, self._run_in_thread, self._require_alive
+        )
+        self.sleep_mode = AsyncSleep(
+            self._client, self._abort_all, self._require_alive, lambda: self._fatal_error is not None
+        )
+        self.items = AsyncItems(
+            self._client,
+            self.item_client,
+            self.input_processor,
+            self._admission,
+            self._run_in_thread,
+            self._require_alive,
+            self._require_ready,
         )
         logs = log_stats and config.log_stats
         self._stats_log = PeriodicStatsLog(lambda: self.load, lambda: self.stats) if logs else None
@@ -285,7 +302,7 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient], AsyncImages, AsyncItems):
 
     async def abort_all(self) -> None:
         """Aborts every request, like `abort`."""
-        self._abort(self._output_processor.requests)
+        self._abort_all()
 
     async def wait_for_requests_to_drain(self, timeout: float) -> bool:
         """Waits up to `timeout` seconds for all requests to finish. Returns whether they have."""
@@ -317,6 +334,13 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient], AsyncImages, AsyncItems):
 
         return encode() if tokenization_cost(text) <= 1.0 else await self._run_in_thread(encode, len(text))
 
+    # --- images, audio, videos and embeddings
+
+    expand_prompt = forward(_items, AsyncItems.expand_prompt)
+    reset_mm_cache = forward(_items, AsyncItems.reset_mm_cache)
+    item_placeholders = forward(_items, AsyncItems.item_placeholders)
+    read_prompt_embeds = forward(_items, AsyncItems.read_prompt_embeds)
+
     # --- state
 
     @property
@@ -342,7 +366,7 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient], AsyncImages, AsyncItems):
 
         0 while it is idle, and during `sleep`, `wake_up` and weight updates, which may take long. No message is sent.
         """
-        return 0.0 if self._sleep_lock.locked() or self.rollouts.num_long_calls else self._client.heartbeat_age
+        return 0.0 if self.sleep_mode.is_changing or self.rollouts.num_long_calls else self._client.heartbeat_age
 
     @property
     def stats(self) -> SchedulerStats:
@@ -382,7 +406,7 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient], AsyncImages, AsyncItems):
             self.stats.num_running
             or self.stats.num_waiting
             or self.rollouts.num_long_calls
-            or self._sleep_lock.locked()
+            or self.sleep_mode.is_changing
         )
         return not is_busy
 
@@ -428,66 +452,14 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient], AsyncImages, AsyncItems):
     weight_info = forward(_rollouts, AsyncRollouts.weight_info)
     collective_rpc = forward(_rollouts, AsyncRollouts.collective_rpc)
 
-    async def sleep(self, level: int = 1) -> None:
-        """Aborts all requests, frees memory, and rejects requests until `wake_up`. Goes on if the caller is cancelled.
-
-        Args:
-            level: 1 frees the KV cache, and moves the weights to host memory if the device has a memory of its own;
-                2 drops both, and `wake_up` reads the checkpoint again.
-
-        Raises:
-            RequestError: `level` is neither 1 nor 2, a weight update is under way, or the host has no memory for the
-                weights; nothing was aborted.
-            PlatformError: The platform's worker does not support it; requests are accepted as before.
-        """
-        check_sleep_level(level)
-        self._require_alive()
-        await run_to_end(self._sleep(level))
-
-    async def _sleep(self, level: int) -> None:
-        async with self._sleep_lock:
-            was_sleeping, self._is_sleeping = self._is_sleeping, True  # rejects new requests
-            try:
-                await self._client.call(CheckSleep(level))
-            except BaseException:  # also the end of the event loop
-                self._is_sleeping = was_sleeping
-                raise
-            self._abort(self._output_processor.requests)
-            await self._client.broadcast_sleep(True)
-            try:
-                await self._client.call(Sleep(level))
-            except Exception:
-                self._is_sleeping = self._fatal_error is None and not await self._client.call(WakeUp([]))
-                await self._client.broadcast_sleep(self._is_sleeping)
-                raise
-
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocates memory again, and accepts requests once all of it is allocated. Goes on if the caller is cancelled.
-
-        Args:
-            tags: What to allocate, of `weights` and `kv_cache`; all by default.
-
-        Raises:
-            RequestError: A tag is unknown, or the KV cache would be allocated before the weights.
-            CacheError, ModelError: Memory or the checkpoint is missing. The call can be repeated.
-        """
-        checked_tags = check_wake_up_tags(tags)
-        self._require_alive()
-        await run_to_end(self._wake_up(checked_tags))
-
-    async def _wake_up(self, tags: list[str]) -> None:
-        async with self._sleep_lock:
-            self._is_sleeping = not await self._client.call(WakeUp(tags))
-            await self._client.broadcast_sleep(self._is_sleeping)
-
-    async def is_sleeping(self) -> bool:
-        """Whether the engine sleeps."""
-        return self._is_sleeping
+    sleep = forward(_sleep_mode, AsyncSleep.sleep)
+    wake_up = forward(_sleep_mode, AsyncSleep.wake_up)
+    is_sleeping = forward(_sleep_mode, AsyncSleep.is_sleeping)
 
     @property
     def is_asleep(self) -> bool:
         """Whether the engine sleeps, as a property."""
-        return self._is_sleeping
+        return self.sleep_mode.is_asleep
 
     def shutdown(self) -> None:
         """Ends the engine and frees its memory. Callers that await an output get an EngineDeadError. Idempotent.
@@ -509,12 +481,6 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient], AsyncImages, AsyncItems):
 
     # --- internals
 
-    def _apply_remote_sleep(self, is_sleeping: bool) -> None:
-        """Follows a `sleep` or `wake_up` of another front end of the same engine."""
-        self._is_sleeping = is_sleeping
-        if is_sleeping:
-            self._abort(self._output_processor.requests)
-
     def _require_open(self) -> None:
         if self._is_closed:
             raise EngineDeadError("The engine has been shut down; create a new one.")
@@ -526,8 +492,7 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient], AsyncImages, AsyncItems):
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = loop
-            self._client.on_sleep(self._apply_remote_sleep)
-            self._client.attach(loop, self._handle_outputs, self._handle_core_death)
+            self._client.attach(loop, self._handle_outputs, self._handle_core_death, self.sleep_mode.follow)
         elif self._loop is not loop:
             raise RuntimeError(
                 "This AsyncLLM was first used in another event loop, and only that loop receives its outputs. "
@@ -536,8 +501,7 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient], AsyncImages, AsyncItems):
 
     def _require_ready(self) -> None:
         self._require_alive()
-        if self._is_sleeping:
-            raise EngineSleepingError("The engine has been put to sleep. Wake it up (wake_up) before sending requests.")
+        self.sleep_mode.require_awake()
 
     def _start_request(self, request: ProcessedRequest) -> RequestOutputStream:
         self._startup_timer.record_first_request()
@@ -580,6 +544,9 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient], AsyncImages, AsyncItems):
     def _abort(self, requests: Iterable[RequestState]) -> None:
         """Ends requests with the outputs so far."""
         self._apply(self._output_processor.finish_requests(requests))
+
+    def _abort_all(self) -> None:
+        self._abort(self._output_processor.requests)
 
     def _remove_request(self, request: RequestState) -> None:
         """Ends a request whose stream was closed."""

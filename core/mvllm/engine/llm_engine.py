@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig
-from mvllm.engine.core.sleep import check_sleep_level, check_wake_up_tags
+from mvllm.engine.adapters import EngineAdapters
 from mvllm.engine.forward import forward
 from mvllm.engine.frontend.engine_frontend import EngineFrontend
 from mvllm.engine.frontend.input_processor import ProcessedRequest
@@ -19,17 +19,13 @@ from mvllm.engine.process.engine_core_client import EngineCoreClient
 from mvllm.engine.process.inproc_client import make_client
 from mvllm.engine.rollouts import EngineRollouts
 from mvllm.engine.shared_steps import SharedSteps, StepCaller, exclusive
-from mvllm.errors import EngineDeadError, EngineSleepingError, MvllmError, RequestError
+from mvllm.engine.sleep import EngineSleep
+from mvllm.errors import EngineDeadError, MvllmError, RequestError
 from mvllm.messages.commands import (
-    AddLoRA,
-    CheckSleep,
     DecodeImages,
     IsSchedulerPaused,
-    RemoveLoRA,
     ResetEncoderCache,
     ResetPrefixCache,
-    Sleep,
-    WakeUp,
 )
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.lora import LoRARequest
@@ -47,6 +43,14 @@ def _rollouts(engine: LLMEngine) -> EngineRollouts:
     return engine.rollouts
 
 
+def _adapters(engine: LLMEngine) -> EngineAdapters:
+    return engine.adapters
+
+
+def _sleep_mode(engine: LLMEngine) -> EngineSleep:
+    return engine.sleep_mode
+
+
 class LLMEngine(EngineFrontend[EngineCoreClient]):
     """An engine that runs one step per call of `step()`.
 
@@ -62,7 +66,10 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
         config: The configuration in use.
         input_processor, pooling_input_processor: The validators of requests.
         num_generated_tokens: Tokens generated since the start.
+        metrics: Counters and histograms since the start.
         rollouts: Pauses the engine and changes its weights.
+        adapters: Loads, unloads and replaces LoRA adapters.
+        sleep_mode: Puts the engine to sleep and wakes it up.
 
     Raises:
         PlatformError, ConfigError, ModelError: The engine cannot be started. No process or memory is left behind.
@@ -72,15 +79,14 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
         super().__init__(config, make_client, client)
         self._closed = False
         self._fatal_error: BaseException | None = None
-        self._is_sleeping = False
         self._stats: SchedulerStats | None = None
         self._shared_steps = SharedSteps(self._drive_step, self._has_work, self.wake)
-        self.rollouts = EngineRollouts(self._client, self._shared_steps, self._lora_validator, self._require_alive)
+        self.rollouts = EngineRollouts(self._client, self._shared_steps, self._require_alive)
+        self.adapters = EngineAdapters(self._client, self._shared_steps, self._lora_validator, self._require_alive)
+        self.sleep_mode = EngineSleep(self._client, self._shared_steps, self._fail_all_requests, self._require_alive)
         self._unread_outputs: deque[list[RequestOutput]] = deque()  # of steps that callers ran; for `step`
         self._validations: dict[str, list[Callable[[], None]]] = {}  # by request id: what waits for them
         self.num_generated_tokens = 0
-        self._metrics = EngineMetrics(self.config.model.max_model_len)
-        self.item_client.on_processed = self._metrics.observe_item
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
@@ -97,7 +103,7 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
     @property
     def all_metrics(self) -> EngineMetrics:
         """Counters and histograms since the start."""
-        return self._metrics
+        return self.metrics
 
     @property
     def load(self) -> EngineLoad:
@@ -163,9 +169,8 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
     def add_processed_requests(self, requests: Sequence[ProcessedRequest]) -> None:
         """Queues requests that an input processor has returned. If one id is in use, none is queued."""
         self._require_alive()
-        if self._is_sleeping:
-            raise EngineSleepingError("The engine has been put to sleep. Wake it up (wake_up) before sending requests.")
-        self._load_loras(requests)
+        self.sleep_mode.require_awake()
+        self.adapters.load_for(requests)
         self._startup_timer.record_first_request()
         new_ids: set[str] = set()
         for request in requests:
@@ -213,48 +218,6 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
         return self._shared_steps.is_driven
 
     @exclusive
-    def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Loads an adapter before its first request.
-
-        Returns:
-            Whether it was not loaded before.
-
-        Raises:
-            RequestError: Its files are not usable with this model, or its id belongs to another adapter.
-        """
-        self._require_alive()
-        request = self._lora_validator.validate(lora_request)
-        if self._lora_validator.is_loaded(request):
-            return False
-        self._lora_validator.check_files(request)
-        self._client.call(AddLoRA(request))
-        self._lora_validator.add(request)
-        return True
-
-    @exclusive
-    def remove_lora(self, lora_id: int) -> bool:
-        """Removes an adapter and frees its id. Unfinished requests that use it continue.
-
-        Returns:
-            Whether it was loaded.
-        """
-        self._require_alive()
-        known = self._lora_validator.remove(lora_id)
-        if known:
-            self._client.call(RemoveLoRA(lora_id))
-        return known
-
-    def list_loras(self) -> set[int]:
-        """The ids of the loaded adapters."""
-        return self._lora_validator.ids
-
-    def _load_loras(self, requests: Sequence[ProcessedRequest]) -> None:
-        """Loads the adapters that are not loaded yet, before any request is queued."""
-        adapters = {id(lora): lora for request in requests if (lora := request.core.lora_request) is not None}
-        for lora_request in adapters.values():
-            self.add_lora(lora_request)
-
-    @exclusive
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """Aborts requests in any state, without further outputs. Unknown ids are ignored.
 
@@ -274,6 +237,9 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
             self._validations.pop(request_id, None)
         if removed.requests_to_abort and self._fatal_error is None and not self._closed:
             self._client.abort_requests(removed.requests_to_abort)
+
+    def _fail_all_requests(self, error: MvllmError) -> None:
+        self._drop_requests([request.request_id for request in self._output_processor.requests], error)
 
     def has_unfinished_requests(self) -> bool:
         """Whether there are unfinished requests."""
@@ -340,7 +306,7 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
             for child in children:
                 self._client.add_request(child)
         self.num_generated_tokens += processed.num_new_tokens
-        self._metrics.record(processed)
+        self.metrics.record(processed)
         for request_id, texts in processed.texts_to_validate.items():
             self._validations.setdefault(request_id, []).append(self._output_validator.start(texts))
         if core_outputs.stats is not None:
@@ -365,8 +331,17 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
     finish_weight_update = forward(_rollouts, EngineRollouts.finish_weight_update)
     abandon_weight_update = forward(_rollouts, EngineRollouts.abandon_weight_update)
     weight_info = forward(_rollouts, EngineRollouts.weight_info)
-    update_lora = forward(_rollouts, EngineRollouts.update_lora)
     call_workers = forward(_rollouts, EngineRollouts.call_workers)
+
+    # --- adapters and sleep
+
+    add_lora = forward(_adapters, EngineAdapters.add_lora)
+    remove_lora = forward(_adapters, EngineAdapters.remove_lora)
+    list_loras = forward(_adapters, EngineAdapters.list_loras)
+    update_lora = forward(_adapters, EngineAdapters.update_lora)
+
+    sleep = forward(_sleep_mode, EngineSleep.sleep)
+    wake_up = forward(_sleep_mode, EngineSleep.wake_up)
 
     # --- administration
 
@@ -398,50 +373,15 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
         self.item_client.cache.clear()
         return self._client.call(ResetEncoderCache())
 
-    @exclusive
-    def sleep(self, level: int = 1) -> None:
-        """Aborts all requests, frees memory, and rejects requests until `wake_up`.
-
-        Args:
-            level: 1 frees the KV cache, and moves the weights to host memory if the device has a memory of its own;
-                2 drops both, and `wake_up` reads the checkpoint again.
-
-        Raises:
-            RequestError: `level` is neither 1 nor 2, a weight update is under way, or the host has no memory for the
-                weights; nothing was aborted.
-            PlatformError: The platform's worker does not support it; requests are accepted as before.
-        """
-        self._require_alive()
-        check_sleep_level(level)
-        self._client.call(CheckSleep(level))
-        ids = [request.request_id for request in self._output_processor.requests]
-        self._drop_requests(ids, EngineSleepingError("The engine was put to sleep before the request had finished."))
-        self._client.call(Sleep(level))
-        self._is_sleeping = True
-
-    @exclusive
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocates memory again, and accepts requests once all of it is allocated.
-
-        Args:
-            tags: What to allocate, of `weights` and `kv_cache`; all by default.
-
-        Raises:
-            RequestError: A tag is unknown, or the KV cache would be allocated before the weights.
-            CacheError, ModelError: Memory or the checkpoint is missing. The call can be repeated.
-        """
-        self._require_alive()
-        self._is_sleeping = not self._client.call(WakeUp(check_wake_up_tags(tags)))
-
     @property
     def is_sleeping(self) -> bool:
         """Whether the engine is in sleep mode (see `sleep`)."""
-        return self._is_sleeping
+        return self.sleep_mode.is_asleep
 
     @property
     def is_asleep(self) -> bool:
         """As `is_sleeping`, under the name that AsyncLLM has."""
-        return self._is_sleeping
+        return self.sleep_mode.is_asleep
 
     @exclusive
     def collective_rpc(

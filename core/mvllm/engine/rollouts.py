@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mvllm.engine.frontend.lora_request_validator import LoRARequestValidator
 from mvllm.engine.frontend.weight_update_source import transfer_info, update_info, weight_update
 from mvllm.engine.process.engine_core_client import EngineCoreClient
 from mvllm.engine.shared_steps import SharedSteps, exclusive
@@ -24,11 +23,9 @@ from mvllm.messages.commands import (
     PauseScheduler,
     ResumeScheduler,
     StartWeightUpdate,
-    UpdateLoRA,
     UpdateWeights,
     WeightInfo,
 )
-from mvllm.messages.lora import LoRARequest
 from mvllm.messages.weights import WeightTransferInfo
 
 if TYPE_CHECKING:
@@ -49,7 +46,6 @@ class EngineRollouts:
     Args:
         client: Its engine core.
         steps: Its steps, between which commands take effect.
-        adapters: Its adapters.
         require_alive: Raises if it is closed or dead.
     """
 
@@ -57,12 +53,10 @@ class EngineRollouts:
         self,
         client: EngineCoreClient,
         steps: SharedSteps,
-        adapters: LoRARequestValidator,
         require_alive: Callable[[], None],
     ) -> None:
         self._client = client
         self._shared_steps = steps
-        self._adapters = adapters
         self._require_alive = require_alive
         self._may_be_paused = False  # by this front end, the only one
 
@@ -191,20 +185,6 @@ class EngineRollouts:
     def weight_info(self) -> dict[str, Any]:
         """As `AsyncLLM.weight_info`."""
         return self.call(WeightInfo())
-
-    @exclusive
-    def update_lora(self, lora_request: LoRARequest) -> None:
-        """Loads an adapter anew, in place of the loaded one of its id; unfinished requests continue with the new one.
-
-        The version of the weights rises by one. Within a weight update it is a part of that.
-
-        Raises:
-            RequestError: Its files are not usable with this model. The present adapter stays.
-        """
-        self._require_alive()
-        self._adapters.validate_update(lora_request)
-        self.call(UpdateLoRA(lora_request))
-        self._adapters.add(lora_request)
 
     def call_workers(
         self, method: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import msgspec
 
 from mvllm.config.engine_args import EngineArgs
+from mvllm.engine.adapters import EngineAdapters
 from mvllm.engine.forward import forward
 from mvllm.engine.frontend.input_processor import ProcessedRequest
 from mvllm.engine.frontend.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
@@ -56,6 +57,10 @@ LoRAArgument = LoRARequest | Sequence[LoRARequest | None] | None
 
 def _rollouts(llm: LLM) -> EngineRollouts:
     return llm.llm_engine.rollouts
+
+
+def _adapters(llm: LLM) -> EngineAdapters:
+    return llm.llm_engine.adapters
 
 
 class LLM(LLMImages):
@@ -178,7 +183,7 @@ class LLM(LLMImages):
     finish_weight_update = forward(_rollouts, EngineRollouts.finish_weight_update)
     abandon_weight_update = forward(_rollouts, EngineRollouts.abandon_weight_update)
     weight_info = forward(_rollouts, EngineRollouts.weight_info)
-    update_lora = forward(_rollouts, EngineRollouts.update_lora)
+    update_lora = forward(_adapters, EngineAdapters.update_lora)
 
     def collective_rpc(
         self,

@@ -37,7 +37,7 @@ from mvllm.executor.message_queue import (
 )
 from mvllm.executor.process.activity_table import ActivityTable
 from mvllm.executor.rpc_call import RpcCall, RpcFuture
-from mvllm.executor.rpc_messages import FLUSH_ID, STOP_ID, Reply, Request, codec_of, remove_equal_masks
+from mvllm.executor.rpc_messages import FLUSH_ID, STOP_ID, Reply, RPCRequest, codec_of, remove_equal_masks
 from mvllm.executor.rpc_queues import response_queue_name
 from mvllm.executor.worker_group import FailureCallback, WorkerGroup
 from mvllm.executor.worker_handle import WorkerHandle
@@ -135,7 +135,7 @@ class RpcExecutor(Executor):
         if (fewer := remove_equal_masks(len(mask_rows), token_masks)) is not None:
             token_masks, indices = fewer
         payload = msgspec.msgpack.encode((step, mask_rows, token_masks))
-        request = Request(self._next_id, SAMPLE_METHOD, payload, mask_indices=indices)
+        request = RPCRequest(self._next_id, SAMPLE_METHOD, payload, mask_indices=indices)
         self._enqueue(request, self._config.parallel.step_timeout)
         self._next_id += 1
 
@@ -216,7 +216,7 @@ class RpcExecutor(Executor):
         if self._deferred_step is future and not future.is_resolved and self._finalizer.alive:
             self._deferred_step = None
             with contextlib.suppress(QueueError):  # the wait for the reply raises it again
-                self._writer.enqueue(Request(FLUSH_ID, "", b""), timeout=self._config.parallel.step_timeout)
+                self._writer.enqueue(RPCRequest(FLUSH_ID, "", b""), timeout=self._config.parallel.step_timeout)
 
     # --- sending and receiving
 
@@ -237,14 +237,14 @@ class RpcExecutor(Executor):
         parallel = self._config.parallel
         limit = parallel.step_timeout if method == STEP_METHOD else parallel.start_timeout
         reply_from = expect[0] if method == STEP_METHOD and len(expect) == 1 else None
-        request = Request(self._next_id, method, msgspec.msgpack.encode(args), ranks, reply_from, mask_indices)
+        request = RPCRequest(self._next_id, method, msgspec.msgpack.encode(args), ranks, reply_from, mask_indices)
         self._next_id += 1
         self._enqueue(request, limit)
         call = self._calls[request.id] = RpcCall(request.id, codec, expect, future)
         self._on_request_sent(request, args)
         return call
 
-    def _enqueue(self, request: Request, limit: float) -> None:
+    def _enqueue(self, request: RPCRequest, limit: float) -> None:
         try:
             self._writer.enqueue(request, timeout=limit)
         except (PeerDiedError, QueueStoppedError) as e:
@@ -253,7 +253,7 @@ class RpcExecutor(Executor):
             late = list(dict.fromkeys([*self._busy(), *self._group.stopped_workers()])) or self._group.workers
             raise self._group.fail_with_root_cause(self._group.stuck_error(late, limit, "took no request")) from e
 
-    def _on_request_sent(self, request: Request, args: tuple[Any, ...]) -> None:
+    def _on_request_sent(self, request: RPCRequest, args: tuple[Any, ...]) -> None:
         """Hook: a request has been sent. For subclasses whose workers cannot write to the activity table."""
 
     def _on_reply(self, reply: Reply, method: str | None) -> None:
@@ -407,7 +407,7 @@ def _shut_down(
         if group.failure is None and group.workers and all(worker.is_ready for worker in group.workers):
             group.expect_exits()
             with contextlib.suppress(QueueError):
-                writer.enqueue(Request(STOP_ID, "", b""), timeout=0.5)
+                writer.enqueue(RPCRequest(STOP_ID, "", b""), timeout=0.5)
                 stop_is_sent = True
         group.terminate(gracefully=stop_is_sent)
     finally:  # also when Ctrl-C interrupts the lines above

@@ -1,6 +1,6 @@
 """The messages between the executor and its workers. Typed msgpack; nothing is pickled.
 
-    executor ── Request(id, method, args, ranks, reply_from) ──> every worker    (rpc_broadcast_mq)
+    executor ── RPCRequest(id, method, args, ranks, reply_from) ──> every worker    (rpc_broadcast_mq)
     worker   ── Reply(id, rank, result | failure) ─────────────> executor        (its worker_response_mq)
 
 A worker that leaves a step's tokens on the device defers the reply until the next step has been launched or another
@@ -30,7 +30,7 @@ FLUSH_ID = -1
 """The id of the flush request, which asks for deferred replies. No call has it, and it has no reply."""
 
 
-class Request(msgspec.Struct, array_like=True, frozen=True):
+class RPCRequest(msgspec.Struct, array_like=True, frozen=True):
     """One call.
 
     Attributes:

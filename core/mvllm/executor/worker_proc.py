@@ -16,7 +16,7 @@ import msgspec
 
 from mvllm.executor.process.activity_table import IDLE, ActivityTable
 from mvllm.executor.process.process_utils import gc_paused
-from mvllm.executor.rpc_messages import FLUSH_ID, STOP_ID, Reply, Request, codec_of, restore_equal_masks
+from mvllm.executor.rpc_messages import FLUSH_ID, STOP_ID, Reply, RPCRequest, codec_of, restore_equal_masks
 from mvllm.logging import get_logger
 from mvllm.messages.process_failure import describe_failure
 from mvllm.platform.topology import WorkerContext
@@ -45,7 +45,7 @@ class WorkerProc:
         name: str,
         rank: int,
         worker: WorkerWrapper,
-        requests: MessageReader[Request],
+        requests: MessageReader[RPCRequest],
         replies: MessageWriter,
         activity_table: ActivityTable,
     ) -> None:
@@ -55,7 +55,7 @@ class WorkerProc:
         self._requests = requests
         self._replies = replies
         self._activity_table = activity_table
-        self._deferred_replies: deque[tuple[Request, int]] = deque()  # launched steps whose tokens are on the device
+        self._deferred_replies: deque[tuple[RPCRequest, int]] = deque()  # launched steps whose tokens are on the device
 
     @classmethod
     def build(
@@ -82,7 +82,7 @@ class WorkerProc:
         from mvllm.platform.choose import choose_platform
 
         rank = context.rank
-        reader = MessageReader.attach(requests, Request)
+        reader = MessageReader.attach(requests, RPCRequest)
         activity_table.write(rank, f"loading the platform {platform}")
         chosen = choose_platform(platform, isolated=False).platform
         activity_table.write(rank, "importing the worker")
@@ -119,7 +119,7 @@ class WorkerProc:
             request, step = self._deferred_replies.popleft()
             self._serve(request, functools.partial(self._collect, step=step))
 
-    def _serve(self, request: Request, work: Callable[[Request], Reply | None]) -> None:
+    def _serve(self, request: RPCRequest, work: Callable[[RPCRequest], Reply | None]) -> None:
         reply: Reply | None
         try:
             reply = work(request)
@@ -133,7 +133,7 @@ class WorkerProc:
         # Not in a `finally`: an exception that ends the process leaves its activity in the table.
         self._activity_table.write(self._rank, IDLE, request.id)
 
-    def _execute(self, request: Request) -> Reply | None:
+    def _execute(self, request: RPCRequest) -> Reply | None:
         """Executes a request; returns the reply, if this rank sends one now."""
         self._activity_table.write(self._rank, request.method, request.id)
         args = codec_of(request.method).arguments.decode(request.args)
@@ -150,7 +150,7 @@ class WorkerProc:
             result = self._worker.call(request.method, *args)
         return self._reply(request, result)
 
-    def _sample(self, request: Request) -> Reply | None:
+    def _sample(self, request: RPCRequest) -> Reply | None:
         """Samples the step launched last; returns the reply to that step, if its tokens are on the host."""
         number, mask_rows, token_masks = codec_of(request.method).arguments.decode(request.args)
         if request.mask_indices is not None:
@@ -163,12 +163,12 @@ class WorkerProc:
         self._deferred_replies.pop()
         return self._reply(launched, output)
 
-    def _collect(self, request: Request, step: int) -> Reply | None:
+    def _collect(self, request: RPCRequest, step: int) -> Reply | None:
         """The reply to a step that was launched earlier."""
         self._activity_table.write(self._rank, request.method, request.id, step)
         return self._reply(request, self._worker.call("collect_output", step))
 
-    def _reply(self, request: Request, result: object) -> Reply | None:
+    def _reply(self, request: RPCRequest, result: object) -> Reply | None:
         if request.reply_from not in (None, self._rank):
             return None
         return Reply(request.id, self._rank, msgspec.msgpack.encode(result))

@@ -31,7 +31,7 @@ from mvllm.executor.process.process_utils import watch_parent as watch_parent
 from mvllm.executor.rpc_executor import RpcExecutor as RpcExecutor
 from mvllm.executor.rpc_executor import worker_names as worker_names
 from mvllm.executor.rpc_messages import Reply as Reply
-from mvllm.executor.rpc_messages import Request as Request
+from mvllm.executor.rpc_messages import RPCRequest as RPCRequest
 from mvllm.executor.rpc_queues import RemoteResponseQueue as RemoteResponseQueue
 from mvllm.executor.rpc_queues import RpcQueues as RpcQueues
 from mvllm.executor.worker_group import WorkerGroup as WorkerGroup
@@ -56,7 +56,7 @@ __all__ = [
     "RemoteReaderHandle",
     "RemoteResponseQueue",
     "Reply",
-    "Request",
+    "RPCRequest",
     "RpcExecutor",
     "RpcQueues",
     "StackFile",

@@ -15,26 +15,13 @@ millions starts at once.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Collection, Iterable, Sequence
 
 from mvllm.kv_cache.block_hash import BlockHash
+from mvllm.kv_cache.listener import KVCacheListener
 
 _GROWTH = 8192
 """Blocks that join the arrays at a time."""
-
-
-class BlockPoolListener(Protocol):
-    """A listener of a BlockPool, which calls it when blocks get or lose their hash. It must not change the pool."""
-
-    def block_stored(self, block: int, block_hash: BlockHash) -> None:
-        """The block is cached under its hash from now on."""
-
-    def block_evicted(self, block: int, block_hash: BlockHash) -> None:
-        """The block loses its hash. Its contents are still there; the next plan may write it."""
-
-    def all_evicted(self) -> None:
-        """No block is cached any more."""
 
 
 class BlockPool:
@@ -46,7 +33,6 @@ class BlockPool:
     Attributes:
         num_free: Blocks that no request uses.
         ref_counts: How many requests use each block that has joined the arrays.
-        on_evict: Called with a block and its hash before `allocate` evicts its contents; None for nobody.
         listeners: Called when blocks get or lose their hash.
     """
 
@@ -55,8 +41,7 @@ class BlockPool:
             raise ValueError(f"A KV cache needs at least one block, got {num_blocks}.")
         self.num_blocks = num_blocks
         self.num_free = num_blocks
-        self.on_evict: Callable[[int, BlockHash], None] | None = None
-        self.listeners: list[BlockPoolListener] = []
+        self.listeners: list[KVCacheListener] = []
         self._ring = min(num_blocks, _GROWTH)
         self.ref_counts = array("i", [0]) * self._ring
         self._hashes: list[BlockHash | None] = [None] * self._ring
@@ -157,8 +142,9 @@ class BlockPool:
     def evict_for_reuse(self, block: int) -> None:
         """Evicts the contents of a cached block that the next plan may write."""
         block_hash = self._hashes[block]
-        if self.on_evict is not None and block_hash is not None:
-            self.on_evict(block, block_hash)
+        if self.listeners and block_hash is not None:
+            for listener in self.listeners:
+                listener.block_reused(block, block_hash)
         self.evict(block)
 
     def evict(self, block: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 
 from mvllm.kv_cache.block_hash import BlockHash
-from mvllm.kv_cache.request_state import NO_STATE, RequestState
+from mvllm.kv_cache.request_state_slots import NO_STATE, RequestStateSlots
 from mvllm.messages.multimodal import ItemSpan
 
 
@@ -80,7 +80,7 @@ class BlockTable:
         self.block_hashes: list[BlockHash] = []
         self.num_slots = 0
         self.num_hashed_blocks = 0
-        self.state: RequestState = NO_STATE
+        self.state: RequestStateSlots = NO_STATE
 
     @property
     def block_ids(self) -> list[int]:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from mvllm.kv_cache.block_hash import BlockHash
 from mvllm.kv_cache.block_table import BlockTable
+from mvllm.kv_cache.listener import KVCacheListener
 from mvllm.kv_events.block_index import KVBlockIndex
 from mvllm.kv_events.prefix_index import chunk_tokens, ids_with_items, prefix_keys, root_key
 from mvllm.messages.kv_events import (
@@ -40,7 +41,7 @@ MAX_REPORTED_CHUNKS = 1 << 17
 """Most chunks of one cache that load balancers know; of a larger cache they see a part."""
 
 
-class KVCacheEventRecorder:
+class KVCacheEventRecorder(KVCacheListener):
     """Collects the events of one engine core between two steps. Used from the core's thread.
 
     Args:
@@ -65,17 +66,17 @@ class KVCacheEventRecorder:
     # ------------------------------------------------------------------------------------ listener of the block pool
 
     def block_stored(self, block: int, block_hash: BlockHash) -> None:
-        """See BlockPoolListener."""
+        """See KVCacheListener."""
         if len(block_hash) == HASH_BYTES:
             self._new.add(block_hash)
 
     def block_evicted(self, block: int, block_hash: BlockHash) -> None:
-        """See BlockPoolListener."""
+        """See KVCacheListener."""
         if len(block_hash) == HASH_BYTES:
             self.record_removed([block_hash], DEVICE)
 
     def all_evicted(self) -> None:
-        """See BlockPoolListener."""
+        """See KVCacheListener."""
         if self._index is not None:
             self.record_removed(list(self._index.hashes(DEVICE)), DEVICE)
         elif self._with_events:
@@ -132,8 +133,8 @@ class KVCacheEventRecorder:
         """Whether blocks in other media than the device are recorded."""
         return self._index is not None
 
-    def host_changed(self, key: BlockHash, is_stored: bool) -> None:
-        """See HostBlocks.on_change."""
+    def host_block_changed(self, key: BlockHash, is_stored: bool) -> None:
+        """See KVCacheListener."""
         if len(key) == HASH_BYTES:
             if is_stored:
                 self.record_stored([key], HOST)

@@ -19,11 +19,12 @@ not wait for plans, may read or fill them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from mvllm.kv_cache.block_pool import BlockPool
 from mvllm.kv_cache.block_table import BlockTable
-from mvllm.kv_cache.host_blocks import HostBlocks
+from mvllm.kv_cache.host_block_pool import HostBlockPool
+from mvllm.kv_cache.listener import KVCacheListener
 from mvllm.kv_cache.unconfirmed_block_hashes import UnconfirmedBlockHashes
 from mvllm.kv_transfer.connector import BlockKey, HostBlock
 from mvllm.messages.scheduler_output import SchedulerOutput
@@ -32,7 +33,7 @@ _STATE_SUFFIX = b"\xff\xff"
 """Behind the hash of a snapshot's tokens, so that its key is not that of a block."""
 
 
-class PoolTier:
+class PoolTier(KVCacheListener):
     """The host blocks of the contents of one BlockPool.
 
     Args:
@@ -53,7 +54,7 @@ class PoolTier:
     def __init__(
         self,
         pool: BlockPool,
-        host: HostBlocks,
+        host: HostBlockPool,
         unconfirmed: UnconfirmedBlockHashes,
         *,
         is_state: bool,
@@ -71,7 +72,7 @@ class PoolTier:
         self.loads: dict[BlockTable, list[tuple[int, int]]] = {}
         self.num_saved = self.num_loaded = 0
         if max_saves:
-            pool.on_evict = self._save_evicted
+            pool.listeners.append(self)
 
     def number(self, block: int) -> int:
         """The number of a block in the records of unconfirmed hashes."""
@@ -165,12 +166,12 @@ class PoolTier:
             elif self.save(block, key) is None:
                 return
 
-    def _save_evicted(self, block: int, key: BlockKey) -> None:
+    def block_reused(self, block: int, block_hash: BlockKey) -> None:
         """Saves a block whose contents are evicted by the plan that is being made."""
         was_unsaved = block in self.unsaved
         self.unsaved.pop(block, None)
-        if (was_unsaved or self._saves_evicted) and not self._has(key) and self.is_confirmed(block):
-            self.save(block, key)
+        if (was_unsaved or self._saves_evicted) and not self._has(block_hash) and self.is_confirmed(block):
+            self.save(block, block_hash)
 
 
 class HostTier:
@@ -185,8 +186,7 @@ class HostTier:
     Attributes:
         blocks: The tier of the KV blocks.
         states: The tier of the snapshots; None in models without sequence states.
-        on_discard: Called with the keys of contents that may be wrong.
-        on_clear: Called before all contents are forgotten.
+        listeners: Called when contents are forgotten.
     """
 
     blocks: PoolTier
@@ -207,13 +207,11 @@ class HostTier:
         self._saves_evicted = saves_evicted
         self._table_pins: dict[BlockTable, list[tuple[PoolTier, int]]] = {}
         self._in_flight: dict[int, list[tuple[PoolTier, list[int], list[int]]]] = {}
-        self.on_discard: Callable[[list[BlockKey]], None] | None = None
-        self.on_clear: Callable[[], None] | None = None
+        self.listeners: list[KVCacheListener] = []
 
     def attach(self, pool: BlockPool, unconfirmed: UnconfirmedBlockHashes) -> None:
         """Connects the tier with the pool of KV blocks. Once, before the first plan."""
         self.blocks = self._make_tier(pool, unconfirmed, self.num_blocks, is_state=False)
-        unconfirmed.on_confirmed = self._add_confirmed
 
     def attach_states(self, pool: BlockPool, unconfirmed: UnconfirmedBlockHashes) -> PoolTier:
         """Connects the tier with the pool of state slots. Once, before the first plan."""
@@ -271,10 +269,6 @@ class HostTier:
         tier.host.pin(index)
         self._table_pins.setdefault(table, []).append((tier, index))
 
-    def num_pinned_for(self, table: BlockTable) -> int:
-        """Host blocks that are kept for a waiting request."""
-        return len(self._table_pins.get(table, ()))
-
     @property
     def keeps_for_requests(self) -> bool:
         """Whether host blocks are kept for waiting requests."""
@@ -307,14 +301,14 @@ class HostTier:
         self.blocks.discard(block_keys)
         if self.states is not None:
             self.states.discard(state_keys)
-        if self.on_discard is not None:
-            keys = [connector_key(key, is_state=True) for key in state_keys] if self.states is not None else []
-            self.on_discard(block_keys + keys)
+        keys = [connector_key(key, is_state=True) for key in state_keys] if self.states is not None else []
+        for listener in self.listeners:
+            listener.contents_discarded(block_keys + keys)
 
     def clear(self) -> None:
         """Forgets all contents, between two plans."""
-        if self.on_clear is not None:
-            self.on_clear()
+        for listener in self.listeners:
+            listener.clearing()
         for tier in self.tiers:
             tier.clear()
 
@@ -341,14 +335,14 @@ class HostTier:
     ) -> PoolTier:
         return PoolTier(
             pool,
-            HostBlocks(num_blocks),
+            HostBlockPool(num_blocks),
             unconfirmed,
             is_state=is_state,
             max_saves=self._max_saves[is_state],
             saves_evicted=self._saves_evicted,
         )
 
-    def _add_confirmed(self, writers: Mapping[int, BlockTable]) -> None:
+    def add_confirmed(self, writers: Mapping[int, BlockTable]) -> None:
         for number in writers:
             if number >= 0:
                 self.blocks.add_confirmed(number)

@@ -126,7 +126,7 @@ class KVCacheManager:
         )
         self._pool.listeners.append(self.events)
         if self.tier is not None and self.events.records_media:
-            self.tier.blocks.host.on_change = self.events.host_changed
+            self.tier.blocks.host.listeners.append(self.events)
         return self.events
 
     @property
@@ -260,14 +260,7 @@ class KVCacheManager:
             assert not table.block_ids
             num_computed_tokens = num_found * size
         self._free_blocks_outside_window(table, num_computed_tokens)
-        wanted = -(-num_tokens // size)
-        missing = []
-        for blocks, window in zip(table.groups, self._windows):
-            end = wanted
-            if window is not None:
-                first = first_visible_block(num_computed_tokens, window, size)
-                end = min(wanted, first + max_blocks_held(num_tokens, window, size, self._max_step_tokens))
-            missing.append(max(0, end - len(blocks.block_ids) - num_found))
+        missing = self._count_missing(table, num_tokens, num_computed_tokens, num_found)
         num_new = sum(missing)
         if not num_new:
             return []
@@ -280,11 +273,7 @@ class KVCacheManager:
             self.unconfirmed.record_reader(table, found)
             if num_loads:
                 computed_blocks = self._plan_loads(table, computed_blocks)
-            for i, blocks in enumerate(table.groups):
-                cached = computed_blocks[i * num_found : (i + 1) * num_found]
-                blocks.num_dropped = cached.count(OUT_OF_WINDOW)
-                blocks.block_ids += [max(block, 0) for block in cached]  # block tables need an entry, which is not read
-            table.num_hashed_blocks = num_found
+            _add_computed_blocks(table, computed_blocks)
         new = pool.allocate(num_new)
         start = 0
         for blocks, count in zip(table.groups, missing):
@@ -293,6 +282,18 @@ class KVCacheManager:
         self._tables.add(table)
         table.num_slots = min(len(blocks.block_ids) for blocks in table.groups) * size
         return new
+
+    def _count_missing(self, table: BlockTable, num_tokens: int, num_computed_tokens: int, num_found: int) -> list[int]:
+        """By group, the blocks that a table lacks for its first tokens, besides those that it holds and has found."""
+        size, wanted = self.block_size, -(-num_tokens // self.block_size)
+        missing = []
+        for blocks, window in zip(table.groups, self._windows):
+            end = wanted
+            if window is not None:
+                first = first_visible_block(num_computed_tokens, window, size)
+                end = min(wanted, first + max_blocks_held(num_tokens, window, size, self._max_step_tokens))
+            missing.append(max(0, end - len(blocks.block_ids) - num_found))
+        return missing
 
     def cache_blocks(self, table: BlockTable, num_computed_tokens: int) -> None:
         """Hashes the full blocks among the first tokens of a table, so that other requests find them.
@@ -371,6 +372,12 @@ class KVCacheManager:
         if self.tier is not None:
             self._discard_in_tier(self.tier, (*tables, *dependents))
         return dependents
+
+    def confirm(self, step: int) -> None:
+        """The results of a plan are back and its failed requests were discarded: what it has written is right."""
+        for writers in self.unconfirmed.pop_confirmed(step):
+            if self.tier is not None:
+                self.tier.add_confirmed(writers)
 
     def reset_prefix_cache(self, *, keeps_tiers: bool = False) -> bool:
         """Evicts all contents. Does nothing and returns False while requests hold blocks.
@@ -503,3 +510,13 @@ class KVCacheManager:
             else:
                 hashes.append(hash_block(parent, tokens))
         return hashes if len(hashes) == num_blocks else hashes[:num_blocks]
+
+
+def _add_computed_blocks(table: BlockTable, computed_blocks: Sequence[int]) -> None:
+    """Adds cached blocks, equally many per group, to an empty table."""
+    num_found = len(computed_blocks) // len(table.groups)
+    for i, blocks in enumerate(table.groups):
+        cached = computed_blocks[i * num_found : (i + 1) * num_found]
+        blocks.num_dropped = cached.count(OUT_OF_WINDOW)
+        blocks.block_ids += [max(block, 0) for block in cached]  # block tables need an entry, which is not read
+    table.num_hashed_blocks = num_found

@@ -9,7 +9,7 @@ from mvllm.kv_cache.block_hash import BlockHash
 from mvllm.kv_cache.block_table import BlockTable
 from mvllm.kv_cache.host_tier import HostTier
 from mvllm.kv_cache.kv_cache_manager import CachedPrefix, KVCacheManager
-from mvllm.kv_cache.request_state import RequestState
+from mvllm.kv_cache.request_state_slots import RequestStateSlots
 from mvllm.kv_cache.state_slots import LEAST_DISTANCE, StateSlots
 from mvllm.messages.multimodal import ItemSpan
 
@@ -90,7 +90,7 @@ class StateKVCacheManager(KVCacheManager):
             items=items,
             adapter_hash=adapter_hash,
         )
-        table.state = RequestState(len(token_ids), has_siblings=sibling_group is not None)
+        table.state = RequestStateSlots(len(token_ids), has_siblings=sibling_group is not None)
         return table
 
     def get_computed_blocks(self, table: BlockTable) -> list[int]:

@@ -40,7 +40,7 @@ from mvllm.kv_cache.block_hash import BlockHash
 from mvllm.kv_cache.block_pool import BlockPool
 from mvllm.kv_cache.block_table import BlockTable
 from mvllm.kv_cache.host_tier import HostTier, PoolTier
-from mvllm.kv_cache.request_state import NO_POSITION, AwaitedSnapshot, RequestState
+from mvllm.kv_cache.request_state_slots import NO_POSITION, AwaitedSnapshot, RequestStateSlots
 from mvllm.kv_cache.unconfirmed_block_hashes import UnconfirmedBlockHashes
 
 LEAST_DISTANCE = 64
@@ -183,18 +183,18 @@ class StateSlots:
         for table in offers.computed:
             self._computing.pop(table, None)
 
-    def still_waits(self, state: RequestState) -> bool:
+    def still_waits(self, state: RequestStateSlots) -> bool:
         """Whether the snapshot that a request waits for is still going to be written, and soon. No side effects."""
         awaited = state.awaited
         if awaited is None or not self._is_coming(awaited):
             return False
         return awaited.writer.position > awaited.seen or self._num_plans - awaited.plan <= _PATIENCE
 
-    def is_impatient(self, state: RequestState) -> bool:
+    def is_impatient(self, state: RequestStateSlots) -> bool:
         """Whether a request that does not wait has waited too long for a snapshot. No side effects."""
         return state.is_impatient or (state.awaited is not None and self._is_coming(state.awaited))
 
-    def update_wait(self, state: RequestState) -> None:
+    def update_wait(self, state: RequestStateSlots) -> None:
         """Records that the writer has advanced, or ends a wait that is over."""
         awaited = state.awaited
         if awaited is None:
@@ -215,7 +215,7 @@ class StateSlots:
         """Whether there may be offers."""
         return bool(self._computing)
 
-    def can_verify(self, state: RequestState, *, num_spare: int) -> bool:
+    def can_verify(self, state: RequestStateSlots, *, num_spare: int) -> bool:
         """Whether a step of this request can have draft tokens.
 
         Args:
@@ -361,7 +361,7 @@ class StateSlots:
                 self._pass_position(table)
         return reads, writes
 
-    def reserve_draft_slot(self, state: RequestState) -> None:
+    def reserve_draft_slot(self, state: RequestStateSlots) -> None:
         """Allocates the slot that a step with draft tokens writes. The caller has checked `can_verify`."""
         if state.source == state.slot:
             state.draft_slot = self._pool.allocate(1)[0]
@@ -382,7 +382,7 @@ class StateSlots:
         if position >= state.next_snapshot:
             self._pass_position(table)
 
-    def reject_drafts(self, state: RequestState) -> None:
+    def reject_drafts(self, state: RequestStateSlots) -> None:
         """Goes on with the state before the step with draft tokens."""
         if state.draft_slot >= 0:
             self._pool.free([state.draft_slot])

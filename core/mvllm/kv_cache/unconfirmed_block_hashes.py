@@ -15,7 +15,7 @@ State slots with snapshots (`state_slots.py`) are recorded like blocks: slot s h
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from mvllm.kv_cache.block_table import BlockTable
 
@@ -46,14 +46,12 @@ class UnconfirmedBlockHashes:
     Attributes:
         writers: Block to table, of the plan that is being made. KVCacheManager adds each hashed block.
         pending_plans: The records, oldest first.
-        on_confirmed: Called with the `writers` of each record that `confirm` drops; None for nobody.
     """
 
     def __init__(self) -> None:
         self._current = _PlanBlockHashes()
         self.writers = self._current.writers
         self.pending_plans: deque[_PlanBlockHashes] = deque()
-        self.on_confirmed: Callable[[Mapping[int, BlockTable]], None] | None = None
 
     def end_plan(self, step: int) -> None:
         """Closes the record of a complete plan. Not needed if the plan set no hash."""
@@ -62,12 +60,14 @@ class UnconfirmedBlockHashes:
         self._current = _PlanBlockHashes()
         self.writers = self._current.writers
 
-    def confirm(self, step: int) -> None:
-        """Drops the records up to a plan whose results are back and whose failed requests were discarded."""
+    def pop_confirmed(self, step: int) -> Iterator[Mapping[int, BlockTable]]:
+        """Drops the records up to a plan whose results are back and whose failed requests were discarded.
+
+        Yields:
+            The `writers` of each, when it has been dropped.
+        """
         while self.pending_plans and self.pending_plans[0].step <= step:
-            record = self.pending_plans.popleft()
-            if self.on_confirmed is not None:
-                self.on_confirmed(record.writers)
+            yield self.pending_plans.popleft().writers
 
     @property
     def records(self) -> list[_PlanBlockHashes]:

@@ -144,8 +144,7 @@ class QuantizedExperts:
                 if op is None and all(matrix is not None and matrix.checkpoint_has_floats for matrix in made):
                     return
             self._matrices.update(((expert, i), matrix) for i, matrix in enumerate(made) if matrix is not None)
-        linears = {None if of_matrix is None else of_matrix[0] for of_matrix in formats[0]}
-        if len(linears) > 1 or any(each != formats[0] for each in formats):
+        if _are_mixed(formats):
             log_mixed_formats(ctx, layouts[0][0].names[0])
             op = None
         if op is None:
@@ -154,6 +153,12 @@ class QuantizedExperts:
         self.op = op
         for matrix in self._matrices.values():
             matrix.keep_quantized()
+
+
+def _are_mixed(formats: Sequence[tuple[ExpertFacts | None, ...]]) -> bool:
+    """Whether the matrices of the experts have several formats, which no operation takes."""
+    linears = {None if facts is None else facts[0] for facts in formats[0]}
+    return len(linears) > 1 or any(each != formats[0] for each in formats)
 
 
 def quantized_moe_op(

@@ -1,8 +1,8 @@
 """Messages between engine cores, front ends and the data-parallel coordinator. Typed msgpack.
 
     engine core   ── CoreLoad ───────────────────────────────────>  coordinator
-    front end     ── SentPrefixes | Sleep | SleepDone ───────────>  coordinator
-    front end    <─ CoreLoads | SentPrefixes | Sleep | SleepDone ─  coordinator
+    front end     ── SentPrefixes | SleepNotice | SleepDone ───────────>  coordinator
+    front end    <─ CoreLoads | SentPrefixes | SleepNotice | SleepDone ─  coordinator
 
 Every message is one datagram on a socket pair: no other process can connect, and no framing is needed.
 """
@@ -41,7 +41,7 @@ class SentPrefixes(msgspec.Struct, tag=3, array_like=True, frozen=True):
     hashes: list[int]
 
 
-class Sleep(msgspec.Struct, tag=4, array_like=True, frozen=True):
+class SleepNotice(msgspec.Struct, tag=4, array_like=True, frozen=True):
     """Tells the front ends that the engine has gone to sleep or woken up.
 
     Attributes:
@@ -54,10 +54,10 @@ class Sleep(msgspec.Struct, tag=4, array_like=True, frozen=True):
 
 
 class SleepDone(msgspec.Struct, tag=5, array_like=True, frozen=True):
-    """Confirms a Sleep. From a front end: it has applied it. To the sender of the Sleep: all others have."""
+    """Confirms a SleepNotice. From a front end: it has applied it. To the sender of the notice: all others have."""
 
     id: int
 
 
-FromFrontEnd = SentPrefixes | Sleep | SleepDone
-ToFrontEnd = CoreLoads | SentPrefixes | Sleep | SleepDone
+FromFrontEnd = SentPrefixes | SleepNotice | SleepDone
+ToFrontEnd = CoreLoads | SentPrefixes | SleepNotice | SleepDone

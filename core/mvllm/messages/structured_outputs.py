@@ -7,7 +7,7 @@ and its nesting. All other errors are found when `mvllm.structured_output` compi
 from __future__ import annotations
 
 import json
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import msgspec
 
@@ -87,6 +87,16 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             found = " and ".join(given) if given else "none of them"
             _reject(f"needs exactly one of {', '.join(FORMS)}; found {found}")
         form = given[0]
+        self._check_constraint(form)
+        self._check_white_space(form)
+        for name in ("thoughts_start", "thoughts_end"):
+            if getattr(self, name) is not None:
+                _check_text(name, getattr(self, name), may_be_empty=False, limit=MAX_TAG)
+        if self.thoughts_start is not None and self.thoughts_end is None:
+            _reject("takes thoughts_start together with thoughts_end only")
+
+    def _check_constraint(self, form: str) -> None:
+        """Checks the constraint that is set, and writes it as text if it is a dict."""
         match form:
             case "json":
                 self.json = _schema_text(self.json)
@@ -100,6 +110,9 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 self.structural_tag = _structural_tag_text(self.structural_tag)
             case "json_object" if self.json_object is not True:
                 _reject(f"json_object must be True or unset; found a {type(self.json_object).__name__}")
+
+    def _check_white_space(self, form: str) -> None:
+        """Checks the settings of white space for a constraint."""
         if not isinstance(self.disable_any_whitespace, bool):
             _reject("disable_any_whitespace must be True or False")
         if self.whitespace_pattern is not None:
@@ -108,11 +121,6 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             _reject(f"whitespace_pattern and disable_any_whitespace apply to JSON only, but the constraint is {form}")
         if self.whitespace_pattern is not None and self.disable_any_whitespace:
             _reject("takes whitespace_pattern or disable_any_whitespace, not both")
-        for name in ("thoughts_start", "thoughts_end"):
-            if getattr(self, name) is not None:
-                _check_text(name, getattr(self, name), may_be_empty=False, limit=MAX_TAG)
-        if self.thoughts_start is not None and self.thoughts_end is None:
-            _reject("takes thoughts_start together with thoughts_end only")
 
     @property
     def form(self) -> str:
@@ -201,14 +209,32 @@ def _structural_tag_text(value: object) -> str:
             if isinstance(e, RequestError):
                 raise
             _reject("structural_tag is not valid JSON")
-    structures = value.get("structures") if isinstance(value, dict) else None
-    triggers = value.get("triggers") if isinstance(value, dict) else None
+    fields = value if isinstance(value, dict) else {}
+    structures, triggers, special = map(fields.get, ("structures", "triggers", "special_tokens"))
     if not isinstance(structures, list) or not 0 < len(structures) <= MAX_TAGS:
         _reject(f"structural_tag needs a list of 1 to {MAX_TAGS} structures")
     if isinstance(triggers, list) and len(triggers) > MAX_TAGS:  # before each structure is compared with each trigger
         _reject(f"structural_tag may have {MAX_TAGS} triggers; found {len(triggers)}")
-    if not isinstance(triggers, list) or not all(isinstance(text, str) and text for text in triggers):
+    if not _are_texts(triggers) or "" in triggers:
         _reject("structural_tag needs a list of triggers, which are texts")
+    tags = _checked_structures(structures, triggers)
+    if special is not None and (not _are_texts(special) or "" in special):
+        _reject("structural_tag: special_tokens must be a list of texts")
+    described = {
+        "structures": tags,
+        "triggers": triggers,
+        **({"special_tokens": special[:MAX_TAGS]} if special else {}),
+    }
+    text = json.dumps(described, ensure_ascii=False, separators=(",", ":"))
+    return _check_text("structural_tag", text)
+
+
+def _are_texts(value: object) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+def _checked_structures(structures: list[Any], triggers: list[str]) -> list[dict[str, Any]]:
+    """The structures of a structural tag, with the fields that are read."""
     tags = []
     size = 0
     for i, tag in enumerate(structures):
@@ -222,19 +248,10 @@ def _structural_tag_text(value: object) -> str:
         if size > MAX_GRAMMAR_BYTES:  # before the next structure is parsed
             _reject(f"structural_tag has more than {MAX_GRAMMAR_BYTES} characters, which is the limit")
         style = {key: tag[key] for key in ("style", "separator") if isinstance(tag.get(key), str)}
-        tags.append({"begin": begin, "schema": json.loads(schema_text), "end": end, **style})
         if style.get("style", "json") not in STRUCTURE_STYLES:
             _reject(f"structural_tag: the style of structure {i} must be one of {', '.join(STRUCTURE_STYLES)}")
-    special = value.get("special_tokens") if isinstance(value, dict) else None
-    if not isinstance(special, list | None) or not all(isinstance(text, str) and text for text in special or ()):
-        _reject("structural_tag: special_tokens must be a list of texts")
-    described = {
-        "structures": tags,
-        "triggers": triggers,
-        **({"special_tokens": special[:MAX_TAGS]} if special else {}),
-    }
-    text = json.dumps(described, ensure_ascii=False, separators=(",", ":"))
-    return _check_text("structural_tag", text)
+        tags.append({"begin": begin, "schema": json.loads(schema_text), "end": end, **style})
+    return tags
 
 
 def _no_constant(name: str) -> NoReturn:

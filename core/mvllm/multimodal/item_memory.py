@@ -34,22 +34,22 @@ class ItemMemory:
 
     Args:
         max_bytes: Most bytes of all leases together, unless there is only one.
+        on_change: Called with `num_bytes` when it changes.
 
     Attributes:
         max_bytes: The argument.
         num_bytes: Bytes of all leases.
-        on_change: Called with `num_bytes` when it changes.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, on_change: Callable[[int], None] | None = None) -> None:
         self.max_bytes = max_bytes
+        self._on_change = on_change
         self._lock = threading.RLock()  # a lease may be collected, and so released, in any line
         self._waiting: deque[tuple[Future[ItemLease], Mapping[str, int]]] = deque()
         self._estimates: dict[str, float] = {}
         self._num_leases = 0
         self._is_closed = False
         self.num_bytes = 0
-        self.on_change: Callable[[int], None] = lambda num_bytes: None
 
     def reserve(self, counts: Mapping[str, int]) -> Future[ItemLease]:
         """A lease for prompts that are prepared together; done when there is room.
@@ -121,7 +121,8 @@ class ItemMemory:
         with self._lock:
             self.num_bytes += num_bytes
             self._num_leases += num_leases
-            self.on_change(self.num_bytes)
+            if self._on_change is not None:
+                self._on_change(self.num_bytes)
             if num_bytes < 0 or num_leases < 0:
                 self._admit()
 

@@ -231,11 +231,3 @@ def _fingerprint(path: Path, kwargs: Mapping[str, Any]) -> bytes:
             continue
         digest.update(f"{name} {len(content)}\n".encode() + content)
     return digest.digest()
-
-
-def as_arrays(features: Mapping[str, ArrayData]) -> dict[str, np.ndarray[Any, Any]]:
-    """The features of an item as arrays of numpy. They are not writable."""
-    return {
-        name: np.frombuffer(each.data, dtype=np.dtype(each.dtype)).reshape(each.shape)
-        for name, each in features.items()
-    }

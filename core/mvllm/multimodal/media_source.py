@@ -217,14 +217,17 @@ def _video(value: Any) -> MediaSource | None:
         raise RequestError(f"The fps of a video must be a positive number; found {fps!r:.40}.", parameter=_PARAMETER)
     if _is_array(value, "uint8") and value.ndim == 4 and value.shape[3] == 3 and len(value):
         return MediaSource("video", "frames", value.tobytes(), "uint8", [*map(int, value.shape)], fps=float(fps))
-    if not isinstance(value, list | tuple) or not value:
+    return _video_of_images(value, float(fps)) if isinstance(value, list | tuple) and value else None
+
+
+def _video_of_images(images: Sequence[Any], fps: float) -> MediaSource | None:
+    """A video of images, all of one size; None if they are others."""
+    found = [_image(each.convert("RGB") if hasattr(each, "convert") else each) for each in images]
+    frames = [each for each in found if each is not None and each.shape[2] == 3]
+    if len(frames) < len(images) or any(each.shape != frames[0].shape for each in frames):
         return None
-    frames = [_image(each.convert("RGB") if hasattr(each, "convert") else each) for each in value]
-    first = frames[0]
-    if first is None or any(each is None or each.shape != first.shape for each in frames) or first.shape[2] != 3:
-        return None
-    data = b"".join(each.data for each in frames if each is not None)
-    return MediaSource("video", "frames", data, "uint8", [len(frames), *first.shape], fps=float(fps))
+    data = b"".join(each.data for each in frames)
+    return MediaSource("video", "frames", data, "uint8", [len(frames), *frames[0].shape], fps=fps)
 
 
 def _audio(value: Any) -> MediaSource | None:

@@ -15,10 +15,10 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -46,8 +46,15 @@ _NUM_PROMPT_THREADS = 32
 _NUM_FETCH_THREADS = 16
 _MODULE = "mvllm.multimodal.processor_main"
 
-OnProcessed = Callable[[bool, float], None]
-"""Called with whether an item was found in the cache, and with the seconds that preparing it took."""
+
+class ItemObserver(Protocol):
+    """What is told about items. Called in any thread."""
+
+    def observe_item(self, is_cached: bool, seconds: float) -> None:
+        """An item was found in the cache or not, and preparing it took so many seconds."""
+
+    def observe_item_memory(self, num_bytes: int) -> None:
+        """The items of unfinished prompts take so many bytes."""
 
 
 @dataclass(frozen=True)
@@ -70,32 +77,28 @@ class ProcessorClient:
     Args:
         model: The model's configuration.
         config: The settings of inputs beside text.
+        observer: Is told about each item; None for nobody.
 
     Attributes:
         cache: What is kept.
         fetcher: Fetches URLs.
         memory: The memory of unfinished prompts. Callers that take prompts without end reserve some for each.
-        on_processed: Called for each item, from any thread.
         known_placeholders: The result of `placeholders`, after its first call.
     """
 
-    def __init__(self, model: ModelConfig, config: MultiModalConfig) -> None:
+    def __init__(self, model: ModelConfig, config: MultiModalConfig, observer: ItemObserver | None = None) -> None:
         self._model = model
         self._config = config
-        self.on_processed: OnProcessed = lambda is_cached, seconds: None
+        self._observer = observer
         self.cache = ProcessedItemCache(config.processor_cache_bytes)
         self.fetcher = MediaFetcher(lambda url: fetch_remote(url, config), config.inflight_bytes // 4)
-        self.memory = ItemMemory(config.inflight_bytes)
+        self.memory = ItemMemory(config.inflight_bytes, None if observer is None else observer.observe_item_memory)
         self._lock = threading.Lock()
         self._pool: ProcessorPool | None = None
         self.known_placeholders: dict[str, str] | None = None
         self._prompt_threads: ThreadPoolExecutor | None = None
         self._fetch_threads: ThreadPoolExecutor | None = None
         self._is_closed = False
-
-    def report_to(self, on_processed: OnProcessed, on_memory_change: Callable[[int], None]) -> None:
-        """Sets `on_processed`, and `on_change` of the memory."""
-        self.on_processed, self.memory.on_change = on_processed, on_memory_change
 
     def process(self, prompt: Mapping[str, Any]) -> list[ProcessedItem]:
         """The processed items of a prompt with `multi_modal_data`. Blocks; callable in any thread.
@@ -236,15 +239,19 @@ class ProcessorClient:
         digest = digest_source(source, request.kwargs, uuid, request.cache_salt)
         found = self.cache.get(digest, request.counts)
         if found is not None:
-            self.on_processed(True, time.monotonic() - started)
+            self._report(True, started)
             return found
         result = self._start().run(ItemJob(source, request.counts, request.kwargs, uuid, ITEM_SECONDS))
         assert result.item is not None
         self.cache.put(
             digest, request.counts, result.item, depends_on_counts=result.depends_on_counts, generation=generation
         )
-        self.on_processed(False, time.monotonic() - started)
+        self._report(False, started)
         return result.item
+
+    def _report(self, is_cached: bool, started: float) -> None:
+        if self._observer is not None:
+            self._observer.observe_item(is_cached, time.monotonic() - started)
 
 
 def _make_pool(start: ProcessorStart) -> ProcessorPool:

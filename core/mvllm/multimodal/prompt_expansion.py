@@ -9,7 +9,7 @@ spans          [2, 4)       [7, 8)                                       given t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from mvllm.errors import RequestError
 from mvllm.messages.multimodal import ItemSpan, MultiModalItem
@@ -181,32 +181,3 @@ def _mismatch(items: Sequence[ProcessedItem], ids: Sequence[int]) -> RequestErro
         f"{sum(item.num_embeddings for item in items)}. Its text must not spell the tokens {sorted(wanted)} itself.",
         parameter="prompt",
     )
-
-
-def process_prompt(
-    prompt: str | Sequence[int],
-    items: Sequence[ProcessedItem],
-    tokenize: Callable[[str], list[int]],
-) -> tuple[list[int], list[MultiModalItem]]:
-    """The token ids of a prompt with its items, and the items with their spans, by rising offset.
-
-    Args:
-        prompt: A text or token ids.
-        items: Those of each modality in their order.
-        tokenize: The tokenizer of texts.
-
-    Raises:
-        RequestError: The placeholders of the prompt are not those of the items.
-    """
-    if isinstance(prompt, str):
-        counts: dict[str, int] = {}
-        waiting: dict[str, list[ProcessedItem]] = {}
-        for item in items:
-            counts[item.modality] = counts.get(item.modality, 0) + 1
-            waiting.setdefault(item.modality, []).append(item)
-        placeholders = {item.modality: item.placeholder for item in items}
-        ordered = [waiting[modality].pop(0) for modality in order_in_text(prompt, placeholders, counts)]
-        ids = tokenize(expand_text(prompt, ordered))
-    else:
-        ids, ordered = expand_token_ids(prompt, items)
-    return ids, place_items(ids, ordered)

@@ -133,24 +133,15 @@ def _named(name: str, candidates: Sequence[Candidate], available_only: bool) -> 
 def _single(candidates: Sequence[Candidate]) -> Candidate:
     listing = "\n".join(describe(c) for c in candidates)
     if not candidates:
-        known = installable_platforms()
-        example = f", for instance: pip install {known[0]}" if known else ""
-        choices = f" Known platform packages: {', '.join(known)}." if known else ""
-        raise PlatformError(
-            f"No platform plugin is installed, so there is nothing to run on. Install one{example}.{choices}"
-        )
+        raise _nothing_installed()
     available = [c for c in candidates if c.available and not _is_by_name_only(c)]
-    broken = [c for c in candidates if c.failure and not _is_by_name_only(c) and not _has_crashed(c)]
-    if broken:
-        way_on = (
-            f"To go on without {'it' if len(broken) == 1 else 'them'}: "
-            f"--platform {available[0].name} or {ENVIRONMENT_VARIABLE}={available[0].name}."
-            if available
-            else "No other platform is available."
-        )
-        raise PlatformError(f"An installed platform plugin is broken:\n{listing}\n{way_on}") from broken[
-            0
-        ].failure.error  # type: ignore[union-attr]
+    failures = [c.failure for c in candidates if c.failure and not _is_by_name_only(c) and not _has_crashed(c)]
+    if failures:
+        way_on = "No other platform is available."
+        if available:
+            others, name = "it" if len(failures) == 1 else "them", available[0].name
+            way_on = f"To go on without {others}: --platform {name} or {ENVIRONMENT_VARIABLE}={name}."
+        raise PlatformError(f"An installed platform plugin is broken:\n{listing}\n{way_on}") from failures[0].error
     if not available:
         named = [c.name for c in candidates if c.available]
         way_on = f"\nOnly if you name it: {' or '.join(f'--platform {name}' for name in named)}." if named else ""
@@ -161,6 +152,15 @@ def _single(candidates: Sequence[Candidate]) -> Candidate:
             f"Several platforms are available; choose one with {names} (or {ENVIRONMENT_VARIABLE}):\n{listing}"
         )
     return available[0]
+
+
+def _nothing_installed() -> PlatformError:
+    known = installable_platforms()
+    example = f", for instance: pip install {known[0]}" if known else ""
+    choices = f" Known platform packages: {', '.join(known)}." if known else ""
+    return PlatformError(
+        f"No platform plugin is installed, so there is nothing to run on. Install one{example}.{choices}"
+    )
 
 
 def _has_crashed(candidate: Candidate) -> bool:

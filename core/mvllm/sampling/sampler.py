@@ -116,13 +116,7 @@ class Sampler:
             all masked) are in its `errors` and do not affect other rows.
         """
         flags = state.flags[rows]
-        forced: np.ndarray | None = None
-        if state.thinking or state.forced:
-            lengths = history.num_tokens[rows] if seq_lens is None else seq_lens
-            if state.thinking:
-                forced = state.thinking.forced_tokens(rows, lengths, history.token_ids, history.num_tokens)
-            if state.forced:
-                forced = state.forced.add_to(forced, rows, lengths)
+        forced = _forced_tokens(rows, state, history, seq_lens) if state.thinking or state.forced else None
         if mask is None and masks is None and forced is None and not flags.any():
             max_logits, token_ids = self._argmax(logits)
             return SamplerOutput(token_ids, max_logits, num_rows=len(rows))
@@ -155,24 +149,41 @@ class Sampler:
             token_ids, max_logits, final = self._choose_tokens(plan, logits, mask, stage)
             gathered = None if only_tokens else self._gather_logprobs(plan.logprobs, state, rows, final, token_ids)
             return SamplerOutput(token_ids, max_logits, gathered, plan.failures, num_rows)
+        token_ids, max_logits, final, failures = self._choose_in_chunks(
+            make_plan, size, logits, rows, flags, seq_lens, forced, mask, stage
+        )
+        gathered = None
+        if with_logprobs:
+            upload = BatchUpload(self._staging)
+            selection = upload.select((flags & LOGPROBS).astype(bool))
+            upload.send(logits.device)
+            gathered = self._gather_logprobs(selection, state, rows, final, token_ids)
+        return SamplerOutput(token_ids, max_logits, gathered, failures)
+
+    def _choose_in_chunks(
+        self,
+        make_plan: Callable[..., BatchPlan],
+        size: int,
+        logits: torch.Tensor,
+        rows: np.ndarray,
+        flags: np.ndarray,
+        seq_lens: np.ndarray,
+        forced: np.ndarray | None,
+        mask: torch.Tensor | None,
+        stage: LogprobsStage,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[int, str]]:
+        """What `_choose_tokens` returns for all rows, `size` rows at a time, and the failures."""
         chosen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         failures: dict[int, str] = {}
         for start in range(0, len(rows), size):
             chunk = slice(start, start + size)
             part = None if forced is None else forced[chunk]
             plan = make_plan(rows[chunk], flags[chunk], seq_lens[chunk], forced=part)
-            part_mask = None if mask is None else mask[chunk]
-            chosen.append(self._choose_tokens(plan, logits[chunk], part_mask, stage))
+            chosen.append(self._choose_tokens(plan, logits[chunk], None if mask is None else mask[chunk], stage))
             failures |= {start + i: text for i, text in plan.failures.items()}
         token_ids, max_logits = (torch.cat([parts[i] for parts in chosen]) for i in (0, 1))
-        gathered = None
-        if with_logprobs:
-            final = logits if stage is LogprobsStage.RAW else torch.cat([parts[2] for parts in chosen])
-            upload = BatchUpload(self._staging)
-            selection = upload.select((flags & LOGPROBS).astype(bool))
-            upload.send(logits.device)
-            gathered = self._gather_logprobs(selection, state, rows, final, token_ids)
-        return SamplerOutput(token_ids, max_logits, gathered, failures)
+        final = logits if stage is LogprobsStage.RAW else torch.cat([parts[2] for parts in chosen])
+        return token_ids, max_logits, final, failures
 
     def _choose_tokens(
         self, plan: BatchPlan, logits: torch.Tensor, mask: torch.Tensor | None, stage: LogprobsStage
@@ -238,6 +249,19 @@ class Sampler:
             logits, token_ids = selection.gather(logits), selection.gather(token_ids)
         gathered = gather_logprobs(logits, token_ids, most, self._logsumexp, as_logits=self._logprobs_are_logits)
         return GatheredLogprobs(selection.indices, num_logprobs, gathered)
+
+
+def _forced_tokens(
+    rows: np.ndarray, state: SamplingState, history: TokenHistory, seq_lens: np.ndarray | None
+) -> np.ndarray | None:
+    """int [n]: tokens that rows get whatever their logits are, NOT_FORCED for the others; None without any."""
+    lengths = history.num_tokens[rows] if seq_lens is None else seq_lens
+    forced: np.ndarray | None = None
+    if state.thinking:
+        forced = state.thinking.forced_tokens(rows, lengths, history.token_ids, history.num_tokens)
+    if state.forced:
+        forced = state.forced.add_to(forced, rows, lengths)
+    return forced
 
 
 def _edited_logits(plan: BatchPlan, all_logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

@@ -23,6 +23,8 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from mvllm.config.encoder_limits import items_of, limits_of
+from mvllm.config.engine_config import EngineConfig
 from mvllm.config.multimodal import EncoderLimits, MultiModalModel
 from mvllm.errors import RequestError
 from mvllm.messages.multimodal import EncoderInput, ItemSpan, MultiModalItem
@@ -341,3 +343,17 @@ def _rope_shift(span: ItemSpan) -> int:
 
 def _error(message: str) -> RequestError:
     return RequestError(message, parameter="multi_modal_data")
+
+
+def make_encoder_planner(config: EngineConfig) -> EncoderPlanner | None:
+    """The planner; None if requests take text only."""
+    model, limits = items_of(config), limits_of(config)
+    if model is None or limits is None:
+        return None
+    return EncoderPlanner(
+        model,
+        limits,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_model_len=config.model.max_model_len,
+        can_chunk=config.scheduler.enable_chunked_prefill,
+    )

@@ -21,12 +21,13 @@ from mvllm.kv_cache.block_table import BlockTable
 from mvllm.kv_cache.event_recorder import HASH_BYTES
 from mvllm.kv_cache.host_tier import HostTier, PoolTier, connector_key, tier_key
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
+from mvllm.kv_cache.listener import KVCacheListener
 from mvllm.kv_cache.prefix_search import group_hash
 from mvllm.kv_transfer.connector import BlockKey, HostBlock, KVRequest
 from mvllm.kv_transfer.connectors import KVConnectors
 from mvllm.messages.requests import EngineCoreOutput, KVTierStats
 from mvllm.scheduler.request import Request, RequestStatus
-from mvllm.scheduler.request_lists import RequestLists
+from mvllm.scheduler.request_lists import RequestListener, RequestLists
 
 MAX_WAIT_SECONDS = 60.0
 """So long a request waits for connectors. Then it computes what is missing."""
@@ -70,7 +71,7 @@ class _Prefix:
         self.missing: list[tuple[PoolTier, BlockHash, str]] = []
 
 
-class KVLoads:
+class KVLoads(KVCacheListener, RequestListener):
     """Moves blocks between host blocks and connectors. Used by the scheduler, from its thread.
 
     Args:
@@ -108,9 +109,8 @@ class KVLoads:
         self._params: dict[str, dict[str, Any]] = {}
         self._stats: dict[str, KVTierStats] = {}
         self._stats_time = float("-inf")
-        self._tier.on_discard = connectors.discard
-        self._tier.on_clear = self.record_changes
-        requests.on_release = self._finish
+        self._tier.listeners.append(self)
+        requests.listeners.append(self)
 
     @property
     def num_waiting(self) -> int:
@@ -170,6 +170,14 @@ class KVLoads:
         """All requests stop waiting, because hashes get another root."""
         for request in list(self._waiting):
             self._stop_waiting(request)
+
+    def contents_discarded(self, keys: list[BlockKey]) -> None:
+        """Connectors forget them, too."""
+        self._connectors.discard(keys)
+
+    def clearing(self) -> None:
+        """Records what connectors have, while the tokens of it are known."""
+        self.record_changes()
 
     def record_changes(self, *, restart: bool = False) -> None:
         """Records what connectors have stored and removed as events of the KV cache, if these are recorded.
@@ -426,7 +434,7 @@ class KVLoads:
 
     # --------------------------------------------------------------------------------------------- ends of requests
 
-    def _finish(self, request: Request) -> None:
+    def request_ended(self, request: Request) -> None:
         """A request ends, and still has its blocks."""
         self._waiting.pop(request, None)
         for side in request.sides:

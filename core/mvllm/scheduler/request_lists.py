@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Callable
+from typing import Protocol
 
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
 from mvllm.messages.requests import EngineCoreOutput, FinishReason
+from mvllm.scheduler.encoder_planner import EncoderPlanner
 from mvllm.scheduler.request import Grammar, Request, RequestStatus
 from mvllm.scheduler.request_outputs import final_output
 from mvllm.scheduler.request_queue import RequestQueue
@@ -68,12 +69,20 @@ class RowAllocator:
         )
 
 
+class RequestListener(Protocol):
+    """A listener of RequestLists."""
+
+    def request_ended(self, request: Request) -> None:
+        """The request ends. It still has its blocks."""
+
+
 class RequestLists:
     """The requests that are not finished.
 
     Args:
         kv_cache: Allocates their blocks.
         num_rows: Most running requests.
+        encoders: Keeps the results that requests with items read; None without encoders.
 
     Attributes:
         by_id: All of them.
@@ -85,12 +94,12 @@ class RequestLists:
         num_guided: How many have a companion.
         num_with_items: How many have images, audio or embeddings.
         num_swapped: How many are swapped.
-        on_release: Called with a request that ends, while it has its blocks; None for nobody.
-        on_items_unused: Called with a request with items that stops to run; None for nobody.
+        listeners: Called when requests end.
     """
 
-    def __init__(self, kv_cache: KVCacheManager, num_rows: int) -> None:
+    def __init__(self, kv_cache: KVCacheManager, num_rows: int, encoders: EncoderPlanner | None = None) -> None:
         self._kv_cache = kv_cache
+        self._encoders = encoders
         self.by_id: dict[str, Request] = {}
         self.waiting = RequestQueue()
         self.blocked: set[Request] = set()
@@ -102,8 +111,7 @@ class RequestLists:
         self.num_guided = 0
         self.num_with_items = 0
         self.num_swapped = 0
-        self.on_release: Callable[[Request], None] | None = None
-        self.on_items_unused: Callable[[Request], None] | None = None
+        self.listeners: list[RequestListener] = []
 
     def add(self, request: Request) -> None:
         """Adds a new request. With `structured_outputs` it is blocked until `start_grammar`."""
@@ -255,13 +263,13 @@ class RequestLists:
         request.recomputes = False
 
     def _free_items(self, request: Request) -> None:
-        if request.items and self.on_items_unused is not None:
-            self.on_items_unused(request)
+        if request.items and self._encoders is not None:
+            self._encoders.release(request)
 
     def _release(self, request: Request) -> None:
         """Frees rows and blocks of a request that has been removed from its list."""
-        if self.on_release is not None:
-            self.on_release(request)
+        for listener in self.listeners:
+            listener.request_ended(request)
         self._free_items(request)
         self._set_swapped(request, False)
         for side in request.sides:

@@ -67,6 +67,9 @@ class Scheduler:
         connectors: Stores of blocks outside of the engine; None without any. They need a KV cache with a host tier.
         encoders: Plans the encoders of images, audio and embeddings; None refuses requests that have some.
         preemption_mode: `auto`, `swap` or `recompute`, see `swapping.py`. Without a host tier always `recompute`.
+        copy_costs: Measured costs of copies to and from host memory.
+        adapter_hash: Returns the hash of a LoRA adapter's files, equal in all engines; None if it is not known.
+        first_step: The number of the first plan, if the caller has executed plans of its own.
 
     Raises:
         ConfigError: The limits contradict each other.
@@ -74,8 +77,6 @@ class Scheduler:
     Attributes:
         requests: The unfinished requests.
         kv_loads: Requests that wait for connectors; None without a host tier.
-        adapter_hash: The hash of a LoRA adapter's files, equal in all engines; None if it is not known.
-        copy_costs: Measured costs of copies to and from host memory.
     """
 
     def __init__(
@@ -94,6 +95,8 @@ class Scheduler:
         encoders: EncoderPlanner | None = None,
         preemption_mode: str = RECOMPUTE,
         copy_costs: CopyCosts = NO_COSTS,
+        adapter_hash: Callable[[LoRARequest], str | None] | None = None,
+        first_step: int = 0,
     ) -> None:
         check_scheduler_config(config, max_model_len)
         self._config = config
@@ -102,17 +105,14 @@ class Scheduler:
         self._unconfirmed = kv_cache.unconfirmed
         self._clock = clock
         self._stats = SchedulerStats(accepted_at=[0] * num_speculative_tokens)
-        self.requests = RequestLists(kv_cache, config.max_num_seqs)
+        self.requests = RequestLists(kv_cache, config.max_num_seqs, encoders)
         self._encoders = encoders
-        if encoders is not None:
-            self.requests.on_items_unused = encoders.release
-        self.copy_costs = copy_costs
-        self.adapter_hash: Callable[[LoRARequest], str | None] = lambda request: None
-        self.kv_loads = self._make_kv_loads(connectors)
+        self._adapter_hash = adapter_hash
+        self.kv_loads = self._make_kv_loads(connectors, copy_costs)
         swaps = self.kv_loads is not None and preemption_mode != RECOMPUTE
         times_swaps = swaps and preemption_mode == AUTO
         self._step_times = StepTimeModel() if config.long_prefill_slowdown or times_swaps else None
-        swapper = Swapper(preemption_mode, kv_cache, lambda: self.copy_costs, self._step_times) if swaps else None
+        swapper = Swapper(preemption_mode, kv_cache, copy_costs, self._step_times) if swaps else None
         self._planned_times: dict[int, tuple[float, bool]] = {}  # step -> when planned, is ordinary; if steps are timed
         self._last_results_time = 0.0
         self._planner = StepPlanner(
@@ -133,10 +133,10 @@ class Scheduler:
         )
         self._batches: dict[int, list[Request]] = {}  # step in flight -> its requests, by position in the batch
         self._prompt_starts: dict[int, dict[int, int]] = {}  # step -> position in batch -> first position computed
-        self._next_step = 0
+        self._next_step = first_step
         self._num_added = 0
 
-    def _make_kv_loads(self, connectors: KVConnectors | None) -> KVLoads | None:
+    def _make_kv_loads(self, connectors: KVConnectors | None, copy_costs: CopyCosts) -> KVLoads | None:
         if self._kv_cache.tier is None:
             return None
         return KVLoads(
@@ -144,8 +144,8 @@ class Scheduler:
             self.requests,
             connectors or KVConnectors({}),
             self._clock,
-            block_bytes=self.copy_costs.block_bytes,
-            state_bytes=self.copy_costs.state_bytes,
+            block_bytes=copy_costs.block_bytes,
+            state_bytes=copy_costs.state_bytes,
         )
 
     # ---------------------------------------------------------------------------------------------------- requests
@@ -164,10 +164,6 @@ class Scheduler:
     def next_step(self) -> int:
         """The number of the next plan."""
         return self._next_step
-
-    def skip_steps(self, count: int) -> None:
-        """The caller has executed plans of its own, with the next numbers. Before the first request."""
-        self._next_step += count
 
     @property
     def request_ids(self) -> list[str]:
@@ -227,14 +223,14 @@ class Scheduler:
             self.kv_loads.add(added)
 
     def _make_table(self, request: EngineCoreRequest) -> BlockTable:
-        adapter = request.lora_request
+        adapter, hash_of = request.lora_request, self._adapter_hash
         return self._kv_cache.make_table(
             list(request.prompt_token_ids),
             cache_salt=request.cache_salt,
             position_key=request.position_key,
             sibling_group=request.sibling_group,
             adapter_keys=() if adapter is None else adapter.cache_keys,
-            adapter_hash=None if adapter is None else self.adapter_hash(adapter),
+            adapter_hash=None if adapter is None or hash_of is None else hash_of(adapter),
             items=[item.span for item in request.items] if request.items else (),
         )
 
@@ -423,7 +419,7 @@ class Scheduler:
         if self._encoders is not None:
             self._encoders.end_step(plan, output)
         if self._unconfirmed.pending_plans:
-            self._unconfirmed.confirm(plan.step)
+            self._kv_cache.confirm(plan.step)
         if self.kv_loads is not None:
             self.kv_loads.end_step(plan.step)
         if output.logprobs or output.prompt_logprobs:

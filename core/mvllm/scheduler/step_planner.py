@@ -28,13 +28,12 @@ from mvllm.config.engine_config import SchedulerConfig
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
 from mvllm.messages.requests import SchedulerStats
 from mvllm.scheduler.admission.encoders import Encoders
-from mvllm.scheduler.admission.grammars import Grammars
-from mvllm.scheduler.admission.long_prompts import LongPromptShares, LongPromptTurns
+from mvllm.scheduler.admission.long_prompts import LongPromptShares, LongPromptTurns, WholePrompts
 from mvllm.scheduler.admission.lora_slots import LoRASlots
+from mvllm.scheduler.admission.masks import AwaitedMasks
 from mvllm.scheduler.admission.pairs import PairRows
 from mvllm.scheduler.admission.policy import AdmissionPolicy
 from mvllm.scheduler.admission.snapshots import AwaitedSnapshots, SharedPrefixes
-from mvllm.scheduler.admission.whole_prompts import WholePrompts
 from mvllm.scheduler.block_allocator import BlockAllocator
 from mvllm.scheduler.encoder_planner import EncoderPlanner
 from mvllm.scheduler.grammar_masks import DeferredMasks
@@ -180,7 +179,7 @@ def _admission_policies(
         policies.append(LongPromptTurns(limiter))
     if states is not None:
         policies.append(AwaitedSnapshots(states))
-    policies += [Grammars(), PairRows(requests.rows)]
+    policies += [AwaitedMasks(), PairRows(requests.rows)]
     if not can_chunk:
         policies.append(WholePrompts())
     if states is not None:

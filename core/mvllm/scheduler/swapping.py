@@ -12,7 +12,6 @@ request goes on from its last snapshot.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from mvllm.kv_cache.block_table import BlockTable
@@ -78,7 +77,7 @@ class Swapper:
         self,
         mode: str,
         kv_cache: KVCacheManager,
-        costs: Callable[[], CopyCosts],
+        costs: CopyCosts,
         step_times: StepTimeModel | None = None,
     ) -> None:
         assert kv_cache.tier is not None
@@ -132,7 +131,7 @@ class Swapper:
         out = [tier.is_state for some in parts for tier, _, _ in some.unsaved]
         back = out + [tier.is_state for some in parts for tier, _ in some.present]
         num_states = sum(out) + sum(back)
-        seconds = self._costs().seconds(len(out) + len(back) - num_states, num_states)
+        seconds = self._costs.seconds(len(out) + len(back) - num_states, num_states)
         return seconds < seconds_per_token * sum(some.num_tokens for some in parts)
 
     def _find_parts(self, table: BlockTable) -> _Parts | None:

@@ -40,7 +40,7 @@ class HasWarnings(Protocol):
 
 
 @dataclass(frozen=True)
-class ValidationJob:
+class TextToValidate:
     """A text to validate.
 
     Attributes:
@@ -52,7 +52,7 @@ class ValidationJob:
     relaxations: tuple[str, ...]
 
     @classmethod
-    def of(cls, constraint: StructuredOutputsParams, text: str, relaxations: Sequence[str]) -> ValidationJob:
+    def of(cls, constraint: StructuredOutputsParams, text: str, relaxations: Sequence[str]) -> TextToValidate:
         """The job of a sequence's whole text."""
         relevant = tuple(each for each in relaxations if not is_annotation(each))
         has_calls = constraint.form == "structural_tag"
@@ -79,11 +79,11 @@ class OutputValidator:
         self._slow: dict[bytes, str] = {}  # hashes of schemas that have exceeded a limit -> which
         self._turns: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()  # by client
 
-    def validate(self, jobs: Sequence[tuple[HasWarnings, ValidationJob]]) -> None:
+    def validate(self, jobs: Sequence[tuple[HasWarnings, TextToValidate]]) -> None:
         """Sets the warnings of outputs."""
         self.start(jobs)()
 
-    def start(self, jobs: Sequence[tuple[HasWarnings, ValidationJob]]) -> Callable[[], None]:
+    def start(self, jobs: Sequence[tuple[HasWarnings, TextToValidate]]) -> Callable[[], None]:
         """Begins to validate outputs. Returns a function that waits for the end and sets their warnings."""
         submitted = [(output, job, self._submit(job)) for output, job in jobs]
         deadline = time.monotonic() + MAX_WAIT_SECONDS
@@ -98,7 +98,7 @@ class OutputValidator:
 
         return finish
 
-    async def validate_async(self, jobs: Sequence[tuple[HasWarnings, ValidationJob]], client: Hashable = None) -> None:
+    async def validate_async(self, jobs: Sequence[tuple[HasWarnings, TextToValidate]], client: Hashable = None) -> None:
         """As `validate`, in an event loop.
 
         Args:
@@ -118,7 +118,7 @@ class OutputValidator:
         self._process.close()
         self._thread.shutdown(wait=False)
 
-    def _submit(self, job: ValidationJob) -> Future[list[str]]:
+    def _submit(self, job: TextToValidate) -> Future[list[str]]:
         try:
             return self._thread.submit(self._run, job)
         except RuntimeError:  # after `close`
@@ -126,7 +126,7 @@ class OutputValidator:
             done.set_result(job.not_validated(_FAILURES["closed"]))
             return done
 
-    def _run(self, job: ValidationJob) -> list[str]:
+    def _run(self, job: TextToValidate) -> list[str]:
         if job.message is None:
             return job.not_validated("it is not one JSON text")
         key = hashlib.sha256(job.message.schema.encode()).digest()

@@ -395,16 +395,18 @@ class _Rewrites:
         names = part["propertyNames"]
         if names in (True, {}) or (isinstance(names, dict) and set(names) <= {"type"} and "string" in types_of(names)):
             del part["propertyNames"]
-            return
-        if names is False:
+        elif names is False:
             del part["propertyNames"]
             self._also({"maxProperties": 0})
-            return
-        names = self._rewriter.resolve(names)
-        others = part.get("additionalProperties", True)
-        values = finite_values(names)
-        properties = part.get("properties")
+        else:
+            self._restrict_names(self._rewriter.resolve(names))
+
+    def _restrict_names(self, names: object) -> None:
+        """Names of a finite set become properties; names with a pattern or a length become a pattern property."""
+        part = self._part
+        others, properties = part.get("additionalProperties", True), part.get("properties")
         declared: _Schema = properties if isinstance(properties, dict) else {}
+        values = finite_values(names)
         if "patternProperties" in part or not isinstance(names, dict):
             self._drop("propertyNames")
         elif values is not None:
@@ -413,16 +415,11 @@ class _Rewrites:
             if others is not False:
                 part["properties"] |= {name: others for name in strings_of(values) if name not in declared}
             part["additionalProperties"] = False
-        elif not declared and set(names) <= {"type", "pattern", "minLength", "maxLength"} and others is not False:
-            pattern, low, high = names.get("pattern"), names.get("minLength"), names.get("maxLength")
-            if pattern is not None and (low is not None or high is not None):
-                self._drop("propertyNames")
-                return
-            del part["propertyNames"]
-            length = f"^[\\s\\S]{{{count_of(low, 0)},{'' if high is None else count_of(high, 0)}}}$"
-            part["patternProperties"], part["additionalProperties"] = {str(pattern or length): others}, False
-        else:
+        elif declared or others is False or (pattern := _pattern_of_names(names)) is None:
             self._drop("propertyNames")
+        else:
+            del part["propertyNames"]
+            part["patternProperties"], part["additionalProperties"] = {pattern: others}, False
 
     def _dependencies(self) -> None:
         """`dependentRequired`, `dependentSchemas`, and `dependencies`, which could be either."""
@@ -600,3 +597,14 @@ class _Rewrites:
             return False
         resolved = [self._rewriter.resolve(each) for each in options]
         return all(disjoint(a, b) for a, b in itertools.combinations(resolved, 2))
+
+
+def _pattern_of_names(names: _Schema) -> str | None:
+    """A pattern of the names that a schema of strings permits; None if it is not known."""
+    if not set(names) <= {"type", "pattern", "minLength", "maxLength"}:
+        return None
+    pattern, low, high = names.get("pattern"), names.get("minLength"), names.get("maxLength")
+    if pattern is not None and (low is not None or high is not None):
+        return None
+    length = f"^[\\s\\S]{{{count_of(low, 0)},{'' if high is None else count_of(high, 0)}}}$"
+    return str(pattern or length)

@@ -17,6 +17,7 @@ Token ids may be placeholders of tokens that only the device knows (see TokenHis
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -104,6 +105,27 @@ class StepInputs:
         if self.built is not None and self.built[0] is self.token_ids and self.built[1] is self.positions:
             return self.built[2], self.built[3]
         return self.token_ids.numpy(), self.positions.numpy()
+
+
+class _StepSizes(NamedTuple):
+    """The sizes of one step.
+
+    Attributes:
+        kind, num_decodes: See BatchLayout.
+        num_tokens, num_logits_rows: T and L without padding.
+        max_query_len, max_seq_len: The largest of a request.
+        captured_query_len: The largest of the captured shape that the step gets; 0 if it is not captured.
+        layout: The sizes of its buffer.
+    """
+
+    kind: StepKind
+    num_decodes: int
+    num_tokens: int
+    num_logits_rows: int
+    max_query_len: int
+    max_seq_len: int
+    captured_query_len: int
+    layout: LayoutSizes
 
 
 class StepInputBuilder:
@@ -282,51 +304,137 @@ class StepInputBuilder:
             state_slots: int32 [2, R]: the state slots that each row reads and writes; None without sequence states.
             items: The items that the step reads. It is not captured then.
         """
-        table, history = self._rows, self._rows.history
-        seq_lens = first + num_scheduled
-        num_requests, num_tokens, num_sampling = len(rows), int(num_scheduled.sum()), len(sampling_positions)
-        max_query_len, max_seq_len = int(num_scheduled.max()), int(seq_lens.max())
-        num_logits_rows = num_sampling if num_draft_tokens is None else num_sampling + int(num_draft_tokens.sum())
-
-        kind, num_decodes = _kind_of(num_scheduled, max_query_len, sampling_positions, num_draft_tokens)
-        captured = None
-        if self._shapes.capture is not None and items is None:
-            captured = self._shapes.capture.shape_of(kind, num_tokens, num_requests, self._max_draft_tokens)
-        pages = ShapePolicy.pad(-(-max_seq_len // self._block_size), self._shapes.pages)
-        if captured is None:
-            padded_tokens = ShapePolicy.pad(num_tokens, self._shapes.tokens)
-            padded_requests = ShapePolicy.pad(num_requests, self._shapes.requests)
-            padded_sampling = ShapePolicy.pad(num_sampling, self._shapes.requests) if num_sampling else 0
-        else:
-            padded_tokens, padded_requests = captured
-            padded_sampling = padded_requests if num_sampling else 0
-        if self._is_static:
-            padded_sampling = padded_requests
-        padded_logits_rows = padded_sampling if num_draft_tokens is None else num_logits_rows
-        if captured is not None and num_draft_tokens is not None:
-            padded_logits_rows = padded_sampling if num_logits_rows <= padded_sampling else padded_tokens
+        seq_lens, can_capture = first + num_scheduled, items is None
+        sizes = self._sizes_of(num_scheduled, seq_lens, sampling_positions, num_draft_tokens, can_capture=can_capture)
         self.staging.begin_step()
-        buffer = self._buffer_of(
-            (
-                padded_tokens,
-                padded_requests,
-                padded_logits_rows,
-                pages,
-                padded_tokens if self._with_prompt_lens else 0,
-                padded_sampling if self._with_sample_rows else 0,
-                table.num_groups,
-                padded_requests if self._with_states else 0,
-            )
+        buffer = self._buffer_of(sizes.layout)
+        layout, parts = buffer.layout, buffer.parts
+        parts[4][: len(rows)] = seq_lens
+        row_of_token, position = self._write_tokens(
+            parts, sizes, rows, first, num_scheduled, sampling_positions, num_draft_tokens
         )
-        layout = buffer.layout
-        parts = buffer.parts
-        token_ids, positions, _, query_start_loc, lens, logits_indices, _, prompt_lens, sample_rows = parts[:9]
+        self._write_block_tables(buffer, sizes, rows, row_of_token, position)
+        longest_partial_prompt = 0
+        if self._with_prompt_lens:
+            longest_partial_prompt = self._write_prompt_lens(parts[7], row_of_token, position)
+        if self._with_sample_rows:
+            sample_rows, num_sampling = parts[8], len(sampling_positions)
+            sample_rows[:num_sampling] = rows[sampling_positions]
+            sample_rows[num_sampling:] = self._rows.max_rows
+        if state_slots is not None:
+            for part, of_rows in zip(parts[9:11], state_slots, strict=True):
+                part[: len(rows)] = of_rows
+                part[len(rows) :] = -1
 
-        lens[:num_requests] = seq_lens
-        if max_query_len == 1:  # a step of nothing but decoding: token i is request i
+        views, arrays = buffer.arrays_on(self.staging.copy_to_device(buffer.host))
+        layouts = layout.layouts(
+            arrays,
+            block_size=self._block_size,
+            max_query_len=sizes.captured_query_len or sizes.max_query_len,
+            max_seq_len=sizes.max_seq_len,
+            kind=sizes.kind,
+            num_decodes=sizes.num_decodes,
+            capture=bool(sizes.captured_query_len),
+        )
+        seen = None
+        if not self._is_causal:
+            seen = self._rows.non_causal_spans.visible_lens(rows, first, num_scheduled, layout.tokens)
+        return StepInputs(
+            rows,
+            num_scheduled,
+            first,
+            sampling_positions,
+            np.zeros(len(sampling_positions), dtype=np.int32) if num_draft_tokens is None else num_draft_tokens,
+            token_ids=views[0],
+            positions=views[1],
+            logits_indices=views[5],
+            layouts=layouts,
+            prompt_lens=views[7] if self._with_prompt_lens else None,
+            longest_partial_prompt=longest_partial_prompt,
+            sample_rows=views[8] if self._with_sample_rows else None,
+            state_layout=layout.state_layout(parts, views, layouts[0], is_static=self._is_static),
+            visible_lens=seen,
+            visible_lens_device=None if seen is None else self._runtime.from_numpy(seen),
+            items=items,
+            host_positions=parts[1],
+            num_logits=sizes.num_logits_rows,
+            selects_all=sizes.num_logits_rows == layout.logits_rows == layout.tokens and not self._is_static,
+            built=(views[0], views[1], parts[0], parts[1]),
+        )
+
+    def _sizes_of(
+        self,
+        num_scheduled: np.ndarray,
+        seq_lens: np.ndarray,
+        sampling_positions: np.ndarray,
+        num_draft_tokens: np.ndarray | None,
+        *,
+        can_capture: bool,
+    ) -> _StepSizes:
+        """The sizes of a step, padded to the platform's buckets, or to a captured shape if one fits."""
+        num_requests, num_sampling = len(seq_lens), len(sampling_positions)
+        max_query_len, max_seq_len = int(np.maximum.reduce(num_scheduled)), int(np.maximum.reduce(seq_lens))
+        num_tokens = num_requests if max_query_len == 1 else int(np.add.reduce(num_scheduled))
+        num_logits_rows = num_sampling if num_draft_tokens is None else num_sampling + int(num_draft_tokens.sum())
+        kind, num_decodes = _kind_of(num_scheduled, max_query_len, sampling_positions, num_draft_tokens)
+        shapes, captured = self._shapes, None
+        if shapes.capture is not None and can_capture:
+            captured = shapes.capture.shape_of(kind, num_tokens, num_requests, self._max_draft_tokens)
+        captured_query_len = 0
+        if captured is None:
+            tokens, requests = (
+                ShapePolicy.pad(num_tokens, shapes.tokens),
+                ShapePolicy.pad(num_requests, shapes.requests),
+            )
+            sampling = ShapePolicy.pad(num_sampling, shapes.requests) if num_sampling else 0
+        else:
+            tokens, requests = captured
+            sampling = requests if num_sampling else 0
+            largest = {StepKind.DECODE: 1, StepKind.VERIFY: 1 + self._max_draft_tokens, StepKind.MIXED: tokens}
+            captured_query_len = largest[kind]
+        if self._is_static:
+            sampling = requests
+        logits_rows = sampling
+        if num_draft_tokens is not None:
+            logits_rows = num_logits_rows
+            if captured is not None:
+                logits_rows = sampling if num_logits_rows <= sampling else tokens
+        layout = (
+            tokens,
+            requests,
+            logits_rows,
+            ShapePolicy.pad(-(-max_seq_len // self._block_size), shapes.pages),
+            tokens if self._with_prompt_lens else 0,
+            sampling if self._with_sample_rows else 0,
+            self._rows.num_groups,
+            requests if self._with_states else 0,
+        )
+        return _StepSizes(
+            kind, num_decodes, num_tokens, num_logits_rows, max_query_len, max_seq_len, captured_query_len, layout
+        )
+
+    def _write_tokens(
+        self,
+        parts: list[np.ndarray],
+        sizes: _StepSizes,
+        rows: np.ndarray,
+        first: np.ndarray,
+        num_scheduled: np.ndarray,
+        sampling_positions: np.ndarray,
+        num_draft_tokens: np.ndarray | None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Writes token ids and positions, where each row begins and ends, and the indices of the rows of logits.
+
+        Returns:
+            [T] each: the row of each token, and its position in its sequence.
+        """
+        items, history = self._rows.items, self._rows.history
+        num_requests, num_tokens, num_logits_rows = len(rows), sizes.num_tokens, sizes.num_logits_rows
+        token_ids, positions, _, query_start_loc, lens, logits_indices = parts[:6]
+        if sizes.max_query_len == 1:  # a step of nothing but decoding: token i is request i
             row_of_token, position = rows, first
             query_start_loc[: num_requests + 1] = self._counting[: num_requests + 1]
-            logits_indices[:num_sampling] = sampling_positions
+            logits_indices[:num_logits_rows] = sampling_positions
         else:
             query_start_loc[0] = 0
             num_scheduled.cumsum(out=query_start_loc[1 : num_requests + 1])
@@ -339,10 +447,31 @@ class StepInputBuilder:
             position = first.repeat(num_scheduled) + offsets
         token_ids[:num_tokens] = history.token_ids[row_of_token, position]
         positions[:num_tokens] = position
-        if table.items.has_shifts:
-            positions[:num_tokens] += table.items.shifts_of(rows, first, num_scheduled, position)
-        page, offset = position // self._block_size, position % self._block_size
-        for group, (slot_mapping_index, block_table_index) in enumerate(layout.slot_and_table_indices):
+        if items.has_shifts:
+            positions[:num_tokens] += items.shifts_of(rows, first, num_scheduled, position)
+        if len(logits_indices) > num_logits_rows:
+            logits_indices[num_logits_rows:] = 0
+        if len(token_ids) > num_tokens:
+            token_ids[num_tokens:] = 0
+            positions[num_tokens:] = 0
+        if len(lens) > num_requests:
+            query_start_loc[num_requests + 1 :] = num_tokens
+            lens[num_requests:] = 0
+        return row_of_token, position
+
+    def _write_block_tables(
+        self, buffer: LayoutBuffer, sizes: _StepSizes, rows: np.ndarray, row_of_token: np.ndarray, position: np.ndarray
+    ) -> None:
+        """Writes the block table of each group, and the slots of the tokens.
+
+        Args:
+            row_of_token, position: As `_write_tokens` returns them.
+        """
+        table, block_size, parts = self._rows, self._block_size, buffer.parts
+        num_requests, num_tokens = len(rows), len(position)
+        padded_tokens, padded_requests, _, pages = sizes.layout[:4]
+        page, offset = np.divmod(position, block_size)
+        for group, (slot_mapping_index, block_table_index) in enumerate(buffer.layout.slot_and_table_indices):
             slots, block_table = parts[slot_mapping_index], parts[block_table_index].reshape(padded_requests, pages)
             tables = table.block_table[group * table.max_rows :]
             known = block_table[:num_requests, : tables.shape[1]]  # a bucket may be wider than any sequence
@@ -351,70 +480,18 @@ class StepInputBuilder:
                 block_table[:num_requests, known.shape[1] :] = 0
             if padded_requests > num_requests:
                 block_table[num_requests:] = 0
-            block = known[self._counting[:num_requests], page] if max_query_len == 1 else tables[row_of_token, page]
-            slots[:num_tokens] = block * self._block_size + offset
+            in_order = sizes.max_query_len == 1
+            block = known[self._counting[:num_requests], page] if in_order else tables[row_of_token, page]
+            slots[:num_tokens] = block * block_size + offset
             if padded_tokens > num_tokens:
                 slots[num_tokens:] = -1
-        longest_partial_prompt = 0
-        if self._with_prompt_lens:
-            prompt_lens[:num_tokens] = history.num_prompt_tokens[row_of_token]
-            prompt_lens[num_tokens:] = 0
-            is_partial = prompt_lens[:num_tokens] > position + 1
-            longest_partial_prompt = int(prompt_lens[:num_tokens].max(initial=0, where=is_partial))
-        if self._with_sample_rows:
-            sample_rows[:num_sampling] = rows[sampling_positions]
-            sample_rows[num_sampling:] = table.max_rows
-        if state_slots is not None:
-            for part, of_rows in zip(parts[9:11], state_slots, strict=True):
-                part[:num_requests] = of_rows
-                part[num_requests:] = -1
-        if padded_logits_rows > num_logits_rows:
-            logits_indices[num_logits_rows:] = 0
-        if padded_tokens > num_tokens:
-            token_ids[num_tokens:] = 0
-            positions[num_tokens:] = 0
-        if padded_requests > num_requests:
-            query_start_loc[num_requests + 1 :] = num_tokens
-            lens[num_requests:] = 0
 
-        views, arrays = buffer.arrays_on(self.staging.copy_to_device(buffer.host))
-        if captured is not None:
-            largest = {StepKind.DECODE: 1, StepKind.VERIFY: 1 + self._max_draft_tokens, StepKind.MIXED: padded_tokens}
-            max_query_len = largest[kind]
-        layouts = layout.layouts(
-            arrays,
-            block_size=self._block_size,
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
-            kind=kind,
-            num_decodes=num_decodes,
-            capture=captured is not None,
-        )
-        seen = None
-        if not self._is_causal:
-            seen = table.non_causal_spans.visible_lens(rows, first, num_scheduled, padded_tokens)
-        return StepInputs(
-            rows,
-            num_scheduled,
-            first,
-            sampling_positions,
-            np.zeros(num_sampling, dtype=np.int32) if num_draft_tokens is None else num_draft_tokens,
-            token_ids=views[0],
-            positions=views[1],
-            logits_indices=views[5],
-            layouts=layouts,
-            prompt_lens=views[7] if self._with_prompt_lens else None,
-            longest_partial_prompt=longest_partial_prompt,
-            sample_rows=views[8] if self._with_sample_rows else None,
-            state_layout=layout.state_layout(parts, views, layouts[0], is_static=self._is_static),
-            visible_lens=seen,
-            visible_lens_device=None if seen is None else self._runtime.from_numpy(seen),
-            items=items,
-            host_positions=positions,
-            num_logits=num_logits_rows,
-            selects_all=num_logits_rows == padded_logits_rows == padded_tokens and not self._is_static,
-            built=(views[0], views[1], token_ids, positions),
-        )
+    def _write_prompt_lens(self, prompt_lens: np.ndarray, row_of_token: np.ndarray, position: np.ndarray) -> int:
+        """Writes `prompt_lens`; returns `longest_partial_prompt`. See StepInputs."""
+        known = prompt_lens[: len(position)]
+        known[:] = self._rows.history.num_prompt_tokens[row_of_token]
+        prompt_lens[len(position) :] = 0
+        return int(known.max(initial=0, where=known > position + 1))
 
 
 def ragged_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ from mvllm.engine.process.coordinator_client import CoordinatorClient
 from mvllm.engine.process.dp_load_balancer import DPLoadBalancer
 from mvllm.engine.process.message_socket import MessageSocket, message_socket_pair
 from mvllm.errors import EngineDeadError
-from mvllm.messages.coordinator_protocol import CoreLoad, CoreLoads, SentPrefixes, Sleep, SleepDone, ToFrontEnd
+from mvllm.messages.coordinator_protocol import CoreLoad, CoreLoads, SentPrefixes, SleepDone, SleepNotice, ToFrontEnd
 from mvllm.messages.requests import SchedulerStats
 
 PROMPT = list(range(100))
@@ -31,7 +31,11 @@ class Net:
         self._theirs = [pair[1] for pair in pairs]
         self.coordinator = DPCoordinator(self._theirs[:2], self._theirs[2:])
         self._is_ending = False
+        self.told_sleep: list[tuple[int, bool]] = []  # by whom, and whether the engine sleeps
         self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def record_sleep(self, index: int, is_sleeping: bool) -> None:
+        self.told_sleep.append((index, is_sleeping))
 
     def _run(self) -> None:
         while not self._is_ending:
@@ -69,8 +73,8 @@ def run(net: Net, work: object) -> None:
         front_ends = [CoordinatorClient(control, index) for index, control in enumerate(net.front_ends, 1)]
         choices = [DPLoadBalancer(2, draw=lambda: 0.0) for _ in front_ends]  # the cheapest replica
         loads: list[list[CoreLoad]] = [[], []]
-        for front, choice, heard in zip(front_ends, choices, loads):
-            front.attach(loop, choice, heard.extend)
+        for index, (front, choice, heard) in enumerate(zip(front_ends, choices, loads)):
+            front.attach(loop, choice, heard.extend, partial(net.record_sleep, index))
         await work(front_ends, choices, loads)  # type: ignore[operator]
         for front in front_ends:
             front.close()
@@ -134,9 +138,7 @@ def test_sleep_is_answered_when_all_other_front_ends_sleep(net: Net) -> None:
     async def work(
         front_ends: list[CoordinatorClient], choices: list[DPLoadBalancer], loads: list[list[CoreLoad]]
     ) -> None:
-        told: list[tuple[int, bool]] = []
-        for index, front in enumerate(front_ends):
-            front.on_sleep = lambda is_sleeping, index=index: told.append((index, is_sleeping))  # type: ignore[misc]
+        told = net.told_sleep
         async with asyncio.timeout(120):
             await front_ends[0].broadcast_sleep(True)
             assert told == [(1, True)]
@@ -179,7 +181,7 @@ def request_sleep_with_a_full_socket(net: Net) -> None:
     while net._theirs[3].send(SentPrefixes(0, [1 << 60] * 5000)):
         count += 1
     assert count > 0
-    net.front_ends[0].send(Sleep(7, True))
+    net.front_ends[0].send(SleepNotice(7, True))
     net.coordinator.run_once()
 
 
@@ -190,7 +192,7 @@ def test_sleep_reaches_a_front_end_with_a_full_buffer_before_it_is_answered() ->
     assert all(isinstance(message, SentPrefixes) for message in received(net.front_ends[1]))
     net.coordinator.run_once()
     [sleep] = received(net.front_ends[1])
-    assert isinstance(sleep, Sleep) and sleep.is_sleeping
+    assert isinstance(sleep, SleepNotice) and sleep.is_sleeping
     net.front_ends[1].send(SleepDone(sleep.id))
     net.coordinator.run_once()
     assert received(net.front_ends[0]) == [SleepDone(7)]
@@ -202,7 +204,7 @@ def test_sleep_is_answered_without_a_front_end_that_has_exited() -> None:
     net.front_ends[1].close()
     net.coordinator.run_once()
     assert received(net.front_ends[0]) == [SleepDone(7)]
-    net.front_ends[0].send(Sleep(8, False))
+    net.front_ends[0].send(SleepNotice(8, False))
     net.coordinator.run_once()
     assert received(net.front_ends[0]) == [SleepDone(8)]
 

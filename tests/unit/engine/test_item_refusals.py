@@ -11,11 +11,11 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.config.multimodal import MultiModalConfig, MultiModalModel
 from mvllm.engine.core.capability_checks import refusal_of_items
 from mvllm.engine.core.config_resolution import resolve_config
-from mvllm.engine.core.encoder_planning import make_encoder_planner
 from mvllm.engine.frontend.prompt_items import PromptItems
 from mvllm.errors import RequestError
 from mvllm.multimodal.processor_client import ProcessorClient
 from mvllm.platform.capabilities import Capabilities
+from mvllm.scheduler.encoder_planner import make_encoder_planner
 from tests.unit.engine.builders import make_config
 from tests.unit.worker.fake_platform import FakePlatform
 

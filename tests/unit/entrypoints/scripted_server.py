@@ -50,10 +50,7 @@ class ScriptedCore:
         self.prompts: list[str] = []
         self.requests: list[EngineCoreRequest] = []
 
-    def on_sleep(self, callback: Any) -> None:
-        pass
-
-    def attach(self, loop: asyncio.AbstractEventLoop, on_outputs: Any, on_death: Any) -> None:
+    def attach(self, loop: asyncio.AbstractEventLoop, on_outputs: Any, on_death: Any, on_sleep: Any) -> None:
         self.loop, self.on_outputs = loop, on_outputs
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:

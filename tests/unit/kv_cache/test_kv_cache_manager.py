@@ -219,7 +219,7 @@ def test_what_was_computed_with_old_weights_is_forgotten_while_requests_keep_the
     tokens = list(range(8))
     table = compute(manager, tokens)
     manager.unconfirmed.end_plan(0)
-    manager.unconfirmed.confirm(0)
+    manager.confirm(0)
     manager.forget_computed()
     assert num_hit(manager, list(range(9))) == 0
     assert len(table.block_ids) == 2

@@ -186,7 +186,7 @@ class Model:
     def note(self, table: BlockTable, start: int, end: int, new: list[int]) -> None:
         """Records a step over [start, end), with `new` blocks for the table, whose results have arrived."""
         self.manager.unconfirmed.end_plan(0)
-        self.manager.unconfirmed.confirm(0)
+        self.manager.confirm(0)
         for block in new:
             self.contents.pop(block, None)
         self.named = {name: at for name, at in self.named.items() if at not in new}

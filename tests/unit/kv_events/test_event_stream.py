@@ -78,7 +78,7 @@ class Cache:
             self.manager.reset_prefix_cache()
         if self.manager.unconfirmed.writers:
             self.manager.unconfirmed.end_plan(self.step)
-        self.manager.unconfirmed.confirm(self.step - 1)
+        self.manager.confirm(self.step - 1)
         self.step += 1
         self.publish()
 
@@ -239,7 +239,7 @@ def test_a_failed_request_takes_its_blocks_back(cache: Cache, subscriber: KVEven
     good = cache.run_request([1] * 3 * SIZE)
     assert good is not None
     cache.manager.unconfirmed.end_plan(0)
-    cache.manager.unconfirmed.confirm(0)
+    cache.manager.confirm(0)
     cache.publish()
     kept = set(cache.hashes)
     bad = cache.run_request([2] * 3 * SIZE)

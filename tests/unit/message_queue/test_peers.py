@@ -38,7 +38,6 @@ def test_a_reader_that_dies_anywhere_is_named_and_the_others_lose_nothing(point)
             contextlib.closing(queue.open_writer()) as writer,
             contextlib.closing(queue.open_reader(0, dict)) as reader,
         ):
-            writer.watch_reader(1, pid=child.pid)
             sent = read = 0
             with pytest.raises(PeerDiedError, match=r"reader 1 .Worker_TP1, pid") as caught:
                 for sent in range(50):
@@ -106,18 +105,7 @@ def test_a_writer_that_waits_for_room_notices_at_once_that_its_reader_was_killed
         assert time.monotonic() - killed < SOON
 
 
-def test_a_death_pipe_replaces_a_missing_pidfd(monkeypatch):
-    monkeypatch.delattr(os, "pidfd_open", raising=False)
-    read_end, write_end = os.pipe()
-    with queue_of("Worker_TP0") as queue, contextlib.closing(queue.open_reader(0, dict)) as reader:
-        reader.watch_writer(fd=read_end)
-        os.close(write_end)
-        with pytest.raises(PeerDiedError, match="EngineCore, never attached"):
-            reader.dequeue(30)
-    os.close(read_end)
-
-
-def test_the_process_is_looked_up_without_pidfd_and_death_pipe(monkeypatch):
+def test_the_process_is_looked_up_without_pidfd(monkeypatch):
     monkeypatch.delattr(os, "pidfd_open", raising=False)
     with queue_of("Worker_TP0") as queue, contextlib.closing(queue.open_writer()) as writer:
         ready, theirs = processes.SPAWN.Pipe()
@@ -169,7 +157,7 @@ class PollInTheWorstOrder:
 def test_what_a_writer_sent_right_before_it_died_is_read_first():
     with queue_of("Worker_TP0") as queue, contextlib.closing(queue.open_reader(0, dict)) as reader:
         read_end, write_end = os.pipe()
-        reader.watch_writer(fd=read_end)
+        reader.source._in.peer._fd = read_end  # in place of a pidfd; the reader closes it
         writer = queue.open_writer()
 
         def send_and_die():
@@ -182,7 +170,6 @@ def test_what_a_writer_sent_right_before_it_died_is_read_first():
         with pytest.raises(PeerDiedError):
             reader.dequeue(30)
         writer.close()
-    os.close(read_end)
 
 
 def test_no_shared_memory_is_left_when_every_process_is_killed():

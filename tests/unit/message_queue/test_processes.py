@@ -107,8 +107,6 @@ def test_eight_readers_that_pause_and_die_lose_repeat_and_reorder_nothing():
     dead = set()
     with contextlib.closing(queue.open_writer()) as writer:
         queue.close()
-        for index, child in enumerate(children):
-            writer.watch_reader(index, pid=child.pid)
         for number in range(NUM_MESSAGES):
             if number in deaths:
                 os.kill(children[deaths[number]].pid, signal.SIGKILL)

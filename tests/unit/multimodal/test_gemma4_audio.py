@@ -9,9 +9,10 @@ import pytest
 
 from mvllm.errors import RequestError
 from mvllm.multimodal.contents import AudioContent
-from mvllm.multimodal.item_processor import ItemProcessor, as_arrays
+from mvllm.multimodal.item_processor import ItemProcessor
 from tests.helpers.multimodal_zoo import make_checkpoint
 from tests.helpers.paged_driver import read_config
+from tests.helpers.processed_items import as_arrays
 from tests.helpers.zoo_audio import GEMMA4_BINS
 
 RATE = 16_000

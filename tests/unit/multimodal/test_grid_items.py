@@ -18,11 +18,11 @@ from mvllm.multimodal.contents import VideoContent
 from mvllm.multimodal.item_families.frames import video_settings
 from mvllm.multimodal.item_families.grid_frames import GridFrames, GridRules
 from mvllm.multimodal.item_families.grids import GridItems, positions_over_span
-from mvllm.multimodal.item_processor import ItemProcessor, as_arrays
-from mvllm.multimodal.prompt_expansion import process_prompt
+from mvllm.multimodal.item_processor import ItemProcessor
 from tests.helpers.multimodal_suite import draw_image
 from tests.helpers.multimodal_zoo import load_reference, make_checkpoint
 from tests.helpers.paged_driver import read_config
+from tests.helpers.processed_items import as_arrays, process_prompt
 from tests.helpers.zoo_grids import GRIDS
 
 ENTRIES = [

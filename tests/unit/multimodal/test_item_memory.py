@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mvllm.engine.async_items import prepare_items
+from mvllm.engine.async_items import AsyncItems, prepare_items
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.errors import RequestError
 from mvllm.multimodal.item_memory import FIRST_ESTIMATE, ItemMemory
@@ -23,8 +23,7 @@ from mvllm.multimodal.processor_client import RemoteItem
 
 def test_prompts_wait_in_their_order_until_there_is_room() -> None:
     seen: list[int] = []
-    memory = ItemMemory(3 * FIRST_ESTIMATE)
-    memory.on_change = seen.append
+    memory = ItemMemory(3 * FIRST_ESTIMATE, seen.append)
     first, second, third, fourth = (memory.reserve({"image": n}) for n in (2, 2, 1, 1))
     lease = first.result(0)
     assert not second.done() and not third.done()  # the third one would fit, but it is not its turn
@@ -180,7 +179,10 @@ class Engine(AsyncLLM):
         items = Items(memory)
         self.input_processor: Any = SimpleNamespace(items=items, expand=self.fail, process_batch=self.fail)
         items.check_embeds_enabled = lambda: None  # type: ignore[attr-defined]
-        self.item_client: Any = SimpleNamespace(memory=memory, read_embeddings=self.fail)
+        client: Any = SimpleNamespace(memory=memory, read_embeddings=self.fail, known_placeholders={"image": "<i>"})
+        checks = self._require_ready, self._require_ready
+        core: Any = None
+        self.items = AsyncItems(core, client, self.input_processor, self._admission, self._run_in_thread, *checks)
 
     def fail(self, *unused: Any, **more: Any) -> Any:
         raise RequestError("too long")
@@ -209,6 +211,5 @@ def test_the_memory_of_refused_prompts_is_released_though_the_error_lives() -> N
 
 def test_known_placeholders_need_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(ItemMemory(1))
-    engine.item_client.known_placeholders = {"image": "<i>"}
     monkeypatch.setattr(asyncio, "to_thread", engine.fail)
     assert asyncio.run(engine.item_placeholders()) == {"image": "<i>"}

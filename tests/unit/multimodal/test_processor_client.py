@@ -59,9 +59,28 @@ def scripted() -> Iterator[None]:
         yield
 
 
+class Observer:
+    """Records which items were found in the cache."""
+
+    def __init__(self) -> None:
+        self.cached: list[bool] = []
+
+    def observe_item(self, is_cached: bool, seconds: float) -> None:
+        assert seconds >= 0
+        self.cached.append(is_cached)
+
+    def observe_item_memory(self, num_bytes: int) -> None:
+        raise AssertionError("no prompt was prepared")
+
+
 @pytest.fixture(scope="module")
-def shared_client() -> Iterator[ProcessorClient]:
-    client = ProcessorClient(MODEL, MultiModalConfig(max_pixels=10_000, num_processes=1))
+def observer() -> Observer:
+    return Observer()
+
+
+@pytest.fixture(scope="module")
+def shared_client(observer: Observer) -> Iterator[ProcessorClient]:
+    client = ProcessorClient(MODEL, MultiModalConfig(max_pixels=10_000, num_processes=1), observer)
     assert client.pids == []  # nothing is started before the first item
     yield client
     pids = client.pids
@@ -70,9 +89,9 @@ def shared_client() -> Iterator[ProcessorClient]:
 
 
 @pytest.fixture
-def client(shared_client: ProcessorClient) -> ProcessorClient:
+def client(shared_client: ProcessorClient, observer: Observer) -> ProcessorClient:
     shared_client.cache = ProcessedItemCache(1 << 20)
-    shared_client.on_processed = lambda is_cached, seconds: None
+    observer.cached = []
     return shared_client
 
 
@@ -95,9 +114,8 @@ def process(client: ProcessorClient, *images: Any, **more: Any) -> list[Processe
     return client.process({"multi_modal_data": {"image": list(images)}, **more})
 
 
-def test_items_are_processed_in_their_order_and_kept(client: ProcessorClient) -> None:
-    seen: list[bool] = []
-    client.on_processed = lambda is_cached, seconds: seen.append(is_cached)
+def test_items_are_processed_in_their_order_and_kept(client: ProcessorClient, observer: Observer) -> None:
+    seen = observer.cached
     assert list(map(size_of, process(client, image(1, 2), image(3, 4)))) == [(1, 2), (3, 4)]
     assert seen == [False, False]
     [found] = process(client, image(3, 4))
@@ -117,9 +135,10 @@ def test_items_of_more_tokens_than_the_context_are_refused() -> None:
             process(client, image(5, long), image(4, long), image(5, long), image(1, long))
 
 
-def test_items_whose_features_depend_on_the_others_are_kept_by_their_number(client: ProcessorClient) -> None:
-    seen: list[bool] = []
-    client.on_processed = lambda is_cached, seconds: seen.append(is_cached)
+def test_items_whose_features_depend_on_the_others_are_kept_by_their_number(
+    client: ProcessorClient, observer: Observer
+) -> None:
+    seen = observer.cached
     few, many = process(client, image())[0], process(client, image(1, 1), image(2, 2), image(3, 3))
     assert seen == [False] * 4
     assert process(client, image(3, 3), image(2, 2), image(1, 1))[2] is many[0] and all(seen[4:])

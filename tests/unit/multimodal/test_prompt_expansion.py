@@ -11,7 +11,7 @@ import pytest
 from mvllm.errors import RequestError
 from mvllm.messages.multimodal import ArrayData
 from mvllm.multimodal.processed_item import ProcessedItem, embedded_ranges
-from mvllm.multimodal.prompt_expansion import process_prompt
+from tests.helpers.processed_items import process_prompt
 
 WORDS = ["<i>", "<v>", "pad", "start", "end", "break", "a", "b", "c", "glued"]
 PAD = WORDS.index("pad")

@@ -11,11 +11,12 @@ from PIL import Image
 
 from mvllm.errors import RequestError
 from mvllm.multimodal.item_families.lfm2_vl_image_processor import ImageLayout, Lfm2VlImageProcessorPil, image_layout
-from mvllm.multimodal.item_processor import ItemProcessor, as_arrays
+from mvllm.multimodal.item_processor import ItemProcessor
 from mvllm.multimodal.processed_item import ProcessedItem
 from tests.helpers.multimodal_suite import draw_image
 from tests.helpers.multimodal_zoo import make_checkpoint
 from tests.helpers.paged_driver import read_config
+from tests.helpers.processed_items import as_arrays
 
 PUBLISHED = {
     "downsample_factor": 2,

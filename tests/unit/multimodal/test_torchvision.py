@@ -18,11 +18,12 @@ from mvllm.multimodal import installed_packages
 from mvllm.multimodal.contents import VideoContent
 from mvllm.multimodal.item_families.frames import FrameProcessor
 from mvllm.multimodal.item_families.smolvlm_processor import number_in_words
-from mvllm.multimodal.item_processor import ItemProcessor, as_arrays
+from mvllm.multimodal.item_processor import ItemProcessor
 from mvllm.multimodal.processed_item import ProcessedItem
 from tests.helpers.multimodal_suite import draw_image
 from tests.helpers.multimodal_zoo import make_checkpoint, zoo
 from tests.helpers.paged_driver import read_config
+from tests.helpers.processed_items import as_arrays
 
 pytest.importorskip("torchvision")
 pytestmark = pytest.mark.exhaustive

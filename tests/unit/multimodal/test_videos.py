@@ -26,11 +26,12 @@ from mvllm.multimodal.item_families.frames import (
 )
 from mvllm.multimodal.item_families.interface import ItemFamily
 from mvllm.multimodal.item_families.smolvlm_processor import number_in_words
-from mvllm.multimodal.item_processor import ItemProcessor, as_arrays
+from mvllm.multimodal.item_processor import ItemProcessor
 from mvllm.multimodal.processed_item import ProcessedItem
 from tests.helpers.multimodal_suite import draw_image
 from tests.helpers.multimodal_zoo import make_checkpoint
 from tests.helpers.paged_driver import read_config
+from tests.helpers.processed_items import as_arrays
 
 IMAGE = {"smolvlm": "<image>", "internvl": "<IMG_CONTEXT>", "llava_onevision": "<video>", "gemma4-images": "<|video|>"}
 

@@ -21,11 +21,11 @@ def policies_of(scheduler: Scheduler) -> list[str]:
 
 def test_an_engine_has_the_policies_that_it_needs_in_the_order_of_their_costs() -> None:
     always = {"enable_chunked_prefill": True}
-    assert policies_of(make_scheduler(**always)) == ["LongPromptTurns", "Grammars", "PairRows", "LongPromptShares"]
-    assert policies_of(make_scheduler(enable_chunked_prefill=False)) == ["Grammars", "PairRows", "WholePrompts"]
+    assert policies_of(make_scheduler(**always)) == ["LongPromptTurns", "AwaitedMasks", "PairRows", "LongPromptShares"]
+    assert policies_of(make_scheduler(enable_chunked_prefill=False)) == ["AwaitedMasks", "PairRows", "WholePrompts"]
     everything = make_scheduler(max_loras=1, num_state_slots=3, encoders=make_encoders())
     assert policies_of(everything) == [
-        *("LoRASlots", "LongPromptTurns", "AwaitedSnapshots", "Grammars", "PairRows"),  # need no look at the cache
+        *("LoRASlots", "LongPromptTurns", "AwaitedSnapshots", "AwaitedMasks", "PairRows"),  # need no look at the cache
         *("SharedPrefixes", "LongPromptShares", "Encoders"),
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mvllm.messages.scheduler_output import SchedulerOutput
-from mvllm.scheduler.batch_order import decodes_first
+from mvllm.scheduler.step import decodes_first
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from mvllm import SamplingParams, StructuredOutputsParams
 from mvllm.config.engine_args import EngineArgs
 from mvllm.demo import demo_model_path
-from mvllm.engine.core.grammar_vocabulary import load_vocabulary
+from mvllm.engine.core.grammars import load_vocabulary
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.structured_output import grammar_compiler as compiler_module
 from mvllm.structured_output.grammar_compiler import CompiledGrammar, GrammarCache, make_compile_job

@@ -15,7 +15,7 @@ import pytest
 
 from mvllm import StructuredOutputsParams
 from mvllm.structured_output.additional_properties import STRICT_KEY
-from mvllm.structured_output.output_validator import OutputValidator, ValidationJob
+from mvllm.structured_output.output_validator import OutputValidator, TextToValidate
 
 UNIQUE = {"type": "array", "uniqueItems": True}
 
@@ -32,8 +32,8 @@ def validator() -> Iterator[OutputValidator]:
     validator.close()
 
 
-def job(schema: Any, text: str, **more: Any) -> ValidationJob:
-    return ValidationJob.of(StructuredOutputsParams(json=schema, **more), text, ["uniqueItems (at #)"])
+def job(schema: Any, text: str, **more: Any) -> TextToValidate:
+    return TextToValidate.of(StructuredOutputsParams(json=schema, **more), text, ["uniqueItems (at #)"])
 
 
 def warnings_of(validator: OutputValidator, schema: Any, text: str, **more: Any) -> list[str]:
@@ -76,7 +76,9 @@ def test_only_what_follows_the_reasoning_is_validated(
 def test_other_constraints_and_broken_texts_are_named_as_not_validated(validator: OutputValidator) -> None:
     assert "not validated against uniqueItems (at #): " in warnings_of(validator, UNIQUE, "[1")[0]
     output = Output()
-    validator.validate([(output, ValidationJob.of(StructuredOutputsParams(grammar="start: /x/"), "x", ["not (at #)"]))])
+    validator.validate(
+        [(output, TextToValidate.of(StructuredOutputsParams(grammar="start: /x/"), "x", ["not (at #)"]))]
+    )
     assert output.warnings == ["The output was not validated against not (at #): it is not one JSON text."]
 
 
@@ -91,7 +93,7 @@ def warnings_of_calls(validator: OutputValidator, text: str, **more: str) -> lis
     ]
     tag = {"structures": structures, "triggers": ["<call=", "<n>", "<x>"]}
     output, params = Output(), StructuredOutputsParams(structural_tag=tag, **more)
-    validator.validate([(output, ValidationJob.of(params, text, ["uniqueItems (at #)"]))])
+    validator.validate([(output, TextToValidate.of(params, text, ["uniqueItems (at #)"]))])
     assert output.warnings is not None
     return output.warnings
 
@@ -156,7 +158,7 @@ def test_a_clients_slow_schemas_delay_others_by_one_of_them(
     slow = [{"type": "string", "pattern": f"^(a|a)*{i}$", "uniqueItems": True} for i in range(2)]
     ended: list[str] = []
 
-    async def validate(client: str, jobs: list[tuple[Output, ValidationJob]]) -> None:
+    async def validate(client: str, jobs: list[tuple[Output, TextToValidate]]) -> None:
         await validator.validate_async([(output, each) for output, each in jobs], client)
         ended.append(client)
 

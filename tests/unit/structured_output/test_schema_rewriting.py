@@ -11,7 +11,7 @@ import pytest
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.demo import demo_model_path
-from mvllm.engine.core.grammar_vocabulary import load_vocabulary
+from mvllm.engine.core.grammars import load_vocabulary
 from mvllm.structured_output import llguidance_library
 from mvllm.structured_output.additional_properties import STRICT_KEY
 from mvllm.structured_output.sandbox_main import CompileJob, CompileResult, compile_job

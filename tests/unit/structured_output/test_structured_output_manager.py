@@ -13,7 +13,7 @@ import pytest
 from mvllm import SamplingParams, StructuredOutputsParams
 from mvllm.config.engine_args import EngineArgs
 from mvllm.demo import demo_model_path
-from mvllm.engine.core.grammar_vocabulary import load_vocabulary
+from mvllm.engine.core.grammars import load_vocabulary
 from mvllm.engine.tokenizer.tokenizer import load_tokenizer
 from mvllm.executor.process import pipe_process
 from mvllm.messages.requests import EngineCoreRequest

@@ -68,36 +68,55 @@ def refusal_of_items(config: EngineConfig, capabilities: Capabilities) -> str | 
 
     The model then takes text. Front ends read the sentence from `MultiModalConfig.refusal`.
     """
+    if config.model.multimodal is None and not config.multimodal.enable_embeds:
+        return None
+    why = _why_no_items(config, capabilities)
+    return None if why is None else f"Images, audio and embeddings are not supported here, because {why}."
+
+
+def _why_no_items(config: EngineConfig, capabilities: Capabilities) -> str | None:
     model = config.model.multimodal
-    if model is None and not config.multimodal.enable_embeds:
-        return None
     if not capabilities.torch_device:
-        why = "the platform has its own worker, which takes token ids only"
-    elif config.model.kind.is_encoder:
-        why = "the model is a text encoder"
-    elif not runs_natively(config.model) and (model is None or not model.by_transformers):
-        why = "the model runs through transformers, where it takes token ids only"
-    elif model is None:
+        return "the platform has its own worker, which takes token ids only"
+    if config.model.kind.is_encoder:
+        return "the model is a text encoder"
+    if not runs_natively(config.model) and (model is None or not model.by_transformers):
+        return "the model runs through transformers, where it takes token ids only"
+    if model is None:
         return None
-    elif capabilities.graph_compiler and model.by_transformers:
-        why = "the model runs through transformers, and the platform runs models as graphs"
-    elif capabilities.graph_compiler and model.spans_attend_both_ways:
-        why = "the platform runs models as graphs, whose attention is causal, and the tokens of an image see later ones"
-    elif capabilities.graph_compiler and model.cross_attention:
-        why = "the platform runs models as graphs, which have no cross-attention"
-    elif capabilities.static_shapes and model.by_transformers:
-        why = "the model runs through transformers, and the platform compiles a program for every shape of its encoders"
-    elif capabilities.static_shapes and model.cross_attention:
-        why = "the platform compiles every shape, and lengths of cross-attention differ in each step"
-    elif capabilities.static_shapes and model.spans_attend_both_ways:
-        why = "the platform compiles every shape for causal attention, and the tokens of an image see later ones"
-    elif model.spans_attend_both_ways and not capabilities.non_causal_spans:
-        why = "the platform does not claim non_causal_spans, and the tokens of an image attend to later ones"
-    elif model.cross_attention and config.parallel.pipeline_parallel_size > 1:
-        why = "every layer of the model reads them, and pipeline_parallel_size is more than 1"
-    else:
-        return None
-    return f"Images, audio and embeddings are not supported here, because {why}."
+    graphs, static, sees_later = capabilities.graph_compiler, capabilities.static_shapes, model.spans_attend_both_ways
+    cases = (
+        (
+            graphs and model.by_transformers,
+            "the model runs through transformers, and the platform runs models as graphs",
+        ),
+        (
+            graphs and sees_later,
+            "the platform runs models as graphs, whose attention is causal, and the tokens of an image see later ones",
+        ),
+        (graphs and model.cross_attention, "the platform runs models as graphs, which have no cross-attention"),
+        (
+            static and model.by_transformers,
+            "the model runs through transformers, and the platform compiles a program for every shape of its encoders",
+        ),
+        (
+            static and model.cross_attention,
+            "the platform compiles every shape, and lengths of cross-attention differ in each step",
+        ),
+        (
+            static and sees_later,
+            "the platform compiles every shape for causal attention, and the tokens of an image see later ones",
+        ),
+        (
+            sees_later and not capabilities.non_causal_spans,
+            "the platform does not claim non_causal_spans, and the tokens of an image attend to later ones",
+        ),
+        (
+            model.cross_attention and config.parallel.pipeline_parallel_size > 1,
+            "every layer of the model reads them, and pipeline_parallel_size is more than 1",
+        ),
+    )
+    return next((why for is_so, why in cases if is_so), None)
 
 
 def _check_parallel(config: EngineConfig, capabilities: Capabilities, platform: str) -> None:

@@ -19,7 +19,6 @@ from mvllm.config.engine_config import EngineConfig, with_max_model_len
 from mvllm.config.rope_parameters import prompt_cache_key
 from mvllm.engine.core.answers import Answers, answers
 from mvllm.engine.core.block_saves import BlockSaves
-from mvllm.engine.core.encoder_planning import make_encoder_planner
 from mvllm.engine.core.grammars import Grammars
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary, choose_block_size, no_kv_cache, size_kv_cache
 from mvllm.engine.core.kv_event_reporting import KVEventReporter
@@ -57,6 +56,7 @@ from mvllm.messages.requests import (
 )
 from mvllm.models.checkpoint_support import runs_natively
 from mvllm.platform.interface import Platform
+from mvllm.scheduler.encoder_planner import make_encoder_planner
 from mvllm.scheduler.scheduler import Scheduler
 from mvllm.structured_output.llguidance_library import check_available
 
@@ -86,72 +86,43 @@ class EngineCore:
         self.config = config
         self._on_phase = on_phase
         self.start_seconds: dict[str, float] = {}
-        num_stages = config.parallel.pipeline_parallel_size
+        self.cache_summary: KVCacheSummary
         # Models run through transformers have one RoPE for prompts of every length.
         self._position_key = prompt_cache_key(config.model) if runs_natively(config.model) else lambda prompt_len: 0
         self._needs_identical_plans = config.parallel.distributed_executor_backend == "external_launcher"
         self._supports_prefix_caching = platform.capabilities.prefix_caching
         self.num_workers = launch_topology(config, platform).num_workers
-        self._executor = self._timed("start workers", lambda: make_executor(config, platform))
-        self.config = config = self._executor.config
-        try:
-            self._timed("load model", self._executor.start)
-            self.cache_summary = self._timed("size KV cache", self._size_kv_cache)
-            built_config = config  # the model is that of its own length, which host blocks name
-            self.config = config = with_max_model_len(config, self.cache_summary.max_model_len)
-            self._timed("allocate KV cache", self._allocate_kv_cache)
-            self._tiers: KVTiers | None = None
-            if config.kv_transfer.is_used:
-                make_tiers = partial(KVTiers, built_config, self._executor, self.cache_summary)
-                self._tiers = self._timed("map host blocks", make_tiers)
-        except BaseException:
-            self._executor.shutdown()
-            raise
-        tiers = self._tiers
-        speculative = config.speculative
-        scheduling = config.scheduler
-        max_in_flight = max_steps_in_flight(num_stages, is_async=bool(scheduling.async_scheduling))
-        if self._needs_identical_plans:
-            scheduling = dataclasses.replace(scheduling, long_prefill_slowdown=None)  # it depends on time
-        try:
-            kv_cache = self._make_kv_cache_manager()
-            self.scheduler = Scheduler(
-                scheduling,
-                max_model_len=config.model.max_model_len,
-                kv_cache=kv_cache,
-                num_stages=num_stages,
-                max_loras=0 if config.lora is None else config.lora.max_loras,
-                num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
-                num_lookahead_tokens=0 if speculative is None else speculative.num_lookahead_tokens,
-                encoders=make_encoder_planner(config),
-                can_defer_masks=max_in_flight == 2 and num_stages == 1 and can_sample_later(self._executor),
-                **({} if tiers is None else tiers.scheduler_arguments),
-            )
-            if tiers is not None:
-                self.scheduler.skip_steps(tiers.measure_copies(self.scheduler.next_step, self.cache_summary))
-                self.scheduler.copy_costs = tiers.costs
-            self._kv_events = KVEventReporter(config, kv_cache.record_events, self.scheduler.kv_loads)
-        except BaseException:
-            if tiers is not None:
-                tiers.connectors.close()
-            self._executor.shutdown()
-            raise
-        scheduler, executor = self.scheduler, self._executor
+        self._executor = executor = self._timed("start workers", lambda: make_executor(config, platform))
+        self._tiers: KVTiers | None = None
         lora: LoRAManager | None = None
-        if config.lora is not None:
-            in_use = lambda: scheduler.running_lora_ids  # noqa: E731
-            lora = LoRAManager(config.lora, executor, in_use, hashes_files=tiers is not None)
-            scheduler.adapter_hash = lora.file_hash
+        try:
+            self._load_model()
+            if self.config.kv_transfer.is_used:
+                # The model is that of its own length, which host blocks name.
+                make_tiers = partial(KVTiers, executor.config, executor, self.cache_summary)
+                self._tiers = self._timed("map host blocks", make_tiers)
+            if self.config.lora is not None:
+                lora = LoRAManager(self.config.lora, executor, hashes_files=self._tiers is not None)
+            kv_cache = self._make_kv_cache_manager()
+            self.scheduler = scheduler = self._make_scheduler(kv_cache, lora)
+            self._kv_events = KVEventReporter(self.config, kv_cache.record_events, scheduler.kv_loads)
+        except BaseException:
+            if self._tiers is not None:
+                self._tiers.connectors.close()
+            executor.shutdown()
+            raise
         self._weights = weights = WeightUpdateManager(executor, self.num_workers)
-        self._grammars = grammars = Grammars(config.model, scheduler, in_submit=self._needs_identical_plans)
+        self._grammars = grammars = Grammars(self.config.model, scheduler, in_submit=self._needs_identical_plans)
         self._steps = steps = StepPipeline(
             scheduler,
             executor,
-            num_stages=num_stages,
-            is_async=bool(scheduling.async_scheduling),
+            num_stages=config.parallel.pipeline_parallel_size,
+            is_async=bool(self.config.scheduler.async_scheduling),
             masks=grammars,
             weight_version=lambda: weights.version,
-            load_adapters=None if lora is None else lora.load_for_step,
+            load_adapters=None
+            if lora is None
+            else partial(lora.load_for_step, in_use=lambda: scheduler.running_lora_ids),
         )
         self._saves = BlockSaves(scheduler, steps)
         self._memory = memory = ReleasedMemory()
@@ -362,6 +333,37 @@ class EngineCore:
             tiers.connectors.close()
         self._kv_events.close()
         self._executor.shutdown()
+
+    def _load_model(self) -> None:
+        """Loads the model on the workers, and allocates its KV cache. Sets `cache_summary`, and `config` with the
+        length that the cache has room for."""
+        self.config = self._executor.config
+        self._timed("load model", self._executor.start)
+        self.cache_summary = self._timed("size KV cache", self._size_kv_cache)
+        self.config = with_max_model_len(self.config, self.cache_summary.max_model_len)
+        self._timed("allocate KV cache", self._allocate_kv_cache)
+
+    def _make_scheduler(self, kv_cache: KVCacheManager, lora: LoRAManager | None) -> Scheduler:
+        config, speculative, tiers = self.config, self.config.speculative, self._tiers
+        scheduling, num_stages = config.scheduler, config.parallel.pipeline_parallel_size
+        max_in_flight = max_steps_in_flight(num_stages, is_async=bool(scheduling.async_scheduling))
+        if self._needs_identical_plans:
+            scheduling = dataclasses.replace(scheduling, long_prefill_slowdown=None)  # it depends on time
+        first_step = 0 if tiers is None else tiers.measure_copies(self.cache_summary)
+        return Scheduler(
+            scheduling,
+            max_model_len=config.model.max_model_len,
+            kv_cache=kv_cache,
+            num_stages=num_stages,
+            max_loras=0 if config.lora is None else config.lora.max_loras,
+            num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
+            num_lookahead_tokens=0 if speculative is None else speculative.num_lookahead_tokens,
+            encoders=make_encoder_planner(config),
+            can_defer_masks=max_in_flight == 2 and num_stages == 1 and can_sample_later(self._executor),
+            first_step=first_step,
+            adapter_hash=None if lora is None else lora.file_hash,
+            **({} if tiers is None else tiers.scheduler_arguments),
+        )
 
     def _size_kv_cache(self) -> KVCacheSummary:
         if self.config.model.kind.is_encoder:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import deepcopy
 from functools import partial
 
 from mvllm.config.model import ModelConfig
-from mvllm.engine.core.grammar_vocabulary import load_vocabulary
+from mvllm.engine.tokenizer.tokenizer import check_supports_grammars, load_tokenizer
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.scheduler.scheduler import Scheduler
 from mvllm.structured_output.structured_output_manager import StructuredOutputManager
+from mvllm.structured_output.vocabulary import Vocabulary
 
 _WAIT_SECONDS = 0.01
 """The longest wait of a step that has nothing to compute: commands are handled between two waits."""
@@ -77,3 +79,24 @@ class Grammars:
                 self._scheduler.fail_request(outcome.request_id, outcome.error, outcome.parameter, outcome.grammar)
             elif outcome.grammar is not None:
                 self._scheduler.start_grammar(outcome.request_id, outcome.grammar)
+
+
+def load_vocabulary(config: ModelConfig) -> Vocabulary:
+    """Loads the model's tokenizer and serializes it for the grammar library.
+
+    Raises:
+        RequestError: Structured outputs do not support this tokenizer.
+    """
+    tokenizer = load_tokenizer(config)
+    check_supports_grammars(tokenizer)
+    assert tokenizer is not None
+    backend = deepcopy(tokenizer.backend)
+    backend.no_padding()
+    backend.no_truncation()
+    eos = tokenizer.eos_token_id
+    ends = [*config.eos_token_ids, *([] if eos is None else [eos])]
+    return Vocabulary(
+        tokenizer=backend.to_str(),
+        vocab_size=config.vocab_size,
+        end_ids=sorted({token for token in ends if 0 <= token < min(config.vocab_size, tokenizer.length)}),
+    )

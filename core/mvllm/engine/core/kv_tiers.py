@@ -138,14 +138,11 @@ class KVTiers:
             "copy_costs": self.costs,
         }
 
-    def measure_copies(self, first_step: int, summary: KVCacheSummary) -> int:
+    def measure_copies(self, summary: KVCacheSummary) -> int:
         """Measures the rate of copies with plans that save some blocks and load them again, before any request.
 
-        Args:
-            first_step: Number of the first plan.
-
         Returns:
-            The number of plans that were executed.
+            The number of plans that were executed, from step 0 on.
         """
         if not self.costs.block_bytes or self.preemption_mode != "auto":
             return 0
@@ -154,7 +151,7 @@ class KVTiers:
         blocks, seconds = list(range(count)), float("inf")
         for i in range(2):  # the first one touches the memory
             plan = SchedulerOutput(
-                step=first_step + i,
+                step=i,
                 saved_blocks=blocks,
                 saved_host_blocks=blocks,
                 loaded_blocks=blocks,

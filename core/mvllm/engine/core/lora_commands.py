@@ -51,7 +51,7 @@ class LoRACommands:
         if WEIGHTS in self._memory.tags:
             raise EngineSleepingError("The engine has been put to sleep. Wake it up (wake_up) before loading adapters.")
         manager = self.require()
-        manager.add(request)
+        manager.add(request, self._scheduler.running_lora_ids)
         if manager.has_many_records:
             self._forget_computed()
             manager.forget_unloaded()
@@ -61,7 +61,7 @@ class LoRACommands:
         """Unloads an adapter; False if it is not loaded, or in use: then it is evicted later, when space is needed."""
         manager = self.require()
         has_other_names = manager.has_replaced(lora_int_id)
-        is_removed = manager.remove(lora_int_id)
+        is_removed = manager.remove(lora_int_id, self._scheduler.running_lora_ids)
         if is_removed and has_other_names:  # a request may load the adapter that it names, which was replaced before
             self._forget_computed()
         return is_removed
@@ -78,7 +78,7 @@ class LoRACommands:
             self._manager_of_weights.check_usable()  # an adapter alone does not mend the weights
             self._weights.start()
         try:
-            manager.replace(request)
+            manager.replace(request, self._scheduler.running_lora_ids)
         except BaseException:
             if is_own:
                 self._weights.abandon()

@@ -32,21 +32,12 @@ class LoRAManager:
     Args:
         config: The limits.
         executor: Calls the workers.
-        in_use: Returns the ids of running requests' adapters.
         hashes_files: Compute the hash of each adapter's files, see `file_hash`.
     """
 
-    def __init__(
-        self,
-        config: LoRAConfig,
-        executor: Executor,
-        in_use: Callable[[], Collection[int]],
-        *,
-        hashes_files: bool = False,
-    ) -> None:
+    def __init__(self, config: LoRAConfig, executor: Executor, *, hashes_files: bool = False) -> None:
         self._config = config
         self._executor = executor
-        self._in_use = in_use
         self._loaded: dict[int, LoRARequest] = {}  # least recently used first
         self._replaced: dict[LoRARequest, LoRARequest] = {}
         """The adapter that has replaced another one of its id, for the last MAX_ADAPTER_RECORDS. Requests that named
@@ -87,17 +78,20 @@ class LoRAManager:
         self._file_states = {request: state for request, state in self._file_states.items() if request in loaded}
         self._file_hashes = {request: found for request, found in self._file_hashes.items() if request in loaded}
 
-    def add(self, request: LoRARequest) -> None:
+    def add(self, request: LoRARequest, in_use: Collection[int]) -> None:
         """Loads an adapter. If running requests use all places, it is loaded and unloaded again, as a check.
+
+        Args:
+            in_use: The ids of running requests' adapters.
 
         Raises:
             RequestError: The workers cannot load its files, or its id belongs to another adapter.
         """
-        self._add(self._replaced.get(request, request))
+        self._add(self._replaced.get(request, request), in_use)
 
-    def _add(self, request: LoRARequest) -> None:
+    def _add(self, request: LoRARequest, in_use: Collection[int]) -> None:
         known = self._loaded.get(request.lora_int_id)
-        if known is not None and known != request and request.lora_int_id not in self._in_use():
+        if known is not None and known != request and request.lora_int_id not in in_use:
             self._unload(request.lora_int_id)
             known = None
         if known is not None and known != request:
@@ -107,7 +101,7 @@ class LoRAManager:
                 parameter="lora_request",
             )
         if known is None:
-            has_room = self._evict_idle_adapter()
+            has_room = self._evict_idle_adapter(in_use)
             self._load(request)
             if not has_room:
                 self._executor.collective_rpc("remove_lora", (request.lora_int_id,))
@@ -115,10 +109,13 @@ class LoRAManager:
         self._loaded.pop(request.lora_int_id, None)
         self._loaded[request.lora_int_id] = request  # the newest
 
-    def replace(self, request: LoRARequest) -> None:
+    def replace(self, request: LoRARequest, in_use: Collection[int]) -> None:
         """Loads the files of an adapter anew, in place of the loaded adapter of its id, also while requests use it.
 
         The caller drops the prefix cache. If the files cannot be used, the present adapter stays.
+
+        Args:
+            in_use: As for `add`.
 
         Raises:
             RequestError: The workers cannot load the files.
@@ -126,7 +123,7 @@ class LoRAManager:
         known = self._loaded.get(request.lora_int_id)
         if known is None:
             self._forget_files(request)
-            self._add(request)
+            self._add(request, in_use)
             self._redirect_to(request)
             return
         self._try_to_load(request)
@@ -162,10 +159,10 @@ class LoRAManager:
         while len(self._replaced) > MAX_ADAPTER_RECORDS:
             del self._replaced[next(iter(self._replaced))]
 
-    def remove(self, lora_int_id: int) -> bool:
+    def remove(self, lora_int_id: int, in_use: Collection[int]) -> bool:
         """Unloads an adapter; False, with nothing changed, if it is not loaded or a running request uses it."""
         request = self._loaded.get(lora_int_id)
-        if request is None or lora_int_id in self._in_use():
+        if request is None or lora_int_id in in_use:
             return False
         self._unload(lora_int_id)
         self._replaced = {old: new for old, new in self._replaced.items() if old.lora_int_id != lora_int_id}
@@ -175,8 +172,11 @@ class LoRAManager:
         """Empties the list, after the workers have released their weights and all adapters."""
         self._loaded.clear()
 
-    def load_for_step(self, plan: SchedulerOutput) -> dict[int, str]:
+    def load_for_step(self, plan: SchedulerOutput, in_use: Callable[[], Collection[int]]) -> dict[int, str]:
         """Loads the adapters of requests that start in a step, before it is executed.
+
+        Args:
+            in_use: Returns the ids of running requests' adapters, those of the step included.
 
         Returns:
             Errors by position in the step's batch, of rows whose adapter files are missing or have changed. The step
@@ -186,7 +186,7 @@ class LoRAManager:
         for new in plan.new_requests:
             if new.lora_request is not None:
                 try:
-                    self.add(new.lora_request)
+                    self.add(new.lora_request, in_use())
                 except (RequestError, PlatformError) as e:
                     if new.row in plan.rows:  # else the other side of a guided request is, with the same adapter
                         errors[plan.rows.index(new.row)] = str(e)
@@ -227,11 +227,10 @@ class LoRAManager:
         self._file_states.pop(request, None)
         self._file_hashes.pop(request, None)
 
-    def _evict_idle_adapter(self) -> bool:
+    def _evict_idle_adapter(self, in_use: Collection[int]) -> bool:
         """Unloads the least recently used idle adapter if `max_cpu_loras` are loaded; returns whether one more fits."""
         if len(self._loaded) < self._config.max_cpu_loras:
             return True
-        in_use = self._in_use()
         idle = next((lora_int_id for lora_int_id in self._loaded if lora_int_id not in in_use), None)
         if idle is not None:
             self._unload(idle)

@@ -18,7 +18,7 @@ from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.scheduler.scheduler import Scheduler
 
 
-class DeferredMasks(Protocol):
+class MaskComputer(Protocol):
     """What computes masks when the tokens before them are known: Grammars."""
 
     def compute_deferred_masks(self) -> None:
@@ -50,7 +50,7 @@ class StepPipeline:
         *,
         num_stages: int,
         is_async: bool,
-        masks: DeferredMasks,
+        masks: MaskComputer,
         weight_version: Callable[[], int],
         load_adapters: Callable[[SchedulerOutput], dict[int, str]] | None,
     ) -> None:

@@ -18,6 +18,7 @@ from mvllm.engine.frontend.parallel_sampling import CoreRequestIds
 from mvllm.engine.frontend.pooling_input_processor import PoolingInputProcessor
 from mvllm.engine.metrics.startup_timer import StartupTimer
 from mvllm.engine.metrics.stat_loggers import StatLoggerManager
+from mvllm.engine.metrics.stats import EngineMetrics
 from mvllm.engine.process.core_client_properties import CoreClientProperties
 from mvllm.engine.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from mvllm.errors import ConfigError
@@ -83,7 +84,8 @@ class EngineFrontend(Generic[Client]):
         if self.config.multimodal.refusal is None:
             for problem in processor_problems(self.config.model):
                 logger.warning("%s", problem)
-        self.item_client = ProcessorClient(self.config.model, self.config.multimodal)
+        self.metrics = EngineMetrics(self.config.model.max_model_len)
+        self.item_client = ProcessorClient(self.config.model, self.config.multimodal, self.metrics)
         self.input_processor = InputProcessor(
             self.config, self._tokenizer, runs_functions=runs_functions, item_client=self.item_client
         )

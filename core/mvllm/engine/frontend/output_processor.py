@@ -18,10 +18,10 @@ from mvllm.engine.frontend.beam_search import BeamSearch
 from mvllm.engine.frontend.input_processor import ProcessedRequest
 from mvllm.engine.frontend.outputs import CompletionOutput, RequestOutput
 from mvllm.engine.frontend.parallel_sampling import CoreRequestIds, fan_out
-from mvllm.engine.frontend.request_state import BeamRequest, RequestState, SequenceState
+from mvllm.engine.frontend.request_state import BeamRequest, GeneratedSequence, RequestState
 from mvllm.engine.tokenizer.tokenizer import Tokenizer
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
-from mvllm.structured_output.output_validator import ValidationJob
+from mvllm.structured_output.output_validator import TextToValidate
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class OutputProcessorOutput:
     """
 
     request_outputs: list[RequestOutput] = field(default_factory=list)
-    texts_to_validate: dict[str, list[tuple[CompletionOutput, ValidationJob]]] = field(default_factory=dict)
+    texts_to_validate: dict[str, list[tuple[CompletionOutput, TextToValidate]]] = field(default_factory=dict)
     requests_to_abort: list[str] = field(default_factory=list)
     requests_to_add: list[list[EngineCoreRequest]] = field(default_factory=list)
     num_new_tokens: int = 0
@@ -67,7 +67,7 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._core_ids = core_ids
         self._requests: dict[str, list[RequestState]] = {}  # by the caller's id, which need not be unique
-        self._sequences: dict[str, SequenceState | BeamRequest] = {}  # by id in the engine core
+        self._sequences: dict[str, GeneratedSequence | BeamRequest] = {}  # by id in the engine core
         self.num_requests = 0
         self.num_sequences = 0
         self.num_prompt_tokens = 0
@@ -153,7 +153,7 @@ class OutputProcessor:
         version, sequences = core_outputs.weight_version, self._sequences
         for output in core_outputs.outputs:
             sequence = sequences.get(output.request_id)
-            if isinstance(sequence, SequenceState) and sequence.weight_version != version:
+            if isinstance(sequence, GeneratedSequence) and sequence.weight_version != version:
                 sequence.set_weight_version(version)
 
     def _append_outputs(self, outputs: Sequence[EngineCoreOutput], result: OutputProcessorOutput) -> list[RequestState]:
@@ -193,7 +193,7 @@ class OutputProcessor:
         return updated
 
     def _append_output(
-        self, sequence: SequenceState, output: EngineCoreOutput, now: float, result: OutputProcessorOutput
+        self, sequence: GeneratedSequence, output: EngineCoreOutput, now: float, result: OutputProcessorOutput
     ) -> bool:
         """Appends an output that may be a sequence's first or last, or hold more than tokens. Returns whether the
         request has new output."""

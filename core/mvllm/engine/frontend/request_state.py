@@ -1,8 +1,8 @@
 """The state of a request in the front end: tokens, text and log-probabilities of its sequences.
 
-One `SequenceState` per sequence collects the engine core's outputs. The `RequestState` owns the `n` sequences and makes
-a `RequestOutput` on demand. Text is decoded only then, unless the request has stop strings. Core outputs accumulate
-until the next `RequestOutput`, which contains all of them.
+One `GeneratedSequence` per sequence collects the engine core's outputs. The `RequestState` owns the `n` sequences and
+makes a `RequestOutput` on demand. Text is decoded only then, unless the request has stop strings. Core outputs
+accumulate until the next `RequestOutput`, which contains all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mvllm.messages.pooling_params import PoolingType
 from mvllm.messages.requests import EngineCoreOutput, FinishReason, PositionLogprobs
 from mvllm.messages.sampling_params import RequestOutputKind
 from mvllm.messages.structured_outputs import StructuredOutputsParams
-from mvllm.structured_output.output_validator import ValidationJob
+from mvllm.structured_output.output_validator import TextToValidate
 from mvllm.structured_output.schema_rewriting import is_annotation
 
 _STOP = str(FinishReason.STOP)
@@ -76,7 +76,7 @@ class RequestState:
         if search is not None:
             core_ids = [""] * params.n  # its requests are BeamRequests
         self._prompt_token_ids = core.prompt_token_ids
-        self.sequences = [SequenceState(self, index, core_id, tokenizer) for index, core_id in enumerate(core_ids)]
+        self.sequences = [GeneratedSequence(self, index, core_id, tokenizer) for index, core_id in enumerate(core_ids)]
         self.num_unfinished = len(self.sequences)
         self.num_sequences = params.num_sequences
         self.priority_class = ("high" if core.priority < 0 else "low") if core.priority else None
@@ -213,7 +213,7 @@ class RequestState:
             self._relaxations,
         )
 
-    def texts_to_validate(self, output: RequestOutput) -> list[tuple[CompletionOutput, ValidationJob]]:
+    def texts_to_validate(self, output: RequestOutput) -> list[tuple[CompletionOutput, TextToValidate]]:
         """The sequences that an output ends and whose schema was not enforced whole, with what is to be validated."""
         constraint = self.params.structured_outputs
         if not isinstance(constraint, StructuredOutputsParams) or all(map(is_annotation, self._relaxations)):
@@ -233,7 +233,7 @@ class RequestState:
             if is_delta or constraint.thoughts_end is not None or constraint.form == "structural_tag":
                 token_ids = self.sequences[sequence.index].token_ids if is_delta else token_ids
                 text = self._tokenizer.decode(token_ids, skip_special_tokens=False) if self._tokenizer else ""
-            jobs.append((sequence, ValidationJob.of(constraint, text, self._relaxations)))
+            jobs.append((sequence, TextToValidate.of(constraint, text, self._relaxations)))
         return jobs
 
     def _next_prompt_logprobs(self) -> Sequence[PositionLogprobMap | None] | None:
@@ -246,7 +246,7 @@ class RequestState:
         return self._prompt_logprobs
 
 
-class SequenceState:
+class GeneratedSequence:
     """One sequence of a request: its tokens, its text, and whether it has ended.
 
     Attributes:
@@ -396,7 +396,7 @@ class SequenceState:
 
 
 class BeamRequest:
-    """A request for one beam's next token, in place of a SequenceState."""
+    """A request for one beam's next token, in place of a GeneratedSequence."""
 
     uses_fast_path = False
 

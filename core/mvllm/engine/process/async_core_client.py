@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.core.config_resolution import resolve_config
-from mvllm.engine.process.async_mp_client import AsyncMPClient, OnDeath, OnOutputs, start_all
+from mvllm.engine.process.async_mp_client import AsyncMPClient, OnDeath, OnOutputs, OnSleep, start_all
 from mvllm.engine.process.core_client_properties import CoreClientProperties
 from mvllm.engine.process.dp_async_mp_client import start_replicas
 from mvllm.engine.process.launched_core_connection import LaunchedCoreConnection
@@ -42,8 +42,20 @@ class AsyncEngineCoreClient(CoreClientProperties, Protocol):
     def describe_cores(self) -> list[str]:
         """See `AsyncLLM.describe_cores`."""
 
-    def attach(self, loop: asyncio.AbstractEventLoop, on_outputs: OnOutputs, on_death: OnDeath) -> None:
-        """Starts to read updates in `loop`, the event loop of the calling thread."""
+    def attach(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_outputs: OnOutputs,
+        on_death: OnDeath,
+        on_sleep: OnSleep = lambda is_sleeping: None,
+    ) -> None:
+        """Starts to read updates in `loop`, the event loop of the calling thread.
+
+        Args:
+            on_outputs: Called with the outputs of each update, which may be empty but for the stats.
+            on_death: Called once, when a core can no longer be used.
+            on_sleep: Called for another front end's `sleep` (True) or `wake_up` (False).
+        """
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
         """Queues the sequences of one request, all on the same core."""
@@ -61,9 +73,6 @@ class AsyncEngineCoreClient(CoreClientProperties, Protocol):
     @property
     def num_other_sequences(self) -> int:
         """Unfinished sequences of other front ends."""
-
-    def on_sleep(self, callback: Callable[[bool], None]) -> None:
-        """Sets the callback for another front end's `sleep` (True) or `wake_up` (False)."""
 
     async def broadcast_sleep(self, is_sleeping: bool) -> None:
         """Sends `sleep` or `wake_up` to all other front ends; returns when they have applied it."""

@@ -29,6 +29,7 @@ R = TypeVar("R")
 
 OnOutputs = Callable[[EngineCoreOutputs], None]
 OnDeath = Callable[[EngineDeadError], None]
+OnSleep = Callable[[bool], None]
 
 _MAX_UPDATES_PER_CALLBACK = 8  # then other callbacks of the loop run
 
@@ -67,12 +68,19 @@ class AsyncMPClient(MPClient):
         """Starts the process; returns when it exists."""
         self._connection.launch()
 
-    def attach(self, loop: asyncio.AbstractEventLoop, on_outputs: OnOutputs, on_death: OnDeath) -> None:
+    def attach(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_outputs: OnOutputs,
+        on_death: OnDeath,
+        on_sleep: OnSleep = lambda is_sleeping: None,
+    ) -> None:
         """Starts to read updates in `loop`, which runs in the calling thread.
 
         Args:
             on_outputs: Called with the outputs of each update, which may be empty but for the stats.
             on_death: Called once, when the core can no longer be used.
+            on_sleep: Not called: the core has no other front end.
         """
         self._loop, self._on_outputs, self._on_death = loop, on_outputs, on_death
         loop.add_reader(self._channel.update_fd, self._read_updates)
@@ -149,9 +157,6 @@ class AsyncMPClient(MPClient):
     def num_other_sequences(self) -> int:
         """0: the core has no other front end."""
         return 0
-
-    def on_sleep(self, callback: Callable[[bool], None]) -> None:
-        """Does nothing: the core has no other front end."""
 
     async def broadcast_sleep(self, is_sleeping: bool) -> None:
         """Does nothing: the core has no other front end."""

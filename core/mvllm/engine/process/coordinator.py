@@ -26,7 +26,7 @@ from mvllm.engine.process.message_socket import MessageSocket
 from mvllm.executor.process.activity_table import IDLE, ActivityTable
 from mvllm.executor.process.child_startup import run_child
 from mvllm.executor.process.handshake import ChildStartArgs, Handshake, send_message
-from mvllm.messages.coordinator_protocol import CoreLoad, CoreLoads, FromFrontEnd, SentPrefixes, Sleep, SleepDone
+from mvllm.messages.coordinator_protocol import CoreLoad, CoreLoads, FromFrontEnd, SentPrefixes, SleepDone, SleepNotice
 
 PUBLISH_SECONDS = 0.05
 HEARTBEAT_INTERVAL_SECONDS = 1.0
@@ -82,12 +82,12 @@ class DPCoordinator:
         self._loads: dict[int, CoreLoad] = {}
         self._unpublished_ranks: list[set[int]] = [set() for _ in front_ends]
         # Messages that must be delivered and did not fit into the socket's buffer yet, by front end.
-        self._undelivered: list[deque[Sleep | SleepDone]] = [deque() for _ in front_ends]
+        self._undelivered: list[deque[SleepNotice | SleepDone]] = [deque() for _ in front_ends]
         self._disconnected: set[int] = set()  # indices of front ends
         self._published_at = 0.0
-        # The caller of each Sleep (index, its id), and the front ends that have not answered it.
+        # The caller of each SleepNotice (index, its id), and the front ends that have not answered it.
         self._pending_sleeps: dict[tuple[int, int], set[int]] = {}
-        self._forwarded: dict[int, tuple[int, int]] = {}  # the caller, by the id of the forwarded Sleep
+        self._forwarded: dict[int, tuple[int, int]] = {}  # the caller, by the id of the forwarded SleepNotice
         self._num_forwarded = 0
         self._load_decoder = msgspec.msgpack.Decoder(CoreLoad)
         self._front_end_decoder: msgspec.msgpack.Decoder[FromFrontEnd] = msgspec.msgpack.Decoder(FromFrontEnd)
@@ -140,12 +140,12 @@ class DPCoordinator:
                     for index, front_end in enumerate(self._front_ends):
                         if index != source:
                             front_end.send(message)
-                case Sleep():
+                case SleepNotice():
                     self._forward_sleep(source, message)
                 case SleepDone():
                     self._record_sleep_done(source, message.id)
 
-    def _forward_sleep(self, source: int, message: Sleep) -> None:
+    def _forward_sleep(self, source: int, message: SleepNotice) -> None:
         self._num_forwarded += 1
         number = self._num_forwarded
         caller = (source, message.id)
@@ -153,7 +153,7 @@ class DPCoordinator:
         others = set(range(len(self._front_ends))) - self._disconnected - {source}
         self._pending_sleeps[caller] = others
         for index in others:
-            self._undelivered[index].append(Sleep(number, message.is_sleeping))
+            self._undelivered[index].append(SleepNotice(number, message.is_sleeping))
         self._reply_if_complete(number)
 
     def _record_sleep_done(self, source: int, number: int) -> None:

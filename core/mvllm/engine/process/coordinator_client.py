@@ -1,7 +1,7 @@
 """The client of the data parallel coordinator, in each of several front ends.
 
-Loads and prefixes are hints: a front end that receives them late or never balances its requests less well. `Sleep` is
-not: its caller waits until all front ends have answered.
+Loads and prefixes are hints: a front end that receives them late or never balances its requests less well.
+`SleepNotice` is not: its caller waits until all front ends have answered.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mvllm.engine.process.dp_load_balancer import DPLoadBalancer
 from mvllm.engine.process.message_socket import MessageSocket
 from mvllm.errors import EngineDeadError
 from mvllm.logging import get_logger
-from mvllm.messages.coordinator_protocol import CoreLoad, CoreLoads, SentPrefixes, Sleep, SleepDone, ToFrontEnd
+from mvllm.messages.coordinator_protocol import CoreLoad, CoreLoads, SentPrefixes, SleepDone, SleepNotice, ToFrontEnd
 
 logger = get_logger(__name__)
 
@@ -30,13 +30,9 @@ class CoordinatorClient:
     Args:
         coordinator: The socket to the coordinator.
         index: This front end's index in the loads that cores report.
-
-    Attributes:
-        on_sleep: Called when another front end puts the engine to sleep (True) or wakes it up (False).
     """
 
     def __init__(self, coordinator: MessageSocket, index: int) -> None:
-        self.on_sleep: Callable[[bool], None] = lambda is_sleeping: None
         self._socket = coordinator
         self._index = index
         self._decoder: msgspec.msgpack.Decoder[ToFrontEnd] = msgspec.msgpack.Decoder(ToFrontEnd)
@@ -44,6 +40,7 @@ class CoordinatorClient:
         self._publish_timer: asyncio.TimerHandle | None = None
         self._load_balancer: DPLoadBalancer | None = None
         self._on_loads: Callable[[Sequence[CoreLoad]], None] = lambda loads: None
+        self._on_sleep: Callable[[bool], None] = lambda is_sleeping: None
         self._pending_sleeps: dict[int, asyncio.Future[None]] = {}
         self._num_sleep_calls = 0
 
@@ -52,14 +49,17 @@ class CoordinatorClient:
         loop: asyncio.AbstractEventLoop,
         load_balancer: DPLoadBalancer,
         on_loads: Callable[[Sequence[CoreLoad]], None],
+        on_sleep: Callable[[bool], None],
     ) -> None:
         """Starts to read messages in `loop`, which runs in the calling thread.
 
         Args:
             load_balancer: Updated with the prefixes and loads of other front ends.
             on_loads: Called with the loads that cores report.
+            on_sleep: Called when another front end puts the engine to sleep (True) or wakes it up (False).
         """
-        self._loop, self._load_balancer, self._on_loads = loop, load_balancer, on_loads
+        self._loop, self._load_balancer = loop, load_balancer
+        self._on_loads, self._on_sleep = on_loads, on_sleep
         load_balancer.records_new_prefixes = True
         loop.add_reader(self._socket.fd, self._read)
         self._read()
@@ -76,7 +76,7 @@ class CoordinatorClient:
         number = self._num_sleep_calls
         done = self._pending_sleeps[number] = self._loop.create_future()
         try:
-            while not self._socket.send(Sleep(number, is_sleeping)):
+            while not self._socket.send(SleepNotice(number, is_sleeping)):
                 await asyncio.sleep(PREFIX_PUBLISH_SECONDS)
             await done
         finally:
@@ -124,8 +124,8 @@ class CoordinatorClient:
                 self._on_loads(message.loads)
             case SentPrefixes():
                 self._load_balancer.record_prefixes(message.rank, message.hashes)
-            case Sleep():
-                self.on_sleep(message.is_sleeping)
+            case SleepNotice():
+                self._on_sleep(message.is_sleeping)
                 self._send_sleep_done(SleepDone(message.id))
             case SleepDone():
                 with contextlib.suppress(KeyError, asyncio.InvalidStateError):

@@ -17,7 +17,7 @@ from mvllm.config.engine_config import EngineConfig, replace_field
 from mvllm.config.rope_parameters import prompt_cache_key
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
 from mvllm.engine.metrics.stats import sum_scheduler_stats
-from mvllm.engine.process.async_mp_client import AsyncMPClient, OnDeath, OnOutputs, start_all
+from mvllm.engine.process.async_mp_client import AsyncMPClient, OnDeath, OnOutputs, OnSleep, start_all
 from mvllm.engine.process.coordinator_client import CoordinatorClient
 from mvllm.engine.process.dp_load_balancer import DPLoadBalancer
 from mvllm.engine.process.launched_core_connection import LaunchedCoreConnection
@@ -95,7 +95,13 @@ class DPLBAsyncMPClient:
         self._on_outputs: OnOutputs = lambda outputs: None
         self._on_death: OnDeath = lambda error: None
 
-    def attach(self, loop: asyncio.AbstractEventLoop, on_outputs: OnOutputs, on_death: OnDeath) -> None:
+    def attach(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_outputs: OnOutputs,
+        on_death: OnDeath,
+        on_sleep: OnSleep = lambda is_sleeping: None,
+    ) -> None:
         """Starts to read updates of all cores in `loop`. The failure of one core ends the engine."""
         self._on_outputs, self._on_death = on_outputs, on_death
         if runs_natively(self.config.model):  # as the engine core does: requests with other keys share no blocks
@@ -106,7 +112,7 @@ class DPLBAsyncMPClient:
         for rank, core in enumerate(self._cores):
             core.attach(loop, functools.partial(self._handle_outputs, rank), self._handle_core_death)
         if self._coordinator_client is not None:
-            self._coordinator_client.attach(loop, self._load_balancer, self._handle_core_loads)
+            self._coordinator_client.attach(loop, self._load_balancer, self._handle_core_loads, on_sleep)
 
     def shutdown(self) -> None:
         """Ends all cores. Idempotent."""
@@ -210,11 +216,6 @@ class DPLBAsyncMPClient:
                 await asyncio.gather(*undone, return_exceptions=True)
             _raise_failure(command, answers)
         return command.join(answers)
-
-    def on_sleep(self, callback: Callable[[bool], None]) -> None:
-        """Sets the callback for another front end's `sleep` (True) or `wake_up` (False)."""
-        if self._coordinator_client is not None:
-            self._coordinator_client.on_sleep = callback
 
     async def broadcast_sleep(self, is_sleeping: bool) -> None:
         """Sends `sleep` or `wake_up` to all other front ends; returns when they have applied it."""

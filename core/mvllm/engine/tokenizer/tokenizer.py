@@ -211,22 +211,7 @@ class Tokenizer:
             types = [0] * len(ids)  # the model has no such input
         if max_tokens is None or len(ids) <= max_tokens:
             return ids, types
-        texts: list[int | None] = encoding.sequence_ids
-        sizes = texts.count(0), texts.count(1)
-        room = max_tokens - texts.count(None)
-        if room < 1:
-            raise RequestError(
-                f"truncate_prompt_tokens is {max_tokens}, which leaves no room for a text besides the "
-                f"{texts.count(None)} tokens that the tokenizer adds.",
-                parameter="truncate_prompt_tokens",
-            )
-        left = _truncated_lengths(*sizes, room)
-        kept = []
-        for i, text in enumerate(texts):
-            if text is not None:
-                left[text] -= 1
-            if text is None or left[text] >= 0:
-                kept.append(i)
+        kept = _kept_positions(encoding.sequence_ids, max_tokens)
         return [ids[i] for i in kept], [types[i] for i in kept]
 
     def _encode(self, texts: list[str], add_special_tokens: bool) -> Sequence[Any]:
@@ -378,6 +363,32 @@ def _bytes_of_characters() -> dict[str, int]:
 
 
 _BYTE_OF_CHARACTER = _bytes_of_characters()
+
+
+def _kept_positions(texts: Sequence[int | None], max_tokens: int) -> list[int]:
+    """Which tokens of one or two texts stay if these are truncated at their ends.
+
+    Args:
+        texts: By token, the number of its text; None for tokens that the tokenizer adds, which all stay.
+
+    Raises:
+        RequestError: The added tokens alone are `max_tokens` or more.
+    """
+    room = max_tokens - texts.count(None)
+    if room < 1:
+        raise RequestError(
+            f"truncate_prompt_tokens is {max_tokens}, which leaves no room for a text besides the "
+            f"{texts.count(None)} tokens that the tokenizer adds.",
+            parameter="truncate_prompt_tokens",
+        )
+    left = _truncated_lengths(texts.count(0), texts.count(1), room)
+    kept = []
+    for i, text in enumerate(texts):
+        if text is not None:
+            left[text] -= 1
+        if text is None or left[text] >= 0:
+            kept.append(i)
+    return kept
 
 
 def _truncated_lengths(first: int, second: int, room: int) -> list[int]:

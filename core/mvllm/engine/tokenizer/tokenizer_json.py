@@ -223,50 +223,74 @@ def read_tokenizer_json(
         is_complete: A generic tokenizer class means `tokenizer.json` as it is, whatever class transformers has for the
             model type.
     """
-    name = settings.get("tokenizer_class")
+    name, model_type = settings.get("tokenizer_class"), model.get("model_type")
     spec = _TOKENIZER_CLASS_SPECS.get(name) if isinstance(name, str) else None
     if spec is None and name not in _GENERIC_CLASSES:
         return None
-    if spec is None and model.get("model_type") in _QWEN2.for_generic and not is_complete:
+    if spec is None and model_type in _QWEN2.for_generic and not is_complete:
         spec = _QWEN2
-    model_types = _MODEL_TYPES if spec is None else spec.model_types
-    if not (is_complete and spec is None) and (model.get("model_type") not in model_types or "auto_map" in model):
+    if not (spec is None and is_complete) and not _fits_model(spec, model):
+        return None
+    if not settings.keys() <= _known_settings(spec, settings):
         return None
     if spec is not None:
-        if not settings.keys() <= {
-            *_SPECIAL_TOKEN_KEYS,
-            *_SPECIAL_TOKEN_LIST_KEYS,
-            *_IGNORED_KEYS,
-            *spec.named,
-            *spec.ignored,
-            *(key for key, value in spec.defaults.items() if settings.get(key) == value),
-        }:
-            return None
         settings = {**spec.tokens, **settings}
         if not _file_matches_spec(spec, folder / "tokenizer.json", settings):
             return None
-    elif not settings.keys() <= {*_SPECIAL_TOKEN_KEYS, *_SPECIAL_TOKEN_LIST_KEYS, *_IGNORED_KEYS}:
+    if "added_tokens_decoder" not in settings and _has_legacy_files(folder):
         return None
-    if "added_tokens_decoder" not in settings and any((folder / name).exists() for name in _LEGACY_FILES):
-        return None
-    from tokenizers import Tokenizer  # imported only by engines with a tokenizer
-
-    try:
-        fast = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception:  # noqa: BLE001  # the library raises plain Exception; transformers reports the error
-        return None
-    known = {i: _added_token_fields(token) for i, token in fast.get_added_tokens_decoder().items()}
-    special = {fields["content"] for fields in known.values() if fields["special"]}
-    required = _special_token_texts(settings, () if spec is None else spec.named) | (
-        {fast.padding["pad_token"]} if fast.padding else set()
-    )
-    if not required <= special or not _added_tokens_match(settings.get("added_tokens_decoder", {}), known):
+    fast = _open_tokenizer(folder / "tokenizer.json")
+    if fast is None or not _has_tokens_of_settings(fast, settings, () if spec is None else spec.named):
         return None
     fast.no_truncation()
     fast.no_padding()
     special_tokens = {key: _text(settings[key]) for key in _SPECIAL_TOKEN_KEYS if settings.get(key) is not None}
+    return JsonTokenizer(fast, _eos_token_id(fast, special_tokens), special_tokens)
+
+
+def _eos_token_id(fast: Tokenizer, special_tokens: Mapping[str, str]) -> int | None:
     eos = special_tokens.get("eos_token")
-    return JsonTokenizer(fast, None if eos is None else fast.token_to_id(eos), special_tokens)
+    return None if eos is None else fast.token_to_id(eos)
+
+
+def _fits_model(spec: _TokenizerClassSpec | None, model: Mapping[str, Any]) -> bool:
+    """Whether transformers takes the class for the model's type."""
+    model_types = _MODEL_TYPES if spec is None else spec.model_types
+    return model.get("model_type") in model_types and "auto_map" not in model
+
+
+def _known_settings(spec: _TokenizerClassSpec | None, settings: Mapping[str, Any]) -> set[str]:
+    """The settings whose effect is known, those with the default value of a class among them."""
+    known = {*_SPECIAL_TOKEN_KEYS, *_SPECIAL_TOKEN_LIST_KEYS, *_IGNORED_KEYS}
+    if spec is not None:
+        known.update(spec.named, spec.ignored)
+        known.update(key for key, value in spec.defaults.items() if settings.get(key) == value)
+    return known
+
+
+def _has_legacy_files(folder: Path) -> bool:
+    return any((folder / name).exists() for name in _LEGACY_FILES)
+
+
+def _open_tokenizer(path: Path) -> Tokenizer | None:
+    from tokenizers import Tokenizer  # imported only by engines with a tokenizer
+
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception:  # noqa: BLE001  # the library raises plain Exception; transformers reports the error
+        return None
+
+
+def _has_tokens_of_settings(fast: Tokenizer, settings: Mapping[str, Any], named: Collection[str]) -> bool:
+    """Whether the special and added tokens of the settings are those of the file. transformers would add others.
+
+    Args:
+        named: Further settings that name special tokens.
+    """
+    known = {i: _added_token_fields(token) for i, token in fast.get_added_tokens_decoder().items()}
+    special = {fields["content"] for fields in known.values() if fields["special"]}
+    required = _special_token_texts(settings, named) | ({fast.padding["pad_token"]} if fast.padding else set())
+    return required <= special and _added_tokens_match(settings.get("added_tokens_decoder", {}), known)
 
 
 def _file_matches_spec(spec: _TokenizerClassSpec, path: Path, settings: Mapping[str, Any]) -> bool:

@@ -368,13 +368,18 @@ def _hidden_device_checks(candidate: Candidate, result: ForkResult | None) -> Ch
         yield Check(f"platform.{candidate.name}.visible_devices", CheckStatus.WARNING, found, remedy)
 
 
+def _loaded_with_torch() -> set[str]:
+    """The packages that `import torch` loads."""
+    if os.environ.get(_TORCH_AUTOLOAD) == "0":
+        return set()
+    found = importlib.metadata.entry_points(group="torch.backends")
+    return {ep.dist.name for ep in found if ep.dist is not None}
+
+
 def _torch_backends(candidates: Sequence[Candidate]) -> Checks:
     """Whether several installed packages register torch's PrivateUse1 backend, of which there can be only one."""
     claims = {c.source.distribution: c for c in candidates if c.spec is not None and c.spec.torch_backend}
-    loaded_with_torch = set()
-    if os.environ.get(_TORCH_AUTOLOAD) != "0":
-        found = importlib.metadata.entry_points(group="torch.backends")
-        loaded_with_torch = {ep.dist.name for ep in found if ep.dist is not None}
+    loaded_with_torch = _loaded_with_torch()
     # A package that a platform requires counts as part of that platform.
     libraries = {name: {name, *map(_required_name, _requirements(name) or ())} for name in claims}
     unclaimed = loaded_with_torch - {library for own in libraries.values() for library in own}

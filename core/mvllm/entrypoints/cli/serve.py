@@ -48,8 +48,20 @@ _KEY_LIMITS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this command."""
-    defaults = ServerSettings()
     server = parser.add_argument_group("server")
+    _add_server_arguments(server)
+    _add_reporting_arguments(server)
+    _add_access_arguments(parser.add_argument_group("access"))
+    _add_limits(parser.add_argument_group("limits"))
+    _add_chat_arguments(parser.add_argument_group("chat"))
+    add_plugin_arguments(parser)
+    add_extension_arguments(parser)
+    add_engine_arguments(parser, model_required=False)
+    add_foreign_server_options(parser)
+
+
+def _add_server_arguments(server: Any) -> None:
+    """Adds the options of what the server serves, and where."""
     add_address(server)
     server.add_argument("--uds", metavar="PATH", help="Listen on a Unix domain socket instead, open to this user only.")
     server.add_argument(
@@ -86,12 +98,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "without a heartbeat of one of several API servers after which the server exits; 0 for never",
     )
     server.add_argument(
-        "--access-log",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="Log a line for each response: path, status, time and request id, without content. Default: on.",
-    )
-    server.add_argument(
         "--docs",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -112,6 +118,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="Do not use these HTTP plugins with routes at the root.",
     )
+
+
+def _add_reporting_arguments(server: Any) -> None:
+    """Adds the options of logs, metrics, traces and the usage in responses."""
+    server.add_argument(
+        "--access-log",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="Log a line for each response: path, status, time and request id, without content. Default: on.",
+    )
     server.add_argument(
         "--metrics-alias-prefix",
         metavar="PREFIX",
@@ -123,8 +139,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Send traces of requests to this OpenTelemetry collector (OTLP over HTTP), such as "
         "http://localhost:4318/v1/traces. Needs the extra otel. Default: no tracing.",
     )
+    server.add_argument(
+        "--enable-force-include-usage",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="End every stream with the usage, as if requests had stream_options.include_usage. Default: off.",
+    )
 
-    access = parser.add_argument_group("access")
+
+def _add_access_arguments(access: Any) -> None:
+    """Adds the options of who may use the server."""
     _add_keys(access, "api-key", "Key that requests must have; may be given several times.", KEY_VARIABLE)
     _add_keys(
         access,
@@ -139,16 +163,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ORIGIN",
         help="Origins that may send requests from a browser (CORS); * for all. Also as a JSON list. Default: none.",
     )
-
-    server.add_argument(
-        "--enable-force-include-usage",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="End every stream with the usage, as if requests had stream_options.include_usage. Default: off.",
-    )
     add_allowed_hosts(access)
 
-    limits = parser.add_argument_group("limits")
+
+def _add_limits(limits: Any) -> None:
+    """Adds the options of what requests and clients may take."""
+    defaults = ServerSettings()
     limits.add_argument(
         "--max-body-bytes",
         type=human_readable_int,
@@ -170,7 +190,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_seconds(limits, "send-timeout", "that a client may leave a stream unread before its request is aborted")
 
-    chat = parser.add_argument_group("chat")
+
+def _add_chat_arguments(chat: Any) -> None:
+    """Adds the options of chat templates and of parsers of outputs."""
     add_chat_template_argument(chat)
     chat.add_argument(
         "--default-chat-template-kwargs",
@@ -187,10 +209,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=False,
         help="Allow templates in requests. They run in a sandbox with a time limit. Default: off.",
     )
-    add_plugin_arguments(parser)
-    add_extension_arguments(parser)
-    add_engine_arguments(parser, model_required=False)
-    add_foreign_server_options(parser)
 
 
 def _add_seconds(group: Any, option: str, what: str) -> None:

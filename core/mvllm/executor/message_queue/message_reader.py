@@ -53,7 +53,6 @@ class MessageSource(Protocol):
         ...
 
     def release(self) -> None: ...
-    def watch(self, *, pid: int | None = None, fd: int | None = None) -> None: ...
     def close(self) -> None: ...
 
 
@@ -80,7 +79,6 @@ class LocalSource:
         self.has_message = self._in.has_message
         self.hint = self._in.hint
         self.release = self._in.release
-        self.watch = self._in.peer.watch
         self._overflow: OverflowReceiver | None = None
 
     @property
@@ -172,10 +170,6 @@ class MessageReader(Generic[T]):
     def has_message(self) -> bool:
         """Whether `dequeue` would return at once."""
         return not self._is_closed and self.source.has_message()
-
-    def watch_writer(self, *, pid: int | None = None, fd: int | None = None) -> None:
-        """Sets the process of the writer (see Peer.watch), which is otherwise known once the writer attaches."""
-        self.source.watch(pid=pid, fd=fd)
 
     def close(self) -> None:
         """Idempotent."""

@@ -83,10 +83,6 @@ class MessageWriter:
         else:
             self._send_overflow(frames)
 
-    def watch_reader(self, index: int, *, pid: int | None = None, fd: int | None = None) -> None:
-        """Sets the process of a local reader (see Peer.watch), which is otherwise known once the reader attaches."""
-        self._out.peers[index].watch(pid=pid, fd=fd)
-
     def drop_reader(self, index: int, *, remote: bool = False) -> None:
         """Removes a reader that has ended.
 

@@ -1,8 +1,7 @@
 """The processes at the other ends of a queue, and whether they are alive.
 
-A peer is watched through a descriptor that becomes readable when its process ends: a pidfd, or one that the caller
-passes (the read end of a pipe whose only write end the peer holds). While a peer has no descriptor (it has not attached
-yet, or the system has no pidfd), waits look its process up a few times a second.
+A peer is watched through a pidfd, which becomes readable when its process ends. While a peer has none (it has not
+attached yet, or the system has no pidfd), waits look its process up a few times a second.
 """
 
 from __future__ import annotations
@@ -29,34 +28,19 @@ class Peer:
         self.name = name
         self.index = index
         self._find_pid = pid
-        self._pid = 0
         self._fd = -1
-        self._owns_fd = False
         self._observers: list[Callable[[], None]] = []
         self.is_dropped = False
         self.is_dead = False
 
     @property
     def pid(self) -> int | None:
-        return self._pid or self._find_pid() or None
+        return self._find_pid() or None
 
     @property
     def fd(self) -> int:
         """Readable once the peer has ended; -1 where there is no such descriptor yet."""
         return self._fd
-
-    def watch(self, *, pid: int | None = None, fd: int | None = None) -> None:
-        """Sets the process by its id, or by a descriptor that becomes readable at its end and that the caller keeps.
-
-        Called right after the start of a child, it excludes that the pid has been reused.
-        """
-        self.forget_fd()
-        self._pid = pid or self._pid
-        if fd is not None:
-            self._fd = fd
-        elif pid is not None:
-            self._open_pidfd(pid)
-        self._notify_observers()
 
     def observe(self, changed: Callable[[], None]) -> None:
         """Registers `changed`, which is called whenever this peer changes."""
@@ -99,10 +83,9 @@ class Peer:
         )
 
     def forget_fd(self) -> None:
-        if self._owns_fd:
+        if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
-        self._owns_fd = False
         self._notify_observers()
 
     def _notify_observers(self) -> None:
@@ -114,7 +97,6 @@ class Peer:
             return
         try:
             self._fd = os.pidfd_open(pid)
-            self._owns_fd = True
         except ProcessLookupError:
             self.is_dead = True
         except OSError:  # an old kernel, or a sandbox: the process is looked up instead

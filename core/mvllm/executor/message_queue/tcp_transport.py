@@ -29,7 +29,6 @@ from mvllm.errors import ConfigError
 from mvllm.executor.message_queue.errors import (
     PeerDiedError,
     QueueCorruptError,
-    QueueError,
     QueueTimeoutError,
 )
 from mvllm.executor.message_queue.handles import RemoteReaderHandle
@@ -270,9 +269,6 @@ class RemoteSource:
         self._frames = None
         self._released += 1
         self._report()
-
-    def watch(self, *, pid: int | None = None, fd: int | None = None) -> None:
-        raise QueueError(f"Queue {self.name}: the writer is on another machine, no process of this one to watch.")
 
     def close(self) -> None:
         self._socket.disable_monitor()

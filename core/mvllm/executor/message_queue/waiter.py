@@ -65,26 +65,32 @@ class Waiter:
             data = [fd for fd, _ in self._poll.poll(limit) if fd in self._data]
             if data:
                 return data
+        return self._wait_and_watch(deadline, waiting_for)
+
+    def _wait_and_watch(self, deadline: float | None, waiting_for: str) -> list[int]:
+        """As `wait`, with a look at the peers."""
         while True:
             known = self._watch_peers()
             remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-            dead = [peer for peer in self._peers if peer.is_dead and not peer.is_dropped]
+            dead = self._dead_peers()
             self._is_up_to_date = known and not dead
-            limits = [seconds for seconds in (remaining, None if known else POLL_SECONDS) if seconds is not None]
-            events = self._poll.poll(0 if dead else min(limits) * 1e3 if limits else None)
+            looks_up = not known and (remaining is None or remaining > POLL_SECONDS)  # peers without a descriptor
+            limit = POLL_SECONDS if looks_up else remaining
+            events = self._poll.poll(0 if dead else None if limit is None else limit * 1e3)
             data, stopped = self._sort(fd for fd, _ in events)
             if data:
                 return data
             if stopped:
                 raise QueueStoppedError(f"Queue {self._queue} was stopped while it waited for {waiting_for}.")
-            for peer in dead:
-                raise peer.died_error(self._queue, waiting_for)
+            if dead:
+                raise dead[0].died_error(self._queue, waiting_for)
             # A peer found dead in this poll() is not reported yet: poll() checks one descriptor after the other, so its
             # last message may have arrived after the check of the data and before the check of the peer.
-            if any(peer.is_dead and not peer.is_dropped for peer in self._peers):
-                continue
-            if not events and remaining is not None and remaining == min(limits):
+            if not events and limit is not None and not looks_up and not self._dead_peers():
                 return []
+
+    def _dead_peers(self) -> list[Peer]:
+        return [peer for peer in self._peers if peer.is_dead and not peer.is_dropped]
 
     def _invalidate(self) -> None:
         self._is_up_to_date = False

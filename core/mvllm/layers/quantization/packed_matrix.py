@@ -70,7 +70,7 @@ class MatrixShard:
 
 
 @dataclass(frozen=True)
-class CheckpointTensor:
+class CheckpointPart:
     """One tensor of a checkpoint module.
 
     Attributes:
@@ -88,7 +88,7 @@ class Packing(ABC):
     """A packing format of quantized matrices."""
 
     @abstractmethod
-    def tensors(self, share: MatrixShard, *, symmetric: bool) -> Mapping[str, CheckpointTensor]:
+    def tensors(self, share: MatrixShard, *, symmetric: bool) -> Mapping[str, CheckpointPart]:
         """The tensors of a module, by name suffix."""
 
     @abstractmethod
@@ -165,11 +165,11 @@ class PackedMatrix(IntegerMatrix):
                 "middle. If config.json is wrong, pass hf_overrides with a quantization_config that has sym=false."
             )
 
-    def _tensors(self, share: MatrixShard) -> dict[str, CheckpointTensor]:
+    def _tensors(self, share: MatrixShard) -> dict[str, CheckpointPart]:
         tensors = dict(self._packing.tensors(share, symmetric=self._how.symmetric))
         if self._how.order_tensor is not None:
             size = share.num_columns
-            tensors[self._how.order_tensor] = CheckpointTensor((size,), (slice(0, size),), torch.int32)
+            tensors[self._how.order_tensor] = CheckpointPart((size,), (slice(0, size),), torch.int32)
         return tensors
 
     def _stage(self, share: MatrixShard) -> nn.Module:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from mvllm.layers.quantization.packed_matrix import CheckpointTensor, MatrixShard, Packing, unpack
+from mvllm.layers.quantization.packed_matrix import CheckpointPart, MatrixShard, Packing, unpack
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -14,12 +14,12 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 class AWQPacking(Packing):
     """`qweight`, `qzeros` and `scales`, each [in or groups, out]."""
 
-    def tensors(self, share: MatrixShard, *, symmetric: bool) -> Mapping[str, CheckpointTensor]:
+    def tensors(self, share: MatrixShard, *, symmetric: bool) -> Mapping[str, CheckpointPart]:
         words, covering = share.words(share.num_rows), share.covering(share.rows)
         return {
-            "qweight": CheckpointTensor((share.num_columns, words), (share.columns, covering), torch.int32),
-            "qzeros": CheckpointTensor((share.num_groups, words), (share.groups, covering), torch.int32),
-            "scales": CheckpointTensor((share.num_groups, share.num_rows), (share.groups, share.rows), torch.float32),
+            "qweight": CheckpointPart((share.num_columns, words), (share.columns, covering), torch.int32),
+            "qzeros": CheckpointPart((share.num_groups, words), (share.groups, covering), torch.int32),
+            "scales": CheckpointPart((share.num_groups, share.num_rows), (share.groups, share.rows), torch.float32),
         }
 
     def values(self, share: MatrixShard, read: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -45,16 +45,16 @@ class GPTQPacking(Packing):
     def __init__(self, *, zeros_less_one: bool) -> None:
         self._zeros_less_one = zeros_less_one
 
-    def tensors(self, share: MatrixShard, *, symmetric: bool) -> Mapping[str, CheckpointTensor]:
+    def tensors(self, share: MatrixShard, *, symmetric: bool) -> Mapping[str, CheckpointPart]:
         words_in, words_out = share.words(share.num_columns), share.words(share.num_rows)
         return {
-            "qweight": CheckpointTensor(
+            "qweight": CheckpointPart(
                 (words_in, share.num_rows), (share.covering(share.columns), share.rows), torch.int32
             ),
-            "qzeros": CheckpointTensor(
+            "qzeros": CheckpointPart(
                 (share.num_groups, words_out), (share.groups, share.covering(share.rows)), torch.int32
             ),
-            "scales": CheckpointTensor((share.num_groups, share.num_rows), (share.groups, share.rows), torch.float32),
+            "scales": CheckpointPart((share.num_groups, share.num_rows), (share.groups, share.rows), torch.float32),
         }
 
     def values(self, share: MatrixShard, read: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -74,13 +74,13 @@ class GPTQPacking(Packing):
 class IntQuantizedPacking(Packing):
     """compressed-tensors `int-quantized`: `weight` is int8 [out, in], with scales and zero points [out, groups]."""
 
-    def tensors(self, share: MatrixShard, *, symmetric: bool) -> Mapping[str, CheckpointTensor]:
+    def tensors(self, share: MatrixShard, *, symmetric: bool) -> Mapping[str, CheckpointPart]:
         per_group = (share.num_rows, share.num_groups), (share.rows, share.groups)
         tensors = {
-            "weight": CheckpointTensor((share.num_rows, share.num_columns), (share.rows, share.columns), torch.int8),
-            "weight_scale": CheckpointTensor(*per_group, torch.float32),
+            "weight": CheckpointPart((share.num_rows, share.num_columns), (share.rows, share.columns), torch.int8),
+            "weight_scale": CheckpointPart(*per_group, torch.float32),
         }
-        return tensors if symmetric else {**tensors, "weight_zero_point": CheckpointTensor(*per_group, torch.int8)}
+        return tensors if symmetric else {**tensors, "weight_zero_point": CheckpointPart(*per_group, torch.int8)}
 
     def values(self, share: MatrixShard, read: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return read["weight"]
@@ -95,19 +95,19 @@ class IntQuantizedPacking(Packing):
 class PackQuantizedPacking(Packing):
     """compressed-tensors `pack-quantized`: `weight_packed` [out, in] along inputs, zero points along outputs."""
 
-    def tensors(self, share: MatrixShard, *, symmetric: bool) -> Mapping[str, CheckpointTensor]:
+    def tensors(self, share: MatrixShard, *, symmetric: bool) -> Mapping[str, CheckpointPart]:
         tensors = {
-            "weight_packed": CheckpointTensor(
+            "weight_packed": CheckpointPart(
                 (share.num_rows, share.words(share.num_columns)),
                 (share.rows, share.covering(share.columns)),
                 torch.int32,
             ),
-            "weight_scale": CheckpointTensor(
+            "weight_scale": CheckpointPart(
                 (share.num_rows, share.num_groups), (share.rows, share.groups), torch.float32
             ),
         }
         if not symmetric:
-            tensors["weight_zero_point"] = CheckpointTensor(
+            tensors["weight_zero_point"] = CheckpointPart(
                 (share.words(share.num_rows), share.num_groups),
                 (share.covering(share.rows), share.groups),
                 torch.int32,

@@ -1,4 +1,4 @@
-"""Long prompts: one after the other, each with a share of the step, see `long_prefill_limiter.py`."""
+"""Long prompts: one after the other, each with a share of the step, see `long_prefill_limiter.py`; or in one step."""
 
 from __future__ import annotations
 
@@ -33,3 +33,10 @@ class LongPromptShares(AdmissionPolicy):
         request.is_long = not candidate.share.num_tokens
         request.is_very_long = candidate.share.is_very_long
         self._limiter.take(candidate.share)
+
+
+class WholePrompts(AdmissionPolicy):
+    """Without chunked prefill: stops at a request whose tokens do not fit into the rest of the step."""
+
+    def decide(self, candidate: Candidate) -> Decision:
+        return Decision.ADMIT if sum(candidate.left) <= candidate.step.budget else Decision.STOP

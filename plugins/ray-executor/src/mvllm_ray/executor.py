@@ -18,8 +18,8 @@ from mvllm.extension_api import (
 )
 from mvllm.extension_api.remote_executors import (
     Reply,
-    Request,
     RpcExecutor,
+    RPCRequest,
     launch_topology,
 )
 from mvllm_ray.resources import find_resource
@@ -69,7 +69,7 @@ class RayDistributedExecutor(RpcExecutor):
 
     # Workers on other nodes cannot write to the activity table, so these hooks write their pending requests to it.
 
-    def _on_request_sent(self, request: Request, args: tuple[Any, ...]) -> None:
+    def _on_request_sent(self, request: RPCRequest, args: tuple[Any, ...]) -> None:
         for rank in self._remote_ranks:
             if request.is_addressed_to(rank):
                 step = args[0].step if request.method == _STEP_METHOD else -1

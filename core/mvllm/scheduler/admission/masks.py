@@ -6,7 +6,7 @@ from mvllm.scheduler.admission.policy import AdmissionPolicy, Candidate, Decisio
 from mvllm.scheduler.request_lists import RequestLists
 
 
-class Grammars(AdmissionPolicy):
+class AwaitedMasks(AdmissionPolicy):
     """Passes over requests whose masks are being computed."""
 
     def start_round(self, requests: RequestLists) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
-from mvllm.kv_cache.host_blocks import HostBlocks
+from mvllm.kv_cache.host_block_pool import HostBlockPool
 
 
-def fill(blocks: HostBlocks, *keys: bytes) -> list[int]:
+def fill(blocks: HostBlockPool, *keys: bytes) -> list[int]:
     found = []
     for key in keys:
         index = blocks.allocate(key)
@@ -19,7 +19,7 @@ def fill(blocks: HostBlocks, *keys: bytes) -> list[int]:
 
 
 def test_the_least_recently_used_contents_are_evicted_first():
-    blocks = HostBlocks(3)
+    blocks = HostBlockPool(3)
     a, b, c = fill(blocks, b"a", b"b", b"c")
     blocks.pin(a)
     blocks.unpin(a)
@@ -28,7 +28,7 @@ def test_the_least_recently_used_contents_are_evicted_first():
 
 
 def test_pinned_host_blocks_are_not_evicted():
-    blocks = HostBlocks(2)
+    blocks = HostBlockPool(2)
     a, _ = fill(blocks, b"a", b"b")
     blocks.pin(a)
     assert blocks.num_available == 1
@@ -40,7 +40,7 @@ def test_pinned_host_blocks_are_not_evicted():
 
 
 def test_contents_are_found_once_they_are_complete():
-    blocks = HostBlocks(2)
+    blocks = HostBlockPool(2)
     index = blocks.allocate(b"a")
     assert blocks.get(b"a") is None and blocks.get_filling(b"a") == index
     blocks.publish(index)
@@ -48,7 +48,7 @@ def test_contents_are_found_once_they_are_complete():
 
 
 def test_discarded_contents_are_not_found_and_their_host_block_is_free_after_the_last_pin():
-    blocks = HostBlocks(2)
+    blocks = HostBlockPool(2)
     index = blocks.allocate(b"a")
     blocks.discard([b"a", b"unknown"])
     blocks.publish(index)  # too late
@@ -62,7 +62,7 @@ def test_discarded_contents_are_not_found_and_their_host_block_is_free_after_the
 
 def test_random_use_keeps_the_index_consistent():
     dice = random.Random(5)
-    blocks, pins, contents = HostBlocks(6), {}, {}
+    blocks, pins, contents = HostBlockPool(6), {}, {}
     for _ in range(3000):
         key, action = bytes([dice.randrange(12)]), dice.random()
         if action < 0.4 and blocks.get(key) is None and blocks.get_filling(key) is None:

@@ -21,7 +21,7 @@ class AwaitedSnapshot:
 
     __slots__ = ("num_starts", "plan", "position", "seen", "writer")
 
-    def __init__(self, writer: RequestState, position: int, plan: int) -> None:
+    def __init__(self, writer: RequestStateSlots, position: int, plan: int) -> None:
         self.writer = writer
         self.num_starts = writer.num_starts
         self.position = position
@@ -29,7 +29,7 @@ class AwaitedSnapshot:
         self.plan = plan
 
 
-class RequestState:
+class RequestStateSlots:
     """The state slots of one request, or none. Changed only by StateSlots.
 
         tokens      0 .................. 512 ............. 640          the next step reads slot 2 and writes it;
@@ -89,5 +89,5 @@ class RequestState:
         return slots + [slot for _, slot in self.pending]
 
 
-NO_STATE = RequestState(0, has_siblings=False)
+NO_STATE = RequestStateSlots(0, has_siblings=False)
 """Of requests to models without sequence states. Never changed."""

@@ -13,21 +13,22 @@ No tensors, and no bytes: those are in `kv_transfer.host_kv_cache`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
+from mvllm.kv_cache.listener import KVCacheListener
 from mvllm.kv_transfer.connector import BlockKey
 
 
-class HostBlocks:
+class HostBlockPool:
     """The index of `num_blocks` host blocks, numbered from 0.
 
     Attributes:
-        on_change: Called with a key and whether a host block has its contents from now on; None for nobody.
+        listeners: Called when host blocks get or lose contents.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.on_change: Callable[[BlockKey, bool], None] | None = None
+        self.listeners: list[KVCacheListener] = []
         self._num_unused = num_blocks  # the last ones: they were never allocated
         self._free: list[int] = []
         self._keys: dict[int, BlockKey] = {}  # of those that are being filled or have contents
@@ -129,8 +130,8 @@ class HostBlocks:
         self.discard([*self._by_key, *self._filling])
 
     def _report(self, key: BlockKey, *, is_stored: bool) -> None:
-        if self.on_change is not None:
-            self.on_change(key, is_stored)
+        for listener in self.listeners:
+            listener.host_block_changed(key, is_stored)
 
     def check_integrity(self, pins: dict[int, int]) -> None:
         """Raises AssertionError unless all agrees.
