@@ -19,7 +19,7 @@ from mvllm.entrypoints.openai.common.openapi import _EXAMPLES
 from mvllm.entrypoints.openai.common.request_body import BodyDecoder
 from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.entrypoints.openai.foreign_fields import FOREIGN_FIELDS, UNSUPPORTED_FIELDS
-from mvllm.entrypoints.openai.pooling.serving_embedding import _encode_values
+from mvllm.entrypoints.openai.pooling.embeddings import _encode_values
 from mvllm.entrypoints.openai.protocol import (
     ClassificationRequest,
     EmbeddingRequest,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fastapi import APIRouter
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mvllm.engine.async_llm import AsyncLLM
+from mvllm.entrypoints.openai.common.api_router import APIRouter
 from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.entrypoints.openai.common.json_response import json_response
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
@@ -24,6 +25,13 @@ from mvllm.entrypoints.openai.server.body_routes import BodyRoutes
 from mvllm.entrypoints.openai.server.middleware import require_admin
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.errors import ConfigError, ModelError, PlatformError, RequestError, UnsupportedMethodError
+
+
+class PauseQuery(msgspec.Struct):
+    """Query of `/pause`."""
+
+    mode: str = "abort"
+    clear_cache: bool = True
 
 
 class RolloutRoutes:
@@ -43,7 +51,8 @@ class RolloutRoutes:
     def add_to(self, router: APIRouter) -> None:
         """Adds the routes to a router."""
         add, add_body = router.add_api_route, self._body_routes.add
-        add("/pause", self.pause, methods=["POST"], summary="Stop computing; further requests wait.")
+        summary = "Stop computing; further requests wait."
+        add("/pause", self.pause, methods=["POST"], summary=summary, query=PauseQuery)
         add("/resume", self.resume, methods=["POST"], summary="Continue after /pause.")
         add("/is_paused", self.is_paused, methods=["GET"], summary="Whether the engine is paused.")
         add_body(
@@ -63,11 +72,11 @@ class RolloutRoutes:
         )
         add_body(router, "/collective_rpc", CollectiveRpcRequest, self.collective_rpc, "Call a method of the workers.")
 
-    async def pause(self, request: Request, mode: str = "abort", clear_cache: bool = True) -> Response:
+    async def pause(self, request: Request) -> Response:
         """Pauses the engine; answers when no step runs."""
         engine = self._engine(request)
-        self._body_routes.reader.check_query(request, "mode", "clear_cache")
-        await engine.pause_generation(mode=mode, clear_cache=clear_cache)
+        query = self._body_routes.reader.read_query(request, PauseQuery)
+        await engine.pause_generation(mode=query.mode, clear_cache=query.clear_cache)
         return json_response({"is_paused": True})
 
     async def resume(self, request: Request) -> Response:

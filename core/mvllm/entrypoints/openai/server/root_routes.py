@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from fastapi import APIRouter
-from starlette.routing import Route
+from starlette.routing import Route, Router
 
 from mvllm.entrypoints.http_plugin import HTTPPlugin
-from mvllm.entrypoints.openai.chat.routes import StoreCompletion
+from mvllm.entrypoints.openai.chat_completions import StoreCompletion
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.server.body_routes import BodyRoutes
 from mvllm.entrypoints.openai.server.http_plugins import PREFIX
@@ -55,7 +54,7 @@ class PluginRoutes:
                 self.store_completion = self.store_completion or made.store_completion
 
     @property
-    def routers(self) -> list[APIRouter]:
+    def routers(self) -> list[Router]:
         """The routes."""
         return [router for _, made in self._made for router in made.routers]
 
@@ -66,7 +65,7 @@ class PluginRoutes:
         posts = (route for route in found if "POST" in (route.methods or ()) and not route.param_convertors)
         return [route for route in posts if route.path in self._body_routes.paths]
 
-    def check_conflicts(self, core_routers: Iterable[APIRouter]) -> None:
+    def check_conflicts(self, core_routers: Iterable[Router]) -> None:
         """Checks that no plugin has a route that core or another plugin has.
 
         Raises:
@@ -98,7 +97,7 @@ def _make(each: RootPlugin, plugin: HTTPPlugin, handle: APIServerHandle, *, is_r
     return made
 
 
-def _routes(router: APIRouter) -> Iterator[Route]:
+def _routes(router: Router) -> Iterator[Route]:
     return (route for route in router.routes if isinstance(route, Route))
 
 

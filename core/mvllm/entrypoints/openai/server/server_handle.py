@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
-from fastapi import APIRouter
+from starlette.routing import Router
 
 from mvllm.engine.async_llm import AsyncLLM
-from mvllm.entrypoints.openai.chat.routes import StoreCompletion
+from mvllm.entrypoints.openai.chat_completions import StoreCompletion
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.server.body_routes import BodyRoutes
@@ -79,10 +79,11 @@ class HTTPRoutes:
     """What a plugin adds to an API server.
 
     Attributes:
-        routers: Its routes, under their whole paths. No router includes another.
+        routers: Its routes, under their whole paths: core's APIRouter, Starlette's Router, or FastAPI's APIRouter. No
+            router includes another.
         store_completion: Stores chat completions of requests with `store: true`; None if it stores none. One plugin may
             have it.
     """
 
-    routers: Sequence[APIRouter]
+    routers: Sequence[Router]
     store_completion: StoreCompletion | None = None

@@ -6,13 +6,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mvllm.entrypoints.openai.audio.form import parse_form
 from mvllm.entrypoints.openai.audio.formats import MEDIA_TYPES
-from mvllm.entrypoints.openai.audio.serving import TRANSCRIBE, TRANSLATE, TranscriptionHandler
+from mvllm.entrypoints.openai.audio.transcriptions import TRANSCRIBE, TRANSLATE, TranscriptionHandler
+from mvllm.entrypoints.openai.common.api_router import APIRouter
 from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.protocol import TranscriptionRequest
@@ -56,9 +56,7 @@ class AudioRoutes:
     def add_to(self, router: APIRouter) -> None:
         """Adds the routes."""
         for path, task, summary in _PATHS:
-            router.add_api_route(
-                path, self._endpoint(task), methods=["POST"], name=path, summary=summary, openapi_extra=_FORM
-            )
+            router.add_api_route(path, self._endpoint(task), methods=["POST"], summary=summary, openapi_extra=_FORM)
 
     def _endpoint(self, task: str) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:

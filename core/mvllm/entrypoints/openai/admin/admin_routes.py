@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Query
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mvllm.engine.async_llm import AsyncLLM
+from mvllm.entrypoints.openai.common.api_router import APIRouter
 from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.entrypoints.openai.common.json_response import json_response
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
@@ -22,6 +23,18 @@ from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.root_plugins import loaded_plugins
 from mvllm.errors import ConfigError, ModelError, PlatformError, RequestError
 from mvllm.version import __version__
+
+
+class SleepQuery(msgspec.Struct):
+    """Query of `/sleep`."""
+
+    level: int = 1
+
+
+class WakeUpQuery(msgspec.Struct):
+    """Query of `/wake_up`."""
+
+    tags: list[str] | None = None
 
 
 class AdminRoutes:
@@ -47,8 +60,10 @@ class AdminRoutes:
         add, add_body = router.add_api_route, self._body_routes.add
         add("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"], summary="Clear the prefix cache.")
         add("/reset_mm_cache", self.reset_mm_cache, methods=["POST"], summary="Clear the caches of images and others.")
-        add("/sleep", self.sleep, methods=["POST"], summary="Free device memory and accept no requests.")
-        add("/wake_up", self.wake_up, methods=["POST"], summary="Allocate the memory and accept requests again.")
+        summary = "Free device memory and accept no requests."
+        add("/sleep", self.sleep, methods=["POST"], summary=summary, query=SleepQuery)
+        summary = "Allocate the memory and accept requests again."
+        add("/wake_up", self.wake_up, methods=["POST"], summary=summary, query=WakeUpQuery)
         add("/is_sleeping", self.is_sleeping, methods=["GET"], summary="Whether the engine sleeps.")
         add_body(router, "/v1/load_lora_adapter", LoadLoRAAdapterRequest, self.load, "Load a LoRA adapter.")
         add_body(router, "/v1/unload_lora_adapter", UnloadLoRAAdapterRequest, self.unload, "Unload a LoRA adapter.")
@@ -66,22 +81,22 @@ class AdminRoutes:
         self._body_routes.reader.check_query(request)
         return json_response({"reset": await self._state.engine.reset_mm_cache()})
 
-    async def sleep(self, request: Request, level: int = 1) -> Response:
+    async def sleep(self, request: Request) -> Response:
         """Aborts running requests and puts the engine to sleep."""
         require_admin(request)
-        self._body_routes.reader.check_query(request, "level")
+        query = self._body_routes.reader.read_query(request, SleepQuery)
         engine = self._state.engine
         with _show_errors("sleep_failed"):
-            await engine.sleep(level)
+            await engine.sleep(query.level)
         return json_response({"is_sleeping": engine.is_asleep})
 
-    async def wake_up(self, request: Request, tags: Annotated[list[str] | None, Query()] = None) -> Response:
+    async def wake_up(self, request: Request) -> Response:
         """Wakes the engine up; with `tags`, allocates only `weights` or `kv_cache`."""
         require_admin(request)
-        self._body_routes.reader.check_query(request, "tags")
+        query = self._body_routes.reader.read_query(request, WakeUpQuery)
         engine = self._state.engine
         with _show_errors("wake_up_failed"):
-            await engine.wake_up(tags)
+            await engine.wake_up(query.tags)
         return json_response({"is_sleeping": engine.is_asleep})
 
     async def is_sleeping(self, request: Request) -> Response:

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mvllm.entrypoints.chat_template import read_tokenizer_config
+from mvllm.entrypoints.openai.common.api_router import APIRouter
 from mvllm.entrypoints.openai.common.json_response import json_response
 from mvllm.entrypoints.openai.common.streaming_response import cancel_on_disconnect
 from mvllm.entrypoints.openai.protocol import DetokenizeRequest, TokenizeRequest
@@ -58,7 +58,7 @@ class TokenizeRoutes:
         max_model_len = engine.model_config.max_model_len
         return json_response({"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": names})
 
-    async def tokenizer_info(self) -> Response:
+    async def tokenizer_info(self, request: Request) -> Response:
         """The configuration of the tokenizer, and the chat template that conversations are rendered with."""
         context = self._state.context
         folder = Path(context.engine.model_config.tokenizer or "")
