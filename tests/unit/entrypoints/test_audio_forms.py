@@ -8,9 +8,9 @@ import tracemalloc
 import httpx
 import pytest
 
+from mvllm.entrypoints.openai.audio.audio_routes import read_fields
 from mvllm.entrypoints.openai.audio.form import parse_form
 from mvllm.entrypoints.openai.audio.formats import Segment, Transcription
-from mvllm.entrypoints.openai.audio.routes import read_fields
 from mvllm.entrypoints.openai.common.errors import APIError
 
 BINARY = bytes(range(256)) + b"\r\n--\r\n\r\n"

@@ -17,7 +17,7 @@ from mvllm.entrypoints.openai.server.app import build_app
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.entrypoints.openai.tokenize.routes import MAX_DETOKENIZE_TOKENS
+from mvllm.entrypoints.openai.tokenize_routes import MAX_DETOKENIZE_TOKENS
 
 
 class SlowTokenizer:

@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import BaseRoute, Mount, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mvllm import plugin_groups
@@ -99,21 +99,33 @@ def build_starlette_app(
     models: OpenAIServingModels,
     metrics: HTTPMetrics,
     settings: ServerSettings,
+    more_routers: Iterable[Router] = (),
 ) -> Starlette:
-    """The application without middleware."""
-    return _build_starlette_app(state, models, settings, *_make_routes(state, models, metrics, settings))
+    """The application without middleware.
+
+    Args:
+        more_routers: Routes beside those of the server.
+    """
+    routes, added = _make_routes(state, models, metrics, settings)
+    return _build_starlette_app(state, models, settings, routes, added, more_routers)
 
 
-def build_app_without_engine(settings: ServerSettings) -> tuple[Starlette, Callable[[], Awaitable[None]]]:
+def build_app_without_engine(
+    settings: ServerSettings, more_routers: Iterable[Router] = ()
+) -> tuple[Starlette, Callable[[], Awaitable[None]]]:
     """An API server's application without an engine, and a function that ends what it uses.
 
     It has all routes, for the description of the API and to find out whether there is a route; those that need an
     engine answer 503. HTTP plugins and adapters of the settings are left out.
+
+    Args:
+        more_routers: Further routes.
     """
     state = ServerState(settings.heartbeat_timeout)
     plain = replace(settings, http_plugins=(), lora_modules=())
     models = OpenAIServingModels(("model",), "model")
-    return build_starlette_app(state, models, HTTPMetrics(CollectorRegistry()), plain), state.close
+    app = build_starlette_app(state, models, HTTPMetrics(CollectorRegistry()), plain, more_routers)
+    return app, state.close
 
 
 class DirectRoutes:
@@ -163,13 +175,19 @@ def _make_routes(
 
 
 def _build_starlette_app(
-    state: ServerState, models: OpenAIServingModels, settings: ServerSettings, routes: Routes, added: PluginRoutes
+    state: ServerState,
+    models: OpenAIServingModels,
+    settings: ServerSettings,
+    routes: Routes,
+    added: PluginRoutes,
+    more_routers: Iterable[Router] = (),
 ) -> Starlette:
     plugins = load_http_plugins(
         [name for name in settings.http_plugins if not is_root_plugin(plugin_groups.require(plugin_groups.HTTP, name))],
         lambda name: HTTPServerHandle(name, state, models, settings),
     )
-    found: list[BaseRoute] = [each for router in (*routes.routers, *added.routers) for each in routes_of(router)]
+    routers = (*routes.routers, *added.routers, *more_routers)
+    found: list[BaseRoute] = [each for router in routers for each in routes_of(router)]
     parts = {plugin.prefix: plugin.app.routes for plugin in plugins if plugin.app is not None}
     formats = api_formats(settings.disabled_http_plugins)
     tags = {name: text for plugin in added.plugins for name, text in plugin.tags.items()}
