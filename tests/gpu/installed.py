@@ -26,7 +26,7 @@ MODULES = {
     "pyzmq": "zmq",
 }
 """Names of modules that differ from those of their packages."""
-SERVE_ONLY = ("fastapi", "httptools", "prometheus-client", "uvicorn", "uvloop")
+SERVE_ONLY = ("httptools", "prometheus-client", "starlette", "uvicorn", "uvloop")
 EVERYTHING = "everything"
 EXTRAS = ("bench", "testing")
 PARTS = {

@@ -60,8 +60,6 @@ from mvllm.messages.inputs import TokensPrompt as TokensPrompt
 from mvllm.messages.pooling_params import PoolingParams as PoolingParams
 from mvllm.messages.pooling_params import PoolingTask as PoolingTask
 from mvllm.messages.structured_outputs import MAX_NESTING as MAX_NESTING
-from mvllm.multimodal.public_addresses import is_public as is_public
-from mvllm.multimodal.public_addresses import start_resolving as start_resolving
 
 __all__ = [
     "DONE",
@@ -106,7 +104,6 @@ __all__ = [
     "check_tools",
     "convert_fields",
     "encode_json",
-    "is_public",
     "is_too_long",
     "json_response",
     "key_digest",
@@ -116,7 +113,6 @@ __all__ = [
     "read_query",
     "renamed_fields",
     "request_caller",
-    "start_resolving",
     "text_of_part",
     "to_api_error",
     "waited_nanoseconds",
