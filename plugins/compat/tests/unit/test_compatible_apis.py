@@ -268,4 +268,4 @@ class TestOllama:
         context: Any = SimpleNamespace(engine=None)
         older = ollama_embeddings_handler(context, "m", OllamaEmbeddingsRequest(prompt="x"))
         newer = OllamaEmbedHandler(context, "m", OllamaEmbedRequest(input="x"))
-        assert (older._params.normalize, newer._params.normalize) == (False, True)
+        assert (older._inputs.params.normalize, newer._inputs.params.normalize) == (False, True)

@@ -106,18 +106,21 @@ class InputList:
         request: The request that has them.
         params: Their pooling parameters.
         field: Their name in the request, for errors.
+
+    Attributes:
+        params: See Args.
     """
 
     def __init__(self, request: InputListRequest, params: PoolingParams, field: str = "input") -> None:
         self._request = request
-        self._params = params
+        self.params = params
         self.field = field
 
     async def build(self, context: ServingContext) -> tuple[Sequence[PromptType], Sequence[PoolingParams]]:
         """See PoolingInputs."""
         request = self._request
         if request.messages is not None:
-            return [await self._build_conversation(context)], [self._params]
+            return [await self._build_conversation(context)], [self.params]
         if request.input == []:  # the vectors of no inputs
             return [], []
         prompts = await build_prompts(
@@ -126,7 +129,7 @@ class InputList:
             add_special_tokens=request.add_special_tokens,
             cache_salt=request.cache_salt,
         )
-        return prompts, [self._params] * len(prompts)
+        return prompts, [self.params] * len(prompts)
 
     async def _build_conversation(self, context: ServingContext) -> PromptType:
         """The prompt of `messages`."""
