@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-import httpx
+import httpx2
 import psutil
 import pytest
 from prometheus_client import CollectorRegistry
@@ -73,10 +73,10 @@ class TestEveryRoute:
     matters here."""
 
     @staticmethod
-    def ask(app: object, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> httpx.Response:
-        async def run() -> httpx.Response:
-            transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type]
-            async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+    def ask(app: object, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> httpx2.Response:
+        async def run() -> httpx2.Response:
+            transport = httpx2.ASGITransport(app=app)  # type: ignore[arg-type]
+            async with httpx2.AsyncClient(transport=transport, base_url="http://server") as client:
                 return await client.request(method, path, headers=headers, content=body)
 
         return asyncio.run(run())

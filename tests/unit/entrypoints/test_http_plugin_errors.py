@@ -7,7 +7,7 @@ import asyncio
 from typing import Any
 
 import fastapi
-import httpx
+import httpx2
 import pytest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -39,13 +39,13 @@ def router(request: pytest.FixtureRequest) -> Router:
     return router
 
 
-def ask(router: Router, method: str, path: str, **more: Any) -> httpx.Response:
+def ask(router: Router, method: str, path: str, **more: Any) -> httpx2.Response:
     plugin = make_application(routes_of(router))
     loaded = LoadedPlugin("p", PluginSource("p", "p:make_router", "acme", "1"), plugin)
     app = make_application([Mount(loaded.prefix, loaded.asgi_app(BodyReader(100, 5.0)))])
 
-    async def run() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+    async def run() -> httpx2.Response:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://x") as client:
             return await client.request(method, f"/plugins/p/{path}", **more)
 
     return asyncio.run(run())
