@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route, Router
+from starlette.routing import Match, Route, Router
 from starlette.types import Scope
 
 from mvllm.entrypoints.openai.common.json_response import json_response
@@ -22,41 +22,25 @@ Endpoint = Callable[[Request], Awaitable[Any]]
 class APIRoute(Route):
     """A route with its description.
 
-    Args:
-        path, endpoint, methods: As for Starlette's Route. HEAD is not among the methods: RequestMiddleware answers it.
+    Attributes:
         tags: Groups of the description that it belongs to.
         summary: What it does, in a few words.
+        description: The docstring of its endpoint.
         query: The type of its query parameters; None for none.
         openapi_extra: More fields of its operation in OpenAPI, such as `requestBody`.
-        include_in_schema: False for routes that are not described.
     """
 
-    def __init__(
-        self,
-        path: str,
-        endpoint: Endpoint,
-        *,
-        methods: Collection[str],
-        tags: Sequence[str] = (),
-        summary: str = "",
-        query: type[msgspec.Struct] | None = None,
-        openapi_extra: Mapping[str, Any] = MappingProxyType({}),
-        include_in_schema: bool = True,
-    ) -> None:
-        super().__init__(path, respond_with(endpoint), methods=methods, include_in_schema=include_in_schema)
-        self.methods: set[str] = {method.upper() for method in methods}
-        self.tags = list(tags)
-        self.summary = summary
-        self.description = endpoint.__doc__
-        self.query = query
-        self.openapi_extra = openapi_extra
+    methods: set[str]
+    tags: Sequence[str] = ()
+    summary = ""
+    description: str | None = None
+    query: type[msgspec.Struct] | None = None
+    openapi_extra: Mapping[str, Any] = MappingProxyType({})
 
-    def matches(self, scope: Scope) -> Any:
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """See Starlette's Route. The scope of a request has its route, for the log and the metrics."""
         match, child_scope = super().matches(scope)
-        if child_scope:
-            child_scope["route"] = self
-        return match, child_scope
+        return match, {**child_scope, "route": self} if child_scope else child_scope
 
 
 class APIRouter(Router):
@@ -81,22 +65,15 @@ class APIRouter(Router):
         openapi_extra: Mapping[str, Any] = MappingProxyType({}),
         include_in_schema: bool = True,
     ) -> None:
-        """Adds a route. See APIRoute."""
-        self.routes.append(
-            APIRoute(
-                path,
-                endpoint,
-                methods=methods,
-                tags=self.tags,
-                summary=summary,
-                query=query,
-                openapi_extra=openapi_extra,
-                include_in_schema=include_in_schema,
-            )
-        )
+        """Adds a route. See APIRoute. HEAD is not among its methods: RequestMiddleware makes it GET."""
+        route = APIRoute(path, _respond_with(endpoint), include_in_schema=include_in_schema)
+        route.methods = {method.upper() for method in methods}
+        route.tags, route.summary, route.description = self.tags, summary, endpoint.__doc__
+        route.query, route.openapi_extra = query, openapi_extra
+        self.routes.append(route)
 
 
-def respond_with(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+def _respond_with(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
     """An endpoint of Starlette, which returns a Response."""
 
     async def respond(request: Request) -> Response:

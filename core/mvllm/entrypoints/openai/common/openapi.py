@@ -162,7 +162,7 @@ def _operation(route: Route) -> dict[str, Any]:
     ]
     operation: dict[str, Any] = {"responses": {"200": {"description": "The response."}}}
     if isinstance(route, APIRoute):
-        operation |= {"tags": route.tags, "summary": route.summary, **route.openapi_extra}
+        operation |= {"tags": list(route.tags), "summary": route.summary, **route.openapi_extra}
         description = inspect.cleandoc(route.description or "")
         if description and description != route.summary:
             operation["description"] = description

@@ -35,6 +35,7 @@ from mvllm.entrypoints.openai.server.middleware import UNAUTHENTICATED_PATHS, Re
 from mvllm.entrypoints.openai.server.rate_limits import RateLimiter
 from mvllm.entrypoints.openai.server.root_routes import PluginRoutes
 from mvllm.entrypoints.openai.server.routes import Routes
+from mvllm.entrypoints.openai.server.server_handle import APIServerHandle
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.openai.server.tracing_middleware import TracingMiddleware
@@ -59,9 +60,9 @@ def build_app(
     Args:
         listener: What it is to be served on; None if the application is called otherwise.
     """
-    routes, added = _make_routes(state, models, metrics, settings)
+    server, routes, added = _make_routes(state, models, metrics, settings)
     direct = [*routes.direct_routes, *added.direct_routes]
-    app: ASGIApp = DirectRoutes(_build_starlette_app(state, models, settings, routes, added), direct)
+    app: ASGIApp = DirectRoutes(_build_starlette_app(server, routes, added), direct)
     if tracer is not None:
         operations = {path: name for plugin in added.plugins for path, name in plugin.operations.items()}
         app = TracingMiddleware(app, tracer, operations)
@@ -106,8 +107,7 @@ def build_starlette_app(
     Args:
         more_routers: Routes beside those of the server.
     """
-    routes, added = _make_routes(state, models, metrics, settings)
-    return _build_starlette_app(state, models, settings, routes, added, more_routers)
+    return _build_starlette_app(*_make_routes(state, models, metrics, settings), more_routers)
 
 
 def build_app_without_engine(
@@ -165,26 +165,22 @@ def _make_routes(
     models: OpenAIServingModels,
     metrics: HTTPMetrics,
     settings: ServerSettings,
-) -> tuple[Routes, PluginRoutes]:
-    body_routes = BodyRoutes(state, models, settings)
+) -> tuple[APIServerHandle, Routes, PluginRoutes]:
+    server = APIServerHandle("", state, models, settings, BodyRoutes(state, models, settings))
     log_failures(root_plugins(settings.disabled_http_plugins, settings.http_plugins))
-    added = PluginRoutes(state, models, settings, body_routes)
-    routes = Routes(state, models, metrics, settings, body_routes, added.store_completion)
+    added = PluginRoutes(server)
+    routes = Routes(server, metrics, added.store_completion)
     added.check_conflicts(routes.routers)
-    return routes, added
+    return server, routes, added
 
 
 def _build_starlette_app(
-    state: ServerState,
-    models: OpenAIServingModels,
-    settings: ServerSettings,
-    routes: Routes,
-    added: PluginRoutes,
-    more_routers: Iterable[Router] = (),
+    server: APIServerHandle, routes: Routes, added: PluginRoutes, more_routers: Iterable[Router] = ()
 ) -> Starlette:
+    settings, body_routes = server.server_settings, server.body_routes
     plugins = load_http_plugins(
         [name for name in settings.http_plugins if not is_root_plugin(plugin_groups.require(plugin_groups.HTTP, name))],
-        lambda name: HTTPServerHandle(name, state, models, settings),
+        lambda name: HTTPServerHandle(name, server.state, server.models, settings),
     )
     routers = (*routes.routers, *added.routers, *more_routers)
     found: list[BaseRoute] = [each for router in routers for each in routes_of(router)]
@@ -194,10 +190,10 @@ def _build_starlette_app(
 
     @cache
     def document() -> dict[str, Any]:
-        return openapi_document(found, parts, routes.body_types, formats, tags, UNAUTHENTICATED_PATHS)
+        return openapi_document(found, parts, body_routes.body_types, formats, tags, UNAUTHENTICATED_PATHS)
 
     text = next((plugin.root_text for plugin in added.plugins if plugin.root_text is not None), _RUNNING)
-    mounts = [Mount(plugin.prefix, plugin.asgi_app(routes.body_reader)) for plugin in plugins]
+    mounts = [Mount(plugin.prefix, plugin.asgi_app(body_routes.reader)) for plugin in plugins]
     pages = _pages(document, text, has_docs=settings.docs)
     return make_application([*found, *pages.routes, *mounts])
 

@@ -18,13 +18,9 @@ from mvllm.entrypoints.openai.server.error_handlers import add_error_handlers
 
 def routes_of(router: Router) -> Sequence[BaseRoute]:
     """The routes of a plugin's router, for an application of Starlette."""
-    return [FastAPIRoutes(router)] if is_fastapi_router(router) else router.routes
-
-
-def is_fastapi_router(router: Router) -> bool:
-    """Whether a router is one of FastAPI."""
     fastapi = sys.modules.get("fastapi")
-    return fastapi is not None and isinstance(router, fastapi.APIRouter)
+    is_fastapis = fastapi is not None and isinstance(router, fastapi.APIRouter)
+    return [FastAPIRoutes(router)] if is_fastapis else router.routes
 
 
 class FastAPIRoutes(BaseRoute):

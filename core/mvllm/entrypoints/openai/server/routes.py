@@ -11,11 +11,9 @@ from mvllm.entrypoints.openai.admin.admin_routes import AdminRoutes
 from mvllm.entrypoints.openai.admin.rollout_routes import RolloutRoutes
 from mvllm.entrypoints.openai.audio.audio_routes import AudioRoutes
 from mvllm.entrypoints.openai.chat_completions import ChatCompletionHandler, StoreCompletion
-from mvllm.entrypoints.openai.client_request import ModelRequest
 from mvllm.entrypoints.openai.common.api_format import api_format
 from mvllm.entrypoints.openai.common.api_router import APIRoute, APIRouter
 from mvllm.entrypoints.openai.common.json_response import json_response
-from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.completions import CompletionHandler
 from mvllm.entrypoints.openai.images.serving import ImageGenerationHandler
 from mvllm.entrypoints.openai.pooling.embeddings import embedding_handler, pooling_handler
@@ -30,10 +28,9 @@ from mvllm.entrypoints.openai.protocol import (
     RerankRequest,
     ScoreRequest,
 )
-from mvllm.entrypoints.openai.server.body_routes import BodyRoutes
 from mvllm.entrypoints.openai.server.http_metrics import CONTENT_TYPE, HTTPMetrics
-from mvllm.entrypoints.openai.server.server_state import ServerPhase, ServerState
-from mvllm.entrypoints.openai.server.settings import ServerSettings
+from mvllm.entrypoints.openai.server.server_handle import APIServerHandle
+from mvllm.entrypoints.openai.server.server_state import ServerPhase
 from mvllm.entrypoints.openai.tokenize_routes import TokenizeRoutes
 from mvllm.version import __version__
 
@@ -57,34 +54,22 @@ class Routes:
     """The routes of the server.
 
     Args:
-        state: The server's state.
-        models: Names of the model and of LoRA adapters.
+        server: The API server.
         metrics: The metrics at `/metrics`.
-        settings: The server's.
-        body_routes: Adds the routes with a JSON body.
         store_completion: Stores chat completions; None if the server stores none.
 
     Attributes:
         routers: All routes, with the tags of `openapi.TAGS`.
-        body_reader: Reads bodies within the server's limits.
-        direct_routes: The most used of them, for `DirectRoutes`. They have neither parameters nor response models.
+        direct_routes: The most used of them, for `DirectRoutes`. They have no parameters.
     """
 
     def __init__(
-        self,
-        state: ServerState,
-        models: OpenAIServingModels,
-        metrics: HTTPMetrics,
-        settings: ServerSettings,
-        body_routes: BodyRoutes,
-        store_completion: StoreCompletion | None = None,
+        self, server: APIServerHandle, metrics: HTTPMetrics, store_completion: StoreCompletion | None = None
     ) -> None:
-        self._state = state
-        self._models = models
+        self._state, self._models = server.state, server.models
+        self._body_routes = body_routes = server.body_routes
         self._metrics = metrics
         self._store_completion = store_completion
-        self.body_reader = body_routes.reader
-        self._body_routes = body_routes
         tags = ("health", "generation", "embeddings", "models", "tokens", "monitoring", "admin")
         self.routers = [APIRouter(tags=[tag]) for tag in tags]
         health, generation, embeddings, model_names, tokens, monitoring, admin = self.routers
@@ -100,7 +85,7 @@ class Routes:
         body_routes.add(generation, "/v1/chat/completions", ChatCompletionRequest, self.chat_completion, summary)
         for route in _GENERATION:
             body_routes.add_handler(generation, *route)
-        AudioRoutes(state, models, body_routes).add_to(generation)
+        AudioRoutes(server).add_to(generation)
         self.direct_routes = [
             route
             for route in generation.routes
@@ -111,17 +96,12 @@ class Routes:
 
         model_names.add_api_route("/v1/models", self.list_models, methods=["GET"], summary="The models.")
         model_names.add_api_route("/v1/models/{model_id:path}", self.get_model, methods=["GET"], summary="One model.")
-        TokenizeRoutes(state, body_routes).add_to(tokens)
+        TokenizeRoutes(server).add_to(tokens)
         monitoring.add_api_route("/version", self.version, methods=["GET"], summary="The server's version.")
         monitoring.add_api_route("/load", self.load, methods=["GET"], summary="Requests and cache usage, now.")
         monitoring.add_api_route("/metrics", self.get_metrics, methods=["GET"], summary="Metrics for Prometheus.")
-        AdminRoutes(state, models, settings, body_routes).add_to(admin)
-        RolloutRoutes(state, models, body_routes).add_to(admin)
-
-    @property
-    def body_types(self) -> list[type[ModelRequest]]:
-        """The types of the bodies of all routes, with those of plugins."""
-        return self._body_routes.body_types
+        AdminRoutes(server).add_to(admin)
+        RolloutRoutes(server).add_to(admin)
 
     async def chat_completion(self, request: Request) -> Response:
         """Generates the next message of a conversation."""
